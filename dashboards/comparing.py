@@ -186,7 +186,7 @@ def _speeds_from_requests(records: Records, buckets: dict[str, Buckets]) -> Iter
     for incarnation in records.incarnations:
         for rows in records.tables(incarnation, "request"):
             for name, values in zip(_HISTOGRAMS, request_speeds(rows), strict=True):
-                speeds[name] += values.to_pylist()
+                speeds[name] += values.tolist()
     for name, values in speeds.items():
         counted = [(bound, float(sum(value <= bound for value in values))) for bound, _ in buckets[name]]
         yield f"{name}, requests", len(values)

@@ -17,12 +17,11 @@ COLUMNS = 24
 
 @dataclass(frozen=True)
 class Panel:
-    """One panel.  `queries` are expressions by legend, in Grafana's `{{label}}` form.
+    """One panel below its title.  `queries` are expressions by legend, in Grafana's `{{label}}` form.
 
     `thresholds` are pairs of a value and the colour from this value on.  `empty` is the text of a panel without data.
     """
 
-    title: str
     about: str
     queries: Mapping[str, str]
     unit: str = "short"
@@ -38,22 +37,15 @@ class Panel:
     stacked: bool = False
 
 
-class Row:
-    """A heading and the panels below it."""
-
-    def __init__(self, title: str, *panels: Panel) -> None:
-        self.title = title
-        self.panels = panels
-
-
+@dataclass(frozen=True)
 class Dashboard:
     """One dashboard.  `uid` is part of its URL and must never change."""
 
-    def __init__(self, uid: str, title: str, about: str, *rows: Row) -> None:
-        self.uid = uid
-        self.title = title
-        self.about = about
-        self.rows = rows
+    uid: str
+    title: str
+    about: str
+    rows: Mapping[str, Mapping[str, Panel]]
+    """By heading: the panels below it, by title."""
 
 
 def to_json(dashboard: Dashboard) -> dict[str, Any]:
@@ -119,29 +111,29 @@ def _alerts() -> dict[str, Any]:
     }
 
 
-def _panels(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
+def _panels(rows: Mapping[str, Mapping[str, Panel]]) -> Iterator[dict[str, Any]]:
     number, y = 0, 0
-    for row in rows:
+    for heading, panels in rows.items():
         number += 1
-        yield {"id": number, "type": "row", "title": row.title, "collapsed": False, "panels": [],
+        yield {"id": number, "type": "row", "title": heading, "collapsed": False, "panels": [],
                "gridPos": {"x": 0, "y": y, "w": COLUMNS, "h": 1}}  # fmt: skip
         x, y, tallest = 0, y + 1, 0
-        for panel in row.panels:
-            width = panel.width or COLUMNS // min(len(row.panels), 3)
+        for title, panel in panels.items():
+            width = panel.width or COLUMNS // min(len(panels), 3)
             if x + width > COLUMNS:
                 x, y, tallest = 0, y + tallest, 0
             number += 1
-            yield _panel(panel, number, {"x": x, "y": y, "w": width, "h": panel.height})
+            yield _panel(title, panel, number, {"x": x, "y": y, "w": width, "h": panel.height})
             x, tallest = x + width, max(tallest, panel.height)
         y += tallest
 
 
-def _panel(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+def _panel(title: str, panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
     instant = panel.kind == "table"
     return {
         "id": number,
         "type": panel.kind,
-        "title": panel.title,
+        "title": title,
         "description": panel.about,
         "datasource": DATASOURCE,
         "gridPos": place,

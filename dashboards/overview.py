@@ -15,7 +15,7 @@ from dashboards.expr import (
     verifier_gauge,
     verifier_rate,
 )
-from dashboards.model import Dashboard, Panel, Row
+from dashboards.model import Dashboard, Panel
 from dashboards.shapes import NO_DRAFTS, NO_TRAFFIC, plot, share, stat
 
 IDLE = "outrider_verifier_idle_seconds_total"
@@ -37,31 +37,26 @@ def _idle_share(cause: str) -> str:
     return ratio(idle, f"count({verifier_gauge('outrider_verifier_running')})")
 
 
-STATS = Row(
-    "Now",
-    stat(
-        "Verifiers answering",
+STATS = {
+    "Verifiers answering": stat(
         "Verifiers that answer a gateway. Clients get 503 at zero.",
         f"sum({ANSWERING})",
         decimals=0,
         thresholds=[(0, "red"), (1, "green")],
     ),
-    stat(
-        "Members not ready",
+    "Members not ready": stat(
         "Members that start, drain or are lost, of every kind.",
         or_zero(f"sum({NOT_READY})"),
         decimals=0,
         thresholds=[(1, "orange")],
     ),
-    stat(
-        "Tokens per second",
+    "Tokens per second": stat(
         "Tokens emitted by the verifiers chosen above.",
         total(verifier_rate("outrider_verifier_tokens_total")),
         decimals=0,
         empty=NO_TRAFFIC,
     ),
-    stat(
-        "Acceptance length",
+    "Acceptance length": stat(
         "1 + accepted tokens / drafts, of the sums over verifiers and drafters. 1 means that drafting gains nothing.",
         acceptance_length(),
         decimals=2,
@@ -69,31 +64,27 @@ STATS = Row(
         empty=NO_DRAFTS,
         thresholds=[(1, "red"), (1.3, "orange"), (1.8, "green")],
     ),
-    stat(
-        "Waiting for drafts",
+    "Waiting for drafts": stat(
         "Share of verifier time spent waiting for drafts, mean over the verifiers chosen above.",
         _idle_share("awaiting_draft"),
         unit="percentunit",
         high=1,
         thresholds=[(0.2, "orange"), (0.4, "red")],
     ),
-    stat(
-        "Queue",
+    "Queue": stat(
         "Sequences that wait to enter a verifier's batch.",
         total(verifier_gauge("outrider_verifier_waiting")),
         decimals=0,
         thresholds=[(1, "orange"), (64, "red")],
     ),
-    stat(
-        "Time to first token, p95",
+    "Time to first token, p95": stat(
         "From a request's arrival at the gateway to its first token.",
         quantile(0.95, TTFT),
         unit="s",
         empty=NO_TRAFFIC,
         thresholds=[(1, "orange"), (5, "red")],
     ),
-    stat(
-        "Server errors",
+    "Server errors": stat(
         "Share of requests answered with 5xx, over all routes below /v1.",
         ratio(
             or_zero(total(rate("outrider_requests_total", f'{_ROUTES}, code=~"5.."'))),
@@ -104,129 +95,112 @@ STATS = Row(
         empty=NO_TRAFFIC,
         thresholds=[(0.001, "orange"), (0.02, "red")],
     ),
-)
+}
 
 OVERVIEW = Dashboard(
     "outrider-overview",
     "Outrider: overview",
     "Is the fleet well, how fast is it, and what does the hardware wait for?",
-    STATS,
-    Row(
-        "Traffic",
-        plot(
-            "Requests by status",
-            "Requests per second below /v1; 499: the client left before its answer, 429: over the limit in flight.",
-            total(rate("outrider_requests_total", _ROUTES), "code"),
-            "{{code}}",
-            unit="reqps",
-            stacked=True,
-            empty=NO_TRAFFIC,
-        ),
-        plot(
-            "Requests in flight",
-            "Generation requests being served, by gateway.",
-            f"outrider_requests_in_flight{{{JOB}}}",
-            "{{instance}}",
-        ),
-        Panel(
-            "Waiting at the gateways",
-            "Sequences that wait for room at a verifier, and requests per second answered 503 instead.",
-            {"sequences": total(f"outrider_queue_sequences{{{JOB}}}"), "turned away": total(rate("outrider_shed_total", JOB))},
-        ),
-        plot(
-            "Tokens waiting",
-            "Prompts and expected outputs of sequences that wait, by gateway.",
-            f"outrider_queue_tokens{{{JOB}}}",
-            "{{instance}}",
-        ),
-        Panel(
-            "Batches",
-            "Sequences of batches at verifiers, and held back while others are served; lines carried out per second.",
-            {
-                "{{state}}": total(f"outrider_batch_sequences{{{JOB}}}", "state"),
-                "lines per second": total(rate("outrider_batch_lines_total", JOB)),
-            },
-        ),
-        Panel(
-            "Tokens",
-            "Prompt tokens of sequences that began, and tokens generated, as the gateways saw them.",
-            {
-                "generated": total(rate("outrider_generated_tokens_total", JOB)),
-                "prompt": total(rate("outrider_prompt_tokens_total", JOB)),
-            },
-            unit="cps",
-        ),
-    ),
-    Row(
-        "Speed as clients see it",
-        Panel(
-            "Time to first token",
-            "From a request's arrival at the gateway to its first token.",
-            _quantiles(TTFT),
-            unit="s",
-            empty=NO_TRAFFIC,
-        ),
-        Panel(
-            "Between chunks",
-            "Between two chunks of one sequence; a chunk is what one verification emitted.",
-            _quantiles(CHUNK),
-            unit="s",
-            empty=NO_TRAFFIC,
-        ),
-        Panel(
-            "TGS",
-            "Tokens per second of one sequence, of sequences that finished: between first and last token (decode), and "
-            "from arrival (e2e). Low quantiles are the slow ones.",
-            {
-                "decode, median": quantile(0.5, "outrider_tgs_decode"),
-                "decode, slowest 5 %": quantile(0.05, "outrider_tgs_decode"),
-                "e2e, median": quantile(0.5, "outrider_tgs_e2e"),
-            },
-            unit="cps",
-            empty=NO_TRAFFIC,
-        ),
-    ),
-    Row(
-        "What the hardware does",
-        Panel(
-            "Verifier time",
-            "Share of time by what it went to, mean over verifiers; busy and the causes of idling add up to 1.",
-            {"busy": f"avg({verifier_rate(BUSY)})", "idle: {{cause}}": f"avg by (cause) ({verifier_rate(IDLE, 'cause')})"},
-            unit="percentunit",
-            high=1,
-            stacked=True,
-        ),
-        Panel(
-            "Acceptance length",
-            "1 + accepted tokens / drafts, of the sums; the dashed lines are where drafting hardly pays.",
-            {"fleet": acceptance_length(), "{{verifier}}": acceptance_length("verifier")},
-            low=1,
-            decimals=2,
-            empty=NO_DRAFTS,
-            thresholds=[(1, "red"), (1.3, "green")],
-        ),
-        share(
-            "KV cache",
-            "Share of each verifier's KV cache in use; near 1 sequences are preempted.",
-            verifier_gauge("outrider_verifier_kv_cache_usage"),
-            thresholds=[(0.95, "red")],
-        ),
-        Panel(
-            "Running and waiting",
-            "Sequences in the batches, and sequences waiting to enter one.",
-            {
-                "running": total(verifier_gauge("outrider_verifier_running")),
-                "waiting": total(verifier_gauge("outrider_verifier_waiting")),
-            },
-            width=12,
-        ),
-        plot(
-            "Tokens by verifier",
-            "Tokens emitted per second; a verifier far below its peers has too little work, or too much trouble.",
-            verifier_rate("outrider_verifier_tokens_total"),
-            unit="cps",
-            width=12,
-            stacked=True,
-        ),
-    ),
+    {
+        "Now": STATS,
+        "Traffic": {
+            "Requests by status": plot(
+                "Requests per second below /v1; 499: the client left before its answer, 429: over the limit in flight.",
+                total(rate("outrider_requests_total", _ROUTES), "code"),
+                "{{code}}",
+                unit="reqps",
+                stacked=True,
+                empty=NO_TRAFFIC,
+            ),
+            "Requests in flight": plot(
+                "Generation requests being served, by gateway.", f"outrider_requests_in_flight{{{JOB}}}", "{{instance}}"
+            ),
+            "Waiting at the gateways": Panel(
+                "Sequences that wait for room at a verifier, and requests per second answered 503 instead.",
+                {
+                    "sequences": total(f"outrider_queue_sequences{{{JOB}}}"),
+                    "turned away": total(rate("outrider_shed_total", JOB)),
+                },
+            ),
+            "Tokens waiting": plot(
+                "Prompts and expected outputs of sequences that wait, by gateway.",
+                f"outrider_queue_tokens{{{JOB}}}",
+                "{{instance}}",
+            ),
+            "Batches": Panel(
+                "Sequences of batches at verifiers, and held back while others are served; lines carried out per second.",
+                {
+                    "{{state}}": total(f"outrider_batch_sequences{{{JOB}}}", "state"),
+                    "lines per second": total(rate("outrider_batch_lines_total", JOB)),
+                },
+            ),
+            "Tokens": Panel(
+                "Prompt tokens of sequences that began, and tokens generated, as the gateways saw them.",
+                {
+                    "generated": total(rate("outrider_generated_tokens_total", JOB)),
+                    "prompt": total(rate("outrider_prompt_tokens_total", JOB)),
+                },
+                unit="cps",
+            ),
+        },
+        "Speed as clients see it": {
+            "Time to first token": Panel(
+                "From a request's arrival at the gateway to its first token.", _quantiles(TTFT), unit="s", empty=NO_TRAFFIC
+            ),
+            "Between chunks": Panel(
+                "Between two chunks of one sequence; a chunk is what one verification emitted.",
+                _quantiles(CHUNK),
+                unit="s",
+                empty=NO_TRAFFIC,
+            ),
+            "TGS": Panel(
+                "Tokens per second of one sequence, of sequences that finished: between first and last token (decode), and "
+                "from arrival (e2e). Low quantiles are the slow ones.",
+                {
+                    "decode, median": quantile(0.5, "outrider_tgs_decode"),
+                    "decode, slowest 5 %": quantile(0.05, "outrider_tgs_decode"),
+                    "e2e, median": quantile(0.5, "outrider_tgs_e2e"),
+                },
+                unit="cps",
+                empty=NO_TRAFFIC,
+            ),
+        },
+        "What the hardware does": {
+            "Verifier time": Panel(
+                "Share of time by what it went to, mean over verifiers; busy and the causes of idling add up to 1.",
+                {"busy": f"avg({verifier_rate(BUSY)})", "idle: {{cause}}": f"avg by (cause) ({verifier_rate(IDLE, 'cause')})"},
+                unit="percentunit",
+                high=1,
+                stacked=True,
+            ),
+            "Acceptance length": Panel(
+                "1 + accepted tokens / drafts, of the sums; the dashed lines are where drafting hardly pays.",
+                {"fleet": acceptance_length(), "{{verifier}}": acceptance_length("verifier")},
+                low=1,
+                decimals=2,
+                empty=NO_DRAFTS,
+                thresholds=[(1, "red"), (1.3, "green")],
+            ),
+            "KV cache": share(
+                "Share of each verifier's KV cache in use; near 1 sequences are preempted.",
+                verifier_gauge("outrider_verifier_kv_cache_usage"),
+                thresholds=[(0.95, "red")],
+            ),
+            "Running and waiting": Panel(
+                "Sequences in the batches, and sequences waiting to enter one.",
+                {
+                    "running": total(verifier_gauge("outrider_verifier_running")),
+                    "waiting": total(verifier_gauge("outrider_verifier_waiting")),
+                },
+                width=12,
+            ),
+            "Tokens by verifier": plot(
+                "Tokens emitted per second; a verifier far below its peers has too little work, or too much trouble.",
+                verifier_rate("outrider_verifier_tokens_total"),
+                unit="cps",
+                width=12,
+                stacked=True,
+            ),
+        },
+    },
 )

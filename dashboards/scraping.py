@@ -62,7 +62,7 @@ def running(gateway: str) -> Iterator[Prometheus]:
     """Runs a Prometheus with the committed configuration and rules on the URL `gateway`.  Raises `PrometheusError`."""
     program = find_program()
     with tempfile.TemporaryDirectory(prefix="outrider-prometheus-") as folder:
-        address = f"127.0.0.1:{_free_port()}"
+        address = f"127.0.0.1:{free_port()}"
         flags = [
             f"--config.file={_write_config(Path(folder), gateway)}",
             f"--storage.tsdb.path={folder}/data",
@@ -88,7 +88,7 @@ def _write_config(folder: Path, gateway: str) -> Path:
     return file
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

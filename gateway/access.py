@@ -9,16 +9,19 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from backend.config import Settings
 from gateway.admission.claim import Claim
 from gateway.errors import Forbidden, TooManyRequests, Unauthorized
 from gateway.guard import host_of, is_local_origin, is_loopback, whole_body
 from gateway.keys.caller import ANYBODY, Caller
 from gateway.keys.quotas import Quotas
-from gateway.keys.ring import KeyRing
+from gateway.keys.ring import KeyRing, read_entries
+from gateway.keys.sharing import open_store
 from gateway.metrics import GatewayMetrics
 from gateway.page import FILES
 
@@ -77,6 +80,20 @@ class AccessRules:
     ring: KeyRing = field(default_factory=KeyRing)
     max_in_flight: int = 1024
     quotas: Quotas = field(default_factory=lambda: Quotas("", None))
+
+    @classmethod
+    def of(cls, settings: Settings, gateway_id: str, folder: Path | None) -> AccessRules:
+        """Gateways of this host share counts of quotas in `folder`.  Raises `KeyFileError`, `OSError` or `ValueError`."""
+        # Quotas are set up even without a keys file, because a reload may add one.
+        quotas = Quotas(gateway_id, open_store(settings.gateway.quota_url, folder))
+        return cls(ring_of(settings), settings.gateway.max_in_flight, quotas)
+
+
+def ring_of(settings: Settings) -> KeyRing:
+    """The keys of the settings and the keys file.  Raises `KeyFileError`."""
+    asked = settings.gateway
+    entries = read_entries(Path(asked.keys_file).expanduser()) if asked.keys_file else []
+    return KeyRing(asked.api_key, asked.admin_key, entries)
 
 
 class Access:

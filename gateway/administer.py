@@ -15,7 +15,6 @@ from backend.coordinator.commands import COMMANDS, AnyCommand, Refused
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
-    from backend.fleet import Operation
 
 POLL_S = 0.3
 
@@ -29,7 +28,7 @@ SUMMARIES = {
     "swap-drafter": "have a drafter load another head",
 }
 
-FLEET_FLAGS = ("--config", "--ray-address", "--ray-namespace")
+FLEET_SETTINGS = ("config", "ray_address", "ray_namespace")
 """The settings that choose the fleet."""
 
 
@@ -54,9 +53,8 @@ def main(name: str, arguments: Sequence[str]) -> None:
 def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Namespace, list[str]]:
     """The command, the parsed options, and the arguments that are settings.  Raises `ConfigError`."""
     given = _parser(name).parse_args(list(arguments))
-    rest = [
-        part for flag in FLEET_FLAGS if getattr(given, _dest(flag)) is not None for part in (flag, getattr(given, _dest(flag)))
-    ]
+    chosen = {f"--{setting.replace('_', '-')}": getattr(given, setting) for setting in FLEET_SETTINGS}
+    rest = [part for flag, value in chosen.items() if value is not None for part in (flag, value)]
     return _command(name, given), given, rest
 
 
@@ -83,7 +81,7 @@ def _follow(coordinator: CoordinatorHandle, operation_id: int, say: Callable[[st
     """Reports the progress of an operation until it has ended."""
     told = ""
     while True:
-        operation = _find(coordinator, operation_id)
+        operation = next((each for each in coordinator.snapshot().operations if each.id == operation_id), None)
         if operation is None:
             raise AdministrationError(f"the coordinator was restarted and does not know operation {operation_id} any more")
         if operation.note != told and operation.state in ("waiting", "running"):
@@ -95,14 +93,6 @@ def _follow(coordinator: CoordinatorHandle, operation_id: int, say: Callable[[st
             say(operation.note)
             return
         time.sleep(poll_s)
-
-
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
-
-
-def _find(coordinator: CoordinatorHandle, operation_id: int) -> Operation | None:
-    return next((each for each in coordinator.snapshot().operations if each.id == operation_id), None)
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
@@ -134,8 +124,8 @@ def _parser(name: str) -> argparse.ArgumentParser:
     parser.add_argument("--if-version", type=int, help="only if the fleet is still at this version (see `outrider status`)")
     parser.add_argument("--dry-run", action="store_true", help="say what would happen")
     parser.add_argument("--fleet", help="namespace or pid of the fleet, where several run on this host")
-    for flag in FLEET_FLAGS:
-        parser.add_argument(flag, help="as for `outrider status`")
+    for setting in FLEET_SETTINGS:
+        parser.add_argument(f"--{setting.replace('_', '-')}", help="as for `outrider status`")
     return parser
 
 

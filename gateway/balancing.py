@@ -67,13 +67,8 @@ class Balancer:
         return sum(self._carry_out(move) for move in moves)
 
     def _carry_out(self, move: Move) -> int:
-        logger.info(
-            "balancing: %s -> %s, predicted gain %.2f s for %.2f s of recomputation",
-            move.source,
-            move.target,
-            move.gain_s,
-            move.cost_s,
-        )
+        gain = f"{move.gain_s:.2f} s for {move.cost_s:.2f} s of recomputation"
+        logger.info("balancing: %s -> %s, predicted gain %s", move.source, move.target, gain)
         return self._core.migrate([move.request_id], move.target, "balance")
 
 

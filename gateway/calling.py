@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway.errors import BadRequest
 
-CLIENTS = frozenset({"function", "custom", "namespace"})
+CLIENTS = ("function", "custom", "namespace")
 """Kinds of tools that clients run themselves; tools of other kinds would run on the server."""
 
 

@@ -1,4 +1,4 @@
-"""The command line: `outrider serve | gateway | status | ...`, see `USAGE`.
+"""The command line: `outrider serve | gateway | status | ...`, see `COMMANDS`.
 
 `serve` is the launcher and the gateway in one process: it starts the fleet (Ray actors), imports vLLM while the engines load,
 serves HTTP from this process's main thread, and ends everything it started.  The heavy imports are inside the commands, so that
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from backend.config import sources
@@ -23,64 +23,23 @@ from gateway.processes import (
     further_processes,
     gateway_process,
     import_in_background,
+    joined_fleet,
     prepare_vllm,
     run_gateway,
 )
 from gateway.signals import FAILED, INTERRUPTED, MISUSED, OK, Interrupted, signals
 
-ADMINISTRATION = "\n".join(f"  {name:<13} {summary}" for name, summary in administer.SUMMARIES.items())
-USAGE = f"""usage: outrider COMMAND [--name value ...]
-
-commands:
-  serve         start a fleet and its gateway, until Ctrl-C
-  gateway       start a further gateway for a running fleet
-  status        show a running fleet
-  check-config  show the settings in force and where each came from
-  make-key      make an API key and its entry for the keys file
-  reload        have a running gateway read its keys, limits and routing again
-  records       sum up, join or export what verifiers wrote down
-  report        draw a recorded period, or a rollout, as one HTML page
-  bench         measure every mode on this machine (it has options of its own)
-  simulate      simulate a large fleet under the coordinator's policy (it has options of its own)
-  run-batch     carry out a file of OpenAI batch requests at a gateway (it has options of its own)
-  rollout       run a trace's prompts over a fleet of its own, with a row of every step (it has options of its own)
-  trace         make traces (it has options of its own)
-  train-drafter train a head for a model from prompts (it has options of its own)
-  train-demo    train the built-in demo models again
-
-changing a running fleet:
-{ADMINISTRATION}
-
-`outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
-of the YAML file given with --config.  `outrider --version` prints the version.
-"""
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns the process's exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    commands: dict[str, Callable[[list[str]], int]] = {
-        "serve": serve,
-        "gateway": gateway,
-        "status": status,
-        "check-config": check_config,
-        "make-key": make_key,
-        "reload": reload,
-        "records": tools.records,
-        "report": tools.report,
-        "rollout": tools.rollout,
-        "run-batch": tools.run_batch,
-        "trace": tools.trace,
-        "train-drafter": tools.train_drafter,
-        **{name: partial(tools.laboratory, name) for name in tools.LABORATORY},
-        **{name: partial(administration, name) for name in administer.SUMMARIES},
-    }
     if not given or given[0] in ("-h", "--help", "help"):
-        print(USAGE, end="")
+        print(usage(), end="")
         return OK if given else MISUSED
     if given[0] in ("-V", "--version", "version"):
         print(f"outrider {version()}")
         return OK
+    commands = {name: command for name, (_, command) in (COMMANDS | CHANGES).items()}
     if given[0] not in commands and given[0] != GATEWAY_PROCESS:
         return fail(f"no command {given[0]!r}; there are {', '.join(commands)}", MISUSED)
     try:
@@ -93,6 +52,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         return FAILED
+
+
+def usage() -> str:
+    """The help of `outrider` itself."""
+
+    def listed(commands: Mapping[str, tuple[str, object]]) -> str:
+        return "\n".join(f"  {name:<13} {summary}" for name, (summary, _) in commands.items())
+
+    return f"""usage: outrider COMMAND [--name value ...]
+
+commands:
+{listed(COMMANDS)}
+
+changing a running fleet:
+{listed(CHANGES)}
+
+`outrider COMMAND --help` lists the settings; each is also a variable (OUTRIDER_GATEWAY__PORT) and a key
+of the YAML file given with --config.  `outrider --version` prints the version.
+"""
 
 
 def fail(line: str, code: int) -> int:
@@ -138,9 +116,8 @@ def serve(arguments: list[str]) -> int:
                 fleet.announce(url)
                 progress.say(present.ready(url, settings, models))
 
-            info = fleet.coordinator.info()
             with further_processes(fleet.settings, arguments) as peers:
-                run_gateway(fleet.settings, models, fleet.coordinator, info.fleet_keys, announce, arguments, peers)
+                run_gateway(fleet.settings, fleet.coordinator.info(), fleet.coordinator, announce, arguments, peers)
             return OK
         except CommandError as error:
             return fail(str(error), FAILED)
@@ -160,13 +137,8 @@ def gateway(arguments: list[str]) -> int:
     configure_logging(loaded.settings.log_level, loaded.settings.log_format)
     progress = present.Progress()
     from backend import tracing
-    from backend.launch.finding import found_fleet
 
-    with signals() as forced, found_fleet(loaded, None) as (coordinator, _):
-        prepare_vllm()
-        info = coordinator.info()
-        theirs = type(loaded.settings).model_validate_json(info.settings_json)
-        settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
+    with joined_fleet(loaded) as (settings, info, coordinator):
         tracing.check(settings.tracing)
         check_files(settings)
 
@@ -175,12 +147,10 @@ def gateway(arguments: list[str]) -> int:
 
         try:
             with further_processes(settings, arguments) as peers:
-                run_gateway(settings, info.models, coordinator, info.fleet_keys, announce, arguments, peers)
+                run_gateway(settings, info, coordinator, announce, arguments, peers)
         except OSError as error:
             return fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
-        finally:
-            forced.armed = True
-        return OK
+    return OK
 
 
 def status(arguments: list[str]) -> int:
@@ -244,6 +214,27 @@ def reload(arguments: list[str]) -> int:
         print(line)
     return OK
 
+
+OWN = "(it has options of its own)"
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+    "serve": ("start a fleet and its gateway, until Ctrl-C", serve),
+    "gateway": ("start a further gateway for a running fleet", gateway),
+    "status": ("show a running fleet", status),
+    "check-config": ("show the settings in force and where each came from", check_config),
+    "make-key": ("make an API key and its entry for the keys file", make_key),
+    "reload": ("have a running gateway read its keys, limits and routing again", reload),
+    "records": ("sum up, join or export what verifiers wrote down", tools.records),
+    "report": ("draw a recorded period, or a rollout, as one HTML page", tools.report),
+    "bench": (f"measure every mode on this machine {OWN}", partial(tools.laboratory, "bench")),
+    "simulate": (f"simulate a large fleet under the coordinator's policy {OWN}", partial(tools.laboratory, "simulate")),
+    "run-batch": (f"carry out a file of OpenAI batch requests at a gateway {OWN}", tools.run_batch),
+    "rollout": (f"run a trace's prompts over a fleet of its own, with a row of every step {OWN}", tools.rollout),
+    "trace": (f"make traces {OWN}", tools.trace),
+    "train-drafter": (f"train a head for a model from prompts {OWN}", tools.train_drafter),
+    "train-demo": ("train the built-in demo models again", partial(tools.laboratory, "train-demo")),
+}
+CHANGES = {name: (summary, partial(administration, name)) for name, summary in administer.SUMMARIES.items()}
+"""Each command's summary, and the function that runs it."""
 
 if __name__ == "__main__":
     sys.exit(main())

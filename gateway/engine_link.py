@@ -22,7 +22,7 @@ from backend.fleet import Member, VerifierStats
 from backend.fleet.stats import Weights
 from backend.transport.aio import AsyncDealer
 from backend.transport.sockets import Wire
-from backend.wire.engine import ENGINE_WIRE_VERSION, Account, EngineWelcome, Refusal, RequestOptions
+from backend.wire.engine import ENGINE_WIRE_VERSION, Account, EngineWelcome, Refusal, RequestOptions, Said
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +119,10 @@ class VerifierLink:
         """Ends requests without further outputs.  Never waits."""
         if request_ids:
             self._dealer.send(self._speech.abort(request_ids))
+
+    def share(self, said: Said) -> None:
+        """Gives the verifier a text to look drafts up in."""
+        self._dealer.send(self._speech.share(said))
 
     def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
         """Calls a method of the verifier's engine core, ahead of all that is sent later; `UtilityError` when it fails."""

@@ -17,18 +17,19 @@
     |-- TooManyRequests     429  with Retry-After
     |   `-- RateLimited     429  a key's own limit
     |-- HeadersTooLarge     431
-    |-- NotSupported        501  this build of the engine cannot do that
-    |-- EngineFailed        500  a verifier could not do what an administrator asked of its engine
-    |-- InternalError       500  says nothing of what went wrong; the log does
-    `-- Unavailable         503  with Retry-After
-        |-- NoVerifier           no verifier is ready
-        |-- NotAllReady          one of the gateway processes on this port is not ready
-        |-- Overloaded           too many requests wait for a verifier, or this one would wait too long
-        |-- TooManyConnections   this gateway process has too many connections of clients
-        |-- VerifierLost         the verifier of this request was lost, and no other was ready in time
-        |-- Poisoned        500  several verifiers were lost while they served this request
-        |-- NoCoordinator        the coordinator does not answer; only administration needs it
-        `-- ShuttingDown         this gateway is going away
+    `-- ServerError         500
+        |-- NotSupported        501  this build of the engine cannot do that
+        |-- EngineFailed             a verifier could not do what an administrator asked of its engine
+        |-- InternalError            says nothing of what went wrong; the log does
+        `-- Unavailable         503  with Retry-After
+            |-- NoVerifier           no verifier is ready
+            |-- NotAllReady          one of the gateway processes on this port is not ready
+            |-- Overloaded           too many requests wait for a verifier, or this one would wait too long
+            |-- TooManyConnections   this gateway process has too many connections of clients
+            |-- VerifierLost         the verifier of this request was lost, and no other was ready in time
+            |-- Poisoned        500  several verifiers were lost while they served this request
+            |-- NoCoordinator        the coordinator does not answer; only administration needs it
+            `-- ShuttingDown         this gateway is going away
 
 `Unavailable` and its subclasses, except `NoCoordinator`, are also raised inside vLLM's request pipeline.  The pipeline lets
 exceptions through that derive from `GracefulHTTPError`.
@@ -67,7 +68,6 @@ _CONTEXT = re.compile(
 _OVERLOADED = re.compile(r"The server is overloaded\. Try again in (\d+) s\.")
 _MAX_MESSAGE = 1000
 
-
 _ANTHROPIC = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -85,8 +85,8 @@ _ANTHROPIC = {
 class ApiError(Exception):
     """An error as the client sees it."""
 
-    status: ClassVar[int] = 500
-    type: str = "server_error"
+    status: ClassVar[int] = 400
+    type: str = "invalid_request_error"
     code: str | None = None
     retry_after_s: ClassVar[int | None] = None
     is_final: ClassVar[bool] = False
@@ -97,8 +97,7 @@ class ApiError(Exception):
         Exception.__init__(self, message)
         self.message = clean(message)
         self.param = param
-        if code is not None:
-            self.code = code
+        self.code = code or self.code
 
     def body(self) -> dict[str, dict[str, str | None]]:
         """The JSON object of the response or the stream's error event."""
@@ -121,7 +120,6 @@ class ApiError(Exception):
 
 class BadRequest(ApiError):
     status = 400
-    type = "invalid_request_error"
 
 
 class ContextTooLong(BadRequest):
@@ -145,7 +143,6 @@ class Forbidden(ApiError):
 
 class NotFound(ApiError):
     status = 404
-    type = "invalid_request_error"
     code = "not_found"
 
 
@@ -155,13 +152,11 @@ class ModelNotFound(NotFound):
 
 class MethodNotAllowed(ApiError):
     status = 405
-    type = "invalid_request_error"
     code = "method_not_allowed"
 
 
 class RequestTimeout(ApiError):
     status = 408
-    type = "invalid_request_error"
     code = "request_timeout"
 
     def headers(self) -> dict[str, str]:
@@ -171,26 +166,22 @@ class RequestTimeout(ApiError):
 
 class UriTooLong(ApiError):
     status = 414
-    type = "invalid_request_error"
     code = "uri_too_long"
 
 
 class HeadersTooLarge(ApiError):
     status = 431
-    type = "invalid_request_error"
     code = "headers_too_large"
 
 
 class Conflict(ApiError):
     status = 409
-    type = "invalid_request_error"
     code = "conflict"
     is_final = True
 
 
 class PayloadTooLarge(ApiError):
     status = 413
-    type = "invalid_request_error"
     code = "payload_too_large"
 
 
@@ -200,7 +191,6 @@ class StorageFull(PayloadTooLarge):
 
 class UnsupportedMedia(ApiError):
     status = 415
-    type = "invalid_request_error"
     code = "unsupported_media_type"
 
 
@@ -228,24 +218,29 @@ class RateLimited(TooManyRequests):
         return {"retry-after": str(math.ceil(milliseconds / 1000)), "retry-after-ms": str(milliseconds)}
 
 
-class NotSupported(ApiError):
+class ServerError(ApiError):
+    status = 500
+    type = "server_error"
+
+
+class NotSupported(ServerError):
     status = 501
     code = "not_supported"
     is_final = True
 
 
-class InternalError(ApiError):
+class InternalError(ServerError):
     code = "internal_error"
 
     def __init__(self) -> None:
         super().__init__("The server had an error while processing your request.")
 
 
-class EngineFailed(ApiError):
+class EngineFailed(ServerError):
     code = "engine_error"
 
 
-class Unavailable(ApiError, GracefulHTTPError):
+class Unavailable(ServerError, GracefulHTTPError):
     status = 503
     code = "unavailable"
     retry_after_s = 1
@@ -339,7 +334,8 @@ def translate(error: BaseException) -> ApiError:
     if isinstance(error, VLLMClientError):
         return bad_request(str(error.args[0] if error.args else error), getattr(error, "parameter", None))
     # vLLM's front half also raises these exceptions, and jinja's, for a wrong request.
-    if isinstance(error, ValueError | NotImplementedError | OverflowError) or _is_template_error(error):
+    is_jinjas = any(kind.__name__ == "TemplateError" for kind in type(error).__mro__)
+    if is_jinjas or isinstance(error, ValueError | NotImplementedError | OverflowError):
         return bad_request(str(error), None)
     return InternalError()
 
@@ -400,7 +396,3 @@ def from_pydantic(error: pydantic.ValidationError, within: str | None = None) ->
         param = within if param is None or is_about_all(first) else f"{within}.{param}"
         code = "unknown_parameter" if first["type"] == "extra_forbidden" else None
     return BadRequest(f"{where}: {first['msg']}" if where else first["msg"], param=param, code=code)
-
-
-def _is_template_error(error: BaseException) -> bool:
-    return any(kind.__name__ == "TemplateError" for kind in type(error).__mro__)

@@ -87,22 +87,17 @@ class _Window(Generic[R]):
         return [(new[0] - old[0], old[1], new[1]) for old, new in pairwise(reports)]
 
 
-class _Windows(Generic[R]):
-    """The windows of all members of one kind."""
-
-    def __init__(self) -> None:
-        self.by_member: dict[str, _Window[R]] = {}
-
-    def observe(self, now: float, reports: Mapping[str, R]) -> None:
-        """Adds each member's report, and forgets members without one."""
-        self.by_member = {key: window for key, window in self.by_member.items() if key in reports}
-        for key, report in reports.items():
-            self.by_member.setdefault(key, _Window()).add(now, report)
+def _advanced(windows: Mapping[str, _Window[R]], now: float, reports: Mapping[str, R]) -> dict[str, _Window[R]]:
+    """The windows of the members that have a report, with the report added."""
+    kept = {key: windows.get(key) or _Window[R]() for key in reports}
+    for key, report in reports.items():
+        kept[key].add(now, report)
+    return kept
 
 
 @dataclass
 class _Flow:
-    """Work done within the window, at one verifier or at all."""
+    """Work done within their windows by one verifier or several."""
 
     tokens: int = 0
     tokens_per_s: float = 0.0
@@ -114,32 +109,22 @@ class _Flow:
     accepted: int = 0
 
     @classmethod
-    def of(cls, window: _Window[VerifierStats]) -> _Flow:
-        old, new = window.old, window.new
-        flow = cls(max(0, new.tokens - old.tokens), busy_s=max(0.0, new.busy_s - old.busy_s))
-        flow.tokens_per_s = _ratio(flow.tokens, window.seconds) or 0.0
-        flow.sequence_s = sum(seconds * (before.running + after.running) / 2 for seconds, before, after in window.steps())
-        for cause, spent in new.idle_s.items():
-            flow.idle_s[cause] = max(0.0, spent - old.idle_s.get(cause, 0.0))
-        for drafter, counters in new.drafters.items():
-            before = old.drafters.get(drafter, DraftCounters())
-            flow.drafts += max(0, counters.drafts - before.drafts)
-            flow.accepted += max(0, counters.accepted_tokens - before.accepted_tokens)
+    def of(cls, windows: Iterable[_Window[VerifierStats]]) -> _Flow:
+        flow = cls()
+        for window in windows:
+            old, new = window.old, window.new
+            tokens = max(0, new.tokens - old.tokens)
+            flow.tokens += tokens
+            flow.tokens_per_s += _ratio(tokens, window.seconds) or 0.0
+            flow.sequence_s += sum(seconds * (before.running + after.running) / 2 for seconds, before, after in window.steps())
+            flow.busy_s += max(0.0, new.busy_s - old.busy_s)
+            for cause, spent in new.idle_s.items():
+                flow.idle_s[cause] = flow.idle_s.get(cause, 0.0) + max(0.0, spent - old.idle_s.get(cause, 0.0))
+            for drafter, counters in new.drafters.items():
+                before = old.drafters.get(drafter, DraftCounters())
+                flow.drafts += max(0, counters.drafts - before.drafts)
+                flow.accepted += max(0, counters.accepted_tokens - before.accepted_tokens)
         return flow
-
-    @classmethod
-    def sum(cls, flows: Iterable[_Flow]) -> _Flow:
-        total = cls()
-        for each in flows:
-            total.tokens += each.tokens
-            total.tokens_per_s += each.tokens_per_s
-            total.sequence_s += each.sequence_s
-            total.busy_s += each.busy_s
-            for cause, spent in each.idle_s.items():
-                total.idle_s[cause] = total.idle_s.get(cause, 0.0) + spent
-            total.drafts += each.drafts
-            total.accepted += each.accepted
-        return total
 
     @property
     def tgs(self) -> float | None:
@@ -162,8 +147,8 @@ class FleetHistory:
     """Takes observations, and makes the view of the last one."""
 
     def __init__(self) -> None:
-        self._verifiers: _Windows[VerifierStats] = _Windows()
-        self._drafters: _Windows[DrafterStats] = _Windows()
+        self._verifiers: dict[str, _Window[VerifierStats]] = {}
+        self._drafters: dict[str, _Window[DrafterStats]] = {}
         self._log = FleetLog()
         self._last = Observation(0.0, 0.0, None)
         self._served: dict[str, list[str]] = {}
@@ -174,8 +159,9 @@ class FleetHistory:
         alive = [view for view in seen.members if view.member.state != "lost"]
         verifiers = {each.member.id: seen.own.get(each.member.id) or each.verifier for each in alive}
         reports = {key: stats for key, stats in verifiers.items() if stats is not None}
-        self._verifiers.observe(seen.now, reports)
-        self._drafters.observe(seen.now, {each.member.id: each.drafter for each in alive if each.drafter is not None})
+        self._verifiers = _advanced(self._verifiers, seen.now, reports)
+        drafters = {each.member.id: each.drafter for each in alive if each.drafter is not None}
+        self._drafters = _advanced(self._drafters, seen.now, drafters)
         self._log.observe(seen.unix, seen.snapshot, reports, seen.moves)
         self._served = {}
         for each in seen.snapshot.assignments if seen.snapshot is not None else []:
@@ -184,14 +170,13 @@ class FleetHistory:
 
     def view(self) -> FleetView:
         seen, snapshot = self._last, self._last.snapshot
-        flows = {key: _Flow.of(window) for key, window in self._verifiers.by_member.items()}
-        verifiers = [self._verifier(each, flows) for each in seen.members if each.member.kind == "verifier"]
+        verifiers = [self._verifier(each) for each in seen.members if each.member.kind == "verifier"]
         return FleetView(
             at=round(seen.unix, 3),
             window_s=WINDOW_S,
             version=snapshot.version if snapshot is not None else 0,
             snapshot_age_s=round(seen.snapshot_age_s, 1) if snapshot is not None else None,
-            totals=_totals(seen, verifiers, _Flow.sum(flows.values())),
+            totals=_totals(seen, verifiers, _Flow.of(self._verifiers.values())),
             verifiers=verifiers,
             drafters=[self._drafter(each) for each in seen.members if each.member.kind == "drafter"],
             pairs=self._pairs(),
@@ -201,14 +186,14 @@ class FleetHistory:
             plans=self._log.latest_plans(),
         )
 
-    def _verifier(self, view: MemberView, flows: Mapping[str, _Flow]) -> VerifierRow:
+    def _verifier(self, view: MemberView) -> VerifierRow:
         member = view.member
         connected, heard = member.id in self._last.connected, round(view.last_report_s, 1)
         row = VerifierRow(member.id, member.node, member.model, member.state, connected, heard)
-        window, flow = self._verifiers.by_member.get(member.id), flows.get(member.id)
-        if window is None or flow is None:
+        window = self._verifiers.get(member.id)
+        if window is None:
             return row
-        stats = window.new
+        stats, flow = window.new, _Flow.of([window])
         for name in _COPIED:
             setattr(row, name, getattr(stats, name))
         row.kv_usage = round(stats.kv_usage, 4)
@@ -221,7 +206,7 @@ class FleetHistory:
         member = view.member
         row = DrafterRow(member.id, member.node, member.model, member.state, round(view.last_report_s, 1), [])
         row.verifiers = self._served.get(member.id, [])
-        window = self._drafters.by_member.get(member.id)
+        window = self._drafters.get(member.id)
         if window is not None:
             old, new = window.old, window.new
             row.sequences, row.cache_usage = new.sequences, round(new.cache_usage, 4)
@@ -236,7 +221,7 @@ class FleetHistory:
     def _pairs(self) -> list[PairRow]:
         bound = {(verifier, drafter) for drafter, verifiers in self._served.items() for verifier in verifiers}
         rows = {pair: PairRow(*pair, bound=True, down=False) for pair in bound}
-        for verifier, window in self._verifiers.by_member.items():
+        for verifier, window in self._verifiers.items():
             for drafter, counters in window.new.drafters.items():
                 before = window.old.drafters.get(drafter, DraftCounters())
                 row = _pair(verifier, drafter, before, counters, window.seconds)

@@ -6,7 +6,7 @@ Reads `FleetCore` at scrape time.  Owns only the last counters of each verifier,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, get_args
 
@@ -17,6 +17,8 @@ from prometheus_client.registry import Collector
 
 from backend.fleet import (
     DraftCounters,
+    DrafterStats,
+    FleetSnapshot,
     MemberKind,
     MemberState,
     MemberView,
@@ -26,7 +28,10 @@ from backend.fleet import (
     VerifierStats,
 )
 from gateway.fleet_core import FleetCore
-from gateway.metrics import DEFINITIONS
+from gateway.metrics import DEFINITIONS, kind_of
+
+UNKNOWN = FleetSnapshot(0, [], [], {})
+"""Before the directory's first answer."""
 
 
 def acceptance_length(counters: DraftCounters | Verified) -> float | None:
@@ -84,37 +89,30 @@ class FleetCollector(Collector):
         self._totals = FleetTotals()
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._core.stats()
+        stats, snapshot = self._core.stats(), self._core.snapshot or UNKNOWN
         for each in stats:
             self._totals.update(each)
-        yield from self._members(stats)
-        yield from _verifiers(stats)
-        yield from _pairs(stats)
-        yield from self._over_the_fleet()
-
-    def _members(self, stats: list[VerifierStats]) -> Iterator[Metric]:
-        members = _family("outrider_fleet_members")
-        snapshot = self._core.snapshot
-        views = snapshot.members if snapshot else []
-        counts = Counter((view.member.kind, view.member.state) for view in views)
-        # All combinations, even with the value 0: alerts do not work on a series that comes and goes.
-        for kind, state in product(get_args(MemberKind), get_args(MemberState)):
-            members.add_metric([kind, state], counts[kind, state])
-        yield members
-        operations = _family("outrider_operations")
-        known = Counter((each.kind, each.state) for each in (snapshot.operations if snapshot else []))
-        for kind, state in product(get_args(OperationKind), get_args(OperationState)):
-            operations.add_metric([kind, state], known[kind, state])
-        yield operations
-        yield _info(views, stats)
-        yield _refused(views)
-        yield from _drafters(views)
-
-    def _over_the_fleet(self) -> Iterator[Metric]:
-        families = {name: _family(name) for name in _summed()}
-        for (name, *labels), value in self._totals.sums().items():
-            families[name].add_metric(labels, value)
-        yield from families.values()
+        views = snapshot.members
+        members = Counter((view.member.kind, view.member.state) for view in views)
+        yield _family("outrider_fleet_members", _all_of(members, MemberKind, MemberState))
+        known = Counter((each.kind, each.state) for each in snapshot.operations)
+        yield _family("outrider_operations", _all_of(known, OperationKind, OperationState))
+        yield _family("outrider_verifier_info", _info(views, stats))
+        reports = [(view.member.id, view.verifier or view.drafter) for view in views]
+        refused = [([member], report.connections_refused) for member, report in reports if report is not None]
+        yield _family("outrider_connections_refused_total", refused)
+        drafters = [view.drafter for view in views if view.drafter is not None]
+        yield from _reported(("drafter",), [([each.drafter_id], each) for each in drafters])
+        yield _family("outrider_learning_acceptance_length", _learned(drafters))
+        yield from _reported(("verifier",), [([each.verifier_id], each) for each in stats])
+        yield _family("outrider_drafters_down", [([each.verifier_id], len(each.drafters_down)) for each in stats])
+        pairs = [([each.verifier_id, drafter], counters) for each in stats for drafter, counters in each.drafters.items()]
+        yield from _reported(("verifier", "drafter"), pairs)
+        lengths = [(labels, length) for labels, counters in pairs if (length := acceptance_length(counters)) is not None]
+        yield _family("outrider_acceptance_length", lengths)
+        sums = self._totals.sums()
+        for summed in _summed():
+            yield _family(summed, [(labels, value) for (name, *labels), value in sums.items() if name == summed])
 
 
 class GatewayCollector(Collector):
@@ -124,75 +122,60 @@ class GatewayCollector(Collector):
         self._core = core
 
     def collect(self) -> Iterator[Metric]:
-        connected = _family("outrider_verifiers_connected")
-        connected.add_metric([], len(self._core.ready_links))
-        yield connected
-        gate = self._core.gate
-        queue = {"queue_sequences": gate.sequences, "queue_tokens": gate.tokens, "shed_total": gate.shed}
-        for name, value in queue.items():
-            family = _family(f"outrider_{name}")
-            family.add_metric([], value)
-            yield family
-        batches = _family("outrider_batch_sequences")
-        batches.add_metric(["running"], self._core.batched)
-        batches.add_metric(["held"], self._core.held)
-        yield batches
-        without = _family("outrider_sequences_without_verifier")
-        without.add_metric([], self._core.waiting)
-        yield without
+        gate, sequences = self._core.gate, self._core.sequences
+        yield _family("outrider_verifiers_connected", [([], len(self._core.ready_links))])
+        yield _family("outrider_queue_sequences", [([], gate.sequences)])
+        yield _family("outrider_queue_tokens", [([], gate.tokens)])
+        yield _family("outrider_shed_total", [([], gate.shed)])
+        yield _family("outrider_batch_sequences", [(["running"], sequences.batched), (["held"], sequences.held)])
+        yield _family("outrider_sequences_without_verifier", [([], len(sequences.waiting()))])
 
 
-def _family(name: str) -> Any:
+Samples = Iterable[tuple[list[str], float]]
+"""Label values, and the value."""
+
+
+def _family(name: str, samples: Samples) -> Metric:
     definition = DEFINITIONS[name]
-    kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
-    return kind(name.removesuffix("_total"), definition.help, labels=definition.labels)
-
-
-def _refused(views: list[MemberView]) -> Metric:
-    """Refused connections of each verifier and drafter that has reported to the coordinator."""
-    family: Metric = _family("outrider_connections_refused_total")
-    for view in views:
-        if (stats := view.verifier or view.drafter) is not None:
-            family.add_metric([view.member.id], stats.connections_refused)  # type: ignore[attr-defined]
+    kind = CounterMetricFamily if kind_of(name) == "counter" else GaugeMetricFamily
+    family = kind(name.removesuffix("_total"), definition.help, labels=definition.labels)
+    for labels, value in samples:
+        family.add_metric(labels, value)
     return family
 
 
-def _drafters(views: list[MemberView]) -> Iterator[Metric]:
-    known = [view.drafter for view in views if view.drafter is not None]
-    yield from _reported(("drafter",), [((each.drafter_id,), each) for each in known])
-    lengths = _family("outrider_learning_acceptance_length")
-    for drafter_id, learning in [(each.drafter_id, each.learning) for each in known if each.learning is not None]:
-        for head, length in (("present", learning.present_length), ("candidate", learning.candidate_length)):
-            if length is not None:
-                lengths.add_metric([drafter_id, head], length)
-    yield lengths
+def _all_of(counts: Mapping[Any, int], kinds: Any, states: Any) -> Samples:
+    """All combinations, even with the value 0: alerts do not work on a series that comes and goes."""
+    return [([kind, state], counts[kind, state]) for kind, state in product(get_args(kinds), get_args(states))]
 
 
-def _info(views: list[MemberView], stats: list[VerifierStats]) -> Metric:
+def _info(views: list[MemberView], stats: list[VerifierStats]) -> Samples:
     """Fixed properties of verifiers, for joins and filters in queries."""
-    family: Metric = _family("outrider_verifier_info")
     modes = {each.verifier_id: each.mode for each in stats}
     for view in views:
         member = view.member
         if member.kind == "verifier" and member.state != "lost":
             mode = modes.get(member.id) or (view.verifier.mode if view.verifier else "")
-            family.add_metric([member.id, member.model, mode, member.node], 1)  # type: ignore[attr-defined]
-    return family
+            yield [member.id, member.model, mode, member.node], 1
 
 
-def _reported(labels: tuple[str, ...], reports: Sequence[tuple[tuple[str, ...], object]]) -> Iterator[Metric]:
+def _learned(drafters: list[DrafterStats]) -> Samples:
+    for drafter_id, learning in [(each.drafter_id, each.learning) for each in drafters if each.learning is not None]:
+        for head, length in (("present", learning.present_length), ("candidate", learning.candidate_length)):
+            if length is not None:
+                yield [drafter_id, head], length
+
+
+def _reported(labels: tuple[str, ...], reports: Sequence[tuple[list[str], object]]) -> Iterator[Metric]:
     """Every metric of `DEFINITIONS` with these labels and a field.  `reports` has label values, each with its report."""
     for name, definition in DEFINITIONS.items():
-        if not definition.field or tuple(each for each in definition.labels if each in ("verifier", "drafter")) != labels:
-            continue
-        family = _family(name)
-        for of, report in reports:
-            for label, value in _values(report, definition.field):
-                family.add_metric([*of, *label], value)
-        yield family
+        if definition.field and tuple(each for each in definition.labels if each in ("verifier", "drafter")) == labels:
+            yield _family(
+                name, [([*of, *label], value) for of, report in reports for label, value in _values(report, definition.field)]
+            )
 
 
-def _values(report: Any, field: str) -> Iterator[tuple[list[str], float]]:
+def _values(report: Any, field: str) -> Samples:
     """The values of a report's field, each with its further labels.  `a.b`: the field `b` of `a`, or of each item of `a`."""
     field, _, of_each = field.partition(".")
     found = getattr(report, field)
@@ -204,69 +187,37 @@ def _values(report: Any, field: str) -> Iterator[tuple[list[str], float]]:
         yield [], value
 
 
-def _verifiers(stats: list[VerifierStats]) -> Iterator[Metric]:
-    yield from _reported(("verifier",), [((each.verifier_id,), each) for each in stats])
-    down = _family("outrider_drafters_down")
-    for each in stats:
-        down.add_metric([each.verifier_id], len(each.drafters_down))
-    yield down
-
-
-def _pairs(stats: list[VerifierStats]) -> Iterator[Metric]:
-    pairs = [((each.verifier_id, drafter), counters) for each in stats for drafter, counters in each.drafters.items()]
-    yield from _reported(("verifier", "drafter"), pairs)
-    lengths = _family("outrider_acceptance_length")
-    for labels, counters in pairs:
-        length = acceptance_length(counters)
-        if length is not None:
-            lengths.add_metric(labels, length)
-    yield lengths
-
-
 def fleet_document(core: FleetCore) -> dict[str, Any]:
     """The JSON document of `/fleet`: the directory's last answer, with counters that verifiers have sent to this gateway."""
-    snapshot = core.snapshot
+    snapshot = core.snapshot or UNKNOWN
     own = {stats.verifier_id: stats for stats in core.stats()}
-    views = snapshot.members if snapshot is not None else []
+    members: dict[MemberKind, list[dict[str, Any]]] = {kind: [] for kind in get_args(MemberKind)}
     lengths: dict[str, dict[str, float | None]] = {}
-    verifiers, drafters, gateways = [], [], []
-    for view in views:
-        member = view.member
-        entry: dict[str, Any] = {
-            "id": member.id,
-            "pid": member.pid,
-            "node": member.node,
-            "state": member.state,
-            "model": member.model,
-            "last_report_s": round(view.last_report_s, 3),
-        }
+    for view in snapshot.members:
+        member, drafter = view.member, view.drafter
+        entry: dict[str, Any] = {name: getattr(member, name) for name in ("id", "pid", "node", "state", "model")}
+        entry["last_report_s"] = round(view.last_report_s, 3)
+        members[member.kind].append(entry)
         if member.kind == "verifier":
             link = core.links.get(member.id)
             stats = own.get(member.id) or view.verifier
             entry["connected"] = link is not None and link.state == "ready"
             entry.update(_verifier_load(stats))
             lengths[member.id] = _lengths(stats.drafters if stats else {})
-            verifiers.append(entry)
         elif member.kind == "drafter":
-            drafter = view.drafter
             entry["verifiers"] = drafter.verifiers if drafter else []
             entry["sequences"] = drafter.sequences if drafter else 0
             entry["cache_usage"] = drafter.cache_usage if drafter else 0.0
             if drafter is not None and drafter.learning is not None:
                 entry["learning"] = msgspec.to_builtins(drafter.learning)
-            drafters.append(entry)
-        else:
-            gateways.append(entry)
     return {
-        "version": snapshot.version if snapshot else 0,
-        "verifiers": verifiers,
-        "drafters": drafters,
-        "gateways": gateways,
+        "version": snapshot.version,
+        **{f"{kind}s": entries for kind, entries in members.items()},
         "assignments": [
             {"verifier": each.verifier_id, "drafter": each.drafter_id, "generation": each.generation}
-            for each in (snapshot.assignments if snapshot else [])
+            for each in snapshot.assignments
         ],
-        "counters": dict(snapshot.counters) if snapshot else {},
+        "counters": dict(snapshot.counters),
         "acceptance_length": lengths,
     }
 
@@ -274,9 +225,8 @@ def fleet_document(core: FleetCore) -> dict[str, Any]:
 def _verifier_load(stats: VerifierStats | None) -> dict[str, Any]:
     if stats is None:
         return {"mode": None}
-    names = ("mode", "running", "waiting", "tokens_in_flight", "kv_usage", "steps", "tokens", "preemptions")
-    load = {name: getattr(stats, name) for name in names}
-    load |= {"busy_s": stats.busy_s, "idle_s": dict(stats.idle_s), "drafters_down": stats.drafters_down}
+    shown = ("mode", "running", "waiting", "tokens_in_flight", "kv_usage", "steps", "tokens", "preemptions")
+    load = {name: getattr(stats, name) for name in (*shown, "busy_s", "idle_s", "drafters_down")}
     by_version = {drafter: _lengths(counters.by_version) for drafter, counters in stats.drafters.items()}
     return {**load, "weight_version": stats.weights.version, "acceptance_length_by_version": by_version}
 

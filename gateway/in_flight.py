@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 
 from backend.engine.front import EngineCoreRequest
 from backend.routing.routers import Ask
+from backend.wire.engine import SHARED_SUFFIX, Said
 from gateway.admission.claim import Claim
 from gateway.engine_link import VerifierLink
 from gateway.inquiry import SequenceStatistics
@@ -56,7 +57,7 @@ class InFlight:
     context: int = 0
     """Context length of the first verifier, in tokens."""
     told: SequenceStatistics | None = None
-    """Speculation statistics for its client, and the client's wishes; None: none."""
+    """Speculation statistics, if its client asks for them."""
     claim: Claim = field(default_factory=Claim)
     """The claim of the request it belongs to."""
     held: bool = False
@@ -75,6 +76,13 @@ class InFlight:
         return len(self.request.prompt_token_ids or ()) + len(self.emitted)
 
     @property
+    def output(self) -> Said:
+        """Its tokens, as verifiers take them for look-ups."""
+        request = self.request
+        before = list((request.prompt_token_ids or ())[-SHARED_SUFFIX:])
+        return Said(self.claim.asked.salted(request.cache_salt).tenant, before, self.emitted)
+
+    @property
     def ask(self) -> Ask:
         """What routing may know about the sequence."""
         request = self.request
@@ -87,11 +95,19 @@ class InFlight:
         """Its id at its present verifier: another at each verifier, so that late outputs of an earlier one are recognised."""
         return self.request.request_id if self.places <= 1 else f"{self.request.request_id}~{self.places}"
 
-    def fits(self, max_model_len: int) -> bool:
-        """Whether this context length would end it where the first verifier's would."""
+    def fits(self, link: VerifierLink) -> bool:
+        """Whether this verifier's context length would end it where the first verifier's would."""
         params = self.request.sampling_params
         longest = len(self.request.prompt_token_ids or ()) + (params.max_tokens or 0 if params is not None else 0)
-        return min(longest, self.context) <= max_model_len
+        return link.welcome is not None and min(longest, self.context) <= link.welcome.max_model_len
+
+    def blame(self, cause: str) -> None:
+        """Notes that it may be why its verifier has died, or has given up on it (`cause`)."""
+        # A sequence that had not reached the engine did not cause the loss: verifiers also die together.
+        if self.taken and self.link is not None:
+            incarnation = self.link.member.incarnation
+            # A verifier that has given up on a sequence is not lost, so each such event counts by itself.
+            self.lost.add(f"{incarnation}~{self.places}" if cause == "given_up" else incarnation)
 
 
 class Sequences:
@@ -103,7 +119,7 @@ class Sequences:
     def __init__(self) -> None:
         self._by_id: dict[str, InFlight] = {}
         self._by_place: dict[str, InFlight] = {}
-        self._batched: dict[str, InFlight] = {}
+        self._batches: dict[str, InFlight] = {}
         self._expecting: set[str] = set()
         self._placed: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
@@ -132,9 +148,19 @@ class Sequences:
         return [record for record in self._by_id.values() if record.link is None and not record.held]
 
     @property
-    def batched(self) -> Collection[InFlight]:
+    def batches(self) -> Collection[InFlight]:
         """A view of batches' sequences, earliest first."""
-        return self._batched.values()
+        return self._batches.values()
+
+    @property
+    def batched(self) -> int:
+        """Sequences of batches at verifiers."""
+        return sum(record.link is not None for record in self.batches)
+
+    @property
+    def held(self) -> int:
+        """Sequences of batches that have given way to others."""
+        return sum(record.held for record in self.batches)
 
     @property
     def expecting(self) -> bool:
@@ -157,7 +183,7 @@ class Sequences:
         request_id = record.request.request_id
         self._by_id[request_id] = self._by_place[record.place_id] = record
         if record.batched:
-            self._batched[request_id] = record
+            self._batches[request_id] = record
         elif record.first_token is None:
             self._expecting.add(request_id)
 
@@ -177,7 +203,7 @@ class Sequences:
     def remove(self, record: InFlight) -> None:
         request_id = record.request.request_id
         self._by_id.pop(request_id, None)
-        self._batched.pop(request_id, None)
+        self._batches.pop(request_id, None)
         self._expecting.discard(request_id)
         self._displace(record)
         if record.giving_up is not None:

@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from backend.wire.engine import Account, RequestOptions, Tally
 
 if TYPE_CHECKING:
@@ -30,32 +32,10 @@ class SequenceStatistics:
     """The accounts and moves of one sequence."""
 
     record: InFlight
-    asked: RequestOptions
     accounts: list[Account] = field(default_factory=list)
     moves: list[Cut] = field(default_factory=list)
-    _awaited: set[str] = field(default_factory=set)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def placed(self, place_id: str, cut: Cut | None) -> None:
-        """Notes a new place; `cut`: why the sequence left the one before."""
-        self._awaited.add(place_id)
-        if cut is not None:
-            self.moves.append(cut)
-
-    def came(self, account: Account) -> None:
-        self.accounts.append(account)
-        self.lost(account.request_id)
-
-    def lost(self, place_id: str) -> None:
-        """Notes that no account will come for this id."""
-        self._awaited.discard(place_id)
-        self._changed.set()
-
-    async def complete(self) -> None:
-        """Waits for every account that will come."""
-        while self._awaited:
-            self._changed.clear()
-            await self._changed.wait()
+    awaited: list[asyncio.Future[None]] = field(default_factory=list)
+    """One for each verifier that it was given to; done when the account from there has come, or will never come."""
 
     def tallies(self) -> list[Tally]:
         """The sums over all verifiers, one for each source and drafter."""
@@ -68,7 +48,7 @@ class SequenceStatistics:
         return list(found.values())
 
     def body(self, index: int, mode: str) -> dict[str, Any]:
-        """The statistics as the answer shows them; `mode` is the fleet's."""
+        """The statistics as the answer shows them."""
         record, accounts, tallies = self.record, self.accounts, self.tallies()
         emitted, known = record.said, sum(account.tokens for account in accounts)
         verifications = sum(account.verifications for account in accounts)
@@ -78,7 +58,7 @@ class SequenceStatistics:
         first, last = record.first_token or 0.0, record.last_token or 0.0
         return {
             "index": index,
-            "mode": mode if self.asked.mode == "auto" else self.asked.mode,
+            "mode": mode,
             "tokens": emitted,
             "unaccounted_tokens": max(emitted - known, 0),
             "tokens_per_second": round((emitted - 1) / (last - first), 3) if last > first else None,
@@ -87,10 +67,7 @@ class SequenceStatistics:
             "drafted": sum(tally.drafted for tally in tallies),
             "accepted": sum(tally.accepted for tally in tallies),
             "accepted_lengths": [lengths[length] for length in range(max(lengths, default=-1) + 1)],
-            "sources": [
-                {"source": t.source, "drafter": t.drafter, "drafts": t.drafts, "drafted": t.drafted, "accepted": t.accepted}
-                for t in tallies
-            ],
+            "sources": msgspec.to_builtins(tallies),
             "waited_s": round(sum(account.waited_s for account in accounts), 6),
             "moves": [{"kind": cut.kind, "cause": cut.cause} for cut in self.moves],
         }
@@ -100,33 +77,34 @@ class AwaitedAccounts:
     """Accounts that have not come yet, by the sequence's id at its verifier.  Aborted sequences get one, too."""
 
     def __init__(self) -> None:
-        self._places: dict[str, tuple[VerifierLink, SequenceStatistics]] = {}
+        self._places: dict[str, tuple[VerifierLink, SequenceStatistics, asyncio.Future[None]]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
 
     def placed(self, record: InFlight, link: VerifierLink) -> None:
         """Expects an account, if the sequence asks for one."""
-        told = record.told
-        if told is not None and told.asked.account:
-            told.placed(record.place_id, record.cut)
-            self._places[record.place_id] = link, told
+        if (told := record.told) is None:
+            return
+        if record.cut is not None:
+            told.moves.append(record.cut)
+        told.awaited.append(asyncio.get_running_loop().create_future())
+        self._places[record.place_id] = link, told, told.awaited[-1]
 
     def came(self, accounts: Sequence[Account]) -> None:
         for account in accounts:
-            _, told = self._places.pop(account.request_id, (None, None))
-            if told is not None:
-                told.came(account)
+            if account.request_id in self._places:
+                self._places[account.request_id][1].accounts.append(account)
+                self.ended(account.request_id)
 
     def ended(self, place_id: str) -> None:
         """Expects no account for a sequence that has ended: it would have come first, if the verifier had the request."""
-        _, told = self._places.pop(place_id, (None, None))
-        if told is not None:
-            told.lost(place_id)
+        if place_id in self._places:
+            self._places.pop(place_id)[2].set_result(None)
 
     def lost(self, link: VerifierLink) -> None:
         """Expects no more accounts from this verifier."""
-        for place_id in [place_id for place_id, (at, _) in self._places.items() if at is link]:
+        for place_id in [place_id for place_id, (at, _, _) in self._places.items() if at is link]:
             self.ended(place_id)
 
 
@@ -142,12 +120,10 @@ class SpeculationOptions:
     """Choices of each prompt (`n`)."""
     told: dict[int, SequenceStatistics] = field(default_factory=dict)
 
-    def follow(self, record: InFlight) -> SequenceStatistics:
-        """The record for a sequence that is about to be submitted."""
-        told = SequenceStatistics(record, self.asked)
+    def follow(self, record: InFlight) -> None:
+        """Begins the statistics of a sequence that is about to be submitted, if they were asked for."""
         if self.asked.account:
-            self.told[self._index(record)] = told
-        return told
+            self.told[self._index(record)] = record.told = SequenceStatistics(record)
 
     def _index(self, record: InFlight) -> int:
         """The index of a sequence's choice.  vLLM's ids begin with the choice's number, and may end with the prompt's."""
@@ -159,12 +135,9 @@ class SpeculationOptions:
         """Waits for accounts, then puts the statistics into an answer or a stream's last chunk."""
         if not self.asked.account:
             return body
-        accounts = asyncio.gather(*(told.complete() for told in self.told.values()))
-        try:
-            await asyncio.wait_for(accounts, ACCOUNT_WAIT_S)
-        except TimeoutError:
-            # Tokens of missing accounts are shown as `unaccounted_tokens`.
-            pass
+        if awaited := [each for told in self.told.values() for each in told.awaited]:
+            # Tokens of accounts that do not come in time are shown as `unaccounted_tokens`.
+            await asyncio.wait(awaited, timeout=ACCOUNT_WAIT_S)
         if self.asked.prediction and isinstance(usage := body.get("usage"), dict):
             predicted = [t for told in self.told.values() for t in told.tallies() if t.source == "prediction"]
             accepted = sum(tally.accepted for tally in predicted)
@@ -174,7 +147,8 @@ class SpeculationOptions:
                 "rejected_prediction_tokens": sum(tally.drafted for tally in predicted) - accepted,
             }
         if self.stats:
-            body["outrider"] = {"choices": [told.body(index, self.mode) for index, told in sorted(self.told.items())]}
+            mode = self.mode if self.asked.mode == "auto" else self.asked.mode
+            body["outrider"] = {"choices": [told.body(index, mode) for index, told in sorted(self.told.items())]}
         return body
 
     async def add_to_stream(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

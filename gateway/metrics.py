@@ -18,11 +18,10 @@ from gateway.in_flight import Cut, InFlight, MoveKind
 
 
 class Definition(NamedTuple):
-    """One metric as it is exposed."""
+    """One metric as it is exposed.  Its name tells the kind, see `kind_of`."""
 
-    kind: Literal["counter", "gauge", "histogram"]
-    labels: tuple[str, ...]
     help: str
+    labels: tuple[str, ...] = ()
     field: str = ""
     """Of what members report (`backend.fleet.stats`), by the labels of a verifier, of a pair, or of a drafter that learns.
 
@@ -30,234 +29,190 @@ class Definition(NamedTuple):
     """
 
 
-_VERIFIER = ("verifier",)
-_PAIR = ("verifier", "drafter")
-_DRAFTER = ("drafter",)
+def _verifier(field: str, help: str, *labels: str) -> Definition:
+    return Definition(help, ("verifier", *labels), field)
+
+
+def _pair(field: str, help: str, *labels: str) -> Definition:
+    return Definition(help, ("verifier", "drafter", *labels), field)
+
+
+def _drafter(field: str, help: str) -> Definition:
+    return Definition(help, ("drafter",), field)
+
 
 DEFINITIONS: dict[str, Definition] = {
     # What this gateway saw
-    "outrider_requests_total": Definition(
-        "counter", ("route", "code"), "HTTP requests by route and status; 499: the client left first"
-    ),
-    "outrider_requests_in_flight": Definition("gauge", (), "generation requests being served"),
-    "outrider_client_disconnects_total": Definition("counter", (), "generation requests whose client left early"),
+    "outrider_requests_total": Definition("HTTP requests by route and status; 499: the client left first", ("route", "code")),
+    "outrider_requests_in_flight": Definition("generation requests being served"),
+    "outrider_client_disconnects_total": Definition("generation requests whose client left early"),
     "outrider_sequences_finished_total": Definition(
-        "counter", ("reason",), "sequences by how they ended: vLLM's reasons, `aborted` by this gateway, `lost` or `poisoned`"
+        "sequences by how they ended: vLLM's reasons, `aborted` by this gateway, `lost` or `poisoned`", ("reason",)
     ),
     "outrider_failovers_total": Definition(
-        "counter",
-        ("cause",),
         "sequences that went on at another verifier after theirs was lost: `disconnected`, `silent`, `declared_lost` by the "
         "coordinator, `restarted`, `forgotten` there, `given_up` there, `incompatible`",
+        ("cause",),
     ),
     "outrider_migrations_total": Definition(
-        "counter", ("cause",), "running sequences moved to another verifier on purpose, by what asked for it"
+        "running sequences moved to another verifier on purpose, by what asked for it", ("cause",)
     ),
     "outrider_poisoned_total": Definition(
-        "counter", (), "sequences refused because verifiers were lost one after the other while serving them"
+        "sequences refused because verifiers were lost one after the other while serving them"
     ),
     "outrider_recovery_seconds": Definition(
-        "histogram",
-        ("kind",),
         "time without tokens of a sequence that was moved: from its last token before (or from the cut, where there was none) "
         "to its next one; kind is `failover` or `migration`",
+        ("kind",),
     ),
-    "outrider_batch_lines_total": Definition("counter", ("status",), "lines of batches carried out, by HTTP status"),
+    "outrider_batch_lines_total": Definition("lines of batches carried out, by HTTP status", ("status",)),
     "outrider_batch_sequences": Definition(
-        "gauge", ("state",), "sequences of batches: `running` at verifiers, or `held` while others are served"
+        "sequences of batches: `running` at verifiers, or `held` while others are served", ("state",)
     ),
     "outrider_sequences_without_verifier": Definition(
-        "gauge", (), "sequences that have lost their verifier and wait for another to be ready"
+        "sequences that have lost their verifier and wait for another to be ready"
     ),
-    "outrider_queue_sequences": Definition("gauge", (), "sequences that wait at this gateway for room at a verifier"),
-    "outrider_queue_tokens": Definition("gauge", (), "their tokens, prompts and expected outputs"),
+    "outrider_queue_sequences": Definition("sequences that wait at this gateway for room at a verifier"),
+    "outrider_queue_tokens": Definition("their tokens, prompts and expected outputs"),
     "outrider_shed_total": Definition(
-        "counter", (), "requests answered 503 because they waited too long for room, would have, or the queue was full"
+        "requests answered 503 because they waited too long for room, would have, or the queue was full"
     ),
-    "outrider_prompt_tokens_total": Definition("counter", (), "prompt tokens of sequences that got a first token"),
-    "outrider_generated_tokens_total": Definition("counter", (), "tokens of answers, as their usage counts them"),
-    "outrider_time_to_first_token_seconds": Definition("histogram", (), "from a request's arrival to its first token"),
-    "outrider_inter_chunk_seconds": Definition(
-        "histogram", (), "between two chunks of one sequence; a chunk is what one verification emitted"
-    ),
-    "outrider_tgs_decode": Definition(
-        "histogram", (), "tokens per second of one sequence: (n - 1) / (last token - first token)"
-    ),
-    "outrider_tgs_e2e": Definition("histogram", (), "tokens per second of one sequence: n / (last token - arrival)"),
+    "outrider_prompt_tokens_total": Definition("prompt tokens of sequences that got a first token"),
+    "outrider_generated_tokens_total": Definition("tokens of answers, as their usage counts them"),
+    "outrider_time_to_first_token_seconds": Definition("from a request's arrival to its first token"),
+    "outrider_inter_chunk_seconds": Definition("between two chunks of one sequence; a chunk is what one verification emitted"),
+    "outrider_tgs_decode": Definition("tokens per second of one sequence: (n - 1) / (last token - first token)"),
+    "outrider_tgs_e2e": Definition("tokens per second of one sequence: n / (last token - arrival)"),
     # The fleet
-    "outrider_fleet_members": Definition("gauge", ("kind", "state"), "members the directory knows"),
+    "outrider_fleet_members": Definition("members the directory knows", ("kind", "state")),
     "outrider_operations": Definition(
-        "gauge", ("kind", "state"), "administrative operations by kind and state; ended ones are kept for a while"
+        "administrative operations by kind and state; ended ones are kept for a while", ("kind", "state")
     ),
-    "outrider_verifiers_connected": Definition("gauge", (), "verifiers that answer this gateway"),
-    "outrider_verifier_info": Definition("gauge", (*_VERIFIER, "model", "mode", "node"), "1 per verifier that is not lost"),
+    "outrider_verifiers_connected": Definition("verifiers that answer this gateway"),
+    "outrider_verifier_info": Definition("1 per verifier that is not lost", ("verifier", "model", "mode", "node")),
     "outrider_connections_refused_total": Definition(
-        "counter", ("member",), "connections to a verifier's or drafter's tcp socket without this fleet's keys"
+        "connections to a verifier's or drafter's tcp socket without this fleet's keys", ("member",)
     ),
     # What verifiers report
-    "outrider_drafts_total": Definition("counter", _PAIR, "verifications that had at least one draft token", "drafts"),
-    "outrider_draft_tokens_total": Definition("counter", _PAIR, "draft tokens verified", "draft_tokens"),
-    "outrider_accepted_tokens_total": Definition("counter", _PAIR, "draft tokens kept", "accepted_tokens"),
-    "outrider_draft_tokens_by_position_total": Definition(
-        "counter", (*_PAIR, "position"), "draft tokens verified at each position, from 0", "drafted_by_position"
+    "outrider_drafts_total": _pair("drafts", "verifications that had at least one draft token"),
+    "outrider_draft_tokens_total": _pair("draft_tokens", "draft tokens verified"),
+    "outrider_accepted_tokens_total": _pair("accepted_tokens", "draft tokens kept"),
+    "outrider_draft_tokens_by_position_total": _pair(
+        "drafted_by_position", "draft tokens verified at each position, from 0", "position"
     ),
-    "outrider_accepted_tokens_by_position_total": Definition(
-        "counter", (*_PAIR, "position"), "draft tokens kept at each position, from 0", "accepted_by_position"
+    "outrider_accepted_tokens_by_position_total": _pair(
+        "accepted_by_position", "draft tokens kept at each position, from 0", "position"
     ),
-    "outrider_drafts_by_version_total": Definition(
-        "counter",
-        (*_PAIR, "version"),
-        "drafted verifications, by the version of the target's weights; the newest four",
-        "by_version.drafts",
+    "outrider_drafts_by_version_total": _pair(
+        "by_version.drafts", "drafted verifications, by the version of the target's weights; the newest four", "version"
     ),
-    "outrider_draft_tokens_by_version_total": Definition(
-        "counter", (*_PAIR, "version"), "draft tokens verified by them", "by_version.draft_tokens"
-    ),
-    "outrider_accepted_tokens_by_version_total": Definition(
-        "counter", (*_PAIR, "version"), "draft tokens kept by them", "by_version.accepted_tokens"
-    ),
+    "outrider_draft_tokens_by_version_total": _pair("by_version.draft_tokens", "draft tokens verified by them", "version"),
+    "outrider_accepted_tokens_by_version_total": _pair("by_version.accepted_tokens", "draft tokens kept by them", "version"),
     "outrider_acceptance_length": Definition(
-        "gauge", _PAIR, "1 + accepted tokens / drafts since the verifier started; absent before the first draft"
+        "1 + accepted tokens / drafts since the verifier started; absent before the first draft", ("verifier", "drafter")
     ),
-    "outrider_draft_rounds_total": Definition("counter", _PAIR, "draft proposals received", "rounds"),
-    "outrider_draft_round_trip_seconds_total": Definition(
-        "counter", _PAIR, "time from asking to having the draft, summed over rounds", "round_trip_s"
+    "outrider_draft_rounds_total": _pair("rounds", "draft proposals received"),
+    "outrider_draft_round_trip_seconds_total": _pair(
+        "round_trip_s", "time from asking to having the draft, summed over rounds"
     ),
-    "outrider_draft_compute_seconds_total": Definition(
-        "counter", _PAIR, "the drafter's own compute, summed over rounds", "draft_s"
+    "outrider_draft_compute_seconds_total": _pair("draft_s", "the drafter's own compute, summed over rounds"),
+    "outrider_draft_queue_seconds_total": _pair("queue_s", "time waiting at the drafter, summed over rounds"),
+    "outrider_draft_transfer_seconds_total": _pair(
+        "transfer_s", "round trip less the drafter's compute and queue, summed over rounds that were waited for"
     ),
-    "outrider_draft_queue_seconds_total": Definition(
-        "counter", _PAIR, "time waiting at the drafter, summed over rounds", "queue_s"
-    ),
-    "outrider_draft_transfer_seconds_total": Definition(
-        "counter",
-        _PAIR,
-        "round trip less the drafter's compute and queue, summed over rounds that were waited for",
-        "transfer_s",
-    ),
-    "outrider_draft_sent_bytes_total": Definition("counter", _PAIR, "bytes sent to the drafter", "bytes_sent"),
-    "outrider_handovers_total": Definition(
-        "counter", _PAIR, "running requests given to the drafter with their earlier features", "handovers"
-    ),
-    "outrider_handover_rows_total": Definition("counter", _PAIR, "those features, in positions", "handover_rows"),
-    "outrider_handover_bytes_total": Definition(
-        "counter", _PAIR, "those features, in bytes (part of the bytes sent)", "handover_bytes"
-    ),
-    "outrider_ahead_hits_total": Definition(
-        "counter", _PAIR, "draft at hand after a verification, drafting ahead", "ahead_hits"
-    ),
-    "outrider_ahead_misses_total": Definition(
-        "counter", _PAIR, "no draft at hand after a verification, drafting ahead", "ahead_misses"
-    ),
-    "outrider_drafts_dropped_total": Definition("counter", (*_PAIR, "reason"), "drafts not used, by reason", "dropped"),
-    "outrider_drafters_down": Definition("gauge", _VERIFIER, "assigned drafters that are not waited for"),
+    "outrider_draft_sent_bytes_total": _pair("bytes_sent", "bytes sent to the drafter"),
+    "outrider_handovers_total": _pair("handovers", "running requests given to the drafter with their earlier features"),
+    "outrider_handover_rows_total": _pair("handover_rows", "those features, in positions"),
+    "outrider_handover_bytes_total": _pair("handover_bytes", "those features, in bytes (part of the bytes sent)"),
+    "outrider_ahead_hits_total": _pair("ahead_hits", "draft at hand after a verification, drafting ahead"),
+    "outrider_ahead_misses_total": _pair("ahead_misses", "no draft at hand after a verification, drafting ahead"),
+    "outrider_drafts_dropped_total": _pair("dropped", "drafts not used, by reason", "reason"),
+    "outrider_drafters_down": Definition("assigned drafters that are not waited for", ("verifier",)),
     # What drafters report
-    "outrider_drafter_busy_seconds_total": Definition(
-        "counter", _DRAFTER, "time in which the drafter computed; otherwise it is idle", "busy_s"
+    "outrider_drafter_busy_seconds_total": _drafter("busy_s", "time in which the drafter computed; otherwise it is idle"),
+    "outrider_drafter_draft_seconds_total": _drafter(
+        "draft_s", "time of batches that drafted; other busy time reads prompts or drafts ahead"
     ),
-    "outrider_drafter_draft_seconds_total": Definition(
-        "counter", _DRAFTER, "time of batches that drafted; other busy time reads prompts or drafts ahead", "draft_s"
-    ),
-    "outrider_drafter_batches_total": Definition("counter", _DRAFTER, "batches that drafted", "batches"),
-    "outrider_drafter_drafts_total": Definition("counter", _DRAFTER, "requests drafted for, summed over batches", "drafts"),
-    "outrider_drafter_sequences": Definition("gauge", _DRAFTER, "sequences in its KV cache", "sequences"),
-    "outrider_drafter_kv_cache_usage": Definition("gauge", _DRAFTER, "share of its KV cache in use, 0 to 1", "cache_usage"),
-    "outrider_drafter_evictions_total": Definition(
-        "counter", _DRAFTER, "sequences removed from its KV cache to make room", "evictions"
-    ),
-    "outrider_drafter_rejected_total": Definition(
-        "counter", _DRAFTER, "messages refused: undecodable, another version, another width", "rejected"
-    ),
+    "outrider_drafter_batches_total": _drafter("batches", "batches that drafted"),
+    "outrider_drafter_drafts_total": _drafter("drafts", "requests drafted for, summed over batches"),
+    "outrider_drafter_sequences": _drafter("sequences", "sequences in its KV cache"),
+    "outrider_drafter_kv_cache_usage": _drafter("cache_usage", "share of its KV cache in use, 0 to 1"),
+    "outrider_drafter_evictions_total": _drafter("evictions", "sequences removed from its KV cache to make room"),
+    "outrider_drafter_rejected_total": _drafter("rejected", "messages refused: undecodable, another version, another width"),
     # Those that learn
-    "outrider_learning_version": Definition(
-        "gauge", _DRAFTER, "version of the drafter's head; 0: the one it began with", "learning.version"
-    ),
-    "outrider_learning_steps_total": Definition("counter", _DRAFTER, "steps its head was trained for", "learning.steps"),
-    "outrider_learning_seconds_total": Definition("counter", _DRAFTER, "time they took", "learning.training_s"),
-    "outrider_learning_sequences_total": Definition(
-        "counter", _DRAFTER, "sequences put into its replay ring", "learning.sequences"
-    ),
-    "outrider_learning_sequences_dropped_total": Definition(
-        "counter", _DRAFTER, "sequences its writer had no time for", "learning.sequences_dropped"
-    ),
-    "outrider_learning_published_total": Definition(
-        "counter", _DRAFTER, "heads that it has put in place", "learning.published"
-    ),
-    "outrider_learning_taken_back_total": Definition(
-        "counter", _DRAFTER, "heads that it has taken back", "learning.taken_back"
-    ),
-    "outrider_learning_live_acceptance": Definition(
-        "gauge",
-        _DRAFTER,
-        "share of drafts whose first token was right, lately; a mean over sequences",
-        "learning.live_acceptance",
+    "outrider_learning_version": _drafter("learning.version", "version of the drafter's head; 0: the one it began with"),
+    "outrider_learning_steps_total": _drafter("learning.steps", "steps its head was trained for"),
+    "outrider_learning_seconds_total": _drafter("learning.training_s", "time they took"),
+    "outrider_learning_sequences_total": _drafter("learning.sequences", "sequences put into its replay ring"),
+    "outrider_learning_sequences_dropped_total": _drafter("learning.sequences_dropped", "sequences its writer had no time for"),
+    "outrider_learning_published_total": _drafter("learning.published", "heads that it has put in place"),
+    "outrider_learning_taken_back_total": _drafter("learning.taken_back", "heads that it has taken back"),
+    "outrider_learning_live_acceptance": _drafter(
+        "learning.live_acceptance", "share of drafts whose first token was right, lately; a mean over sequences"
     ),
     "outrider_learning_acceptance_length": Definition(
-        "gauge", (*_DRAFTER, "head"), "acceptance length of the `present` head and the `candidate` on held-out sequences"
+        "acceptance length of the `present` head and the `candidate` on held-out sequences", ("drafter", "head")
     ),
-    "outrider_verifier_busy_seconds_total": Definition("counter", _VERIFIER, "time in steps; busy + idle = wall", "busy_s"),
-    "outrider_verifier_idle_seconds_total": Definition(
-        "counter", (*_VERIFIER, "cause"), "time the verifier could have computed but did not, by cause", "idle_s"
+    "outrider_verifier_busy_seconds_total": _verifier("busy_s", "time in steps; busy + idle = wall"),
+    "outrider_verifier_idle_seconds_total": _verifier(
+        "idle_s", "time the verifier could have computed but did not, by cause", "cause"
     ),
-    "outrider_verifier_verify_seconds_total": Definition("counter", _VERIFIER, "target forward and sampling", "verify_s"),
-    "outrider_verifier_steps_total": Definition("counter", _VERIFIER, "engine steps", "steps"),
-    "outrider_verifier_verifications_total": Definition(
-        "counter", _VERIFIER, "sequences verified, summed over steps", "verifications"
+    "outrider_verifier_verify_seconds_total": _verifier("verify_s", "target forward and sampling"),
+    "outrider_verifier_steps_total": _verifier("steps", "engine steps"),
+    "outrider_verifier_verifications_total": _verifier("verifications", "sequences verified, summed over steps"),
+    "outrider_verifier_prompt_tokens_total": _verifier("prompt_tokens", "prompt tokens of sequences that began decoding"),
+    "outrider_verifier_prefill_tokens_total": _verifier(
+        "prefill_tokens", "tokens of prompts, and of what moved sequences bring along, that were computed"
     ),
-    "outrider_verifier_prompt_tokens_total": Definition(
-        "counter", _VERIFIER, "prompt tokens of sequences that began decoding", "prompt_tokens"
+    "outrider_verifier_prefill_seconds_total": _verifier("prefill_s", "time in steps with prefill"),
+    "outrider_verifier_resumed_total": _verifier("resumed", "sequences that went on here with tokens emitted elsewhere"),
+    "outrider_verifier_tokens_total": _verifier("tokens", "tokens emitted"),
+    "outrider_verifier_requests_finished_total": _verifier(
+        "requests_finished", "sequences finished, by vLLM's finish reason", "reason"
     ),
-    "outrider_verifier_prefill_tokens_total": Definition(
-        "counter", _VERIFIER, "tokens of prompts, and of what moved sequences bring along, that were computed", "prefill_tokens"
+    "outrider_records_written_total": _verifier(
+        "records_written", "rows of records written to disk: `step`, `verification`, `request`, `decision`", "kind"
     ),
-    "outrider_verifier_prefill_seconds_total": Definition("counter", _VERIFIER, "time in steps with prefill", "prefill_s"),
-    "outrider_verifier_resumed_total": Definition(
-        "counter", _VERIFIER, "sequences that went on here with tokens emitted elsewhere", "resumed"
+    "outrider_records_dropped_total": _verifier(
+        "records_dropped", "rows of records lost: the queue was full, or the disk took no more", "kind"
     ),
-    "outrider_verifier_tokens_total": Definition("counter", _VERIFIER, "tokens emitted", "tokens"),
-    "outrider_verifier_requests_finished_total": Definition(
-        "counter", (*_VERIFIER, "reason"), "sequences finished, by vLLM's finish reason", "requests_finished"
+    "outrider_verifier_preemptions_total": _verifier("preemptions", "sequences preempted for KV cache space"),
+    "outrider_verifier_running": _verifier("running", "sequences in the batch"),
+    "outrider_verifier_waiting": _verifier("waiting", "sequences waiting to enter the batch"),
+    "outrider_verifier_tokens_in_flight": _verifier("tokens_in_flight", "tokens of running and waiting sequences"),
+    "outrider_verifier_kv_cache_usage": _verifier("kv_usage", "share of the KV cache in use, 0 to 1"),
+    "outrider_verifier_num_speculative_tokens": _verifier("num_speculative_tokens", "the longest draft, in tokens (K)"),
+    "outrider_verifier_plan_k": _verifier(
+        "plan_k", "draft tokens asked of drafters per request at most, 0 to K; 0: they are not asked"
     ),
-    "outrider_records_written_total": Definition(
-        "counter",
-        (*_VERIFIER, "kind"),
-        "rows of records written to disk: `step`, `verification`, `request`, `decision`",
-        "records_written",
-    ),
-    "outrider_records_dropped_total": Definition(
-        "counter", (*_VERIFIER, "kind"), "rows of records lost: the queue was full, or the disk took no more", "records_dropped"
-    ),
-    "outrider_verifier_preemptions_total": Definition(
-        "counter", _VERIFIER, "sequences preempted for KV cache space", "preemptions"
-    ),
-    "outrider_verifier_running": Definition("gauge", _VERIFIER, "sequences in the batch", "running"),
-    "outrider_verifier_waiting": Definition("gauge", _VERIFIER, "sequences waiting to enter the batch", "waiting"),
-    "outrider_verifier_tokens_in_flight": Definition(
-        "gauge", _VERIFIER, "tokens of running and waiting sequences", "tokens_in_flight"
-    ),
-    "outrider_verifier_kv_cache_usage": Definition("gauge", _VERIFIER, "share of the KV cache in use, 0 to 1", "kv_usage"),
-    "outrider_verifier_num_speculative_tokens": Definition(
-        "gauge", _VERIFIER, "the longest draft, in tokens (K)", "num_speculative_tokens"
-    ),
-    "outrider_verifier_plan_k": Definition(
-        "gauge", _VERIFIER, "draft tokens asked of drafters per request at most, 0 to K; 0: they are not asked", "plan_k"
-    ),
-    "outrider_verifier_plan_changes_total": Definition(
-        "counter", _VERIFIER, "times mode auto has changed between plain steps, drafting, and drafting ahead", "plan_changes"
+    "outrider_verifier_plan_changes_total": _verifier(
+        "plan_changes", "times mode auto has changed between plain steps, drafting, and drafting ahead"
     ),
     # Draft counters under vLLM's names, summed over the fleet, for vLLM's benchmark client
-    "vllm:spec_decode_num_drafts_total": Definition("counter", (), "see outrider_drafts_total", "drafts"),
-    "vllm:spec_decode_num_draft_tokens_total": Definition("counter", (), "see outrider_draft_tokens_total", "draft_tokens"),
-    "vllm:spec_decode_num_accepted_tokens_total": Definition(
-        "counter", (), "see outrider_accepted_tokens_total", "accepted_tokens"
-    ),
+    "vllm:spec_decode_num_drafts_total": Definition("see outrider_drafts_total", field="drafts"),
+    "vllm:spec_decode_num_draft_tokens_total": Definition("see outrider_draft_tokens_total", field="draft_tokens"),
+    "vllm:spec_decode_num_accepted_tokens_total": Definition("see outrider_accepted_tokens_total", field="accepted_tokens"),
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": Definition(
-        "counter", ("position",), "see outrider_accepted_tokens_by_position_total", "accepted_by_position"
+        "see outrider_accepted_tokens_by_position_total", ("position",), field="accepted_by_position"
     ),
 }
 
-_LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_TGS_BUCKETS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 1000, 2000)
+_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_SPEEDS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 1000, 2000)
+_BUCKETS: dict[str, tuple[float, ...]] = {
+    "outrider_recovery_seconds": _LATENCIES,
+    "outrider_time_to_first_token_seconds": _LATENCIES,
+    "outrider_inter_chunk_seconds": _LATENCIES,
+    "outrider_tgs_decode": _SPEEDS,
+    "outrider_tgs_e2e": _SPEEDS,
+}
+"""Of the histograms."""
+
+
+def kind_of(name: str) -> Literal["counter", "gauge", "histogram"]:
+    if name.endswith("_total"):
+        return "counter"
+    return "histogram" if name in _BUCKETS else "gauge"
 
 
 class GatewayMetrics:
@@ -266,9 +221,12 @@ class GatewayMetrics:
     def __init__(self) -> None:
         # A gauge with the creation time of each series is useless.  The library can disable it only for the whole process.
         disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.own, self.fleet = CollectorRegistry(), CollectorRegistry()
+        """What is this gateway's, and what is equal for every gateway of the fleet."""
         self.registry = CollectorRegistry()
-        self.fleet = CollectorRegistry()
-        """The part of `registry` that is equal for every gateway of the fleet."""
+        """Both."""
+        self.registry.register(self.own)
+        self.registry.register(self.fleet)
         self.in_flight = 0
         self.moves: TotalBy[tuple[MoveKind, str, str]] = TotalBy()
         """Sequences that went on at another verifier, by kind, cause and new verifier; for the fleet page."""
@@ -279,24 +237,24 @@ class GatewayMetrics:
         self._migrations = self._counter("outrider_migrations_total")
         self._poisoned = self._counter("outrider_poisoned_total")
         self._batch_lines = self._counter("outrider_batch_lines_total")
-        self._recovery = self._histogram("outrider_recovery_seconds", _LATENCY_BUCKETS)
+        self._recovery = self._histogram("outrider_recovery_seconds")
         self._prompt_tokens = self._counter("outrider_prompt_tokens_total")
         self._tokens = self._counter("outrider_generated_tokens_total")
-        self._first_token = self._histogram("outrider_time_to_first_token_seconds", _LATENCY_BUCKETS)
-        self._inter_chunk = self._histogram("outrider_inter_chunk_seconds", _LATENCY_BUCKETS)
-        self._tgs_decode = self._histogram("outrider_tgs_decode", _TGS_BUCKETS)
-        self._tgs_e2e = self._histogram("outrider_tgs_e2e", _TGS_BUCKETS)
+        self._first_token = self._histogram("outrider_time_to_first_token_seconds")
+        self._inter_chunk = self._histogram("outrider_inter_chunk_seconds")
+        self._tgs_decode = self._histogram("outrider_tgs_decode")
+        self._tgs_e2e = self._histogram("outrider_tgs_e2e")
         name = "outrider_requests_in_flight"
-        gauge = Gauge(name, DEFINITIONS[name].help, registry=self.registry)
+        gauge = Gauge(name, DEFINITIONS[name].help, registry=self.own)
         gauge.set_function(lambda: self.in_flight)
 
     def _counter(self, name: str) -> Counter:
         definition = DEFINITIONS[name]
-        return Counter(name.removesuffix("_total"), definition.help, definition.labels, registry=self.registry)
+        return Counter(name.removesuffix("_total"), definition.help, definition.labels, registry=self.own)
 
-    def _histogram(self, name: str, buckets: tuple[float, ...]) -> Histogram:
+    def _histogram(self, name: str) -> Histogram:
         definition = DEFINITIONS[name]
-        return Histogram(name, definition.help, definition.labels, registry=self.registry, buckets=buckets)
+        return Histogram(name, definition.help, definition.labels, registry=self.own, buckets=_BUCKETS[name])
 
     @contextmanager
     def one_in_flight(self) -> Iterator[None]:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import time
@@ -14,11 +13,12 @@ from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.access import METRICS_PATH
 from gateway.admission.claim import Claim
-from gateway.errors import ApiError, translate
+from gateway.errors import translate
 from gateway.guard import PROBES
 from gateway.keys.caller import ANYBODY
 from gateway.keys.quotas import Quotas
@@ -31,15 +31,6 @@ access = logging.getLogger("outrider.access")
 
 QUIET_PATHS = PROBES | {METRICS_PATH}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-async def send_error(error: ApiError, path: str, send: Send) -> None:
-    """Sends `error` in the format of the API at `path`."""
-    body = json.dumps(error.body_for(path)).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    headers += [(name.encode(), value.encode()) for name, value in error.headers().items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 class Envelope:
@@ -79,7 +70,8 @@ class Envelope:
                 logger.exception("request %s failed", request_id)
             if status:
                 raise
-            await send_error(known, scope["path"], named_send)
+            response = JSONResponse(known.body_for(scope["path"]), known.status, known.headers())
+            await response(scope, receive, named_send)
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.request_done(route, status or 499)

@@ -12,6 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from inspect import isawaitable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,11 +22,11 @@ import uvicorn
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import Route
 
 from backend.engine.front import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
-from gateway.errors import Unavailable
+from gateway.errors import ApiError, Unavailable, checked
 from gateway.pauses import Pauses
 from gateway.reload import ReloadError
 from gateway.state import Gateway
@@ -68,19 +69,7 @@ class Peers:
 
     def start(self, gateway: Gateway, port: int) -> None:
         """Begins to answer the other processes.  The first process also starts them."""
-        app = Starlette(
-            routes=[
-                Route("/ready", _ready),
-                Route("/metrics", _metrics),
-                Route("/reload/prepare", _prepare_reload, methods=["POST"]),
-                Route("/reload/apply", _apply_reload, methods=["POST"]),
-                Route("/cancel", _cancel, methods=["POST"]),
-                Route("/abort", _abort, methods=["POST"]),
-                Route("/adapters", _adapters, methods=["GET", "POST", "DELETE"]),
-                Route("/pauses", _pauses, methods=["GET", "POST"]),
-                Route("/update-number", _update_number, methods=["POST"]),
-            ]
-        )
+        app = Starlette(routes=[Route("/{call}", _answer, methods=["POST"])])
         app.state.gateway = gateway
         config = uvicorn.Config(app, uds=str(self._path(self._index)), lifespan="off", log_config=None, access_log=False)
         self._server = uvicorn.Server(config)
@@ -116,8 +105,8 @@ class Peers:
 
     async def ready(self) -> bool:
         """Whether all other processes could serve a request now."""
-        answers = await self._ask_all("GET", "/ready", timeout_s=READY_TIMEOUT_S)
-        return len(answers) == len(self._others) and all(answer.status_code == 200 for answer in answers.values())
+        answers = await self._results("ready", timeout_s=READY_TIMEOUT_S)
+        return len(answers) == len(self._others) and all(answers.values())
 
     async def wait_ready(self) -> None:
         while not await self.ready():
@@ -128,84 +117,81 @@ class Peers:
 
         Processes hear about the fleet at different moments: from several of them, counters would jump back between two scrapes.
         """
-        texts = {number: answer.text for number, answer in (await self._ask_all("GET", "/metrics")).items()}
+        texts = await self._results("metrics")
         texts[self._index] = exposed(gateway, fleet=self.is_first)
         return merged([texts[number] for number in sorted(texts)])
 
     async def prepare_reload(self) -> None:
         """Has all other processes read keys, limits and routing again.  Raises `ReloadError` when one refuses them."""
         # One that is being started reads the settings then.
-        for number, answer in (await self._ask_all("POST", "/reload/prepare", timeout_s=6 * ASK_TIMEOUT_S)).items():
+        for number, answer in (await self._ask("prepare_reload", timeout_s=6 * ASK_TIMEOUT_S)).items():
             if answer.status_code != 200:
                 logger.error("reload refused by gateway process %d, nothing has changed: %s", number, answer.text)
                 raise ReloadError(f"gateway process {number}: {answer.text}")
 
     async def apply_reload(self) -> None:
         """Has them put in force what they have read."""
-        self._tell_of_others(await self._ask_all("POST", "/reload/apply"), "did not reload")
+        await self._tell("did not reload", "apply_reload")
 
     async def adapters(self) -> list[dict[str, Any]]:
         """LoRA adapters that another process has loaded, as requests to load them."""
-        answers = await self._ask_all("GET", "/adapters", timeout_s=READY_TIMEOUT_S)
-        known: list[list[dict[str, Any]]] = [answer.json() for answer in answers.values()]
-        return max(known, key=len, default=[])
+        answers = await self._results("adapters", timeout_s=READY_TIMEOUT_S)
+        return max(answers.values(), key=len, default=[])
 
     async def adapter(self, method: Literal["POST", "DELETE"], asked: dict[str, Any]) -> None:
         """Has all other processes load (POST) or unload (DELETE) a LoRA adapter, too."""
         # A process that is just starting asks for the adapters itself.
-        answers = await self._ask_all(method, "/adapters", json=asked, timeout_s=6 * ASK_TIMEOUT_S)
-        self._tell_of_others(answers, f"did not {'load' if method == 'POST' else 'unload'} {asked['lora_name']}")
-
-    def _tell_of_others(self, answers: Mapping[int, httpx.Response], what: str) -> None:
-        behind = [number for number in self._others if number not in answers or answers[number].status_code != 200]
-        if behind:
-            logger.error("gateway processes that %s: %s", what, ", ".join(map(str, behind)))
+        word = "load" if method == "POST" else "unload"
+        await self._tell(f"did not {word} {asked['lora_name']}", word, asked, timeout_s=6 * ASK_TIMEOUT_S)
 
     async def cancel(self, response_id: str, owner: str) -> None:
         """Ends a background response that another process generates."""
-        await self._ask_all("POST", "/cancel", params={"id": response_id, "owner": owner})
+        await self._ask("cancel", response_id, owner)
 
     async def abort(self, request_ids: list[str] | None, verifier: str | None) -> dict[str, list[list[int]]]:
         """Ends requests of the other processes; the tokens they had."""
-        answers = await self._ask_all("POST", "/abort", json=[request_ids, verifier])
-        return {named: tokens for answer in answers.values() for named, tokens in answer.json().items()}
+        answers = await self._results("abort", request_ids, verifier)
+        return {named: tokens for answer in answers.values() for named, tokens in answer.items()}
 
     async def pauses(self) -> Pauses:
         """Which verifiers are paused, as another process knows."""
-        answers = await self._ask_all("GET", "/pauses", timeout_s=READY_TIMEOUT_S)
-        return next((msgspec.json.decode(answer.content, type=Pauses) for answer in answers.values()), Pauses())
+        answers = await self._results("pauses", timeout_s=READY_TIMEOUT_S)
+        return next((msgspec.convert(answer, Pauses) for answer in answers.values()), Pauses())
 
     async def tell_pauses(self, pauses: Pauses) -> None:
         """Has all other processes pause verifiers that become ready, or no longer."""
-        self._tell_of_others(
-            await self._ask_all("POST", "/pauses", json=msgspec.to_builtins(pauses)), "did not hear of a pause"
-        )
+        await self._tell("did not hear of a pause", "hear_of_pauses", msgspec.to_builtins(pauses))
 
     async def update_number(self, gateway: Gateway) -> int:
         """Of the next update of the weights: the first process counts for all.  Raises `Unavailable`."""
         if self.is_first:
             return gateway.client.core.weights.next_number()
-        answers = await self._ask_all("POST", "/update-number", of=[0])
+        answers = await self._results("update_number", of=[0])
         if 0 not in answers:
             raise Unavailable
-        return int(answers[0].json())
+        return int(answers[0])
 
-    async def _ask_all(
-        self,
-        method: str,
-        path: str,
-        params: Mapping[str, str] | None = None,
-        timeout_s: float = ASK_TIMEOUT_S,
-        json: object = None,
-        of: Sequence[int] | None = None,
+    async def _tell(self, failed: str, call: str, *arguments: Any, timeout_s: float = ASK_TIMEOUT_S) -> None:
+        """Makes the call, and logs which processes `failed`."""
+        done = await self._results(call, *arguments, timeout_s=timeout_s)
+        if behind := [str(number) for number in self._others if number not in done]:
+            logger.error("gateway processes that %s: %s", failed, ", ".join(behind))
+
+    async def _results(self, call: str, *arguments: Any, **options: Any) -> dict[int, Any]:
+        """What the processes return that could carry the call out, as `_ask`."""
+        answers = await self._ask(call, *arguments, **options)
+        return {number: answer.json() for number, answer in answers.items() if answer.status_code == 200}
+
+    async def _ask(
+        self, call: str, *arguments: Any, timeout_s: float = ASK_TIMEOUT_S, of: Sequence[int] | None = None
     ) -> dict[int, httpx.Response]:
-        """The other processes' answers that come in time, by process number."""
+        """The other processes' answers to a call of `_CALLS` that come in time, by process number."""
 
         async def ask(number: int) -> tuple[int, httpx.Response] | None:
             transport = httpx.AsyncHTTPTransport(uds=str(self._path(number)))
             try:
                 async with httpx.AsyncClient(transport=transport, base_url="http://peer", timeout=timeout_s) as http:
-                    return number, await http.request(method, path, params=params, json=json)
+                    return number, await http.post(call, json=arguments)
             except httpx.TransportError:
                 return None
 
@@ -240,35 +226,23 @@ class Peers:
 
 def exposed(gateway: Gateway, *, fleet: bool) -> str:
     """This process's own metrics, with a label for it; with `fleet`, also the fleet's, without that label."""
-    metrics = gateway.metrics
-    of_fleet = set(_families(generate_latest(metrics.fleet).decode()))
-    lines: list[str] = []
-    for name, family in _families(generate_latest(metrics.registry).decode()).items():
-        if name not in of_fleet:
-            lines += [_labelled(line, gateway.client.core.gateway_id) for line in family]
-        elif fleet:
-            lines += family
-    return "\n".join(lines) + "\n"
+    own = generate_latest(gateway.metrics.own).decode()
+    text = "".join(f"{_labelled(line, gateway.client.core.gateway_id)}\n" for line in own.splitlines())
+    return text + generate_latest(gateway.metrics.fleet).decode() if fleet else text
 
 
 def merged(texts: Sequence[str]) -> str:
     """Merges texts in Prometheus' format, so that all samples of a family stand together."""
     families: dict[str, list[str]] = {}
-    for text in texts:
-        for name, family in _families(text).items():
-            families.setdefault(name, [line for line in family if line.startswith("#")])
-            families[name] += [line for line in family if not line.startswith("#")]
-    return "\n".join(line for family in families.values() for line in family) + "\n"
-
-
-def _families(text: str) -> dict[str, list[str]]:
-    families: dict[str, list[str]] = {}
-    current: list[str] = []
-    for line in text.splitlines():
+    name = ""
+    for line in (line for text in texts for line in text.splitlines()):
         if line.startswith("# HELP "):
-            current = families.setdefault(line.split(" ", 3)[2], [])
-        current.append(line)
-    return families
+            name = line.split(" ", 3)[2]
+        family = families.setdefault(name, [])
+        # Each process describes the family; once is enough.
+        if not (line.startswith("#") and line in family):
+            family.append(line)
+    return "\n".join(line for family in families.values() for line in family) + "\n"
 
 
 def _labelled(line: str, gateway_id: str) -> str:
@@ -279,59 +253,36 @@ def _labelled(line: str, gateway_id: str) -> str:
     return f'{name}{{gateway="{gateway_id}"{"," + labels if labels else ""}}} {value}'
 
 
-async def _ready(request: Request) -> Response:
-    client = request.app.state.gateway.client
-    return Response(status_code=200 if client.ready and not client.core.draining else 503)
+def _adapters(gateway: Gateway) -> list[dict[str, str]]:
+    known = gateway.services.models.lora_requests.values()
+    return [{"lora_name": each.lora_name, "lora_path": each.lora_path} for each in known]
 
 
-async def _metrics(request: Request) -> Response:
-    gateway: Gateway = request.app.state.gateway
-    assert gateway.peers is not None
-    return Response(exposed(gateway, fleet=gateway.peers.is_first))
+def _hear_of_pauses(gateway: Gateway, told: dict[str, Any]) -> None:
+    gateway.client.core.pauses = msgspec.convert(told, Pauses)
 
 
-async def _prepare_reload(request: Request) -> Response:
+_CALLS: Mapping[str, Callable[..., Any]] = {
+    "abort": lambda gateway, request_ids, verifier: gateway.abort(request_ids, verifier),
+    "adapters": _adapters,
+    "apply_reload": lambda gateway: gateway.reloader.apply(),
+    "cancel": lambda gateway, response_id, owner: gateway.responses.end(response_id, owner),
+    "hear_of_pauses": _hear_of_pauses,
+    "load": lambda gateway, asked: gateway.services.models.load_lora_adapter(LoadLoRAAdapterRequest(**asked)),
+    "metrics": lambda gateway: exposed(gateway, fleet=gateway.peers.is_first),
+    "pauses": lambda gateway: gateway.client.core.pauses,
+    "prepare_reload": lambda gateway: gateway.reloader.prepare(),
+    "ready": lambda gateway: gateway.client.ready and not gateway.client.core.draining,
+    "unload": lambda gateway, asked: gateway.services.models.unload_lora_adapter(UnloadLoRAAdapterRequest(**asked)),
+    "update_number": lambda gateway: gateway.client.core.weights.next_number(),
+}
+"""What a process does for another one; some are coroutines.  Arguments and results are JSON."""
+
+
+async def _answer(request: Request) -> Response:
+    call = _CALLS[request.path_params["call"]]
     try:
-        await request.app.state.gateway.reloader.prepare()
-    except ReloadError as error:
+        done = call(request.app.state.gateway, *await request.json())
+        return Response(msgspec.json.encode(checked(await done if isawaitable(done) else done)))
+    except (ReloadError, ApiError) as error:
         return Response(str(error), status_code=400)
-    return Response()
-
-
-async def _apply_reload(request: Request) -> Response:
-    request.app.state.gateway.reloader.apply()
-    return Response()
-
-
-async def _abort(request: Request) -> Response:
-    return JSONResponse(request.app.state.gateway.abort(*await request.json()))
-
-
-async def _pauses(request: Request) -> Response:
-    core = request.app.state.gateway.client.core
-    if request.method == "POST":
-        core.pauses = msgspec.json.decode(await request.body(), type=Pauses)
-    return JSONResponse(msgspec.to_builtins(core.pauses))
-
-
-async def _update_number(request: Request) -> Response:
-    return JSONResponse(request.app.state.gateway.client.core.weights.next_number())
-
-
-async def _adapters(request: Request) -> Response:
-    models = request.app.state.gateway.services.models
-    if request.method == "GET":
-        known = models.lora_requests.values()
-        return JSONResponse([{"lora_name": each.lora_name, "lora_path": each.lora_path} for each in known])
-    asked = await request.json()
-    if request.method == "POST":
-        said = await models.load_lora_adapter(LoadLoRAAdapterRequest(**asked))
-    else:
-        said = await models.unload_lora_adapter(UnloadLoRAAdapterRequest(**asked))
-    return Response(status_code=200 if isinstance(said, str) else 400)
-
-
-async def _cancel(request: Request) -> Response:
-    query = request.query_params
-    await request.app.state.gateway.responses.end(query["id"], query["owner"])
-    return Response()

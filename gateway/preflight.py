@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import ssl
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config.sources import ConfigError
@@ -12,8 +15,6 @@ if TYPE_CHECKING:
 
 def check_gateway(settings: Settings) -> None:
     """Checks port, keys file and certificate now, not only after the models are loaded.  Raises `ConfigError`."""
-    import socket
-
     check_files(settings)
     if settings.gateway.uds:
         return
@@ -29,9 +30,6 @@ def check_gateway(settings: Settings) -> None:
 
 def check_files(settings: Settings) -> None:
     """Checks the keys file and the certificate.  Raises `ConfigError`."""
-    import ssl
-    from pathlib import Path
-
     from gateway.keys.ring import KeyFileError, read_entries
 
     asked = settings.gateway

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import yaml
 
 from backend.config import Settings
 from backend.config.sources import DEFAULT, SECRETS, Loaded, leaves
-from backend.fleet import FleetSnapshot, MemberView, VerifierStats
+from backend.fleet import FleetSnapshot, MemberView
 from backend.models.resolve import ResolvedModels
 
 SHOWN_OPERATIONS = 5
@@ -75,9 +76,7 @@ def settings_yaml(loaded: Loaded) -> str:
         if path[:-1] != section:
             section = path[:-1]
             lines.append((f"{section[-1]}:", ""))
-        value: Any = loaded.settings
-        for name in path:
-            value = getattr(value, name)
+        value: Any = reduce(getattr, path, loaded.settings)
         if path in SECRETS and value is not None:
             value = "***"
         text = f"{path[-1]}: {yaml.safe_dump(value, default_flow_style=True, width=10_000).splitlines()[0]}"
@@ -117,8 +116,9 @@ def _work(view: MemberView, snapshot: FleetSnapshot) -> tuple[str, str]:
         stats = view.verifier
         drafters = [a.drafter_id for a in snapshot.assignments if a.verifier_id == view.member.id]
         detail = f"mode {stats.mode}, KV {stats.kv_usage:.0%}, {stats.tokens} tokens"
-        length = acceptance_length(stats)
-        detail += f", acceptance length {length:.2f}" if length else ""
+        drafts = sum(each.drafts for each in stats.drafters.values())
+        accepted = sum(each.accepted_tokens for each in stats.drafters.values())
+        detail += f", acceptance length {1 + accepted / drafts:.2f}" if drafts else ""
         detail += f", drafters {' '.join(drafters)}" if drafters else ""
         down = f" (down: {' '.join(stats.drafters_down)})" if stats.drafters_down else ""
         return f"{stats.running} running, {stats.waiting} waiting", detail + down
@@ -137,10 +137,3 @@ def _work(view: MemberView, snapshot: FleetSnapshot) -> tuple[str, str]:
 def _right(acceptance: float | None) -> str:
     """The share of a head's drafts whose first token was right, in words."""
     return "" if acceptance is None else f" ({acceptance:.0%} right)"
-
-
-def acceptance_length(stats: VerifierStats) -> float | None:
-    """1 + accepted tokens / drafted verifications over all drafters; None before the first draft."""
-    drafts = sum(each.drafts for each in stats.drafters.values())
-    accepted = sum(each.accepted_tokens for each in stats.drafters.values())
-    return 1 + accepted / drafts if drafts else None

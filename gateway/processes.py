@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import sources
@@ -21,8 +25,7 @@ from gateway.signals import OK, signals
 if TYPE_CHECKING:
     from backend.config import Settings
     from backend.coordinator.actor import CoordinatorHandle
-    from backend.models.resolve import ResolvedModels
-    from backend.transport import ServerKeys
+    from backend.coordinator.messages import FleetInfo
     from gateway.peers import Peers
 
 GATEWAY_PROCESS = "gateway-process"
@@ -31,31 +34,27 @@ GATEWAY_PROCESS = "gateway-process"
 
 def run_gateway(
     settings: Settings,
-    models: ResolvedModels,
+    info: FleetInfo,
     coordinator: CoordinatorHandle,
-    fleet_keys: ServerKeys | None,
     announce: Callable[[str], None] | None,
     arguments: list[str],
     peers: Peers | None,
 ) -> None:
     """Serves HTTP until a signal ends it.  Meanwhile the server handles the signals itself."""
-    from backend.config import environment
     from backend.coordinator import CoordinatorUnavailable
-    from backend.launch.fleet import gateway_member, member_environment
+    from backend.launch.fleet import gateway_member
     from backend.transport import Wire
-
-    environment.export(member_environment(offline=True))
     from gateway.directory import CoordinatorDirectory
     from gateway.server import GatewayServer
 
-    member = gateway_member(models.name)
+    member = gateway_member(info.models.name)
     try:
         server = GatewayServer(
             settings,
             CoordinatorDirectory(coordinator, member),
-            models.target_dir,
-            model_name=models.name,
-            wire=Wire(fleet_keys, node_id=member.node_id),
+            info.models.target_dir,
+            model_name=info.models.name,
+            wire=Wire(info.fleet_keys, node_id=member.node_id),
             on_ready=announce,
             read_settings=lambda: sources.load(arguments).settings,
             peers=peers,
@@ -69,15 +68,30 @@ def run_gateway(
 
 
 @contextmanager
+def joined_fleet(loaded: Loaded) -> Iterator[tuple[Settings, FleetInfo, CoordinatorHandle]]:
+    """A running fleet for a further gateway: the fleet's settings with this gateway's own, what it is made of, its coordinator.
+
+    After the block, one more signal ends the process.
+    """
+    from backend.launch.finding import found_fleet
+
+    with signals() as forced, found_fleet(loaded, None) as (coordinator, _):
+        prepare_vllm()
+        info = coordinator.info()
+        theirs = type(loaded.settings).model_validate_json(info.settings_json)
+        try:
+            yield theirs.model_copy(update={"gateway": loaded.settings.gateway}), info, coordinator
+        finally:
+            forced.armed = True
+
+
+@contextmanager
 def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peers | None]:
     """The processes that the settings ask for, with a folder for their sockets; None: only this one."""
     count = settings.gateway.processes
     if count == 1:
         yield None
         return
-    import tempfile
-    from pathlib import Path
-
     from backend.config.runtime import home
     from backend.launch.fleet import joined
     from gateway.peers import Peers
@@ -97,29 +111,18 @@ def gateway_process(arguments: list[str]) -> int:
 
     Arguments: `FOLDER NUMBER PORT RAY_ADDRESS NAMESPACE`, then the arguments of the first process.
     """
-    from pathlib import Path
-
-    from backend.launch.finding import found_fleet
-
     folder, number, port, address, namespace, *rest = arguments
     loaded = sources.load(rest, GATEWAY_PROCESS)
     ray = loaded.settings.ray.model_copy(update={"address": address, "namespace": namespace})
     loaded = Loaded(loaded.settings.model_copy(update={"ray": ray}), loaded.origins)
     configure_logging(loaded.settings.log_level, loaded.settings.log_format)
     threading.Thread(target=_end_with_input, name="first process", daemon=True).start()
-    with signals() as forced, found_fleet(loaded, None) as (coordinator, _):
-        prepare_vllm()
+    with joined_fleet(loaded) as (settings, info, coordinator):
         from gateway.peers import Peers
 
-        info = coordinator.info()
-        theirs = type(loaded.settings).model_validate_json(info.settings_json)
-        settings = theirs.model_copy(update={"gateway": loaded.settings.gateway})
         peers = Peers(Path(folder), int(number), settings.gateway.processes, port=int(port))
-        try:
-            run_gateway(settings, info.models, coordinator, info.fleet_keys, None, rest, peers)
-        finally:
-            forced.armed = True
-        return OK
+        run_gateway(settings, info, coordinator, None, rest, peers)
+    return OK
 
 
 def prepare_vllm() -> None:
@@ -147,8 +150,5 @@ def import_in_background(module: str) -> threading.Thread:
 
 def _end_with_input() -> None:
     """Drains this process when its input closes, because its parent has ended."""
-    import os
-    import signal
-
     sys.stdin.buffer.read()
     os.kill(os.getpid(), signal.SIGTERM)

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 from backend.config import Settings
 from backend.config.sources import ConfigError
-from backend.routing.routers import make_router
-from gateway.doors import queueing_of, ring_of
+from backend.routing.routers import Router, make_router
+from gateway.access import ring_of
+from gateway.admission.gate import Queueing
 from gateway.keys.ring import KeyFileError, KeyRing
 from gateway.state import Gateway
 
@@ -50,6 +51,15 @@ class Reloaded:
     """Settings with a new value that takes effect only after a restart."""
     keys: int
     """Number of keys in the keys file."""
+
+
+def router_of(settings: Settings) -> Router:
+    asked = settings.gateway
+    return make_router(asked.routing, asked.affinity, seed=secrets.randbits(32), slots=settings.verifier.max_num_seqs)
+
+
+def queueing_of(settings: Settings) -> Queueing:
+    return Queueing(settings.gateway.max_in_flight, settings.gateway.queue_wait_s)
 
 
 async def reload_all(gateway: Gateway) -> Reloaded:
@@ -101,9 +111,7 @@ class Reloader:
         (new, ring, done), self._prepared = self._prepared, None
         gateway, section, old = self._gateway, new.gateway, self._gateway.settings.gateway
         if (section.routing, section.affinity) != (old.routing, old.affinity):
-            slots = new.verifier.max_num_seqs
-            router = make_router(section.routing, section.affinity, seed=secrets.randbits(32), slots=slots)
-            gateway.client.core.choosing.reroute(router)
+            gateway.client.core.choosing.reroute(router_of(new))
         gateway.settings = new
         gateway.doors.ring, gateway.doors.max_in_flight = ring, section.max_in_flight
         gateway.client.core.gate.limit(queueing_of(new))

@@ -10,7 +10,6 @@ import contextlib
 import gc
 import logging
 import os
-import secrets
 import signal
 import socket
 import time
@@ -24,21 +23,21 @@ from backend.config import Settings, environment
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
 from backend.engine.front.serving import build_services
-from backend.routing.routers import make_router
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
+from gateway.access import AccessRules
 from gateway.app import build_app
 from gateway.batches.serving import Batches
 from gateway.directory import Directory
-from gateway.doors import open_doors, queueing_of
 from gateway.errors import ApiError, ShuttingDown
 from gateway.fleet_core import FleetCore
 from gateway.fleet_feed import FleetFeed
 from gateway.fleet_metrics import FleetCollector, GatewayCollector
+from gateway.in_flight import TrafficObserver
 from gateway.metrics import GatewayMetrics
 from gateway.peers import Peers
 from gateway.protocol import BoundedProtocol
-from gateway.reload import Reloader, reload_all
+from gateway.reload import Reloader, queueing_of, reload_all, router_of
 from gateway.responses.serving import Responses
 from gateway.responses.store import Store
 from gateway.spans import SequenceSpans
@@ -66,34 +65,20 @@ def build_gateway(
     metrics = GatewayMetrics()
     tracing = open_tracing(settings.tracing, "gateway", f"gateway-{os.getpid()}")
     vllm_config = build_vllm_config(settings, model_dir)
-    asked = settings.gateway
-    router = make_router(
-        asked.routing,
-        asked.affinity,
-        seed=secrets.randbits(32),
-        slots=settings.verifier.max_num_seqs,
-    )
-    core = FleetCore(
-        directory,
-        wire or Wire(),
-        metrics if tracing is None else SequenceSpans(tracing, metrics),
-        router=router,
-        slots=settings.verifier.max_num_seqs,
-        queueing=queueing_of(settings),
-    )
+    observer: TrafficObserver = metrics if tracing is None else SequenceSpans(tracing, metrics)
+    slots, queueing = settings.verifier.max_num_seqs, queueing_of(settings)
+    core = FleetCore(directory, wire or Wire(), observer, router=router_of(settings), slots=slots, queueing=queueing)
     client = FleetClient(vllm_config, core)
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
     services = build_services(client, settings, served_names, ApiError)
-    of_fleet = FleetCollector(core)
-    metrics.fleet.register(of_fleet)
-    metrics.registry.register(of_fleet)
-    metrics.registry.register(GatewayCollector(core))
+    metrics.fleet.register(FleetCollector(core))
+    metrics.own.register(GatewayCollector(core))
     about = {"model": served_names[0], "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
     feed = FleetFeed(core, about, metrics)
     folder = _state_folder(settings)
     store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.responses_bytes)
     responses = Responses(store, vllm_config.model_config.max_model_len)
-    doors = open_doors(settings, core.gateway_id, folder)
+    doors = AccessRules.of(settings, core.gateway_id, folder)
     batches = Batches(folder, settings, served_names[0])
     return Gateway(settings, client, services, metrics, feed, responses, doors, batches, tracing)
 
@@ -159,9 +144,6 @@ class GatewayServer:
 
     def run(self) -> None:
         """Serves until SIGINT or SIGTERM and lets open requests finish; a second signal ends them at once."""
-        # Imported and built objects stay for ever.  Each garbage collection over them would hold all streams for tens of ms.
-        gc.collect()
-        gc.freeze()
         self._freezes = True
         try:
             uvloop.run(self._run())
@@ -243,7 +225,7 @@ class GatewayServer:
     async def _drain(self) -> None:
         await self._stopping.wait()
         core, deadline = self.gateway.client.core, time.monotonic() + self._settings.drain_s
-        while (core.in_flight or self.gateway.metrics.in_flight) and time.monotonic() < deadline:
+        while (core.sequences or self.gateway.metrics.in_flight) and time.monotonic() < deadline:
             await asyncio.sleep(DRAIN_LOOK_S)
         core.fail_all(ShuttingDown)
         self._server.should_exit = True

@@ -210,14 +210,11 @@ async def stream_response(request: Request, source: Source, dialect: Dialect, on
             await events.more()
         if events.empty and events.error is not None:
             raise events.error
-    except Exception as error:
+    except BaseException as error:
         await stream.close()
-        if isinstance(error, ClientGone):
+        if isinstance(error, ClientGone) or not isinstance(error, Exception):
             raise
         raise translate(error) from None
-    except BaseException:
-        await stream.close()
-        raise
     return stream
 
 

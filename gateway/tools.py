@@ -12,9 +12,6 @@ from gateway import present
 from gateway.logs import configure_logging
 from gateway.signals import FAILED, OK, signals
 
-LABORATORY = ("bench", "simulate", "train-demo")
-"""Commands that only measure or train.  They are found by entry point; no serving code imports them."""
-
 
 def records(arguments: list[str]) -> int:
     """Reads records."""
@@ -70,7 +67,7 @@ def trace(arguments: list[str]) -> int:
 
 
 def laboratory(name: str, arguments: list[str]) -> int:
-    """Runs one of the commands in `LABORATORY`, found by its entry point."""
+    """Runs a command that only measures or trains.  It is found by its entry point; no serving code imports it."""
     (point,) = importlib.metadata.entry_points(group="outrider.commands", name=name)
     with signals():
         point.load()(arguments, present.Progress().say)

@@ -13,6 +13,7 @@ import csv
 import random
 import time
 from collections.abc import Callable, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -178,12 +179,7 @@ class Curve:
 
 def fleet_settings(loaded: Loaded, output: Path) -> dict[str, object]:
     """The arguments of `AsyncFleet`: settings of the user and of this command."""
-    found: dict[str, object] = {}
-    for path in loaded.origins:
-        value: Any = loaded.settings
-        for name in path:
-            value = getattr(value, name)
-        found["_".join(path)] = value
+    found = {"_".join(path): reduce(getattr, path, loaded.settings) for path in loaded.origins}
     where = {"drafting_learning_dir": str(output.absolute()), "drafting_ring_dir": str((output / "ring").absolute())}
     kind = {"drafting_learning": "always"} if found.get("drafter", "grow") != "grow" else {"drafter": "grow"}
     # Mode `sync`, because in other modes drafters that do not pay get no features.

@@ -14,6 +14,7 @@ from typing import Any
 import requests
 import urllib3
 
+from loadtest.served import session
 from loadtest.sse import SseParser
 from loadtest.timing import Answer, StreamReader, error_code, is_clean_error
 from loadtest.workloads import Ask
@@ -29,11 +30,7 @@ class Client:
         self._host = host.rstrip("/")
         self._timeout_s = timeout_s
         self._clock = clock
-        self._session = requests.Session()
-        # Ignores proxies and credentials in the environment: requests go straight to the gateway.
-        self._session.trust_env = False
-        if api_key:
-            self._session.headers["authorization"] = f"Bearer {api_key}"
+        self._session = session(api_key)
 
     def close(self) -> None:
         self._session.close()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
-from loadtest.slo import DISTRIBUTIONS, PERCENTILES
+from loadtest.slo import DISTRIBUTIONS, PERCENTILES, figure
 from loadtest.timing import Answer
 
 Figures = dict[str, float | None]
@@ -60,9 +60,7 @@ def summarize(answers: Sequence[Answer]) -> Figures:
         "tgs_drift": drift(answers),
     }
     for name, values in samples(answers).items():
-        unit = DISTRIBUTIONS[name]
-        for percent in PERCENTILES:
-            figures[f"{name}_p{percent}{'_' + unit if unit else ''}"] = percentile(values, percent)
+        figures |= {figure(name, percent): percentile(values, percent) for percent in PERCENTILES}
     return figures
 
 
@@ -95,25 +93,17 @@ def compare(base: Sequence[Answer], other: Sequence[Answer]) -> Figures:
     `speedup` is the median ratio of decode TGS within a pair, `speedup_e2e` the median ratio of whole times.  `identical` is
     the share of pairs with the same text: greedy answers do not depend on drafting.  Raises `ValueError` when there is no pair.
     """
-    paired = [(one, two) for one, two in pairs(base, other) if one.tgs and two.tgs]
+    known = {(one.user, one.number, one.label): one for one in base if one.outcome == "ok"}
+    paired = []
+    for two in other:
+        one = known.get((two.user, two.number, two.label))
+        if one is not None and two.outcome == "ok" and one.tgs and two.tgs:
+            paired.append((one, two, two.tgs / one.tgs))
     if not paired:
         raise ValueError("the two runs have no request in common")
-    speed = [two.tgs / one.tgs for one, two in paired if one.tgs and two.tgs]
-    whole = [(one.ended - one.started) / (two.ended - two.started) for one, two in paired]
     return {
         "pairs": len(paired),
-        "speedup_p50": median(speed),
-        "speedup_e2e_p50": median(whole),
-        "identical": sum(one.text == two.text for one, two in paired) / len(paired),
+        "speedup_p50": median(speed for _, _, speed in paired),
+        "speedup_e2e_p50": median((one.ended - one.started) / (two.ended - two.started) for one, two, _ in paired),
+        "identical": sum(one.text == two.text for one, two, _ in paired) / len(paired),
     }
-
-
-def pairs(base: Iterable[Answer], other: Iterable[Answer]) -> list[tuple[Answer, Answer]]:
-    """Pairs of complete answers to the same request of the same user."""
-    known: Mapping[tuple[int, int], Answer] = {(a.user, a.number): a for a in base if a.outcome == "ok"}
-    found = []
-    for answer in other:
-        partner = known.get((answer.user, answer.number))
-        if answer.outcome == "ok" and partner is not None and partner.label == answer.label:
-            found.append((partner, answer))
-    return found

@@ -5,24 +5,25 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from loadtest.figures import Figures, by_label, reasons, summarize
-from loadtest.slo import DISTRIBUTIONS, PERCENTILES, Miss, is_floor
+from loadtest.slo import DISTRIBUTIONS, PERCENTILES, Miss, figure, is_floor
 from loadtest.timing import Answer
 
 
 @dataclass
 class Result:
-    """The result of one scenario."""
+    """The result of one scenario.  Its fields are those of `summary.json`."""
 
     scenario: str
     command: str
     figures: Figures
-    labels: dict[str, Figures]
-    reasons: dict[str, int]
-    health: Mapping[str, float]
+    by_label: dict[str, Figures]
+    failures: dict[str, int]
+    """Number of failures by reason."""
+    load_generator: Mapping[str, float]
     """How well the load generator kept up."""
     notes: list[str] = field(default_factory=list)
     slo: Mapping[str, float] = field(default_factory=dict)
@@ -36,18 +37,7 @@ def evaluate(scenario: str, command: str, answers: Sequence[Answer], server: Fig
 
 def write(result: Result, answers: Sequence[Answer], directory: Path) -> None:
     write_requests(directory / "requests.csv", answers)
-    document = {
-        "scenario": result.scenario,
-        "command": result.command,
-        "passed": not result.missed,
-        "missed": [str(miss) for miss in result.missed],
-        "slo": dict(result.slo),
-        "figures": result.figures,
-        "by_label": result.labels,
-        "failures": result.reasons,
-        "load_generator": dict(result.health),
-        "notes": result.notes,
-    }
+    document = asdict(result) | {"passed": not result.missed, "missed": [str(miss) for miss in result.missed]}
     (directory / "summary.json").write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     (directory / "summary.md").write_text(text(result) + "\n", encoding="utf-8")
 
@@ -74,16 +64,16 @@ def text(result: Result) -> str:
     """The summary as Markdown, also shown on the terminal."""
     figures = result.figures
     lines = [f"## {result.scenario}: {'passed' if not result.missed else 'MISSED'}", "", f"`{result.command}`", ""]
-    counts = ("requests", "failures", "aborted", "rejected", "leftover", "tokens", "requests_per_s", "tokens_per_s")
-    lines.append(", ".join(f"{name} {_show(figures[name])}" for name in counts if figures.get(name) is not None))
-    server = ("acceptance_length", "busy_share", "awaiting_draft_share", "tgs_drift", "preemptions")
-    lines.append(", ".join(f"{name} {_show(figures[name])}" for name in server if figures.get(name) is not None))
-    compared = ("pairs", "speedup_p50", "speedup_e2e_p50", "identical")
-    lines.append(", ".join(f"{name} {_show(figures[name])}" for name in compared if figures.get(name) is not None))
+    for names in (
+        ("requests", "failures", "aborted", "rejected", "leftover", "tokens", "requests_per_s", "tokens_per_s"),
+        ("acceptance_length", "busy_share", "awaiting_draft_share", "tgs_drift", "preemptions"),
+        ("pairs", "speedup_p50", "speedup_e2e_p50", "identical"),
+    ):
+        lines.append(", ".join(f"{name} {_show(figures[name])}" for name in names if figures.get(name) is not None))
     lines += ["", *_table(result), ""]
-    lines += [f"failure: {reason} ({count}x)" for reason, count in result.reasons.items()]
+    lines += [f"failure: {reason} ({count}x)" for reason, count in result.failures.items()]
     lines += result.notes
-    lines.append("load generator: " + ", ".join(f"{name} {_show(value)}" for name, value in result.health.items()))
+    lines.append("load generator: " + ", ".join(f"{name} {_show(value)}" for name, value in result.load_generator.items()))
     limits = [f"{name} {'>=' if is_floor(name) else '<='} {limit:g}" for name, limit in result.slo.items()]
     lines.append("objectives: " + (", ".join(limits) or "none"))
     lines += [f"missed: {miss}" for miss in result.missed]
@@ -92,15 +82,14 @@ def text(result: Result) -> str:
 
 def _table(result: Result) -> list[str]:
     """Percentiles of every figure, for all requests and, if there are several kinds, for each kind."""
-    rows = {"all": result.figures} | (result.labels if len(result.labels) > 1 else {})
+    rows = {"all": result.figures} | (result.by_label if len(result.by_label) > 1 else {})
     lines = [
         "| requests | figure | " + " | ".join(f"p{p}" for p in PERCENTILES) + " |",
         "|---|---|" + "---|" * len(PERCENTILES),
     ]
     for label, figures in rows.items():
         for name, unit in DISTRIBUTIONS.items():
-            suffix = f"_{unit}" if unit else ""
-            values = [figures.get(f"{name}_p{p}{suffix}") for p in PERCENTILES]
+            values = [figures.get(figure(name, p)) for p in PERCENTILES]
             if any(value is not None for value in values) and (label == "all" or name in ("ttft", "tgs", "e2e")):
                 shown = " | ".join(_show(value) for value in values)
                 lines.append(f"| {label} | {name}{' ' + unit if unit else ' tok/s'} | {shown} |")

@@ -65,8 +65,8 @@ def add_trouble(result: report.Result, base: report.Result) -> None:
     """Adds the failures of the first of two runs to the result, so that they count too."""
     for name in slo.COUNTS:
         result.figures[name] = (result.figures.get(name) or 0) + (base.figures.get(name) or 0)
-    for reason, count in base.reasons.items():
-        result.reasons[f"without speculation: {reason}"] = count
+    for reason, count in base.failures.items():
+        result.failures[f"without speculation: {reason}"] = count
 
 
 def _once(

@@ -29,15 +29,21 @@ class FleetError(RuntimeError):
     """The fleet does not start or does not answer."""
 
 
+def session(api_key: str | None) -> requests.Session:
+    """A session whose requests go straight to the gateway: proxies and credentials in the environment are ignored."""
+    found = requests.Session()
+    found.trust_env = False
+    if api_key:
+        found.headers["authorization"] = f"Bearer {api_key}"
+    return found
+
+
 class Gateway:
     """Read-only requests to a running gateway."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
         self.url = url.rstrip("/")
-        self._session = requests.Session()
-        self._session.trust_env = False
-        if api_key:
-            self._session.headers["authorization"] = f"Bearer {api_key}"
+        self._session = session(api_key)
 
     def get(self, path: str) -> requests.Response:
         """The response to a GET.  Raises `FleetError` unless its status is 200."""
@@ -102,9 +108,9 @@ class OwnFleet:
         try:
             self.process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.kill()
+            for pid in descendants(self.process.pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
             self.process.kill()
             self.process.wait()
         self._reader.join(HTTP_TIMEOUT_S)

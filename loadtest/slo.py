@@ -46,8 +46,13 @@ class Miss:
 
 def names() -> list[str]:
     """Every figure that can have a limit."""
-    suffixed = [f"{name}_p{p}{'_' + unit if unit else ''}" for name, unit in DISTRIBUTIONS.items() for p in PERCENTILES]
-    return [*suffixed, *COUNTS, *RATES]
+    return [*(figure(name, p) for name in DISTRIBUTIONS for p in PERCENTILES), *COUNTS, *RATES]
+
+
+def figure(name: str, percent: int) -> str:
+    """The name of a percentile, such as `ttft_p95_ms`."""
+    unit = DISTRIBUTIONS[name]
+    return f"{name}_p{percent}{'_' + unit if unit else ''}"
 
 
 def is_floor(name: str) -> bool:

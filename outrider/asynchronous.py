@@ -9,7 +9,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -73,7 +73,6 @@ class AsyncFleet:
         return fleet
 
     def _prepare(self, weights_dir: str | Path | None) -> None:
-        self._process: FleetProcess | None = None
         self._weights_dir = weights_dir
         self._model = ""
         self._directories: list[str] = []
@@ -84,8 +83,8 @@ class AsyncFleet:
     async def __aenter__(self) -> Self:
         try:
             if self._settings is not None:
-                self._process = self._connection.process = FleetProcess(self._settings)
-                self._connection.url = await asyncio.to_thread(self._process.wait_until_it_serves, self._start_timeout_s)
+                self._connection.process = process = FleetProcess(self._settings)
+                self._connection.url = await asyncio.to_thread(process.wait_until_it_serves, self._start_timeout_s)
             self._model = (await self._connection.send("GET", "/v1/models"))["data"][0]["id"]
         except BaseException:
             await self.__aexit__()
@@ -96,12 +95,12 @@ class AsyncFleet:
         await _end(self._tasks.values())
         self._tasks.clear()
         await self._connection.close()
-        if self._process is not None:
-            await asyncio.to_thread(self._process.stop)
+        if self._connection.process is not None:
+            await asyncio.to_thread(self._connection.process.stop)
             # Only for a fleet that was stopped: a verifier that restarts in a joined fleet may load the last update again.
             self._drop_directories(slice(None))
 
-    async def generate(
+    def generate(
         self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None
     ) -> AsyncGenerator[Sample, None]:
         """`n` samples of each prompt, as they finish.  Closing the generator cancels the rest.
@@ -109,18 +108,9 @@ class AsyncFleet:
         `sampling_params` is a `SamplingParams` of vLLM, or a mapping with the names of its fields.  A `seed` is that of
         sample 0; each further sample has the next number.  Raises `OutriderError`.
         """
-        fields, n = _several(sampling_params, n)
-        tokens = await _all(self._tokens(prompt) for prompt in prompts)
-        works = (
-            self._sample(prompt, index, sample, _seeded(fields, sample))
-            for index, prompt in enumerate(tokens)
-            for sample in range(n)
-        )
-        async with aclosing(_as_they_finish(works)) as finished:
-            async for each in finished:
-                yield each
+        return self._as_they_finish(prompts, sampling_params, n, self._sample)
 
-    async def episodes(
+    def episodes(
         self, starts: Sequence[Prompt], step: Step, sampling_params: object = None, n: int | None = None
     ) -> AsyncGenerator[Episode, None]:
         """`n` conversations from each start, as they finish.
@@ -130,12 +120,29 @@ class AsyncFleet:
         that the model saw.  The turns of an episode share a session, so that a verifier has their prefix in its prefix cache.
         An episode that grows beyond the model's context ends without a reward.  Raises `OutriderError`.
         """
-        fields, n = _several(sampling_params, n)
-        tokens = await _all(self._tokens(start) for start in starts)
-        works = (self._episode(start, index, sample, step, fields) for index, start in enumerate(tokens) for sample in range(n))
-        async with aclosing(_as_they_finish(works)) as finished:
-            async for each in finished:
-                yield each
+        return self._as_they_finish(starts, sampling_params, n, partial(self._episode, step))
+
+    async def _as_they_finish(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: object,
+        n: int | None,
+        work: Callable[[list[int], int, int, dict[str, Any]], Coroutine[Any, Any, T]],
+    ) -> AsyncGenerator[T, None]:
+        """Results of `work`, called with the prompt, its number, the sample's number and the sample's parameters."""
+        fields = fields_of(sampling_params)
+        asked = fields.pop("n", 1)
+        tokens = await _all(self._tokens(prompt) for prompt in prompts)
+        tasks = [
+            asyncio.create_task(work(prompt, index, sample, _seeded(fields, sample)))
+            for index, prompt in enumerate(tokens)
+            for sample in range(asked if n is None else n)
+        ]
+        try:
+            for next_one in asyncio.as_completed(tasks):
+                yield await next_one
+        finally:
+            await _end(tasks)
 
     async def submit(self, prompt: Prompt, sampling_params: object = None, n: int | None = None) -> int:
         """Starts `n` samples of one prompt.  Returns an id for `poll`, `wait` and `cancel`."""
@@ -250,13 +257,12 @@ class AsyncFleet:
             account=answer["outrider"]["choices"][0] if "outrider" in answer else None,
         )
 
-    async def _episode(self, start: list[int], index: int, sample: int, step: Step, fields: dict[str, Any]) -> Episode:
+    async def _episode(self, step: Step, start: list[int], index: int, sample: int, fields: dict[str, Any]) -> Episode:
         episode = Episode(index, sample, list(start), [False] * len(start))
         session = uuid.uuid4().hex
         while True:
-            seeded = _seeded(fields, sample)
             try:
-                turn = await self._sample(list(episode.token_ids), index, sample, seeded, session)
+                turn = await self._sample(list(episode.token_ids), index, sample, fields, session)
             except OutriderError as error:
                 if error.code == "context_length_exceeded" and episode.turns:
                     return episode
@@ -275,15 +281,6 @@ class AsyncFleet:
             episode.output_mask += [False] * len(added)
 
 
-async def _as_they_finish(works: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
-    tasks = [asyncio.create_task(work) for work in works]
-    try:
-        for next_one in asyncio.as_completed(tasks):
-            yield await next_one
-    finally:
-        await _end(tasks)
-
-
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """All results, in order.  If one fails, the others are cancelled."""
     tasks = [asyncio.create_task(work) for work in works]
@@ -300,14 +297,8 @@ async def _end(tasks: Iterable[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _several(sampling_params: object, n: int | None) -> tuple[dict[str, Any], int]:
-    """The parameters of one sample, and the number of samples."""
-    fields = fields_of(sampling_params)
-    asked = fields.pop("n", 1)
-    return fields, asked if n is None else n
-
-
 def _seeded(fields: dict[str, Any], sample: int) -> dict[str, Any]:
+    """The parameters of one sample: each has a seed of its own."""
     return {**fields, "seed": fields["seed"] + sample} if "seed" in fields else fields
 
 

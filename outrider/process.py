@@ -14,6 +14,7 @@ from collections import deque
 from outrider.types import OutriderError
 
 SHOWN_LINES = 40
+"""Last lines of the fleet's output that an error shows."""
 
 
 class FleetProcess:
@@ -22,7 +23,7 @@ class FleetProcess:
     def __init__(self, settings: dict[str, object]) -> None:
         flags = [f"--{name.replace('_', '-')}={_text(value)}" for name, value in settings.items() if value is not None]
         self.url = ""
-        self.log: deque[str] = deque(maxlen=1000)
+        self._log: deque[str] = deque(maxlen=SHOWN_LINES)
         self._known = threading.Event()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outrider.child", "serve", "--port=0", *flags],
@@ -46,7 +47,7 @@ class FleetProcess:
 
     @property
     def tail(self) -> str:
-        return "".join(list(self.log)[-SHOWN_LINES:])
+        return "".join(self._log)
 
     @property
     def ended(self) -> bool:
@@ -55,7 +56,7 @@ class FleetProcess:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.log.append(line)
+            self._log.append(line)
             if found := re.search(r"serving at (https?://\S+?)/v1", line):
                 self.url = found.group(1)
                 self._known.set()

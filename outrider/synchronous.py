@@ -5,18 +5,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, Self, TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from outrider.asynchronous import AsyncFleet, Prompt, Step
-from outrider.types import Episode, Sample
+from outrider.asynchronous import AsyncFleet
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+
+def _called(method: Callable[Concatenate[AsyncFleet, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[Fleet, P], T]:
+    """A method that runs `method` on the fleet's loop and returns its result."""
+
+    @wraps(method)
+    def call(self: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self._run(method(self._fleet, *args, **kwargs))
+
+    return call
+
+
+def _iterated(
+    method: Callable[Concatenate[AsyncFleet, P], AsyncGenerator[T, None]],
+) -> Callable[Concatenate[Fleet, P], Generator[T, None, None]]:
+    """A method whose generator takes what `method` yields on the fleet's loop.  Nothing runs before its first `next`."""
+
+    @wraps(method)
+    def iterate(self: Fleet, /, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        return self._follow(method(self._fleet, *args, **kwargs))
+
+    return iterate
 
 
 class Fleet:
-    """A fleet to generate with.  `with` stops a fleet that it has started.  Arguments and errors are those of `AsyncFleet`."""
+    """A fleet to generate with.  `with` stops a fleet that it has started.
+
+    Methods, arguments and errors are those of `AsyncFleet`; methods block, and generators are plain ones.
+    """
 
     def __init__(self, model: str | None = None, drafter: str | None = None, **settings: Any) -> None:
         self._fleet = AsyncFleet(model, drafter, **settings)
@@ -64,62 +89,25 @@ class Fleet:
             future.cancel()  # Has an effect only after Ctrl-C: otherwise the work is done.
 
     def _follow(self, results: AsyncGenerator[T, None]) -> Generator[T, None, None]:
-        async def following() -> tuple[T, ...]:
-            async for each in results:
-                return (each,)
-            return ()
-
         async def close() -> None:
             # A generator that Ctrl-C has cancelled ends by itself.
             with contextlib.suppress(RuntimeError):
                 await results.aclose()
 
         try:
-            while found := self._run(following()):
-                yield found[0]
+            with contextlib.suppress(StopAsyncIteration):
+                while True:
+                    yield self._run(results.__anext__())
         finally:
             self._run(close())
 
-    def generate(
-        self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None
-    ) -> Generator[Sample, None, None]:
-        """`n` samples of each prompt, as they finish.  The first `next` starts all; closing the generator cancels the rest."""
-        return self._follow(self._fleet.generate(prompts, sampling_params, n))
-
-    def episodes(
-        self, starts: Sequence[Prompt], step: Step, sampling_params: object = None, n: int | None = None
-    ) -> Generator[Episode, None, None]:
-        """`n` conversations from each start, as they finish.  `step` runs in threads, or on the loop if it is a coroutine."""
-        return self._follow(self._fleet.episodes(starts, step, sampling_params, n))
-
-    def submit(self, prompt: Prompt, sampling_params: object = None, n: int | None = None) -> int:
-        """Starts `n` samples of one prompt.  Returns an id for `poll`, `wait` and `cancel`."""
-        return self._run(self._fleet.submit(prompt, sampling_params, n))
-
-    def poll(self, number: int) -> list[Sample] | None:
-        """The samples in order when all have finished; None before."""
-        return self._run(self._fleet.poll(number))
-
-    def wait(self, number: int) -> list[Sample]:
-        """As `poll`, but waits for the samples."""
-        return self._run(self._fleet.wait(number))
-
-    def cancel(self, number: int) -> None:
-        """Ends samples that `submit` has started."""
-        self._run(self._fleet.cancel(number))
-
-    def update_weights(self, weights: Mapping[str, Any] | str | Path, version: str | int | None = None) -> str:
-        """Loads new weights of the target, from a directory that every verifier can read or a state dict of torch tensors."""
-        return self._run(self._fleet.update_weights(weights, version))
-
-    def pause(self, mode: str = "keep") -> None:
-        """Pauses verifiers: new requests wait; running ones stand still (`keep`), end (`abort`) or finish first (`wait`)."""
-        self._run(self._fleet.pause(mode))
-
-    def resume(self) -> None:
-        """Ends a pause."""
-        self._run(self._fleet.resume())
-
-    def stats(self) -> Any:
-        """The answer of `GET /fleet`: members, their load, and acceptance lengths."""
-        return self._run(self._fleet.stats())
+    generate = _iterated(AsyncFleet.generate)
+    episodes = _iterated(AsyncFleet.episodes)
+    submit = _called(AsyncFleet.submit)
+    poll = _called(AsyncFleet.poll)
+    wait = _called(AsyncFleet.wait)
+    cancel = _called(AsyncFleet.cancel)
+    update_weights = _called(AsyncFleet.update_weights)
+    pause = _called(AsyncFleet.pause)
+    resume = _called(AsyncFleet.resume)
+    stats = _called(AsyncFleet.stats)

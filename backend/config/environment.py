@@ -45,10 +45,6 @@ def export(variables: Mapping[str, str], *, override: bool = True) -> None:
             os.environ[name] = value
 
 
-def forget(name: str) -> None:
-    os.environ.pop(name, None)
-
-
 def users_choice(defaults: Mapping[str, str]) -> dict[str, str]:
     """`defaults`, each replaced by the user's environment variable of that name if it is set."""
     return {name: os.environ.get(name, value) for name, value in defaults.items()}

@@ -13,7 +13,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -86,8 +86,8 @@ def load(arguments: Sequence[str], program: str = "outrider serve", description:
     """Settings from all sources.  Raises `ConfigError`; prints help and exits on `--help`."""
     from_flags, config = read_flags(arguments, program, description)
     variables = environment.outrider_variables()
-    config = config or variables.pop(CONFIG_VARIABLE, None)
-    variables.pop(CONFIG_VARIABLE, None)
+    named_there = variables.pop(CONFIG_VARIABLE, None)
+    config = config or named_there
     from_file = read_yaml(Path(config)) if config else {}
     return merge([from_flags, read_variables(variables), from_file])
 
@@ -154,7 +154,7 @@ def read_flags(arguments: Sequence[str], program: str, description: str = "") ->
     result = {}
     for dotted, text in values.items():
         path = tuple(dotted.split("."))
-        result[path] = Given(_from_text(_shown(text, path, flag(path)), fields[path], flag(path)), flag(path))
+        result[path] = _given(text, path, fields[path], flag(path))
     return result, config
 
 
@@ -169,7 +169,7 @@ def read_variables(variables: Mapping[str, str]) -> dict[KeyPath, Given]:
         if name not in known:
             raise ConfigError(f"unknown environment variable {name}{_nearest(name, [*known, CONFIG_VARIABLE])}")
         path, info = known[name]
-        result[path] = Given(_from_text(_shown(text, path, name), info, name), name)
+        result[path] = _given(text, path, info, name)
     return result
 
 
@@ -202,17 +202,16 @@ def _flatten(tree: Any, path: KeyPath, file: Path, into: dict[KeyPath, Given]) -
     for key, value in tree.items():
         inner = (*path, str(key))
         if not any(leaf[: len(inner)] == inner for leaf in known):
-            names = [".".join(leaf[: len(path) + 1]) for leaf in known if leaf[: len(path)] == path]
-            deeper = [".".join(leaf) for leaf in known]
-            raise ConfigError(f"{file}: unknown key {'.'.join(inner)}{_nearest('.'.join(inner), [*names, *deeper])}")
+            names = {".".join(leaf[:depth]) for leaf in known for depth in (1, 2)}
+            raise ConfigError(f"{file}: unknown key {'.'.join(inner)}{_nearest('.'.join(inner), sorted(names))}")
         _flatten(value, inner, file, into)
 
 
 # Details.
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+def _nearest(name: str, known: Sequence[str]) -> str:
+    found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {found[0]}?" if found else ""
 
 
@@ -222,26 +221,22 @@ def _types(info: FieldInfo) -> tuple[Any, ...]:
     return (info.annotation,)
 
 
-def _from_text(text: str, info: FieldInfo, origin: str) -> Any:
+def _given(text: str, path: KeyPath, info: FieldInfo, origin: str) -> Given:
+    """A value that was given as text.  A secret may be given as `@FILE`, since everyone on the machine can read flags."""
+    if path in SECRETS and text.startswith("@"):
+        try:
+            text = Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{origin}: {text[1:]} cannot be read") from error
     kinds = _types(info)
     if type(None) in kinds and text.lower() in {"none", "null", ""}:
-        return None
+        return Given(None, origin)
     if any(typing.get_origin(kind) is dict for kind in kinds):
         try:
-            return json.loads(text)
+            return Given(json.loads(text), origin)
         except ValueError as error:
             raise ConfigError(f"{origin}: expected JSON, such as '{{\"key\": 1}}': {error}") from error
-    return text
-
-
-def _shown(text: str, path: KeyPath, origin: str) -> str:
-    """`text`; for a secret given as `@FILE`, that file's content: everyone on the machine can read flags."""
-    if path not in SECRETS or not text.startswith("@"):
-        return text
-    try:
-        return Path(text[1:]).expanduser().read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{origin}: {text[1:]} cannot be read") from error
+    return Given(text, origin)
 
 
 def _metavar(info: FieldInfo) -> str:

@@ -10,6 +10,7 @@ Calls carry MessagePack bytes, not pickles: both ends check the types of what th
 
 from __future__ import annotations
 
+import contextlib
 import time
 import uuid
 from typing import Any
@@ -22,9 +23,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from backend.config import REMOTE_MODES, Settings
 from backend.coordinator.administration import Administration
 from backend.coordinator.commands import Answer, AnyCommand
-from backend.coordinator.messages import CoordinatorUnavailable, Credentials, FleetInfo, Progress, Report
-from backend.coordinator.policy import LEASE_S, Coordinator
+from backend.coordinator.messages import CoordinatorUnavailable, FleetInfo, Progress, Report
+from backend.coordinator.policy import Coordinator
 from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Operation, Orders, VerifierStats
+from backend.transport import ServerKeys
 
 NAME = "outrider-coordinator"
 CALL_TIMEOUT_S = 5.0
@@ -42,36 +44,25 @@ class CoordinatorActor:
         self._fleet_keys = known.fleet_keys
         settings = Settings.model_validate_json(known.settings_json)
         # The first version is the wall clock in milliseconds, so generations go on growing when Ray restarts this actor.
-        self._policy = Coordinator(LEASE_S, time.time_ns() // 1_000_000)
+        self._policy = Coordinator(first_version=time.time_ns() // 1_000_000)
         drain_s = settings.gateway.drain_s
         self._administration = Administration(self._policy, drain_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)
 
     def register(self, payload: bytes) -> bytes:
         self._policy.register(msgspec.msgpack.decode(payload, type=Member), time.monotonic())
-        return _encode(Credentials(self._fleet_keys))
+        return _encode(self._fleet_keys)
 
     def report(self, payload: bytes) -> bytes:
-        sent = msgspec.msgpack.decode(payload, type=Report)
-        now = time.monotonic()
-        orders = self._policy.report(
-            sent.member_id,
-            sent.incarnation,
-            sent.state,
-            now,
-            verifier=sent.verifier,
-            drafter=sent.drafter,
-            seen_version=sent.seen_version,
-        )
-        return _encode(orders)
+        return _encode(self._policy.report(msgspec.msgpack.decode(payload, type=Report), time.monotonic()))
 
     def deregister(self, member_id: str, incarnation: str) -> None:
         self._policy.deregister(member_id, incarnation, time.monotonic())
 
-    def drain(self, member_id: str, migrate_after_s: float | None) -> bool:
-        return self._policy.drain(member_id, time.monotonic(), migrate_after_s)
+    def drain(self, member_id: str, migrate_after_s: float) -> None:
+        self._policy.drain(member_id, time.monotonic(), migrate_after_s)
 
-    def resume(self, member_id: str) -> bool:
-        return self._policy.resume(member_id, time.monotonic())
+    def resume(self, member_id: str) -> None:
+        self._policy.resume(member_id, time.monotonic())
 
     def submit(self, payload: bytes) -> bytes:
         command = msgspec.msgpack.decode(payload, type=AnyCommand)
@@ -79,8 +70,7 @@ class CoordinatorActor:
 
     def progress(self, payload: bytes | None) -> bytes:
         if payload is not None:
-            told = msgspec.msgpack.decode(payload, type=Progress)
-            self._administration.progress(told.operation, told.state, told.note, told.members)
+            self._administration.progress(msgspec.msgpack.decode(payload, type=Progress))
         return _encode(self._administration.next_operation())
 
     def snapshot(self) -> bytes:
@@ -100,7 +90,10 @@ class CoordinatorHandle:
 
     @classmethod
     def create(cls, namespace: str, info: FleetInfo) -> CoordinatorHandle:
-        """Starts the coordinator on this node.  The calling process owns it: the fleet ends with that process."""
+        """Starts the coordinator on this node, and does not wait for it: see `wait_started`.
+
+        The calling process owns the coordinator: the fleet ends with that process.
+        """
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         options = ray.remote(CoordinatorActor).options(
             name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=0, scheduling_strategy=here
@@ -109,10 +102,7 @@ class CoordinatorHandle:
             actor = options.remote(_encode(info))
         except ValueError as error:
             raise CoordinatorUnavailable(f"a fleet is already running in the Ray namespace {namespace!r}") from error
-        handle = cls(namespace, actor, START_TIMEOUT_S)
-        handle.snapshot()
-        handle._timeout_s = CALL_TIMEOUT_S
-        return handle
+        return cls(namespace, actor, CALL_TIMEOUT_S)
 
     @classmethod
     def connect(cls, namespace: str, timeout_s: float = CALL_TIMEOUT_S) -> CoordinatorHandle:
@@ -129,9 +119,13 @@ class CoordinatorHandle:
                     raise
                 time.sleep(0.1)
 
-    def register(self, member: Member) -> Credentials:
-        """Joins the fleet, perhaps again."""
-        return msgspec.msgpack.decode(self._call("register", _encode(member)), type=Credentials)
+    def wait_started(self) -> None:
+        """Returns when the coordinator that this process has created answers."""
+        CoordinatorHandle(self._namespace, self._actor, START_TIMEOUT_S).snapshot()
+
+    def register(self, member: Member) -> ServerKeys | None:
+        """Joins the fleet, perhaps again; returns `FleetInfo.fleet_keys`."""
+        return msgspec.msgpack.decode(self._call("register", _encode(member)), type=ServerKeys | None)
 
     def report(
         self,
@@ -154,13 +148,13 @@ class CoordinatorHandle:
         """Leaves the fleet."""
         self._call("deregister", member_id, incarnation)
 
-    def drain(self, member_id: str, migrate_after_s: float | None = None) -> bool:
+    def drain(self, member_id: str, migrate_after_s: float) -> None:
         """Orders a drain, see `Coordinator.drain`.  For the launcher; administrators use `submit`."""
-        return bool(self._call("drain", member_id, migrate_after_s))
+        self._call("drain", member_id, migrate_after_s)
 
-    def resume(self, member_id: str) -> bool:
+    def resume(self, member_id: str) -> None:
         """Ends a drain.  For the launcher; administrators use `submit`."""
-        return bool(self._call("resume", member_id))
+        self._call("resume", member_id)
 
     def submit(self, command: AnyCommand) -> Answer:
         """Has the coordinator check and take an administrator's command."""
@@ -181,8 +175,9 @@ class CoordinatorHandle:
         return msgspec.msgpack.decode(self._call("info"), type=FleetInfo)
 
     def kill(self) -> None:
-        """Ends the coordinator for good."""
-        ray.kill(self._actor, no_restart=True)
+        """Ends the coordinator for good, if it is still there."""
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self._actor, no_restart=True)
 
     def _call(self, method: str, *arguments: object) -> Any:
         try:

@@ -26,8 +26,9 @@ from backend.coordinator.commands import (
     Resume,
     SwapDrafter,
 )
+from backend.coordinator.messages import Progress
 from backend.coordinator.policy import Coordinator
-from backend.fleet import FleetSnapshot, MemberKind, MemberView, Operation, OperationState
+from backend.fleet import FleetSnapshot, MemberKind, MemberView, Operation
 
 KEPT = 20
 """Ended operations that are still shown; older ones are forgotten."""
@@ -62,23 +63,21 @@ class Administration:
 
     def snapshot(self, now: float) -> FleetSnapshot:
         """The fleet at `now`, with pins and operations."""
-        pins = {drafter: list(verifiers) for drafter, verifiers in self._policy.pins.items()}
         fleet = self._policy.snapshot(now)
+        pins = dict(self._policy.pins)
         return msgspec.structs.replace(fleet, pins=pins, operations=self.operations, coordinator=self._name)
 
     def next_operation(self) -> Operation | None:
         """The operation that the launcher has to work on: the running one, or else the oldest that waits."""
         return next((each for each in self._operations.values() if each.state in ("running", "waiting")), None)
 
-    def progress(self, operation_id: int, state: OperationState, note: str, members: Sequence[str] | None = None) -> None:
+    def progress(self, told: Progress) -> None:
         """Takes the launcher's report on an operation.  Ignored if the operation is not known any more."""
-        known = self._operations.get(operation_id)
+        known = self._operations.get(told.operation)
         if known is None:
             return
-        changed = msgspec.structs.replace(known, state=state, note=note)
-        if members is not None:
-            changed = msgspec.structs.replace(changed, members=list(members))
-        self._operations[operation_id] = changed
+        members = known.members if told.members is None else told.members
+        self._operations[known.id] = msgspec.structs.replace(known, state=told.state, note=told.note, members=members)
         ended = [each.id for each in self._operations.values() if each.state in ("done", "failed")]
         for old in ended[: max(len(ended) - KEPT, 0)]:
             del self._operations[old]
@@ -157,19 +156,13 @@ class Administration:
         for verifier in command.verifiers or ():
             _member(fleet, verifier, "verifier")
         wanted = None if command.verifiers is None else sorted(set(command.verifiers))
-        known = self._policy.pins.get(command.drafter)
-        if wanted == (None if known is None else sorted(known)):
+        if wanted == self._policy.pins.get(command.drafter):
             return Done(fleet.version, [])
         if wanted is None:
             effects = [f"{command.drafter} goes where the policy sends it"]
         else:
             effects = [f"{command.drafter} serves {' and '.join(wanted) or 'nobody'}, and stays there"]
-        if command.dry_run:
-            return Done(fleet.version, effects)
-        self._policy.changed()
-        if wanted is None:
-            self._policy.unpin(command.drafter, now)
-        else:
+        if not command.dry_run:
             self._policy.pin(command.drafter, wanted, now)
         return self._done(effects, now)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
+from backend.coordinator.rates import VerifierRates
 from backend.fleet import DrafterStats, Draining, Member, MemberState, MemberView, VerifierStats
+from backend.fleet.speed import Speed
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Counters:
 
 @dataclass
 class Entry:
+    """One process; a restarted member gets a new entry."""
+
     member: Member
     heard: float
     state: MemberState
@@ -33,11 +37,18 @@ class Entry:
     seen_version: int = 0
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
+    rates: VerifierRates = field(default_factory=VerifierRates)
+    """Verifiers only."""
 
     @property
     def is_fit(self) -> bool:
         """Whether the member may be part of an assignment."""
         return self.state == "ready" and not self.drain
+
+    @property
+    def speed(self) -> Speed | None:
+        """The measured speed of a drafter's rounds."""
+        return self.drafter.speed if self.drafter is not None else None
 
     def view(self, now: float) -> MemberView:
         state = "draining" if self.state == "ready" and self.drain else self.state
@@ -50,8 +61,3 @@ class Entry:
             return Draining(self.migrate_at is not None and now >= self.migrate_at)
         # A member that reports itself as draining, without an order, is about to be ended from outside.
         return Draining(migrate=True, ordered=False) if self.state == "draining" else None
-
-
-def route(member: Member) -> tuple[str, str, str, str]:
-    """What the peers of a member depend on.  If any of it changes, its assignments need a new generation."""
-    return member.incarnation, member.address, member.server_key, member.head

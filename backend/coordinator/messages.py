@@ -14,13 +14,6 @@ class CoordinatorUnavailable(CommandError):
     """The coordinator did not answer in time, or does not exist.  Members keep their last orders and try again."""
 
 
-class Credentials(msgspec.Struct, frozen=True):
-    """The answer to a registration."""
-
-    fleet_keys: ServerKeys | None
-    """The fleet's CURVE client key pair; None if all sockets are `ipc://`."""
-
-
 class FleetInfo(msgspec.Struct, frozen=True):
     """Given to the coordinator once, by the launcher, for gateways and tools that join the fleet later."""
 
@@ -28,6 +21,7 @@ class FleetInfo(msgspec.Struct, frozen=True):
     """`Settings.model_dump_json()` of the fleet."""
     models: ResolvedModels
     fleet_keys: ServerKeys | None = None
+    """The fleet's CURVE client key pair; None if all sockets are `ipc://`."""
 
 
 class Report(msgspec.Struct, frozen=True):

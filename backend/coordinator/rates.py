@@ -1,17 +1,14 @@
 """Computes a verifier's present load, times and acceptance from its reports.  Pure; `now` is passed in.
 
-`VerifierRates` keeps the `VerifierLoad` of its member up to date.  Averages of loads and times decay with time (`SMOOTHING_S`).
-Acceptance decays with the number of newer drafts, so that a pause does not erase it.  Counters are cumulative: after a restart
-the first report only gives the new starting values.
+`VerifierRates` keeps the `VerifierLoad` of one process up to date.  Averages of loads and times decay with time
+(`SMOOTHING_S`).  Acceptance decays with the number of newer drafts, so that a pause does not erase it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
 
-from backend.coordinator.assignment import DrafterSpeed, VerifierLoad
+from backend.coordinator.assignment import VerifierLoad
 from backend.fleet import LOOKUP, DraftCounters, VerifierStats
 
 SMOOTHING_S = 2.0
@@ -20,53 +17,35 @@ REMEMBERED_DRAFTS = 200.0
 """A report of 200 drafts weighs as much as all acceptance before it."""
 
 
-@dataclass
-class Average:
-    """The mean over about the last `over_s` seconds; the first value counts at once."""
-
-    over_s: float = SMOOTHING_S
-    value: float | None = None
-
-    def note(self, value: float, seconds: float) -> None:
-        """Takes the value that held during the last `seconds`."""
-        if self.value is None:
-            self.value = value
-        else:
-            self.value += (1 - math.exp(-seconds / self.over_s)) * (value - self.value)
-
-
 class VerifierRates:
     """One verifier's load, times and acceptance."""
 
-    def __init__(self, verifier_id: str) -> None:
-        self.load = VerifierLoad(verifier_id)
-        self._requests = Average()
-        self._plain_s, self._drafted_s, self._bare_s = Average(), Average(), Average()
+    def __init__(self) -> None:
+        self.load = VerifierLoad()
         self._last: tuple[VerifierStats, float] | None = None
 
-    def observe(self, stats: VerifierStats, now: float, drafters: Mapping[str, DrafterSpeed]) -> None:
-        """Takes a report.  Notes in `drafters`, the fleet's, which circuit breakers this verifier has opened or closed."""
+    def observe(self, stats: VerifierStats, now: float) -> None:
+        """Takes a report.  Counters are cumulative, so the first report only gives the starting values."""
         last, self._last = self._last, (stats, now)
-        known = last is not None and last[0].started_at == stats.started_at
-        seconds = now - last[1] if last is not None and known else 0.0
+        seconds = now - last[1] if last is not None else math.inf
         load = self.load
-        self._requests.note(float(stats.running or stats.waiting), seconds)
-        load.requests = self._requests.value or 0.0
+        load.requests = _smoothed(load.requests, stats.running or stats.waiting, seconds)
         if stats.running and stats.plain_step_s > 0:
-            self._plain_s.note(stats.plain_step_s, seconds)
+            load.plain_s = _smoothed(load.plain_s or stats.plain_step_s, stats.plain_step_s, seconds)
         if stats.running and stats.drafted_step_s > 0:
-            self._drafted_s.note(stats.drafted_step_s, seconds)
+            load.drafted_s = _smoothed(load.drafted_s or stats.drafted_step_s, stats.drafted_step_s, seconds)
         # In the other modes verifiers always draft, because the operator chose so.
-        if stats.running and stats.lookup_step_s > 0 and stats.mode == "auto":
-            # Never slower than plain steps: look-ups that do not pay are not verified.
-            self._bare_s.note(min(stats.lookup_step_s / stats.lookup_length, stats.plain_step_s), seconds)
-        load.plain_s, load.drafted_s, load.bare_s = self._plain_s.value, self._drafted_s.value, self._bare_s.value
         load.may_skip = stats.mode == "auto"
+        if stats.running and stats.lookup_step_s > 0 and load.may_skip:
+            # Never slower than plain steps: look-ups that do not pay are not verified.
+            bare_s = min(stats.lookup_step_s / stats.lookup_length, stats.plain_step_s)
+            load.bare_s = _smoothed(load.bare_s or bare_s, bare_s, seconds)
         load.overlap = _overlap(stats)
-        if last is not None and known:
-            self._note_drafts(last[0], stats, drafters)
+        load.down = frozenset(stats.drafters_down)
+        if last is not None:
+            self._note_drafts(last[0], stats)
 
-    def _note_drafts(self, old: VerifierStats, new: VerifierStats, drafters: Mapping[str, DrafterSpeed]) -> None:
+    def _note_drafts(self, old: VerifierStats, new: VerifierStats) -> None:
         drafts = accepted = 0
         for drafter_id, counters in new.drafters.items():
             before = old.drafters.get(drafter_id, DraftCounters())
@@ -76,17 +55,19 @@ class VerifierRates:
                 accepted += counters.accepted_tokens - before.accepted_tokens
         if drafts:
             length = 1 + accepted / drafts
-            step = drafts / (drafts + REMEMBERED_DRAFTS)
-            self.load.length = length if self.load.length is None else self.load.length + step * (length - self.load.length)
-        for drafter_id in {*old.drafters_down, *new.drafters_down}:
-            if drafter_id in drafters:
-                drafters[drafter_id].set_down(new.verifier_id, drafter_id in new.drafters_down)
+            known = self.load.length or length
+            self.load.length = known + drafts / (drafts + REMEMBERED_DRAFTS) * (length - known)
+
+
+def _smoothed(old: float, new: float, seconds: float) -> float:
+    """The mean over about the last `SMOOTHING_S` seconds, after `new` held during the last `seconds`."""
+    return old + (1 - math.exp(-seconds / SMOOTHING_S)) * (new - old)
 
 
 def _overlap(stats: VerifierStats) -> float:
     """Share of verifications whose outcome was drafted ahead."""
-    if stats.plan_outcomes:
-        hits = sum(each.ahead_hits for each in stats.drafters.values())
-        asked = hits + sum(each.ahead_misses for each in stats.drafters.values())
-        return hits / asked if asked else 0.5
-    return 0.0
+    if not stats.plan_outcomes:
+        return 0.0
+    hits = sum(each.ahead_hits for each in stats.drafters.values())
+    asked = hits + sum(each.ahead_misses for each in stats.drafters.values())
+    return hits / asked if asked else 0.5

@@ -19,13 +19,12 @@ or all verifiers of that drafter together lose more than `min_gain`.
 
 from __future__ import annotations
 
-import heapq
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
-from backend.coordinator.assignment import Action, Bindings, DrafterSpeed, Pair, Situation, VerifierLoad
+from backend.coordinator.assignment import Pair, Situation, VerifierLoad
+from backend.fleet.speed import Speed
 
 PLAIN_S, DRAFTED, LENGTH, FIXED_S, PER_REQUEST_S = 0.03, 1.2, 2.0, 5e-3, 5e-4
 """Before any measurement: plain step, drafted step relative to it, acceptance length, a round's fixed time and per request."""
@@ -43,80 +42,77 @@ MOVES = 8
 
 @dataclass(frozen=True)
 class WaterFilling:
-    """The rule described in the module's docstring."""
+    """The rule described in the module's docstring.  It has no state of its own."""
 
     min_gain: float = 0.05
     min_dwell_s: float = 5.0
 
-    def decide(self, situation: Situation) -> list[Action]:
-        """Places free drafters, moves drafters, shares them."""
-        fleet = _Fleet(situation)
+    def decide(self, situation: Situation) -> set[Pair]:
+        """The pairs to be bound from now on.  Only fit members are part of one, and pins are kept."""
+        fleet = Assigning(situation)
         if situation.verifiers and situation.drafters:
+            bound_before = situation.now - self.min_dwell_s
             fleet.place()
             for _ in range(MOVES):
-                if not fleet.move(self.min_gain, situation.now - self.min_dwell_s):
+                if not fleet.move(self.min_gain, bound_before):
                     break
             fleet.share(self.min_gain)
-            fleet.stop_needless_sharing(situation.now - self.min_dwell_s)
-        return fleet.bindings.actions()
+            fleet.stop_needless_sharing(bound_before)
+        return {(verifier, drafter) for verifier, served in fleet.of_verifier.items() for drafter in served}
 
 
-def predicted(situation: Situation, pairs: Iterable[Pair]) -> float:
-    """Predicted tokens per second of the fleet with this assignment."""
-    return _Fleet(replace(situation, bindings=dict.fromkeys(pairs, 0.0), pins={})).total()
-
-
-class _Fleet:
-    """The state of one decision."""
+class Assigning:
+    """One decision: the assignment so far, and what it is worth.  It begins with the present pairs and the pinned ones."""
 
     def __init__(self, situation: Situation) -> None:
-        self.bindings = Bindings(situation)
-        drafters = situation.drafters
-        self._fixed_s = _usual((each.fixed_s for each in drafters), FIXED_S)
-        self._per_request_s = _usual((each.per_request_s for each in drafters), PER_REQUEST_S)
-        requests = sum(each.requests for each in situation.verifiers) / max(len(drafters), 1)
-        self._capacity = {each.id: self._capacity_of(each, requests) for each in drafters}
-        self._down = {each.id: each.down_for for each in drafters if each.down_for}
+        self._since, self._pins = situation.bindings, situation.pins
         self._loads = _completed(situation.verifiers)
-        self._active = {each.id for each in situation.verifiers if each.requests >= ACTIVE}
-        self._held = {each.id: self._count(each.id) for each in situation.verifiers}
-
-    def total(self) -> float:
-        """Predicted tokens per second."""
-        return sum(self._worth(verifier, held, 0.0) for verifier, held in self._held.items())
+        self._active = {name for name, load in situation.verifiers.items() if load.requests >= ACTIVE}
+        known = [speed for speed in situation.drafters.values() if speed is not None]
+        self._usual = Speed(
+            _median((speed.fixed_s for speed in known), FIXED_S),
+            _median((speed.per_request_s for speed in known), PER_REQUEST_S),
+        )
+        requests = sum(load.requests for load in situation.verifiers.values()) / max(len(situation.drafters), 1)
+        self._capacity = {name: self._capacity_of(speed, requests) for name, speed in situation.drafters.items()}
+        self.of_verifier: dict[str, set[str]] = {name: set() for name in situation.verifiers}
+        self.of_drafter: dict[str, set[str]] = {name: set() for name in situation.drafters}
+        present = {pair for pair in situation.bindings if pair[1] not in situation.pins}
+        pinned = {(verifier, drafter) for drafter, wanted in situation.pins.items() for verifier in wanted}
+        for verifier, drafter in present | pinned:
+            if verifier in self.of_verifier and drafter in self.of_drafter:
+                self.of_verifier[verifier].add(drafter)
+                self.of_drafter[drafter].add(verifier)
+        self._held = {name: self._count(name) for name in situation.verifiers}
 
     # -- the steps -----------------------------------------------------------------------------------------------------
 
     def place(self) -> None:
         """Binds the free drafters, fastest first."""
-        free = sorted(self.bindings.free(), key=lambda each: -self._capacity[each])
-        needs = [(*self._need(verifier), verifier) for verifier in self._held]
-        heapq.heapify(needs)
-        for drafter in free:
-            passed = []
-            while needs[0][-1] in self._down.get(drafter, ()) and len(needs) > 1:
-                passed.append(heapq.heappop(needs))
-            verifier = needs[0][-1]
+        free = [each for each, serves in self.of_drafter.items() if not serves and each not in self._pins]
+        needs = {verifier: self._need(verifier) for verifier in self._held}
+        for drafter in sorted(free, key=lambda each: -self._capacity[each]):
+            able = [verifier for verifier in needs if drafter not in self._loads[verifier].down]
+            verifier = min(able or needs, key=needs.__getitem__)
             self._bind(verifier, drafter)
-            heapq.heapreplace(needs, (*self._need(verifier), verifier))
-            for need in passed:
-                heapq.heappush(needs, need)
+            needs[verifier] = self._need(verifier)
 
     def move(self, min_gain: float, bound_before: float) -> bool:
         """Makes the best move, of one drafter or of all drafters of a verifier.  False if no move pays."""
         offers = [(giver, leaving) for giver in self._held for leaving in self._leaving(giver, bound_before)]
-        takers = {size: self._takers(1 << size) for size in {len(leaving).bit_length() - 1 for _, leaving in offers}}
-        best: tuple[float, str, str, list[str]] | None = None
+        takers = {count: self._takers(count) for count in TOGETHER}
+        best: tuple[str, str, list[str]] | None = None
+        best_gain = 0.0
         for giver, leaving in offers:
-            for taker in takers[len(leaving).bit_length() - 1]:
-                if taker != giver and not any(taker in self._down.get(each, ()) for each in leaving):
-                    gain, now = self._gain(giver, taker, leaving)
-                    if gain > max(min_gain * now, best[0] if best is not None else 0.0):
-                        best = gain, giver, taker, leaving
-                    break
+            count = max(each for each in TOGETHER if each <= len(leaving))
+            able = (each for each in takers[count] if each != giver and self._loads[each].down.isdisjoint(leaving))
+            if (taker := next(able, None)) is not None:
+                gain, now = self._gain(giver, taker, leaving)
+                if gain > max(min_gain * now, best_gain):
+                    best, best_gain = (giver, taker, leaving), gain
         if best is None:
             return False
-        _, giver, taker, leaving = best
+        giver, taker, leaving = best
         for drafter in leaving:
             self._unbind(giver, drafter)
             self._bind(taker, drafter)
@@ -124,8 +120,9 @@ class _Fleet:
 
     def _leaving(self, giver: str, bound_before: float) -> list[list[str]]:
         """What `giver` may give away: its slowest movable drafter, and all of them.  Shared drafters do not count."""
-        may = [each for each in self._movable(giver, bound_before) if len(self.bindings.of_drafter[each]) == 1]
-        slowest = sorted(may, key=lambda each: (each not in self._down, self._capacity[each]))[:1]
+        may = [each for each in self._movable(giver, bound_before) if len(self.of_drafter[each]) == 1]
+        down = self._loads[giver].down
+        slowest = sorted(may, key=lambda each: (each not in down, self._capacity[each]))[:1]
         return [slowest, may] if len(may) > 1 else [may] if may else []
 
     def _gain(self, giver: str, taker: str, leaving: list[str]) -> tuple[float, float]:
@@ -133,7 +130,7 @@ class _Fleet:
         giver_held, taker_held = self._held[giver], self._held[taker] + sum(self._capacity[each] for each in leaving)
         now = self._worth(giver, giver_held) + self._worth(taker, self._held[taker])
         less = giver_held - sum(self._part(giver, each) for each in leaving)
-        if len(leaving) == len(self.bindings.of_verifier[giver]):
+        if len(leaving) == len(self.of_verifier[giver]):
             busy = self._loads[taker].requests / (self._loads[taker].requests + self._loads[giver].requests)
             less = 1 / (1 + busy) if self._worth(giver, 1 / (1 + busy)) > self._worth(giver, 0.0) else 0.0
             taker_held -= 1 - 1 / (2 - busy) if less else 0.0
@@ -141,42 +138,40 @@ class _Fleet:
 
     def share(self, most_lost: float) -> None:
         """Has verifiers without a drafter share one, those with the most requests first."""
-        shared = [(self._sharers(each), each) for each in self.bindings.of_drafter if each not in self.bindings.pins]
-        heapq.heapify(shared)
-        for verifier in sorted(self.bindings.bare(), key=lambda each: (-self._loads[each].requests, each)):
-            passed = []
-            while shared and verifier in self._down.get(shared[0][1], ()):
-                passed.append(heapq.heappop(shared))
-            if not shared:
-                return
-            drafter = shared[0][1]
-            ends = [*self.bindings.of_drafter[drafter], verifier]
-            before = sum(self._worth(each, self._held[each], 0.0) for each in ends)
+        sharers = {each: self._sharers(each) for each in self.of_drafter if each not in self._pins}
+        bare = [each for each, served in self.of_verifier.items() if not served]
+        for verifier in sorted(bare, key=lambda each: -self._loads[each].requests):
+            able = [each for each in sharers if each not in self._loads[verifier].down]
+            if not able:
+                continue
+            drafter = min(able, key=sharers.__getitem__)
+            ends = [*self.of_drafter[drafter], verifier]
+            before = self._total(ends, 0.0)
             self._bind(verifier, drafter)
             gained = self._worth(verifier, self._held[verifier], 0.0) > self._worth(verifier, 0.0, 0.0)
-            after = sum(self._worth(each, self._held[each], 0.0) for each in ends)
-            if verifier in self._active and not (gained and after >= (1 - most_lost) * before):
+            if verifier in self._active and not (gained and self._total(ends, 0.0) >= (1 - most_lost) * before):
                 self._unbind(verifier, drafter)
-            heapq.heapreplace(shared, (self._sharers(drafter), drafter))
-            for each in passed:
-                heapq.heappush(shared, each)
+            sharers[drafter] = self._sharers(drafter)
 
     def stop_needless_sharing(self, bound_before: float) -> None:
         """Has verifiers with a drafter of their own leave shared ones, unless that costs speed.  Then evens out sharing."""
-        of_drafter = self.bindings.of_drafter
-        for verifier, served in self.bindings.of_verifier.items():
+        of_drafter = self.of_drafter
+        for verifier, served in self.of_verifier.items():
             for drafter in self._movable(verifier, bound_before):
                 if len(of_drafter[drafter]) > 1 and any(len(of_drafter[other]) == 1 for other in served - {drafter}):
                     ends = sorted(of_drafter[drafter])
-                    before = sum(self._worth(each, self._held[each]) for each in ends)
+                    before = self._total(ends)
                     self._unbind(verifier, drafter)
-                    if sum(self._worth(each, self._held[each]) for each in ends) < before:
+                    if self._total(ends) < before:
                         self._bind(verifier, drafter)
-        free = [each for each in of_drafter if each not in self.bindings.pins]
+        free = [each for each in of_drafter if each not in self._pins]
         while free:
             least, most = min(free, key=self._sharers), max(free, key=self._sharers)
-            takeable = of_drafter[most] - of_drafter[least] - self._down.get(least, frozenset())
-            may = [verifier for verifier in sorted(takeable) if most in self._movable(verifier, bound_before)]
+            may = [
+                verifier
+                for verifier in sorted(of_drafter[most] - of_drafter[least])
+                if least not in self._loads[verifier].down and most in self._movable(verifier, bound_before)
+            ]
             if len(of_drafter[most]) - len(of_drafter[least]) < 2 or not may:
                 return
             self._unbind(may[-1], most)
@@ -188,10 +183,13 @@ class _Fleet:
         load = self._loads[verifier]
         if held <= 0:
             return load.requests / load.bare_s
-        draft_s = (self._fixed_s + self._per_request_s * load.requests / max(held, 1.0)) / min(held, 1.0)
+        draft_s = self._usual.step_s(load.requests / max(held, 1.0)) / min(held, 1.0)
         cycle_s = load.drafted_s + draft_s - load.overlap * min(load.drafted_s, draft_s)
         drafted = load.requests * load.length / cycle_s
         return (max(drafted, load.requests / load.plain_s) if load.may_skip else drafted) + unskipped * drafted
+
+    def _total(self, verifiers: Iterable[str], unskipped: float = UNSKIPPED) -> float:
+        return sum(self._worth(each, self._held[each], unskipped) for each in verifiers)
 
     def _need(self, verifier: str) -> tuple[float, float]:
         """Sort key: first the verifier that gains the most per further drafter, over the numbers in `TOGETHER`."""
@@ -200,82 +198,77 @@ class _Fleet:
         return -gain, -self._loads[verifier].requests
 
     def _takers(self, count: int) -> list[str]:
-        """The verifiers that gain the most by `count` more drafters: as many as may be excluded, and one more."""
-        worth, held = self._worth, self._held
-        gains = {each: worth(each, held[each] + count) - worth(each, held[each]) for each in held}
-        return heapq.nlargest(2 + len(self._down), gains, key=gains.__getitem__)
+        """All verifiers, those first that gain the most by `count` more drafters."""
+        gains = {each: self._worth(each, held + count) - self._worth(each, held) for each, held in self._held.items()}
+        return sorted(gains, key=gains.__getitem__, reverse=True)
 
-    def _capacity_of(self, drafter: DrafterSpeed, requests: float) -> float:
-        if drafter.fixed_s is None or drafter.per_request_s is None:
+    def _capacity_of(self, speed: Speed | None, requests: float) -> float:
+        if speed is None:
             return 1.0
-        usual, own = self._fixed_s + self._per_request_s * requests, drafter.fixed_s + drafter.per_request_s * requests
-        return min(max(usual / max(own, 1e-9), CAPACITY[0]), CAPACITY[1])
+        relative = self._usual.step_s(requests) / max(speed.step_s(requests), 1e-9)
+        return min(max(relative, CAPACITY[0]), CAPACITY[1])
 
     # -- bindings ------------------------------------------------------------------------------------------------------
 
     def _part(self, verifier: str, drafter: str) -> float:
         """What this drafter counts for at a verifier, relative to a typical drafter of its own."""
-        if verifier in self._down.get(drafter, ()):
+        if drafter in self._loads[verifier].down:
             return 0.0
-        others, loads = self.bindings.of_drafter[drafter] - {verifier}, self._loads
+        others, loads = self.of_drafter[drafter] - {verifier}, self._loads
         own = loads[verifier].requests
         return self._capacity[drafter] / (1 + sum(loads[each].requests / (loads[each].requests + own) for each in others))
 
     def _count(self, verifier: str) -> float:
-        return sum(self._part(verifier, drafter) for drafter in self.bindings.of_verifier[verifier])
+        return sum(self._part(verifier, drafter) for drafter in self.of_verifier[verifier])
 
     def _sharers(self, drafter: str) -> tuple[int, int]:
-        serves = self.bindings.of_drafter[drafter]
+        serves = self.of_drafter[drafter]
         return len(serves & self._active), len(serves)
 
     def _movable(self, verifier: str, bound_before: float) -> list[str]:
         """The verifier's drafters that may be unbound; those bound in this decision may, since it is not in force yet."""
         found = []
-        for drafter in sorted(self.bindings.of_verifier[verifier]):
-            since = self.bindings.since(verifier, drafter)
-            if drafter not in self.bindings.pins and (since is None or since <= bound_before):
+        for drafter in sorted(self.of_verifier[verifier]):
+            since = self._since.get((verifier, drafter))
+            if drafter not in self._pins and (since is None or since <= bound_before):
                 found.append(drafter)
         return found
 
     def _bind(self, verifier: str, drafter: str) -> None:
-        self.bindings.bind(verifier, drafter)
-        self._recount(drafter)
+        self.of_verifier[verifier].add(drafter)
+        self.of_drafter[drafter].add(verifier)
+        self._recount(self.of_drafter[drafter])
 
     def _unbind(self, verifier: str, drafter: str) -> None:
-        self.bindings.unbind(verifier, drafter)
-        self._recount(drafter)
-        self._held[verifier] = self._count(verifier)
+        self.of_verifier[verifier].discard(drafter)
+        self.of_drafter[drafter].discard(verifier)
+        self._recount({*self.of_drafter[drafter], verifier})
 
-    def _recount(self, drafter: str) -> None:
-        for verifier in self.bindings.of_drafter[drafter]:
+    def _recount(self, verifiers: Iterable[str]) -> None:
+        for verifier in verifiers:
             self._held[verifier] = self._count(verifier)
 
 
-def _usual(values: Iterable[float | None], default: float) -> float:
-    known = [value for value in values if value is not None]
+def _median(values: Iterable[float], default: float) -> float:
+    known = list(values)
     return statistics.median(known) if known else default
 
 
-class _Load(NamedTuple):
-    """A `VerifierLoad` with all values known or assumed."""
-
-    requests: float
-    plain_s: float
-    drafted_s: float
-    length: float
-    bare_s: float
-    overlap: float
-    may_skip: bool
-
-
-def _completed(loads: Sequence[VerifierLoad]) -> dict[str, _Load]:
+def _completed(loads: Mapping[str, VerifierLoad]) -> dict[str, VerifierLoad]:
     """Fills in what was not measured of a verifier from the others, or else from the constants above."""
-    plain_s = _usual((each.plain_s for each in loads), PLAIN_S)
-    ratios = (each.drafted_s / each.plain_s if each.drafted_s and each.plain_s else None for each in loads)
-    drafted, length = _usual(ratios, DRAFTED), _usual((each.length for each in loads), LENGTH)
+    known = loads.values()
+    plain_s = _median((each.plain_s for each in known if each.plain_s), PLAIN_S)
+    drafted = _median((each.drafted_s / each.plain_s for each in known if each.drafted_s and each.plain_s), DRAFTED)
+    length = _median((each.length for each in known if each.length), LENGTH)
     found = {}
-    for each in loads:
-        plain, requests = each.plain_s or plain_s, max(each.requests, IDLE)
-        drafted_s, bare_s = each.drafted_s or plain * drafted, each.bare_s or plain
-        found[each.id] = _Load(requests, plain, drafted_s, each.length or length, bare_s, each.overlap, each.may_skip)
+    for name, each in loads.items():
+        plain = each.plain_s or plain_s
+        found[name] = replace(
+            each,
+            requests=max(each.requests, IDLE),
+            plain_s=plain,
+            drafted_s=each.drafted_s or plain * drafted,
+            length=each.length or length,
+            bare_s=each.bare_s or plain,
+        )
     return found

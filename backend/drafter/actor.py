@@ -11,7 +11,6 @@ import os
 from typing import ClassVar
 
 from backend.config import Settings
-from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
 from backend.fleet import Member, MemberKind
 from backend.member.actor import MemberActor, MemberProcess
 from backend.models.head_config import CheckpointError
@@ -48,7 +47,13 @@ class DrafterActor(MemberActor):
         fleet_keys: ServerKeys | None,
         server_keys: ServerKeys | None,
     ) -> MemberProcess:
-        pin_cores(member.cores)
+        # torch's import is slow; the fleet now knows that this member is starting, and the launcher need not wait for it.
+        import torch
+
+        from backend.drafter.process import DrafterModel, DrafterProcess
+
+        if member.cores:
+            torch.set_num_threads(len(member.cores))
         fleet_head = paths.drafter_dir if paths.drafter_kind == "eagle" else None
         return DrafterProcess(
             member.id,

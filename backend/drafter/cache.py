@@ -11,7 +11,7 @@ shared prefix is found by a chain of hashes over blocks of `BLOCK` tokens, then 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -141,43 +141,39 @@ class RowCache:
 
         If that is not enough, the sequence loses its own earlier rows.  False when there is no room at all.
         """
-        while (wanted := sequence.length + rows) > sequence.room:
-            taken = self._extents.take(wanted)
-            if taken is not None:
-                self._relocate(sequence, *taken)
-            elif wanted > self._extents.largest or not self._evict(sequence, pinned):
+        while not self.spare(sequence, rows, pinned):
+            fits = sequence.length + rows <= self._extents.largest
+            if not fits or not self._evict(self._open.values(), {sequence, *pinned}):
                 if not sequence.room:
                     return False
                 self._drop_rows(sequence)
         return True
 
-    def spare(self, sequence: Sequence, rows: int) -> bool:
-        """Makes room for `rows` scratch rows behind the sequence's last, taking only from closed sequences; else False."""
+    def spare(self, sequence: Sequence, rows: int, pinned: Collection[Sequence] = ()) -> bool:
+        """Makes room for `rows` rows behind the sequence's last, taking only from closed sequences, without `pinned` ones.
+
+        False when that is not enough.
+        """
         while (wanted := sequence.length + rows) > sequence.room:
             taken = self._extents.take(wanted)
             if taken is not None:
                 self._relocate(sequence, *taken)
-            elif wanted > self._extents.largest or not self._closed:
+            elif wanted > self._extents.largest or not self._evict(self._closed, pinned):
                 return False
-            else:
-                self.evictions += 1
-                self._forget(next(iter(self._closed)))
         return True
 
-    def append(self, sequence: Sequence, position: int, rows: int) -> int:
-        """Counts `rows` rows from `position` on as committed.  Returns the place of the first in the cache.
+    def append(self, sequence: Sequence, position: int, rows: int) -> None:
+        """Counts `rows` rows from `position` on as committed.
 
         Raises `ValueError` if room was not reserved, or if `position` lies before the sequence's end.
         """
         if position < sequence.end or sequence.length + rows > sequence.room:
             raise ValueError("rows appended without truncation or room")
-        place = sequence.start + sequence.length
         if sequence.spans and sequence.end == position:
             sequence.spans[-1][1] += rows
         elif rows:
             sequence.spans.append([position, rows])
         sequence.length += rows
-        return place
 
     def adopt(self, sequence: Sequence) -> None:
         """Commits the rows made ahead for tokens that have come, without the last token's: drafting starts by computing it."""
@@ -264,18 +260,15 @@ class RowCache:
         else:
             self._closed.move_to_end(sequence)
 
-    def _evict(self, keep: Sequence, pinned: Collection[Sequence]) -> bool:
-        """Frees the rows of the least recently used sequence, closed ones first; False when none is left."""
-        for sequence in (*self._closed, *self._open.values()):
-            if sequence.room and sequence is not keep and sequence not in pinned:
-                self.evictions += 1
-                if sequence.is_open:
-                    # The sequence goes on without context; its verifier need not know.
-                    self._drop_rows(sequence)
-                else:
-                    self._forget(sequence)
-                return True
-        return False
+    def _evict(self, victims: Iterable[Sequence], kept: Collection[Sequence]) -> bool:
+        """Frees the rows of the first of these sequences that has any and is not to be kept; False when there is none."""
+        victim = next((each for each in victims if each.room and each not in kept), None)
+        if victim is None:
+            return False
+        self.evictions += 1
+        # An open sequence goes on without context; its verifier need not know.
+        self._forget(victim)
+        return True
 
     def _forget(self, sequence: Sequence) -> None:
         self._closed.pop(sequence, None)

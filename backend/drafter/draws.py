@@ -34,18 +34,21 @@ class Draws:
         self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
 
     def pick(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Chosen columns, their values and their leads, `[rows]` each; `logits` `[rows, vocabulary]`, `positions` `[rows]`."""
+        """Chosen tokens, their values and their leads, `[rows]` each; `logits` `[rows, vocabulary]`, `positions` `[rows]`."""
         columns, scores, leads = noise.choose(logits, self._seeds, positions, self._betas, self.scales, self._token_ids)
-        return columns, scores - self._totals(logits), leads
+        return self.tokens_of(columns), scores - self._totals(logits), leads
 
     def survey(self, logits: Tensor, positions: Tensor, count: int, others: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The `count` best columns and their values, `[rows, count]` each, and the values `[rows]` of the columns `others`."""
         columns, scores = noise.rank(logits, self._seeds, positions, self._betas, self.scales, count, self._token_ids)
-        ids = others if self._token_ids is None else self._token_ids[others]
-        noises = noise.gumbel(self._seeds, positions, ids.unsqueeze(1)).squeeze(1)
+        noises = noise.gumbel(self._seeds, positions, self.tokens_of(others).unsqueeze(1)).squeeze(1)
         further = logits.gather(1, others.unsqueeze(1)).squeeze(1) * self._betas + self.scales * noises
         totals = self._totals(logits)
         return columns, scores - totals.unsqueeze(1), further - totals
+
+    def tokens_of(self, columns: Tensor) -> Tensor:
+        """The target's ids of the tokens of these columns."""
+        return columns if self._token_ids is None else self._token_ids[columns]
 
     def _totals(self, logits: Tensor) -> Tensor:
         """Score minus this is a value: the logarithm of the softmax's denominator, `[rows]`."""
@@ -53,10 +56,10 @@ class Draws:
 
 
 class Ends:
-    """Decides token by token where each draft of a batch ends.  `limits`: tokens that each draft has room for."""
+    """Decides token by token where each draft of a batch ends.  `limits`: the most tokens of each draft."""
 
     def __init__(self, limits: Sequence[int], untils: Sequence[Until], samplings: Sequence[Sampling]) -> None:
-        self.kept = [max(min(limit, until.k), 0) for limit, until in zip(limits, untils, strict=True)]
+        self.kept = [max(limit, 0) for limit in limits]
         self._floors = [until.floor for until in untils]
         self._judges = [until.judge(sampling) for until, sampling in zip(untils, samplings, strict=True)]
         self._survivals = {
@@ -64,9 +67,16 @@ class Ends:
         }
         self._longest = max((kept for row, kept in enumerate(self.kept) if row not in self._survivals), default=0)
         self._taken = 0
+        self.tokens: list[Tensor] = []
+        """The tokens taken so far, `[rows]` per step."""
+        self._values: list[Tensor] = []
+        self._leads: list[Tensor] = []
 
-    def take(self, values: Tensor, leads: Tensor) -> bool:
-        """Takes the signs of every row's next token; whether any draft goes on.  Waits for the device only if signs matter."""
+    def take(self, tokens: Tensor, values: Tensor, leads: Tensor) -> bool:
+        """Takes every row's next token and its signs; whether any draft goes on.  Waits for the device only if signs matter."""
+        self.tokens.append(tokens)
+        self._values.append(values)
+        self._leads.append(leads)
         if self._survivals:
             both = torch.stack((values, leads), dim=1).tolist()
             for row, survival in list(self._survivals.items()):
@@ -86,9 +96,9 @@ class Ends:
         else:
             self._survivals[row] = survival
 
-    def cut(self, tokens: list[Tensor], values: list[Tensor], leads: list[Tensor]) -> list[Drafted]:
-        """The drafts of all rows; the lists have one tensor `[rows]` per step."""
-        rows = torch.stack(tokens, dim=1).tolist()
-        signs = torch.stack((torch.stack(values, dim=1), torch.stack(leads, dim=1)), dim=2).flatten(1).tolist()
+    def cut(self) -> list[Drafted]:
+        """The drafts of all rows, of the tokens taken."""
+        rows = torch.stack(self.tokens, dim=1).tolist()
+        signs = torch.stack((torch.stack(self._values, dim=1), torch.stack(self._leads, dim=1)), dim=2).flatten(1).tolist()
         pairs = zip(rows, signs, self.kept, strict=True)
         return [Drafted(row[:kept], row_signs[: 2 * kept], row[:1]) for row, row_signs, kept in pairs]

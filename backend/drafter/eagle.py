@@ -31,24 +31,19 @@ def compute_dtype(stored: str, device: torch.device) -> torch.dtype:
 class EagleProposer:
     """An EAGLE head behind the `Proposer` protocol."""
 
-    batch_outcomes = 2048
-
     def __init__(self, weights: HeadWeights, cache_tokens: int, device: str = "cpu") -> None:
         config = weights.config
         self.kind: str = config.kind
         self.vocab_size = config.vocab_size
+        self.borrowed = weights.borrowed
         self.max_position = weights.max_position
         where = torch.device(device)
-        self._cache = cache.RowCache(cache_tokens, self._move)
+        dtype = compute_dtype(config.dtype, where)
+        self._cache = cache.RowCache(cache_tokens, lambda *move: self._head.move(*move))
+        # A batch drafts on until its last row is done, so rows may go past their own end.
+        positions = self.max_position + MAX_DRAFT
         with torch.inference_mode():
-            self._head = Head(
-                weights,
-                where,
-                compute_dtype(config.dtype, where),
-                self._cache.capacity,
-                # A batch drafts on until its last row is done, so rows may go past their own end.
-                self.max_position + MAX_DRAFT,
-            )
+            self._head = Head(weights, where, dtype, self._cache.capacity, positions)
         raw = weights.projection
         self._projection = None if raw is None else raw.to(self._head.device, self._head.dtype)
         width = config.hidden_size if raw is None else raw.weight.shape[1]
@@ -56,9 +51,6 @@ class EagleProposer:
         self._taus = Taus()
         self._imagination = Imagination(self._head, self._taus, self.max_position)
         noise.warm_up(where)
-
-    def _move(self, source: int, target: int, rows: int) -> None:
-        self._head.move(source, target, rows)
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
         """Starts a sequence.  Reuses rows of an earlier one with the same prefix, up to where its own features begin."""
@@ -197,23 +189,19 @@ class EagleProposer:
         draws = Draws(samplings, taus, head.draft_to_target, head.device)
         positions, places = steps_behind(sequences, depth, head.device)
         starts, ones = [s.start for s in sequences], [1] * len(sequences)
-        tokens, values, leads = [], [], []
         logits, feature = head.read(tips(sequences))
         first = logits
         for step in range(depth):
             # The token drafted from a row becomes the input of the next row.
-            columns, value, lead = draws.pick(logits, positions[step] + head.token_offset)
-            tokens.append(head.target_ids(columns))
-            values.append(value)
-            leads.append(lead)
-            if not ends.take(value, lead):
+            tokens, values, leads = draws.pick(logits, positions[step] + head.token_offset)
+            if not ends.take(tokens, values, leads):
                 break
             lengths = [s.length + 1 + step for s in sequences]
-            rows = Rows(tokens[-1], positions[step], places[step], starts, lengths, ones)
+            rows = Rows(tokens, positions[step], places[step], starts, lengths, ones)
             logits, feature = head.read(head.forward(rows, feature, None))
         if not draws.is_greedy:
-            self._try_rivals(sequences, taus, first, positions[0] + head.token_offset, tokens[0])
-        return ends.cut(tokens, values, leads)
+            self._try_rivals(sequences, taus, first, positions[0] + head.token_offset, ends.tokens[0])
+        return ends.cut()
 
     def _try_rivals(
         self, sequences: list[cache.Sequence], taus: list[int], logits: Tensor, positions: Tensor, chosen: Tensor
@@ -222,7 +210,7 @@ class EagleProposer:
         samplings = [s.sampling for s in sequences]
         rivals = [self._taus.rival(sampling.temperature) for sampling in samplings]
         others = Draws(samplings, rivals, self._head.draft_to_target, self._head.device)
-        found = torch.stack((chosen, self._head.target_ids(others.pick(logits, positions)[0]))).tolist()
+        found = torch.stack((chosen, others.pick(logits, positions)[0])).tolist()
         for sequence, tau, rival, own, other in zip(sequences, taus, rivals, *found, strict=True):
             if sequence.sampling.temperature > 0:
                 base_len = len(sequence.tokens)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backend.drafter.intake import TORCH_DTYPES, Malformed
 from backend.drafter.sessions import Session
-from backend.wire.drafting import Hello, Part, TargetTensor, Want
+from backend.wire.drafting import PROTOCOL_VERSION, Hello, Part, TargetTensor, Want
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +26,12 @@ ROWS, WIDTH = 1 << 22, 1 << 17
 """Larger matrices are refused: no target has them."""
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A target's weights, as named in a verifier's greeting."""
-
-    target: str
-    verifier_id: str = ""
-    weights: int = 0
-
-
 @dataclass
 class _Fetch:
     """A fetch in progress."""
 
-    known: _Known
+    hello: Hello
+    """The greeting that named the weights."""
     session: Session
     names: list[TargetTensor]
     """Tensors still to come, the present one first."""
@@ -59,26 +51,26 @@ class Following:
     def __init__(self, names: Callable[[], Collection[TargetTensor]], take: Callable[[dict[str, Tensor]], None]) -> None:
         self._names = names
         self._take = take
-        self._have = _Known("")
+        self._have = Hello(PROTOCOL_VERSION, "", "drafts", 0)
+        """The greeting that named the present weights; at first a made-up one with the weights of the start."""
         self._fetch: _Fetch | None = None
 
     def greeted(self, session: Session, hello: Hello, now: float) -> Want | None:
         """A verifier has greeted, naming its weights.  Returns what to ask it for, if anything."""
         session.target = hello.target
-        known = _Known(hello.target, hello.verifier_id, hello.weights)
-        if not hello.weights or not self._differs(known):
+        if not hello.weights or not self._differs(hello):
             return None
         fetch = self._fetch
-        if fetch is not None and fetch.known.target == hello.target and fetch.known.verifier_id != hello.verifier_id:
+        if fetch is not None and fetch.hello.target == hello.target and fetch.hello.verifier_id != hello.verifier_id:
             return self.remind(session, now)
         names = sorted(self._names())
-        self._fetch = _Fetch(known, session, names, now) if names else None
+        self._fetch = _Fetch(hello, session, names, now) if names else None
         return self._fetch.want if self._fetch is not None else None
 
     def remind(self, session: Session, now: float) -> Want | None:
         """What to ask this verifier for if another one has not answered in time."""
         fetch = self._fetch
-        if fetch is None or now - fetch.asked_at < PATIENCE_S or session.target != fetch.known.target:
+        if fetch is None or now - fetch.asked_at < PATIENCE_S or session.target != fetch.hello.target:
             return None
         fetch.session, fetch.asked_at = session, now
         return fetch.want
@@ -90,7 +82,7 @@ class Following:
             return None
         if not part.of:
             logger.warning("%s has no %s to give: the head keeps the earlier one", session.verifier_id, part.name)
-            self._have, self._fetch = fetch.known, None
+            self._have, self._fetch = fetch.hello, None
             return None
         dtype = TORCH_DTYPES[part.dtype]
         fits = 0 < part.rows <= part.of - part.first and part.of <= ROWS and 0 < part.width <= WIDTH
@@ -110,7 +102,7 @@ class Following:
         fetch.first, fetch.data = 0, bytearray()
         if fetch.names:
             return fetch.want
-        self._have, self._fetch = fetch.known, None
+        self._have, self._fetch = fetch.hello, None
         self._take(fetch.found)
         return None
 
@@ -118,7 +110,7 @@ class Following:
         """All sessions were dropped: gives up the fetch in progress."""
         self._fetch = None
 
-    def _differs(self, known: _Known) -> bool:
+    def _differs(self, hello: Hello) -> bool:
         """Whether these weights are new here.  A verifier may reuse a name for other weights, with a new number."""
         have = self._have
-        return known.target != have.target or (known.verifier_id == have.verifier_id and known.weights != have.weights)
+        return hello.target != have.target or (hello.verifier_id == have.verifier_id and hello.weights != have.weights)

@@ -4,6 +4,9 @@ Written for small batches, where every operator call and every byte of weights c
 projection is computed per token beforehand (or at least its norm is).  q, k and v are one product.  In the last layer, rows
 that no draft starts from contribute keys and values only.  Semantics are those of vLLM's `llama_eagle3`, `llama_eagle` and
 `mimo_mtp`.  A draft model is a head without features: its rows begin as embeddings.
+
+A rotation is one complex multiplication (RoFormer, section 3.4).  Checkpoints pair dimension i with i + head_dim/2.  The output
+rows of the query and key projections are reordered once, so that pairs lie side by side.  No dot product changes by that.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.drafter.rope import pair_order, rotate_, rotation_table
 from backend.models.checkpoint import HeadWeights
 from backend.models.head_config import DRAFT_MODEL
+from backend.models.rope import inverse_frequencies
 
 TABLE_BYTES = 64 * 2**20
 """Largest table of embeddings projected beforehand by layer 0; larger ones are projected when used."""
@@ -66,14 +69,7 @@ class _Layer:
 class Head:
     """The network and its cache of `capacity` rows, `[layers, capacity, 2 * kv_heads * head_dim]`."""
 
-    def __init__(
-        self,
-        weights: HeadWeights,
-        device: torch.device,
-        dtype: torch.dtype,
-        capacity: int,
-        positions: int,
-    ) -> None:
+    def __init__(self, weights: HeadWeights, device: torch.device, dtype: torch.dtype, capacity: int, positions: int) -> None:
         config = weights.config
         self.config = config
         self.device, self.dtype = device, dtype
@@ -83,8 +79,11 @@ class Head:
         self.group = self.heads // self.kv_heads
         self.query_width = self.heads * self.head_dim
         self._source = weights.tensors
-        self._order = pair_order(self.head_dim)
-        self.rotations = rotation_table(config.rope, self.head_dim, positions).to(device)
+        self._paired_order = torch.arange(self.head_dim).view(2, -1).t().flatten()
+        angles = torch.outer(torch.arange(positions, dtype=torch.float64), inverse_frequencies(config.rope, self.head_dim))
+        rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+        self.rotations = rotations.unsqueeze(1).to(device)
+        """The rotation of every position: `[positions, 1, head_dim / 2]`."""
         self.is_eagle3 = config.kind == "eagle3"
         self.takes_features = config.kind != DRAFT_MODEL
         # A head's row p reads the feature at p and the token at p + 1; a draft model's row p reads the token at p.
@@ -153,10 +152,6 @@ class Head:
         """From outputs `[n, hidden]`: features `[n, hidden]` for the next step."""
         return self._normed(output) if self.config.norm_output else output
 
-    def target_ids(self, ids: Tensor) -> Tensor:
-        """Maps token ids of the draft vocabulary, of any shape, to the target's."""
-        return ids if self.draft_to_target is None else self.draft_to_target[ids]
-
     def _normed(self, output: Tensor) -> Tensor:
         return output if self.norm is None else self._rms(output, self.norm)
 
@@ -180,7 +175,7 @@ class Head:
             queries, keys = vectors[:, : self.heads], vectors[:, self.heads :]
             queries.copy_(self._rms(queries, layer.q_norm))
             keys.copy_(self._rms(keys, layer.k_norm))
-        rotate_(vectors, rotations)
+        _rotate_pairs(vectors, rotations)
 
     def _attend_last(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
         """Attention of one query row per sequence to all rows of its sequence.  Queries, result: `[sequences, query_width]`."""
@@ -199,19 +194,11 @@ class Head:
 
         All branches of a sequence are queries of one call, so the rows they share are read once, in place.
         """
-        attended = []
-        at = 0
-        for start, length, count, mask in zip(rows.starts, rows.lengths, rows.counts, masks, strict=True):
-            piece = queries[at : at + count].view(count, self.kv_heads, self.group, self.head_dim)
-            result = functional.scaled_dot_product_attention(
-                piece.transpose(0, 1).reshape(1, self.kv_heads, -1, self.head_dim),
-                self._keys[index].narrow(2, start, length),
-                self._values[index].narrow(2, start, length),
-                mask[:, :length],
-            )
-            unfolded = result.view(self.kv_heads, count, -1).transpose(0, 1)
-            attended.append(unfolded.reshape(count, self.query_width))
-            at += count
+        pieces = queries.split(rows.counts)
+        attended = [
+            self._attend(index, piece, start, mask[:, :length])
+            for piece, start, length, mask in zip(pieces, rows.starts, rows.lengths, masks, strict=True)
+        ]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend_padded(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
@@ -228,25 +215,26 @@ class Head:
 
     def _attend_all(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
         """Attention of every row to its sequence's rows up to itself (inner layers).  In and out: `[rows, query_width]`."""
-        attended = torch.empty_like(queries)
-        at = 0
-        for start, length, count in zip(rows.starts, rows.lengths, rows.counts, strict=True):
-            for first in range(0, count, QUERY_CHUNK):
-                size = min(QUERY_CHUNK, count - first)
-                seen = length - count + first + size
-                piece = slice(at + first, at + first + size)
-                folded = queries[piece].view(size, self.kv_heads, self.group, self.head_dim).permute(1, 2, 0, 3)
-                mask = torch.ones(size, seen, dtype=torch.bool, device=self.device).tril(seen - size)
-                result = functional.scaled_dot_product_attention(
-                    folded.reshape(1, self.kv_heads, -1, self.head_dim),
-                    self._keys[index].narrow(2, start, seen),
-                    self._values[index].narrow(2, start, seen),
-                    mask.repeat(self.group, 1),
-                )
-                unfolded = result.view(self.heads, size, self.head_dim).transpose(0, 1)
-                attended[piece] = unfolded.reshape(size, self.query_width)
-            at += count
-        return attended
+        attended = []
+        for piece, start, length in zip(queries.split(rows.counts), rows.starts, rows.lengths, strict=True):
+            before = length - len(piece)
+            for part in piece.split(QUERY_CHUNK):
+                visible = torch.ones(len(part), before + len(part), dtype=torch.bool, device=self.device).tril(before)
+                attended.append(self._attend(index, part, start, visible.repeat_interleave(self.group, 0)))
+                before += len(part)
+        return torch.cat(attended)
+
+    def _attend(self, index: int, queries: Tensor, start: int, mask: Tensor) -> Tensor:
+        """Attention of several rows of one sequence.  Queries and result: `[n, query_width]`; `mask`: `[n * group, seen]`."""
+        count, seen = len(queries), mask.shape[1]
+        folded = queries.view(count, self.kv_heads, self.group, self.head_dim).transpose(0, 1)
+        attended = functional.scaled_dot_product_attention(
+            folded.reshape(1, self.kv_heads, -1, self.head_dim),
+            self._keys[index].narrow(2, start, seen),
+            self._values[index].narrow(2, start, seen),
+            mask,
+        )
+        return attended.view(self.kv_heads, count, -1).transpose(0, 1).reshape(count, self.query_width)
 
     def _finish(self, layer: _Layer, residual: Tensor, attended: Tensor) -> Tensor:
         hidden = torch.addmm(residual, attended, layer.out)
@@ -306,8 +294,8 @@ class Head:
             qkv_bias=None if qkv_bias is None else self._on_device(qkv_bias),
             out=self._on_device(self._source[f"{name}.self_attn.o_proj.weight"].t()),
             out_bias=self._vector(f"{name}.self_attn.o_proj.bias"),
-            q_norm=None if q_norm is None else self._on_device(q_norm[self._order]),
-            k_norm=None if k_norm is None else self._on_device(k_norm[self._order]),
+            q_norm=None if q_norm is None else self._on_device(q_norm[self._paired_order]),
+            k_norm=None if k_norm is None else self._on_device(k_norm[self._paired_order]),
             post_norm=post_norm,
             gate_up=self._on_device(gate_up.t()),
             gate_up_bias=None if gate_up_bias is None else self._on_device(gate_up_bias),
@@ -316,7 +304,7 @@ class Head:
         )
 
     def _fused(self, prefix: str, names: tuple[str, ...]) -> tuple[Tensor, Tensor | None]:
-        """Stacks projections into one matrix `[out, in]` and its bias; queries and keys in the paired order (`rope.py`)."""
+        """Stacks projections into one matrix `[out, in]` and its bias; queries and keys in the paired order."""
         weights = [self._paired(name, self._source[f"{prefix}.{name}.weight"]) for name in names]
         biases = [self._source.get(f"{prefix}.{name}.bias") for name in names]
         present = [self._paired(name, bias) for name, bias in zip(names, biases, strict=True) if bias is not None]
@@ -326,7 +314,7 @@ class Head:
         if name not in ("q_proj", "k_proj"):
             return tensor
         heads = tensor.view(-1, self.head_dim, *tensor.shape[1:])
-        return heads.index_select(1, self._order).reshape(tensor.shape)
+        return heads.index_select(1, self._paired_order).reshape(tensor.shape)
 
     def _vector(self, name: str) -> Tensor | None:
         tensor = self._source.get(name)
@@ -338,3 +326,13 @@ class Head:
 
 def _affine(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return values @ weight if bias is None else torch.addmm(bias, values, weight)
+
+
+def _rotate_pairs(vectors: Tensor, rotations: Tensor) -> None:
+    """Rotates `[rows, heads, head_dim]` (paired order) in place by `[rows, 1, head_dim / 2]`."""
+    pairs = vectors.view(*vectors.shape[:-1], -1, 2)
+    if vectors.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(rotations)
+    else:
+        turned = torch.view_as_complex(pairs.float()) * rotations
+        pairs.copy_(torch.view_as_real(turned))

@@ -6,6 +6,7 @@ that fails is started again; drafting goes on meanwhile, and only training time 
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import logging
@@ -148,12 +149,8 @@ class Learner:
                 self._trains = True
             if self._trains and self._trainer is None and time.monotonic() >= self._start_at:
                 self._start_trainer()
-            try:
-                news = self._news.get(timeout=LOOK_EVERY_S)
-            except queue.Empty:
-                pass
-            else:
-                self._hear(news)
+            with contextlib.suppress(queue.Empty):
+                self._hear(self._news.get(timeout=LOOK_EVERY_S))
             if self._watch.has_fallen and self._version:
                 self._take_back()
 
@@ -223,12 +220,10 @@ class Learner:
     def _tell(self, order: TakenBack | Followed) -> None:
         trainer = self._trainer
         if trainer is not None and trainer.stdin is not None:
-            try:
+            # It may have ended, or its pipe was just closed.  The next trainer starts from the state of then.
+            with contextlib.suppress(OSError, ValueError):
                 trainer.stdin.write(msgspec.json.encode(order) + b"\n")
                 trainer.stdin.flush()
-            except (OSError, ValueError):
-                # The trainer has ended, or its pipe was just closed.  The next one starts from the state of then.
-                pass
 
     def _start_trainer(self) -> None:
         job = Job(self._target_dir, self.head_dir, str(self._directory), str(self._ring_dir), self._device, self._newer)
@@ -249,15 +244,10 @@ class Learner:
         trainer, self._trainer = self._trainer, None
         if trainer is None:
             return
-        trainer.kill()
-        trainer.wait()
-        for pipe in (trainer.stdin, trainer.stdout):
-            if pipe is not None:
-                try:
-                    pipe.close()
-                except OSError:
-                    # Buffered orders could not be written any more.
-                    pass
+        # Leaving the block closes the pipes.  Orders that are still buffered cannot be written any more.
+        with contextlib.suppress(OSError), trainer:
+            trainer.kill()
+            trainer.wait()
 
 
 def _version_dir(directory: Path, version: int) -> Path:

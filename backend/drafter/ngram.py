@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, Ask, Drafted, Premise, Sampling, Usage
-from backend.speculation.lookup import Lookup
-from backend.wire.drafting import Outcome
+from backend.speculation.lookup import LONGEST, SHORTEST, Lookup
+from backend.wire.drafting import Outcome, TargetTensor
 
 
 class NgramProposer:
@@ -15,12 +15,11 @@ class NgramProposer:
 
     kind = "ngram"
     hidden = 0
-    batch_outcomes = 4096
+    borrowed: frozenset[TargetTensor] = frozenset()
 
-    def __init__(self, vocab_size: int, max_position: int, shortest: int, longest: int, cache_tokens: int) -> None:
+    def __init__(self, vocab_size: int, max_position: int, cache_tokens: int) -> None:
         self.vocab_size = vocab_size
         self.max_position = max_position
-        self._sizes = (min(shortest, longest), longest)
         self._capacity = cache_tokens
         self._lookups: OrderedDict[Hashable, Lookup] = OrderedDict()
         self._held = 0
@@ -28,7 +27,7 @@ class NgramProposer:
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
         self.close(key)
-        self._lookups[key] = Lookup(tokens, *self._sizes)
+        self._lookups[key] = Lookup(tokens, SHORTEST, LONGEST)
         self._lookups[key].last_used = now
         self._held += len(tokens)
         self._make_room(key)

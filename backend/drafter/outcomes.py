@@ -153,7 +153,7 @@ class Imagination:
         before = (accepted.cumsum(1) - accepted).masked_fill(stop > lengths, NEVER)
         scores = (others + (before + ended).unsqueeze(-1)).flatten(1)
         chosen, where = scores.topk(min(shape.width, scores.shape[1]), dim=-1)
-        tokens = self._head.target_ids(columns.flatten(1).gather(1, where))
+        tokens = draws.tokens_of(columns.flatten(1).gather(1, where))
         return _Branches(torch.div(where, size, rounding_mode="floor"), tokens, chosen)
 
     def _fates(
@@ -209,20 +209,15 @@ class Imagination:
         masks = self._masks(sequences, branches.stops, shape)
         draws = self._draws(sequences, width)
         ids = branches.tokens.flatten()
-        tokens, values, leads = [], [], []
         for step in range(shape.steps):
             lengths = [s.length + shape.depth + (step + 1) * width for s in sequences]
             at = (positions + step).clamp_(max=furthest)
             rows = Rows(ids, at, first + step * width, starts, lengths, counts, masks)
             logits, feature = head.read(head.forward(rows, feature, None))
-            columns, value, lead = draws.pick(logits, positions + step + head.token_offset + 1)
-            ids = head.target_ids(columns)
-            tokens.append(ids)
-            values.append(value)
-            leads.append(lead)
-            if not ends.take(value, lead):
+            ids, values, leads = draws.pick(logits, positions + step + head.token_offset + 1)
+            if not ends.take(ids, values, leads):
                 break
-        return ends.cut(tokens, values, leads)
+        return ends.cut()
 
     def _masks(self, sequences: list[Sequence], stops: Tensor, shape: Shape) -> list[Tensor]:
         """Per sequence, what each branch may attend to: the sequence's rows, the draft's rows before its stop, and its own."""

@@ -6,9 +6,8 @@ The owner of the process (the Ray actor, or a test) calls `start`, `stop` and `s
 from __future__ import annotations
 
 import logging
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,9 +26,8 @@ from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
 from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
-from backend.models.checkpoint import borrowed, drafter_config, load_drafter
+from backend.models.checkpoint import drafter_config, load_drafter
 from backend.models.head_config import DRAFT_MODEL, CheckpointError, read_config, same_features, text_config
-from backend.speculation.lookup import LONGEST, SHORTEST
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
 from backend.transport.sockets import ServerKeys, Wire, unlink_ipc_on_exit
@@ -39,6 +37,8 @@ logger = logging.getLogger(__name__)
 
 JOIN_S = 10.0
 SWAP_TIMEOUT_S = 60.0
+TAUGHT: frozenset[TargetTensor] = frozenset(("lm_head.weight", "norm.weight"))
+"""The target's tensors that a head is trained against."""
 IDLE_TTL_S = 120.0
 """A sequence without a message for so long is forgotten."""
 
@@ -59,20 +59,6 @@ class DrafterModel:
     learning_dir: str | None = None
     newer: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def shared(self) -> set[TargetTensor]:
-        """Names of the target's tensors that the head drafts with or is trained against.  Raises `CheckpointError`."""
-        if self.head_dir is None or not _is_head(self.head_dir, self.target_dir):
-            return set()
-        taught: set[TargetTensor] = {"lm_head.weight", "norm.weight"} if self.learning_dir is not None else set()
-        return borrowed(self.head_dir) | taught
-
-
-def pin_cores(cores: Sequence[int]) -> None:
-    """Keeps this thread, and threads it starts, on the given cores, with one compute thread per core.  No cores: no change."""
-    if cores:
-        os.sched_setaffinity(0, cores)
-        torch.set_num_threads(len(cores))
-
 
 def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
     """Loads the model's weights; for prompt lookup, reads the target's configuration.  Raises `CheckpointError`."""
@@ -82,14 +68,10 @@ def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
             vocab, longest = int(target["vocab_size"]), int(target["max_position_embeddings"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{model.target_dir}/config.json: {type(error).__name__}: {error}") from error
-        return NgramProposer(vocab, longest, SHORTEST, LONGEST, settings.cache_tokens)
+        return NgramProposer(vocab, longest, settings.cache_tokens)
     weights = load_drafter(model.head_dir, model.target_dir, model.learning_dir is not None, model.newer)
     kind = ModelProposer if weights.config.kind == DRAFT_MODEL else EagleProposer
     return kind(weights, settings.cache_tokens, _device(settings))
-
-
-def _is_head(directory: str, target_dir: str) -> bool:
-    return drafter_config(directory, target_dir).kind != DRAFT_MODEL
 
 
 def _device(settings: DraftingSettings) -> str:
@@ -118,17 +100,18 @@ class DrafterProcess:
         self._tracing = tracing
         self._on_crash = on_crash
         self._learner: Learner | None = None
-        if model.learning_dir is not None and model.head_dir is not None and _is_head(model.head_dir, model.target_dir):
+        is_head = model.head_dir is not None and drafter_config(model.head_dir, model.target_dir).kind != DRAFT_MODEL
+        if model.learning_dir is not None and model.head_dir is not None and is_head:
             directory = Path(model.learning_dir) / drafter_id
             self._learner = Learner(directory, model.target_dir, model.head_dir, settings, self._exchange)
             model = self._model = replace(model, head_dir=self._learner.head_dir)
+        taught: frozenset[TargetTensor] = frozenset() if self._learner is None else TAUGHT
         proposer = build_proposer(model, settings)
         lessons = None if self._learner is None else self._learner.lessons
         spans = DraftSpans(tracing, drafter_id)
         self._exchanging = threading.Lock()
         self._newest: dict[str, Tensor] = {}
-        self._shared = model.shared()
-        following = Following(lambda: self._shared, self._follow)
+        following = Following(lambda: self._service.proposer.borrowed | taught, self._follow)
         self._service = DrafterService(drafter_id, proposer, IDLE_TTL_S, spans=spans, lessons=lessons, following=following)
         self._hub = Hub(wire or Wire())
         try:
@@ -166,7 +149,7 @@ class DrafterProcess:
     @property
     def takes_features(self) -> bool:
         """Whether verifiers have to send features to this drafter."""
-        return self._service.takes_features
+        return self._service.proposer.hidden > 0
 
     def swap_head(self, head_dir: str) -> None:
         """Drafts with the head or draft model in `head_dir` from the next batch on.  Any thread but the drafting one.
@@ -192,9 +175,8 @@ class DrafterProcess:
             self._put(replace(self._model, head_dir=head_dir))
 
     def _put(self, model: DrafterModel) -> None:
-        shared = model.shared()
         self._loop.replace(build_proposer(model, self._settings), SWAP_TIMEOUT_S)
-        self._model, self._shared = model, shared
+        self._model = model
 
     def _follow(self, newer: dict[str, Tensor]) -> None:
         """Adopts the target's new weights on a new thread.  Called on the drafting thread, which goes on."""

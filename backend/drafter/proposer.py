@@ -11,7 +11,7 @@ from backend.noise import to_int64
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from backend.wire.drafting import Outcome
+    from backend.wire.drafting import Outcome, TargetTensor
 
 MAX_DRAFT = 64
 """Longest draft, even if a verifier asks for more tokens."""
@@ -115,8 +115,8 @@ class Proposer(Protocol):
     """Width of a feature row; 0: takes no features."""
     vocab_size: int
     max_position: int
-    batch_outcomes: int
-    """Most outcomes to enumerate in one batch.  A larger batch makes requests wait longer for fresh drafts."""
+    borrowed: frozenset[TargetTensor]
+    """The target's tensors that it drafts with."""
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
         """Starts a request, or starts it again, with all its tokens.  Features of the last `rows` positions will follow."""

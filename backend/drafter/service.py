@@ -53,6 +53,8 @@ Reply = tuple[bytes, bytes]
 """The peer's identity and the message for it."""
 
 MAX_BATCH_ROUNDS = 64
+MAX_BATCH_OUTCOMES = 2048
+"""A larger batch would make requests wait longer for fresh drafts."""
 
 
 class DrafterService:
@@ -73,7 +75,7 @@ class DrafterService:
         self._lessons = lessons
         self._drafter_id = drafter_id
         self._exchanges = 0
-        self._proposer = proposer
+        self.proposer = proposer
         self._idle_ttl_s = idle_ttl_s
         self._clock = clock
         self._sessions: dict[str, Session] = {}
@@ -82,26 +84,12 @@ class DrafterService:
         self._nexts = Nexts()
         self._weights: dict[str, int] = {}
         """How often each verifier has exchanged its weights, if at all."""
-        self._unknown: dict[bytes, list[str]] = {}
-        """Requests of the present batch that must be opened again, by features socket."""
         self._counters = DrafterStats(drafter_id, 0.0)
         self._line = Line()
 
     @property
-    def takes_features(self) -> bool:
-        """Whether the proposer drafts from features."""
-        return self._proposer.hidden > 0
-
-    @property
     def has_work(self) -> bool:
         return bool(self._waiting) or self._nexts.is_due
-
-    def handle(self, identity: bytes, frames: Sequence[bytes]) -> list[Reply]:
-        """Takes one message and does all work that waits.  Returns the replies."""
-        replies = self.receive(identity, frames)
-        while self.has_work:
-            replies += self.work()
-        return replies
 
     def receive(self, identity: bytes, frames: Sequence[bytes]) -> list[Reply]:
         """Takes one message.  Rounds and drafts it asks for wait for `work`."""
@@ -115,12 +103,12 @@ class DrafterService:
             session = self._session_of(identity, message)
             session.last_heard = now
             if isinstance(message, Next):
-                check_next(message, self._proposer)
+                check_next(message, self.proposer)
                 self._take_next(session, message, now)
                 return self._wish(identity, self._following.remind(session, now))
             if isinstance(message, Part):
                 return self._wish(identity, self._following.receive(session, message, frames[1:], now))
-            features = features_of(message, frames[1:], self._proposer, session.ring)
+            features = features_of(message, frames[1:], self.proposer, session.ring)
         except (msgspec.MsgspecError, RecursionError):
             return self._refuse(identity, "not a message of this protocol")
         except Malformed as error:
@@ -132,17 +120,17 @@ class DrafterService:
         """Computes one batch: rounds and fresh drafts if any wait, else outcomes."""
         started = self._clock()
         asks: list[Ask] = []
-        rounds = self._take_rounds(asks, started)
-        unknown = [(listener, encode(Unknown(requests))) for listener, requests in self._unknown.items()]
-        self._unknown.clear()
+        lost: dict[bytes, list[str]] = {}
+        rounds = self._take_rounds(asks, lost, started)
         fresh = self._join_fresh(asks)
         if not rounds and not fresh:
             return self._imagine(started)
-        drafts = self._proposer.draft(asks) if asks else []
+        drafts = self.proposer.draft(asks) if asks else []
         finished = self._clock()
         self._count(rounds, asks, drafts, finished - started)
         for ask, drafted in zip(asks, drafts, strict=True):
             self._spans.drafted(ask.key, len(drafted.tokens), finished - started, finished)
+        unknown = [(listener, encode(Unknown(requests))) for listener, requests in lost.items()]
         return self._answer(fresh, drafts, started, finished) + unknown
 
     def replace(self, proposer: Proposer) -> None:
@@ -150,19 +138,18 @@ class DrafterService:
         for session in self._sessions.values():
             self._end(session)
         self._sessions.clear()
-        self._unknown.clear()
         self._following.reset()
         self._exchanges += 1
         if self._lessons is not None:
             self._lessons.exchanged()
-        self._proposer = proposer
+        self.proposer = proposer
 
     def sweep(self) -> None:
         """Forgets requests without a message for the configured time."""
         before = self._clock() - self._idle_ttl_s
-        self._proposer.close_idle(before)
+        self.proposer.close_idle(before)
         if self._lessons is not None:
-            self._lessons.keep(self._proposer.requests())
+            self._lessons.keep(self.proposer.requests())
         self._nexts.expire(before)
         for session in self._sessions.values():
             if session.last_heard < before:
@@ -171,7 +158,7 @@ class DrafterService:
 
     def stats(self, started_at: float) -> DrafterStats:
         """A copy of the counters, with the present load; `started_at`: when the process started, Unix seconds."""
-        usage = self._proposer.usage()
+        usage = self.proposer.usage()
         heard_after = self._clock() - self._idle_ttl_s
         return msgspec.structs.replace(
             self._counters,
@@ -190,7 +177,7 @@ class DrafterService:
             raise Malformed(f"protocol version {hello.version}; this drafter speaks {PROTOCOL_VERSION}")
         if hello.weights != self._weights.get(hello.verifier_id, 0):
             self._weights[hello.verifier_id] = hello.weights
-            self._proposer.invalidate()
+            self.proposer.invalidate()
         session = self._sessions.get(hello.verifier_id)
         if session is None or session.epoch != hello.epoch:
             if session is not None:
@@ -206,7 +193,7 @@ class DrafterService:
             session.drafts = identity
         session.last_heard = now
         ring = hello.role == "features" and session.ring is not None
-        welcome = Welcome(PROTOCOL_VERSION, self._drafter_id, self._proposer.kind, ring, self._exchanges)
+        welcome = Welcome(PROTOCOL_VERSION, self._drafter_id, self.proposer.kind, ring, self._exchanges)
         wish = self._following.greeted(session, hello, now) if hello.role == "drafts" else None
         return [(identity, encode(welcome)), *self._wish(identity, wish)]
 
@@ -222,9 +209,9 @@ class DrafterService:
         self._waiting = deque(w for w in self._waiting if w.session is not session)
         self._nexts.end(session.verifier_id, session.epoch)
         self._spans.end(session.verifier_id, session.epoch)
-        over = [k for k in self._proposer.requests() if isinstance(k, tuple) and k[:2] == (session.verifier_id, session.epoch)]
+        over = [k for k in self.proposer.requests() if isinstance(k, tuple) and k[:2] == (session.verifier_id, session.epoch)]
         for key in over:
-            self._proposer.close(key)
+            self.proposer.close(key)
         if self._lessons is not None:
             self._lessons.forget(over)
 
@@ -250,14 +237,14 @@ class DrafterService:
         for item in message.items:
             key = session.verifier_id, session.epoch, item.request_id
             wanted = Wanted(key, message.epoch, item, now, message.chance_weights)
-            if item.base_len > self._proposer.max_position:
+            if item.base_len > self.proposer.max_position:
                 self._nexts.unknown(key, item.base_len, now)
                 self._nexts.want(wanted, None)
             else:
-                self._nexts.want(wanted, self._proposer.length(key))
+                self._nexts.want(wanted, self.proposer.length(key))
 
-    def _take_rounds(self, asks: list[Ask], now: float) -> list[Waiting]:
-        """Takes the rounds that waited longest, up to the first that repeats a request of the batch."""
+    def _take_rounds(self, asks: list[Ask], lost: dict[bytes, list[str]], now: float) -> list[Waiting]:
+        """Takes the rounds that waited longest, up to the first that repeats a request of the batch; see `_apply`."""
         rounds: list[Waiting] = []
         asked: set[Key] = set()
         while self._waiting and len(rounds) < MAX_BATCH_ROUNDS:
@@ -267,7 +254,7 @@ class DrafterService:
                 break
             self._waiting.popleft()
             rounds.append(waiting)
-            self._apply(waiting, asks, now)
+            self._apply(waiting, asks, lost, now)
             asked |= keys
         return rounds
 
@@ -282,7 +269,7 @@ class DrafterService:
                 asks[place] = replace(asks[place], until=wanted.until)
             elif place is not None:
                 place = None
-            elif self._proposer.length(wanted.key) == item.base_len:
+            elif self.proposer.length(wanted.key) == item.base_len:
                 place = len(asks)
                 asks.append(Ask(wanted.key, item.base_len, 0, None, wanted.until))
             fresh.append((wanted, place))
@@ -290,9 +277,9 @@ class DrafterService:
 
     def _imagine(self, started: float) -> list[Reply]:
         """Drafts ahead: enumerates outcomes of verifications that are running."""
-        batch = self._nexts.take_waiting(self._proposer.batch_outcomes)
+        batch = self._nexts.take_waiting(MAX_BATCH_OUTCOMES)
         premises = [Premise(w.key, w.item.base_len, w.until, w.item.verifying, w.item.outcomes) for w in batch]
-        found = self._proposer.draft_outcomes(premises)
+        found = self.proposer.draft_outcomes(premises)
         spent_s = self._clock() - started
         self._counters.busy_s += spent_s
         for wanted, outcomes in zip(batch, found, strict=True):
@@ -315,9 +302,12 @@ class DrafterService:
                 groups.setdefault((session.drafts, wanted.epoch), []).append(place)
         return [(listener, epoch, places) for (listener, epoch), places in groups.items()]
 
-    def _apply(self, waiting: Waiting, asks: list[Ask], now: float) -> None:
-        """Takes a round's tokens, and adds to `asks` the rows that must be computed."""
-        proposer, at = self._proposer, 0
+    def _apply(self, waiting: Waiting, asks: list[Ask], lost: dict[bytes, list[str]], now: float) -> None:
+        """Takes a round's tokens.  Adds to `asks` the rows to compute, and to `lost` the requests that must be opened again.
+
+        `lost` is by features socket.
+        """
+        proposer, at = self.proposer, 0
         for item in waiting.message.items:
             key = waiting.key(item.request_id)
             if isinstance(item, Close):
@@ -332,21 +322,20 @@ class DrafterService:
             if item.base_len > proposer.max_position:
                 known = False
             elif isinstance(item, Open):
+                known = True
                 proposer.open(key, list(item.tokens), item.rows, now, Sampling.of(item.seed, item.temperature))
                 self._spans.opened(key, item.trace, now)
-                known = True
+                if self._lessons is not None:
+                    self._lessons.opened(key, item, features)
             else:
                 known = proposer.commit(key, item.base_len, item.tokens, item.rows, now)
                 if not known and waiting.session.features is not None:
-                    self._unknown.setdefault(waiting.session.features, []).append(item.request_id)
+                    lost.setdefault(waiting.session.features, []).append(item.request_id)
+                elif self._lessons is not None:
+                    self._lessons.committed(key, item, features)
             if not known:
                 self._nexts.unknown(key, item.base_len, waiting.arrived)
                 continue
-            if self._lessons is not None:
-                if isinstance(item, Open):
-                    self._lessons.opened(key, item, features)
-                else:
-                    self._lessons.committed(key, item, features)
             # Not always `item.base_len`: a round computed anew after a preemption takes no tokens back.
             self._nexts.reached(key, proposer.length(key) or 0, waiting.arrived)
             asks.append(Ask(key, item.base_len, item.rows, features))

@@ -18,9 +18,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 from backend.config import REMOTE_MODES, Settings, environment
-from backend.config.settings import MAX_NUM_BATCHED_TOKENS
-from backend.engine.adapters import adapter_arguments
-from backend.engine.parsers import reasoning_parser
+from backend.engine.arguments import EngineSetupError, common_arguments, remote_speculation
 from backend.engine.tensor_transfer import NAME
 from backend.models.checkpoint import drafter_config
 from backend.models.head_config import load_config, read_config, text_config
@@ -33,37 +31,24 @@ AHEAD_OUTCOMES = 8
 """Most outcomes drafted ahead per request and step."""
 
 
-class EngineSetupError(Exception):
-    """The engine cannot be built as configured; the message is one line for a person."""
-
-
 def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str) -> dict[str, Any]:
     """vLLM's engine arguments for these settings, by name."""
     on_cpu = current_platform.is_cpu()
     verifier = settings.verifier
-    arguments: dict[str, Any] = {
-        "model": paths.target_dir,
+    arguments = common_arguments(settings, paths.target_dir) | {
         "dtype": _dtype(paths.target_dir),
-        "max_model_len": verifier.max_model_len,
-        "max_num_seqs": verifier.max_num_seqs,
-        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "enforce_eager": on_cpu,
         "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES if on_cpu else None,
         "tensor_parallel_size": verifier.tensor_parallel,
         "distributed_executor_backend": "mp" if verifier.tensor_parallel > 1 else "uni",
-        "reasoning_parser": reasoning_parser(verifier.reasoning_parser, paths.target_dir, settings.gateway.chat_template) or "",
         "speculative_config": _speculative_config(settings, paths),
         "weight_transfer_config": WeightTransferConfig(backend=NAME),
         "worker_cls": f"backend.engine.worker.Outrider{'Cpu' if on_cpu else 'Gpu'}Worker",
         "additional_config": {"outrider": _worker_options(settings, paths, verifier_id)},
     }
-    arguments |= adapter_arguments(verifier)
     if settings.mode in REMOTE_MODES:
         arguments["async_scheduling"] = False
         arguments["scheduler_cls"] = "backend.engine.scheduler.DraftingScheduler"
-    unknown = set(verifier.engine_args) - set(EngineArgs.__dataclass_fields__)
-    if unknown:
-        raise EngineSetupError(f"verifier.engine_args: vLLM has no argument {', '.join(sorted(unknown))}")
     return merged(arguments, verifier.engine_args)
 
 
@@ -110,11 +95,6 @@ def build_core(config: VllmConfig, on_lost_rank: Callable[[], None]) -> EngineCo
     return EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=on_lost_rank)
 
 
-def draft_source(settings: Settings, paths: ResolvedModels) -> str:
-    """The name that the counters use for drafts made by vLLM itself."""
-    return "ngram" if paths.drafter_kind == "ngram" else "native"
-
-
 def _dtype(target_dir: str) -> str:
     """`float32` for a float32 model, which vLLM would round: exact comparisons of modes depend on it.  Else `auto`."""
     own = text_config(read_config(target_dir))
@@ -128,38 +108,26 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
         return None
     if settings.mode == "native":
         if paths.drafter_kind == "ngram":
-            return {
-                "method": "ngram",
-                "num_speculative_tokens": k,
-                "prompt_lookup_max": LONGEST,
-                "prompt_lookup_min": SHORTEST,
-            }
+            lookup = {"prompt_lookup_max": LONGEST, "prompt_lookup_min": SHORTEST}
+            return {"method": "ngram", "num_speculative_tokens": k, **lookup}
         assert paths.drafter_dir is not None, "`resolve` finds a model for mode native unless drafts come from n-grams"
         config = drafter_config(paths.drafter_dir, paths.target_dir)
         if config.is_mtp:
             return {"method": "mtp", "num_speculative_tokens": k}
         return {"method": config.kind, "model": paths.drafter_dir, "num_speculative_tokens": k}
-    return {
-        "method": "custom_class",
-        "model": "backend.engine.runner.RemoteProposer",
-        "num_speculative_tokens": k,
-    }
+    return remote_speculation(k)
 
 
 def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str) -> dict[str, Any]:
     """Options that scheduler and worker read from `additional_config` (which is part of vLLM's compile-cache key)."""
     remote = settings.mode in REMOTE_MODES
     head_dir = paths.drafter_dir if remote and paths.drafter_kind == "eagle" else None
-    aux_layers: list[int] = []
-    if head_dir is not None:
-        aux_layers = list(load_config(head_dir, paths.target_dir).aux_layers)
     return {
         "remote": remote,
         "mode": settings.mode,
         "verifier_id": verifier_id,
         "head_dir": head_dir,
-        "aux_layers": aux_layers,
-        "features": head_dir is not None,
+        "aux_layers": list(load_config(head_dir, paths.target_dir).aux_layers) if head_dir is not None else [],
         "raw_features": paths.learning_dir is not None,
         "ahead_outcomes": AHEAD_OUTCOMES,
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,

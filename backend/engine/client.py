@@ -47,6 +47,19 @@ class Answer:
     """None unless `RequestOptions.account` asked for it."""
 
 
+def engine_request(request_id: str, prompt: list[int], params: SamplingParams, **fields: Any) -> EngineCoreRequest:
+    """vLLM's request for token ids; `fields` are further fields of `EngineCoreRequest`."""
+    values: dict[str, Any] = {
+        "mm_features": None,
+        "pooling_params": None,
+        "arrival_time": time.time(),
+        "lora_request": None,
+        "cache_salt": None,
+        "data_parallel_rank": None,
+    }
+    return EngineCoreRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params, **(values | fields))
+
+
 def sampling(max_tokens: int, temperature: float) -> SamplingParams:
     """Parameters for exactly `max_tokens` tokens; greedy at temperature 0."""
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
@@ -95,7 +108,6 @@ class EngineClient:
     """A connection to one verifier; the constructor waits for the answer to its greeting.
 
     `watch` is called during waits and may raise to end them (if the verifier's process has ended).  Several clients of one
-    thread may share a `hub`, which its owner polls and closes.  A tcp address requires the verifier's `server_key`.
     thread may share a `hub`, which its owner polls and closes.  A tcp address requires the verifier's `server_key`.  `lease_s`
     and `rows` are those of `EngineHello`; a client with a lease must ping, or wait, as often.
     Raises `EngineRefused`, `TimeoutError`.
@@ -155,18 +167,7 @@ class EngineClient:
         `fields` replace further fields of vLLM's `EngineCoreRequest`.
         """
         request_id = request_id or f"req-{uuid.uuid4().hex[:8]}"
-        values: dict[str, Any] = {
-            "request_id": request_id,
-            "prompt_token_ids": prompt,
-            "mm_features": None,
-            "sampling_params": params,
-            "pooling_params": None,
-            "arrival_time": time.time(),
-            "lora_request": None,
-            "cache_salt": None,
-            "data_parallel_rank": None,
-        }
-        request = EngineCoreRequest(**(values | fields))
+        request = engine_request(request_id, prompt, params, **fields)
         self.answers[request_id] = Answer(sent_at=time.monotonic())
         self.dealer.send(*self._speech.add(request, request_id, emitted, asked=asked))
         return request_id

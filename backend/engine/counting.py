@@ -86,14 +86,10 @@ class Counters:
         dropped = self.drafter(drafter_id).dropped
         dropped[reason] = dropped.get(reason, 0) + n
 
-    def step(self, busy_s: float, verify_s: float, *, ran: bool) -> None:
-        """Counts an engine step of `busy_s`, of which `verify_s` for the target's forward pass and sampling.
-
-        Only a step that `ran` the target counts as one: vLLM also steps when it can schedule nothing.
-        """
+    def step(self, busy_s: float, *, ran: bool) -> None:
+        """Counts an engine step.  Only one that `ran` the target counts: vLLM also steps when it can schedule nothing."""
         self.stats.steps += ran
         self.stats.busy_s += busy_s
-        self.stats.verify_s += verify_s
 
     def busy(self, seconds: float) -> None:
         """Counts work outside of steps: messages, bookkeeping."""
@@ -101,7 +97,7 @@ class Counters:
 
     def idle(self, cause: str, seconds: float) -> None:
         """Counts time in which the engine could have computed and did not."""
-        self.stats.idle_s[cause] = self.stats.idle_s.get(cause, 0.0) + seconds
+        self.stats.idle_s[cause] += seconds
 
 
 class CountingScheduler:
@@ -110,12 +106,11 @@ class CountingScheduler:
     records: Recording | None = None
     spans: EngineSpans | None = None
     source_name: str = "native"
+    """The drafter's name in the counters for drafts made by vLLM itself."""
     _scheduled_at: float = 0.0
-    _verify_s: float = 0.0
     _updating: bool = False
     _requests_in_step: int = 0
     _prefill_tokens: int = 0
-    _resumed: int = 0
     _awaited_s: float = 0.0
     """Total seconds that steps have waited for drafts."""
     _waited_s: float = 0.0
@@ -142,7 +137,7 @@ class CountingScheduler:
             if requests[new.req_id].num_output_tokens
         }
         output.outrider = StepOrders(resumed, self.features_needed)
-        self._resumed = len(resumed)
+        self.counters.stats.resumed += len(resumed)
         if self.spans is not None:
             self.spans.scheduled(output.num_scheduled_tokens)
         self._requests_in_step = len(output.num_scheduled_tokens)
@@ -162,14 +157,9 @@ class CountingScheduler:
         else:
             self.records.put = put
 
-    def take_verify_s(self) -> float:
-        """Seconds of the target's forward passes and sampling since the last call."""
-        taken, self._verify_s = self._verify_s, 0.0
-        return taken
-
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's method of the same name."""
-        self._verify_s += time.monotonic() - self._scheduled_at
+        self.counters.stats.verify_s += time.monotonic() - self._scheduled_at
         self._count_verifications(scheduler_output, model_runner_output)
         self._updating = True
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
@@ -189,11 +179,11 @@ class CountingScheduler:
                 brought_tokens=request.num_output_tokens,
                 teacher_forced=fixed_response(params) is not None,
             )
-        if self.spans is not None:
-            self.spans.began(request)
+        is_traced = self.spans is not None and self.spans.began(request)
         asked: RequestOptions | None = getattr(request, "outrider", None)
-        if asked is not None and asked.account:
-            self.accounts.began(request.request_id, request.client_index)
+        asks = asked is not None and asked.account
+        if asks or is_traced:
+            self.accounts.began(request.request_id, request.client_index if asks else None)
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
@@ -204,34 +194,27 @@ class CountingScheduler:
                 self._count_ended(self.counters.stats, request.request_id, str(request.get_finished_reason()))
         return ended
 
-    def note_verification(self, request_id: str, drafted: int, accepted: int) -> Drafted:
-        """Counts a verification (`drafted` 0: no draft); returns where its draft came from."""
-        if not drafted:
-            return UNDRAFTED
-        self.counters.verification(self.source_name, drafted, accepted, self.is_teacher_forced(request_id))
+    def drafted_by(self, request_id: str) -> Drafted:
+        """Where the draft came from that the last step verified for a request."""
         return Drafted(self.source_name)
-
-    def is_teacher_forced(self, request_id: str) -> bool:
-        """Whether the request's response is fixed; False for a request that is gone."""
-        request = self.requests.get(request_id)  # type: ignore[attr-defined]
-        return request is not None and fixed_response(request.sampling_params) is not None
 
     def plan_in_force(self) -> Plan:
         """What drafters are currently asked for."""
         return Plan(self.num_spec_tokens)  # type: ignore[attr-defined]
 
-    def record_step(self, seconds: float, verify_s: float) -> None:
-        """Makes the step's row; the loop calls it after it has counted the step's time."""
+    def count_step(self, seconds: float, *, ran: bool) -> None:
+        """Counts and records the step that just ended; `seconds` includes bookkeeping and sending."""
+        self.counters.step(seconds, ran=ran)
+        if ran:
+            self.note_step(seconds)
         if self.records is not None:
             scheduler: Any = self
             _, waiting = scheduler.get_request_counts()
-            usage = scheduler.get_kv_cache_usage()
-            self.records.stepped(self.counters.stats, seconds, verify_s, self.plan_in_force(), waiting, usage)
+            self.records.stepped(self.counters.stats, seconds, self.plan_in_force(), waiting, scheduler.get_kv_cache_usage())
 
     def note_step(self, seconds: float) -> None:
-        """Notes the step that just ended; `seconds` includes bookkeeping and sending."""
+        """Learns the duration of a step that ran the target."""
         stats = self.counters.stats
-        stats.resumed += self._resumed
         awaited_s, emitted = stats.idle_s["awaiting_draft"], self._emitted
         self._waited_s, self._awaited_s, self._emitted = awaited_s - self._awaited_s, awaited_s, 0
         if self._prefill_tokens:
@@ -264,10 +247,11 @@ class CountingScheduler:
                 continue
             stats.verifications += 1
             drafted, accepted = sum(token >= 0 for token in drafts), len(tokens) - 1
-            by = self.note_verification(request_id, drafted, accepted)
+            by = self.drafted_by(request_id) if drafted else UNDRAFTED
+            if by is not UNDRAFTED:
+                is_forced = fixed_response(request.sampling_params) is not None
+                self.counters.verification(by.drafter_id, drafted, accepted, is_forced)
             self.accounts.verified(request_id, by.source, by.drafter_id, drafted, accepted, waited_s)
-            if self.spans is not None:
-                self.spans.verified(request_id, drafted, accepted, by.drafter_id)
             if records is not None:
                 records.verified(request_id, base_len, drafted, accepted, by.drafter_id, by.ahead, by.draft_s)
         if records is not None and scheduler_output.num_scheduled_tokens:
@@ -283,7 +267,7 @@ class CountingScheduler:
                     if self.records is not None:
                         self.records.emitted(output.request_id, tokens)
                     if self.spans is not None:
-                        self.spans.emitted(output.request_id, tokens)
+                        self.spans.emitted(output.request_id)
                 if output.prefill_stats is not None:
                     stats.prompt_tokens += output.prefill_stats.num_prompt_tokens
                 if output.finish_reason is not None:
@@ -293,9 +277,9 @@ class CountingScheduler:
         stats.requests_finished[reason] = stats.requests_finished.get(reason, 0) + 1
         if self.records is not None:
             self.records.ended(request_id, reason)
-        if self.spans is not None:
-            self.spans.ended(request_id, reason)
-        self.accounts.ended(request_id)
+        account = self.accounts.ended(request_id)
+        if self.spans is not None and account is not None:
+            self.spans.ended(account, reason)
 
     def read_load(self, stats: VerifierStats) -> None:
         """Writes the current load and speed into `stats`."""

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 import msgspec
 from vllm.v1.engine.core import EngineCore
 
-from backend.engine.counting import Counters
 from backend.engine.feature_link import GREET_EVERY_S
 from backend.engine.scheduler import DraftingScheduler
-from backend.engine.target_rows import TargetRows
 from backend.fleet import DrafterRef, VerifierStats
 from backend.fleet.stats import Weights
 from backend.transport import Dealer, Hub
@@ -55,12 +53,12 @@ class _Link:
 class DraftLinks:
     """The `drafts` sockets to the assigned drafters, and the assignment itself."""
 
-    def __init__(self, hub: Hub, core: EngineCore, verifier_id: str, counters: Counters) -> None:
+    def __init__(self, hub: Hub, core: EngineCore, verifier_id: str) -> None:
         self._hub = hub
         self._core = core
         self._scheduler: DraftingScheduler = core.scheduler
         self._verifier_id = verifier_id
-        self._counters = counters
+        self._counters = self._scheduler.counters
         self._links: dict[str, _Link] = {}
         # Answers carry the epoch of their question.  It starts at the clock: a restarted process must not accept answers to its
         # predecessor.
@@ -69,9 +67,8 @@ class DraftLinks:
 
     def set_drafters(self, refs: list[DrafterRef]) -> None:
         """Applies a new assignment to scheduler and workers, between two steps."""
-        wanted = {ref.id: ref for ref in refs}
-        if wanted != {drafter_id: link.ref for drafter_id, link in self._links.items()}:
-            self._connect(refs, wanted)
+        if {ref.id: ref for ref in refs} != {drafter_id: link.ref for drafter_id, link in self._links.items()}:
+            self._connect(refs)
 
     def renew(self, loaded: Weights) -> None:
         """Connects to all drafters anew after an exchange of the target's weights, and so opens all requests again.
@@ -81,18 +78,16 @@ class DraftLinks:
         refs = [link.ref for link in self._links.values()]
         self._weights += 1
         self._target = f"{loaded.update} {loaded.version} {loaded.path or ''}" if loaded != Weights() else ""
-        for link in self._links.values():
-            self._hub.drop(link.dealer)
-            self._scheduler.speculator.questions.reset_drafter(link.ref.id)
-        self._links.clear()
-        self._connect(refs, {ref.id: ref for ref in refs})
+        for ref in refs:
+            self._hub.drop(self._links.pop(ref.id).dealer)
+            self._scheduler.speculator.questions.reset_drafter(ref.id)
+        self._connect(refs)
 
-    def _connect(self, refs: list[DrafterRef], wanted: dict[str, DrafterRef]) -> None:
+    def _connect(self, refs: list[DrafterRef]) -> None:
         self._epoch += 1
         for drafter_id, link in list(self._links.items()):
-            if wanted.get(drafter_id) != link.ref:
-                self._hub.drop(link.dealer)
-                del self._links[drafter_id]
+            if link.ref not in refs:
+                self._hub.drop(self._links.pop(drafter_id).dealer)
         for ref in refs:
             if ref.id not in self._links:
                 identity = f"{self._verifier_id}/drafts/{self._epoch}"
@@ -104,7 +99,7 @@ class DraftLinks:
                 self._links[ref.id].greet(time.monotonic())
         self._core.collective_rpc("set_drafters", args=(refs, self._epoch, self._hub.wire.fleet_keys, self._weights))
         self._scheduler.set_drafters(refs)
-        logger.info("drafters: %s", ", ".join(sorted(wanted)) or "none")
+        logger.info("drafters: %s", ", ".join(sorted(self._links)) or "none")
 
     def receive(self, now: float) -> None:
         """Takes in every message that has arrived from drafters."""
@@ -118,7 +113,7 @@ class DraftLinks:
                 if isinstance(message, Drafts):
                     self._scheduler.take_drafts(drafter_id, message, now)
                 elif isinstance(message, Ahead):
-                    self._scheduler.take_ahead(drafter_id, message)
+                    self._scheduler.speculator.take_blocks(drafter_id, message.items, message.draft_us / 1e6)
                 elif isinstance(message, Want):
                     self._give(link, message)
                 elif isinstance(message, Welcome):
@@ -135,12 +130,10 @@ class DraftLinks:
         """Answers `Want` with a part of one of the target's tensors, if all ranks can read it now."""
         if asked.first < 0 or self._core.model_executor.is_sleeping:
             return
-        pieces: list[TargetRows | None] = self._core.collective_rpc("target_rows", args=(asked.name, asked.first))
+        pieces: list[tuple[Part, bytes] | None] = self._core.collective_rpc("target_rows", args=(asked.name, asked.first))
         held = [piece for piece in pieces if piece is not None]
         if len(held) == len(pieces):
-            one = held[0]
-            part = Part(asked.name, asked.first, one.rows, one.of, one.width, one.dtype)
-            link.dealer.send(encode(part), b"".join(piece.data for piece in held))
+            link.dealer.send(encode(held[0][0]), b"".join(data for _, data in held))
 
     def ask(self, now: float) -> None:
         """Tells each drafter what to draft next for the requests whose step has ended."""
@@ -157,15 +150,14 @@ class DraftLinks:
         does not answer; a repeated greeting changes nothing.
         """
         for shipped in self._core.collective_rpc("take_drafting_counters"):
-            for drafter_id, n in shipped.bytes_sent.items():
-                self._counters.drafter(drafter_id).bytes_sent += n
-            for drafter_id, handed in shipped.handovers.items():
+            for drafter_id, sent in shipped.counters.items():
                 counters = self._counters.drafter(drafter_id)
-                counters.handovers += handed.requests
-                counters.handover_rows += handed.rows
-                counters.handover_bytes += handed.bytes_sent
-            for drafter_id, n in shipped.overflows.items():
-                self._counters.dropped(drafter_id, "overflow", n)
+                counters.bytes_sent += sent.bytes_sent
+                counters.handovers += sent.handovers
+                counters.handover_rows += sent.handover_rows
+                counters.handover_bytes += sent.handover_bytes
+                for reason, n in sent.dropped.items():
+                    self._counters.dropped(drafter_id, reason, n)
             for drafter_id in (*shipped.greeted, *self._scheduler.speculator.questions.down()):
                 if drafter_id in self._links:
                     self._links[drafter_id].greet(time.monotonic())

@@ -81,7 +81,7 @@ class FeatureLink:
 
     def listen(self) -> bool:
         """Takes in the drafter's messages; returns whether it was greeted again."""
-        greeted = False
+        greeted, now = False, time.monotonic()
         while (frames := self.socket.receive()) is not None:
             try:
                 message = decode_to_verifier(frames[0])
@@ -94,18 +94,13 @@ class FeatureLink:
                 self._ring_is_read = message.ring
                 if not message.ring:
                     self._drop_ring()
-            elif isinstance(message, Refused) and message.reason == HELLO_FIRST:
-                greeted |= self._greet_again(time.monotonic())
+            elif isinstance(message, Refused) and message.reason == HELLO_FIRST and now - self._greeted_at >= GREET_EVERY_S:
+                greeted = True
+                self.next_row.clear()
+                self.cold.clear()
+                self.closed.clear()
+                self._greet(now)
         return greeted
-
-    def _greet_again(self, now: float) -> bool:
-        if now - self._greeted_at < GREET_EVERY_S:
-            return False
-        self.next_row.clear()
-        self.cold.clear()
-        self.closed.clear()
-        self._greet(now)
-        return True
 
     def _greet(self, now: float) -> None:
         """Sends `Hello` and offers a new ring: how much the drafter has read of an old ring is unknown."""

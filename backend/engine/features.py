@@ -16,7 +16,7 @@ has forgotten are opened again.
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -25,18 +25,11 @@ import torch
 from backend.engine.feature_link import FeatureLink, Projection
 from backend.engine.feature_store import FeatureStore
 from backend.engine.postponed import Postponed, Span, pick_rows
-from backend.fleet import DrafterRef
+from backend.fleet import DraftCounters, DrafterRef
 from backend.models.head_config import CheckpointError
 from backend.speculation.pairing import drafter_for, having
 from backend.transport import Wire
-from backend.wire.drafting import (
-    Close,
-    Commit,
-    FeatureDtype,
-    Open,
-    Round,
-    encode,
-)
+from backend.wire.drafting import Close, Commit, FeatureDtype, Open, Round, encode
 
 logger = logging.getLogger(__name__)
 
@@ -50,34 +43,14 @@ DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
 }
 
 
-@dataclass
-class Handover:
-    """Counts requests handed over to a drafter, and their earlier rows."""
-
-    requests: int = 0
-    rows: int = 0
-    bytes_sent: int = 0
-
-
 @dataclass(frozen=True)
 class Shipped:
-    """Per drafter: bytes sent, rounds dropped at a full queue, hand-overs.  `greeted`: those greeted again."""
+    """What was sent to drafters, by their ids."""
 
-    bytes_sent: Counter[str] = field(default_factory=Counter)
-    overflows: Counter[str] = field(default_factory=Counter)
+    counters: defaultdict[str, DraftCounters] = field(default_factory=lambda: defaultdict(DraftCounters))
+    """Bytes sent, hand-overs, and rounds dropped because a queue was full."""
     greeted: set[str] = field(default_factory=set)
-    handovers: defaultdict[str, Handover] = field(default_factory=lambda: defaultdict(Handover))
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What a drafter is sent about a request that is opened (see `Open`)."""
-
-    trace: str = ""
-    seed: int = 0
-    temperature: float = 0.0
-    prompt: int = 0
-    learn: bool = True
+    """Drafters that were greeted again."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +69,10 @@ class FeatureShipper:
 
     features_needed: bool = True
     """Whether drafters need the rows now, not later."""
-    identity_of: Callable[[str], Identity] = staticmethod(lambda request_id: Identity())
-    """Called when a request is opened on a drafter."""
+    opening: Callable[[str, list[int], int], Open] = staticmethod(
+        lambda name, tokens, rows: Open(name, len(tokens), tokens, rows)
+    )
+    """Makes the message that opens a request on a drafter, with its tokens and number of rows."""
 
     def __init__(
         self,
@@ -232,11 +207,12 @@ class FeatureShipper:
         """Sends one round, pending `Close` items first; returns False if the drafter's queue is full."""
         at = link.leave(frame)
         header = encode(Round(self._epoch, rows.dtype, rows.width, [*link.closed, *items], at))
+        counters = self._shipped.counters[link.ref.id]
         if link.socket.send(header, frame if at is None else b""):
             link.closed.clear()
-            self._shipped.bytes_sent[link.ref.id] += len(header) + len(frame)
+            counters.bytes_sent += len(header) + len(frame)
             return True
-        self._shipped.overflows[link.ref.id] += 1
+        counters.dropped["overflow"] = counters.dropped.get("overflow", 0) + 1
         return False
 
     def _hand_over(self, link: FeatureLink, span: Span, rows: _Rows, room: int) -> tuple[Open | Commit, bytes, int] | None:
@@ -263,7 +239,7 @@ class FeatureShipper:
         while True:
             upto = min(at + HANDOVER_ROWS, end)
             if at == start:
-                item = self._open(request_id, span.tokens(0, upto + 1), upto - at)
+                item = self.opening(request_id, span.tokens(0, upto + 1), upto - at)
             else:
                 item = Commit(request_id, upto + 1, span.tokens(at + 1, upto + 1), upto - at)
             frame = self._store.rows(request_id, at, upto, rows.row_bytes)
@@ -276,9 +252,10 @@ class FeatureShipper:
         link.next_row[request_id] = end
         link.cold.discard(request_id)
         count = span.start - start
-        handed = self._shipped.handovers[link.ref.id]
-        handed.requests, handed.rows = handed.requests + 1, handed.rows + count
-        handed.bytes_sent += count * rows.row_bytes
+        counters = self._shipped.counters[link.ref.id]
+        counters.handovers += 1
+        counters.handover_rows += count
+        counters.handover_bytes += count * rows.row_bytes
         return item, frame, count
 
     def _item(self, link: FeatureLink, span: Span, with_features: bool) -> tuple[Open | Commit, int]:
@@ -288,24 +265,10 @@ class FeatureShipper:
         link.next_row[span.request_id] = max(span.start + span.rows, known or 0)
         if known is None:
             rows = span.rows if with_features else 0
-            return self._open(span.request_id, span.tokens(0, base_len), rows), 0
+            return self.opening(span.request_id, span.tokens(0, base_len), rows), 0
         first = min(max(known - span.start, 0), span.rows)
         tokens = span.tokens(span.start + first + 1, base_len)
         return Commit(span.request_id, base_len, tokens, len(tokens) if with_features else 0), first
-
-    def _open(self, request_id: str, tokens: list[int], rows: int) -> Open:
-        known = self.identity_of(request_id)
-        return Open(
-            request_id,
-            len(tokens),
-            tokens,
-            rows,
-            known.seed,
-            known.temperature,
-            known.trace,
-            known.prompt,
-            known.learn,
-        )
 
     def _features(self, spans: list[Span], hidden: torch.Tensor | None, project: Projection | None) -> _Rows:
         """The spans' rows, projected in one call and copied to the host."""

@@ -35,6 +35,7 @@ from backend.wire.engine import (
     PING,
     REFUSED,
     ROWS,
+    SHARE,
     STATS,
     TAKEN,
     UTILITY,
@@ -43,24 +44,12 @@ from backend.wire.engine import (
     EngineHello,
     EngineWelcome,
     Refusal,
+    Said,
 )
 
 logger = logging.getLogger(__name__)
 
-UTILITIES = frozenset(
-    {
-        "add_lora",
-        "get_supported_tasks",
-        "is_scheduler_paused",
-        "is_sleeping",
-        "list_loras",
-        "pin_lora",
-        "remove_lora",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "reset_prefix_cache",
-    }
-)
+UTILITIES = frozenset({"add_lora", "is_scheduler_paused", "is_sleeping", "remove_lora", "reset_prefix_cache"})
 """Methods of vLLM's engine core that a gateway may call."""
 SWAPPING = frozenset(
     {
@@ -114,7 +103,6 @@ class GatewayPort:
         self._by_index: dict[int, _Gateway] = {}
         self._next_index = 1
         self._vocab_size: int = core.vllm_config.model_config.get_vocab_size()
-        self._max_model_len = welcome.max_model_len
         self._encoder = MsgpackEncoder()
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._plain = MsgpackDecoder()
@@ -157,6 +145,7 @@ class GatewayPort:
 
     def send_stats(self, stats: VerifierStats) -> None:
         """Sends the counters to every gateway whose queue has room."""
+        stats.connections_refused = self._router.connections_refused()
         payload = msgspec.msgpack.encode(stats)
         for gateway in self._by_identity.values():
             self._router.send(gateway.identity, STATS, payload)
@@ -165,9 +154,6 @@ class GatewayPort:
         """Seconds spent on sleeping, waking and loading weights since the last call."""
         taken, self._swapping_s = self._swapping_s, 0.0
         return taken
-
-    def connections_refused(self) -> int:
-        return self._router.connections_refused()
 
     def expire(self, now: float) -> None:
         """Aborts the requests of gateways whose lease has run out."""
@@ -213,6 +199,8 @@ class GatewayPort:
         elif kind == UTILITY:
             call_id, method, arguments = self._plain.decode(payload)
             self._utility(gateway, call_id, method, arguments)
+        elif kind == SHARE and self._welcome.looks_up:
+            self._core.scheduler.speculator.share(msgspec.msgpack.decode(payload[0], type=Said))
         elif kind == ROWS:
             batch = self._kept.take() if self._kept is not None else RowBatch()
             self._router.send(gateway.identity, ROWS, msgspec.msgpack.encode(batch))
@@ -225,7 +213,7 @@ class GatewayPort:
         try:
             request = self._requests.decode(frames)
             request.request_id, request.client_index = addition.request_id, gateway.index
-            refuse_unfit(request, self._welcome.fixed_responses, self._vocab_size, self._max_model_len)
+            refuse_unfit(request, self._welcome.fixed_responses, self._vocab_size, self._welcome.max_model_len)
             add_request(self._core, request, addition.emitted, addition.noise_seed, addition.asked)
             self._router.send(gateway.identity, TAKEN, addition.request_id.encode())
         except Exception as error:

@@ -23,11 +23,11 @@ from vllm.v1.engine.core import EngineCore
 from backend.engine.counting import Counters
 from backend.engine.draft_links import DraftLinks
 from backend.engine.gateways import GatewayPort
+from backend.engine.weights import WeightControl
 from backend.fleet import DrafterRef
 from backend.transport import Hub
 
 if TYPE_CHECKING:
-    from backend.engine.weights import WeightControl
     from backend.records.writer import FileRecorder
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,6 @@ class EngineLoop:
         hub: Hub,
         gateways: GatewayPort,
         drafters: DraftLinks | None,
-        counters: Counters,
         files: FileRecorder | None = None,
         weights: WeightControl | None = None,
     ) -> None:
@@ -55,14 +54,14 @@ class EngineLoop:
         self._hub = hub
         self._gateways = gateways
         self._drafters = drafters
-        self._counters = counters
+        self._counters: Counters = core.scheduler.counters
         self._files = files
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._mark = time.monotonic()
         self._next_tick = 0.0
         self._stalled = False
-        self.published = msgspec.msgpack.encode(counters.stats)
+        self.published = msgspec.msgpack.encode(self._counters.stats)
 
     # -- other threads -------------------------------------------------------------------------------------------------
 
@@ -139,23 +138,16 @@ class EngineLoop:
         self._gateways.send_outputs(outputs)
         self._core.post_step(executed)
         self._stalled = not executed and self._scheduler.has_requests()
-        lap, verify_s = self._lap(), self._scheduler.take_verify_s()
-        self._counters.step(lap, verify_s, ran=executed)
-        if executed:
-            self._scheduler.note_step(lap)
-        self._scheduler.record_step(lap, verify_s)
+        self._scheduler.count_step(self._lap(), ran=executed)
 
     def _tick(self, now: float) -> None:
         stats = self._counters.stats
         self._counters.busy(self._lap())
         self._scheduler.read_load(stats)
-        if self._weights is not None:
-            stats.paused, stats.weights = self._weights.is_paused, self._weights.loaded
         if self._drafters is not None:
             self._drafters.read_counters(stats)
         if self._files is not None:
             stats.records_written, stats.records_dropped = self._files.counts()
-        stats.connections_refused = self._gateways.connections_refused()
         self._gateways.expire(now)
         self._gateways.send_stats(stats)
         self.published = msgspec.msgpack.encode(stats)

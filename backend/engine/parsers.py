@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from backend.models.head_config import read_config, text_config
@@ -22,9 +23,22 @@ AUTO = "auto"
 Row = tuple[str, str, str]
 """Model types (`*` at the end: any ending), a string in the chat template, and the parser.  The first match wins."""
 
-TOOLS: tuple[Row, ...] = (
-    ("gpt_oss", "", "openai"),
+BOTH: tuple[Row, ...] = (
     ("deepseek_v4*", "", "deepseek_v4"),
+    ("glm4_moe_lite|glm5*|glm_moe_dsa", "", "glm47"),
+    ("glm4_moe*", "", "glm45"),
+    ("kimi_k3*", "", "kimi_k3"),
+    ("minimax_m3*", "", "minimax_m3"),
+    ("minimax_m2*", "", "minimax_m2"),
+    ("seed_oss", "", "seed_oss"),
+    ("step3p5*", "", "step3p5"),
+    ("gemma4*", "", "gemma4"),
+)
+"""Families whose two parsers have the same name."""
+
+TOOLS: tuple[Row, ...] = (
+    *BOTH,
+    ("gpt_oss", "", "openai"),
     ("deepseek_v32", "", "deepseek_v32"),
     ("deepseek_v3", "```json", "deepseek_v3"),
     ("deepseek_v3", "<｜tool▁sep｜>", "deepseek_v31"),
@@ -37,22 +51,14 @@ TOOLS: tuple[Row, ...] = (
     ("mistral*|mixtral|ministral*", "[TOOL_CALLS]", "mistral"),
     ("granitemoehybrid", "", "granite4"),
     ("granite*", "<|tool_call|>", "granite"),
-    ("glm4_moe_lite|glm5*|glm_moe_dsa", "", "glm47"),
-    ("glm4_moe*", "", "glm45"),
-    ("kimi_k3*", "", "kimi_k3"),
     ("kimi_k2*", "", "kimi_k2"),
     ("*", "<|tool_calls_section_begin|>", "kimi_k2"),
-    ("minimax_m3*", "", "minimax_m3"),
-    ("minimax_m2*", "", "minimax_m2"),
     ("ernie4_5*", "<tool_call>", "ernie45"),
     ("hunyuan*", "", "hunyuan_a13b"),
-    ("seed_oss", "", "seed_oss"),
-    ("step3p5*", "", "step3p5"),
     ("step3*", "", "step3"),
     ("internlm*", "<|plugin|>", "internlm"),
     ("jamba", "<tool_calls>", "jamba"),
     ("phi*", "<|tool|>", "phi4_mini_json"),
-    ("gemma4*", "", "gemma4"),
     ("gemma*", "<start_function_call>", "functiongemma"),
     ("olmo3", "<function_calls>", "olmo3"),
     ("apertus", "", "apertus"),
@@ -63,26 +69,18 @@ TOOLS: tuple[Row, ...] = (
 )
 
 REASONING: tuple[Row, ...] = (
+    *BOTH,
     ("gpt_oss", "", "openai_gptoss"),
-    ("deepseek_v4*", "", "deepseek_v4"),
     ("deepseek_v32", "", "deepseek_v3"),
     ("deepseek_v3", "thinking", "deepseek_v3"),
     ("qwen3*", "enable_thinking", "qwen3"),
     ("nemotron*", "<think>", "nemotron_v3"),
     ("mistral*|ministral*", "[THINK]", "mistral"),
     ("granite*", "thinking", "granite"),
-    ("glm4_moe_lite|glm5*|glm_moe_dsa", "", "glm47"),
-    ("glm4_moe*", "", "glm45"),
-    ("kimi_k3*", "", "kimi_k3"),
     ("kimi_k2*", "<think>", "kimi_k2"),
-    ("minimax_m3*", "", "minimax_m3"),
-    ("minimax_m2*", "", "minimax_m2"),
     ("ernie4_5*", "<think>", "ernie45"),
     ("hunyuan*", "<think>", "hunyuan_a13b"),
-    ("seed_oss", "", "seed_oss"),
-    ("step3p5*", "", "step3p5"),
     ("step3*", "<think>", "step3"),
-    ("gemma4*", "", "gemma4"),
     ("olmo3", "<think>", "olmo3"),
     ("mimo*", "<think>", "mimo"),
     ("deepseek_v3|qwen2|qwen3*|llama", "<think>\\n", "deepseek_r1"),
@@ -110,9 +108,7 @@ def _first(rows: Iterable[Row], model_dir: str, chat_template: str | None) -> st
 
 
 def _fits(types: str, model_type: str) -> bool:
-    return any(
-        model_type.startswith(each.removesuffix("*")) if each.endswith("*") else model_type == each for each in types.split("|")
-    )
+    return any(fnmatchcase(model_type, each) for each in types.split("|"))
 
 
 def _given(chat_template: str) -> str:

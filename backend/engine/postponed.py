@@ -47,14 +47,11 @@ def pick_rows(spans: list[Span], hidden: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class _Aside:
-    """One request's rows: positions from `start` on; `places` are their indices among all postponed rows."""
+    """One request's rows of the positions `start .. end - 1`: a tensor per step, each a view of the step's copy."""
 
     start: int
-    places: list[int] = field(default_factory=list)
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.places)
+    end: int
+    rows: list[torch.Tensor] = field(default_factory=list)
 
 
 class Postponed:
@@ -63,8 +60,6 @@ class Postponed:
     def __init__(self) -> None:
         self.rows = 0
         """Rows of requests that still run."""
-        self._blocks: list[torch.Tensor] = []
-        self._total = 0
         self._bytes = 0
         self._asides: dict[str, _Aside] = {}
 
@@ -77,41 +72,40 @@ class Postponed:
         """Sets a step's rows aside.  `hidden` `[num_tokens, width]` is copied, because the runner reuses its memory."""
         block = pick_rows(spans, hidden)
         block = block.clone() if block.data_ptr() == hidden.data_ptr() else block
-        for span in spans:
+        self._bytes += block.numel() * block.element_size()
+        for span, rows in zip(spans, block.split([span.rows for span in spans]), strict=True):
             aside = self._asides.get(span.request_id)
             if aside is None or aside.end != span.start:
                 # After a preemption, recomputed rows replace the earlier ones.
-                self.rows -= len(aside.places) if aside is not None else 0
-                aside = self._asides[span.request_id] = _Aside(span.start)
-            aside.places.extend(range(self._total, self._total + span.rows))
-            self._total += span.rows
+                self.forget([span.request_id])
+                aside = self._asides[span.request_id] = _Aside(span.start, span.start)
+            aside.rows.append(rows)
+            aside.end += span.rows
             self.rows += span.rows
-        self._blocks.append(block)
-        self._bytes += block.numel() * block.element_size()
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drops the rows of requests that have ended."""
         for request_id in request_ids:
             aside = self._asides.pop(request_id, None)
-            self.rows -= len(aside.places) if aside is not None else 0
+            self.rows -= aside.end - aside.start if aside is not None else 0
 
     def with_present(self, spans: list[Span], hidden: torch.Tensor) -> tuple[list[Span], torch.Tensor]:
         """Takes out all postponed rows, merged with the current step's as if all had been computed in it.
 
         Rows of requests that are not in this step are dropped: these have ended or will be recomputed.
         """
-        if not self._blocks:
+        if not self._bytes:
             return spans, hidden
-        joined, base, asides = torch.cat([*self._blocks, hidden]), self._total, self._asides
-        self._blocks, self._total, self._bytes, self._asides, self.rows = [], 0, 0, {}, 0
-        places: list[int] = []
+        parts: list[torch.Tensor] = [hidden[:0]]
         merged: list[Span] = []
+        offset = 0
         for span in spans:
-            at, start = len(places), span.start
-            aside = asides.get(span.request_id)
-            if aside is not None and aside.end == span.start:
+            aside, start = self._asides.get(span.request_id), span.start
+            if aside is not None and aside.end == start:
                 start = aside.start
-                places += aside.places
-            places += range(base + span.offset, base + span.offset + span.rows)
-            merged.append(span._replace(start=start, offset=at, rows=len(places) - at))
-        return merged, joined[torch.tensor(places, device=joined.device, dtype=torch.long)]
+                parts += aside.rows
+            parts.append(hidden[span.offset : span.offset + span.rows])
+            merged.append(span._replace(start=start, offset=offset, rows=span.start + span.rows - start))
+            offset += merged[-1].rows
+        self._asides, self.rows, self._bytes = {}, 0, 0
+        return merged, torch.cat(parts)

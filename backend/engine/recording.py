@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from backend.fleet import VerifierStats
 from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow
 from backend.speculation.waiting import Choice, Load, Plan
-
-NO_OUTCOME = (-1, 0, 0, 0, "", False)
 
 
 @dataclass(slots=True)
@@ -32,8 +32,8 @@ class _Request:
     verifications: int = 0
     draft_tokens: int = 0
     accepted: int = 0
-    outcome: tuple[int, int, int, int, str, bool] = NO_OUTCOME
-    """A verification whose tokens vLLM has not yet cut at the request's stop: its step, then the arguments of `verified`."""
+    outcome: VerificationRow | None = None
+    """A verification whose tokens vLLM has not yet cut at the request's stop."""
 
 
 class Recording:
@@ -49,11 +49,10 @@ class Recording:
         self._requests: dict[str, _Request] = {}
         self._steps = stats.steps
         self._began_s: float | None = None
-        self._busy_s = stats.busy_s
-        self._idle_s = dict(stats.idle_s)
-        self._reset()
+        self._await_step(stats)
 
-    def _reset(self) -> None:
+    def _await_step(self, stats: VerifierStats) -> None:
+        self._busy_s, self._verify_s, self._idle_s = stats.busy_s, stats.verify_s, dict(stats.idle_s)
         self._ran = False
         self._now = 0.0
         self._emitting = self._tokens = self._prefill = self._drafted = self._drafted_tokens = 0
@@ -104,7 +103,9 @@ class Recording:
         self._draft_s = max(self._draft_s, draft_s)
         request = self._requests.get(request_id)
         if request is not None:
-            request.outcome = (self._steps, base_len, draft_tokens, accepted, drafter, ahead)
+            request.outcome = VerificationRow(
+                self._steps, request.name, base_len, draft_tokens, accepted, 0, drafter, ahead, request.teacher_forced
+            )
 
     def prefilled(self, tokens: int) -> None:
         """Notes that the step has run and computed `tokens` prompt tokens."""
@@ -115,37 +116,29 @@ class Recording:
     def emitted(self, request_id: str, tokens: int) -> None:
         """Makes the row of a verification of which `tokens` tokens go to the client."""
         request = self._requests.get(request_id)
-        if request is None or request.outcome[0] != self._steps:
+        if request is None or request.outcome is None or request.outcome.step != self._steps:
             return
-        step, base_len, draft_tokens, accepted, drafter, ahead = request.outcome
-        request.outcome = NO_OUTCOME
+        row, request.outcome = replace(request.outcome, tokens=tokens), None
         if not request.tokens:
             request.first_token_at = self._now
         request.tokens += tokens
         request.verifications += 1
         self._emitting += 1
         self._tokens += tokens
-        if draft_tokens:
-            request.draft_tokens += draft_tokens
-            request.accepted += accepted
+        if row.draft_tokens:
+            request.draft_tokens += row.draft_tokens
+            request.accepted += row.accepted
             self._drafted += 1
             self._drafted_tokens += tokens
-        self.put(
-            VerificationRow(
-                step, request.name, base_len, draft_tokens, accepted, tokens, drafter, ahead, request.teacher_forced
-            )
-        )
+        self.put(row)
 
-    def stepped(self, stats: VerifierStats, seconds: float, verify_s: float, plan: Plan, waiting: int, kv_usage: float) -> None:
+    def stepped(self, stats: VerifierStats, seconds: float, plan: Plan, waiting: int, kv_usage: float) -> None:
         """Makes the row of a step of `seconds` that followed `plan`; does nothing if the target did not run."""
         if not self._ran:
             return
         began_s = stats.busy_s + sum(stats.idle_s.values()) - seconds
-        idle_ms = {
-            cause: 1e3 * (idle - self._idle_s.get(cause, 0.0))
-            for cause, idle in stats.idle_s.items()
-            if idle != self._idle_s.get(cause, 0.0)
-        }
+        before = self._idle_s
+        idle_ms = {cause: 1e3 * (idle - before[cause]) for cause, idle in stats.idle_s.items() if idle != before[cause]}
         row = StepRow(
             step=self._steps,
             began_at=time.time() - seconds,
@@ -158,7 +151,7 @@ class Recording:
             plan_k=plan.k,
             plan_outcomes=plan.outcomes,
             draft_ms=1e3 * self._draft_s,
-            verify_ms=1e3 * verify_s,
+            verify_ms=1e3 * (stats.verify_s - self._verify_s),
             busy_ms=1e3 * (stats.busy_s - self._busy_s),
             idle_ms=idle_ms,
             waiting=waiting,
@@ -166,9 +159,8 @@ class Recording:
         )
         self.put(row)
         self._steps += 1
-        self._began_s, self._busy_s = began_s, stats.busy_s
-        self._idle_s = dict(stats.idle_s)
-        self._reset()
+        self._began_s = began_s
+        self._await_step(stats)
 
     def decided(self, plan: Plan, load: Load, choice: Choice, plain_step_s: float) -> None:
         """Makes the row of a decision: mode `auto` changes its plan.  `load` holds what it expects of drafts."""

@@ -38,25 +38,12 @@ def add_request(
     """
     if emitted:
         _check(core, request, emitted)
-        # The prompt's log probabilities were sent with the first token.
-        request.sampling_params.prompt_logprobs = None
-    if request.sampling_params is not None and request.sampling_params.extra_args:
-        # Clients may pass extra arguments (`vllm_xargs`), but these two belong to the verifier.
-        theirs = request.sampling_params.extra_args
-        request.sampling_params.extra_args = {name: theirs[name] for name in theirs.keys() - {NOISE_SEED, LOGPROBS_MODE}}
-    if request.sampling_params is None:
-        # A pooling request samples nothing.
-        pass
-    elif core.vllm_config.additional_config["outrider"]["shared_noise"]:
-        _seed(request.sampling_params, noise_seed)
-    elif emitted and request.sampling_params.seed is not None:
-        request.sampling_params.seed = continued_seed(request.sampling_params.seed, len(emitted))
     if asked is not None:
         _check_vocabulary(core, asked.prediction, "a token of the prediction")
-        if asked.logprobs_mode is not None and request.sampling_params is not None:
-            _add_argument(request.sampling_params, LOGPROBS_MODE, asked.logprobs_mode)
-        if not asked.learn and request.sampling_params is not None:
-            _add_argument(request.sampling_params, NOT_LEARNED, True)
+    # A pooling request has no such parameters.
+    if request.sampling_params is not None:
+        shares_noise = core.vllm_config.additional_config["outrider"]["shared_noise"]
+        _complete(request.sampling_params, shares_noise, len(emitted), noise_seed, asked or RequestOptions())
     made, wave = core.preprocess_add_request(request)
     made.outrider = asked
     if emitted:
@@ -66,6 +53,25 @@ def add_request(
         if made.use_structured_output:
             _advance_grammar(core.structured_output_manager, made, list(emitted))
     core.add_request(made, wave)
+
+
+def _complete(params: Any, shares_noise: bool, emitted: int, noise_seed: int | None, asked: RequestOptions) -> None:
+    """Adds to a request's parameters what the sampler and the runner must know."""
+    if emitted:
+        # The prompt's log probabilities were sent with the first token.
+        params.prompt_logprobs = None
+    if params.extra_args:
+        # Clients may pass extra arguments (`vllm_xargs`), but these two belong to the verifier.
+        theirs = params.extra_args
+        params.extra_args = {name: theirs[name] for name in theirs.keys() - {NOISE_SEED, LOGPROBS_MODE}}
+    if shares_noise:
+        _seed(params, noise_seed)
+    elif emitted and params.seed is not None:
+        params.seed = continued_seed(params.seed, emitted)
+    if asked.logprobs_mode is not None:
+        _add_argument(params, LOGPROBS_MODE, asked.logprobs_mode)
+    if not asked.learn:
+        _add_argument(params, NOT_LEARNED, True)
 
 
 def continued_seed(seed: int, emitted: int) -> int:

@@ -21,10 +21,11 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from backend.engine.counting import StepOrders
-from backend.engine.features import FeatureShipper, Identity
+from backend.engine.features import FeatureShipper
 from backend.engine.fixed import fixed_response
 from backend.engine.postponed import Span
 from backend.engine.spans import TRACE_ARGUMENT
+from backend.wire.drafting import Open
 from backend.wire.engine import GREEDY_BELOW, NOISE_SEED, NOT_LEARNED
 
 
@@ -151,7 +152,7 @@ class RemoteDrafting:
         """
         self.shipper = shipper
         if shipper is not None:
-            shipper.identity_of = self._identity_of
+            shipper.opening = self._opening
         self.aux_layers = aux_layers
         self.ships_features = ships_features
         self.use_aux_hidden_state_outputs = bool(aux_layers)
@@ -200,17 +201,26 @@ class RemoteDrafting:
             return None
         return torch.cat(aux_hidden_states, dim=-1) if aux_hidden_states is not None else hidden_states
 
-    def _identity_of(self, request_id: str) -> Identity:
+    def _opening(self, request_id: str, tokens: list[int], rows: int) -> Open:
         state = self.requests.get(request_id)  # type: ignore[attr-defined]
         params = state.sampling_params if state is not None else None
         if params is None:
-            return Identity()
+            return Open(request_id, len(tokens), tokens, rows)
         arguments = params.extra_args or {}
         # A fixed response was not sampled with this noise.
         sampled = params.temperature >= GREEDY_BELOW and fixed_response(params) is None
         seed, temperature = (arguments.get(NOISE_SEED, 0), params.temperature) if sampled else (0, 0.0)
-        learn = not arguments.get(NOT_LEARNED)
-        return Identity(str(arguments.get(TRACE_ARGUMENT, "")), seed, temperature, state.num_prompt_tokens, learn)
+        return Open(
+            request_id,
+            len(tokens),
+            tokens,
+            rows,
+            seed,
+            temperature,
+            trace=str(arguments.get(TRACE_ARGUMENT, "")),
+            prompt=state.num_prompt_tokens,
+            learn=not arguments.get(NOT_LEARNED),
+        )
 
     def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[Span]:
         """Each request's final rows in this step, in batch order."""

@@ -84,14 +84,10 @@ class SharedNoise:
             chosen = runner.sampler.greedy_sample(processed)
         else:
             lengths = batch.num_tokens_no_spec[:count][rows.request] + rows.depth
-            seeds = np.array([_seed_of(each) for each in states], dtype=np.uint64).view(np.int64)
+            seeds = np.array([_argument(each, NOISE_SEED, 0) for each in states], dtype=np.uint64).view(np.int64)
             chosen = _draw(processed, metadata, rows, seeds[rows.request], lengths)
         sampled = _accepted(chosen, drafts, rows)
         return SamplerOutput(sampled.to(torch.int32), _logprobs(kept, sampled, metadata, rows, runner.sampler))
-
-
-def _seed_of(state: Any) -> int:
-    return int(_argument(state, NOISE_SEED, 0))
 
 
 def _wants_raw(state: Any, mode: str) -> bool:

@@ -10,7 +10,6 @@ import logging
 import time
 from typing import Any
 
-from msgspec.structs import replace
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -21,7 +20,7 @@ from backend.engine.counting import UNDRAFTED, CountingScheduler, Drafted
 from backend.fleet import DrafterRef, VerifierStats
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import Plan
-from backend.wire.drafting import Ahead, Drafts, NextItem
+from backend.wire.drafting import Drafts, NextItem
 from backend.wire.engine import RequestOptions
 
 logger = logging.getLogger(__name__)
@@ -92,10 +91,6 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         if k and longest:
             self.speculator.timed(len(drafts.items), k, draft_s, queue_s, longest, now)
 
-    def take_ahead(self, drafter_id: str, message: Ahead) -> None:
-        """Takes in drafts made ahead, for likely outcomes."""
-        self.speculator.take_blocks(drafter_id, message.items, message.draft_us / 1e6)
-
     def ask(self, now: float) -> dict[str, list[NextItem]]:
         """What each drafter should draft next for the requests whose step has ended."""
         asks = self.speculator.ask(now)
@@ -126,11 +121,10 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def note_verification(self, request_id: str, drafted: int, accepted: int) -> Drafted:
-        draft = self.speculator.verified(request_id) if drafted else None
+    def drafted_by(self, request_id: str) -> Drafted:
+        draft = self.speculator.verified(request_id)
         if draft is None:
             return UNDRAFTED
-        self.counters.verification(draft.source.drafter_id, drafted, accepted, self.is_teacher_forced(request_id))
         return Drafted(draft.source.drafter_id, draft.source.kind == "ahead", draft.draft_s, draft.source.kind)
 
     def plan_in_force(self) -> Plan:
@@ -160,9 +154,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     def add_request(self, request: Any) -> None:
         """vLLM's method of the same name."""
-        asked = getattr(request, "outrider", None) or RequestOptions()
-        if request.cache_salt:
-            asked = replace(asked, tenant=f"{asked.tenant}/{request.cache_salt}")
+        asked = (getattr(request, "outrider", None) or RequestOptions()).salted(request.cache_salt)
         self.speculator.asked(request.request_id, asked, request.num_prompt_tokens)
         super().add_request(request)
 

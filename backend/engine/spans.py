@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from backend.tracing import Span, Tracing
+from backend.wire.engine import Account
 
 TRACE_ARGUMENT = "outrider_traceparent"
 
@@ -22,12 +23,6 @@ class _Request:
     began_ns: int
     scheduled_ns: int = 0
     first_ns: int = 0
-    tokens: int = 0
-    verifications: int = 0
-    drafts: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    drafters: set[str] = field(default_factory=set)
 
 
 class EngineSpans:
@@ -38,14 +33,14 @@ class EngineSpans:
         self._verifier_id = verifier_id
         self._requests: dict[str, _Request] = {}
 
-    def began(self, request: Any) -> None:
-        """Starts the span of a traced request that vLLM's scheduler has taken in."""
+    def began(self, request: Any) -> bool:
+        """Starts the span of a request that vLLM's scheduler has taken in; returns whether the request is traced."""
         if not request.trace_headers:
-            return
+            return False
         now = time.time_ns()
         span = self._tracing.start("verifier", request.trace_headers, start_ns=now)
         if span is None:
-            return
+            return False
         span.set(
             {
                 "outrider.verifier": self._verifier_id,
@@ -56,6 +51,7 @@ class EngineSpans:
         self._requests[request.request_id] = _Request(span, now)
         params = request.sampling_params
         params.extra_args = {**(params.extra_args or {}), TRACE_ARGUMENT: span.headers["traceparent"]}
+        return True
 
     def scheduled(self, request_ids: Iterable[str]) -> None:
         """Notes a step's requests; a request's first step ends its queueing."""
@@ -64,28 +60,15 @@ class EngineSpans:
             if known is not None and not known.scheduled_ns:
                 known.scheduled_ns = time.time_ns()
 
-    def verified(self, request_id: str, drafted: int, accepted: int, drafter_id: str) -> None:
-        """Counts one verification (`drafted` 0: without a draft)."""
-        known = self._requests.get(request_id)
-        if known is None:
-            return
-        known.verifications += 1
-        if drafted:
-            known.drafts += 1
-            known.drafted += drafted
-            known.accepted += accepted
-            known.drafters.add(drafter_id)
-
-    def emitted(self, request_id: str, tokens: int) -> None:
-        """Counts tokens sent to the gateway; the first ones end the prefill."""
+    def emitted(self, request_id: str) -> None:
+        """Notes tokens sent to the gateway; the first ones end the prefill."""
         known = self._requests.get(request_id)
         if known is not None:
             known.first_ns = known.first_ns or time.time_ns()
-            known.tokens += tokens
 
-    def ended(self, request_id: str, reason: str) -> None:
+    def ended(self, account: Account, reason: str) -> None:
         """Ends the span of a request that has finished or was aborted."""
-        known = self._requests.pop(request_id, None)
+        known = self._requests.pop(account.request_id, None)
         if known is None:
             return
         now = time.time_ns()
@@ -93,19 +76,21 @@ class EngineSpans:
         if known.scheduled_ns:
             known.span.child("prefill", known.scheduled_ns, known.first_ns or now)
         if known.first_ns:
-            known.span.child("decode", known.first_ns, now, _decoding(known))
-        known.span.set({"gen_ai.usage.completion_tokens": known.tokens, "outrider.finish_reason": reason})
+            known.span.child("decode", known.first_ns, now, _decoding(account))
+        known.span.set({"gen_ai.usage.completion_tokens": account.tokens, "outrider.finish_reason": reason})
         known.span.end(now, failed="error" if reason == "error" else "")
 
 
-def _decoding(known: _Request) -> dict[str, str | int | float]:
+def _decoding(account: Account) -> dict[str, str | int | float]:
+    drafts = sum(each.drafts for each in account.tallies)
+    accepted = sum(each.accepted for each in account.tallies)
     summary: dict[str, str | int | float] = {
-        "outrider.verifications": known.verifications,
-        "outrider.drafts": known.drafts,
-        "outrider.draft_tokens": known.drafted,
-        "outrider.accepted_tokens": known.accepted,
-        "outrider.drafters": ",".join(sorted(known.drafters)),
+        "outrider.verifications": account.verifications,
+        "outrider.drafts": drafts,
+        "outrider.draft_tokens": sum(each.drafted for each in account.tallies),
+        "outrider.accepted_tokens": accepted,
+        "outrider.drafters": ",".join(sorted({each.drafter for each in account.tallies})),
     }
-    if known.drafts:
-        summary["outrider.acceptance_length"] = 1 + known.accepted / known.drafts
+    if drafts:
+        summary["outrider.acceptance_length"] = 1 + accepted / drafts
     return summary

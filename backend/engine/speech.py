@@ -27,6 +27,7 @@ from backend.wire.engine import (
     PING,
     REFUSED,
     ROWS,
+    SHARE,
     STATS,
     TAKEN,
     UTILITY,
@@ -37,9 +38,18 @@ from backend.wire.engine import (
     EngineWelcome,
     Refusal,
     RequestOptions,
+    Said,
 )
 
 _pack = msgspec.msgpack.encode
+_DECODERS: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
+    ACCOUNTS: msgspec.msgpack.Decoder(list[Account]),
+    STATS: msgspec.msgpack.Decoder(VerifierStats),
+    WELCOME: msgspec.msgpack.Decoder(EngineWelcome),
+    REFUSED: msgspec.msgpack.Decoder(Refusal),
+    ROWS: msgspec.msgpack.Decoder(RowBatch),
+}
+"""By kind: messages of one frame."""
 
 
 class Taken(NamedTuple):
@@ -78,6 +88,11 @@ class EngineCodec:
         """Aborts these requests: they end without further outputs."""
         return [ABORT, _pack(list(place_ids))]
 
+    @staticmethod
+    def share(said: Said) -> list[Buffer]:
+        """A text that the verifier may look drafts up in."""
+        return [SHARE, _pack(said)]
+
     def call(self, call_id: int, method: str, args: Sequence[Any]) -> list[Buffer]:
         """Calls a method of the engine core; the result comes with `EngineCoreOutputs`."""
         return [UTILITY, *self._encoder.encode([call_id, method, list(args)])]
@@ -100,16 +115,8 @@ class EngineCodec:
             return self._decoder.decode(rest)
         if kind == TAKEN:
             return Taken(bytes(rest[0]).decode())
-        if kind == ACCOUNTS:
-            return msgspec.msgpack.decode(rest[0], type=list[Account])
-        if kind == STATS:
-            return msgspec.msgpack.decode(rest[0], type=VerifierStats)
-        if kind == WELCOME:
-            return msgspec.msgpack.decode(rest[0], type=EngineWelcome)
-        if kind == REFUSED:
-            return msgspec.msgpack.decode(rest[0], type=Refusal)
-        if kind == ROWS:
-            return msgspec.msgpack.decode(rest[0], type=RowBatch)
         if kind == PING:
             return None
-        raise UnknownKind(repr(kind))
+        if kind not in _DECODERS:
+            raise UnknownKind(repr(kind))
+        return _DECODERS[kind].decode(rest[0])

@@ -5,13 +5,11 @@ New weights may come by directory, wire or transfer engine; the model has all of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from backend.engine.features import DTYPE_NAMES
-from backend.wire.drafting import FeatureDtype, TargetTensor
+from backend.wire.drafting import Part, TargetTensor
 
 PART_BYTES = 4 * 2**20
 """Read and sent at once, between two steps."""
@@ -19,28 +17,17 @@ LENT: dict[TargetTensor, TargetTensor] = {"lm_head.weight": "embed_tokens.weight
 """Read instead if the first is missing: an output matrix tied to the embedding has no name."""
 
 
-@dataclass(frozen=True)
-class TargetRows:
-    """A part of a tensor `[of, width]`: `rows` rows over all ranks together; `data` holds those of this rank."""
-
-    rows: int
-    of: int
-    width: int
-    dtype: FeatureDtype
-    data: bytes
-
-
-def read(model: nn.Module, name: TargetTensor, first: int, rank: int, ranks: int) -> TargetRows | None:
+def read(model: nn.Module, name: TargetTensor, first: int, rank: int, ranks: int) -> tuple[Part, bytes] | None:
     """Reads at most `PART_BYTES` of a tensor, from row `first` on.  None while the weights are being exchanged.
 
-    `of` is 0 if the model has no such tensor in a dtype that can be sent.  Each rank holds consecutive rows of a matrix, or
-    the whole of a vector.
+    The part has the rows of all ranks, the bytes those of this rank.  `Part.of` is 0 if the model has no such tensor in a dtype
+    that can be sent.  Each rank holds consecutive rows of a matrix, or the whole of a vector.
     """
     tensor = _find(model, name)
     if tensor is not None and tensor.is_meta:
         return None
     if tensor is None or tensor.dtype not in DTYPE_NAMES:
-        return TargetRows(0, 0, 0, "float32", b"")
+        return Part(name, first, 0, 0, 0, "float32"), b""
     shard = tensor.detach()
     if shard.dim() == 1:
         # A vector counts as one row, which the first rank sends.
@@ -49,7 +36,7 @@ def read(model: nn.Module, name: TargetTensor, first: int, rank: int, ranks: int
     of = held * ranks
     rows = max(min(max(PART_BYTES // (width * shard.element_size()), 1), of - first), 0)
     own = shard[max(first - rank * held, 0) : max(first + rows - rank * held, 0)].contiguous().cpu()
-    return TargetRows(rows, of, width, DTYPE_NAMES[tensor.dtype], own.view(torch.uint8).numpy().tobytes())
+    return Part(name, first, rows, of, width, DTYPE_NAMES[tensor.dtype]), own.view(torch.uint8).numpy().tobytes()
 
 
 def _find(model: nn.Module, name: TargetTensor) -> Tensor | None:

@@ -5,12 +5,11 @@ Worker process.  `verifier.engine_args.weight_transfer_config` selects one of vL
 
 from __future__ import annotations
 
-import json
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, deserialize
 from safetensors.torch import load
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -22,25 +21,20 @@ Shape = tuple[int, ...]
 
 
 @dataclass
-class NoInfo(WeightTransferInitInfo):
-    """Empty: this engine has nothing to connect."""
-
-
-@dataclass
 class Tensors(WeightTransferUpdateInfo):
     """Some of the checkpoint's tensors, as a safetensors file holds them."""
 
     tensors: bytes
 
 
-class WireTransfer(WeightTransferEngine[NoInfo, Tensors]):
-    """Loads tensors from the bytes it gets."""
+class WireTransfer(WeightTransferEngine[WeightTransferInitInfo, Tensors]):
+    """Loads tensors from the bytes it gets; there is nothing to connect."""
 
-    init_info_cls = NoInfo
+    init_info_cls = WeightTransferInitInfo
     update_info_cls = Tensors
     supports_draft_weight_update = False
 
-    def init_transfer_engine(self, init_info: NoInfo) -> None:
+    def init_transfer_engine(self, init_info: WeightTransferInitInfo) -> None:
         pass
 
     def start_weight_update(self) -> None:
@@ -62,9 +56,7 @@ class WireTransfer(WeightTransferEngine[NoInfo, Tensors]):
         pass
 
 
-def register() -> None:
-    if NAME not in WeightTransferEngineFactory._registry:
-        WeightTransferEngineFactory.register_engine(NAME, WireTransfer)
+WeightTransferEngineFactory.register_engine(NAME, WireTransfer)
 
 
 def forget(model: torch.nn.Module, model_config: Any) -> None:
@@ -82,17 +74,9 @@ def forget(model: torch.nn.Module, model_config: Any) -> None:
 def shapes_in(data: bytes) -> dict[str, Shape]:
     """The shapes, by name, of the tensors in a safetensors file's bytes.  Raises `ValueError` for other bytes."""
     try:
-        length = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + length])
-        header.pop("__metadata__", None)
-        shapes = {name: tuple(each["shape"]) for name, each in header.items()}
-        last = max((each["data_offsets"][1] for each in header.values()), default=0)
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        tensors = deserialize(data)
+    except SafetensorError as error:
         raise ValueError("these are no safetensors") from error
-    if len(data) < 8 or not shapes or len(data) != 8 + length + last or not all(map(_is_shape, shapes.values())):
+    if not tensors:
         raise ValueError("these are no safetensors")
-    return shapes
-
-
-def _is_shape(shape: Shape) -> bool:
-    return all(isinstance(each, int) and each >= 0 for each in shape) and math.prod(shape) >= 0
+    return {name: tuple(each["shape"]) for name, each in tensors}

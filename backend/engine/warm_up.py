@@ -10,9 +10,9 @@ import time
 from typing import Any
 
 from vllm.sampling_params import SamplingParams
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
+from backend.engine.client import engine_request
 from backend.engine.scheduler import DraftingScheduler
 
 BATCHES = (1, 4, 16, 64)
@@ -41,14 +41,14 @@ def warm_up(core: EngineCore) -> None:
                 _decode(core, batch)
     scheduler.warm_up_drafts = None
     core.reset_prefix_cache()
-    scheduler.take_verify_s()
 
 
 def _decode(core: EngineCore, batch: int, logprobs: int | None = None) -> None:
     scheduler: Any = core.scheduler
     vocab = core.vllm_config.model_config.get_vocab_size()
     for i in range(batch):
-        request = _request(f"warm-up-{batch}-{i}", [(i + j) % vocab for j in range(PROMPT)], logprobs)
+        params = SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=logprobs)
+        request = engine_request(f"warm-up-{batch}-{i}", [(i + j) % vocab for j in range(PROMPT)], params)
         core.add_request(*core.preprocess_add_request(request))
     unlike = UNLIKE
     while scheduler.has_requests():
@@ -58,17 +58,3 @@ def _decode(core: EngineCore, batch: int, logprobs: int | None = None) -> None:
         if executed and not unlike and logprobs is None:
             scheduler.note_step(time.monotonic() - began)
         unlike -= executed and unlike > 0
-
-
-def _request(request_id: str, prompt: list[int], logprobs: int | None) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=prompt,
-        mm_features=None,
-        sampling_params=SamplingParams(temperature=0, max_tokens=STEPS, ignore_eos=True, logprobs=logprobs),
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )

@@ -101,9 +101,7 @@ class WeightControl:
 
     def resume(self) -> None:
         """Ends a pause."""
-        self._refuse_during_update()
-        if self._core.model_executor.is_sleeping:
-            raise ValueError("wake the weights up first")
+        self._refuse_unless_whole()
         self._core.resume_scheduler()
         self.on_changed()
         if self._draining is not None:
@@ -143,11 +141,9 @@ class WeightControl:
         The engine stays paused if it was; its weights must not sleep.  If loading fails although all shapes fit, the earlier
         weights are loaded again.  If that fails too, the process ends: a half-loaded model must not answer.
         """
-        self._refuse_during_update()
+        self._refuse_unless_whole()
         wanted = path or self._directory
         check_same_shapes(wanted, self._shapes)
-        if self._core.model_executor.is_sleeping:
-            raise ValueError("wake the weights up first")
         was_paused = self.is_paused
         self._pause()
         try:
@@ -172,18 +168,11 @@ class WeightControl:
 
     def start_weight_update(self) -> None:
         """Pauses the engine and begins an update by tensors."""
-        self._refuse_during_update()
-        if self._core.model_executor.is_sleeping:
-            raise ValueError("wake the weights up first")
+        self._refuse_unless_whole()
         self._was_paused = self.is_paused
         self._pause()
         self._received, self._touched = set(), False
-        try:
-            self._transfer("start_weight_update")
-        except BaseException:
-            self._give_up()
-            raise
-        self._progress_at = time.monotonic()
+        self._go_on_with_update("start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
         """Loads some tensors: safetensors bytes, or a description of what vLLM's transfer engine should receive.
@@ -204,12 +193,7 @@ class WeightControl:
             update_info = {"tensors": update_info}
             self._received |= found.keys()
         self._touched = True
-        try:
-            self._transfer("update_weights", update_info=update_info)
-        except Exception:
-            self._give_up()
-            raise
-        self._progress_at = time.monotonic()
+        self._go_on_with_update("update_weights", update_info=update_info)
 
     def finish_weight_update(self, version: str | None = None, update: int | None = None) -> None:
         """Ends an update by tensors; resumes, unless paused before.  On failure, the last weights from a directory are back."""
@@ -220,13 +204,18 @@ class WeightControl:
             self._give_up()
             now = "the last from a directory are back" if self._touched else "nothing has changed"
             raise ValueError(f"{len(missing)} tensors did not come, {missing[0]} for one; {now}")
+        self._go_on_with_update("finish_weight_update")
+        self._received = None
+        self._renewed(self._called(version, update, None), self._was_paused)
+
+    def _go_on_with_update(self, method: str, **arguments: Any) -> None:
+        """Calls one of vLLM's methods for an update by tensors; gives the update up if that fails."""
         try:
-            self._transfer("finish_weight_update")
+            self._transfer(method, **arguments)
         except Exception:
             self._give_up()
             raise
-        self._received = None
-        self._renewed(self._called(version, update, None), self._was_paused)
+        self._progress_at = time.monotonic()
 
     def _give_up(self) -> None:
         """Ends a failed update by tensors."""
@@ -234,19 +223,21 @@ class WeightControl:
         self._received = None
         self._fall_back(self._was_paused, self._touched)
 
-    def _refuse_during_update(self) -> None:
+    def _refuse_unless_whole(self) -> None:
+        """Raises `ValueError` while an update by tensors is under way, or the weights sleep."""
         if self._received is not None:
             raise ValueError(
                 f"a weight update is under way; finish_weight_update ends it, or {UPDATE_PATIENCE_S:g} s without tensors"
             )
+        if self._core.model_executor.is_sleeping:
+            raise ValueError("wake the weights up first")
 
     # How
 
     @cached_property
     def _shapes(self) -> Mapping[str, Shape]:
         """Shapes of the tensors in the checkpoint of the start."""
-        files = TensorFiles(self._target_dir)
-        return {name: tuple(files.shape(name) or ()) for name in files.tensors}
+        return {name: each.shape for name, each in TensorFiles(self._target_dir).tensors.items()}
 
     @property
     def _takes_bytes(self) -> bool:
@@ -321,7 +312,7 @@ def check_same_shapes(path: str, known: Mapping[str, Shape]) -> None:
         new = TensorFiles(path)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
-    check_shapes(known, {name: tuple(new.shape(name) or ()) for name in new.tensors})
+    check_shapes(known, {name: each.shape for name, each in new.tensors.items()})
 
 
 def check_shapes(known: Mapping[str, Shape | None], found: Mapping[str, Shape]) -> None:

@@ -23,11 +23,10 @@ from backend.engine.features import FeatureShipper, Shipped
 from backend.engine.fixed import FixedResponses, takes_fixed
 from backend.engine.runner import RemoteDrafting, ResumedOutputs, SeededPrefill, UndraftedSteps
 from backend.engine.sampling import SharedNoise, all_logits_processors
-from backend.engine.target_rows import TargetRows
 from backend.fleet import DrafterRef
 from backend.noise import warm_up
 from backend.transport import ServerKeys, Wire
-from backend.wire.drafting import TargetTensor
+from backend.wire.drafting import Part, TargetTensor
 
 KEPT_PROJECTIONS = 8
 """Heads whose `fc` stays loaded; drafters may have different ones."""
@@ -63,9 +62,9 @@ class _Mixed:
             mixins = (RemoteDrafting, *mixins)
         if mixins:
             self.model_runner.__class__ = type(f"Outrider{runner_type.__name__}", (*mixins, runner_type), {})
-        tensor_transfer.register()
         if options["remote"]:
-            self.model_runner.set_up_drafting(self._make_shipper(options), tuple(options["aux_layers"]), options["features"])
+            has_head = options["head_dir"] is not None
+            self.model_runner.set_up_drafting(self._make_shipper(options), tuple(options["aux_layers"]), has_head)
 
     def _make_shipper(self, options: dict[str, Any]) -> FeatureShipper | None:
         if get_tensor_model_parallel_rank() != 0:
@@ -107,7 +106,7 @@ class _Mixed:
         shipper = self.model_runner.shipper
         return shipper.take_counters() if shipper is not None else Shipped()
 
-    def target_rows(self, name: TargetTensor, first: int) -> TargetRows | None:
+    def target_rows(self, name: TargetTensor, first: int) -> tuple[Part, bytes] | None:
         """The rows that `target_rows.read` returns for this rank."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         return target_rows.read(self.model_runner.get_model(), name, first, rank, ranks)

@@ -45,6 +45,11 @@ class Member(msgspec.Struct, frozen=True):
     takes_features: bool = True
     """Drafters only: a head needs features; a draft model needs only tokens."""
 
+    @property
+    def route(self) -> tuple[str, str, str, str]:
+        """What peers depend on.  If any of it changes, the member registers again, and its assignments get a new generation."""
+        return self.incarnation, self.address, self.server_key, self.head
+
 
 def reached_at(member: Member, node_id: str) -> str:
     """The address at which a process on that Ray node connects to a member."""
@@ -145,3 +150,7 @@ class FleetSnapshot(msgspec.Struct, frozen=True):
     """A new name for each process of the coordinator; a restarted one has forgotten all orders."""
     operations: list[Operation] = []
     """Operations, the newest last; those that ended are kept for a while."""
+
+    def view(self, member_id: str) -> MemberView | None:
+        """The member of that id, if there is one."""
+        return next((view for view in self.members if view.member.id == member_id), None)

@@ -13,8 +13,7 @@ import shutil
 import signal
 import socket
 import tempfile
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,25 +44,11 @@ class RayCluster:
     """The cluster's private directory; None when we joined a cluster of others."""
 
     @classmethod
-    @contextlib.contextmanager
-    def start(
-        cls, address: str | None, namespace: str, env: Mapping[str, str], token: str | None = None
-    ) -> Iterator[RayCluster]:
-        """A cluster for the duration of a `with` block: joined at `address`, or started here and ended with the block.
-
-        `env` goes to the environment of every actor; `token` as for `open`.  Raises `ClusterError`.
-        """
-        cluster = cls.open(address, namespace, env, token)
-        try:
-            yield cluster
-        finally:
-            cluster.close()
-
-    @classmethod
     def open(cls, address: str | None, namespace: str, env: Mapping[str, str], token: str | None = None) -> RayCluster:
         """Joins the cluster at `address`, or starts one; the caller must call `close`.  Raises `ClusterError`.
 
-        `token` is the secret of clusters that we start.  It is required to start one, and to join one that we started.
+        `env` goes to the environment of every actor.  `token` is the secret of clusters that we start.  It is required to start
+        one, and to join one that we started.
         """
         environment.export({"RAY_USAGE_STATS_ENABLED": "0"})
         environment.export({"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_raylet_start_wait_time_s": "120"}, override=False)
@@ -83,8 +68,9 @@ class RayCluster:
         if token is None:
             raise ValueError("a cluster of our own needs a token")
         _loopback_only()
-        # Ray starts its workers at niceness 15: whatever else runs on the machine would starve verifiers.
-        environment.export({"RAY_worker_niceness": "0"}, override=False)
+        # Ray starts its workers at niceness 15: whatever else runs on the machine would starve verifiers.  It also starts a
+        # worker per core that no actor could use, because actors have environments of their own.
+        environment.export({"RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}, override=False)
         # Ray makes its own directory readable for everyone; the directory around it stays private.
         temp_dir = Path(tempfile.mkdtemp(prefix="or-ray-"))
         try:
@@ -165,21 +151,8 @@ def _check_reachable(address: str) -> None:
         raise ClusterError(f"no Ray cluster at {address}: {error.strerror or error}") from error
 
 
-@contextlib.contextmanager
-def _own_signal_handlers() -> Iterator[None]:
-    """Restores our SIGTERM handler after the block, because `ray.init` installs one of its own."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    ours = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, ours)
-
-
-@_own_signal_handlers()
 def _init(**arguments: Any) -> str:
+    ours = signal.getsignal(signal.SIGTERM)
     try:
         return str(ray.init(**arguments).address_info["gcs_address"])
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
@@ -187,3 +160,7 @@ def _init(**arguments: Any) -> str:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         what = "Ray did not start" if where == "local" else f"no Ray cluster at {where}"
         raise ClusterError(f"{what}: {reason}") from error
+    finally:
+        # Ray installs a handler of its own, but only on the main thread: elsewhere this is a `ValueError`.
+        with contextlib.suppress(ValueError):
+            signal.signal(signal.SIGTERM, ours)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.fleet import FleetSnapshot, MemberView, VerifierStats
+from backend.fleet import FleetSnapshot
 
 
 class Emptying:
@@ -17,48 +17,35 @@ class Emptying:
     def __init__(self, member_id: str, version: int) -> None:
         self._member_id = member_id
         self._version = version
-        self._told_at: float | None = None
-        self._accounted = 0.0
-        self._renewals = 0
+        self._unassigned_at: float | None = None
+        self._counted: set[float] = set()
+        """The different states of the verifier's counters that were seen since all gateways have known."""
 
     def is_over(self, snapshot: FleetSnapshot, now: float) -> bool:
         """Whether the member may be ended without losing work; True for a member that is already gone."""
-        views = {view.member.id: view for view in snapshot.members}
-        view = views.get(self._member_id)
+        view = snapshot.view(self._member_id)
         if view is None or view.member.state == "lost":
             return True
         if view.member.kind == "drafter":
             return self._is_unassigned(snapshot, now)
         gateways = [each for each in snapshot.members if each.member.kind == "gateway" and each.member.state == "ready"]
-        if any(gateway.seen_version < self._version for gateway in gateways):
+        if view.verifier is None or any(gateway.seen_version < self._version for gateway in gateways):
             return False
-        return self._is_idle(view.verifier)
+        stats = view.verifier
+        self._counted.add(stats.started_at + stats.busy_s + sum(stats.idle_s.values()))
+        return len(self._counted) > 2 and not stats.running and not stats.waiting
 
     def requests(self, snapshot: FleetSnapshot) -> int:
         """Requests that the member still has, for progress messages."""
-        stats = next((each.verifier for each in snapshot.members if each.member.id == self._member_id), None)
-        return stats.running + stats.waiting if stats is not None else 0
-
-    def _is_idle(self, stats: VerifierStats | None) -> bool:
-        if stats is None:
-            return False
-        accounted = stats.started_at + stats.busy_s + sum(stats.idle_s.values())
-        if self._told_at is None:
-            self._told_at, self._accounted = 0.0, accounted
-        elif accounted != self._accounted:
-            self._accounted = accounted
-            self._renewals += 1
-        return self._renewals >= 2 and not stats.running and not stats.waiting
+        view = snapshot.view(self._member_id)
+        return view.verifier.running + view.verifier.waiting if view is not None and view.verifier is not None else 0
 
     def _is_unassigned(self, snapshot: FleetSnapshot, now: float) -> bool:
         """Whether no verifier uses the drafter, and each verifier has reported since then, and so received its new orders."""
         if any(each.drafter_id == self._member_id for each in snapshot.assignments):
-            self._told_at = None
+            self._unassigned_at = None
             return False
-        if self._told_at is None:
-            self._told_at = now
-        return all(_heard_within(view, now - self._told_at) for view in snapshot.members if view.member.kind == "verifier")
-
-
-def _heard_within(view: MemberView, seconds: float) -> bool:
-    return view.member.state != "ready" or view.last_report_s < seconds
+        if self._unassigned_at is None:
+            self._unassigned_at = now
+        verifiers = [each for each in snapshot.members if each.member.kind == "verifier" and each.member.state == "ready"]
+        return all(each.last_report_s < now - self._unassigned_at for each in verifiers)

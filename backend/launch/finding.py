@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 from backend.config.sources import Loaded
 from backend.coordinator.actor import CoordinatorHandle
@@ -25,5 +25,5 @@ def found_fleet(loaded: Loaded, name: str | None) -> Iterator[tuple[CoordinatorH
         wanted = name or (namespace if ("ray", "namespace") in loaded.origins else None)
         fleet = state.find(wanted)
         address, namespace, own = fleet.ray_address, fleet.namespace, fleet.owns_cluster
-    with RayCluster.start(address, namespace, {}, state.ray_token() if own else None) as cluster:
+    with closing(RayCluster.open(address, namespace, {}, state.ray_token() if own else None)) as cluster:
         yield CoordinatorHandle.connect(namespace, TIMEOUT_S), cluster

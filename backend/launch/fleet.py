@@ -7,7 +7,6 @@ restarts an actor that dies.  It does not restart an actor whose constructor rai
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import time
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import ray
-import ray.exceptions
 
 from backend.config import Settings, environment
 from backend.coordinator import CoordinatorUnavailable, FleetInfo
@@ -26,19 +24,14 @@ from backend.fleet import Member, MemberKind
 from backend.launch import state
 from backend.launch.cluster import RayCluster
 from backend.launch.operator import Operator
-from backend.launch.placement import arrange
-from backend.launch.plan import FleetPlan, Hardware, LaunchError, MemberPlan, plan, plan_further
-from backend.launch.processes import STARTS_ALLOWED, Started, start, stop
-from backend.launch.rooms import RESERVE_TIMEOUT_S, Rooms
-from backend.models.resolve import ResolvedModels
+from backend.launch.plan import FleetPlan, Hardware, LaunchError, MemberPlan, plan
+from backend.launch.processes import Started, start, stop
+from backend.launch.rooms import RESERVE_TIMEOUT_S, Rooms, arrange
+from backend.models.resolve import ResolvedModels, Say
 from backend.transport import new_server_keys
-
-logger = logging.getLogger(__name__)
 
 POLL_S = 0.2
 START_TIMEOUT_S = 1800.0
-
-Say = Callable[[str], None]
 
 
 def member_environment(offline: bool) -> dict[str, str]:
@@ -61,48 +54,50 @@ class Fleet:
     cluster: RayCluster
     coordinator: CoordinatorHandle
     plan: FleetPlan
-    models: ResolvedModels
-    runtime_dir: Path
     members: dict[str, Started] = field(default_factory=dict)
     """By member id; the operator's thread changes it once the fleet serves."""
-    rooms: Rooms | None = None
-    """Reserved room; None in a cluster of our own, where all room is the fleet's."""
-    _file: Path | None = None
+    rooms: Rooms = field(default_factory=Rooms)
+    """Reserved room; none in a cluster of our own, where all room is the fleet's."""
     _operator: Operator | None = None
+    _ending: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @classmethod
     def launch(cls, settings: Settings, models: ResolvedModels, say: Say) -> Fleet:
         """Starts Ray, the coordinator and every member, and returns while the members load.
 
-        Raises `LaunchError`, `ClusterError` or `StateError`, with a message of one line; then nothing is left running.
+        Raises a `CommandError`; then nothing is left running.
         """
         state.running()  # removes the files of dead fleets
-        runtime_dir = state.new_runtime_directory()
-        cluster: RayCluster | None = None
-        try:
+        with contextlib.ExitStack() as ending:
+            # The file goes last: if this process is killed before, another command finds and removes the directories.
+            ending.callback(state.file_of(settings.ray.namespace, os.getpid()).unlink, missing_ok=True)
+            runtime_dir = state.new_runtime_directory()
+            ending.callback(shutil.rmtree, runtime_dir, ignore_errors=True)
             began = time.monotonic()
-            cluster = RayCluster.open(
-                settings.ray.address, settings.ray.namespace, member_environment(offline=True), _token(settings.ray.address)
-            )
+            # A cluster to join has an authentication of its own.
+            token = state.ray_token() if settings.ray.address is None else None
+            cluster = RayCluster.open(settings.ray.address, settings.ray.namespace, member_environment(offline=True), token)
+            ending.callback(cluster.close)
             where = f"joined {cluster.address}" if not cluster.ours else "up"
             say(f"Ray {where} in {time.monotonic() - began:.1f} s")
             decided = _plan_when_there_is_room(settings, models, cluster, runtime_dir, say)
             for note in decided.notes:
                 say(note)
-            fleet = cls(cluster, _start_coordinator(cluster, decided, models), decided, models, runtime_dir)
-        except BaseException:
-            if cluster is not None:
-                cluster.close()
-            shutil.rmtree(runtime_dir, ignore_errors=True)
-            raise
-        try:
+            # Members listen on tcp, and need keys, where there may be further nodes.
+            keys = None if cluster.ours else new_server_keys()
+            info = FleetInfo(decided.settings.model_dump_json(), models, keys)
+            coordinator = CoordinatorHandle.create(cluster.namespace, info)
+            ending.callback(coordinator.kill)
+            fleet = cls(cluster, coordinator, decided)
             fleet.announce("")
-            fleet.reserve()
+            ending.callback(fleet._end_members)
+            if not cluster.ours:
+                patience_s = max(RESERVE_TIMEOUT_S, settings.ray.wait_s)
+                fleet.rooms.reserve(arrange(decided.members, settings.ray.placement), patience_s)
             for member in decided.members:
                 fleet.start(member)
-        except BaseException:
-            fleet.stop()
-            raise
+            coordinator.wait_started()
+            fleet._ending = ending.pop_all()
         return fleet
 
     @property
@@ -110,20 +105,11 @@ class Fleet:
         """The settings with hardware defaults filled in."""
         return self.plan.settings
 
-    def reserve(self) -> None:
-        """Reserves room for all members in a joined cluster, which others may use too.  Raises `LaunchError`."""
-        if not self.cluster.ours:
-            self.rooms = Rooms()
-            patience_s = max(RESERVE_TIMEOUT_S, self.settings.ray.wait_s)
-            self.rooms.reserve(arrange(self.plan.members, self.settings.ray.placement), patience_s)
-
     def announce(self, url: str) -> None:
         """Writes the file by which other commands find this fleet."""
-        directories = [str(self.runtime_dir), *([str(self.cluster.temp_dir)] if self.cluster.temp_dir else [])]
         cluster = self.cluster
-        self._file = state.write(
-            state.FleetFile(os.getpid(), cluster.namespace, cluster.address, url, directories, cluster.ours)
-        )
+        directories = [str(each) for each in (self.plan.runtime_dir, cluster.temp_dir) if each is not None]
+        state.write(state.FleetFile(os.getpid(), cluster.namespace, cluster.address, url, directories, cluster.ours))
 
     def wait_ready(
         self,
@@ -141,7 +127,13 @@ class Fleet:
             if time.monotonic() > deadline:
                 late = ", ".join(member.member_id for member in starting)
                 raise LaunchError(f"not ready after {START_TIMEOUT_S:g} s: {late}")
-            self._note(starting, say)
+            for member in starting:
+                member.check()
+            with contextlib.suppress(CoordinatorUnavailable):
+                snapshot = self.coordinator.snapshot()
+                for member in starting:
+                    if (line := member.progress(snapshot)) is not None:
+                        say(line)
             time.sleep(POLL_S)
 
     def operate(self, say: Say) -> None:
@@ -151,51 +143,34 @@ class Fleet:
 
     def add(self, kind: MemberKind) -> Started:
         """Starts one more member.  Raises `LaunchError` where there is no room for it."""
-        others = [each.plan for each in list(self.members.values())]
-        member = plan_further(self.plan, self.models, self.runtime_dir, kind, others)
-        if self.rooms is None and not self.cluster.has_room(member.num_cpus, member.num_gpus):
+        member = self.plan.further(kind, [each.plan for each in self.members.values()])
+        if self.cluster.ours and not self.cluster.has_room(member.num_cpus, member.num_gpus):
             raise LaunchError(f"the Ray cluster has no room for another {kind}")
         return self.start(member)
 
-    def start(self, member: MemberPlan, models: ResolvedModels | None = None) -> Started:
+    def start(self, member: MemberPlan) -> Started:
         """Starts a member in its reserved room, and forgets an earlier member of that name."""
-        place = None if self.rooms is None else self.rooms.place(member)
-        started = start(member, self.settings, models or self.models, self.cluster.namespace, place)
+        place = None if self.cluster.ours else self.rooms.place(member)
+        started = start(member, self.settings, self.plan.models, self.cluster.namespace, place)
         self.members[member.member_id] = started
         return started
 
     def end(self, member_id: str, keep_room: bool = False) -> None:
         """Ends a member; with `keep_room` its room stays reserved, so that it can be started again."""
         stop([self.members.pop(member_id)])
-        if self.rooms is not None and not keep_room:
+        if not keep_room:
             self.rooms.vacate(member_id)
 
     def stop(self) -> None:
         """Ends every actor and our own Ray cluster, and removes the runtime directory.  May be called twice."""
         if self._operator is not None:
             self._operator.stop()
-        stop(list(self.members.values()))
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            self.coordinator.kill()
-        self.members.clear()
-        if self.rooms is not None:
-            self.rooms.close()
-        self.cluster.close()
-        shutil.rmtree(self.runtime_dir, ignore_errors=True)
-        if self._file is not None:
-            self._file.unlink(missing_ok=True)
+        self._ending.close()
 
-    def _note(self, starting: Sequence[Started], say: Say) -> None:
-        for member in starting:
-            if (failure := member.failure()) is not None:
-                raise LaunchError(failure)
-        with contextlib.suppress(CoordinatorUnavailable):
-            snapshot = self.coordinator.snapshot()
-            for member in starting:
-                if (line := member.progress(snapshot)) is not None:
-                    say(line)
-                if member.gave_up:
-                    raise LaunchError(f"{member.member_id} died {STARTS_ALLOWED} times while starting")
+    def _end_members(self) -> None:
+        stop(list(self.members.values()))
+        self.members.clear()
+        self.rooms.close()
 
 
 def joined() -> tuple[str, str]:
@@ -221,11 +196,6 @@ def gateway_member(model: str) -> Member:
     )
 
 
-def _token(ray_address: str | None) -> str | None:
-    """The token of a cluster that we start; None for one to join, which has its own authentication."""
-    return state.ray_token() if ray_address is None else None
-
-
 def _plan_when_there_is_room(
     settings: Settings, models: ResolvedModels, cluster: RayCluster, runtime_dir: Path, say: Say
 ) -> FleetPlan:
@@ -236,7 +206,9 @@ def _plan_when_there_is_room(
         try:
             hardware = Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, local=cluster.ours)
             decided = plan(settings, models, hardware, runtime_dir)
-            _check_room(decided, cluster)
+            need = sum(member.num_cpus for member in decided.members)
+            if need > cluster.cpus:
+                raise LaunchError(f"the fleet needs {need:g} CPUs and the Ray cluster has {cluster.cpus:g}")
             return decided
         except LaunchError as error:
             if time.monotonic() >= deadline:
@@ -245,18 +217,3 @@ def _plan_when_there_is_room(
                 say(f"waiting for the cluster to grow: {error}")
             waiting = True
         time.sleep(POLL_S)
-
-
-def _check_room(decided: FleetPlan, cluster: RayCluster) -> None:
-    need = sum(member.num_cpus for member in decided.members)
-    if need > cluster.cpus:
-        raise LaunchError(f"the fleet needs {need:g} CPUs and the Ray cluster has {cluster.cpus:g}")
-
-
-def _start_coordinator(cluster: RayCluster, decided: FleetPlan, models: ResolvedModels) -> CoordinatorHandle:
-    keys = new_server_keys() if decided.encrypted else None
-    info = FleetInfo(decided.settings.model_dump_json(), models, keys)
-    try:
-        return CoordinatorHandle.create(cluster.namespace, info)
-    except CoordinatorUnavailable as error:
-        raise LaunchError(str(error)) from error

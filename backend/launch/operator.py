@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import ray
@@ -22,8 +23,9 @@ from backend.coordinator.messages import Progress
 from backend.fleet import FleetSnapshot, Operation
 from backend.launch.emptying import Emptying
 from backend.launch.plan import LaunchError
-from backend.launch.processes import cause
+from backend.launch.processes import Started, cause
 from backend.launch.standing import Standing
+from backend.models.resolve import Say
 
 if TYPE_CHECKING:
     from backend.launch.fleet import Fleet
@@ -45,7 +47,7 @@ class _Stopped(Exception):
 class Operator:
     """Carries out one fleet's operations until `stop`."""
 
-    def __init__(self, fleet: Fleet, say: Callable[[str], None]) -> None:
+    def __init__(self, fleet: Fleet, say: Say) -> None:
         self._fleet = fleet
         self._coordinator = fleet.coordinator
         self._say = say
@@ -80,7 +82,7 @@ class Operator:
             note = steps[operation.kind](operation)
         except LaunchError as error:
             self._end(operation, False, str(error))
-        except (ray.exceptions.RayError, ValueError, KeyError) as error:
+        except (ray.exceptions.RayError, ValueError) as error:
             # One failed operation must not end the operator.
             logger.exception("operation %d (%s) failed", operation.id, operation.kind)
             self._end(operation, False, cause(error))
@@ -91,18 +93,17 @@ class Operator:
 
     def _add(self, operation: Operation) -> str:
         assert operation.add is not None
-        started = []
+        started: list[Started] = []
         try:
             for _ in operation.members:
                 started.append(self._fleet.add(operation.add))
             names = [member.member_id for member in started]
             self._tell(operation, f"starting {', '.join(names)}", names)
-            self._fleet.wait_ready(self._say, started, unless=self._stopping.is_set)
+            self._wait_ready(started)
         except LaunchError:
             for member in started:
                 self._fleet.end(member.member_id)
             raise
-        self._check_stopping()
         return f"{', '.join(names)} started"
 
     def _remove(self, operation: Operation) -> str:
@@ -113,20 +114,18 @@ class Operator:
 
     def _restart(self, operation: Operation) -> str:
         for member_id in operation.members:
-            plan = self._fleet.members[member_id].plan
             self._empty(operation, member_id)
+            plan = self._own(member_id).plan
             self._tell(operation, f"starting {member_id} again")
             self._fleet.end(member_id, keep_room=True)
-            started = self._fleet.start(plan)
-            self._fleet.wait_ready(self._say, [started], unless=self._stopping.is_set)
-            self._check_stopping()
-            self._resume(member_id)
+            self._wait_ready([self._fleet.start(plan)])
+            self._patiently(partial(self._coordinator.resume, member_id))
         return f"{', '.join(operation.members)} restarted"
 
     def _swap(self, operation: Operation) -> str:
         (member_id,) = operation.members
         self._tell(operation, "loading the head")
-        refusal = ray.get(self._fleet.members[member_id].actor.swap_head.remote(operation.path), timeout=SWAP_TIMEOUT_S)
+        refusal = ray.get(self._own(member_id).actor.swap_head.remote(operation.path), timeout=SWAP_TIMEOUT_S)
         if refusal:
             raise LaunchError(f"{member_id} keeps its head: {refusal}")
         return f"{member_id} drafts with another head"
@@ -135,8 +134,7 @@ class Operator:
 
     def _empty(self, operation: Operation, member_id: str) -> None:
         """Drains a member; returns when it has nothing left to do, or with `force` at the operation's deadline."""
-        if member_id not in self._fleet.members:
-            raise LaunchError(f"{member_id} is not one of this launcher's members")
+        self._own(member_id)
         self._tell(operation, f"draining {member_id}")
         migrate_after_s = 0.0 if operation.migrate else operation.deadline_s
         self._patiently(lambda: self._coordinator.drain(member_id, migrate_after_s))
@@ -150,8 +148,15 @@ class Operator:
             if self._stopping.wait(POLL_S):
                 raise _Stopped
 
-    def _resume(self, member_id: str) -> None:
-        self._patiently(lambda: self._coordinator.resume(member_id))
+    def _own(self, member_id: str) -> Started:
+        if member_id not in self._fleet.members:
+            raise LaunchError(f"{member_id} is not one of this launcher's members")
+        return self._fleet.members[member_id]
+
+    def _wait_ready(self, started: list[Started]) -> None:
+        self._fleet.wait_ready(self._say, started, unless=self._stopping.is_set)
+        if self._stopping.is_set():
+            raise _Stopped
 
     def _patiently(self, call: Callable[[], T]) -> T:
         """Result of `call`, which is repeated while the coordinator is unreachable: Ray restarts it."""
@@ -180,7 +185,3 @@ class Operator:
     def _end(self, operation: Operation, done: bool, note: str) -> None:
         self._say(note if done else f"{operation.kind}: {note}")
         self._patiently(lambda: self._coordinator.progress(Progress(operation.id, "done" if done else "failed", note)))
-
-    def _check_stopping(self) -> None:
-        if self._stopping.is_set():
-            raise _Stopped

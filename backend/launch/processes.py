@@ -1,6 +1,6 @@
 """Starts one member's process, watches it until it serves, and stops it.  The launcher's process.
 
-Ray restarts an actor that dies.  It does not restart an actor whose constructor raises; then `failure` says why in one line.
+Ray restarts an actor that dies.  It does not restart an actor whose constructor raises; then `check` says why in one line.
 """
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ import ray
 import ray.exceptions
 
 from backend.config import Settings
-from backend.fleet import FleetSnapshot, MemberKind
-from backend.launch.plan import MemberPlan
+from backend.drafter.actor import DrafterActor
+from backend.fleet import FleetSnapshot
+from backend.launch.plan import LaunchError, MemberPlan
 from backend.models.resolve import ResolvedModels
+from backend.verifier.actor import VerifierActor
 
 STARTS_ALLOWED = 3
 """Start attempts of one member; after so many deaths while starting, the launch fails."""
@@ -43,43 +45,41 @@ class Started:
     def member_id(self) -> str:
         return self.plan.member_id
 
-    def failure(self) -> str | None:
-        """Why the actor's constructor raised; None if it has not raised so far."""
-        done, _ = ray.wait([self.ready_ref], timeout=0)
-        if not done:
-            return None
+    def check(self) -> None:
+        """Raises `LaunchError` if the actor's constructor has raised."""
         try:
-            ray.get(self.ready_ref)
+            ray.get(self.ready_ref, timeout=0)
+        except ray.exceptions.GetTimeoutError:
+            return
         except ray.exceptions.ActorUnavailableError:
             self.ready_ref = self.actor.__ray_ready__.remote()
         except ray.exceptions.RayError as error:
-            return f"{self.member_id} failed to start: {cause(error)}"
-        return None
+            raise LaunchError(f"{self.member_id} failed to start: {cause(error)}") from error
 
     def progress(self, snapshot: FleetSnapshot) -> str | None:
-        """A line about the actor's progress since the last call, if there is any; sets `ready`."""
-        view = next((view.member for view in snapshot.members if view.member.id == self.member_id), None)
-        if view is None or view.state == "lost" or self.ready:
+        """A line about the actor's progress since the last call, if there is any; sets `ready`.
+
+        Raises `LaunchError` if the member dies again and again while it starts.
+        """
+        view = snapshot.view(self.member_id)
+        if view is None or view.member.state == "lost" or self.ready:
             return None
         seconds = time.monotonic() - self.began
-        if view.incarnation not in self.incarnations:
-            self.incarnations.add(view.incarnation)
+        if view.member.incarnation not in self.incarnations:
+            self.incarnations.add(view.member.incarnation)
+            if len(self.incarnations) > STARTS_ALLOWED:
+                raise LaunchError(f"{self.member_id} died {STARTS_ALLOWED} times while starting")
             again = f" (start {len(self.incarnations)})" if len(self.incarnations) > 1 else ""
             return f"{self.member_id}: process up in {seconds:.1f} s, loading{again}"
-        if view.state in ("ready", "draining"):
+        if view.member.state in ("ready", "draining"):
             self.ready = True
             return f"{self.member_id}: ready in {seconds:.1f} s"
         return None
 
-    @property
-    def gave_up(self) -> bool:
-        """Whether the member died too often while it started."""
-        return len(self.incarnations) > STARTS_ALLOWED
-
 
 def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namespace: str, place: Any = None) -> Started:
     """Starts a member's actor; waits until its name is free.  `place` is a Ray scheduling strategy, None for Ray's default."""
-    remote = ray.remote(_actor_class(member.kind)).options(
+    remote = ray.remote(VerifierActor if member.kind == "verifier" else DrafterActor).options(
         name=member.member_id,
         namespace=namespace,
         num_cpus=member.num_cpus,
@@ -99,7 +99,6 @@ def start(member: MemberPlan, settings: Settings, models: ResolvedModels, namesp
                 settings=settings.model_dump_json(),
                 paths=models,
                 address=member.address,
-                local=member.local,
                 namespace=namespace,
                 cores=member.cores,
             )
@@ -120,14 +119,6 @@ def stop(members: list[Started]) -> None:
     for member in members:
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(member.actor, no_restart=True)
-
-
-def _actor_class(kind: MemberKind) -> type[Any]:
-    # Imported here, because commands that only look at a fleet must not load torch and vLLM.
-    from backend.drafter.actor import DrafterActor
-    from backend.verifier.actor import VerifierActor
-
-    return VerifierActor if kind == "verifier" else DrafterActor
 
 
 def cause(error: BaseException) -> str:

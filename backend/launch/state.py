@@ -12,7 +12,6 @@ import re
 import secrets
 import shutil
 import tempfile
-import time
 from pathlib import Path
 
 import msgspec
@@ -37,16 +36,13 @@ class FleetFile(msgspec.Struct, frozen=True):
 def ray_token() -> str:
     """The authentication token of this user's own Ray clusters; created at first use."""
     file = home() / "ray-token"
-    with contextlib.suppress(FileExistsError):
-        handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w") as stream:
-            stream.write(secrets.token_hex(32))
-    deadline = time.monotonic() + 1.0
-    while not (token := file.read_text()):  # another process is just writing it
-        if time.monotonic() > deadline:
-            raise StateError(f"{file}: empty; remove it")
-        time.sleep(0.01)
-    return token
+    with tempfile.NamedTemporaryFile("w", dir=home()) as fresh:
+        fresh.write(secrets.token_hex(32))
+        fresh.flush()
+        # Of several processes, one creates the file, and all read its token.
+        with contextlib.suppress(FileExistsError):
+            os.link(fresh.name, file)
+    return file.read_text()
 
 
 def new_runtime_directory() -> Path:
@@ -54,9 +50,14 @@ def new_runtime_directory() -> Path:
     return Path(tempfile.mkdtemp(prefix="f-", dir=home()))
 
 
+def file_of(namespace: str, pid: int) -> Path:
+    """The file of the fleet with that namespace, started by process `pid`."""
+    return home() / f"fleet-{re.sub(r'[^A-Za-z0-9_.-]', '_', namespace)}-{pid}.json"
+
+
 def write(fleet: FleetFile) -> Path:
     """Writes the file of a fleet, for other commands; a second call by the same process replaces it."""
-    file = home() / f"fleet-{re.sub(r'[^A-Za-z0-9_.-]', '_', fleet.namespace)}-{fleet.pid}.json"
+    file = file_of(fleet.namespace, fleet.pid)
     partial = file.with_suffix(".tmp")
     partial.write_bytes(msgspec.json.encode(fleet))
     partial.chmod(0o600)
@@ -97,10 +98,8 @@ def find(name: str | None) -> FleetFile:
 def _alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True
 
 

@@ -66,12 +66,12 @@ def _cut(replay: Replay) -> tuple[Tensor, Tensor, int]:
     return replay.tokens[start:], replay.features[start:], replay.prompt - replay.first - start
 
 
-def loss_of(pupil: Pupil, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
-    """The loss, and `[depth]` the share of each step's draft tokens that would be accepted if those before them were."""
+def loss_of(pupil: Pupil, batch: Batch, depth: int) -> Tensor:
+    """The loss of `depth` unrolled steps, a scalar."""
     outputs, rows = _unroll(pupil, batch, depth)
     with torch.no_grad():
         goals = pupil.goals(batch.features)
-    losses, accepted = [], []
+    losses = []
     for step, output in enumerate(outputs):
         wanted = batch.answers[:, step + 2 : step + 2 + rows]
         if not bool(wanted.any()):
@@ -83,11 +83,10 @@ def loss_of(pupil: Pupil, batch: Batch, depth: int) -> tuple[Tensor, Tensor]:
         cross = -(goal.softmax(-1) * drafted.log_softmax(-1)).sum(-1)
         weight = overlap.detach()
         losses.append(((1 - weight) * cross - weight * overlap.clamp(min=LEAST).log()).mean())
-        accepted.append(weight.mean())
     if not losses:
-        return torch.zeros((), requires_grad=True), torch.zeros(0)
+        return torch.zeros((), requires_grad=True)
     weights = torch.tensor([STEP_WEIGHT**step for step in range(len(losses))], device=batch.features.device)
-    return (torch.stack(losses) * weights).sum() / weights.sum(), torch.stack(accepted)
+    return (torch.stack(losses) * weights).sum() / weights.sum()
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ killed at any time.  File names are ascending numbers; the oldest files are remo
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 SUFFIX = ".safetensors"
 WAITING = 16
 """Sequences that may wait to be written; further ones are dropped."""
+PATIENCE_S = 5.0
+"""How long the writer's end waits for room in its queue, and then for its thread."""
 HELD_OUT = 10
 """Every tenth sequence is never trained on; heads are compared on these."""
 
@@ -114,9 +117,10 @@ class ReplayWriter:
             self.dropped += 1
 
     def stop(self) -> None:
-        """Writes what is queued, then ends; waits 5 seconds at most."""
-        self._queue.put(None)
-        self._thread.join(5.0)
+        """Writes what is queued, then ends.  Does not wait for a file system that hangs."""
+        with contextlib.suppress(queue.Full):
+            self._queue.put(None, timeout=PATIENCE_S)
+        self._thread.join(PATIENCE_S)
 
     def _run(self) -> None:
         number = self._ring.open_for_writing()

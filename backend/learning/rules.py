@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from statistics import fmean, variance
 
 LEAST_GAIN = 0.02
 """Least relative gain in acceptance length of a new head, which costs all running requests their cache on the drafter."""
@@ -27,20 +28,15 @@ LOW = 0.6
 
 
 def bound_of_gain(present: Sequence[float], candidate: Sequence[float]) -> float | None:
-    """Lower bound of the relative gain, from acceptance lengths of both on the same sequences; None: too few of them."""
+    """Lower bound of the relative gain, from acceptance lengths of both on the same sequences; None: too few of them.
+
+    The gain is larger with 95 % confidence.
+    """
     count = len(present)
     if count < FEWEST:
         return None
     gains = [new - old for old, new in zip(present, candidate, strict=True)]
-    mean = sum(gains) / count
-    variance = sum((gain - mean) ** 2 for gain in gains) / (count - 1)
-    return (mean - SURE * math.sqrt(variance / count)) / (sum(present) / count)
-
-
-def is_worth_publishing(present: Sequence[float], candidate: Sequence[float]) -> bool:
-    """Whether the candidate gains more than `LEAST_GAIN`, with 95 % confidence."""
-    bound = bound_of_gain(present, candidate)
-    return bound is not None and bound > LEAST_GAIN
+    return (fmean(gains) - SURE * math.sqrt(variance(gains) / count)) / fmean(present)
 
 
 class Watch:
@@ -61,7 +57,7 @@ class Watch:
     def acceptance(self) -> float | None:
         """Live acceptance of the present head, a mean over sequences; None: not known yet."""
         shares = self._shares()
-        return sum(shares) / len(shares) if shares else None
+        return fmean(shares) if shares else None
 
     def note(self, key: Hashable, is_right: bool) -> None:
         """Notes whether the first token of a draft for this sequence was right."""
@@ -92,8 +88,8 @@ class Watch:
         latest = self._shares()
         if len(self._first) < FEWEST_SEQUENCES or len(latest) < FEWEST_SEQUENCES:
             return False
-        mean, variance = _moments(latest)
-        return mean + VERY_SURE * math.sqrt(variance / len(latest)) < LOW or _is_less(self._first, latest)
+        at_most = fmean(latest) + VERY_SURE * math.sqrt(variance(latest) / len(latest))
+        return at_most < LOW or _is_less(self._first, latest)
 
     def _shares(self) -> list[float]:
         return [right / seen for right, seen in list(self._counts.values()) if seen >= COMPARED]
@@ -103,13 +99,7 @@ def _is_less(before: Sequence[float], after: Sequence[float]) -> bool:
     """Whether acceptance fell by enough, and with statistical confidence."""
     if len(before) < FEWEST_SEQUENCES or len(after) < FEWEST_SEQUENCES:
         return False
-    (old, old_spread), (new, new_spread) = _moments(before), _moments(after)
+    old, new = fmean(before), fmean(after)
     # Few observations are often alike by chance: take the larger variance.
-    error = math.sqrt(max(old_spread, new_spread) * (1 / len(before) + 1 / len(after)))
+    error = math.sqrt(max(variance(before), variance(after)) * (1 / len(before) + 1 / len(after)))
     return new < TOLERATED * old and old - new > VERY_SURE * error
-
-
-def _moments(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and variance."""
-    mean = sum(values) / len(values)
-    return mean, sum((value - mean) ** 2 for value in values) / (len(values) - 1)

@@ -13,9 +13,9 @@ from torch.nn import functional
 
 from backend.learning.head import Drafter, DrafterShape
 from backend.learning.layers import Shape
-from backend.models.check import LM_HEAD, why_not_learning
+from backend.models.check import LM_HEAD
 from backend.models.checkpoint import borrow, load_drafter
-from backend.models.head_config import CheckpointError, read_config, text_config
+from backend.models.head_config import read_config, text_config
 from backend.models.layout import canonical_names
 from backend.models.tensor_files import TensorFiles
 from backend.models.writing import replacing, write_checkpoint
@@ -55,16 +55,13 @@ class Pupil:
 
 
 def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file: str = "") -> Pupil:
-    """Reads a head to be trained.  Raises `CheckpointError`.
+    """Reads a head to be trained, one that can learn (`why_not_learning`).  Raises `CheckpointError`.
 
     `newer_file`: target tensors that replace those in the target's directory; empty: none.
     """
     newer = load_file(newer_file) if newer_file else {}
     target = text_config(read_config(target_dir))
     layers = int(target["num_hidden_layers"])
-    reason = why_not_learning(head_dir, target_dir)
-    if reason is not None:
-        raise CheckpointError(f"{head_dir}: {reason}")
     weights = load_drafter(head_dir, target_dir, raw=True, newer=newer)
     config = weights.config
     shape = Shape(

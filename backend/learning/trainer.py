@@ -16,6 +16,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -25,7 +26,7 @@ from torch import Tensor
 from backend.learning.lesson import acceptance_lengths, collate, loss_of
 from backend.learning.optimizers import Optimizers
 from backend.learning.ring import Replay, ReplayRing, is_held_out
-from backend.learning.rules import FEWEST, bound_of_gain, is_worth_publishing
+from backend.learning.rules import FEWEST, LEAST_GAIN, bound_of_gain
 from backend.learning.trainable import LONGEST, load_pupil, save_pupil, trained_tensors
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ class Examined:
     present: float
     candidate: float
     is_better: bool
-    """Whether the candidate should be published (`rules.is_worth_publishing`)."""
+    """Whether the candidate should be published: it surely gains more than `LEAST_GAIN`."""
 
 
 class Trainer:
@@ -179,7 +180,7 @@ class Trainer:
             return False
         depth = 1 + sum(1 if i == 0 else DEPTH - 2 for i, after in enumerate(SHALLOW) if self.steps >= after)
         with _narrow(self._device):
-            loss, _ = loss_of(self._pupil, collate(replays, self._device), depth)
+            loss = loss_of(self._pupil, collate(replays, self._device), depth)
         if math.isfinite(value := loss.item()):
             self._loss = value if self._loss is None else self._loss + RECENT * (value - self._loss)
             torch.autograd.backward(loss)
@@ -205,7 +206,7 @@ class Trainer:
         if bound is None:
             return None
         logger.info("step %d: candidate gains more than %.1f %%", self.steps, 100 * bound)
-        return Examined(sum(present) / len(pairs), sum(proposed) / len(pairs), is_worth_publishing(present, proposed))
+        return Examined(fmean(present), fmean(proposed), bound > LEAST_GAIN)
 
     def publish(self) -> str:
         """Writes the candidate, from now on the present head.  Returns its directory.  Raises `OSError`."""

@@ -22,7 +22,7 @@ from backend.config.runtime import member_socket
 from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet.members import NODE_HOST, Member, MemberKind, Orders
 from backend.fleet.stats import DrafterStats, VerifierStats
-from backend.member.departure import Departure
+from backend.member.departure import depart_on_sigterm
 from backend.member.membership import Membership, enter
 from backend.models.resolve import ResolvedModels
 from backend.transport import ServerKeys, new_server_keys
@@ -42,9 +42,10 @@ class MemberProcess(Protocol):
 
 
 class MemberActor(ABC):
-    """One member.  `settings` is `Settings.model_dump_json()`.  `local`: processes of its node may reach it over ipc too.
+    """One member.  `settings` is `Settings.model_dump_json()`.
 
-    `address` is `ipc://...` or `tcp://host:port` (port 0: any).  Raises what goes wrong at the start; Ray then gives it up.
+    `address` is `ipc://...` or `tcp://host:port` (port 0: any); with tcp, processes of its node may reach it over ipc too.
+    Raises what goes wrong at the start; Ray then gives it up.
     """
 
     kind: ClassVar[MemberKind]
@@ -58,7 +59,6 @@ class MemberActor(ABC):
         address: str,
         namespace: str,
         cores: Sequence[int] = (),
-        local: bool = False,
     ) -> None:
         loaded = Settings.model_validate_json(settings)
         logging.basicConfig(level=loaded.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
@@ -79,18 +79,18 @@ class MemberActor(ABC):
             head=head,
             takes_features=takes_features,
             node_id=ray.get_runtime_context().get_node_id(),
-            local_address=member_socket() if local else "",
+            local_address=member_socket() if server_keys else "",
             cores=tuple(cores),
         )
         coordinator = CoordinatorHandle.connect(namespace)
         # A tcp socket needs the fleet's keys, so registration comes first; the port is reported once it is bound.
-        fleet_keys = enter(coordinator, member).fleet_keys
+        fleet_keys = enter(coordinator, member)
         self._process: Any = self._build(member, loaded, paths, fleet_keys, server_keys)
         self._membership = Membership(coordinator, member, self._process.stats, self._obey)
         self._membership.join_fleet()
         self._process.start()
         self._membership.become("ready", self._process.address)
-        Departure(self._membership, self._is_idle, self.stop, loaded.gateway.drain_s).on_sigterm()
+        depart_on_sigterm(self._membership, self._is_idle, self.stop, loaded.gateway.drain_s)
 
     def stop(self) -> None:
         """Leaves the fleet and ends serving; the caller must end the actor's process."""

@@ -10,12 +10,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from backend.coordinator.messages import CoordinatorUnavailable, Credentials
+from backend.coordinator.messages import CoordinatorUnavailable
 from backend.fleet import DrafterStats, Member, MemberState, Orders, VerifierStats
+from backend.transport import ServerKeys
+
+if TYPE_CHECKING:
+    from backend.coordinator.actor import CoordinatorHandle
 
 logger = logging.getLogger(__name__)
 
@@ -25,20 +29,8 @@ RETRY_S = 0.2
 REPORT_EVERY_S = 0.25
 
 
-class Coordinator(Protocol):
-    """The part of `CoordinatorHandle` that a member uses."""
-
-    def register(self, member: Member) -> Credentials: ...
-
-    def report(
-        self, member_id: str, incarnation: str, stats: VerifierStats | DrafterStats | None, state: MemberState
-    ) -> Orders: ...
-
-    def deregister(self, member_id: str, incarnation: str) -> None: ...
-
-
-def enter(coordinator: Coordinator, member: Member, limit_s: float = ENTER_LIMIT_S) -> Credentials:
-    """Registers a member that has just started; waits for the coordinator if necessary.
+def enter(coordinator: CoordinatorHandle, member: Member, limit_s: float = ENTER_LIMIT_S) -> ServerKeys | None:
+    """Registers a member that has just started, and returns the fleet's keys; waits for the coordinator if necessary.
 
     Ray restarts an actor that dies, but not one whose constructor raises; the coordinator may be restarting just now.
     Raises `CoordinatorUnavailable` after `limit_s` seconds.
@@ -62,7 +54,7 @@ class Membership:
 
     def __init__(
         self,
-        coordinator: Coordinator,
+        coordinator: CoordinatorHandle,
         member: Member,
         read_stats: Callable[[], VerifierStats | DrafterStats | None],
         obey: Callable[[Orders], None],
@@ -73,7 +65,7 @@ class Membership:
         self._interval_s = interval_s
         self._read_stats = read_stats
         self._obey = obey
-        self._registered = _route(member)
+        self._registered = member.route
         self._away = False
         self._retiring = False
         self._leave = threading.Event()
@@ -92,11 +84,9 @@ class Membership:
         except CoordinatorUnavailable:
             logger.info("left without a goodbye: the coordinator is away")
 
-    def become(self, state: MemberState, address: str | None = None) -> None:
-        """Changes the state (and the address) that the next report carries."""
-        self._member = msgspec.structs.replace(
-            self._member, state=state, address=self._member.address if address is None else address
-        )
+    def become(self, state: MemberState, address: str = "") -> None:
+        """Changes the state, and the address if one is given, that the next report carries."""
+        self._member = msgspec.structs.replace(self._member, state=state, address=address or self._member.address)
 
     def take_head(self, head: str, takes_features: bool) -> None:
         """This drafter now has another head or draft model; the next report registers it again."""
@@ -126,13 +116,8 @@ class Membership:
     def _report(self) -> None:
         member = self._member
         orders = self._coordinator.report(member.id, member.incarnation, self._read_stats(), member.state)
-        if orders.known and self._registered == _route(member):
+        if orders.known and self._registered == member.route:
             self._obey(orders)
             return
         self._coordinator.register(member)
-        self._registered = _route(member)
-
-
-def _route(member: Member) -> tuple[str, str]:
-    """The part of a member whose change requires a new registration."""
-    return member.address, member.head
+        self._registered = member.route

@@ -38,12 +38,6 @@ class Misfits:
     warnings: list[str] = field(default_factory=list)
 
 
-def check(head_dir: str, target_dir: str) -> list[str]:
-    """All misfits, errors first; warnings start with `warning: `.  Empty: the head fits."""
-    found = find_misfits(head_dir, target_dir)
-    return found.errors + [f"warning: {line}" for line in found.warnings]
-
-
 def find_misfits(head_dir: str, target_dir: str) -> Misfits:
     """All misfits, with errors and warnings in separate lists."""
     found = Misfits()
@@ -55,12 +49,11 @@ def find_misfits(head_dir: str, target_dir: str) -> Misfits:
         head = load_config(head_dir, target_dir)
         target = text_config(read_config(target_dir))
         head_files, target_files = TensorFiles(head_dir), TensorFiles(target_dir)
-        own_vocab = _own_vocabulary(head_dir)
     except CheckpointError as error:
         found.errors.append(str(error))
         return found
     found.errors.extend(head.unsupported)
-    _check_sizes(head, target, own_vocab, found)
+    _check_sizes(head, target, found)
     _check_aux_layers(head, target, found)
     _check_positions(head, target, found)
     _check_tensors(head, head_files, target_files, found)
@@ -106,20 +99,13 @@ def _vocabulary(file: Path) -> dict[str, int]:
         raise CheckpointError(f"{file}: cannot be read as a tokenizer ({type(error).__name__}: {error})") from error
 
 
-def _own_vocabulary(head_dir: str) -> int | None:
-    config = read_config(head_dir)
-    layer = config.get("transformer_layer_config") or config
-    size = layer.get("vocab_size")
-    return int(size) if size else None
-
-
-def _check_sizes(head: HeadConfig, target: dict[str, Any], own_vocab: int | None, found: Misfits) -> None:
+def _check_sizes(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:
     width = target.get("hidden_size")
     if width is not None and head.target_hidden_size != width:
         found.errors.append(f"hidden size: the head was made for a target of {head.target_hidden_size}, this one has {width}")
     vocab = target.get("vocab_size")
-    if vocab is not None and own_vocab is not None and own_vocab != vocab:
-        found.errors.append(f"vocabulary: the head was made for {own_vocab} tokens, this target has {vocab}")
+    if vocab is not None and head.own_vocab_size and head.own_vocab_size != vocab:
+        found.errors.append(f"vocabulary: the head was made for {head.own_vocab_size} tokens, this target has {vocab}")
     if head.draft_vocab_size > head.vocab_size:
         found.errors.append(f"draft vocabulary: {head.draft_vocab_size} tokens are more than the target's {head.vocab_size}")
 

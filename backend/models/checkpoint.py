@@ -6,9 +6,9 @@ A head without embeddings or output matrix of its own uses the target's (only th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,8 +26,10 @@ from backend.models.head_config import (
 )
 from backend.models.layout import canonical_names, is_draft_model, required_tensors
 from backend.models.tensor_files import TensorFiles
+from backend.wire.drafting import TargetTensor
 
-Borrowed = Literal["embed_tokens.weight", "lm_head.weight"]
+BORROWED: frozenset[TargetTensor] = frozenset(("embed_tokens.weight", "lm_head.weight"))
+"""What a head takes from its target unless it has its own."""
 NOTHING_NEWER: Mapping[str, Tensor] = MappingProxyType({})
 
 
@@ -47,7 +49,9 @@ class HeadWeights:
     max_position: int
     """The target's longest position; for a draft model at most its own.  A head's own limit is ignored: it is often a default
     that was never adapted."""
-    projection: FcProjection | None = None
+    borrowed: frozenset[TargetTensor]
+    """Which of embedding and output matrix a head lacks and takes from its target."""
+    projection: FcProjection | None
     """The projection that the drafter has to apply to features; None: verifiers have applied it, or there is none."""
 
 
@@ -57,15 +61,10 @@ def drafter_config(directory: str, target_dir: str) -> HeadConfig:
     return load(directory, target_dir)
 
 
-def borrowed(directory: str) -> set[Borrowed]:
-    """Which of embedding and output matrix a head lacks and takes from its target.  Raises `CheckpointError`."""
-    return set(get_args(Borrowed)) - canonical_names(TensorFiles(directory)).keys()
-
-
 def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mapping[str, Tensor] = NOTHING_NEWER) -> HeadWeights:
     """Reads a head or a draft model; with `raw`, a head's projection, too.
 
-    `newer`: target tensors that replace those in the target's directory, see `borrowed`.
+    `newer`: target tensors that replace those in the target's directory, see `HeadWeights.borrowed`.
     Raises `CheckpointError`, which names the first misfit.
     """
     config = drafter_config(head_dir, target_dir)
@@ -83,6 +82,7 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
     if config.is_mtp:
         # MTP layers join feature and embedding in the opposite order.
         tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
+    borrowed = BORROWED - tensors.keys()
     embedding = tensors.pop(EMBEDDING, None)
     lm_head = tensors.pop(LM_HEAD, None)
     offsets = tensors.pop("d2t", None)
@@ -91,6 +91,7 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
         assert embedding is not None, "`is_draft_model` saw it"
         _expect(EMBEDDING, embedding, config.draft_vocab_size, config.hidden_size)
         lm_head = embedding if lm_head is None else lm_head
+        borrowed = frozenset()
         # The target may have tokens beyond the draft model's vocabulary: their embeddings are zero.
         embedding = functional.pad(embedding, (0, 0, 0, max(config.vocab_size - len(embedding), 0)))
         longest = min(longest, config.max_position)
@@ -100,7 +101,7 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
     _expect(LM_HEAD, lm_head, config.draft_vocab_size, config.hidden_size)
     mapping = _target_ids(offsets, config) if offsets is not None else None
     projection = load_fc(head_dir) if raw and config.uses_aux else None
-    return HeadWeights(config, tensors, embedding, lm_head[: config.draft_vocab_size], mapping, longest, projection)
+    return HeadWeights(config, tensors, embedding, lm_head[: config.draft_vocab_size], mapping, longest, borrowed, projection)
 
 
 def borrow(target_dir: str, name: str, newer: Mapping[str, Tensor]) -> Tensor:
@@ -149,18 +150,8 @@ class FcProjection:
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> FcProjection:
         """A copy on `device`, of type `dtype`."""
-
-        def moved(tensor: Tensor) -> Tensor:
-            return tensor.to(device=device, dtype=dtype)
-
-        return FcProjection(
-            moved(self.weight),
-            None if self.bias is None else moved(self.bias),
-            None if self.input_norm is None else moved(self.input_norm),
-            tuple(moved(norm) for norm in self.feature_norms),
-            self.eps,
-            self.aux_layers,
-        )
+        moved: dict[str, Any] = {name: part.to(device, dtype) for name, part in vars(self).items() if isinstance(part, Tensor)}
+        return replace(self, feature_norms=tuple(norm.to(device, dtype) for norm in self.feature_norms), **moved)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Projects raw features `[rows, n * target_hidden]` to those that the head's layer takes, `[rows, hidden]`."""

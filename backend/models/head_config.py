@@ -59,6 +59,8 @@ class HeadConfig:
     dtype: str
     unsupported: tuple[str, ...]
     """Settings in the configuration that our drafter does not support, one line each."""
+    own_vocab_size: int = 0
+    """The target's vocabulary size according to the head's own configuration; 0: it names none."""
     aux_layers: tuple[int, ...] = ()
     """Target layers whose inputs `fc` joins to a feature; empty if `uses_aux` is False, or if neither the head nor a known
     target says which."""
@@ -174,6 +176,7 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     if speculators not in (None, "eagle3"):
         raise ValueError(f"speculators_model_type {speculators!r} is not supported, only 'eagle3'")
     layer = outer["transformer_layer_config"] if speculators else outer
+    own_vocab = int(layer.get("vocab_size") or 0)
     if isinstance(layer.get("model"), dict):
         layer = {**layer["model"], **layer}
     kind = "eagle3" if speculators else _kind(outer)
@@ -197,6 +200,7 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         head_dim=int(layer.get("head_dim") or hidden // heads),
         vocab_size=vocab,
         draft_vocab_size=int(outer.get("draft_vocab_size") or vocab) if kind == "eagle3" else vocab,
+        own_vocab_size=own_vocab,
         max_position=int(layer.get("max_position_embeddings") or 2048),
         rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope=rope_of(layer),

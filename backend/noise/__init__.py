@@ -52,38 +52,26 @@ def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 
 def choose(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    inverse_temperatures: Tensor,
-    scales: Tensor,
-    token_ids: Tensor | None = None,
+    logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, token_ids: Tensor | None = None
 ) -> Choice:
-    """For each row of `logits` `[R, V]`, the column with the largest score `logit * inverse_temperature + scale * G`.
+    """For each row of `logits` `[R, V]`, the column with the largest score `logit * beta + scale * G`.
 
-    `seeds` and `positions` are int64 `[R]`, `inverse_temperatures` (positive) and `scales` float32 `[R]`.  For a row of scale 0
-    no noise is computed.  `token_ids` int64 `[V]` are the columns' tokens, if not their numbers.  A logit of minus infinity
-    never wins, unless all in the row are.
+    `seeds` and `positions` are int64 `[R]`, `betas` (inverse temperatures, positive) and `scales` float32 `[R]`.  For a row of
+    scale 0 no noise is computed.  `token_ids` int64 `[V]` are the columns' tokens, if not their numbers.  A logit of minus
+    infinity never wins, unless all in the row are.
     """
     if logits.is_cuda:
         from backend.noise import cuda
 
-        return Choice(*cuda.choose(logits, seeds, positions, inverse_temperatures, scales, token_ids))
-    rows = len(logits)
-    columns, found = np.empty(rows, np.int64), np.empty((2, rows), np.float32)
-    given = _arrays(logits, seeds, positions, inverse_temperatures, scales, token_ids)
-    cpu.choose(*given, columns, found[0], found[1])
-    return Choice(torch.from_numpy(columns), *torch.from_numpy(found).unbind())
+        return Choice(*cuda.choose(logits, seeds, positions, betas, scales, token_ids))
+    # Where V is 1, the CPU's kernel gives the second rank minus infinity.
+    columns, scores = rank(logits, seeds, positions, betas, scales, 2, token_ids)
+    best, second = scores.unbind(1)
+    return Choice(columns[:, 0], best, torch.where(best == float("-inf"), 0.0, best - second))
 
 
 def rank(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    inverse_temperatures: Tensor,
-    scales: Tensor,
-    count: int,
-    token_ids: Tensor | None = None,
+    logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, count: int, token_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The columns of each row's `count` largest scores, int64 `[R, count]`, and the scores, float32, in descending order.
 
@@ -92,24 +80,17 @@ def rank(
     if logits.is_cuda:
         from backend.noise import cuda
 
-        return cuda.rank(logits, seeds, positions, inverse_temperatures, scales, count, token_ids)
-    columns, scores = np.empty((len(logits), count), np.int64), np.empty((len(logits), count), np.float32)
-    cpu.rank(*_arrays(logits, seeds, positions, inverse_temperatures, scales, token_ids), columns, scores)
-    return torch.from_numpy(columns), torch.from_numpy(scores)
-
-
-def _arrays(
-    logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, token_ids: Tensor | None
-) -> tuple[Any, Any, Any, Any, Any, Any, Any, Any]:
-    """The arguments of the CPU kernels."""
+        return cuda.rank(logits, seeds, positions, betas, scales, count, token_ids)
+    layout = _OWN_NUMBERS
+    if token_ids is not None:
+        ids = _int64(token_ids)
+        tiles = -(-len(ids) // cpu.TILE)
+        layout = np.empty((tiles, cpu.TILE), np.uint64), np.empty(tiles, np.int64), np.empty(len(ids), np.int64)
+        cpu.lay_out(ids, *layout)
     given = _float32(logits), _int64(seeds), _int64(positions), _float32(betas), _float32(scales)
-    if token_ids is None:
-        return *given, *_OWN_NUMBERS
-    ids = _int64(token_ids)
-    tiles = -(-len(ids) // cpu.TILE)
-    layout = np.empty((tiles, cpu.TILE), np.uint64), np.empty(tiles, np.int64), np.empty(len(ids), np.int64)
-    cpu.lay_out(ids, *layout)
-    return *given, *layout
+    columns, scores = np.empty((len(logits), count), np.int64), np.empty((len(logits), count), np.float32)
+    cpu.rank(*given, layout, columns, scores)
+    return torch.from_numpy(columns), torch.from_numpy(scores)
 
 
 def _int64(tensor: Tensor) -> Any:

@@ -38,7 +38,7 @@ _PER_BIT = np.float32(np.log(2.0) / 2**23)
 _BOUND = np.float32((32 + 127) * np.log(2.0) + 1e-3)
 """The bound of `-log(1 - U)` before the float's bits are subtracted; 0.001 covers rounding."""
 _SIGN, _MAGNITUDE, _LEAST = np.int32(31), np.int32(0x7FFFFFFF), np.int32(-(2**31))
-_ZERO, _NEVER = np.float32(0), np.float32(-np.inf)
+_NEVER = np.float32(-np.inf)
 
 
 def _compiled(kernel: Kernel) -> Kernel:
@@ -180,22 +180,12 @@ def fill_bounds(logits: Any, beta: Any, scale: Any, words: Any, bounds: Any, lea
 
 
 @_compiled
-def rank(
-    logits: Any,
-    seeds: Any,
-    positions: Any,
-    betas: Any,
-    scales: Any,
-    all_counters: Any,
-    counts: Any,
-    slots: Any,
-    columns: Any,
-    scores: Any,
-) -> None:
-    """Writes each row's F largest scores, in descending order, and their columns, `[R, F]`; F is at most V.
+def rank(logits: Any, seeds: Any, positions: Any, betas: Any, scales: Any, layout: Any, columns: Any, scores: Any) -> None:
+    """Writes each row's F largest scores, in descending order, and their columns, `[R, F]`; ranks beyond V get minus infinity.
 
-    `all_counters`, `counts` and `slots` come from `lay_out`; if `slots` is empty, a column's number is its token id.
+    `layout` has `counters`, `counts` and `slots` of `lay_out`; if `slots` is empty, a column's number is its token id.
     """
+    all_counters, counts, slots = layout
     size, worst = logits.shape[1], columns.shape[1] - 1
     tiles = (size + TILE - 1) // TILE
     words = np.empty(4 * TILE, np.uint32)
@@ -252,27 +242,3 @@ def insert(columns: Any, scores: Any, column: int, score: Any) -> None:
         place -= 1
     if place < columns.shape[0]:
         columns[place], scores[place] = column, score
-
-
-@_compiled
-def choose(
-    logits: Any,
-    seeds: Any,
-    positions: Any,
-    betas: Any,
-    scales: Any,
-    all_counters: Any,
-    counts: Any,
-    slots: Any,
-    columns: Any,
-    scores: Any,
-    leads: Any,
-) -> None:
-    """Writes the first column that `rank` finds in each row, its score, and its lead over the second."""
-    size = min(2, logits.shape[1])
-    ranked, found = np.empty((logits.shape[0], size), np.int64), np.empty((logits.shape[0], size), np.float32)
-    rank(logits, seeds, positions, betas, scales, all_counters, counts, slots, ranked, found)
-    for row in range(logits.shape[0]):
-        best, second = found[row, 0], found[row, 1] if size > 1 else _NEVER
-        columns[row], scores[row] = ranked[row, 0], best
-        leads[row] = _ZERO if best == _NEVER else best - second

@@ -9,6 +9,8 @@ reduce over the blocks.  Nothing waits for the GPU.  Noise is computed for every
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -62,18 +64,7 @@ def scores_of(logits, seeds, positions, betas, scales, ids, row, columns, size, 
 
 
 @triton.jit
-def scores_kernel(
-    logits,
-    seeds,
-    positions,
-    betas,
-    scales,
-    ids,
-    found,
-    size,
-    HAS_IDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def scores_kernel(logits, seeds, positions, betas, scales, ids, found, size, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scores = scores_of(logits, seeds, positions, betas, scales, ids, row, columns, size, HAS_IDS)
@@ -82,18 +73,7 @@ def scores_kernel(
 
 @triton.jit
 def choose_kernel(
-    logits,
-    seeds,
-    positions,
-    betas,
-    scales,
-    ids,
-    best,
-    second,
-    chosen,
-    size,
-    HAS_IDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    logits, seeds, positions, betas, scales, ids, best, second, chosen, size, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, block = tl.program_id(0), tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
@@ -119,34 +99,23 @@ def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     return noise
 
 
+def _run(kernel, given: Sequence[Tensor], ids: Tensor | None, results: Sequence[Tensor]) -> None:
+    """Runs a kernel over the blocks of all rows.  `given`: logits, seeds, positions, inverse temperatures and scales."""
+    rows, size = given[0].shape
+    if rows:
+        inputs = [each.contiguous() for each in (*given, given[1] if ids is None else ids)]
+        kernel[(rows, triton.cdiv(size, BLOCK))](*inputs, *results, size, HAS_IDS=ids is not None, BLOCK=BLOCK)
+
+
 def choose(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    betas: Tensor,
-    scales: Tensor,
-    ids: Tensor | None,
+    logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, ids: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `backend.noise.choose`."""
     rows, size = logits.shape
     blocks = triton.cdiv(size, BLOCK)
     best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
     second, chosen = torch.empty_like(best), torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
-    if rows:
-        choose_kernel[(rows, blocks)](
-            logits.contiguous(),
-            seeds.contiguous(),
-            positions.contiguous(),
-            betas.contiguous(),
-            scales.contiguous(),
-            chosen if ids is None else ids.contiguous(),
-            best,
-            second,
-            chosen,
-            size,
-            HAS_IDS=ids is not None,
-            BLOCK=BLOCK,
-        )
+    _run(choose_kernel, (logits, seeds, positions, betas, scales), ids, (best, second, chosen))
     scores, block = best.max(dim=1, keepdim=True)
     # Of equal blocks, the first; `max` does not promise which one it returns.
     block = (best == scores).to(torch.uint8).argmax(dim=1, keepdim=True)
@@ -158,29 +127,10 @@ def choose(
 
 
 def rank(
-    logits: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    betas: Tensor,
-    scales: Tensor,
-    count: int,
-    ids: Tensor | None,
+    logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, count: int, ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """See `backend.noise.rank`."""
-    rows, size = logits.shape
-    found = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
-    if rows:
-        scores_kernel[(rows, triton.cdiv(size, BLOCK))](
-            logits.contiguous(),
-            seeds.contiguous(),
-            positions.contiguous(),
-            betas.contiguous(),
-            scales.contiguous(),
-            seeds if ids is None else ids.contiguous(),
-            found,
-            size,
-            HAS_IDS=ids is not None,
-            BLOCK=BLOCK,
-        )
+    found = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
+    _run(scores_kernel, (logits, seeds, positions, betas, scales), ids, (found,))
     scores, columns = found.topk(count, dim=1)
     return columns, scores

@@ -134,19 +134,18 @@ def recorded(records: Records) -> list[Chapter]:
 def _incarnation(
     each: Incarnation, steps: pa.Table, verifications: pa.Table, requests: pa.Table, zero: float, restarted: bool
 ) -> Worker:
-    at = pc.subtract(steps["began_at"], zero)
-    emitting = pc.if_else(pc.greater(steps["tokens"], 0), pc.add(at, pc.divide(steps["busy_ms"], 1e3)), 0.0)
+    at, busy_ms, tokens = (steps[name].to_numpy() for name in ("began_at", "busy_ms", "tokens"))
+    at = at - zero
     about = each.books.about
-    idle = {cause: total(steps[column]) / 1e3 for cause, column in IDLE_COLUMNS.items()}
     return Worker(
         name=f"{about.verifier_id} ({about.incarnation[:4]})" if restarted else about.verifier_id,
-        steps=pa.table({"at": at, "wall_ms": step_wall_ms(steps), "tokens": steps["tokens"], "requests": steps["requests"]}),
+        steps=pa.table({"at": at, "wall_ms": step_wall_ms(steps), "tokens": tokens, "requests": steps["requests"]}),
         verifications=verifications,
         requests=requests.select(["tokens", "verifications"]),
-        busy_s=total(steps["busy_ms"]) / 1e3,
-        idle_s=idle,
-        began_s=pc.min(at).as_py(),
-        ended_s=pc.max(emitting).as_py(),
+        busy_s=float(busy_ms.sum()) / 1e3,
+        idle_s={cause: total(steps[column]) / 1e3 for cause, column in IDLE_COLUMNS.items()},
+        began_s=float(at.min()),
+        ended_s=float((at + busy_ms / 1e3)[tokens > 0].max(initial=0.0)),
     )
 
 

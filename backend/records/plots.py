@@ -6,13 +6,15 @@ Every public function draws one matplotlib figure of a chapter, or returns None 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from backend.records.chapters import Chapter, Worker
+from backend.records.reading import Numbers
 from backend.records.summary import by_drafter
 
 COLOURS = ("#3b6ea5", "#d98b3a", "#5a9e6f", "#a05a9e", "#c44e52", "#7f7f2f", "#2f8f9f", "#8c8c8c")
@@ -36,7 +38,7 @@ def load(chapter: Chapter) -> Any | None:
     begin, end = _span(chapter.workers)
     figure, (batches, speeds) = _figure(WIDTH, 4.6, 2, sharex=True)
     for place, worker in enumerate(chapter.workers):
-        middles, sizes, tgs = zip(*_stretches(worker.steps, begin, end), strict=True)
+        middles, sizes, tgs = _stretches(worker.steps, begin, end)
         style = _style(place, len(chapter.workers))
         batches.plot(middles, sizes, label=worker.name, **style)
         speeds.plot(middles, tgs, label=worker.name, **style)
@@ -87,11 +89,12 @@ def markov(chapter: Chapter) -> Any | None:
     if not counts:
         return None
     size = max(max(pair) for pair in counts) + 1
-    totals = [sum(counts[last, following] for following in range(size)) for last in range(size)]
-    shares = [[counts[i, j] / totals[i] if totals[i] else math.nan for j in range(size)] for i in range(size)]
+    matrix = np.array([[counts[last, following] for following in range(size)] for last in range(size)])
+    sums = matrix.sum(axis=1, keepdims=True)
+    shares = matrix / np.where(sums, sums, np.nan)
     side = min(WIDTH - 1, 1.6 + 0.5 * size)
     figure, (axes,) = _figure(side + 1, side)
-    most = max(share for line in shares for share in line if not math.isnan(share))
+    most = np.nanmax(shares)
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=most)
     axes.set_xlabel("draft tokens kept next")
     axes.set_ylabel("draft tokens kept last")
@@ -100,11 +103,10 @@ def markov(chapter: Chapter) -> Any | None:
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     if size <= 12:
-        for i in range(size):
-            for j in range(size):
-                if not math.isnan(shares[i][j]):
-                    ink = "white" if shares[i][j] > 0.5 * most else INK
-                    axes.text(j, i, f"{shares[i][j]:.2f}", ha="center", va="center", color=ink, fontsize=TICK)
+        for (i, j), share in np.ndenumerate(shares):
+            if not math.isnan(share):
+                ink = "white" if share > 0.5 * most else INK
+                axes.text(j, i, f"{share:.2f}", ha="center", va="center", color=ink, fontsize=TICK)
     bar = figure.colorbar(image, ax=axes, shrink=0.8)
     bar.set_label("probability", size=LABEL)
     bar.ax.tick_params(labelsize=TICK, length=0)
@@ -165,7 +167,8 @@ def stragglers(chapter: Chapter) -> Any | None:
     figure, (axes,) = _figure(WIDTH, 1.5 + 0.42 * len(workers))
     most = max((pc.max(worker.steps["requests"]).as_py() for worker in workers), default=1) or 1
     for place, worker in enumerate(workers):
-        for middle, size, _ in _stretches(worker.steps, begin, end):
+        middles, sizes, _ = _stretches(worker.steps, begin, end)
+        for middle, size in zip(middles, sizes, strict=True):
             if not math.isnan(size):
                 left, alpha = middle - width / 2, 0.25 + 0.75 * size / most
                 axes.barh(place, width, 0.6, left=left, color=BUSY_COLOUR, alpha=alpha, linewidth=0)
@@ -243,19 +246,14 @@ def _span(workers: Sequence[Worker]) -> tuple[float, float]:
     return begin, max(end, begin + 1e-3)
 
 
-def _stretches(steps: pa.Table, begin: float, end: float) -> Iterator[tuple[float, float, float]]:
+def _stretches(steps: pa.Table, begin: float, end: float) -> tuple[Numbers, Numbers, Numbers]:
     """Middle, mean batch size and TGS of each of `BINS` stretches of time; NaN in stretches where no step emitted tokens."""
-    width = (end - begin) / BINS
     steps = steps.filter(pc.greater(steps["requests"], 0))
-    places = pc.cast(pc.floor(pc.divide(pc.subtract(steps["at"], begin), width)), pa.int64())
-    weighted = pc.multiply(pc.cast(steps["requests"], pa.float64()), steps["wall_ms"])
-    table = pa.table({"place": places, "tokens": steps["tokens"], "requests": steps["requests"], "request_ms": weighted})
-    sums = [("tokens", "sum"), ("requests", "mean"), ("request_ms", "sum")]
-    found = {row["place"]: row for row in table.group_by("place").aggregate(sums).to_pylist()}
-    for place in range(BINS):
-        row, middle = found.get(place), begin + (place + 0.5) * width
-        if row is None:
-            yield middle, math.nan, math.nan
-        else:
-            request_ms = row["request_ms_sum"]
-            yield middle, row["requests_mean"], 1e3 * row["tokens_sum"] / request_ms if request_ms else math.nan
+    at, requests, tokens, wall_ms = (steps[name].to_numpy() for name in ("at", "requests", "tokens", "wall_ms"))
+    counts, edges = np.histogram(at, BINS, (begin, end))
+
+    def summed(values: Numbers) -> Numbers:
+        return np.histogram(at, BINS, (begin, end), weights=values)[0]
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return (edges[:-1] + edges[1:]) / 2, summed(requests) / counts, 1e3 * summed(tokens) / summed(requests * wall_ms)

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -21,6 +23,7 @@ from backend.records import schema
 from backend.records.schema import ABOUT, SCHEMA_VERSION, SCHEMAS, VERSION_KEY, Books
 from backend.records.store import FILE
 
+Numbers = npt.NDArray[np.float64]
 IDLE_COLUMNS = {cause: f"idle_{cause}_ms" for cause in schema.IDLE_COLUMNS}
 
 
@@ -102,13 +105,13 @@ class Records:
         """
         total = 0.0
         for steps in map(_flat, self._files(incarnation, "step")):
-            ended = pc.subtract(steps["began_at"], pc.divide(waited_ms(steps), 1e3))
-            began = pc.subtract(ended, pc.divide(steps[IDLE_COLUMNS["no_work"]], 1e3))
+            ended = steps["began_at"].to_numpy() - waited_ms(steps) / 1e3
+            began = ended - steps[IDLE_COLUMNS["no_work"]].to_numpy() / 1e3
             if self.selection.since is not None:
-                began = pc.max_element_wise(began, self.selection.since)
+                began = np.maximum(began, self.selection.since)
             if self.selection.until is not None:
-                ended = pc.min_element_wise(ended, self.selection.until)
-            total += pc.sum(pc.max_element_wise(pc.subtract(ended, began), 0.0)).as_py() or 0.0
+                ended = np.minimum(ended, self.selection.until)
+            total += float(np.maximum(ended - began, 0.0).sum())
         return total
 
     def _files(self, incarnation: Incarnation, kind: str) -> Iterator[pa.Table]:
@@ -137,12 +140,12 @@ class Records:
         return table
 
 
-def waited_ms(steps: pa.Table) -> Any:
+def waited_ms(steps: pa.Table) -> Numbers:
     """Idle milliseconds before each step while there was work.  They directly precede the step, after any time without work."""
-    waited = pc.multiply(steps["busy_ms"], 0.0)
+    waited: Numbers = np.zeros(len(steps))
     for cause, column in IDLE_COLUMNS.items():
         if cause != "no_work":
-            waited = pc.add(waited, steps[column])
+            waited += steps[column].to_numpy()
     return waited
 
 

@@ -9,10 +9,10 @@ counted; disk errors raise nothing.
 from __future__ import annotations
 
 import logging
-import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
@@ -31,6 +31,17 @@ FILE = re.compile(rf"\.?({'|'.join(KINDS)})-\d{{6,}}\.parquet(\.part)?")
 
 ROTATE_ROWS, ROTATE_BYTES, ROTATE_S = 200_000, 16 * 2**20, 30.0
 """A file is written when so many rows wait for it, or so many bytes before compression."""
+
+
+@contextmanager
+def appearing(final: Path) -> Iterator[Path]:
+    """Yields a path to write to.  The file becomes `final` when the block ends without an error; else it is removed."""
+    part = final.with_name(f".{final.name}.part")
+    try:
+        yield part
+        part.replace(final)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 class _Pending:
@@ -112,26 +123,16 @@ class Store:
     def _write_file(self, kind: str, table: pa.Table) -> None:
         self._files += 1
         final = self.directory / f"{kind}-{self._files:06d}.parquet"
-        part = final.with_name(f".{final.name}.part")
         self.directory.mkdir(parents=True, exist_ok=True)
-        try:
+        with appearing(final) as part:
             pq.write_table(table.replace_schema_metadata(metadata(self._about)), part, compression="zstd")
-            os.replace(part, final)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
 
     def _write_about(self, ended: bool) -> None:
         if not self.directory.is_dir():
             return
         books = Books(SCHEMA_VERSION, self._about, self.written, self.dropped(), self._removed, time.time(), ended)
-        part = self.directory / f".{ABOUT}.part"
-        try:
+        with appearing(self.directory / ABOUT) as part:
             part.write_bytes(msgspec.json.format(msgspec.json.encode(books)))
-            os.replace(part, self.directory / ABOUT)
-        except BaseException:
-            part.unlink(missing_ok=True)
-            raise
 
     def _remove_oldest(self) -> None:
         """Deletes this verifier's oldest files, former incarnations included, until all fit in `records.max_mib`."""

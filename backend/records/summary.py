@@ -12,10 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backend.records.reading import IDLE_COLUMNS, Records, waited_ms
+from backend.records.reading import IDLE_COLUMNS, Numbers, Records, waited_ms
 
 NOT_SERVED = pa.array(["abort", "error"])
 """Finish reasons of requests that are left out of the speeds."""
@@ -117,27 +118,27 @@ def by_drafter(outcomes: Outcomes) -> dict[str, Drafting]:
     return {name: drafting(Counter({each: n for each, n in outcomes.items() if each.drafter == name})) for name in names}
 
 
-def spread(values: pa.Array | pa.ChunkedArray) -> Spread:
+def spread(values: Numbers) -> Spread:
     """Quantiles of the finite values."""
-    values = values.filter(pc.is_finite(values))
+    values = values[np.isfinite(values)]
     if not len(values):
         return Spread(0, None, None, None)
-    return Spread(len(values), *pc.quantile(values, q=[0.1, 0.5, 0.9]).to_pylist())
+    return Spread(len(values), *np.quantile(values, [0.1, 0.5, 0.9]).tolist())
 
 
-def step_wall_ms(steps: pa.Table) -> pa.ChunkedArray:
+def step_wall_ms(steps: pa.Table) -> Numbers:
     """A step's wall time: busy time, and idle time before it while there was work.  Time without work belongs to no step."""
-    return pc.add(steps["busy_ms"], waited_ms(steps))
+    wall: Numbers = steps["busy_ms"].to_numpy() + waited_ms(steps)
+    return wall
 
 
-def step_speeds(steps: pa.Table) -> pa.ChunkedArray:
+def step_speeds(steps: pa.Table) -> Numbers:
     """Tokens per second and request of each step that emitted any: tokens / batch size / wall time."""
     steps = steps.filter(pc.greater(steps["requests"], 0))
-    seconds = pc.divide(step_wall_ms(steps), 1e3)
-    return pc.divide(pc.divide(pc.cast(steps["tokens"], pa.float64()), seconds), pc.cast(steps["requests"], pa.float64()))
+    return _rate(steps["tokens"].to_numpy() / steps["requests"].to_numpy(), step_wall_ms(steps) / 1e3)
 
 
-def request_speeds(requests: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray]:
+def request_speeds(requests: pa.Table) -> tuple[Numbers, Numbers]:
     """Decode and end-to-end speed, in tokens per second, of each request that was served to its end.
 
     Decode: (n - 1) / (last token - first token), over tokens emitted at this verifier.  End to end: n / (last token - arrival),
@@ -148,20 +149,15 @@ def request_speeds(requests: pa.Table) -> tuple[pa.ChunkedArray, pa.ChunkedArray
         pc.greater(requests["tokens"], 0),
     )
     requests = requests.filter(served)
-    several = requests.filter(pc.and_(pc.greater(requests["tokens"], 1), _later(requests, "first_token_at")))
-    since_arrival = requests.filter(_later(requests, "arrived_at"))
-    decode = pc.divide(
-        pc.cast(pc.subtract(several["tokens"], 1), pa.float64()), pc.subtract(several["ended_at"], several["first_token_at"])
-    )
-    e2e = pc.divide(
-        pc.cast(pc.add(since_arrival["tokens"], since_arrival["brought_tokens"]), pa.float64()),
-        pc.subtract(since_arrival["ended_at"], since_arrival["arrived_at"]),
-    )
-    return decode, e2e
+    columns = ("tokens", "brought_tokens", "arrived_at", "first_token_at", "ended_at")
+    tokens, brought, arrived, first, ended = (requests[name].to_numpy() for name in columns)
+    several, late = (tokens > 1) & (ended > first), ended > arrived
+    return _rate((tokens - 1)[several], (ended - first)[several]), _rate((tokens + brought)[late], (ended - arrived)[late])
 
 
-def _later(requests: pa.Table, column: str) -> pa.ChunkedArray:
-    return pc.greater(requests["ended_at"], requests[column])
+def _rate(tokens: Numbers, seconds: Numbers) -> Numbers:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return tokens / seconds
 
 
 class _Sums:
@@ -174,7 +170,7 @@ class _Sums:
         self.times: list[float] = []
         self.live: Outcomes = Counter()
         self.forced: Outcomes = Counter()
-        self.spreads: dict[str, list[pa.Array]] = {}
+        self.spreads: defaultdict[str, list[Numbers]] = defaultdict(list)
         self.without_work_s = 0.0
 
     def steps(self, steps: pa.Table) -> None:
@@ -186,7 +182,7 @@ class _Sums:
             self.seconds[name] += total(steps[name]) / 1e3
         bounds = pc.min_max(steps["began_at"]).as_py()
         self.times += [bounds["min"], bounds["max"]]
-        self._spread("tgs_step", step_speeds(steps))
+        self.spreads["tgs_step"].append(step_speeds(steps))
 
     def verifications(self, rows: pa.Table) -> None:
         self.numbers["verifications"] += len(rows)
@@ -197,17 +193,14 @@ class _Sums:
         for reason in pc.value_counts(requests["finish_reason"]).to_pylist():
             self.reasons[reason["values"]] += reason["counts"]
         decode, e2e = request_speeds(requests)
-        self._spread("tgs_decode", decode)
-        self._spread("tgs_e2e", e2e)
+        self.spreads["tgs_decode"].append(decode)
+        self.spreads["tgs_e2e"].append(e2e)
         begun = requests.filter(pc.and_(pc.greater(requests["tokens"], 0), pc.equal(requests["brought_tokens"], 0)))
-        self._spread("ttft", pc.subtract(begun["first_token_at"], begun["arrived_at"]))
-        self._spread("response", pc.cast(requests["tokens"], pa.float64()))
-
-    def _spread(self, name: str, values: pa.ChunkedArray) -> None:
-        self.spreads.setdefault(name, []).extend(values.chunks)
+        self.spreads["ttft"].append(begun["first_token_at"].to_numpy() - begun["arrived_at"].to_numpy())
+        self.spreads["response"].append(requests["tokens"].to_numpy())
 
     def spread(self, name: str) -> Spread:
-        return spread(pa.chunked_array(self.spreads.get(name, []), pa.float64()))
+        return spread(np.concatenate(self.spreads[name] or [np.empty(0)]))
 
 
 def summarise(records: Records) -> Summary:

@@ -1,8 +1,4 @@
-"""Remembers, within bounds, where requests went: by session, and by the beginnings of prompts.  Pure.
-
-A verifier can be forgotten in constant time.  Each entry has the count of how often its verifier had been forgotten when the
-entry was written; an entry with an older count is no longer valid.
-"""
+"""Remembers, within bounds, where requests went: by session, and by the beginnings of prompts.  Pure."""
 
 from __future__ import annotations
 
@@ -23,63 +19,46 @@ class RecentMap(Generic[KeyT]):
 
     def __init__(self, entries: int) -> None:
         self._entries = entries
-        self._map: OrderedDict[KeyT, tuple[str, int]] = OrderedDict()
-        self._forgotten: dict[str, int] = {}
+        self._map: OrderedDict[KeyT, str] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._map)
 
     def get(self, key: KeyT) -> str | None:
         """The verifier last put under `key`, unless it was forgotten since."""
-        found = self._map.get(key)
-        if found is None:
-            return None
-        verifier_id, then = found
-        if then != self._forgotten.get(verifier_id, 0):
-            del self._map[key]
-            return None
-        return verifier_id
+        return self._map.get(key)
 
     def put(self, key: KeyT, verifier_id: str) -> None:
         """Remembers that `key` went to this verifier; counts as a use of the key."""
-        self._map[key] = verifier_id, self._forgotten.get(verifier_id, 0)
+        self._map[key] = verifier_id
         self._map.move_to_end(key)
-        while len(self._map) > self._entries:
+        if len(self._map) > self._entries:
             self._map.popitem(last=False)
 
     def forget(self, verifier_id: str) -> None:
         """Nothing put under this verifier so far is found again."""
-        self._forgotten[verifier_id] = self._forgotten.get(verifier_id, 0) + 1
+        for key in [key for key, found in self._map.items() if found == verifier_id]:
+            del self._map[key]
 
 
-class PrefixMap:
+class PrefixMap(RecentMap[int]):
     """Beginnings of prompts, block by block -> the verifier that computed them last."""
-
-    def __init__(self, entries: int) -> None:
-        self._blocks = RecentMap[int](entries)
-
-    def __len__(self) -> int:
-        return len(self._blocks)
 
     def longest(self, scope: str, prompt: Sequence[int]) -> str | None:
         """The verifier with the longest known beginning of `prompt`; None when not even its first block is known."""
         found = None
         for key in _chain(scope, prompt):
-            verifier_id = self._blocks.get(key)
+            verifier_id = self.get(key)
             if verifier_id is None:
                 break
             found = verifier_id
         return found
 
-    def put(self, scope: str, prompt: Sequence[int], verifier_id: str) -> None:
+    def put_prompt(self, scope: str, prompt: Sequence[int], verifier_id: str) -> None:
         """Notes that `verifier_id` is about to compute `prompt`."""
         # The last block first: when memory runs out, a prompt loses its end before its beginning.
         for key in reversed(_chain(scope, prompt)):
-            self._blocks.put(key, verifier_id)
-
-    def forget(self, verifier_id: str) -> None:
-        """The verifier has lost its cache."""
-        self._blocks.forget(verifier_id)
+            self.put(key, verifier_id)
 
 
 def _chain(scope: str, prompt: Sequence[int]) -> list[int]:

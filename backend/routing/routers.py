@@ -122,15 +122,13 @@ class PredictedTgs(Router):
         known = [each.measured for each in candidates if each.measured is not None]
         speed = mean_speed([each.speed for each in known])
         if speed is None:
-            return min(candidates, key=_least).id if candidates else None
+            return LeastLoaded().choose(ask, candidates)
         typical = Measured(0, 0, float("inf"), 0.0, speed, sum(each.response_tokens for each in known) / len(known))
-        best: Candidate | None = None
-        best_tgs = 0.0
-        for each in candidates:
-            tgs = predicted_tgs(ask.tokens, each, each.measured or typical, self._slots)
-            if best is None or tgs > best_tgs or (tgs == best_tgs and _least(each) < _least(best)):
-                best, best_tgs = each, tgs
-        return best.id if best is not None else None
+
+        def rank(each: Candidate) -> tuple[float, tuple[int, int, int, str]]:
+            return -predicted_tgs(ask.tokens, each, each.measured or typical, self._slots), _least(each)
+
+        return min(candidates, key=rank).id
 
 
 def predicted_tgs(tokens: int, candidate: Candidate, measured: Measured, slots: int) -> float:
@@ -177,7 +175,7 @@ class WithAffinity(Router):
             if self._sessions is not None and ask.session:
                 self._sessions.put(ask.session, chosen)
             if self._prefixes is not None:
-                self._prefixes.put(ask.scope, ask.prompt, chosen)
+                self._prefixes.put_prompt(ask.scope, ask.prompt, chosen)
         return chosen
 
     def forget(self, verifier_id: str) -> None:

@@ -22,7 +22,7 @@ from backend.speculation.shared import SharedTexts
 from backend.speculation.texts import TextSource
 from backend.speculation.waiting import Ask, Foresight, Outlook
 from backend.wire.drafting import Block, Draft
-from backend.wire.engine import RequestOptions
+from backend.wire.engine import RequestOptions, Said
 
 _ASKS = {"off": Ask.PLAIN, "sync": Ask.DRAFT, "ahead": Ask.AHEAD, "auto": None}
 _NOTHING_ASKED = RequestOptions(), 0
@@ -148,6 +148,11 @@ class Candidates:
         self._calibrations = {s: known for s, known in self._calibrations.items() if s.drafter_id != drafter_id}
         self.drafted = Outlook(self._longest, self._prior)
 
+    def share(self, said: Said) -> None:
+        """Takes the output of a request that has ended at another verifier."""
+        if self._shared is not None:
+            self._shared.take(said.tenant, [*said.before, *said.tokens], len(said.before))
+
     # -- drafts that come ----------------------------------------------------------------------------------------------
 
     def take_fresh(self, drafter_id: str, draft: Draft, draft_s: float, floor: float) -> str:
@@ -214,6 +219,11 @@ class Candidates:
         for each in request.texts:
             if self._room > 0:
                 self._room -= each.advance(request.text, self._room)
+
+    def index_shared(self) -> None:
+        """Call once per step, after `learn` for its requests: indexes other verifiers' outputs with the room that is left."""
+        if self._shared is not None:
+            self._shared.advance(self._room)
 
     def weights(self, drafter_id: str, *, greedy: bool) -> list[float]:
         """The weights (`chances.py`) by which a drafter judges the tokens of its fresh drafts."""

@@ -13,16 +13,21 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections import deque
 from collections.abc import Sequence
 
 from backend.speculation.texts import TextSource
+from backend.wire.engine import SHARED_SUFFIX
 
-SIZES = (8, 4)
+SIZES = (SHARED_SUFFIX, 4)
 """Lengths in tokens of the suffixes that are looked up, the longest first."""
 KEPT = 1 << 17
 """Suffixes in the index, over all requests and sizes: about 20 MB.  The older half is dropped when it is full."""
 SURE = 10
 """Agreeing tokens that count in a sign; more say nothing new."""
+
+WAITING = 256
+"""Most outputs of other verifiers that wait to be indexed, the latest."""
 
 Place = tuple[list[int], int]
 """An output, and a position in it."""
@@ -35,6 +40,8 @@ class SharedTexts:
         self._young: dict[int, Place] = {}
         self._old: dict[int, Place] = {}
         self._secret = secrets.token_bytes(16)
+        self._waiting: deque[tuple[SharedText, list[int]]] = deque(maxlen=WAITING)
+        """Outputs of other verifiers: a view of the index, and the text that it adds."""
 
     def reader(self, tenant: str, length: int) -> SharedText:
         """The view of a request that is `length` tokens long now.  Its further tokens are shared with its tenant's requests."""
@@ -42,6 +49,18 @@ class SharedTexts:
         # because clients choose tenants' names (`cache_salt`), as many as they like.
         salt = hashlib.blake2b(tenant.encode(errors="surrogatepass"), key=self._secret, digest_size=8).digest()
         return SharedText(self, int.from_bytes(salt, "big"), length)
+
+    def take(self, tenant: str, text: list[int], began: int) -> None:
+        """Takes another verifier's output, `text` from position `began` on.  `advance` indexes it."""
+        self._waiting.append((self.reader(tenant, began), text))
+
+    def advance(self, most: int) -> None:
+        """Indexes up to `most` tokens of other verifiers' outputs."""
+        while self._waiting and most > 0:
+            view, text = self._waiting[0]
+            most -= view.advance(text, most)
+            if view.is_indexed(text):
+                self._waiting.popleft()
 
     def find(self, suffix: int) -> Place | None:
         """The position after the latest occurrence of a suffix."""
@@ -89,6 +108,10 @@ class SharedText(TextSource):
                     self._texts.add(hash((self._salt, *text[place - size : place])), (self._output, len(self._output) - 1))
         advanced, self._shared = end - self._shared, end
         return advanced
+
+    def is_indexed(self, text: Sequence[int]) -> bool:
+        """Whether all of the request's `text` is in the index."""
+        return self._shared == len(text)
 
     def _follow(self, text: Sequence[int]) -> None:
         """Compares new tokens with the other output; looks the suffix up anew where that output ends or differs."""

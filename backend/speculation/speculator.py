@@ -26,7 +26,7 @@ from backend.speculation.preference import Preference
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Load, Pending, Plan, Prospect, Times, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
-from backend.wire.engine import RequestOptions
+from backend.wire.engine import RequestOptions, Said
 
 RECONSIDER_EVERY = 16
 """Steps between two choices of what to ask for; a choice costs some hundred microseconds."""
@@ -139,6 +139,10 @@ class Speculator:
     def asked(self, request_id: str, asked: RequestOptions, prompt_len: int) -> None:
         """Notes what a coming request, with a prompt of so many tokens, asks about drafting."""
         self.candidates.asked(request_id, asked, prompt_len)
+
+    def share(self, said: Said) -> None:
+        """Takes the text of a request that has ended at another verifier, for look-ups."""
+        self.candidates.share(said)
 
     def ended(self, request_id: str, text: list[int], began: int, greedy: bool) -> None:
         """A step added tokens to a request that goes on.  `text`: all its tokens; `began`: its length before the step."""
@@ -317,6 +321,7 @@ class Speculator:
             self.candidates.learn(request_id, request)
             if self._step_s is not None:
                 self._emitted += len(request.text) - began
+        self.candidates.index_shared()
         self._unlearned.clear()
         self._step_s = None
         if self.candidates.steps >= self._reconsider_at and self._drafter_ids and self.candidates.requests:

@@ -11,10 +11,13 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from backend.config.settings import TracingSettings
 from backend.config.sources import ConfigError
+
+if TYPE_CHECKING:
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
 Kind = Literal["server", "internal"]
 Value = str | int | float | bool
@@ -33,40 +36,23 @@ class TracingError(ConfigError):
 def check(settings: TracingSettings) -> None:
     """Raises `TracingError` if tracing is on and its packages are missing."""
     if settings.endpoint is not None:
-        _import()
+        _exporter()
 
 
 def open_tracing(settings: TracingSettings, role: str, instance: str) -> Tracing | None:
     """This process's tracing; None if it is off.  `role` is gateway, verifier or drafter.  Raises `TracingError`."""
     if settings.endpoint is None:
         return None
-    return Tracing(role, instance, _import().exporter(endpoint=settings.endpoint, timeout=CLOSE_S))
+    return Tracing(role, instance, _exporter()(endpoint=settings.endpoint, timeout=CLOSE_S))
 
 
-class _OpenTelemetry:
-    """What is used of OpenTelemetry; the constructor imports the library."""
-
-    def __init__(self) -> None:
-        from opentelemetry import trace
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-        from opentelemetry.sdk.resources import Resource
-        from opentelemetry.sdk.trace import TracerProvider
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-
-        self.trace = trace
-        self.exporter = OTLPSpanExporter
-        self.resource = Resource
-        self.provider = TracerProvider
-        self.batches = BatchSpanProcessor
-        self.contexts = TraceContextTextMapPropagator()
-
-
-def _import() -> _OpenTelemetry:
+def _exporter() -> type[OTLPSpanExporter]:
+    """The exporter's class.  It needs all packages of OpenTelemetry that are used here."""
     try:
-        return _OpenTelemetry()
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise TracingError(MISSING) from error
+    return OTLPSpanExporter
 
 
 class _Once(logging.Handler):
@@ -97,17 +83,23 @@ class Tracing:
     """
 
     def __init__(self, role: str, instance: str, exporter: Any) -> None:
-        library = _import()
-        self._library = library
+        from opentelemetry import trace
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._library = trace
+        self._contexts = TraceContextTextMapPropagator()
         try:
             version = importlib.metadata.version("outrider")
         except importlib.metadata.PackageNotFoundError:
             version = "0"
         about = {"service.name": f"outrider-{role}", "service.instance.id": instance, "service.version": version}
         # Not the library's global provider: a process may have several `Tracing` objects, and vLLM has its own.
-        self._provider = library.provider(resource=library.resource(about), shutdown_on_exit=False)
+        self._provider = TracerProvider(resource=Resource(about), shutdown_on_exit=False)
         self._provider.add_span_processor(
-            library.batches(exporter, schedule_delay_millis=1000, export_timeout_millis=CLOSE_S * 1000)
+            BatchSpanProcessor(exporter, schedule_delay_millis=1000, export_timeout_millis=CLOSE_S * 1000)
         )
         self._tracer = self._provider.get_tracer("outrider", version)
         _tell_once()
@@ -119,9 +111,8 @@ class Tracing:
 
         A malformed context counts as none.
         """
-        library = self._library
-        context = library.contexts.extract(dict(headers or {}))
-        span = self._tracer.start_span(name, context=context, kind=library.trace.SpanKind[kind.upper()], start_time=start_ns)
+        context = self._contexts.extract(dict(headers or {}))
+        span = self._tracer.start_span(name, context=context, kind=self._library.SpanKind[kind.upper()], start_time=start_ns)
         return Span(self, span) if span.is_recording() else None
 
     def close(self) -> None:
@@ -140,8 +131,8 @@ class Span:
     @property
     def headers(self) -> dict[str, str]:
         """The trace context for child spans elsewhere: `traceparent`, and `tracestate` if there is one."""
-        library, headers = self._tracing._library, dict[str, str]()
-        library.contexts.inject(headers, context=library.trace.set_span_in_context(self._span))
+        tracing, headers = self._tracing, dict[str, str]()
+        tracing._contexts.inject(headers, context=tracing._library.set_span_in_context(self._span))
         return headers
 
     def rename(self, name: str) -> None:
@@ -164,6 +155,6 @@ class Span:
     def end(self, end_ns: int | None = None, failed: str = "") -> None:
         """Ends the span; a non-empty `failed` marks it as an error, for that reason."""
         if failed:
-            trace = self._tracing._library.trace
+            trace = self._tracing._library
             self._span.set_status(trace.Status(trace.StatusCode.ERROR, failed))
         self._span.end(end_ns)

@@ -5,7 +5,6 @@ from backend.transport.ring import RingReader, RingWriter
 from backend.transport.sockets import (
     ServerKeys,
     Wire,
-    bind_router,
     connect_dealer,
     new_server_keys,
     unlink_ipc_on_exit,
@@ -20,7 +19,6 @@ __all__ = [
     "Router",
     "ServerKeys",
     "Wire",
-    "bind_router",
     "connect_dealer",
     "new_server_keys",
     "unlink_ipc_on_exit",

@@ -53,44 +53,32 @@ class _Watched:
         self.socket.close(linger=0)
 
     def _look(self) -> None:
-        if self._unsent:
-            self._flush()
-        # The descriptor signals a change once, and sending may have consumed it.
-        if self._waiting is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-            self._wake()
-
-    def _flush(self) -> None:
         while self._unsent:
             try:
                 self.socket.send_multipart(self._unsent[0], zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             self._unsent.popleft()
+        # The descriptor signals a change once, and sending may have consumed it.
+        waiting = self._waiting
+        if waiting is not None and self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN and not waiting.done():
+            waiting.set_result(None)
 
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
 
-
-class AsyncDealer:
+class AsyncDealer(_Watched):
     """One connection to one ROUTER.  Needs the running event loop.
 
     Raises `ValueError` for a tcp address without the keys it needs.
     """
 
     def __init__(self, wire: Wire, address: str, identity: bytes, server_key: str = "", high_water_mark: int = 10_000) -> None:
-        dealer = connect_dealer(wire, address, identity, server_key, high_water_mark)
-        self._socket = _Watched(dealer)
-        self._monitor = _Watched(dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED))
-        self._closed = False
+        super().__init__(connect_dealer(wire, address, identity, server_key, high_water_mark))
+        self._monitor = _Watched(self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
 
     def send(self, frames: Sequence[Buffer]) -> None:
         """Queues one message; never waits, so that it can be called while a task is being cancelled."""
-        if not self._closed:
-            self._socket.send(frames)
-
-    async def receive(self) -> list[bytes]:
-        return await self._socket.receive()
+        if not self.socket.closed:
+            super().send(frames)
 
     async def disconnected(self) -> None:
         """Returns when an established connection has been lost.  Messages may be lost too, even if it reconnects."""
@@ -101,9 +89,8 @@ class AsyncDealer:
 
     def close(self) -> None:
         """Drops the connection and everything unsent."""
-        if self._closed:
+        if self.socket.closed:
             return
-        self._closed = True
-        self._socket.socket.disable_monitor()
+        self.socket.disable_monitor()
         self._monitor.close()
-        self._socket.close()
+        super().close()

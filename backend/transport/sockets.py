@@ -129,16 +129,14 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> str:
     """Listens at `address`, or at the first free port of its range; returns the address bound.  Raises `OSError`."""
     ranged = PORT_RANGE.fullmatch(address)
     ports = range(int(ranged["first"]), int(ranged["last"]) + 1) if ranged else ()
-    *earlier, last = [f"{ranged['host']}:{port}" for port in ports] if ranged else [address]
-    for candidate in earlier:
-        with contextlib.suppress(zmq.ZMQError):
+    failure: zmq.ZMQError | None = None
+    for candidate in [f"{ranged['host']}:{port}" for port in ports] if ranged else [address]:
+        try:
             socket.bind(candidate)
             return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-    try:
-        socket.bind(last)
-    except zmq.ZMQError as error:
-        raise OSError(f"cannot listen on {address}: {error}") from error
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        except zmq.ZMQError as error:
+            failure = error
+    raise OSError(f"cannot listen on {address}: {failure}") from failure
 
 
 def connect_dealer(

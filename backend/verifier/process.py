@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from backend.config import REMOTE_MODES, Settings
-from backend.engine.build import build_config, build_core, draft_source
+from backend.engine.build import build_config, build_core
 from backend.engine.counting import Counters
 from backend.engine.draft_links import DraftLinks
 from backend.engine.fixed import takes_fixed
@@ -153,9 +153,8 @@ class VerifierProcess:
         return files
 
     def _make_loop(self, config: Any, core: Any, hub: Hub, stats: VerifierStats, files: FileRecorder | None) -> EngineLoop:
-        counters = Counters(stats)
-        core.scheduler.counters = counters
-        core.scheduler.source_name = draft_source(self._settings, self._paths)
+        core.scheduler.counters = Counters(stats)
+        core.scheduler.source_name = "ngram" if self._paths.drafter_kind == "ngram" else "native"
         router = hub.router(self.address, self._server_keys, self._local_address)
         self.address = router.address
         welcome = EngineWelcome(
@@ -167,12 +166,13 @@ class VerifierProcess:
             num_kv_blocks=config.cache_config.num_gpu_blocks,
             block_size=config.cache_config.block_size,
             supported_tasks=list(core.get_supported_tasks()),
+            looks_up=self._settings.mode in REMOTE_MODES and self._settings.verifier.lookup,
             fixed_responses=takes_fixed(config),
         )
         weights = WeightControl(core, self._paths.target_dir, bool(config.model_config.enable_sleep_mode))
         gateways = GatewayPort(router, core, welcome, files.put if files is not None else None, weights)
         is_remote = self._settings.mode in REMOTE_MODES
-        links = DraftLinks(hub, core, self.verifier_id, counters) if is_remote else None
+        links = DraftLinks(hub, core, self.verifier_id) if is_remote else None
         weights.on_outputs = gateways.send_outputs
 
         def changed() -> None:
@@ -182,7 +182,7 @@ class VerifierProcess:
         weights.on_changed = changed
         if links is not None:
             weights.on_renewed = lambda: links.renew(weights.loaded)
-        return EngineLoop(core, hub, gateways, links, counters, files, weights)
+        return EngineLoop(core, hub, gateways, links, files, weights)
 
 
 def _segments_of_ranks(executor: Any) -> set[Path]:

@@ -23,6 +23,7 @@ and only context is missing, so drafts are accepted less often.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -231,20 +232,8 @@ class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
 ToDrafter = Hello | Round | Next | Part
 ToVerifier = Welcome | Drafts | Ahead | Refused | Unknown | Want
 
-_encoder = msgspec.msgpack.Encoder()
-_to_drafter: msgspec.msgpack.Decoder[ToDrafter] = msgspec.msgpack.Decoder(ToDrafter)
-_to_verifier: msgspec.msgpack.Decoder[ToVerifier] = msgspec.msgpack.Decoder(ToVerifier)
-
-
-def encode(message: ToDrafter | ToVerifier) -> bytes:
-    return _encoder.encode(message)
-
-
-def decode_to_drafter(frame: bytes) -> ToDrafter:
-    """Decodes what a verifier sent; raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
-    return _to_drafter.decode(frame)
-
-
-def decode_to_verifier(frame: bytes) -> ToVerifier:
-    """Decodes what a drafter sent; raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
-    return _to_verifier.decode(frame)
+encode: Callable[[ToDrafter | ToVerifier], bytes] = msgspec.msgpack.Encoder().encode
+decode_to_drafter: Callable[[bytes], ToDrafter] = msgspec.msgpack.Decoder(ToDrafter).decode
+"""Decodes what a verifier sent; raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
+decode_to_verifier: Callable[[bytes], ToVerifier] = msgspec.msgpack.Decoder(ToVerifier).decode
+"""Decodes what a drafter sent; raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""

@@ -4,7 +4,7 @@ A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what fo
 `EngineCoreRequest` and `EngineCoreOutputs`, encoded by vLLM's `MsgpackEncoder` (which may add raw frames for tensors).
 
 gateway -> verifier   HELLO EngineHello | ADD Addition EngineCoreRequest... | ABORT list of request ids | UTILITY (call id,
-                      method, args) | ROWS | PING
+                      method, args) | SHARE Said | ROWS | PING
 verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineCoreOutputs... | ACCOUNTS list of Account |
                       STATS VerifierStats | ROWS RowBatch | REFUSED Refusal | PING
 
@@ -12,6 +12,9 @@ ROWS fetches the rows that the verifier keeps for clients that want them.  All e
 
 A gateway sends PING every second and the verifier echoes it.  A verifier aborts the requests of a client that has been silent
 for `EngineHello.lease_s`, and asks that client to greet it again (`Refusal.reason == "unknown"`).
+
+SHARE brings the text of a request that has ended at another verifier, to verifiers that look drafts up in such texts
+(`EngineWelcome.looks_up`).  It is never answered.
 
 ACCOUNTS reports what speculation did for requests that asked for it, before their last outputs or after their abort.
 
@@ -29,9 +32,9 @@ import msgspec
 
 from backend.fleet.stats import Weights
 
-ENGINE_WIRE_VERSION = 7
+ENGINE_WIRE_VERSION = 8
 
-HELLO, ADD, ABORT, UTILITY, ROWS, PING = b"h", b"a", b"x", b"u", b"q", b"p"
+HELLO, ADD, ABORT, UTILITY, SHARE, ROWS, PING = b"h", b"a", b"x", b"u", b"e", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"
 
 GATEWAY_LEASE_S = 10.0
@@ -49,6 +52,8 @@ LOGPROBS_MODE = "outrider_logprobs_mode"
 """Key of `SamplingParams.extra_args` within a verifier: the request's `RequestOptions.logprobs_mode`."""
 NOT_LEARNED = "outrider_not_learned"
 """Key of `SamplingParams.extra_args` within a verifier: drafters may not learn from the request (`RequestOptions.learn`)."""
+SHARED_SUFFIX = 8
+"""Tokens of the longest suffix that is looked up in other requests' texts."""
 GREEDY_BELOW = 1e-5
 """Temperature below which vLLM samples greedily."""
 
@@ -84,6 +89,20 @@ class RequestOptions(msgspec.Struct, frozen=True):
     """Hash of the API key's name; empty where all requests have the same key, or none."""
     session: str = ""
     """Hash of the session's name; empty where the client names none."""
+
+    def salted(self, cache_salt: str | None) -> RequestOptions:
+        """The options of a request with this `cache_salt`: its tenant shares look-ups with requests of this salt alone."""
+        return msgspec.structs.replace(self, tenant=f"{self.tenant}/{cache_salt}") if cache_salt else self
+
+
+class Said(msgspec.Struct, frozen=True):
+    """The output of a request that has ended."""
+
+    tenant: str
+    """Of its `RequestOptions`, salted."""
+    before: list[int]
+    """The last `SHARED_SUFFIX` tokens of its prompt."""
+    tokens: list[int]
 
 
 class Tally(msgspec.Struct):
@@ -148,5 +167,7 @@ class EngineWelcome(msgspec.Struct, frozen=True):
     block_size: int
     supported_tasks: list[str]
     weights: Weights = Weights()
+    looks_up: bool = False
+    """Whether it looks drafts up in texts of other requests (`Said`)."""
     fixed_responses: bool = False
     """Whether requests may bring the response that they must emit (`FIXED_RESPONSE`)."""

@@ -35,7 +35,7 @@ def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
     """
     caller = caller_of(request)
     check_model(gateway, request, asked)
-    claim: Claim = request.scope["state"].get("claim") or Claim(caller, caller.priority, accounts=gateway.doors.quotas)
+    claim: Claim = request.scope["state"]["claim"]
     if claim.wait_s is not None:
         claim.wait_s = _wait_s(request.headers.get(WAIT_HEADER), gateway.settings.gateway.queue_wait_s)
     claim.session = (request.headers.get(SESSION_HEADER) or getattr(asked, "user", None) or "")[:LONGEST_SESSION] or None

@@ -1,9 +1,7 @@
 """The claim of one request: what the request needs from the fleet, and what it has used so far.
 
 A context variable carries the claim from the route through vLLM's pipeline to `FleetCore`.  Each request runs in tasks of its
-own, and tasks inherit the context of the task that started them.  Code inside the gateway that submits requests without HTTP
-first enters a claim for each request in its task:
-`enter_claim(Claim(caller, Priority.BATCH, wait_s=None, accounts=gateway.doors.quotas, closed=True))`.
+own, and tasks inherit the context of the task that started them.
 """
 
 from __future__ import annotations
@@ -11,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -20,12 +18,7 @@ from gateway.keys.caller import ANYBODY, Caller, Priority
 
 if TYPE_CHECKING:
     from gateway.inquiry import SpeculationOptions
-
-
-class Accounts(Protocol):
-    """Where tokens are charged; see `gateway.keys.quotas.Quotas`."""
-
-    def correct(self, caller: Caller, tokens: int) -> None: ...
+    from gateway.keys.quotas import Quotas
 
 
 @dataclass(eq=False, slots=True)
@@ -41,7 +34,8 @@ class Claim:
     """Estimated tokens of all its sequences, prompts and outputs."""
     charged_tokens: int = 0
     """Charged to the caller's quota so far."""
-    accounts: Accounts | None = None
+    accounts: Quotas | None = None
+    """Where its tokens are charged."""
     session: str | None = None
     """The client's name for a session, for routing."""
     learn: bool = True
@@ -49,7 +43,7 @@ class Claim:
     inquiry: SpeculationOptions | None = None
     """The request's options for speculation."""
     closed: bool = False
-    """The HTTP request is over, or there was none.  Then tokens are charged as each sequence ends."""
+    """The HTTP request is over.  Then tokens are charged as each sequence ends."""
     granted: bool = False
     """Its sequences may go to the verifiers."""
     retry_after_s: int | None = None

@@ -1,4 +1,4 @@
-"""Lets requests wait until verifiers have room: the queue's clock, timer and futures.  The gateway's event loop.
+"""Lets requests wait until verifiers have room: the queue's clock, timers and futures.  The gateway's event loop.
 
 While there is room and no request waits, `enter` returns without suspending.
 """
@@ -23,14 +23,17 @@ MAX_QUEUED_TOKENS = 1 << 20
 """Most tokens of waiting sequences, prompts and expected outputs together."""
 
 
-@dataclass(eq=False, slots=True)
-class _Waiting:
-    """A claim in the queue, and the futures that wait for it: one per prompt of the request."""
+@dataclass(eq=False, slots=True, kw_only=True)
+class _Waiting(Item):
+    """A claim in the queue."""
 
-    item: Item
     claim: Claim
-    since: float
-    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    since: float = field(default_factory=time.monotonic)
+    admitted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    prompts: int = 0
+    """Prompts of the request that wait for `admitted`."""
+    timer: asyncio.TimerHandle | None = None
+    """Turns it away; None: it waits without limit."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,10 @@ class Gate:
 
     def __init__(self, room: Callable[[], float], queueing: Queueing) -> None:
         self._room = room
-        self._queue = FairQueue(queueing.max_sequences, MAX_QUEUED_TOKENS)
+        self._queue: FairQueue[_Waiting] = FairQueue(queueing.max_sequences, MAX_QUEUED_TOKENS)
         self.wait_s = queueing.wait_s
-        self._waiting: dict[Item, _Waiting] = {}
-        self._by_claim: dict[Claim, _Waiting] = {}
+        self._waiting: dict[Claim, _Waiting] = {}
         self._promised = 0
-        self._timer: asyncio.TimerHandle | None = None
         self.shed = 0
         """Requests turned away."""
 
@@ -77,14 +78,24 @@ class Gate:
             return
         if claim.retry_after_s is not None:
             raise Overloaded.after(claim.retry_after_s)
-        waiting = self._by_claim.get(claim)
+        waiting = self._waiting.get(claim)
         if waiting is None:
-            if not self._queue and self._room() - self._promised >= 1:
-                self._queue.bypass(_item(claim, math.inf))
+            caller, tokens = claim.caller, claim.expected_tokens or UNKNOWN_TOKENS
+            waiting = _Waiting(caller.name, caller.weight, claim.priority, claim.sequences, tokens, claim=claim)
+            if not self._queue and self._has_room():
+                self._queue.bypass(waiting)
                 self._grant(claim)
                 return
-            waiting = self._queue_up(claim)
-        await self._wait(waiting)
+            self._queue_up(waiting)
+        waiting.prompts += 1
+        try:
+            await asyncio.shield(waiting.admitted)
+        except asyncio.CancelledError:
+            waiting.prompts -= 1
+            if not waiting.prompts and self._waiting.get(claim) is waiting:
+                self._queue.remove(waiting)
+                self._release(waiting)
+            raise
 
     def placed(self, claim: Claim) -> None:
         if claim.promised:
@@ -106,103 +117,61 @@ class Gate:
             self._queue.settle(caller.name, caller.weight, claim.priority, claim.tokens - expected)
 
     def look(self) -> None:
-        """Turns away late requests, and admits others while there is room."""
-        if not self._queue:
-            return
-        now = time.monotonic()
-        for item in self._queue.expire(now):
-            self._refuse(self._waiting[item], now)
-        while self._queue and self._room() - self._promised >= 1:
-            following = self._queue.pop(now)
-            if following is not None:
-                self._admit(self._waiting[following], now)
-        self._set_timer()
+        """Admits waiting requests while there is room."""
+        while self._queue and self._has_room():
+            now = time.monotonic()
+            waiting = self._queue.pop(now)
+            if waiting is not None:
+                waiting.claim.queued_s += now - waiting.since
+                self._grant(waiting.claim)
+                self._release(waiting)
 
     def fail_all(self, error: type[Unavailable]) -> None:
         for waiting in list(self._waiting.values()):
-            self._fail(waiting, error())
-        self._set_timer()
+            self._queue.remove(waiting)
+            self._release(waiting, error())
 
     # Details
 
-    def _queue_up(self, claim: Claim) -> _Waiting:
-        now = time.monotonic()
-        wait_s = self.wait_s if claim.wait_s is not None and claim.wait_s < 0 else claim.wait_s
-        item = _item(claim, math.inf if wait_s is None else now + wait_s)
-        expected_s = self._queue.expected_wait_s(item.flow, item.priority, now)
-        if wait_s is not None and (wait_s <= 0 or (expected_s is not None and expected_s > wait_s)):
-            raise self._turn_away(claim, _retry_after(expected_s, wait_s))
-        waiting = _Waiting(item, claim, now)
-        self._waiting[item] = self._by_claim[claim] = waiting
-        for victim in self._queue.push(item):
-            self._refuse(self._waiting[victim], now)
-        self._set_timer()
-        if claim.retry_after_s is not None:
-            raise Overloaded.after(claim.retry_after_s)
-        return waiting
+    def _has_room(self) -> bool:
+        return self._room() - self._promised >= 1
 
-    async def _wait(self, waiting: _Waiting) -> None:
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiting.waiters.append(future)
-        try:
-            await future
-        except asyncio.CancelledError:
-            waiting.waiters.remove(future)
-            if not waiting.waiters and waiting.item in self._waiting:
-                self._drop(waiting)
-                self._set_timer()
-            raise
-
-    def _admit(self, waiting: _Waiting, now: float) -> None:
-        self._drop(waiting)
-        waiting.claim.queued_s += now - waiting.since
-        self._grant(waiting.claim)
-        for future in waiting.waiters:
-            if not future.done():
-                future.set_result(None)
+    def _queue_up(self, waiting: _Waiting) -> None:
+        """Puts a claim into the queue, which may turn away others or this one.  Raises `Overloaded`."""
+        asked = waiting.claim.wait_s
+        wait_s = self.wait_s if asked is not None and asked < 0 else asked
+        if wait_s is not None:
+            expected_s = self._queue.expected_wait_s(waiting.flow, waiting.priority, waiting.since)
+            if wait_s <= 0 or (expected_s is not None and expected_s > wait_s):
+                raise self._turn_away(waiting, wait_s)
+            waiting.timer = asyncio.get_running_loop().call_later(wait_s, self._too_late, waiting)
+        self._waiting[waiting.claim] = waiting
+        for victim in self._queue.push(waiting):
+            self._release(victim, self._turn_away(victim))
 
     def _grant(self, claim: Claim) -> None:
         claim.granted = True
         claim.promised = claim.sequences
         self._promised += claim.sequences
 
-    def _refuse(self, waiting: _Waiting, now: float) -> None:
-        item = waiting.item
-        seconds = _retry_after(self._queue.expected_wait_s(item.flow, item.priority, now), 0.0)
-        self._fail(waiting, self._turn_away(waiting.claim, seconds))
+    def _too_late(self, waiting: _Waiting) -> None:
+        self._queue.remove(waiting)
+        self._release(waiting, self._turn_away(waiting))
 
-    def _turn_away(self, claim: Claim, seconds: int) -> Overloaded:
+    def _turn_away(self, waiting: _Waiting, within_s: float = 0.0) -> Overloaded:
+        """The error for a claim that may come again when it would probably be served `within_s`."""
+        expected_s = self._queue.expected_wait_s(waiting.flow, waiting.priority, time.monotonic()) or 0.0
+        seconds = min(MAX_RETRY_AFTER_S, max(1, math.ceil(expected_s - within_s)))
         self.shed += 1
-        claim.retry_after_s = seconds
+        waiting.claim.retry_after_s = seconds
         return Overloaded.after(seconds)
 
-    def _fail(self, waiting: _Waiting, error: Exception) -> None:
-        self._drop(waiting)
-        for future in waiting.waiters:
-            if not future.done():
-                future.set_exception(error)
-
-    def _drop(self, waiting: _Waiting) -> None:
-        self._queue.remove(waiting.item)
-        self._waiting.pop(waiting.item, None)
-        self._by_claim.pop(waiting.claim, None)
-
-    def _set_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadline = self._queue.next_deadline()
-        if deadline is not None:
-            delay = max(0.0, deadline - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay, self.look)
-
-
-def _item(claim: Claim, deadline: float) -> Item:
-    caller = claim.caller
-    tokens = claim.expected_tokens or UNKNOWN_TOKENS
-    return Item(caller.name, caller.weight, claim.priority, claim.sequences, tokens, deadline)
-
-
-def _retry_after(expected_s: float | None, wait_s: float) -> int:
-    """Seconds after which a request would probably be served within `wait_s`."""
-    return min(MAX_RETRY_AFTER_S, max(1, math.ceil((expected_s or 0.0) - wait_s)))
+    def _release(self, waiting: _Waiting, error: Exception | None = None) -> None:
+        """Ends the wait of a claim that has left the queue."""
+        del self._waiting[waiting.claim]
+        if waiting.timer is not None:
+            waiting.timer.cancel()
+        if error is None:
+            waiting.admitted.set_result(None)
+        else:
+            waiting.admitted.set_exception(error)

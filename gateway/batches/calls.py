@@ -7,7 +7,6 @@ request in flight.  `gateway.batches.pace` decides how many lines are carried ou
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -21,28 +20,19 @@ from gateway.batches.objects import Answer, Line, new_id
 from gateway.errors import ApiError, translate
 from gateway.keys.caller import Caller, Priority
 
-Rights = Callable[[str], dict[str, Any]]
-"""Makes the request state that `Access` would have made, from the batch's owner."""
-
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """OpenAI's endpoints for batches whose answers are JSON; offered if the application has such a route."""
 RETRIED = frozenset({429, 503})
 """Statuses after which a line is tried again: the fleet cannot serve it now."""
 
 
-def rights_of(owner: str, doors: AccessRules) -> dict[str, Any]:
-    """A line's request state: the present rights of the owner's key (none if it is gone), lowest priority, no deadline."""
-    caller = doors.ring.of_owner(owner) or Caller("", owner, models=frozenset())
-    return {"caller": caller, "claim": Claim(caller, Priority.BATCH, wait_s=None, accounts=doors.quotas)}
-
-
 class Calls:
     """Calls the routes of one application."""
 
-    def __init__(self, app: FastAPI, rights: Rights) -> None:
+    def __init__(self, app: FastAPI, doors: AccessRules) -> None:
         self._app = app
         self._inner = AsyncExitStackMiddleware(app.router)
-        self._rights = rights
+        self._doors = doors
         posts = {getattr(route, "path", "") for route in app.routes if "POST" in (getattr(route, "methods", None) or ())}
         self.endpoints = tuple(each for each in ENDPOINTS if each in posts)
 
@@ -60,10 +50,13 @@ class Calls:
         return Answer(line.custom_id, status, msgspec.Raw(body), request_id, usage=usage)
 
     async def _post(self, line: Line, owner: str, request_id: str) -> tuple[int, bytes]:
-        state = self._rights(owner)
+        # The present rights of the owner's key; none if it is gone.
+        caller = self._doors.ring.of_owner(owner) or Caller("", owner, models=frozenset())
+        claim = Claim(caller, Priority.BATCH, wait_s=None, accounts=self._doors.quotas)
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            await self._inner(scope | {"app": self._app, "state": state}, receive, send)
+            # As `Access` would have made the state.
+            await self._inner(scope | {"app": self._app, "state": {"caller": caller, "claim": claim}}, receive, send)
 
         headers = {"content-type": "application/json", "x-request-id": request_id}
         request = httpx.Request("POST", f"http://batch{line.url}", headers=headers, content=bytes(line.body))
@@ -71,7 +64,7 @@ class Calls:
             answer = await httpx.ASGITransport(app).handle_async_request(request)
             return answer.status_code, await answer.aread()
         finally:
-            state["claim"].close()
+            claim.close()
 
 
 class _Used(msgspec.Struct):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import time
 import uuid
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 Status = Literal["validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"]
 OPEN: frozenset[Status] = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
 """States of batches that have not ended."""
+Purpose = Literal["batch", "batch_output"]
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,7 +20,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     created_at: int
     filename: str
-    purpose: Literal["batch", "batch_output"]
+    purpose: Purpose
     expires_at: int
     object: Literal["file"] = "file"
     status: Literal["processed"] = "processed"
@@ -102,6 +105,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     request_counts: Counts = Counts()
     usage: Usage = Usage()
     metadata: dict[str, str] | None = None
+
+    def entering(self, status: Status, **fields: Any) -> Batch:
+        """The batch as it enters a state now, with changes of other fields."""
+        return replace(self, status=status, **{f"{status}_at": int(time.time())}, **fields)
 
 
 class Line(msgspec.Struct, frozen=True):

@@ -11,7 +11,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from backend.fleet.speed import Speed, mean_speed
 from gateway.fleet_core import FleetCore
@@ -55,23 +55,21 @@ class Pace:
         self._lines = 0
         self._busy_at = float("-inf")
         self._changed = asyncio.Event()
-        self._looking: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    async def keep(self) -> None:
+        """Applies the limit again and again, until it is cancelled."""
         self._core.on_interactive = self._someone_comes
-        self._looking = asyncio.create_task(self._look_on(), name="batch-pace")
-
-    async def close(self) -> None:
-        self._core.on_interactive = lambda: None
-        if self._looking is not None:
-            self._looking.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._looking
+        try:
+            while True:
+                await asyncio.sleep(LOOK_S)
+                self.look()
+        finally:
+            self._core.on_interactive = lambda: None
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Waits for room for one line; the block carries it out."""
-        while self._core.draining or self._taken >= self._room(self._core.expecting):
+        while self._core.draining or self._taken >= self._room(self._core.sequences.expecting):
             await self._changed.wait()
         self._lines += 1
         try:
@@ -83,7 +81,7 @@ class Pace:
     @property
     def _taken(self) -> int:
         """Lines that have their turn, or batches' sequences (at verifiers and held), whichever are more."""
-        return max(self._lines, self._core.batched + self._core.held)
+        return max(self._lines, self._core.sequences.batched + self._core.sequences.held)
 
     @property
     def quiet(self) -> bool:
@@ -92,24 +90,19 @@ class Pace:
 
     def _someone_comes(self) -> None:
         self._busy_at = time.monotonic()
-        if self._core.batched:
+        if self._core.sequences.batched:
             self._core.hold_batches(self._room(True))
 
     def look(self) -> None:
         """Applies the present limit to the sequences of batches."""
-        if self._core.in_flight > self._core.batched + self._core.held:
+        if len(self._core.sequences) > self._core.sequences.batched + self._core.sequences.held:
             self._busy_at = time.monotonic()
-        self._core.hold_batches(self._room(self._core.expecting))
+        self._core.hold_batches(self._room(self._core.sequences.expecting))
         self._tell()
-
-    async def _look_on(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            self.look()
 
     def _room(self, expecting: bool) -> int:
         core = self._core
-        batched, own = core.batched, core.in_flight - core.batched - core.held
+        batched, own = core.sequences.batched, len(core.sequences) - core.sequences.batched - core.sequences.held
         reported = sum(stats.running + stats.waiting for stats in core.stats()) - batched
         speed = mean_speed([stats.speed for stats in core.stats() if stats.speed is not None])
         return room(max(own, reported), self.quiet, expecting, len(core.routable()), self._slots, speed)

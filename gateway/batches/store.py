@@ -14,11 +14,11 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import msgspec
 
-from gateway.batches.objects import OPEN, Answer, Batch, Counts, File, new_id, shown
+from gateway.batches.objects import OPEN, Answer, Batch, Counts, File, Purpose, Status, new_id
 from gateway.errors import Conflict, NotFound, StorageFull, TooManyRequests
 from gateway.sqlite import Database, exclusive, transaction
 
@@ -39,8 +39,6 @@ CREATE TABLE IF NOT EXISTS batches (
     body BLOB);
 CREATE TABLE IF NOT EXISTS answers (batch TEXT, line INTEGER, failed INTEGER, answer BLOB, PRIMARY KEY (batch, line));
 """
-
-Outcome = Literal["output", "error"]
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -70,10 +68,7 @@ class Store(Database):
         """Stores the contents of `source`.  Raises `StorageFull`."""
         file_id = new_id("file-")
         size = await asyncio.to_thread(_copy, source, self.path(file_id))
-        now = time.time()
-        file = File(
-            id=file_id, bytes=size, created_at=int(now), filename=name, purpose="batch", expires_at=int(now + lifetime_s)
-        )
+        file = _new_file(file_id, size, name, "batch", lifetime_s)
 
         def work(db: sqlite3.Connection) -> None:
             self._check_room(db, size)
@@ -95,15 +90,14 @@ class Store(Database):
     def files(self, db: sqlite3.Connection, owner: str, purpose: str | None) -> list[dict[str, Any]]:
         """Oldest first."""
         query = "SELECT body FROM files WHERE owner = ? AND purpose = coalesce(?, purpose) AND expires > ? ORDER BY number"
-        rows = db.execute(query, (owner, purpose, time.time()))
-        return [msgspec.json.decode(body) for (body,) in rows]
+        return [msgspec.json.decode(body) for (body,) in db.execute(query, (owner, purpose, time.time()))]
 
     async def delete_file(self, file_id: str, owner: str) -> None:
         """Raises `NotFound`, or `Conflict` for a file that an unfinished batch reads."""
 
         def work(db: sqlite3.Connection) -> None:
             _file(db, file_id, owner)
-            if _is_read(db, file_id):
+            if db.execute(f"SELECT 1 FROM batches WHERE input = ? AND {_IS_OPEN}", (file_id,)).fetchone():
                 raise Conflict("The file is the input of a batch that has not ended. Cancel the batch first.", param="file_id")
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
@@ -132,8 +126,8 @@ class Store(Database):
     @transaction
     def batches(self, db: sqlite3.Connection, owner: str) -> list[dict[str, Any]]:
         """Oldest first."""
-        rows = db.execute("SELECT body FROM batches WHERE owner = ? ORDER BY number", (owner,))
-        return [shown(msgspec.json.decode(body, type=Batch)) for (body,) in rows]
+        query = "SELECT body FROM batches WHERE owner = ? ORDER BY number"
+        return [msgspec.json.decode(body) for (body,) in db.execute(query, (owner,))]
 
     @transaction
     def open_batches(self, db: sqlite3.Connection, model: str) -> list[str]:
@@ -169,41 +163,32 @@ class Store(Database):
         counts = Counts(counts.total, completed, failed)
         _write(db, msgspec.structs.replace(batch, request_counts=counts, usage=usage))
 
-    async def finish(self, batch_id: str, ended: Callable[[Batch], Batch]) -> None:
-        """Writes the answers into files, and replaces the batch by what `ended` makes of it."""
-        kept = await self.batch(batch_id)
-        made: dict[str, File] = {}
-        for outcome, failed in (("output", False), ("error", True)):
-            file = await self._write_answers(kept, f"{batch_id}_{outcome}.jsonl", failed)
-            if file is not None:
-                made[f"{outcome}_file_id"] = file
-        await self._end(kept, made, ended)
+    async def finish(self, kept: Kept, last: Status) -> None:
+        """Writes the answers into files, and sets the batch's last status."""
+        output = await self._write_answers(kept, "output", failed=False)
+        error = await self._write_answers(kept, "error", failed=True)
+        await self._end(kept, last, output, error)
 
     @exclusive
-    def _end(self, db: sqlite3.Connection, kept: Kept, made: dict[str, File], ended: Callable[[Batch], Batch]) -> None:
-        for file in made.values():
+    def _end(self, db: sqlite3.Connection, kept: Kept, last: Status, output: File | None, error: File | None) -> None:
+        for file in filter(None, (output, error)):
             _insert_file(db, file, kept.owner)
-        ids = {name: file.id for name, file in made.items()}
-        _write(db, msgspec.structs.replace(ended(_batch(db, kept.batch.id, None).batch), **ids))
+        batch = _batch(db, kept.batch.id, None).batch
+        _write(db, batch.entering(last, output_file_id=output and output.id, error_file_id=error and error.id))
         db.execute("DELETE FROM answers WHERE batch = ?", (kept.batch.id,))
 
-    async def _write_answers(self, kept: Kept, name: str, failed: bool) -> File | None:
+    @transaction
+    def _write_answers(self, db: sqlite3.Connection, kept: Kept, name: str, *, failed: bool) -> File | None:
         file_id = new_id("file-")
         query = "SELECT answer FROM answers WHERE batch = ? AND failed = ? ORDER BY line"
-
-        def work(db: sqlite3.Connection) -> int:
-            rows: Iterator[tuple[bytes]] = db.execute(query, (kept.batch.id, failed))
-            with _new(self.path(file_id)) as target:
-                target.writelines(part for (answer,) in rows for part in (answer, b"\n"))
-                return target.tell()
-
-        size = await self.run(work)
+        rows: Iterator[tuple[bytes]] = db.execute(query, (kept.batch.id, failed))
+        with _new(self.path(file_id)) as target:
+            target.writelines(part for (answer,) in rows for part in (answer, b"\n"))
+            size = target.tell()
         if not size:
             self.path(file_id).unlink()
             return None
-        now = time.time()
-        expires = int(now + kept.lifetime_s)
-        return File(id=file_id, bytes=size, created_at=int(now), filename=name, purpose="batch_output", expires_at=expires)
+        return _new_file(file_id, size, f"{kept.batch.id}_{name}.jsonl", "batch_output", kept.lifetime_s)
 
     # Room
 
@@ -212,9 +197,8 @@ class Store(Database):
 
         def work(db: sqlite3.Connection) -> set[str]:
             now = time.time()
-            old = [each for (each,) in db.execute("SELECT id FROM files WHERE expires <= ?", (now,))]
-            gone = [(each,) for each in old if not _is_read(db, each)]
-            db.executemany("DELETE FROM files WHERE id = ?", gone)
+            are_read = f"SELECT input FROM batches WHERE {_IS_OPEN}"
+            db.execute(f"DELETE FROM files WHERE expires <= ? AND id NOT IN ({are_read})", (now,))
             db.execute(f"DELETE FROM batches WHERE created < ? AND NOT {_IS_OPEN}", (now - FILE_LIFETIME_S,))
             return {each for (each,) in db.execute("SELECT id FROM files")}
 
@@ -238,13 +222,14 @@ def _file(db: sqlite3.Connection, file_id: str, owner: str, param: str = "file_i
     return msgspec.json.decode(row[0], type=File)
 
 
+def _new_file(file_id: str, size: int, name: str, purpose: Purpose, lifetime_s: float) -> File:
+    now = int(time.time())
+    return File(id=file_id, bytes=size, created_at=now, filename=name, purpose=purpose, expires_at=now + int(lifetime_s))
+
+
 def _insert_file(db: sqlite3.Connection, file: File, owner: str) -> None:
     row = (file.id, owner, file.purpose, file.bytes, file.expires_at, msgspec.json.encode(file))
     db.execute("INSERT INTO files (id, owner, purpose, bytes, expires, body) VALUES (?,?,?,?,?,?)", row)
-
-
-def _is_read(db: sqlite3.Connection, file_id: str) -> bool:
-    return db.execute(f"SELECT 1 FROM batches WHERE input = ? AND {_IS_OPEN}", (file_id,)).fetchone() is not None
 
 
 def _batch(db: sqlite3.Connection, batch_id: str, owner: str | None) -> Kept:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
 
 from starlette.requests import HTTPConnection
 
@@ -60,6 +59,5 @@ ANYBODY = Caller("")
 
 
 def caller_of(request: HTTPConnection) -> Caller:
-    state: dict[str, Any] = request.scope.get("state") or {}
-    caller: Caller = state.get("caller", ANYBODY)
+    caller: Caller = request.state.caller
     return caller

@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.keys.caller import Limits
+from gateway.keys.caller import UNLIMITED, Limits
 
 MINUTE_S = 60.0
 Kind = Literal["requests", "tokens", "concurrency"]
@@ -60,6 +60,8 @@ class Account:
     synced_at: float = -math.inf
     """Monotonic seconds of the last exchange with other gateways."""
     touched_at: float = -math.inf
+    limits: Limits = UNLIMITED
+    """The key's limits when it was last used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,15 +90,11 @@ class Ledger:
 
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
-        self._limits: dict[str, Limits] = {}
 
     def account(self, name: str, limits: Limits, now: float) -> Account:
         """The account of a key whose limits are now `limits`."""
-        account = self._accounts.get(name)
-        if account is None:
-            account = self._accounts[name] = Account()
-        self._limits[name] = limits
-        account.touched_at = now
+        account = self._accounts.setdefault(name, Account())
+        account.limits, account.touched_at = limits, now
         return account
 
     def begin(self, name: str, limits: Limits, now: float) -> Refusal | None:
@@ -150,17 +148,9 @@ class Ledger:
         result = []
         for name, account in self._accounts.items():
             if account.open or now - account.touched_at < MINUTE_S or account.requests.since or account.tokens.since:
-                limits = self._limits[name]
-                use = Use(
-                    name,
-                    account.requests.since,
-                    account.tokens.since,
-                    account.open,
-                    limits.requests_per_minute or 0,
-                    limits.tokens_per_minute or 0,
-                )
+                requests, tokens = account.limits.requests_per_minute or 0, account.limits.tokens_per_minute or 0
+                result.append(Use(name, account.requests.since, account.tokens.since, account.open, requests, tokens))
                 account.requests.since = account.tokens.since = 0.0
-                result.append(use)
         return result
 
     def give_back(self, uses: list[Use]) -> None:

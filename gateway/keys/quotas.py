@@ -47,7 +47,7 @@ class Quotas:
     async def begin(self, caller: Caller) -> None:
         """Counts one more request of this caller.  Call `end` when it is over.  Raises `RateLimited`."""
         limits = caller.limits
-        if limits is UNLIMITED:
+        if limits == UNLIMITED:
             return
         if self._store is not None:
             account = self._ledger.account(caller.name, limits, time.monotonic())
@@ -56,7 +56,7 @@ class Quotas:
         self._refuse(self._ledger.begin(caller.name, limits, time.monotonic()))
 
     def end(self, caller: Caller) -> None:
-        if caller.limits is not UNLIMITED:
+        if caller.limits != UNLIMITED:
             self._ledger.end(caller.name)
 
     def spend(self, caller: Caller, tokens: int) -> None:
@@ -68,10 +68,7 @@ class Quotas:
         self._ledger.correct(caller.name, caller.limits, tokens, time.monotonic())
 
     def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
-        limits = caller.limits
-        if limits.requests_per_minute is None and limits.tokens_per_minute is None:
-            return []
-        return self._ledger.headers(caller.name, limits, time.monotonic())
+        return [] if caller.limits == UNLIMITED else self._ledger.headers(caller.name, caller.limits, time.monotonic())
 
     def _refuse(self, refusal: Refusal | None) -> None:
         if refusal is not None:

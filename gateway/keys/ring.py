@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from gateway.keys.caller import ANYBODY, UNLIMITED, Caller, Limits, Priority
+from gateway.keys.caller import ANYBODY, Caller, Limits, Priority
 
 PREFIX = "or-"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
@@ -64,20 +64,11 @@ class Entry(BaseModel):
         return hashes
 
     def caller(self) -> Caller:
+        models = None if self.models is None else frozenset(self.models)
         limits = Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
-        if limits == UNLIMITED:
-            limits = UNLIMITED
-        return Caller(
-            self.name,
-            self.name,
-            None if self.models is None else frozenset(self.models),
-            limits,
-            self.weight,
-            Priority[self.priority.upper()],
-            "admin" in self.rights,
-            "metrics" in self.rights,
-            self.learn,
-        )
+        priority = Priority[self.priority.upper()]
+        admin, metrics = "admin" in self.rights, "metrics" in self.rights
+        return Caller(self.name, self.name, models, limits, self.weight, priority, admin, metrics, self.learn)
 
 
 class _File(BaseModel):
@@ -134,10 +125,8 @@ class KeyRing:
         """Whether administration requires a key with that right."""
         self.guards_metrics = any(each.metrics for each in known)
         if api_key is not None:
-            self._callers[_digest(api_key)] = Caller("api-key")
+            self._callers[_digest(api_key)] = Caller("api-key", admin=api_key == admin_key)
         self._admin_digest = None if admin_key is None else _digest(admin_key)
-        if self._admin_digest is not None and api_key == admin_key:
-            self._callers[self._admin_digest] = Caller("api-key", admin=True)
 
     def __len__(self) -> int:
         """The number of names in the keys file."""
@@ -151,29 +140,26 @@ class KeyRing:
 
     def find(self, scope: Scope) -> Caller | None:
         """The caller by the request's key; `ANYBODY` where no key is needed; None: the key is missing or wrong."""
-        shown = _shown(scope)
-        if shown:
-            caller = self._callers.get(_digest(shown))
-            if caller is not None or not self.open:
-                return caller
-        return ANYBODY if self.open else None
+        return ANYBODY if self.open else self._callers.get(_shown(scope))
 
     def find_administrator(self, scope: Scope) -> Caller | None:
         """The caller, if the request's key may administer the fleet."""
-        digest = _digest(_shown(scope))
-        if self._admin_digest is not None and hmac.compare_digest(digest, self._admin_digest):
+        shown = _shown(scope)
+        if self._admin_digest is not None and hmac.compare_digest(shown, self._admin_digest):
             return Caller("admin-key", admin=True, metrics=True)
-        caller = self._callers.get(digest)
+        caller = self._callers.get(shown)
         return caller if caller is not None and caller.admin else None
 
 
-def _shown(scope: Scope) -> str:
-    """The request's key, from `Authorization: Bearer` or, as Anthropic's clients send it, from `X-Api-Key`."""
+def _shown(scope: Scope) -> bytes:
+    """The hash of the request's key, from `Authorization: Bearer` or, as Anthropic's clients send it, from `X-Api-Key`.
+
+    Empty without a key, so that a key that was set to nothing opens nothing.
+    """
     headers = Headers(scope=scope)
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer":
-        return key.strip()
-    return headers.get("x-api-key", "").strip()
+    key = (key if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
+    return _digest(key) if key else b""
 
 
 def _digest(key: str) -> bytes:

@@ -5,13 +5,14 @@ An exchange is one transaction: it adds this gateway's use and returns the use o
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from gateway.keys.quota import MINUTE_S, Shared, Use
+from gateway.keys.quota import MINUTE_S, Bucket, Shared, Use
 from gateway.sqlite import Database
 
 GONE_S = 10.0
@@ -79,7 +80,7 @@ class FileStore:
             raise OSError(f"the file of shared quotas: {error}") from None
 
     async def close(self) -> None:
-        self._database.close()
+        await asyncio.to_thread(self._database.close)
 
 
 def _exchange(db: sqlite3.Connection, gateway: str, uses: list[Use], now: float) -> dict[str, Shared]:
@@ -98,10 +99,11 @@ def _exchange(db: sqlite3.Connection, gateway: str, uses: list[Use], now: float)
 
 
 def _add(db: sqlite3.Connection, name: str, kind: str, amount: float, limit: int, now: float) -> float:
-    used, at = db.execute("SELECT used, at FROM buckets WHERE name = ? AND kind = ?", (name, kind)).fetchone() or (0.0, now)
-    level: float = max(0.0, max(0.0, used - max(0.0, now - at) * limit / MINUTE_S) + amount)
-    db.execute("INSERT OR REPLACE INTO buckets VALUES (?,?,?,?)", (name, kind, level, now))
-    return level
+    found = db.execute("SELECT used, at FROM buckets WHERE name = ? AND kind = ?", (name, kind)).fetchone()
+    bucket = Bucket(*(found or (0.0, now)))
+    bucket.add(amount, limit, now)
+    db.execute("INSERT OR REPLACE INTO buckets VALUES (?,?,?,?)", (name, kind, bucket.used, now))
+    return bucket.used
 
 
 class RedisStore:

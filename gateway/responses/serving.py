@@ -93,18 +93,9 @@ class Responses:
         check_bounds(theirs)
         items = [*history, *own]
         check_items(items, self._context, history=bool(history))
-        asked = fitted(
-            ResponseRequest,
-            {
-                **theirs,
-                "input": items,
-                "store": False,
-                "background": False,
-                "stream": background or data.get("stream"),
-                "request_id": f"resp_{uuid.uuid4().hex}",
-            },
-            RESPONDING,
-        )
+        # vLLM neither stores a response nor makes one in the background: this gateway does.
+        fixed = {"input": items, "store": False, "background": False, "stream": background or data.get("stream")}
+        asked = fitted(ResponseRequest, {**theirs, **fixed, "request_id": f"resp_{uuid.uuid4().hex}"}, RESPONDING)
         echo = asked.model_dump(mode="json", by_alias=True, exclude={"input"}) | named_tools(data)
         return Turn(asked, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
 
@@ -176,12 +167,10 @@ class Responses:
         kept = await self.store.get(response_id, owner)
         if not kept.body["background"]:
             raise BadRequest("Only a response made in the background can be cancelled.", param="response_id")
-        if response_id not in self._tasks:
-            if kept.body["status"] in UNFINISHED and self.cancel_elsewhere is not None:
-                await self.cancel_elsewhere(response_id, owner)
-                kept = await self.store.get(response_id, owner)
-            return kept.body
-        await self.end(response_id, owner)
+        if response_id in self._tasks:
+            await self.end(response_id, owner)
+        elif kept.body["status"] in UNFINISHED and self.cancel_elsewhere is not None:
+            await self.cancel_elsewhere(response_id, owner)
         return (await self.store.get(response_id, owner)).body
 
     async def end(self, response_id: str, owner: str) -> None:

@@ -11,7 +11,6 @@ import json
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +25,13 @@ LIFETIME_S = 30 * 86400
 """As long as OpenAI keeps a response.  A conversation is kept as long after its last use."""
 INTERRUPTED = {"code": "server_error", "message": "The server was stopped while it made this response."}
 UNFINISHED = ("queued", "in_progress")
+_IS_UNFINISHED = f"json_extract(body, '$.status') IN {UNFINISHED}"
 LONGEST_CHAIN = 1000
 """Most responses in a chain of links."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, owner TEXT, created REAL, previous TEXT, conversation TEXT, input TEXT, body TEXT, maker TEXT);
+    id TEXT PRIMARY KEY, owner TEXT, created REAL, previous TEXT, input TEXT, body TEXT, maker TEXT);
 CREATE INDEX IF NOT EXISTS responses_created ON responses (created);
 CREATE TABLE IF NOT EXISTS outputs (id TEXT PRIMARY KEY, response TEXT, owner TEXT, item TEXT);
 CREATE INDEX IF NOT EXISTS outputs_response ON outputs (response);
@@ -49,7 +49,6 @@ class Kept:
     id: str
     owner: str
     previous: str | None
-    conversation: str | None
     input: list[Item]
     body: dict[str, Any]
 
@@ -73,19 +72,10 @@ class Store(Database):
     def put(self, db: sqlite3.Connection, kept: Kept) -> None:
         """Stores a response or its new state.  Drops what is too old, or too much for the file."""
         now = time.time()
-        db.execute(
-            "INSERT INTO responses VALUES (?,?,?,?,?,?,?,?) ON CONFLICT (id) DO UPDATE SET body = excluded.body",
-            (
-                kept.id,
-                kept.owner,
-                now,
-                kept.previous,
-                kept.conversation,
-                json.dumps(kept.input),
-                json.dumps(kept.body),
-                _process(os.getpid()),
-            ),
-        )
+        maker, items, body = _process(os.getpid()), json.dumps(kept.input), json.dumps(kept.body)
+        insert = "INSERT INTO responses (id, owner, created, previous, input, body, maker) VALUES (?,?,?,?,?,?,?)"
+        row = (kept.id, kept.owner, now, kept.previous, items, body, maker)
+        db.execute(f"{insert} ON CONFLICT (id) DO UPDATE SET body = excluded.body", row)
         outputs = [(item["id"], kept.id, kept.owner, json.dumps(item)) for item in kept.body["output"]]
         db.executemany("INSERT OR REPLACE INTO outputs VALUES (?,?,?,?)", outputs)
         self._make_room(db, now)
@@ -98,8 +88,7 @@ class Store(Database):
     @transaction
     def unfinished(self, db: sqlite3.Connection, response_id: str) -> bool:
         """Whether some gateway generates it."""
-        query = "SELECT maker FROM responses WHERE id = ? AND json_extract(body, '$.status') IN ('queued', 'in_progress')"
-        row = db.execute(query, (response_id,)).fetchone()
+        row = db.execute(f"SELECT maker FROM responses WHERE id = ? AND {_IS_UNFINISHED}", (response_id,)).fetchone()
         return row is not None and not _is_over(row[0])
 
     @transaction
@@ -129,9 +118,9 @@ class Store(Database):
     @transaction
     def fail_interrupted(self, db: sqlite3.Connection) -> int:
         """Marks responses that a gateway left unfinished when it ended as `failed`; returns how many."""
-        query = "SELECT id, body, maker FROM responses WHERE json_extract(body, '$.status') IN ('queued', 'in_progress')"
         here = _process(os.getpid())
-        dead = [(each, json.loads(body)) for each, body, maker in db.execute(query) if maker == here or _is_over(maker)]
+        rows = db.execute(f"SELECT id, body, maker FROM responses WHERE {_IS_UNFINISHED}")
+        dead = [(each, json.loads(body)) for each, body, maker in rows if maker == here or _is_over(maker)]
         changes = [(json.dumps(_interrupted(body)), each) for each, body in dead]
         db.executemany("UPDATE responses SET body = ? WHERE id = ?", changes)
         return len(changes)
@@ -256,14 +245,15 @@ def _forget_conversation(db: sqlite3.Connection, conversation_id: str) -> None:
 
 
 def _response(db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> Kept:
-    query = "SELECT previous, conversation, input, body, maker FROM responses WHERE id = ? AND owner = ?"
+    query = "SELECT previous, input, body, maker FROM responses WHERE id = ? AND owner = ?"
     row = db.execute(query, (response_id, owner)).fetchone()
     if row is None:
         raise NotFound("There is no such response, or it is not kept any more.", param=param)
-    body = json.loads(row[3])
-    if body["status"] in UNFINISHED and _is_over(row[4]):
+    previous, items, text, maker = row
+    body = json.loads(text)
+    if body["status"] in UNFINISHED and _is_over(maker):
         body = _interrupted(body)
-    return Kept(response_id, owner, row[0], row[1], json.loads(row[2]), body)
+    return Kept(response_id, owner, previous, json.loads(items), body)
 
 
 def _output(db: sqlite3.Connection, reference: Item, owner: str) -> Item:
@@ -285,5 +275,5 @@ def _conversation(db: sqlite3.Connection, conversation_id: str, owner: str) -> I
 
 
 def _add(db: sqlite3.Connection, conversation_id: str, items: list[Item]) -> None:
-    rows: Iterator[tuple[str, str, str]] = ((conversation_id, item["id"], json.dumps(item)) for item in items)
+    rows = [(conversation_id, item["id"], json.dumps(item)) for item in items]
     db.executemany("INSERT OR REPLACE INTO items (conversation, id, item) VALUES (?,?,?)", rows)

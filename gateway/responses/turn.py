@@ -77,7 +77,7 @@ class Turn:
         }
 
     def kept(self, body: dict[str, Any]) -> Kept:
-        return Kept(self.id, self.owner, self.previous, self.conversation, self.input, body)
+        return Kept(self.id, self.owner, self.previous, self.input, body)
 
 
 def as_items(value: Any) -> list[Item]:

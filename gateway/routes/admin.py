@@ -13,7 +13,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from backend.coordinator.commands import COMMANDS, AnyCommand, Done, Reason, Refused
+from backend.coordinator.commands import COMMANDS, AnyCommand, Reason, Refused
 from gateway.errors import ApiError, BadRequest, Conflict, NotFound, NotSupported
 from gateway.reload import ReloadError, reload_all
 from gateway.requests import read_json
@@ -67,7 +67,8 @@ async def administer(request: Request, command: str) -> Response:
     answer = await gateway.client.core.directory.submit(asked)
     if isinstance(answer, Refused):
         raise _ERRORS[answer.reason](f"{answer.message[:1].upper()}{answer.message[1:]}.", code=answer.reason)
-    return JSONResponse(_shown(answer, asked.dry_run), status_code=200 if answer.operation is None else 202)
+    shown = {"version": answer.version, "dry_run": asked.dry_run, "effects": answer.effects, "operation": answer.operation}
+    return JSONResponse(shown, status_code=200 if answer.operation is None else 202)
 
 
 def _command(name: str, fields: dict[str, Any]) -> AnyCommand:
@@ -93,10 +94,7 @@ def _without_auto(name: str, fields: dict[str, Any]) -> dict[str, Any]:
     auto = fields.get("auto", False)
     if not isinstance(auto, bool):
         raise BadRequest("`auto` must be true or false.", param="auto")
-    if auto == bool(kept.get("verifiers")) and not (kept.keys() >= {"verifiers"} and not auto):
+    contradicts = bool(kept.get("verifiers")) if auto else "verifiers" not in kept
+    if contradicts:
         raise BadRequest("Name the `verifiers`, or set `auto`; not both.", param="verifiers")
     return kept
-
-
-def _shown(answer: Done, dry_run: bool) -> dict[str, Any]:
-    return {"version": answer.version, "dry_run": dry_run, "effects": answer.effects, "operation": answer.operation}

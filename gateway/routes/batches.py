@@ -6,7 +6,6 @@ import time
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
-from msgspec.structs import replace
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
@@ -82,7 +81,7 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
             return batch
         if batch.status not in ("validating", "in_progress"):
             raise Conflict(f"The batch is {batch.status} and cannot be cancelled.")
-        return replace(batch, status="cancelling", cancelling_at=int(time.time()))
+        return batch.entering("cancelling")
 
     batch = await batches.store.change(batch_id, owner_of(request), change)
     batches.tell()

@@ -22,6 +22,7 @@ from gateway.admission.admit import check_model
 from gateway.errors import BadRequest, EngineFailed, Forbidden, ModelNotFound, checked
 from gateway.keys.caller import caller_of
 from gateway.requests import ModelT, parse, read_json
+from gateway.routes.lists import page_of
 from gateway.routes.weights import reset_prefix_cache
 from gateway.sse import unless_disconnected
 from gateway.state import Gateway, gateway_of
@@ -33,9 +34,7 @@ router = APIRouter()
 async def list_models(request: Request) -> Response:
     """The base model and its adapters, with the fields of OpenAI's and of Anthropic's API."""
     cards = _cards(request)
-    names = [card["id"] for card in cards]
-    first, last = (names[0], names[-1]) if names else (None, None)
-    return JSONResponse({"object": "list", "data": cards, "first_id": first, "last_id": last, "has_more": False})
+    return JSONResponse(page_of(cards, len(cards), "asc", None))
 
 
 @router.get("/v1/models/{model_id:path}")

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from gateway.fleet_feed import FleetStream
-from gateway.page import FILES, PageFile
+from gateway.page import FILES
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -32,15 +32,13 @@ async def events(request: Request) -> Response:
     return FleetStream(gateway_of(request).feed)
 
 
-def _serve(path: str, file: PageFile) -> None:
-    async def answer(request: Request) -> Response:
-        headers = {**HEADERS, "etag": file.etag}
-        if file.etag in [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]:
-            return Response(status_code=304, headers=headers)
-        return Response(file.content, media_type=file.media_type, headers=headers)
-
-    router.add_api_route(path, answer, methods=["GET", "HEAD"], include_in_schema=False)
+async def _serve(request: Request) -> Response:
+    file = FILES[request.scope["path"]]
+    headers = {**HEADERS, "etag": file.etag}
+    if file.etag in [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]:
+        return Response(status_code=304, headers=headers)
+    return Response(file.content, media_type=file.media_type, headers=headers)
 
 
-for _path, _file in FILES.items():
-    _serve(_path, _file)
+for _path in FILES:
+    router.add_api_route(_path, _serve, methods=["GET", "HEAD"], include_in_schema=False)

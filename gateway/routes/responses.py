@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import replace
-from functools import partial
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
@@ -18,7 +17,7 @@ from gateway.requests import read_json
 from gateway.responses.events import DIALECT, Event
 from gateway.routes.generate import generate
 from gateway.routes.lists import page_of
-from gateway.sse import Generated, stream_response, unless_disconnected
+from gateway.sse import Generated, event, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of, owner_of
 
 router = APIRouter()
@@ -99,9 +98,6 @@ async def _stream(gateway: Gateway, request: Request, chunks: AsyncGenerator[str
     return await stream_response(request, Generated(chunks), DIALECT, gateway.metrics.client_left)
 
 
-_dumps = partial(json.dumps, separators=(",", ":"))
-
-
 async def _written(events: AsyncIterator[Event]) -> AsyncGenerator[str, None]:
     async for each in events:
-        yield f"event: {each['type']}\ndata: {_dumps(each)}\n\n"
+        yield event(each, each["type"]).decode()

@@ -8,8 +8,8 @@ before it is given requests (`WeightsInForce`).  Pauses are remembered: a verifi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Query, Request
@@ -24,6 +24,7 @@ from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
 CHUNKS = "application/octet-stream"
+T = TypeVar("T")
 
 
 class Sleep(msgspec.Struct, forbid_unknown_fields=True):
@@ -156,8 +157,7 @@ async def init_weight_transfer_engine(request: Request, verifier: str | None = N
     gateway, asked = await _read(request, InitTransfer)
     links = _links(gateway, verifier)
     infos = init_infos(asked.init_info, len(links), gateway.settings.verifier.tensor_parallel)
-    calls = (_call(link, "init_weight_transfer_engine", info) for link, info in zip(links, infos, strict=True))
-    return _said(await _gather(links, calls))
+    return _said(await _gather(links, "init_weight_transfer_engine", [[info] for info in infos]))
 
 
 @router.post("/start_weight_update")
@@ -236,7 +236,7 @@ async def server_info(request: Request) -> Response:
     )
 
 
-async def _read(request: Request, kind: type[Any]) -> tuple[Gateway, Any]:
+async def _read(request: Request, kind: type[T]) -> tuple[Gateway, T]:
     gateway = gateway_of(request)
     try:
         # vLLM's routes may be called without a body.
@@ -306,22 +306,20 @@ def _links(gateway: Gateway, verifier: str | None) -> list[VerifierLink]:
 
 async def _results(gateway: Gateway, verifier: str | None, method: str, *arguments: Any) -> dict[str, Any]:
     links = _links(gateway, verifier)
-    return await _gather(links, (_call(link, method, *arguments) for link in links))
+    return await _gather(links, method, [arguments] * len(links))
 
 
-async def _gather(links: list[VerifierLink], calls: Iterable[Awaitable[Any]]) -> dict[str, Any]:
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
+async def _gather(links: list[VerifierLink], method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """The results of a call to each verifier, by its id.  Raises the first error when all calls have ended."""
+    calls = (link.call(method, *each) for link, each in zip(links, arguments, strict=True))
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    results = {link.member.id: result for link, result in zip(links, found, strict=True)}
+    for verifier_id, result in results.items():
+        if isinstance(result, UtilityError):
+            raise _translated(verifier_id, str(result))
         if isinstance(result, BaseException):
             raise result
-    return {link.member.id: result for link, result in zip(links, results, strict=True)}
-
-
-async def _call(link: VerifierLink, method: str, *arguments: Any) -> Any:
-    try:
-        return await link.call(method, *arguments)
-    except UtilityError as error:
-        raise _translated(link.member.id, str(error)) from None
+    return results
 
 
 def _translated(verifier_id: str, message: str) -> ApiError:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from backend.lab.bench.hardware import commit
 from tests.chaos.campaign import Result
 from tests.chaos.migration import Moved
-from tests.support.fleet_process import ROOT
 
 
 def write(directory: Path, result: Result | None, moved: Moved | None, command: str) -> str:
     """Writes `chaos.json` and `chaos.md` into `directory`; returns the Markdown."""
     directory.mkdir(parents=True, exist_ok=True)
-    document = {"command": command, "commit": _commit(), "faults": _faults(result), "migration": _migration(moved)}
+    document = {"command": command, "commit": commit(), "faults": _faults(result), "migration": _migration(moved)}
     text = _markdown(document)
     (directory / "chaos.json").write_text(json.dumps(document, indent=1) + "\n")
     (directory / "chaos.md").write_text(text)
@@ -105,8 +104,3 @@ def _markdown(document: dict[str, Any]) -> str:
 
 def _problems(problems: list[str]) -> list[str]:
     return [*(f"- PROBLEM: {each}" for each in problems), ""] if problems else ["No problem found.", ""]
-
-
-def _commit() -> str:
-    found = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return found.stdout.strip() or "unknown"

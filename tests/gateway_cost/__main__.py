@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import httpx
+
+from dashboards.scraping import free_port
 from tests.gateway_cost import engine, load, servers
+from tests.support.fleet_process import wait_for
 from tests.support.processes import Child, demo_models
 
 Figures = dict[str, dict[str, list[dict[str, float]]]]
@@ -61,8 +62,8 @@ def _measure(folder: Path, options: argparse.Namespace, counts: list[int]) -> Fi
             job = {"model": model, "address": address, "emissions": emissions}
             job |= {"interval_s": options.interval_ms / 1e3, "context": 4096}
             engines.append(_on(others, Child(engine.main, job, folder)))
-            children[name] = _on(front, Child(main_, {"model": model, "engine": address, "port": _free_port()}, folder))
-            _wait_for(children[name].address)
+            children[name] = _on(front, Child(main_, {"model": model, "engine": address, "port": free_port()}, folder))
+            wait_for(partial(_answers, children[name].address), 120, f"{name} to answer")
         client = _on(others, Child(load.main, {"model": model, "emissions": emissions}, folder))
         engines.append(client)
         if options.idle:
@@ -136,23 +137,11 @@ def _on(cores: set[int], child: Child) -> Child:
     return child
 
 
-def _wait_for(url: str) -> None:
-    deadline = time.monotonic() + 120
-    while True:
-        try:
-            urllib.request.urlopen(f"{url}/health", timeout=5).close()
-            return
-        except (urllib.error.URLError, OSError):
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.2)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=5, trust_env=False).is_success
+    except httpx.HTTPError:
+        return False
 
 
 if __name__ == "__main__":

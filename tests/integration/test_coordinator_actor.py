@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -14,9 +15,8 @@ from backend.coordinator.actor import NAME, CoordinatorHandle
 from backend.fleet import DrafterStats, Member, MemberKind, VerifierStats
 from backend.launch.cluster import RayCluster
 from backend.launch.fleet import member_environment
-from backend.launch.placement import Group, arrange
 from backend.launch.plan import LaunchError, MemberPlan
-from backend.launch.rooms import Rooms
+from backend.launch.rooms import Group, Rooms, arrange
 from backend.launch.state import ray_token
 from backend.models.resolve import ResolvedModels
 from backend.transport.sockets import ServerKeys
@@ -29,7 +29,9 @@ INFO = FleetInfo("{}", ResolvedModels("/target", None, "ngram", "demo"), ServerK
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    with RayCluster.start(None, "test-coordinator", member_environment(offline=True), ray_token()) as cluster:
+    with contextlib.closing(
+        RayCluster.open(None, "test-coordinator", member_environment(offline=True), ray_token())
+    ) as cluster:
         yield cluster
 
 
@@ -55,7 +57,7 @@ def member(member_id: str, kind: MemberKind, incarnation: str = "i0") -> Member:
 
 def test_members_register_report_and_leave(cluster: RayCluster, coordinator: CoordinatorHandle) -> None:
     other = CoordinatorHandle.connect(cluster.namespace, timeout_s=5)
-    assert other.register(member("v0", "verifier")).fleet_keys == INFO.fleet_keys
+    assert other.register(member("v0", "verifier")) == INFO.fleet_keys
     coordinator.register(member("d0", "drafter"))
     orders = other.report("v0", "i0", VerifierStats("v0", 0.0, "sync", 4, running=2), "ready")
     assert [ref.id for ref in orders.drafters] == ["d0"]
@@ -82,7 +84,7 @@ def test_after_a_crash_it_knows_nobody_and_still_has_the_keys(coordinator: Coord
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: _answers(coordinator), 60)
     assert not coordinator.report("v0", "i0", None, "ready").known
-    assert coordinator.register(member("v0", "verifier")).fleet_keys == INFO.fleet_keys
+    assert coordinator.register(member("v0", "verifier")) == INFO.fleet_keys
     coordinator.register(member("d0", "drafter"))
     after = coordinator.snapshot()
     assert after.assignments[0].generation > before.assignments[0].generation

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.batches import runner
+from gateway.batches import serving as batching
 from gateway.batches.lines import LONGEST_ID
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -315,7 +315,7 @@ async def test_one_gateway_of_several_carries_out(tmp_path):
 
 
 async def test_lines_that_the_fleet_cannot_serve_now_are_tried_again(monkeypatch):
-    monkeypatch.setattr(runner, "RETRY_S", (0.01, 0.05))
+    monkeypatch.setattr(batching, "RETRY_S", (0.01, 0.05))
     async with serving(queue_wait_s=0.1) as (running, client):
         running.verifier.behaviour = silent
         batch = await begin(client, jsonl(request("a")))
@@ -325,7 +325,7 @@ async def test_lines_that_the_fleet_cannot_serve_now_are_tried_again(monkeypatch
         before = running.verifier.member
         (link,) = running.core.links.values()
         link.close()
-        await eventually(lambda: not running.core.in_flight)
+        await eventually(lambda: not running.core.sequences)
         running.verifier.hung = False
         running.verifier.behaviour = count_up
         running.directory.set_members([before])
@@ -338,14 +338,14 @@ async def test_people_go_first(monkeypatch):
     async with serving() as (running, client):
         running.verifier.behaviour = silent
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(8))))
-        await eventually(lambda: bool(running.core.batched))
-        pace = running.server.gateway.batches._runner._pace
+        await eventually(lambda: bool(running.core.sequences.batched))
+        pace = running.server.gateway.batches._pace
         pace._room = lambda expecting: 3 if pace.quiet else 1
-        await eventually(lambda: running.core.batched == 3 == len(running.verifier.sequences))
+        await eventually(lambda: running.core.sequences.batched == 3 == len(running.verifier.sequences))
         running.verifier.behaviour = count_up
         talk = await client.chat.completions.create(**CHAT)
         assert talk.choices[0].finish_reason == "length"
-        assert running.core.held == 2
+        assert running.core.sequences.held == 2
         await eventually(lambda: sum(each.aborted.is_set() for each in running.verifier.sequences) == 2)
         monkeypatch.setattr("gateway.batches.pace.QUIET_AFTER_S", 0)
         await eventually(lambda: sum("~2" in each.request_id for each in running.verifier.sequences) == 2)
@@ -364,9 +364,9 @@ async def test_batches_take_no_places_of_others():
 
         running.verifier.behaviour = for_others
         await begin(client, jsonl(request("a", {**CHAT, "max_tokens": 5})))
-        await eventually(lambda: bool(running.core.batched))
+        await eventually(lambda: bool(running.core.sequences.batched))
         assert (await running.http.post(CHATS, json=CHAT)).status_code == 200
-        await eventually(lambda: running.core.batched == 1)
+        await eventually(lambda: running.core.sequences.batched == 1)
         text = (await running.http.get("/metrics")).text
         assert 'outrider_batch_sequences{state="running"} 1.0' in text
         assert 'outrider_batch_sequences{state="held"} 0.0' in text

@@ -130,7 +130,7 @@ async def test_with_nowhere_to_go_it_waits_for_a_verifier_to_come(tmp_path):
         request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
         await eventually(lambda: any(record.emitted for record in running.core.sequences))
         running.verifier.kill()
-        await eventually(lambda: running.core.waiting == 1)
+        await eventually(lambda: len(running.core.sequences.waiting()) == 1)
         assert await metric(running, "outrider_sequences_without_verifier 1.0")
         restarted = FakeVerifier(tmp_path, "verifier-0").start()
         running.directory.set_members([restarted.member])
@@ -146,7 +146,7 @@ async def test_it_does_not_wait_for_ever_nor_after_the_client_has_gone():
         await eventually(lambda: sum(bool(record.emitted) for record in running.core.sequences) == 2)
         requests[0].cancel()
         running.verifier.kill()
-        await eventually(lambda: running.core.waiting == 1)
+        await eventually(lambda: len(running.core.sequences.waiting()) == 1)
         chunks = events((await asyncio.wait_for(requests[1], 5)).content)
         assert chunks[-1]["error"]["code"] == "verifier_lost"
         assert running.idle
@@ -177,7 +177,7 @@ async def test_verifiers_that_die_together_are_no_reason_to_blame_a_request(tmp_
         first.kill()
         await eventually(lambda: second.sequences != [])
         second.kill()
-        await eventually(lambda: running.core.waiting == 1)
+        await eventually(lambda: len(running.core.sequences.waiting()) == 1)
         restarted = FakeVerifier(tmp_path, first.name).start()
         running.directory.set_members([restarted.member])
         chunks = events((await asyncio.wait_for(request, 10)).content)
@@ -220,7 +220,7 @@ async def test_a_verifier_that_forgot_us_is_greeted_again_and_the_request_goes_o
         chunks = events((await asyncio.wait_for(request, 5)).content)
         assert text_of(chunks) == text_of(await undisturbed(running))
         assert running.core.ready_links == [link]
-        assert running.core.sequences == []
+        assert not running.core.sequences
         assert await metric(running, 'outrider_failovers_total{cause="forgotten"} 1.0')
 
 
@@ -327,7 +327,7 @@ async def go_on(running: Running) -> None:
 
 
 async def test_a_verifier_that_is_stopped_and_comes_back_is_no_reason_to_blame_a_request(monkeypatch):
-    monkeypatch.setattr("gateway.fleet_core.FRESH_S", 0.05)
+    monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
     async with running_gateway() as running:
         running.verifier.behaviour = some_then_stall(2)
         request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
@@ -344,7 +344,7 @@ async def test_a_verifier_that_is_stopped_and_comes_back_is_no_reason_to_blame_a
 
 
 async def test_new_requests_wait_a_moment_for_a_verifier_that_was_just_lost(monkeypatch):
-    monkeypatch.setattr("gateway.fleet_core.FRESH_S", 0.05)
+    monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
     async with running_gateway() as running:
         await stop_for_a_moment(running)
         requests = [asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION)) for _ in range(3)]
@@ -356,12 +356,12 @@ async def test_new_requests_wait_a_moment_for_a_verifier_that_was_just_lost(monk
 
 
 async def test_they_do_not_wait_for_long_nor_for_one_that_never_was(monkeypatch):
-    monkeypatch.setattr("gateway.fleet_core.FRESH_S", 0.05)
+    monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
     async with running_gateway(verifiers=0) as running:
         began = time.monotonic()
         assert (await running.http.post("/v1/completions", json=COMPLETION)).json()["error"]["code"] == "no_verifier_ready"
         assert time.monotonic() < began + 5
-    monkeypatch.setattr("gateway.fleet_core.HOLD_S", 0.3)
+    monkeypatch.setattr("gateway.verifiers.HOLD_S", 0.3)
     async with running_gateway() as running:
         await stop_for_a_moment(running)
         for _ in range(2):
@@ -371,7 +371,7 @@ async def test_they_do_not_wait_for_long_nor_for_one_that_never_was(monkeypatch)
 
 
 async def test_nor_are_several_that_are_stopped_in_turn(monkeypatch):
-    monkeypatch.setattr("gateway.fleet_core.FRESH_S", 0.05)
+    monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
     async with running_gateway(verifiers=2) as running:
         for verifier in running.verifiers:
             verifier.behaviour = some_then_stall(2)

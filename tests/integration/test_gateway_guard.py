@@ -258,7 +258,8 @@ async def test_a_stream_that_is_never_read_ends_as_if_its_client_had_left(monkey
             if ends:
                 running.verifier.sequences[0].emit([], FinishReason.LENGTH)
             await eventually(lambda: running.idle and metrics.in_flight == 0 and not server_connections(running))
-        assert running.verifier.sequences[0].aborted.is_set() != ends
+        # The abort may still be on its way to the verifier.
+        await eventually(lambda: running.verifier.sequences[0].aborted.is_set() != ends)
         assert metrics._disconnects._value.get() == 1
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.engine_gateway import EngineFleet, engine_fleet
+from tests.support.fake_verifier import eventually
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
@@ -91,4 +92,26 @@ async def test_wishes_are_met_and_change_no_token() -> None:
         chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
         assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == text
         assert chunks[-1]["outrider"]["choices"][0]["tokens"] == TOKENS
+        await fleet.quiet()
+
+
+async def test_what_a_request_generated_drafts_for_the_next_one_at_another_verifier() -> None:
+    async with engine_fleet(verifiers=2, drafters=1, mode="sync") as fleet:
+        first, second = fleet.verifiers
+
+        async def only_at(serving: Any, other: Any) -> None:
+            fleet.set_state(serving, "ready")
+            fleet.set_state(other, "draining")
+            await eventually(lambda: [link.member.id for link in fleet.core.routable()] == [serving.name])
+
+        await only_at(first, second)
+        text, told, _ = await ask(fleet, {"learn": True})
+        assert "shared" not in {each["source"] for each in told["sources"]}
+        await ask(fleet, {"learn": False}, seed=6)
+        await only_at(second, first)
+        _, alone, _ = await ask(fleet, {"learn": True}, seed=6)
+        assert not [each for each in alone["sources"] if each["source"] == "shared" and each["accepted"] > TOKENS / 4]
+        same, shared, _ = await ask(fleet, {"learn": True})
+        assert same == text
+        assert sum(each["accepted"] for each in shared["sources"] if each["source"] == "shared") > TOKENS / 4
         await fleet.quiet()

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from backend.models.check import check
 from backend.models.demo import TARGET_DIR
 from gateway.train_drafter import CURVE, newest_head
+from tests.support.drafter_heads import check
 from tests.support.processes import ENGINE_ENV, ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(900)]
@@ -60,4 +60,4 @@ def test_a_head_is_trained_killed_and_trained_on(tmp_path: Path) -> None:
     head = newest_head(tmp_path / "o")
     assert head is not None
     assert str(head) in told
-    check(str(head), str(TARGET_DIR))
+    assert check(str(head), str(TARGET_DIR)) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from backend.drafter.service import DrafterService, Reply
@@ -37,14 +39,22 @@ class Clock:
         return self.now
 
 
+def handle(service: DrafterService, identity: bytes, frames: Sequence[bytes]) -> list[Reply]:
+    """Has a service take one message and do all work that waits.  Returns its replies."""
+    replies = service.receive(identity, frames)
+    while service.has_work:
+        replies += service.work()
+    return replies
+
+
 class AheadVerifier:
     """Sends `Round`s and `Next`s to a service, and decodes its answers."""
 
     def __init__(self, service: DrafterService, name: str = "v", epoch: int = 1) -> None:
         self.service, self.epoch = service, epoch
         self.features, self.drafts = f"{name}/f/{epoch}".encode(), f"{name}/d/{epoch}".encode()
-        service.handle(self.features, [encode(Hello(PROTOCOL_VERSION, name, "features", epoch))])
-        service.handle(self.drafts, [encode(Hello(PROTOCOL_VERSION, name, "drafts", epoch))])
+        handle(service, self.features, [encode(Hello(PROTOCOL_VERSION, name, "features", epoch))])
+        handle(service, self.drafts, [encode(Hello(PROTOCOL_VERSION, name, "drafts", epoch))])
 
     def frames(self, *items: Open | Commit | Close, hidden: int = HEAD.hidden) -> list[bytes]:
         rows = [item for item in items if not isinstance(item, Close)]

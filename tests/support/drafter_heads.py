@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import GREEDY, Ask, Premise, Sampling, Until
+from backend.models.check import find_misfits
 from backend.models.checkpoint import load_drafter
 from tests.support.true_noise import true_gumbel
 
@@ -190,6 +191,12 @@ def make_proposer(
         proposer = EagleProposer(weights, cache_tokens)
     proposer._head.gather = gather
     return proposer
+
+
+def check(head_dir: str, target_dir: str) -> list[str]:
+    """All misfits, errors first; warnings start with `warning: `.  Empty: the head fits."""
+    found = find_misfits(head_dir, target_dir)
+    return found.errors + [f"warning: {line}" for line in found.warnings]
 
 
 class Reference:

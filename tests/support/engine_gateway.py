@@ -43,7 +43,7 @@ class EngineFleet:
             stats = self.core.stats()
             return bool(stats) and all(each.running + each.waiting == 0 for each in stats)
 
-        await eventually(lambda: self.core.in_flight == 0 and empty(), timeout_s)
+        await eventually(lambda: not self.core.sequences and empty(), timeout_s)
 
     async def metric(self, name: str) -> float:
         lines = (await self.http.get("/metrics")).text.splitlines()

@@ -43,7 +43,7 @@ class Running:
     @property
     def idle(self) -> bool:
         """Whether no request is left in the gateway or in vLLM's output processor."""
-        return not self.core.in_flight and not self.server.gateway.client.output_processor.request_states
+        return not self.core.sequences and not self.server.gateway.client.output_processor.request_states
 
 
 @asynccontextmanager

@@ -242,19 +242,15 @@ class SimulatedVerifier:
         self.world, self.network = world, network
         self.core = SimulatedCore(world, network, mode, k, blocks, lookup)
         self.stats = VerifierStats("v", 0.0, mode, k)
-        counters = Counters(self.stats)
-        self.core.scheduler.counters = counters
+        self.core.scheduler.counters = Counters(self.stats)
         hub: Any = SimulatedHub(network)
         core: Any = self.core
-        self.links = DraftLinks(hub, core, "v", counters)
-        self.loop = EngineLoop(core, hub, self, self.links, counters)  # type: ignore[arg-type]
+        self.links = DraftLinks(hub, core, "v")
+        self.loop = EngineLoop(core, hub, self, self.links)  # type: ignore[arg-type]
         self.answers: dict[str, list[int]] = {}
         self.finished: set[str] = set()
         self.heard: dict[str, float] = {}
         self.longest_silence_s = 0.0
-
-    def connections_refused(self) -> int:
-        return 0
 
     def generate(self, texts: dict[str, Text], limit_s: float = 60.0) -> None:
         """Runs all requests at once to their ends, and asserts that their tokens are the target's."""

@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend.lab.bench.widen import Preset, WidenError, widen, widen_pair, width_for
-from backend.models.check import check
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import load_config
+from tests.support.drafter_heads import check
 
 TOLERANCE = 1e-4
 

@@ -186,7 +186,7 @@ def test_our_token_is_shown_to_our_own_clusters_alone(
         shown.append(token)
         raise ClusterError("far enough")
 
-    monkeypatch.setattr(RayCluster, "start", connect)
+    monkeypatch.setattr(RayCluster, "open", connect)
     state.write(msgspec.structs.replace(fleet_file(os.getpid()), owns_cluster=owns_cluster))
     arguments = ["--ray-address", "127.0.0.1:1"] if by_address else []
     with pytest.raises(ClusterError):

@@ -21,9 +21,10 @@ from backend.coordinator.commands import (
     Resume,
     SwapDrafter,
 )
+from backend.coordinator.messages import Progress
 from backend.coordinator.policy import Coordinator
 from tests.support.properties import examples
-from tests.unit.test_coordinator_policy import fleet, member
+from tests.unit.test_coordinator_policy import fleet, member, report
 
 
 def administration(verifiers: int = 2, drafters: int = 2, has_drafters: bool = True) -> tuple[Administration, Coordinator]:
@@ -44,12 +45,12 @@ def test_a_drained_verifier_takes_no_new_work_and_its_drafters_go_elsewhere() ->
     assert answer.version == policy.snapshot(0.0).version
     assert states(policy)["v0"] == "draining"
     assert {a.verifier_id for a in policy.snapshot(0.0).assignments} == {"v1"}
-    assert policy.report("v0", "i0", "ready", 0.1).drain
+    assert report(policy, "v0", 0.1).drain
     # Nothing is left to do the second time.
     assert admin.submit(Drain(member="v0"), 0.2) == Done(policy.snapshot(0.2).version, [])
     assert isinstance(admin.submit(Resume(member="v0"), 0.3), Done)
     assert states(policy)["v0"] == "ready"
-    assert not policy.report("v0", "i0", "ready", 0.4).drain
+    assert not report(policy, "v0", 0.4).drain
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_a_drain_outlives_the_process_and_its_own_draining_asks_to_be_relieved()
     admin.submit(Drain(member="v0"), 0.0)
     policy.register(member("v0", "verifier", "i1"), 0.1)
     assert states(policy)["v0"] == "draining"
-    policy.report("v1", "i0", "draining", 0.2)
+    report(policy, "v1", 0.2, state="draining")
     (view,) = [view for view in policy.snapshot(0.2).members if view.member.id == "v1"]
     assert view.drain is not None
     assert view.drain.migrate
@@ -181,21 +182,21 @@ def test_operations_are_worked_on_one_after_the_other_and_the_last_are_kept() ->
     work = admin.next_operation()
     assert work is not None
     assert (work.id, work.kind, work.deadline_s) == (first.operation, "remove", 30.0)
-    admin.progress(work.id, "running", "draining d0")
+    admin.progress(Progress(work.id, "running", "draining d0"))
     assert admin.next_operation() is not None
-    admin.progress(work.id, "failed", "no")
+    admin.progress(Progress(work.id, "failed", "no"))
     following = admin.next_operation()
     assert following is not None
     assert following.kind == "add"
-    admin.progress(following.id, "done", "ok", ["d2"])
+    admin.progress(Progress(following.id, "done", "ok", ["d2"]))
     assert admin.operations[-1].members == ["d2"]
     for _ in range(2 * KEPT):
         admin.submit(Add(kind="drafter"), 0.0)
         pending = admin.next_operation()
         assert pending is not None
-        admin.progress(pending.id, "done", "ok", ["d2"])
+        admin.progress(Progress(pending.id, "done", "ok", ["d2"]))
     assert len(admin.operations) == KEPT
-    admin.progress(first.operation or 0, "done", "forgotten long since")
+    admin.progress(Progress(first.operation or 0, "done", "forgotten long since"))
 
 
 def test_pins_hold_until_they_are_given_back() -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.coordinator.assignment import Action, Bind, DrafterSpeed, Pair, Situation, Unbind, VerifierLoad
+from backend.coordinator.assignment import Pair, Situation, VerifierLoad
+from backend.coordinator.messages import Report
 from backend.coordinator.policy import Coordinator
-from backend.coordinator.water_filling import WaterFilling, predicted
+from backend.coordinator.water_filling import Assigning, WaterFilling
 from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
-from backend.fleet.speed import Line
+from backend.fleet.speed import Line, Speed
 from tests.support.properties import examples
 
 FEW = examples(30)
@@ -31,36 +32,41 @@ def fleet(verifiers: int, drafters: int, seed: int, spread: float | None = None)
     dice = random.Random(seed)
     spread = dice.choice([0, 0.1, 0.5]) if spread is None else spread
     loads, speeds = [], []
-    for i in range(verifiers):
+    for _ in range(verifiers):
         requests = dice.choice([0, 1, 2, 4, 8, 16, 32])
         plain = dice.uniform(0.01, 0.05) * (1 + 0.02 * requests)
         length, overlap = dice.uniform(1.2, 4.5), dice.choice([0, 0, 0.5, 1])
-        loads.append(VerifierLoad(f"v{i:04}", requests, plain, plain * dice.uniform(1, 2), length, overlap))
+        loads.append(VerifierLoad(requests, plain, plain * dice.uniform(1, 2), length, overlap))
     fixed, per_request = dice.uniform(0.001, 0.03), dice.uniform(0, 0.003)
-    for i in range(drafters):
+    for _ in range(drafters):
         slower = 1 + spread * dice.uniform(-1, 1)
-        speeds.append(DrafterSpeed(f"d{i:04}", fixed * slower, per_request * slower))
-    return Situation(0.0, loads, speeds)
+        speeds.append(Speed(fixed * slower, per_request * slower))
+    return situation_of(loads, speeds)
 
 
-def apply(bindings: dict[Pair, float], actions: Iterable[Action], now: float) -> None:
-    for action in actions:
-        pair = action.verifier, action.drafter
-        if isinstance(action, Bind):
-            assert pair not in bindings, "bound twice"
-            bindings[pair] = now
-        else:
-            del bindings[pair]
+def situation_of(loads: Sequence[VerifierLoad], speeds: Sequence[Speed]) -> Situation:
+    """The fleet of v0, v1, ... and d0, d1, ..."""
+    return Situation(0.0, {f"v{i}": load for i, load in enumerate(loads)}, {f"d{i}": speed for i, speed in enumerate(speeds)})
+
+
+def predicted(situation: Situation, pairs: Iterable[Pair]) -> float:
+    """Predicted tokens per second of the fleet with this assignment."""
+    fleet = Assigning(replace(situation, bindings=dict.fromkeys(pairs, 0.0), pins={}))
+    return fleet._total(situation.verifiers, 0.0)
+
+
+def changed(bindings: dict[Pair, float], wanted: set[Pair], now: float) -> dict[Pair, float]:
+    return {pair: bindings.get(pair, now) for pair in wanted}
 
 
 def settle(situation: Situation, bindings: dict[Pair, float] | None = None, min_gain: float = 0.05) -> dict[Pair, float]:
     """Decides until nothing changes."""
     bindings, now = dict(bindings or {}), 100.0
     for _ in range(60):
-        found = WaterFilling(min_gain).decide(replace(situation, now=now, bindings=bindings))
-        if not found:
+        wanted = WaterFilling(min_gain).decide(replace(situation, now=now, bindings=bindings))
+        if wanted == bindings.keys():
             return bindings
-        apply(bindings, found, now)
+        bindings = changed(bindings, wanted, now)
         now += 10
     raise AssertionError("it does not settle")
 
@@ -72,7 +78,7 @@ def partitions(situation: Situation, first: int = 0) -> Iterator[list[Pair]]:
         return
     for rest in partitions(situation, first + 1):
         for verifier in situation.verifiers:
-            yield [(verifier.id, situation.drafters[first].id), *rest]
+            yield [(verifier, list(situation.drafters)[first]), *rest]
 
 
 def test_near_the_best_partition() -> None:
@@ -90,7 +96,7 @@ def test_near_the_best_partition() -> None:
 def test_a_bad_assignment_is_left_behind(situation: Situation, seed: int) -> None:
     """From any start, hysteresis costs a little and no more."""
     dice = random.Random(seed)
-    start = {(dice.choice(situation.verifiers).id, each.id): 0.0 for each in situation.drafters}
+    start = {(dice.choice(list(situation.verifiers)), each): 0.0 for each in situation.drafters}
     got = predicted(situation, settle(situation, start))
     assert got >= 0.8 * max(predicted(situation, pairs) for pairs in partitions(situation))
 
@@ -99,9 +105,9 @@ def test_a_bad_assignment_is_left_behind(situation: Situation, seed: int) -> Non
 @given(situations(12, 16))
 def test_every_drafter_is_used_and_who_is_left_alone_would_not_gain(situation: Situation) -> None:
     bindings = settle(situation)
-    assert {d for _, d in bindings} == {each.id for each in situation.drafters}
-    for bare in {each.id for each in situation.verifiers} - {v for v, _ in bindings}:
-        joined = [predicted(situation, [*bindings, (bare, each.id)]) for each in situation.drafters]
+    assert {d for _, d in bindings} == situation.drafters.keys()
+    for bare in situation.verifiers.keys() - {v for v, _ in bindings}:
+        joined = [predicted(situation, [*bindings, (bare, each)]) for each in situation.drafters]
         assert min(joined) <= predicted(situation, bindings)
 
 
@@ -111,68 +117,68 @@ def test_dwell_is_respected_whatever_the_load_does(situation: Situation, data: s
     rule, bindings, now = WaterFilling(min_dwell_s=5.0), dict[Pair, float](), 0.0
     for _ in range(12):
         now += data.draw(st.sampled_from([0.5, 1.0, 6.0]))
-        loads = [replace(each, requests=data.draw(st.sampled_from([0, 1, 8, 64]))) for each in situation.verifiers]
-        found = rule.decide(replace(situation, now=now, verifiers=loads, bindings=bindings))
-        for action in found:
-            if isinstance(action, Unbind):
-                assert now - bindings[action.verifier, action.drafter] >= 5.0
-        apply(bindings, found, now)
+        loads = {
+            name: replace(load, requests=data.draw(st.sampled_from([0, 1, 8, 64])))
+            for name, load in situation.verifiers.items()
+        }
+        wanted = rule.decide(replace(situation, now=now, verifiers=loads, bindings=bindings))
+        assert all(now - bindings[pair] >= 5.0 for pair in bindings.keys() - wanted)
+        bindings = changed(bindings, wanted, now)
 
 
 @FEW
 @given(situations(), st.data())
 def test_pins_hold(situation: Situation, data: st.DataObject) -> None:
-    verifiers = [*(each.id for each in situation.verifiers), "unknown"]
-    drafters = [*(each.id for each in situation.drafters), "unknown"]
+    verifiers = [*situation.verifiers, "unknown"]
+    drafters = [*situation.drafters, "unknown"]
     pins = data.draw(st.dictionaries(st.sampled_from(drafters), st.lists(st.sampled_from(verifiers), unique=True), max_size=4))
     bindings = settle(replace(situation, pins=pins))
     for drafter, wanted in pins.items():
         if drafter != "unknown":
             assert {v for v, d in bindings if d == drafter} == set(wanted) - {"unknown"}
-    assert {d for _, d in bindings} >= {each.id for each in situation.drafters} - pins.keys()
+    assert {d for _, d in bindings} >= situation.drafters.keys() - pins.keys()
 
 
 def test_a_verifier_that_does_better_by_itself_leaves_its_drafters_to_the_other() -> None:
     """From one drafter each, and from both at it: one alone of them makes no difference."""
-    loads = [VerifierLoad("v0", 8, 0.02, 0.03, 4.0, bare_s=0.004), VerifierLoad("v1", 8, 0.02, 0.03, 4.0, bare_s=0.02)]
-    speeds = [DrafterSpeed(f"d{i}", 0.006, 0.002) for i in range(2)]
-    situation = Situation(0.0, loads, speeds)
+    loads = [VerifierLoad(8, 0.02, 0.03, 4.0, bare_s=0.004), VerifierLoad(8, 0.02, 0.03, 4.0, bare_s=0.02)]
+    speeds = [Speed(0.006, 0.002) for _ in range(2)]
+    situation = situation_of(loads, speeds)
     for start in ({("v0", "d0"): 0.0, ("v1", "d1"): 0.0}, {("v0", "d0"): 0.0, ("v0", "d1"): 0.0}, {}):
         assert settle(situation, start).keys() == {("v1", "d0"), ("v1", "d1")}
 
 
 def test_a_slow_drafter_counts_for_less() -> None:
-    loads = [VerifierLoad(f"v{i}", 8, 0.06, 0.07, 3.0) for i in range(2)]
-    speeds = [DrafterSpeed(f"d{i}", 0.006 * slower, 0.002 * slower) for i, slower in enumerate((1, 4, 4, 4))]
-    pairs = settle(Situation(0.0, loads, speeds))
+    loads = [VerifierLoad(8, 0.06, 0.07, 3.0) for _ in range(2)]
+    speeds = [Speed(0.006 * slower, 0.002 * slower) for i, slower in enumerate((1, 4, 4, 4))]
+    pairs = settle(situation_of(loads, speeds))
     alone = next(v for v, d in pairs if d == "d0")
     assert sum(v == alone for v, _ in pairs) == 1, "three slow ones are hardly as much"
 
 
 def test_a_drafter_that_is_down_for_its_verifier_goes_where_it_does_no_harm() -> None:
-    loads = [VerifierLoad("v0", 8, 0.03, 0.04, 2.5), VerifierLoad("v1", 0)]
-    speeds = [DrafterSpeed(f"d{i}", 0.006, 0.001) for i in range(3)]
+    loads = [VerifierLoad(8, 0.03, 0.04, 2.5, down=frozenset({"d0"})), VerifierLoad(0)]
+    speeds = [Speed(0.006, 0.001) for _ in range(3)]
     bindings: dict[Pair, float] = {("v0", "d0"): 0.0, ("v0", "d1"): 0.0, ("v1", "d2"): 0.0}
-    speeds[0].down_for = frozenset({"v0"})
-    after = settle(Situation(0.0, loads, speeds), bindings)
+    after = settle(situation_of(loads, speeds), bindings)
     assert ("v0", "d0") not in after
     assert ("v1", "d0") in after
     assert ("v0", "d2") in after
 
 
 def test_nobody_is_handed_to_a_drafter_that_is_down_for_it() -> None:
-    loads = [VerifierLoad(f"v{i}", 0) for i in range(4)]
-    speeds = [DrafterSpeed("d0", 0.006, 0.001), DrafterSpeed("d1", 0.006, 0.001, frozenset({"v3"}))]
-    after = settle(Situation(0.0, loads, speeds), {(f"v{i}", "d0"): 0.0 for i in range(4)})
+    loads = [VerifierLoad(0, down=frozenset({"d1"} if i == 3 else ())) for i in range(4)]
+    speeds = [Speed(0.006, 0.001), Speed(0.006, 0.001)]
+    after = settle(situation_of(loads, speeds), {(f"v{i}", "d0"): 0.0 for i in range(4)})
     assert ("v3", "d1") not in after
     assert [sum(d == drafter for _, d in after) for drafter in ("d0", "d1")] == [2, 2]
 
 
 def test_no_change_without_the_gain_that_was_asked_for() -> None:
-    loads = [VerifierLoad("v0", 16, 0.03, 0.04, 2.5), VerifierLoad("v1", 4, 0.03, 0.04, 2.5)]
-    speeds = [DrafterSpeed(f"d{i}", 0.006, 0.001) for i in range(4)]
+    loads = [VerifierLoad(16, 0.03, 0.04, 2.5), VerifierLoad(4, 0.03, 0.04, 2.5)]
+    speeds = [Speed(0.006, 0.001) for _ in range(4)]
     start: dict[Pair, float] = {("v0" if i == 0 else "v1", f"d{i}"): 0.0 for i in range(4)}
-    situation = Situation(0.0, loads, speeds)
+    situation = situation_of(loads, speeds)
     assert settle(situation, start, min_gain=0.01) != start
     assert settle(situation, start, min_gain=0.9) == start, "no gain is that large"
 
@@ -199,7 +205,7 @@ class Fleet:
                 number = int(name[1:])
                 verifier = self._verifier(number, noise) if name.startswith("v") else None
                 drafter = self._drafter(number, noise) if name.startswith("d") else None
-                assert self.policy.report(name, "i", "ready", self.now, verifier, drafter).known
+                assert self.policy.report(Report(name, "i", "ready", verifier, drafter), self.now).known
 
     def _noisy(self, value: float, noise: float) -> float:
         return value * (1 + noise * self.dice.uniform(-1, 1))
@@ -267,12 +273,12 @@ def test_what_changes_for_good_is_followed_within_seconds() -> None:
 def test_a_steady_decision_for_a_thousand_verifiers_takes_milliseconds() -> None:
     situation = fleet(1000, 4000, 3, spread=0.2)
     rule, bindings = WaterFilling(), dict[Pair, float]()
-    while actions := rule.decide(replace(situation, now=-10.0, bindings=bindings)):
-        apply(bindings, actions, -20.0)
+    while (wanted := rule.decide(replace(situation, now=-10.0, bindings=bindings))) != bindings.keys():
+        bindings = changed(bindings, wanted, -20.0)
     times = []
     for _ in range(9):
         began = time.process_time()
-        actions = rule.decide(replace(situation, now=1.0, bindings=bindings))
+        wanted = rule.decide(replace(situation, now=1.0, bindings=bindings))
         times.append(time.process_time() - began)
-        assert not actions
+        assert wanted == bindings.keys()
     assert statistics.median(times) < 0.1

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from backend.coordinator.assignment import VerifierLoad
+from backend.coordinator.messages import Report
 from backend.coordinator.policy import DECIDE_EVERY_S, FORGET_LOST_S, START_LEASE_S, Coordinator
-from backend.fleet import DrafterStats, Member, MemberKind, MemberState, VerifierStats
+from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, MemberState, Orders, VerifierStats
+from backend.fleet.speed import Speed
 from tests.support.properties import examples
 
 LEASE_S = 2.0
@@ -35,9 +39,16 @@ def pairs(policy: Coordinator, now: float) -> set[tuple[str, str]]:
     return {(a.verifier_id, a.drafter_id) for a in policy.snapshot(now).assignments}
 
 
-def report(policy: Coordinator, member_id: str, now: float, running: int = 0, incarnation: str = "i0"):
+def report(
+    policy: Coordinator,
+    member_id: str,
+    now: float,
+    running: int = 0,
+    incarnation: str = "i0",
+    state: MemberState = "ready",
+) -> Orders:
     stats = verifier_stats(member_id, running) if member_id.startswith("v") else None
-    return policy.report(member_id, incarnation, "ready", now, verifier=stats)
+    return policy.report(Report(member_id, incarnation, state, stats), now)
 
 
 def test_drafters_go_to_the_verifier_with_the_fewest() -> None:
@@ -96,7 +107,7 @@ def test_a_working_verifier_gets_what_an_idle_one_can_spare() -> None:
         now += 0.25
         tokens += 40
         busy = VerifierStats("v1", 0.0, "auto", 4, running=16, tokens=tokens, plain_step_s=0.04, drafted_step_s=0.05)
-        policy.report("v1", "i0", "ready", now, verifier=busy)
+        policy.report(Report("v1", "i0", "ready", busy), now)
         for name in ("v0", "d0", "d1"):
             report(policy, name, now)
     served = pairs(policy, now)
@@ -126,8 +137,7 @@ def test_a_pinned_drafter_serves_whom_it_is_told_to_until_it_is_given_back() -> 
     policy.pin("d0", [], 0.2)
     assert not [v for v, d in pairs(policy, 0.2) if d == "d0"]
     assert {v for v, _ in pairs(policy, 0.2)} == {"v0", "v1"}, "the other one is shared"
-    assert policy.unpin("d0", 0.3)
-    assert not policy.unpin("d0", 0.3)
+    policy.pin("d0", None, 0.3)
     assert {d for _, d in pairs(policy, 0.3)} == {"d0", "d1"}
 
 
@@ -135,18 +145,18 @@ def test_members_that_are_not_ready_are_not_assigned() -> None:
     policy = fleet(1, 0)
     policy.register(member("d0", "drafter", state="starting"), 0.0)
     assert pairs(policy, 0.0) == set()
-    orders = policy.report("d0", "i0", "ready", 0.1, drafter=DrafterStats("d0", 0.0))
+    orders = policy.report(Report("d0", "i0", "ready", drafter=DrafterStats("d0", 0.0)), 0.1)
     assert orders.known
     assert pairs(policy, 0.1) == {("v0", "d0")}
-    policy.report("d0", "i0", "draining", 0.2)
+    report(policy, "d0", 0.2, state="draining")
     assert pairs(policy, 0.2) == set()
 
 
 def test_a_starting_member_may_be_silent_for_longer() -> None:
     policy = fleet(1, 0)
     policy.register(member("d0", "drafter", state="starting"), 0.0)
-    assert policy.report("d0", "i0", "starting", START_LEASE_S).known
-    assert not policy.report("d0", "i0", "starting", 2.1 * START_LEASE_S).known
+    assert report(policy, "d0", START_LEASE_S, state="starting").known
+    assert not report(policy, "d0", 2.1 * START_LEASE_S, state="starting").known
 
 
 def test_an_address_learnt_later_makes_a_new_generation() -> None:
@@ -193,6 +203,25 @@ def test_a_restarted_member_is_counted_and_bound_anew() -> None:
     assert report(policy, "v0", 0.6).drafters[0].incarnation == "i1"
 
 
+def test_what_a_process_measured_is_forgotten_with_it() -> None:
+    policy = fleet(1, 1)
+    for now, drafts in ((0.1, 1000), (0.2, 1100)):
+        counted = {"d0": DraftCounters(drafts, accepted_tokens=2 * drafts)}
+        stats = VerifierStats("v0", 0.0, "auto", 4, running=4, drafters=counted, drafters_down=["d0"])
+        policy.report(Report("v0", "i0", "ready", stats), now)
+    policy.report(Report("d0", "i0", "ready", drafter=DrafterStats("d0", 0.0, speed=Speed(0.01, 0.001))), 0.2)
+    before = policy.situation(0.2)
+    assert before.verifiers["v0"].length == 3
+    assert before.verifiers["v0"].down == {"d0"}
+    assert before.drafters["d0"] == Speed(0.01, 0.001)
+    for name, kind in (("v0", "verifier"), ("d0", "drafter")):
+        policy.register(member(name, cast(MemberKind, kind), "i1"), 0.3)
+    policy.report(Report("v0", "i1", "ready", VerifierStats("v0", 9.0, "auto", 4, running=4)), 0.4)
+    after = policy.situation(0.4)
+    assert after.verifiers == {"v0": VerifierLoad(requests=4)}
+    assert after.drafters == {"d0": None}
+
+
 def test_registering_again_unchanged_changes_nothing() -> None:
     policy = fleet(1, 1)
     before = policy.snapshot(0.0)
@@ -212,11 +241,14 @@ def test_a_late_goodbye_of_an_old_incarnation_is_ignored() -> None:
 
 def test_draining_is_ordered_and_frees_the_drafter() -> None:
     policy = fleet(2, 1)
-    assert policy.drain("v0", 0.1)
+    policy.drain("v0", 0.1)
     assert report(policy, "v0", 0.2).drain
     assert pairs(policy, 0.2) == {("v1", "d0")}
     assert report(policy, "v0", 0.2).drafters == []
-    assert not policy.drain("nobody", 0.2)
+    before = policy.snapshot(0.2)
+    policy.drain("nobody", 0.2)
+    policy.resume("nobody", 0.2)
+    assert policy.snapshot(0.2) == before
 
 
 @dataclass
@@ -259,9 +291,8 @@ class PolicyMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, running=st.integers(0, 5), state=st.sampled_from(["ready", "ready", "draining"]))
     def report(self, name: str, running: int, state: MemberState) -> None:
-        stats = verifier_stats(name, running) if name.startswith("v") else None
         incarnation = f"i{self.world.incarnation.get(name, 0)}"
-        known = self.policy.report(name, incarnation, state, self.now, verifier=stats).known
+        known = report(self.policy, name, self.now, running, incarnation, state).known
         assert known == self.world.known(name, self.now)
         if known:
             self.world.heard[name], self.world.state[name] = self.now, state

@@ -15,20 +15,20 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 import torch
+from transformers import LlamaForCausalLM
 
 from backend.lab.demo.checkpoints import load_target, save_drafter, save_target
-from backend.lab.demo.drafter import train_drafter
-from backend.lab.demo.drafter_model import chain, new_drafter
-from backend.lab.demo.evaluate import accept, matching_prefix, sample
+from backend.lab.demo.drafter import new_drafter, train_drafter
+from backend.lab.demo.evaluate import accept, sample
 from backend.lab.demo.generate import generate
-from backend.lab.demo.model import Target
+from backend.lab.demo.model import logits_and_features, new_target
 from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
 from backend.lab.demo.target import train_target, validation_loss
 from backend.lab.demo.training import Progress, Windows, rate_factor
 from backend.learning.head import Drafter
 from backend.learning.layers import Shape
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
-from backend.models.writing import replacing
+from backend.models.writing import DRAFT_LENGTH, replacing
 from tests.support.demo_checkpoints import load_drafter
 
 TINY = Shape(
@@ -50,9 +50,9 @@ def stir(module: torch.nn.Module) -> None:
 
 
 @pytest.fixture
-def pair() -> tuple[Target, Drafter]:
+def pair() -> tuple[LlamaForCausalLM, Drafter]:
     torch.manual_seed(3)
-    target = Target(TINY)
+    target = new_target(TINY)
     stir(target)
     drafter = new_drafter(target)
     stir(drafter)
@@ -78,12 +78,11 @@ def tiny_options(run_dir: Path, checkpoint_s: float = 1e9) -> DemoOptions:
 
 
 @torch.no_grad()
-def test_unrolled_training_forward_equals_decoding(pair: tuple[Target, Drafter]) -> None:
+def test_unrolled_training_forward_equals_decoding(pair: tuple[LlamaForCausalLM, Drafter]) -> None:
     target, drafter = pair
     depth, rows = 4, 9
     tokens = torch.randint(0, 97, (2, rows + depth + 1))
-    _, features = target(tokens, feature_layers=drafter.shape.feature_layers)
-    assert features is not None
+    _, features = logits_and_features(target, tokens, drafter.shape.feature_layers)
     unrolled = drafter.unroll(tokens[:, 1:], features[:, :rows], depth)
     for row in range(rows):
         cache = drafter.cache(2, rows + depth)
@@ -95,36 +94,44 @@ def test_unrolled_training_forward_equals_decoding(pair: tuple[Target, Drafter])
 
 
 @torch.no_grad()
-def test_a_draft_leaves_the_cache_at_the_known_rows(pair: tuple[Target, Drafter]) -> None:
+def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[LlamaForCausalLM, Drafter]) -> None:
     target, drafter = pair
-    tokens = torch.randint(0, 97, (1, 12))
-    _, features = target(tokens, feature_layers=drafter.shape.feature_layers)
-    assert features is not None
-    mapped = drafter.fc(features)
-    whole = chain(drafter, tokens[:, 1:], mapped[:, :-1], drafter.cache(1, 32), 4)
-    cache = drafter.cache(1, 32)
-    chain(drafter, tokens[:, 1:6], mapped[:, :5], cache, 4)
-    assert cache.length == 5
-    assert torch.equal(chain(drafter, tokens[:, 6:], mapped[:, 5:-1], cache, 4), whole)
+    prompt, new_tokens = torch.randint(0, 97, (7,)).tolist(), 40
+    # Look at the target's output matrix, so that some drafts are right.
+    drafter.lm_head.weight.copy_(target.model.embed_tokens.weight)
+    text, drafts, accepted = [*prompt, *sample(target, torch.tensor(prompt), 1)], 0, 0
+    while len(text) < len(prompt) + new_tokens:
+        _, features = logits_and_features(target, torch.tensor([text[:-1]]), drafter.shape.feature_layers)
+        cache = drafter.cache(1, 100)
+        output = drafter.step(torch.tensor([text[1:]]), drafter.fc(features), cache)[:, -1:]
+        draft = [int(drafter.logits(output).argmax())]
+        while len(draft) < DRAFT_LENGTH:
+            output = drafter.step(torch.tensor([draft[-1:]]), output, cache)
+            draft.append(int(drafter.logits(output).argmax()))
+        chosen = sample(target, torch.tensor(text), DRAFT_LENGTH + 1)
+        kept = next((i for i, token in enumerate(draft) if token != chosen[i]), DRAFT_LENGTH)
+        text, drafts, accepted = text + chosen[: kept + 1], drafts + 1, accepted + kept
+    found = accept(target, drafter, prompt, new_tokens)
+    assert (found.drafts, sum(found.accepted_by_position)) == (drafts, accepted)
+    assert 0 < accepted < DRAFT_LENGTH * drafts
 
 
-def test_target_equals_transformers_on_its_own_files(pair: tuple[Target, Drafter], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
+@torch.no_grad()
+def test_a_target_reloads_identically_and_features_are_the_inputs_of_layers(
+    pair: tuple[LlamaForCausalLM, Drafter], tmp_path: Path
+) -> None:
     target, drafter = pair
     save_target(target, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
-    tokens = torch.randint(0, 97, (2, 17))
-    layers = drafter.shape.feature_layers
-    with torch.no_grad():
-        hidden, features = target(tokens, feature_layers=layers)
-        expected = theirs(tokens, output_hidden_states=True)
-        torch.testing.assert_close(target.logits(hidden), expected.logits, atol=1e-4, rtol=1e-4)
-        states = torch.cat([expected.hidden_states[layer] for layer in layers], dim=-1)
-        torch.testing.assert_close(features, states, atol=1e-4, rtol=1e-4)
+    reloaded, tokens = load_target(tmp_path), torch.randint(0, 97, (2, 17))
+    inputs: list[torch.Tensor] = []
+    for layer in drafter.shape.feature_layers:
+        reloaded.model.layers[layer].register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
+    logits, features = logits_and_features(reloaded, tokens, drafter.shape.feature_layers)
+    assert torch.equal(logits, target(tokens).logits)
+    assert torch.equal(features, torch.cat(inputs, dim=-1))
 
 
-def test_a_drafter_reloads_identically(pair: tuple[Target, Drafter], tmp_path: Path) -> None:
+def test_a_drafter_reloads_identically(pair: tuple[LlamaForCausalLM, Drafter], tmp_path: Path) -> None:
     target, drafter = pair
     save_drafter(drafter, tmp_path, "some-target")
     reloaded = load_drafter(tmp_path, target.model.embed_tokens.weight)
@@ -134,12 +141,11 @@ def test_a_drafter_reloads_identically(pair: tuple[Target, Drafter], tmp_path: P
     assert all(torch.equal(state[key], value) for key, value in drafter.state_dict().items())
 
 
-def test_cached_generation_equals_a_full_forward(pair: tuple[Target, Drafter]) -> None:
+def test_cached_generation_equals_a_full_forward(pair: tuple[LlamaForCausalLM, Drafter]) -> None:
     target, _ = pair
     text = generate(target, torch.randint(0, 97, (3, 5)), 11, torch.zeros(3), torch.Generator())
     with torch.no_grad():
-        hidden, _ = target(text)
-    assert torch.equal(target.logits(hidden).argmax(-1)[:, 4:-1], text[:, 5:])
+        assert torch.equal(target(text).logits.argmax(-1)[:, 4:-1], text[:, 5:])
 
 
 def test_windows_cover_every_epoch_once_behind_a_begin_token() -> None:
@@ -160,7 +166,7 @@ def test_rate_falls_to_zero() -> None:
 
 def test_target_learns_and_resumes_to_the_same_result(tmp_path: Path) -> None:
     stream = counting_stream()
-    begin = validation_loss(Target(TINY), stream, 32, limit=16)
+    begin = validation_loss(new_target(TINY), stream, 32, limit=16)
     whole, progress = train_target(tiny_options(tmp_path / "whole"), stream, stream)
     assert progress.step == 20
     assert validation_loss(whole, stream, 32, limit=16) < begin - 1.0
@@ -168,7 +174,7 @@ def test_target_learns_and_resumes_to_the_same_result(tmp_path: Path) -> None:
     class Interrupted(Exception):
         pass
 
-    def interrupt(_: Target, at: Progress) -> None:
+    def interrupt(_: LlamaForCausalLM, at: Progress) -> None:
         if at.step == 9:
             raise Interrupted
 
@@ -190,12 +196,6 @@ def test_drafter_learns_its_target(tmp_path: Path) -> None:
     drafter, progress = train_drafter(replace(options, drafter=replace(options.drafter, steps=30)), target, stream)
     assert progress.step == 30
     assert accept(target, drafter.eval(), prompt, 30).length > before + 0.5
-
-
-def test_matching_prefix() -> None:
-    assert matching_prefix([1, 2, 3], [1, 2, 3, 4]) == 3
-    assert matching_prefix([1, 9, 3], [1, 2, 3, 4]) == 1
-    assert matching_prefix([9, 2, 3], [1, 2, 3, 4]) == 0
 
 
 def test_a_failed_write_leaves_the_old_directory(tmp_path: Path) -> None:
@@ -227,8 +227,7 @@ def test_packaged_target_continues_python_with_python() -> None:
     assert tokenize.ERRORTOKEN not in kinds
     assert len(set(continuation.split())) > 3
     with torch.no_grad():
-        hidden, _ = target(ids[None, :-1])
-        loss = torch.nn.functional.cross_entropy(target.logits(hidden)[0], ids[1:])
+        loss = torch.nn.functional.cross_entropy(target(ids[None, :-1]).logits[0], ids[1:])
     assert loss < math.log(20)
 
 
@@ -241,7 +240,7 @@ def test_packaged_drafter_belongs_to_the_packaged_target() -> None:
     assert accept(target, drafter, prompt, 64).length > 1.8
     config = json.loads((DRAFTER_DIR / "config.json").read_text(encoding="utf-8"))
     assert config["speculators_model_type"] == "eagle3"
-    assert config["draft_vocab_size"] == target.shape.vocab_size
+    assert config["draft_vocab_size"] == target.config.vocab_size
 
 
 def test_packaged_files_are_small_and_name_no_machine() -> None:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import signal
 import threading
-from typing import cast
+from collections.abc import Iterator
+from typing import Any, cast
 
 import pytest
 
+from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet import Member, Orders
 from backend.member import departure
-from backend.member import membership as membership_module
-from backend.member.departure import Departure
+from backend.member.departure import depart_on_sigterm
 from backend.member.membership import Membership
 
 
@@ -40,7 +41,7 @@ def member(monkeypatch: pytest.MonkeyPatch):
     coordinator = Coordinator()
     identity = Member("v0", "verifier", "i", "ipc:///x", "", "n", 1, "m", "ready")
     membership = Membership(
-        cast(membership_module.Coordinator, coordinator),
+        cast(CoordinatorHandle, coordinator),
         identity,
         lambda: None,
         lambda orders: membership.drain(orders.drain),
@@ -51,19 +52,21 @@ def member(monkeypatch: pytest.MonkeyPatch):
     membership.leave_fleet()
 
 
-def test_sigterm_drains_waits_for_the_last_request_and_ends(member) -> None:
+@pytest.fixture
+def handler() -> Iterator[Any]:
+    """SIGTERM's handler, which is restored after the test."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield before
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_drains_waits_for_the_last_request_and_ends(member, handler) -> None:
     coordinator, membership = member
     busy, stopped, ended = threading.Event(), threading.Event(), threading.Event()
     busy.set()
-    leaving = Departure(membership, lambda: not busy.is_set(), stopped.set, 60.0)
-    leaving._exit = lambda status: ended.set()
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        leaving.on_sigterm()
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    depart_on_sigterm(membership, lambda: not busy.is_set(), stopped.set, 60.0, lambda status: ended.set())
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGTERM)
     with coordinator.reported:
         assert coordinator.reported.wait_for(lambda: coordinator.states[-1:] == ["draining"], 30)
         count = len(coordinator.states)
@@ -76,19 +79,17 @@ def test_sigterm_drains_waits_for_the_last_request_and_ends(member) -> None:
     assert stopped.is_set()
 
 
-def test_it_does_not_wait_for_ever(member) -> None:
+def test_it_does_not_wait_for_ever(member, handler) -> None:
     _, membership = member
     ended = threading.Event()
-    leaving = Departure(membership, lambda: False, lambda: None, 0.05)
-    leaving._exit = lambda status: ended.set()
-    leaving.begin()
+    depart_on_sigterm(membership, lambda: False, lambda: None, 0.05, lambda status: ended.set())
+    signal.raise_signal(signal.SIGTERM)
     assert ended.wait(30)
 
 
-def test_off_the_main_thread_nothing_changes(member) -> None:
+def test_off_the_main_thread_nothing_changes(member, handler) -> None:
     _, membership = member
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=Departure(membership, lambda: True, lambda: None, 1.0).on_sigterm)
+    thread = threading.Thread(target=depart_on_sigterm, args=(membership, lambda: True, lambda: None, 1.0))
     thread.start()
     thread.join()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is handler

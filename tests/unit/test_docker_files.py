@@ -18,7 +18,7 @@ import yaml
 
 from backend.config import sources
 from gateway.access import OPEN_PATHS
-from gateway.cli import USAGE
+from gateway.cli import usage
 from tests.support.container_files import DOCKER, ROOT, compose, copied, exec_form, filled, inherited, reaches_builder, stages
 
 STAGES = stages(DOCKER / "Dockerfile")
@@ -136,7 +136,7 @@ def test_rays_flags_exist(fleet: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("command", ["serve", "gateway"])
 def test_commands_exist(command: str) -> None:
-    assert f"\n  {command} " in USAGE
+    assert f"\n  {command} " in usage()
     done = subprocess.run(
         [sys.executable, "-m", "gateway.cli", command, "--help"],
         cwd=ROOT,

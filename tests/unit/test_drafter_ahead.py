@@ -28,7 +28,7 @@ from backend.wire.drafting import (
     decode_to_verifier,
     encode,
 )
-from tests.support.ahead_verifier import HEAD, AheadVerifier, Clock, blocks_of, drafts_of, opening
+from tests.support.ahead_verifier import HEAD, AheadVerifier, Clock, blocks_of, drafts_of, handle, opening
 from tests.support.drafter_heads import TinyHead, make_proposer
 
 
@@ -182,10 +182,10 @@ def test_wishes_nobody_comes_for_are_forgotten(service: DrafterService, clock: C
     assert verifier.round(opening()) == []
 
 
-def test_outcomes_are_enumerated_in_bounded_batches(service: DrafterService, proposer: EagleProposer) -> None:
+def test_outcomes_are_enumerated_in_bounded_batches(monkeypatch: pytest.MonkeyPatch, service: DrafterService) -> None:
     verifier = AheadVerifier(service)
     verifier.round(*(opening(name, [7, 8, index]) for index, name in enumerate("abcd")))
-    proposer.batch_outcomes = 16
+    monkeypatch.setattr("backend.drafter.service.MAX_BATCH_OUTCOMES", 16)
     verifier.receive_next(*(NextItem(name, 3, 2, [1], 8) for name in "abcd"))
     assert [[b.request_id for b in blocks_of([m])] for m in verifier.work()] == [["a", "b"], ["c", "d"]]
 
@@ -206,7 +206,7 @@ def test_a_new_epoch_ends_all_wishes(service: DrafterService) -> None:
     new = AheadVerifier(service, epoch=2)
     assert not service.has_work
     assert dropped(service) == 2
-    replies = service.handle(old.drafts, [encode(Next(1, []))])
+    replies = handle(service, old.drafts, [encode(Next(1, []))])
     assert decode_to_verifier(replies[0][1]) == Refused(HELLO_FIRST)
     assert new.next(NextItem("a", 6, 4, [1], 8)) == []
 
@@ -261,7 +261,7 @@ BAD_JUDGES = {
 @pytest.mark.parametrize("chance_weights", BAD_JUDGES.values(), ids=BAD_JUDGES.keys())
 def test_judges_that_cannot_judge_are_refused(service: DrafterService, chance_weights: list[list[float]]) -> None:
     verifier = AheadVerifier(service)
-    replies = service.handle(verifier.drafts, [encode(Next(1, [NextItem("a", 6, 4, [], 0)], chance_weights))])
+    replies = handle(service, verifier.drafts, [encode(Next(1, [NextItem("a", 6, 4, [], 0)], chance_weights))])
     assert isinstance(decode_to_verifier(replies[0][1]), Refused)
 
 
@@ -269,7 +269,7 @@ def test_judges_that_cannot_judge_are_refused(service: DrafterService, chance_we
 def test_a_bad_wish_is_refused_whole(service: DrafterService, item: NextItem) -> None:
     verifier = AheadVerifier(service)
     verifier.round(opening())
-    replies = service.handle(verifier.drafts, [encode(Next(1, [NextItem("a", 6, 4, [], 0), item]))])
+    replies = handle(service, verifier.drafts, [encode(Next(1, [NextItem("a", 6, 4, [], 0), item]))])
     assert [identity for identity, _ in replies] == [verifier.drafts]
     assert isinstance(decode_to_verifier(replies[0][1]), Refused)
     assert service.stats(0.0).rejected == 1
@@ -278,14 +278,14 @@ def test_a_bad_wish_is_refused_whole(service: DrafterService, item: NextItem) ->
 
 def test_wishes_come_from_their_own_socket(service: DrafterService) -> None:
     verifier = AheadVerifier(service)
-    message = decode_to_verifier(service.handle(verifier.features, [encode(Next(1, []))])[0][1])
+    message = decode_to_verifier(handle(service, verifier.features, [encode(Next(1, []))])[0][1])
     assert isinstance(message, Refused)
     assert "drafts socket" in message.reason
 
 
 def test_prompt_lookup_looks_ahead() -> None:
-    verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 1000), 60.0))
-    verifier.service.handle(verifier.features, [encode(Round(1, "float32", 0, [Open("a", 8, [1, 2, 3, 4, 5, 6, 1, 2], 0)]))])
+    verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 1000), 60.0))
+    handle(verifier.service, verifier.features, [encode(Round(1, "float32", 0, [Open("a", 8, [1, 2, 3, 4, 5, 6, 1, 2], 0)]))])
     messages = verifier.next(NextItem("a", 8, 2, [], 8))
     assert drafts_of(messages) == [Draft("a", 8, [3, 4])]
     assert blocks_of(messages) == [Block("a", 8, [3, 4], [Outcome(2, 5, [6, 1])])]

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from backend.drafter.proposer import Ask, Until
-from backend.models.check import check, find_misfits
+from backend.models.check import find_misfits
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import CheckpointError, Rope, load_config
 from backend.models.rope import inverse_frequencies
-from tests.support.drafter_heads import TinyHead, make_proposer, write_head, write_target
+from tests.support.drafter_heads import TinyHead, check, make_proposer, write_head, write_target
 
 
 def edit(directory: str, **changes: Any) -> None:

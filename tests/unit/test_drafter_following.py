@@ -75,8 +75,7 @@ def part_of(ranks: list[Inner], want: Want) -> tuple[Part, bytes]:
     pieces = [target_rows.read(each, want.name, want.first, i, len(ranks)) for i, each in enumerate(ranks)]
     one = pieces[0]
     assert one is not None
-    data = b"".join(piece.data for piece in pieces if piece is not None)
-    return Part(want.name, want.first, one.rows, one.of, one.width, one.dtype), data
+    return one[0], b"".join(piece[1] for piece in pieces if piece is not None)
 
 
 class Peer:
@@ -273,13 +272,12 @@ def test_rows_of_a_target() -> None:
     embedding = torch.arange(8).float().view(4, 2)
     tied = Inner(embedding, None)
     norms = [target_rows.read(tied, "norm.weight", 0, rank, 2) for rank in range(3)]
-    assert [len(each.data) for each in norms if each] == [8, 0, 0]
-    assert all(each and (each.rows, each.of, each.width) == (1, 1, 2) for each in norms)
+    assert [len(each[1]) for each in norms if each] == [8, 0, 0]
+    assert all(each and each[0] == Part("norm.weight", 0, 1, 1, 2, "float32") for each in norms)
     lent = target_rows.read(tied, "lm_head.weight", 1, 0, 1)
-    assert lent is not None
-    assert (lent.rows, lent.of, lent.data) == (3, 4, embedding[1:].numpy().tobytes())
-    assert target_rows.read(tied, "lm_head.weight", 9, 0, 1) == target_rows.TargetRows(0, 4, 2, "float32", b"")
+    assert lent == (Part("lm_head.weight", 1, 3, 4, 2, "float32"), embedding[1:].numpy().tobytes())
+    assert target_rows.read(tied, "lm_head.weight", 9, 0, 1) == (Part("lm_head.weight", 9, 0, 4, 2, "float32"), b"")
     assert target_rows.read(tied.to("meta"), "lm_head.weight", 0, 0, 1) is None
     other = target_rows.read(nn.Linear(2, 2), "lm_head.weight", 0, 0, 1)
     assert other is not None
-    assert other.of == 0
+    assert other[0].of == 0

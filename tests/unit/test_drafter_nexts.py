@@ -10,7 +10,7 @@ from backend.drafter.nexts import Nexts, Wanted
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.service import DrafterService
 from backend.wire.drafting import Draft, NextItem, Open, Round, encode
-from tests.support.ahead_verifier import AheadVerifier, drafts_of
+from tests.support.ahead_verifier import AheadVerifier, drafts_of, handle
 from tests.support.properties import examples
 
 junk = st.recursive(
@@ -29,10 +29,10 @@ junk = st.recursive(
     )
 )
 def test_garbage_costs_nothing(value: object) -> None:
-    verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 100), 60.0))
-    replies = verifier.service.handle(verifier.drafts, [msgspec.msgpack.encode(value)])
+    verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 100), 60.0))
+    replies = handle(verifier.service, verifier.drafts, [msgspec.msgpack.encode(value)])
     assert len(replies) <= 1
-    verifier.service.handle(verifier.features, [encode(Round(1, "float32", 0, [Open("z", 4, [1, 2, 1, 2], 0)]))])
+    handle(verifier.service, verifier.features, [encode(Round(1, "float32", 0, [Open("z", 4, [1, 2, 1, 2], 0)]))])
     assert drafts_of(verifier.next(NextItem("z", 4, 2, [], 0))) == [Draft("z", 4, [1, 2])]
 
 

@@ -7,11 +7,12 @@ from hypothesis import strategies as st
 
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import Ask, Until
+from backend.speculation.lookup import Lookup
 from backend.speculation.tokens import UNKNOWN
 
 
-def proposer(capacity: int = 1000, longest: int = 4, shortest: int = 2) -> NgramProposer:
-    return NgramProposer(100, 64, shortest, longest, capacity)
+def proposer(capacity: int = 1000) -> NgramProposer:
+    return NgramProposer(100, 64, capacity)
 
 
 def drafts(lookup: NgramProposer, key: str, base_len: int, k: int) -> list[int]:
@@ -20,15 +21,15 @@ def drafts(lookup: NgramProposer, key: str, base_len: int, k: int) -> list[int]:
     return drafted.tokens
 
 
-def opened(tokens: list[int], k: int, **options: int) -> list[int]:
-    lookup = proposer(**options)
+def opened(tokens: list[int], k: int) -> list[int]:
+    lookup = proposer()
     lookup.open("r", list(tokens), 0, 0.0)
     return drafts(lookup, "r", len(tokens), k)
 
 
 def test_the_longest_suffix_wins_over_a_later_shorter_one() -> None:
     assert opened([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1) == [50]
-    assert opened([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1, longest=2) == [60]
+    assert Lookup([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 2, 2).draft(1) == [60]
 
 
 def test_nothing_repeated_means_no_draft() -> None:
@@ -76,12 +77,11 @@ def test_unknown_requests_positions_and_room() -> None:
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=50), st.integers(0, 8), st.integers(1, 3), st.integers(0, 3))
 def test_incremental_lookup_is_a_search_over_all_tokens(tokens: list[int], k: int, shortest: int, more: int) -> None:
     longest = shortest + more
-    lookup = proposer(longest=longest, shortest=shortest)
-    lookup.open("r", tokens[:1], 0, 0.0)
+    lookup = Lookup(tokens[:1], shortest, longest)
     for n in range(2, len(tokens) + 1):
-        lookup.commit("r", n, [tokens[n - 1]], 0, 0.0)
-        drafts(lookup, "r", n, 1)
-    assert drafts(lookup, "r", len(tokens), k) == search(tokens, k, shortest, longest)
+        lookup.update(n, [tokens[n - 1]])
+        lookup.draft(1)
+    assert lookup.draft(k) == search(tokens, k, shortest, longest)
 
 
 def search(tokens: list[int], k: int, shortest: int, longest: int) -> list[int]:

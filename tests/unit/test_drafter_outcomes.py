@@ -186,7 +186,7 @@ def test_half_precision_enumerates_within_the_vocabulary(tmp_path: Path) -> None
 
 
 def test_prompt_lookup_imagines_that_the_text_goes_on() -> None:
-    lookup = NgramProposer(100, 64, 2, 4, 1000)
+    lookup = NgramProposer(100, 64, 1000)
     lookup.open("r", [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], 0, 0.0)
     assert lookup.draft_outcomes([Premise("r", 11, Until(2), [3, 4], 8)]) == [[Outcome(2, 5, [6, 7])]]
     assert lookup.draft_outcomes([Premise("r", 11, Until(2), [3, 50], 8), Premise("r", 10, Until(2), [3, 4], 8)]) == [[], []]

@@ -34,6 +34,7 @@ from backend.wire.drafting import (
     decode_to_verifier,
     encode,
 )
+from tests.support.ahead_verifier import handle
 from tests.support.drafter_heads import TinyHead, make_proposer
 from tests.support.properties import examples
 
@@ -72,7 +73,7 @@ class Verifier:
 
     def greet(self, role: Any) -> None:
         identity = self.features if role == "features" else self.drafts
-        replies = self.service.handle(identity, [encode(Hello(PROTOCOL_VERSION, self.name, role, self.epoch))])
+        replies = handle(self.service, identity, [encode(Hello(PROTOCOL_VERSION, self.name, role, self.epoch))])
         assert [r[0] for r in replies] == [identity]
         welcome = decode_to_verifier(replies[0][1])
         assert isinstance(welcome, Welcome)
@@ -173,7 +174,7 @@ def test_rounds_about_the_same_request_keep_their_order(service: DrafterService)
     verifier = Verifier(service, "v")
     verifier.round(Open("x", 3, [1, 2, 3], 2), seed=1)
     expected = verifier.round(Commit("x", 4, [4], 1), seed=2)
-    assert service.handle(verifier.features, verifier.frames(Close("x", "finished"))) == []
+    assert handle(service, verifier.features, verifier.frames(Close("x", "finished"))) == []
     last = Commit("y", 4, [4], 1)
     verifier.send(Open("y", 3, [1, 2, 3], 2), seed=1)
     verifier.send(last, seed=2)
@@ -184,22 +185,22 @@ def test_rounds_about_the_same_request_keep_their_order(service: DrafterService)
 
 def test_rounds_before_a_greeting_are_refused(service: DrafterService) -> None:
     verifier = Verifier(service, "v", greet=False)
-    replies = service.handle(verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2)))
+    replies = handle(service, verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2)))
     assert replies[0][0] == verifier.features
     assert refusal(replies) == HELLO_FIRST
     verifier.greet("drafts")
-    assert "features socket" in refusal(service.handle(verifier.drafts, verifier.frames()))
+    assert "features socket" in refusal(handle(service, verifier.drafts, verifier.frames()))
     assert service.stats(0.0).rejected == 2
 
 
 def test_another_protocol_version_is_refused(service: DrafterService) -> None:
-    assert "version" in refusal(service.handle(b"v", [encode(Hello(PROTOCOL_VERSION + 1, "v", "features", 1))]))
+    assert "version" in refusal(handle(service, b"v", [encode(Hello(PROTOCOL_VERSION + 1, "v", "features", 1))]))
 
 
 def test_answers_wait_for_nobody_before_the_drafts_socket_greets(service: DrafterService) -> None:
     verifier = Verifier(service, "v", greet=False)
     verifier.greet("features")
-    assert service.handle(verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2))) == []
+    assert handle(service, verifier.features, verifier.frames(Open("a", 3, [1, 2, 3], 2))) == []
     verifier.greet("drafts")
     assert len(verifier.round(Commit("a", 4, [4], 1))[0].tokens) == 2
 
@@ -211,7 +212,7 @@ def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService) ->
     new = Verifier(service, "v", epoch=2)
     assert service.stats(0.0).sequences == 0
     assert new.round(Commit("a", 41, [1], 1)) == [Draft("a", 41, [])]
-    assert refusal(service.handle(old.features, old.frames(Commit("a", 41, [1], 1)))) == HELLO_FIRST
+    assert refusal(handle(service, old.features, old.frames(Commit("a", 41, [1], 1)))) == HELLO_FIRST
     frames = old.frames(Open("a", 40, tokens, 39), seed=3)
     features = torch.frombuffer(bytearray(frames[1]), dtype=torch.float32).view(39, HEAD.hidden)
     reopened = Open("a", 40, tokens, 7)
@@ -276,7 +277,7 @@ BAD_ITEMS = {
 def test_a_bad_round_is_refused_whole_and_costs_nothing_else(service: DrafterService, item: Open | Commit) -> None:
     verifier = Verifier(service, "v")
     verifier.round(Open("a", 5, [1, 2, 3, 4, 5], 4), seed=1)
-    replies = service.handle(verifier.features, verifier.frames(Commit("a", 6, [5], 1), item))
+    replies = handle(service, verifier.features, verifier.frames(Commit("a", 6, [5], 1), item))
     assert replies[0][0] == verifier.drafts
     assert refusal(replies)
     assert service.stats(0.0).rejected == 1
@@ -291,7 +292,7 @@ def test_bad_frames_are_refused(service: DrafterService) -> None:
     nan = torch.full((2, HEAD.hidden), float("nan")).numpy().tobytes()
     wide = verifier.frames(Open("a", 3, [1, 2, 3], 2), hidden=17)
     for frames in ([], [header], [header, features[:-1]], [header, features, b""], [header, nan], wide, [header[:-3]], [b""]):
-        assert refusal(service.handle(verifier.features, frames))
+        assert refusal(handle(service, verifier.features, frames))
     assert service.stats(0.0).sequences == 0
 
 
@@ -308,17 +309,17 @@ def test_bad_frames_are_refused(service: DrafterService) -> None:
     ).map(lambda value: [msgspec.msgpack.encode(value), b"1234"])
 )
 def test_garbage_is_refused(tmp_path_factory: pytest.TempPathFactory, frames: list[bytes]) -> None:
-    service = DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 100), 60.0)
+    service = DrafterService("drafter-0", NgramProposer(61, 64, 100), 60.0)
     verifier = Verifier(service, "v")
     before = service.stats(0.0).rejected
-    replies = service.handle(verifier.features, frames)
+    replies = handle(service, verifier.features, frames)
     assert len(replies) <= 1
     if replies and isinstance(decode_to_verifier(replies[0][1]), Refused):
         assert service.stats(0.0).rejected == before + 1
 
 
 def test_deeply_nested_garbage_is_refused(service: DrafterService) -> None:
-    assert refusal(service.handle(b"x", [b"\x91" * 200_000]))
+    assert refusal(handle(service, b"x", [b"\x91" * 200_000]))
 
 
 def test_beyond_the_last_position_drafts_are_empty(tmp_path: Path) -> None:
@@ -330,13 +331,13 @@ def test_beyond_the_last_position_drafts_are_empty(tmp_path: Path) -> None:
 
 
 def test_prompt_lookup_behind_the_same_protocol() -> None:
-    service = DrafterService("drafter-0", NgramProposer(61, 64, 2, 4, 1000), 60.0)
+    service = DrafterService("drafter-0", NgramProposer(61, 64, 1000), 60.0)
     verifier = Verifier(service, "v")
     opened = Open("a", 6, [1, 2, 3, 4, 1, 2], 0)
-    assert service.handle(verifier.features, [encode(Round(1, "float32", 0, [opened])), b""]) == []
+    assert handle(service, verifier.features, [encode(Round(1, "float32", 0, [opened])), b""]) == []
     verifier.ask(opened, k=3)
     assert verifier.answer(work(service)) == [Draft("a", 6, [3, 4, 1])]
-    assert "wide" in refusal(service.handle(verifier.features, verifier.frames(Open("b", 3, [1, 2, 3], 2))))
+    assert "wide" in refusal(handle(service, verifier.features, verifier.frames(Open("b", 3, [1, 2, 3], 2))))
 
 
 def test_another_proposer_takes_over_between_two_rounds(service: DrafterService, tmp_path: Path) -> None:
@@ -345,7 +346,7 @@ def test_another_proposer_takes_over_between_two_rounds(service: DrafterService,
     (before,) = verifier.round(Open("a", 5, tokens, 4), k=4)
     other = make_proposer(tmp_path / "other", replace(HEAD, seed=9))
     service.replace(other)
-    assert refusal(service.handle(verifier.features, verifier.frames(Commit("a", 6, [6], 1)))) == HELLO_FIRST
+    assert refusal(handle(service, verifier.features, verifier.frames(Commit("a", 6, [6], 1)))) == HELLO_FIRST
     verifier.greet("features")
     verifier.greet("drafts")
     (after,) = verifier.round(Open("a", 5, tokens, 4), k=4)
@@ -358,10 +359,10 @@ def test_other_weights_of_the_target_empty_the_prefix_cache(service: DrafterServ
     tokens = [1 + i % 7 for i in range(40)]
     first = Verifier(service, "v")
     first.round(Open("a", 40, tokens, 39))
-    service.handle(first.features, [encode(Hello(PROTOCOL_VERSION, "v", "features", 2, weights=weights))])
+    handle(service, first.features, [encode(Hello(PROTOCOL_VERSION, "v", "features", 2, weights=weights))])
     second = Verifier(service, "w")
     second.round(Open("b", 40, tokens, 8))
     assert bool(service.stats(0.0).prefix_rows_reused) == shared
     # Said again, it is nothing new.
-    service.handle(first.features, [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 2, weights=weights))])
+    handle(service, first.features, [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 2, weights=weights))])
     assert service.stats(0.0).sequences == 1

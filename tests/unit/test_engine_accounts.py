@@ -8,7 +8,7 @@ def test_only_who_asked_is_counted_and_told_once():
     accounts = Accounts()
     accounts.verified("other", "fresh", "d", 3, 2, 0.1)
     accounts.emitted("other", 3)
-    accounts.ended("other")
+    assert accounts.ended("other") is None
     assert accounts.take() == {}
     accounts.began("r", 4)
     accounts.began("s", 5)
@@ -26,3 +26,11 @@ def test_only_who_asked_is_counted_and_told_once():
     assert accounts.take() == {}
     accounts.ended("s")
     assert accounts.take() == {5: [Account("s")]}
+
+
+def test_a_traced_requests_account_is_told_to_no_gateway():
+    accounts = Accounts()
+    accounts.began("r", None)
+    accounts.verified("r", "fresh", "d", 3, 2, 0.1)
+    assert accounts.ended("r") == Account("r", 0, 1, [0, 0, 1], [Tally("fresh", "d", 1, 3, 2)], 0.1)
+    assert accounts.take() == {}

@@ -94,7 +94,7 @@ def test_the_window_forgets(watched):
     assert verifier(view).tokens_per_s == 0
     assert (verifier(view).tgs, view.totals.tgs, view.totals.acceptance_length) == (None, None, None)
     assert verifier(view).idle["no_work"] == pytest.approx(1)
-    assert max(len(each._reports) for each in watched.history._verifiers.by_member.values()) <= WINDOW_S + 2
+    assert max(len(each._reports) for each in watched.history._verifiers.values()) <= WINDOW_S + 2
 
 
 def test_totals_are_ratios_of_sums():

@@ -53,6 +53,8 @@ def test_tools_of_the_server_are_refused():
     check_kinds(None)
     with pytest.raises(BadRequest) as caught:
         check_kinds([*FLAT, {"type": "web_search"}])
+    with pytest.raises(BadRequest, match="no tools on the server"):
+        check_kinds([{"type": {}}])
     assert caught.value.param == "tools"
 
 

@@ -27,7 +27,7 @@ def check(sequences: Sequences) -> None:
         assert sequences.load(link.member.id) == (sum(each.tokens for each in here), len(here))
         assert sequences.at(link) == here or sorted(map(id, sequences.at(link))) == sorted(map(id, here))
     assert sequences.expecting == any(not each.batched and each.first_token is None for each in every)
-    assert list(sequences.batched) == [each for each in every if each.batched]
+    assert list(sequences.batches) == [each for each in every if each.batched]
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -9,8 +9,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, Verified, VerifierStats
 from gateway.fleet_core import FleetCore
 from gateway.fleet_metrics import FleetCollector, FleetTotals, GatewayCollector, fleet_document
-from gateway.in_flight import Cut, InFlight
-from gateway.metrics import DEFINITIONS, Definition, GatewayMetrics
+from gateway.in_flight import Cut, InFlight, Sequences
+from gateway.metrics import DEFINITIONS, Definition, GatewayMetrics, kind_of
 
 
 def stats(started_at: float = 1.0, drafts: int = 10, accepted: int = 15) -> VerifierStats:
@@ -32,7 +32,7 @@ class Core:
     def __init__(self, *reports: VerifierStats) -> None:
         self.reports = list(reports)
         self.ready_links = [None]
-        self.waiting = self.batched = self.held = 0
+        self.sequences = Sequences()
         self.gate = SimpleNamespace(sequences=2, tokens=300, shed=1)
         self.links: dict[str, Any] = {}
         member = Member("v0", "verifier", "i", "ipc://x", "", "node", 7, "m", "ready")
@@ -71,16 +71,17 @@ def test_every_metric_is_defined_with_its_kind_and_labels(metrics):
         metrics.on_tokens(moved, 1, 2.0)
     families = exposed(metrics)
     by_name = {name.removesuffix("_total"): each for name, each in DEFINITIONS.items()}
+    kinds = {name.removesuffix("_total"): kind_of(name) for name in DEFINITIONS}
     assert families.keys() == by_name.keys()
     for name, family in families.items():
-        assert family.type == by_name[name].kind, name
+        assert family.type == kinds[name], name
         for sample in family.samples:
             assert set(sample.labels) - {"le"} == set(by_name[name].labels), name
 
 
 def test_names_do_not_lie():
     for name, each in DEFINITIONS.items():
-        assert (each.kind == "counter") == name.endswith("_total"), name
+        assert (kind_of(name) == "counter") == name.endswith("_total"), name
         assert each.help
 
 
@@ -89,7 +90,7 @@ def metrics_table() -> str:
     rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
     for name, each in DEFINITIONS.items():
         labels = ", ".join(f"`{label}`" for label in each.labels)
-        rows.append(f"| `{name}` | {each.kind} | {labels} | {each.help} |")
+        rows.append(f"| `{name}` | {kind_of(name)} | {labels} | {each.help} |")
     return "\n".join(rows) + "\n"
 
 
@@ -159,7 +160,7 @@ def test_totals_never_fall_when_a_verifier_restarts():
 
 def test_what_a_verifier_counts_needs_a_definition_to_be_summed(monkeypatch):
     for name, labels, field in (("a", (), "tokens"), ("b", ("reason",), "dropped"), ("c", ("version",), "by_version.drafts")):
-        monkeypatch.setitem(DEFINITIONS, f"{name}_total", Definition("counter", labels, "x", field))
+        monkeypatch.setitem(DEFINITIONS, f"{name}_total", Definition("x", labels, field))
     two = [stats(), stats()]
     two[0].tokens, two[1].tokens, two[1].verifier_id = 3, 4, "v1"
     metrics = GatewayMetrics()
@@ -175,7 +176,7 @@ def test_what_a_verifier_counts_needs_a_definition_to_be_summed(monkeypatch):
 
 def test_only_counters_are_summed():
     for name, each in DEFINITIONS.items():
-        assert each.kind == "counter" or not each.field or {"verifier", "drafter"} & {*each.labels}, name
+        assert kind_of(name) == "counter" or not each.field or {"verifier", "drafter"} & {*each.labels}, name
 
 
 def test_timing_definitions():

@@ -76,6 +76,9 @@ def test_single_keys_go_on_working():
     assert keys.find(scope("Bearer admin")) is None
     assert keys.find_administrator(scope("Bearer api")) is None
     assert keys.find_administrator(scope("Bearer admin")) is not None
+    empty = KeyRing("", "")
+    for header in (None, "Bearer ", "Bearer x"):
+        assert empty.find(scope(header)) is empty.find_administrator(scope(header)) is None
     same = KeyRing("one", "one")
     assert same.find(scope("Bearer one")) is not None
     assert same.find_administrator(scope("Bearer one")) is not None

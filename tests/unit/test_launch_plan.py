@@ -28,7 +28,6 @@ def test_two_cores_are_one_each() -> None:
     assert decided.notes == ["CPU cores: verifier-0 0; drafter-0 1"]
     assert [m.env for m in decided.members] == [{"OMP_NUM_THREADS": "1"}] * 2
     assert [m.address for m in decided.members] == ["ipc:///run/x/verifier-0.sock", "ipc:///run/x/drafter-0.sock"]
-    assert not decided.encrypted
 
 
 def test_too_few_cores_are_shared_and_said_so() -> None:
@@ -66,9 +65,9 @@ def test_gpus_asked_for_and_not_there_are_refused(changes: dict[str, Any]) -> No
         decide(changes, gpus=1.0)
 
 
-def test_several_nodes_talk_encrypted_tcp() -> None:
+def test_in_a_joined_cluster_members_talk_tcp() -> None:
+    """Even if it has one node yet: it may grow at any time."""
     decided = decide({}, local=False)
-    assert decided.encrypted
     assert {m.address for m in decided.members} == {"tcp://node:0"}
     assert [(m.cores, m.num_cpus) for m in decided.members] == [([], 1), ([], 1)]
 
@@ -90,14 +89,6 @@ def test_cores_are_disjoint_while_they_last(available: list[int], counts: list[i
     if sum(counts) <= len(available):
         used = [core for share in shares for core in share]
         assert len(used) == len(set(used))
-
-
-def test_a_joined_cluster_may_grow_at_any_time() -> None:
-    """So its members listen on tcp although it has one node yet, and over ipc for that node."""
-    decided = decide({}, local=False)
-    assert decided.encrypted
-    assert [(m.address, m.local) for m in decided.members] == [("tcp://node:0", True)] * 2
-    assert not any(m.local for m in decide({}).members), "its address is an ipc one already"
 
 
 def test_ports_and_interfaces_are_the_members_own_to_find() -> None:

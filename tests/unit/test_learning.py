@@ -17,17 +17,19 @@ from backend.drafter.learner import Learner
 from backend.drafter.lessons import CONTEXT, Lessons
 from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
 from backend.drafter.proposer import Ask, Until
+from backend.learning import ring as ring_module
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, ReplayWriter, is_held_out
-from backend.learning.rules import COMPARED, FEWEST, FEWEST_SEQUENCES, KEPT, Watch, is_worth_publishing
+from backend.learning.rules import COMPARED, FEWEST, FEWEST_SEQUENCES, KEPT, LEAST_GAIN, Watch, bound_of_gain
 from backend.learning.trainable import load_pupil, trained_tensors
 from backend.learning.trainer import PASSES, Job, Trainer, newest_version
-from backend.models.check import check, why_not_learning
+from backend.models.check import why_not_learning
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError, load_config
 from backend.models.initial_head import feature_layers, write_initial_head
 from backend.models.resolve import ModelError, resolve
 from backend.wire.drafting import Commit, Open, Outcome
+from tests.support.drafter_heads import check
 
 WIDTH = 6
 DEVICE = torch.device("cpu")
@@ -68,6 +70,19 @@ def test_a_killed_writer_leaves_nothing_that_a_reader_takes_for_a_sequence(tmp_p
     assert ring.read(3) is None
     assert ReplayRing(tmp_path, 1 << 20).open_for_writing() == 4
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_writer_ends_although_the_file_system_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "PATIENCE_S", 0.05)
+    ring, released = ReplayRing(tmp_path, 1 << 20), threading.Event()
+    monkeypatch.setattr(ring, "write", lambda number, replay: released.wait())
+    writer = ReplayWriter(ring)
+    try:
+        while not writer.dropped:
+            writer.put(replay())
+        writer.stop()
+    finally:
+        released.set()
 
 
 # -- what is recorded --------------------------------------------------------------------------------------------------
@@ -152,13 +167,19 @@ def test_drafts_are_judged_by_their_first_token() -> None:
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
+def bound(present: list[float], candidate: list[float]) -> float:
+    found = bound_of_gain(present, candidate)
+    assert found is not None
+    return found
+
+
 def test_only_a_sure_gain_is_published() -> None:
     present = [2.0 + 0.1 * i for i in range(FEWEST)]
-    assert is_worth_publishing(present, [length * 1.1 for length in present])
-    assert not is_worth_publishing(present, [length * 1.01 for length in present])
-    assert not is_worth_publishing(present[1:], [length * 1.1 for length in present[1:]])
+    assert bound(present, [length * 1.1 for length in present]) > LEAST_GAIN
+    assert bound(present, [length * 1.01 for length in present]) < LEAST_GAIN
+    assert bound_of_gain(present[1:], [length * 1.1 for length in present[1:]]) is None
     # The same mean gain, of one lucky sequence.
-    assert not is_worth_publishing(present, [*present[:-1], present[-1] + 0.1 * sum(present)])
+    assert bound(present, [*present[:-1], present[-1] + 0.1 * sum(present)]) < LEAST_GAIN
 
 
 def live(watch: Watch, right: int, sequences: int) -> None:

@@ -141,5 +141,5 @@ def test_trouble_of_the_baseline_is_not_forgotten():
     run, base = result(failures=1.0, rejected=0.0, leftover=0.0), result(failures=1.0, rejected=2.0, leftover=3.0)
     add_trouble(run, base)
     assert run.figures == {"failures": 2, "rejected": 2, "leftover": 3}
-    assert run.reasons == {"no [DONE]": 1, "without speculation: no [DONE]": 1}
+    assert run.failures == {"no [DONE]": 1, "without speculation: no [DONE]": 1}
     assert [miss.name for miss in slo.misses(slo.DEFAULT, run.figures)][:3] == ["failures", "rejected", "leftover"]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from backend.coordinator.messages import CoordinatorUnavailable, Credentials
+from backend.coordinator.messages import CoordinatorUnavailable
 from backend.fleet import Member
 from backend.member import membership
 from backend.member.membership import enter
+from backend.transport import ServerKeys
 
+KEYS = ServerKeys("public", "secret")
 MEMBER = Member("v0", "verifier", "one", "ipc://v0", "", "here", 1, "demo")
 
 
@@ -19,12 +21,12 @@ class Away:
         self.times = times
         self.asked = 0
 
-    def register(self, member: Member) -> Credentials:
+    def register(self, member: Member) -> ServerKeys:
         assert member is MEMBER
         self.asked += 1
         if self.asked <= self.times:
             raise CoordinatorUnavailable("restarting")
-        return Credentials(None)
+        return KEYS
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +36,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_starting_member_waits_until_the_coordinator_is_back() -> None:
     coordinator = Away(5)
-    assert enter(coordinator, MEMBER) == Credentials(None)  # type: ignore[arg-type]
+    assert enter(coordinator, MEMBER) == KEYS  # type: ignore[arg-type]
     assert coordinator.asked == 6
 
 

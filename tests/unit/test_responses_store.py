@@ -32,7 +32,7 @@ def store(tmp_path):
 
 
 def kept(name: str, status: str = "completed") -> Kept:
-    return Kept(name, "me", None, None, [], {"id": name, "status": status, "output": []})
+    return Kept(name, "me", None, [], {"id": name, "status": status, "output": []})
 
 
 def items(count: int, first: int = 0) -> list[dict]:

@@ -192,11 +192,11 @@ def test_a_verifier_that_lost_its_cache_is_no_longer_preferred():
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=60))
 def test_recent_map_remembers_the_latest_keys_within_its_bound(entries, uses):
     memory: RecentMap[int] = RecentMap(entries)
-    model: dict[int, str | None] = {}
+    model: dict[int, str] = {}
     for key, verifier_id, forget in uses:
         if forget:
             memory.forget(verifier_id)
-            model = {k: (v if v != verifier_id else None) for k, v in model.items()}
+            model = {k: v for k, v in model.items() if v != verifier_id}
         else:
             memory.put(key, verifier_id)
             model.pop(key, None)
@@ -211,7 +211,7 @@ def test_recent_map_remembers_the_latest_keys_within_its_bound(entries, uses):
 def test_prefix_map_is_bounded(prompts):
     memory = PrefixMap(7)
     for prompt, verifier_id in prompts:
-        memory.put("", prompt, verifier_id)
+        memory.put_prompt("", prompt, verifier_id)
         assert len(memory) <= 7
         if len(prompt) >= BLOCK_TOKENS:
             assert memory.longest("", prompt[:BLOCK_TOKENS]) == verifier_id

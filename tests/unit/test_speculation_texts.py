@@ -9,7 +9,7 @@ from backend.speculation import shared
 from backend.speculation.candidates import INDEXED_PER_STEP
 from backend.speculation.lookup import Lookup
 from backend.speculation.own_text import OwnText
-from backend.speculation.shared import SharedText, SharedTexts
+from backend.speculation.shared import WAITING, SharedText, SharedTexts
 
 ALL = 10_000
 
@@ -98,6 +98,21 @@ def test_requests_that_run_at_the_same_time_draft_for_each_other_and_not_for_the
     alone = SharedTexts()
     own = generated(alone, prompt, [7, 8, 9, 6, 7, 8, 9, 6, 7, 8, 9])
     assert own.propose([*prompt, 7, 8, 9, 6, 7, 8, 9, 6, 7, 8, 9], 2)[0] == [], "that is what `OwnText` is for"
+
+
+def test_other_verifiers_outputs_are_indexed_in_spare_time() -> None:
+    texts, prompt = SharedTexts(), [1, 2, 3, 4, 5]
+    texts.take("a", [*prompt, *OUTPUT], len(prompt))
+    texts.take("a", [*prompt, 77, 78, 79, 80, 81], len(prompt))
+    texts.advance(3)
+    assert texts.reader("a", 5).propose(prompt, 8)[0] == OUTPUT[:3]
+    texts.advance(ALL)
+    assert texts.reader("a", 5).propose([*prompt, 11, 12, 13], 8)[0] == OUTPUT[3:]
+    assert texts.reader("a", 5).propose(prompt, 2)[0] == [77, 78]
+    assert texts.reader("b", 5).propose(prompt, 8)[0] == []
+    for _ in range(2 * WAITING):
+        texts.take("a", [1, 2], 0)
+    assert len(texts._waiting) == WAITING
 
 
 def test_tenants_share_nothing() -> None:

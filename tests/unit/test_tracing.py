@@ -20,6 +20,7 @@ from backend.drafter.spans import DraftSpans
 from backend.engine.spans import TRACE_ARGUMENT, EngineSpans
 from backend.tracing import Tracing, TracingError, open_tracing
 from backend.wire.drafting import Open, Round, decode_to_drafter, encode
+from backend.wire.engine import Account, Tally
 from gateway.cli import main
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -136,13 +137,11 @@ def test_a_verifiers_spans_tell_where_the_time_went(kept: Kept) -> None:
     asked = request({"traceparent": PARENT})
     traces.began(asked)
     traces.scheduled(["r", "stranger"])
-    traces.emitted("r", 1)
-    traces.verified("r", 4, 3, "drafter-0")
-    traces.verified("r", 4, 1, "drafter-1")
-    traces.verified("r", 0, 0, "")
-    traces.emitted("r", 7)
-    traces.ended("r", "length")
-    traces.ended("r", "length")
+    traces.emitted("r")
+    traces.emitted("r")
+    account = Account("r", 8, 3, [0, 1, 0, 1], [Tally("fresh", "drafter-1", 1, 4, 1), Tally("fresh", "drafter-0", 1, 4, 3)])
+    traces.ended(account, "length")
+    traces.ended(account, "length")
     spans = {span.name: span for span in kept.spans()}
     assert set(spans) == {"verifier", "queue", "prefill", "decode"}
     verifier = spans["verifier"]
@@ -167,17 +166,17 @@ def test_a_verifiers_spans_tell_where_the_time_went(kept: Kept) -> None:
 def test_an_untraced_request_leaves_nothing_behind(kept: Kept, headers: dict[str, str] | None) -> None:
     traces = EngineSpans(kept.tracing, "verifier-0")
     asked = request(headers)
-    traces.began(asked)
-    traces.emitted("r", 1)
-    traces.ended("r", "stop")
+    assert not traces.began(asked)
+    traces.emitted("r")
+    traces.ended(Account("r"), "stop")
     assert kept.spans() == []
     assert asked.sampling_params.extra_args == {"own": 1}
 
 
 def test_a_request_that_never_ran_has_only_waited(kept: Kept) -> None:
     traces = EngineSpans(kept.tracing, "verifier-0")
-    traces.began(request({"traceparent": PARENT}))
-    traces.ended("r", "abort")
+    assert traces.began(request({"traceparent": PARENT}))
+    traces.ended(Account("r"), "abort")
     assert {span.name for span in kept.spans()} == {"verifier", "queue"}
 
 

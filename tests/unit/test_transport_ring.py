@@ -36,6 +36,7 @@ from backend.wire.drafting import (
     decode_to_verifier,
     encode,
 )
+from tests.support.ahead_verifier import handle
 from tests.support.drafter_heads import TinyHead, make_proposer
 from tests.support.properties import examples
 
@@ -153,8 +154,8 @@ def drafter(directory: Path) -> DrafterService:
 
 
 def greet(service: DrafterService, ring: object) -> Welcome:
-    ((_, payload),) = service.handle(b"f", [encode(Hello(PROTOCOL_VERSION, "v", "features", 1, ring))])  # type: ignore[arg-type]
-    service.handle(b"d", [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 1))])
+    ((_, payload),) = handle(service, b"f", [encode(Hello(PROTOCOL_VERSION, "v", "features", 1, ring))])  # type: ignore[arg-type]
+    handle(service, b"d", [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 1))])
     welcome = decode_to_verifier(payload)
     assert isinstance(welcome, Welcome)
     return welcome
@@ -169,14 +170,14 @@ def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
     writer = RingWriter(4096)
     assert greet(ringed, writer.ref).ring
     at = writer.write(rows)
-    assert plain.handle(b"f", [encode(Round(1, "float32", HEAD.hidden, [opening])), rows]) == []
-    assert ringed.handle(b"f", [encode(Round(1, "float32", HEAD.hidden, [opening], at)), b""]) == []
-    answers = [decode_to_verifier(payload) for service in (plain, ringed) for _, payload in service.handle(b"d", [wish])]
+    assert handle(plain, b"f", [encode(Round(1, "float32", HEAD.hidden, [opening])), rows]) == []
+    assert handle(ringed, b"f", [encode(Round(1, "float32", HEAD.hidden, [opening], at)), b""]) == []
+    answers = [decode_to_verifier(payload) for service in (plain, ringed) for _, payload in handle(service, b"d", [wish])]
     expected, got = (answer.items for answer in answers if isinstance(answer, Drafts))
     assert expected == got
     assert len(got[0].tokens) == 4
     for bad in (Round(1, "float32", HEAD.hidden, [opening], 4000), Round(1, "float32", HEAD.hidden, [opening], -3)):
-        ((listener, refused),) = ringed.handle(b"f", [encode(bad), b""])
+        ((listener, refused),) = handle(ringed, b"f", [encode(bad), b""])
         assert listener == b"d"
         assert isinstance(decode_to_verifier(refused), Refused)
     writer.close()
@@ -185,7 +186,7 @@ def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
 def test_a_ring_nobody_mapped_asks_for_a_greeting(tmp_path: Path) -> None:
     service = drafter(tmp_path)
     greet(service, None)
-    ((listener, payload),) = service.handle(b"f", [encode(Round(1, "float32", HEAD.hidden, [Close("a", "x")], 0)), b""])
+    ((listener, payload),) = handle(service, b"f", [encode(Round(1, "float32", HEAD.hidden, [Close("a", "x")], 0)), b""])
     assert listener == b"f", "the sender has to hear it"
     assert decode_to_verifier(payload) == Refused(HELLO_FIRST)
 

@@ -6,8 +6,10 @@ import pytest
 from vllm.config.utils import replace
 
 from backend.config import Settings
-from backend.engine.build import EngineSetupError, build_config, engine_arguments
+from backend.engine.arguments import EngineSetupError
+from backend.engine.build import build_config, engine_arguments
 from backend.engine.fixed import takes_fixed
+from backend.engine.front.config import build_vllm_config
 from tests.support.processes import demo_models
 
 
@@ -44,6 +46,9 @@ def test_other_arguments_take_the_place_of_ours_and_unknown_ones_are_named() -> 
     assert arguments(kv_cache_memory_bytes=1 << 20)["kv_cache_memory_bytes"] == 1 << 20
     with pytest.raises(EngineSetupError, match="vLLM has no argument block_sise"):
         arguments(block_sise=32)
+    misspelt = Settings.model_validate({"verifier": {"engine_args": {"block_sise": 32}}})
+    with pytest.raises(EngineSetupError, match="vLLM has no argument block_sise"):
+        build_vllm_config(misspelt, demo_models().target_dir)
 
 
 @pytest.mark.parametrize(

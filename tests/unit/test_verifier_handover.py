@@ -34,6 +34,7 @@ from backend.wire.drafting import (
     decode_to_verifier,
     encode,
 )
+from tests.support.ahead_verifier import handle
 from tests.support.drafter_heads import TinyHead, make_proposer
 from tests.support.properties import examples
 
@@ -59,11 +60,11 @@ class Line:
         if self.is_full:
             return False
         message = decode_to_drafter(frames[0])
-        replies = self.service.handle(self.name, frames)
+        replies = handle(self.service, self.name, frames)
         if isinstance(message, Hello):
             self.drafts.clear()
             listener = Hello(PROTOCOL_VERSION, message.verifier_id, "drafts", message.epoch)
-            self.service.handle(b"v/drafts", (encode(listener),))
+            handle(self.service, b"v/drafts", (encode(listener),))
         else:
             assert isinstance(message, Round)
             assert not replies
@@ -73,7 +74,7 @@ class Line:
 
     def ask(self, lengths: dict[str, int], epoch: int) -> None:
         wishes = [NextItem(request_id, length, K, [], 0) for request_id, length in lengths.items()]
-        for _, payload in self.service.handle(b"v/drafts", (encode(Next(epoch, wishes)),)):
+        for _, payload in handle(self.service, b"v/drafts", (encode(Next(epoch, wishes)),)):
             answer = decode_to_verifier(payload)
             assert isinstance(answer, Drafts), answer
             self.drafts |= {draft.request_id: draft.tokens for draft in answer.items}
@@ -144,13 +145,12 @@ def test_drafts_after_a_hand_over_are_those_of_a_drafter_that_was_there_from_the
     assert all(len(draft) == K for draft in stayed.values())
     assert warm == stayed
     assert cold != stayed, "without the features it does not know enough"
-    shipped = bench.shipper.take_counters()
-    given = shipped.handovers["d1"]
-    assert (given.requests, given.bytes_sent) == (2, given.rows * HEAD.hidden * 4)
+    given = bench.shipper.take_counters().counters["d1"]
+    assert (given.handovers, given.handover_bytes) == (2, given.handover_rows * HEAD.hidden * 4)
     # The step after the change brings new rows of its own; all others were computed before.
     opened = [item for item in bench.lines["d1"].rounds[0].items if isinstance(item, Open)]
     assert [item.rows for item in opened] == [item.base_len - 1 for item in opened]
-    assert given.bytes_sent < shipped.bytes_sent["d1"]
+    assert given.handover_bytes < given.bytes_sent
 
 
 def test_much_is_handed_over_in_parts_and_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_full_queue_loses_nothing_but_time(tmp_path: Path, monkeypatch: pytest
     bench.assign("d1")
     bench.lines["d1"].is_full = True
     bench.live(1)
-    assert bench.shipper.take_counters().overflows == {"d1": 1}
+    assert bench.shipper.take_counters().counters["d1"].dropped == {"overflow": 1}
     bench.lines["d1"].is_full = False
     bench.lengths = [length - 1 - (0 + i) % K if i < 2 else 0 for i, length in enumerate(bench.lengths)]
     bench.live(2)
@@ -210,7 +210,7 @@ def test_rows_computed_while_there_was_no_drafter_are_handed_over_too(tmp_path: 
     bench.live(5)
     bench.assign("d0")
     bench.live(1)
-    assert bench.shipper.take_counters().handovers["d0"].requests == 2
+    assert bench.shipper.take_counters().counters["d0"].handovers == 2
     bench.shipper.finish(["r0", "r1"])
     assert bench.shipper._store.held == 0
 
@@ -250,20 +250,25 @@ def test_the_store_keeps_the_newest_consecutive_rows_within_its_bounds(
     assert store.held == 0
 
 
+def handed_to(shipper: FeatureShipper) -> set[str]:
+    """The drafters that requests were handed over to since the last call."""
+    return {drafter_id for drafter_id, counts in shipper.take_counters().counters.items() if counts.handovers}
+
+
 def test_nothing_is_handed_over_to_another_head_nor_of_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path, monkeypatch, 1 << 20)
     bench.assign("d0")
     bench.live(10)
     bench.shipper.set_drafters(Wire(), [DrafterRef("d1", "i", "d1", "", 2, head="/other")], 7)
     bench.live(2)
-    assert not bench.shipper.take_counters().handovers
+    assert not handed_to(bench.shipper)
     bench.shipper.set_drafters(Wire(), [DrafterRef("d0", "i", "d0", "", 3)], 8, weights=1)
     bench.live(1)
-    assert not bench.shipper.take_counters().handovers
+    assert not handed_to(bench.shipper)
     bench.live(5)
     bench.shipper.set_drafters(Wire(), [DrafterRef("d1", "i", "d1", "", 4)], 9, weights=1)
     bench.live(1)
-    assert set(bench.shipper.take_counters().handovers) == {"d1"}
+    assert handed_to(bench.shipper) == {"d1"}
 
 
 def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_elses_requests(

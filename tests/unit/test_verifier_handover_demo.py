@@ -16,11 +16,12 @@ from backend.config.settings import DraftingSettings
 from backend.drafter.process import DrafterModel, build_proposer
 from backend.drafter.service import DrafterService
 from backend.engine import feature_link
-from backend.engine.features import FeatureShipper, Handover
+from backend.engine.features import FeatureShipper
 from backend.engine.postponed import Span
-from backend.fleet import DrafterRef
+from backend.fleet import DraftCounters, DrafterRef
 from backend.lab.demo.checkpoints import load_target
 from backend.lab.demo.generate import generate
+from backend.lab.demo.model import logits_and_features
 from backend.models.checkpoint import load_fc
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import load_config
@@ -50,14 +51,13 @@ def texts() -> Texts:
     prompts = torch.tensor([source[900 * i : 900 * i + PROMPT] for i in range(REQUESTS)])
     with torch.no_grad():
         text = generate(target, prompts, TOKENS, torch.zeros(REQUESTS), torch.Generator())
-        _, rows = target(text, None, layers)
-    assert rows is not None
+        _, rows = logits_and_features(target, text, layers)
     return Texts(text.tolist(), rows)
 
 
 def serve(
     texts: Texts, monkeypatch: pytest.MonkeyPatch, handover_bytes: int, changes: bool
-) -> tuple[float, float, Handover | None, int]:
+) -> tuple[float, float, DraftCounters]:
     """Acceptance lengths before and after the change, what was handed over, and the bytes sent to the second drafter."""
     lines = {}
     for name in ("d0", "d1"):
@@ -95,19 +95,18 @@ def serve(
             lengths[i] += kept + 1
     taken = shipper.take_counters()
     before, after = (1 + accepted[n] / drafts[n] for n in range(2))
-    return before, after, taken.handovers.get("d1"), taken.bytes_sent.get("d1", 0)
+    return before, after, taken.counters["d1"]
 
 
 def test_acceptance_after_a_change_of_drafters(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, warm, _, _ = serve(texts, monkeypatch, 1 << 24, changes=False)
-    _, handed, given, sent = serve(texts, monkeypatch, 1 << 24, changes=True)
-    _, cold, nothing, _ = serve(texts, monkeypatch, 0, changes=True)
+    before, warm, _ = serve(texts, monkeypatch, 1 << 24, changes=False)
+    _, handed, given = serve(texts, monkeypatch, 1 << 24, changes=True)
+    _, cold, nothing = serve(texts, monkeypatch, 0, changes=True)
     print(f"acceptance length {before:.3f} before; undisturbed {warm:.3f}, handed over {handed:.3f}, cold {cold:.3f}")
-    print(f"{given} of {sent} bytes sent to the new drafter")
-    assert given is not None
-    assert nothing is None
-    assert given.requests == REQUESTS
-    assert given.rows >= REQUESTS * (PROMPT + CHANGE_AT - K)
-    assert given.bytes_sent == given.rows * texts.rows.shape[-1] // 3 * 4 < sent
+    print(f"{given.handover_bytes} of {given.bytes_sent} bytes sent to the new drafter were handed over")
+    assert nothing.handovers == 0
+    assert given.handovers == REQUESTS
+    assert given.handover_rows >= REQUESTS * (PROMPT + CHANGE_AT - K)
+    assert given.handover_bytes == given.handover_rows * texts.rows.shape[-1] // 3 * 4 < given.bytes_sent
     assert handed == pytest.approx(warm, rel=0.05)
     assert cold < 0.95 * warm

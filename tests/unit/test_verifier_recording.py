@@ -35,8 +35,9 @@ class Kept:
 
 
 def step(recording: Recording, counters: Counters, busy_s: float = 0.01, plan: Plan = Plan(4)) -> None:  # noqa: B008
-    counters.step(busy_s, busy_s / 2, ran=True)
-    recording.stepped(counters.stats, busy_s, busy_s / 2, plan, 3, 0.25)
+    counters.stats.verify_s += busy_s / 2
+    counters.step(busy_s, ran=True)
+    recording.stepped(counters.stats, busy_s, plan, 3, 0.25)
 
 
 def made() -> tuple[Kept, Recording, Counters]:
@@ -84,7 +85,7 @@ def test_a_request_from_prefill_to_its_end() -> None:
 def test_a_step_without_an_outcome_makes_no_row_and_loses_no_time() -> None:
     kept, recording, counters = made()
     counters.busy(0.5)
-    recording.stepped(counters.stats, 0.5, 0.0, Plan(0), 0, 0.0)
+    recording.stepped(counters.stats, 0.5, Plan(0), 0, 0.0)
     assert kept.rows == []
     recording.prefilled(3)
     step(recording, counters)
@@ -93,7 +94,8 @@ def test_a_step_without_an_outcome_makes_no_row_and_loses_no_time() -> None:
 
 def test_rows_that_begin_late_leave_out_what_was_before() -> None:
     kept, _, counters = made()
-    counters.step(3.0, 1.0, ran=True)
+    counters.stats.verify_s += 1.0
+    counters.step(3.0, ran=True)
     counters.idle("no_work", 2.0)
     late = Recording(kept.rows.append, counters.stats)
     for _ in range(2):
@@ -104,6 +106,7 @@ def test_rows_that_begin_late_leave_out_what_was_before() -> None:
     assert (first.step, second.step) == (1, 2)
     assert (first.interval_ms, first.idle_ms) == (0, {"no_work": 500.0})
     assert (first.busy_ms, second.interval_ms) == (pytest.approx(10), pytest.approx(510))
+    assert [first.verify_ms, second.verify_ms] == pytest.approx([5, 5])
 
 
 def test_a_request_aborted_before_its_first_token() -> None:

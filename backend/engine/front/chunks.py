@@ -64,17 +64,12 @@ def chat_template(kind: Kind, *, token_ids: bool, usage: bool, fingerprint: str 
     Holes: id, created, model, index, role, text, finish_reason, stop_reason, and what was asked for.
     """
     delta = {"role": _hole("role"), "content": ""} if kind == "role" else {} if mute else {"content": _hole("text")}
-    choice = {"index": _hole("index"), "delta": DeltaMessage.model_construct(**delta), "logprobs": None, "finish_reason": None}
-    chunk: dict[str, Any] = {"id": _hole("id"), "object": "chat.completion.chunk"}
-    chunk |= {"created": _hole("created"), "model": _hole("model")}
+    choice, chunk = _common(kind, "chat.completion.chunk", fingerprint)
+    choice["delta"] = DeltaMessage.model_construct(**delta)
     if kind == "role":
         chunk |= {"prompt_token_ids": _hole("prompt_token_ids") if token_ids else None, "prompt_text": None}
     else:
         choice["token_ids"] = _hole("token_ids") if token_ids else None
-    if kind == "end":
-        choice |= {"finish_reason": _hole("finish_reason"), "stop_reason": _hole("stop_reason")}
-        if fingerprint is not None:
-            chunk["system_fingerprint"] = fingerprint
     if usage:
         chunk["usage"] = _usage(kind, chat=True)
     choices = [ChatCompletionResponseStreamChoice.model_construct(**choice)]
@@ -84,16 +79,22 @@ def chat_template(kind: Kind, *, token_ids: bool, usage: bool, fingerprint: str 
 @lru_cache(maxsize=64)
 def completion_template(kind: Kind, *, token_ids: bool, usage: bool, fingerprint: str | None) -> Template:
     """The template of a completion's chunks, with a chat's holes.  A choice's first chunk has the prompt's token ids."""
-    choice = {"index": _hole("index"), "text": _hole("text"), "logprobs": None, "finish_reason": None, "stop_reason": None}
+    choice, chunk = _common(kind, "text_completion", fingerprint)
+    choice = {"text": _hole("text"), "stop_reason": None, **choice}
     choice["prompt_token_ids"] = _hole("prompt_token_ids") if token_ids else None
     choice["token_ids"] = _hole("token_ids") if token_ids else None
-    chunk: dict[str, Any] = {"id": _hole("id"), "object": "text_completion"}
-    chunk |= {"created": _hole("created"), "model": _hole("model")}
-    if kind == "end":
-        choice |= {"finish_reason": _hole("finish_reason"), "stop_reason": _hole("stop_reason")}
-        if fingerprint is not None:
-            chunk["system_fingerprint"] = fingerprint
     if usage:
         chunk["usage"] = _usage(kind, chat=False)
     choices = [CompletionResponseStreamChoice.model_construct(**choice)]
     return Template(CompletionStreamResponse.model_construct(choices=choices, **chunk))
+
+
+def _common(kind: Kind, object_name: str, fingerprint: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Fields of the choice and of the chunk around it that chats and completions share."""
+    choice = {"index": _hole("index"), "logprobs": None, "finish_reason": None}
+    chunk = {"id": _hole("id"), "object": object_name, "created": _hole("created"), "model": _hole("model")}
+    if kind == "end":
+        choice |= {"finish_reason": _hole("finish_reason"), "stop_reason": _hole("stop_reason")}
+        if fingerprint is not None:
+            chunk["system_fingerprint"] = fingerprint
+    return choice, chunk

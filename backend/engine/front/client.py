@@ -23,7 +23,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutput, RequestOutputCollector
 
-from backend.engine.adapters import adapter_number
+from backend.engine.arguments import adapter_number
 from backend.engine.front.grammar import GrammarChecks
 from backend.engine.front.rendering import short_prompts_at_once
 from backend.wire.engine import EngineWelcome
@@ -131,6 +131,8 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
             admission_stats=None,
         )
         self.output_processor.core = self.engine_core = core
+        self.core: CoreT = core
+        """The fleet behind this client."""
         self.logger_manager = None
         self.output_handler: asyncio.Task[None] | None = None
         self.profiler = None
@@ -139,12 +141,6 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         core.on_failed = self._on_failed
         core.on_welcome = self._on_welcome
 
-    @property
-    def core(self) -> CoreT:
-        """The fleet behind this client."""
-        core: CoreT = self.engine_core
-        return core
-
     def start(self) -> None:
         """Starts the core and the task that processes outputs."""
         self.core.start()
@@ -152,18 +148,14 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Drops the links; requests in flight fail.  `AsyncLLM.shutdown` would also unregister metrics that are not ours."""
-        grammars = self.__dict__.get("grammars")
-        if grammars is not None:
-            grammars.close()
-        core = self.__dict__.get("engine_core")
-        if core is not None:
-            core.shutdown(timeout)
-        renderer = self.__dict__.get("renderer")
-        if renderer is not None:
-            renderer.shutdown()
-        handler = self.__dict__.get("output_handler")
-        if handler is not None:
-            cancel_task_threadsafe(handler)
+        self.grammars.close()
+        self.core.shutdown(timeout)
+        self.renderer.shutdown()
+        if self.output_handler is not None:
+            cancel_task_threadsafe(self.output_handler)
+
+    def __del__(self) -> None:
+        """Does nothing: `AsyncLLM` would call `shutdown`, even if `__init__` has failed."""
 
     @property
     def ready(self) -> bool:

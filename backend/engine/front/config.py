@@ -5,17 +5,12 @@ Used once, while the gateway starts.  Nothing here builds an engine, loads weigh
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from backend.config import Settings
-from backend.config.settings import MAX_NUM_BATCHED_TOKENS
-from backend.engine.adapters import adapter_arguments
-from backend.engine.parsers import reasoning_parser
+from backend.engine.arguments import common_arguments, remote_speculation
 
 ENGINE_ONLY = frozenset(
     {
@@ -38,28 +33,15 @@ ENGINE_ONLY = frozenset(
 """Engine arguments that are useless or harmful without an engine."""
 
 
-class NativeDrafts:
-    """Placeholder for vLLM's own drafting (mode `native`).  It only tells vLLM that its rejection sampler is in use."""
-
-
 def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
     """The configuration with which requests are rendered and validated.
 
-    Raises `ValueError` for engine arguments that vLLM does not have.
+    Raises `EngineSetupError` for engine arguments that vLLM does not have.
     """
-    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
-    verifier = settings.verifier
-    extra = verifier.engine_args
-    unknown = sorted(extra.keys() - known)
-    if unknown:
-        raise ValueError(f"verifier.engine_args: vLLM has no argument {unknown[0]!r}")
-    arguments: dict[str, Any] = {
-        "model": model_dir,
-        "max_model_len": verifier.max_model_len,
-        "max_num_seqs": verifier.max_num_seqs,
-        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
-        "reasoning_parser": reasoning_parser(verifier.reasoning_parser, model_dir, settings.gateway.chat_template) or "",
-        "speculative_config": _speculation(settings),
+    # In mode `native`, requests that vLLM's rejection sampler cannot serve must be refused.  Our own sampler serves all.
+    speculation = remote_speculation(settings.num_speculative_tokens) if settings.mode == "native" else None
+    arguments = common_arguments(settings, model_dir) | {
+        "speculative_config": speculation,
         # No engine: keep vLLM from compiling, or measuring memory for a cache, while it checks the configuration.
         "enforce_eager": True,
         "kv_cache_memory_bytes": 1 << 20,
@@ -67,18 +49,7 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
         "disable_log_stats": True,
         # Makes vLLM's serving layer pass trace contexts on; vLLM itself makes no spans here.
         "otlp_traces_endpoint": settings.tracing.endpoint,
-        **adapter_arguments(verifier),
     }
-    arguments.update({name: value for name, value in extra.items() if name not in ENGINE_ONLY})
+    given = settings.verifier.engine_args
+    arguments |= {name: value for name, value in given.items() if name not in ENGINE_ONLY}
     return AsyncEngineArgs(**arguments).create_engine_config()
-
-
-def _speculation(settings: Settings) -> dict[str, Any] | None:
-    if settings.mode != "native":
-        # Our own sampler supports all parameters, so nothing must be refused because of speculation.
-        return None
-    return {
-        "method": "custom_class",
-        "model": f"{__name__}.{NativeDrafts.__name__}",
-        "num_speculative_tokens": settings.num_speculative_tokens,
-    }

@@ -57,7 +57,7 @@ class Child:
         overdue = threading.Timer(START_TIMEOUT_S, self.process.kill)
         overdue.start()
         try:
-            address = str(self.answer()["address"])
+            address = str(self._answer()["address"])
         finally:
             overdue.cancel()
         self._ready = True
@@ -65,20 +65,15 @@ class Child:
 
     def ask(self, message: Any) -> Any:
         """Sends one JSON line and returns the answer to it.  Raises `ChildError`."""
-        self.send(message)
-        return self.answer()
-
-    def send(self, message: Any) -> None:
-        """Sends one JSON line; `answer` must be called afterwards.  Raises `ChildError`."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(message) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError as error:
             raise self._died() from error
+        return self._answer()
 
-    def answer(self) -> Any:
-        """Returns the answer to the last line sent.  Raises `ChildError`."""
+    def _answer(self) -> Any:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             # Other lines are printed by libraries.

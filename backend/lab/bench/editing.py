@@ -10,21 +10,20 @@ piece in another edition.  Alternating rounds; one request in flight.
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
 from contextlib import ExitStack
 from statistics import median
 
 from backend.engine.client import EngineClient, fixed_sampling
-from backend.lab.bench.drafters import drafter, started, verifier
+from backend.lab.bench.comparing import NONE, drafter, in_turn, options, started, verifier
 from backend.lab.bench.engines import assign
+from backend.lab.bench.markdown import spread, table
 from backend.lab.bench.prompts import Prompts
 from backend.wire.engine import RequestOptions
 
 HEAD_ONLY, LOOKUPS = "head alone", "head and look-ups"
 PREDICTED, SHARED = "head, look-ups, prediction", "head, look-ups, an earlier answer"
-CASES = (("file in the prompt", True), ("file in the prediction alone", False))
+CASES = {"file in the prompt": True, "file in the prediction alone": False}
 
 
 def edited(tokens: list[int], changes: int, chance: random.Random) -> list[int]:
@@ -40,8 +39,8 @@ def edited(tokens: list[int], changes: int, chance: random.Random) -> list[int]:
 def speed(client: EngineClient, prompts: list[list[int]], answers: list[list[int]], asked: list[RequestOptions]) -> float:
     """Tokens per second of these requests, run one at a time; the first only warms up."""
     spent, count = 0.0, 0
-    for i, (prompt, answer, options) in enumerate(zip(prompts, answers, asked, strict=True)):
-        request_id = client.add(prompt, fixed_sampling(answer, 0.0), asked=options)
+    for i, (prompt, answer, each) in enumerate(zip(prompts, answers, asked, strict=True)):
+        request_id = client.add(prompt, fixed_sampling(answer, 0.0), asked=each)
         client.finish_all()
         found = client.answers.pop(request_id)
         assert found.tokens == answer
@@ -51,43 +50,36 @@ def speed(client: EngineClient, prompts: list[list[int]], answers: list[list[int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m backend.lab.bench.editing", description=__doc__)
-    parser.add_argument("--target", default="S", help="demo, or widened to S or L")
-    parser.add_argument("--tokens", type=int, default=256, help="of a piece")
-    parser.add_argument("--changes", type=int, default=6, help="of a piece")
+    parser = options("editing", __doc__, tokens=256)
+    parser.add_argument("--changes", type=int, default=6, help="of a piece, which has --tokens tokens")
     parser.add_argument("--requests", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    speeds: dict[tuple[str, str], list[float]] = {}
     with ExitStack() as stack:
         processes = started(given.target, stack)
         ref = drafter(processes, 0, "demo")
         plain, alone, helped = (verifier(processes, *asked) for asked in (("off",), ("auto", False), ("auto",)))
         for child, _ in (alone, helped):
             assign(child, [ref])
-        kinds = {"none": plain, HEAD_ONLY: alone, LOOKUPS: helped, PREDICTED: helped, SHARED: helped}
-        make = Prompts(processes.models.target_dir, given.tokens)
-        for turn in range(-1, given.rounds):
-            for case, shown in CASES:
-                chance = random.Random(f"{turn}/{shown}")
-                pieces = [make.make("code", f"edit/{turn}/{shown}/{i}") for i in range(given.requests + 1)]
-                prompts = [piece if shown else piece[:8] for piece in pieces]
-                earlier, answers = ([edited(piece, given.changes, chance) for piece in pieces] for _ in range(2))
-                for kind, (_, client) in kinds.items():
-                    if kind == SHARED:
-                        speed(client, prompts, earlier, [RequestOptions()] * len(pieces))
-                    asked = [
-                        RequestOptions(prediction=piece if kind == PREDICTED else [], learn=kind == SHARED) for piece in pieces
-                    ]
-                    found = speed(client, prompts, answers, asked)
-                    if turn >= 0:
-                        speeds.setdefault((case, kind), []).append(found)
-    lines = ["| | drafts | tokens/s | of plain decoding | of the head alone |", "|---|---|---|---|---|"]
-    for (case, kind), each in speeds.items():
-        ratios = [[a / b for a, b in zip(each, speeds[case, base], strict=True)] for base in ("none", HEAD_ONLY)]
-        told = " | ".join(f"{median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in ratios)
-        lines.append(f"| {case} | {kind} | {median(each):.0f} | {told} |")
-    sys.stdout.write("\n".join([*lines, ""]))
+        kinds = {NONE: plain, HEAD_ONLY: alone, LOOKUPS: helped, PREDICTED: helped, SHARED: helped}
+        make = Prompts(processes.bench.models.target_dir, given.tokens)
+
+        def measure(cell: tuple[str, str], load: str) -> float:
+            case, kind = cell
+            client, chance = kinds[kind][1], random.Random(f"{load}/{case}")
+            pieces = [make.make("code", f"edit/{load}/{case}/{i}") for i in range(given.requests + 1)]
+            prompts = [piece if CASES[case] else piece[:8] for piece in pieces]
+            earlier, answers = ([edited(piece, given.changes, chance) for piece in pieces] for _ in range(2))
+            if kind == SHARED:
+                speed(client, prompts, earlier, [RequestOptions()] * len(pieces))
+            asked = [RequestOptions(prediction=piece if kind == PREDICTED else [], learn=kind == SHARED) for piece in pieces]
+            return speed(client, prompts, answers, asked)
+
+        found = in_turn([(case, kind) for case in CASES for kind in kinds], given.rounds, measure, learning=1)
+    body = []
+    for (case, kind), speeds in found.items():
+        ratios = [[a / b for a, b in zip(speeds, found[case, base], strict=True)] for base in (NONE, HEAD_ONLY)]
+        body.append([case, kind, f"{median(speeds):.0f}", *(spread(each, 2) for each in ratios)])
+    print("\n".join(table(["", "drafts", "tokens/s", "of plain decoding", "of the head alone"], body)))
 
 
 if __name__ == "__main__":

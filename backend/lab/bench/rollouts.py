@@ -15,7 +15,6 @@ import argparse
 import dataclasses
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.lab.bench import hardware
+from backend.lab.bench.markdown import spread, table
 from backend.rollout.make import STDLIB, make_trace
 from backend.rollout.options import TraceOptions
 from backend.rollout.trace import read_trace, write_cases
@@ -63,42 +63,41 @@ def markdown(result: Mapping[str, Any]) -> str:
     """The results as a Markdown page: medians over rounds (minimum to maximum); speed-ups are ratios within a round."""
     rounds: list[dict[str, dict[str, Any]]] = result["rounds"]
     head = ("way", "wall time, s", "tokens/s", "times as fast as native", "acceptance length", "moved", "straggler behind, s")
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    body = []
     for way in WAYS:
         mine = [each[way] for each in rounds]
         faster = [each["native"]["wall_s"] / each[way]["wall_s"] for each in rounds]
         lengths = [each["teacher_forced_acceptance_length"] or 1.0 for each in mine]
-        columns = [[each[name] for each in mine] for name in ("wall_s", "tokens_per_s", "moved", "behind_s")]
-        cells = (columns[0], 1), (columns[1], 0), (faster, 2), (lengths, 2), (columns[2], 0), (columns[3], 1)
-        lines.append(f"| {way} | " + " | ".join(_spread(values, digits) for values, digits in cells) + " |")
+        wall_s, speed, moved, behind_s = (
+            [each[name] for each in mine] for name in ("wall_s", "tokens_per_s", "moved", "behind_s")
+        )
+        cells = (wall_s, 1), (speed, 0), (faster, 2), (lengths, 2), (moved, 0), (behind_s, 1)
+        body.append([way, *(spread(values, digits) for values, digits in cells)])
     about = result["about"]
     first = rounds[0]["native"]
     said = f"{first['requests']} fixed responses, {first['tokens']} tokens; {len(rounds)} rounds: medians (least to most)."
-    return "\n".join(["# Rollouts", "", f"Commit `{about['commit']}`: `{about['command']}`", "", said, "", *lines, ""])
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    least, middle, most = (f"{each:.{digits}f}" for each in (min(values), statistics.median(values), max(values)))
-    return f"{middle} ({least} to {most})"
+    return "\n".join(
+        ["# Rollouts", "", f"Commit `{about['commit']}`: `{about['command']}`", "", said, "", *table(head, body), ""]
+    )
 
 
 def main(arguments: Sequence[str]) -> None:
     """Measures all rounds; writes the results after each."""
     given, flags = _parser().parse_known_args(list(arguments))
     trace = given.output / "train.0.parquet"
-    _say(prepare(trace, given.prompts, given.n, given.longest))
+    print(prepare(trace, given.prompts, given.n, given.longest), flush=True)
     rounds: list[dict[str, dict[str, Any]]] = []
     about = hardware.about(["python", "-m", "backend.lab.bench.rollouts", *arguments], sorted(os.sched_getaffinity(0)))
     for number in range(given.rounds):
         found = {}
         for way in [*WAYS][number % len(WAYS) :] + [*WAYS][: number % len(WAYS)]:
             found[way] = measure(trace, given.output / f"{way.replace(', ', '-')}-{number}", [*WAYS[way], *flags])
-            _say(f"round {number}, {way}: {json.dumps(found[way])}")
+            print(f"round {number}, {way}: {json.dumps(found[way])}", flush=True)
         rounds.append(found)
         result = {"about": about, "rounds": rounds}
         (given.output / "rollouts.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
         (given.output / "rollouts.md").write_text(markdown(result), encoding="utf-8")
-    _say(markdown(result))
+    print(markdown(result), flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -112,11 +111,6 @@ def _parser() -> argparse.ArgumentParser:
     say("--longest", type=int, default=2000, help=f"tokens of a response, from {SHORTEST} on (default: 2000)")
     say("--rounds", type=int, default=3, help="of each way (default: 3)")
     return parser
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from backend.lab.bench.engines import Bench, TargetFleet
 from backend.lab.bench.hardware import gpus
 from backend.lab.bench.identical import GreedyCheck
 from backend.lab.bench.measure import Row, Sample, row, sample
-from backend.lab.bench.options import AUTO_LEARNS, OWN, Options
+from backend.lab.bench.options import AUTO_LEARNS, Options
 from backend.lab.bench.plan import Cell, Configuration, CoreSplit, Point, cells, configurations, points
 from backend.lab.bench.prompts import Prompts
 from backend.lab.bench.widen import PRESETS, widen_pair
@@ -44,7 +44,8 @@ class Results:
 def run(options: Options, split: CoreSplit, results: Results, say: Say, keep: Callable[[], None]) -> None:
     """Measures everything, adds it to `results`, and calls `keep` after every measurement."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as name, on_cores(split.drafter):
-        base = resolve(_base_settings(options), say)
+        own = {"model": options.model, "drafter": options.drafter} if options.model else {}
+        base = resolve(Settings.model_validate(own), say)
         for target in options.targets:
             directory = Path(name) / target
             directory.mkdir()
@@ -77,12 +78,6 @@ def describe_target(models: ResolvedModels) -> dict[str, Any]:
     return {"model": models.name, "parameters": total} | {name: config[name] for name in names if name in config}
 
 
-def _base_settings(options: Options) -> Settings:
-    if options.targets == (OWN,):
-        return Settings(model=options.model or "", drafter=options.drafter or "")
-    return Settings()
-
-
 def _measure_target(target: str, bench: Bench, options: Options, results: Results, say: Say, keep: Callable[[], None]) -> None:
     prompts = Prompts(bench.models.target_dir, options.prompt_tokens)
     configured = configurations(options, bench.split)
@@ -92,35 +87,19 @@ def _measure_target(target: str, bench: Bench, options: Options, results: Result
         for configuration in configured:
             first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(bench.most)]
             tokens = min(WARM_UP_TOKENS, options.tokens)
-            loads = _warm_ups(configuration, options)
+            loads = options.warm_ups * (AUTO_LEARNS if configuration.mode == "auto" else 1)
             fleet.warm_up(configuration, first, tokens, options.concurrency, loads, options.temperatures)
         began = time.monotonic()
         for number, cell in enumerate(schedule, 1):
-            measured = _measure_cell(target, fleet, cell, _prompts_of(cell, prompts, options), options.tokens, results, bench)
+            configuration, point = cell.configuration, cell.point
+            asked = _prompts_of(cell, prompts, options)
+            load, before, after = fleet.measure(configuration, asked, options.tokens, point.temperature, point.phases)
+            measured = sample(cell.round, configuration, load, before, after, len(bench.split.drafter))
+            results.samples.setdefault((target, configuration, point), []).append(measured)
+            results.greedy.add(target, configuration, point, cell.round, [answer.tokens for answer in load.answers])
             keep()
             left_s = (time.monotonic() - began) / number * (len(schedule) - number)
             say(_progress(target, cell, measured, f"{number}/{len(schedule)}", left_s))
-
-
-def _warm_ups(configuration: Configuration, options: Options) -> int:
-    return options.warm_ups * (AUTO_LEARNS if configuration.mode == "auto" else 1)
-
-
-def _measure_cell(
-    target: str,
-    fleet: TargetFleet,
-    cell: Cell,
-    prompts: Sequence[Sequence[list[int]]],
-    tokens: int,
-    results: Results,
-    bench: Bench,
-) -> Sample:
-    configuration, point = cell.configuration, cell.point
-    load, before, after = fleet.measure(configuration, prompts, tokens, point.temperature, point.phases)
-    measured = sample(cell.round, configuration, load, before, after, len(bench.split.drafter))
-    results.samples.setdefault((target, configuration, point), []).append(measured)
-    results.greedy.add(target, configuration, point, cell.round, [answer.tokens for answer in load.answers])
-    return measured
 
 
 def _prompts_of(cell: Cell, prompts: Prompts, options: Options) -> list[list[list[int]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ import msgspec
 from backend.fleet import CHANCE_BINS
 from backend.lab.bench import plot
 from backend.lab.bench.identical import PLAIN, Difference
-from backend.lab.bench.measure import Ratio, Row, ceiling, ratio, together
+from backend.lab.bench.markdown import NOTHING, number, table
+from backend.lab.bench.measure import Row, ceiling, ratio, together
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, Options
 from backend.lab.bench.plan import LOCAL_MODES, CoreSplit, Point
 from backend.lab.bench.run import WARM_UP_TOKENS, Results
@@ -22,7 +23,8 @@ from backend.models.resolve import Say
 EQUAL_VERIFIER, EQUAL_TOTAL = "equal_verifier", "equal_total"
 NATIVES = ("native", PROBABILISTIC)
 SHOWN_DIFFERENCES = 20
-NOTHING = "-"
+Columns = Mapping[str, Callable[[Row], str]]
+"""The cells of a row's line in a table, by the columns' heads."""
 
 
 def write(output: Path, about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results, say: Say) -> None:
@@ -85,7 +87,15 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
     for target in dict.fromkeys(row.target for row in rows):
         own = [row for row in rows if row.target == target]
         lines += [f"## Target {target}", "", _describe(content["targets"].get(target, {})), ""]
-        for section in (_ceilings(own), _throughput(own), _cycles(own), _latency(own), _foretold(own)):
+        points = list(dict.fromkeys(row.point for row in own))
+        by_point = sorted(own, key=lambda row: points.index(row.point))
+        for section in (
+            _section("What overlap can bring", CEILINGS, [row for row in own if row.mode == "sync" and row.t_draft_ms]),
+            _throughput(by_point),
+            _section("What a step is made of", CYCLES, [row for row in own if row.paced]),
+            _section("Per request, and where the time goes", LATENCY, by_point),
+            _foretold(own),
+        ):
             lines += _noted(section, content["paced"])
     if differences:
         lines += _differences(differences)
@@ -107,52 +117,78 @@ def _greedy_line(content: Mapping[str, Any]) -> str:
     return f"{compared} greedy answers compared with plain decoding's: {verdict}"
 
 
-def _ceilings(rows: Sequence[Row]) -> list[str]:
-    """Times of drafting and verifying, from rows of mode `sync`, and the speed-up that overlap could give."""
-    body = [
-        [
-            row.point.name,
-            str(row.k),
-            _number(row.t_verify_ms, 2),
-            _number(row.t_draft_ms, 2),
-            _number(row.t_draft_ms / row.t_verify_ms, 2),
-            _number(ceiling(row.t_verify_ms, row.t_draft_ms), 2),
-        ]
-        for row in rows
-        if row.mode == "sync" and row.t_draft_ms and row.t_verify_ms
-    ]
-    if not body:
+def _spread(name: str, digits: int) -> Callable[[Row], str]:
+    """The cell of a figure: its median, with least and greatest where they differ."""
+
+    def cell(row: Row) -> str:
+        value, limits = getattr(row, name), row.spread[name]
+        if value is None or limits is None:
+            return NOTHING
+        least, greatest = (number(limit, digits) for limit in limits)
+        return number(value, digits) + ("" if least == greatest else f" ({least}-{greatest})")
+
+    return cell
+
+
+CEILINGS: Columns = {
+    "point": lambda row: row.point.name,
+    "K": lambda row: str(row.k),
+    "T_verify ms": lambda row: number(row.t_verify_ms, 2),
+    "T_draft ms": lambda row: number(row.t_draft_ms, 2),
+    "T_draft / T_verify": lambda row: number((row.t_draft_ms or 0) / row.t_verify_ms, 2),
+    "ceiling over drafting in turn": lambda row: number(ceiling(row.t_verify_ms, row.t_draft_ms or 0), 2),
+}
+"""Times of drafting and verifying in mode `sync`, and the speed-up that overlap could give."""
+_WHAT: Columns = {
+    "point": lambda row: row.point.name,
+    "mode": lambda row: row.label + (" (all cores)" if row.layout == EQUAL_TOTAL else ""),
+}
+CYCLES: Columns = {
+    **_WHAT,
+    "cycle ms": lambda row: number(row.paced["cycle_ms"], 2),
+    "= paced": lambda row: number(row.paced["paced_ms"], 2),
+    "+ overrun": lambda row: number(row.paced["overrun_ms"], 2),
+    "+ awaiting drafts": lambda row: number(row.paced["awaiting_ms"], 2),
+    "+ overhead": lambda row: number(row.paced["overhead_ms"], 2),
+    "steps overrun": lambda row: f"{row.paced['overrun_share']:.0%}",
+    "idle awaiting drafts": lambda row: f"{row.idle_awaiting_draft:.1%}",
+    "draft passes overrun": lambda row: _percent(row.paced.get("pass_overrun_share")),
+    "by ms / pass": lambda row: number(row.paced.get("pass_overrun_ms"), 3),
+}
+"""The parts of a paced target step's time."""
+LATENCY: Columns = {
+    **_WHAT,
+    "TGS": _spread("tgs", 0),
+    "TTFT ms": _spread("ttft_ms", 0),
+    "acceptance length": _spread("acceptance_length", 2),
+    "drafted": lambda row: f"{row.drafted_share:.0%}",
+    "awaiting drafts": lambda row: f"{row.idle_awaiting_draft:.1%}",
+    "hit rate": lambda row: _percent(row.hit_rate),
+    "T_verify ms": lambda row: number(row.t_verify_ms, 2),
+    "bytes / round": lambda row: number(row.bytes_per_round, 0),
+    "busy + idle": lambda row: f"{row.accounted:.1%}",
+}
+
+
+def _section(title: str, columns: Columns, rows: Sequence[Row]) -> list[str]:
+    if not rows:
         return []
-    head = ["point", "K", "T_verify ms", "T_draft ms", "T_draft / T_verify", "ceiling over drafting in turn"]
-    return ["### What overlap can bring", "", *_table(head, body), ""]
+    body = [[cell(row) for cell in columns.values()] for row in rows]
+    return [f"### {title}", "", *table(list(columns), body), ""]
 
 
 def _throughput(rows: Sequence[Row]) -> list[str]:
     """Throughput with an equal verifier, with equal total cores, and per busy core."""
-    head = [
-        "point",
-        "mode",
-        "tok/s",
-        "x off",
-        "x best native",
-        "x off, all cores",
-        "x best native, all cores",
-        "x off, per busy core",
-    ]
-    body = []
-    for row in rows:
-        if row.layout != EQUAL_VERIFIER and not (row.mode in LOCAL_MODES and row.layout == EQUAL_TOTAL):
-            continue
-        where = " (all cores)" if row.layout == EQUAL_TOTAL else ""
-        body.append([row.point.name, row.label + where, _spread(row, "tokens_per_s", 0), *_ratios(rows, row)])
-    body.sort(key=lambda cells: [r.point.name for r in rows].index(cells[0]))
-    return ["### Throughput: equal verifier, equal total, per busy core", "", *_table(head, body), ""]
+    columns = {**_WHAT, "tok/s": _spread("tokens_per_s", 0)}
+    ratios = ["x off", "x best native", "x off, all cores", "x best native, all cores", "x off, per busy core"]
+    body = [[*(cell(row) for cell in columns.values()), *_ratios(rows, row)] for row in rows]
+    return ["### Throughput: equal verifier, equal total, per busy core", "", *table([*columns, *ratios], body), ""]
 
 
 def _ratios(rows: Sequence[Row], row: Row) -> list[str]:
     def over(layout: str, modes: Sequence[str], name: str = "tokens_per_s") -> str:
         found = [base for mode in modes if (base := find(rows, row.target, layout, row.point, mode, row.k)) is not None]
-        return _ratio(ratio(row, max(found, key=lambda base: base.tokens_per_s, default=None), name))
+        return str(ratio(row, max(found, key=lambda base: base.tokens_per_s, default=None), name) or NOTHING)
 
     per_core = over(EQUAL_VERIFIER, [PLAIN], "tokens_per_busy_core_s")
     if row.layout == EQUAL_TOTAL:
@@ -160,71 +196,6 @@ def _ratios(rows: Sequence[Row], row: Row) -> list[str]:
     # A local mode on the verifier's cores alone leaves cores unused: its equal-total figure is its own row.
     whole = [NOTHING] * 2 if row.mode in LOCAL_MODES else [over(EQUAL_TOTAL, [PLAIN]), over(EQUAL_TOTAL, NATIVES)]
     return [over(EQUAL_VERIFIER, [PLAIN]), over(EQUAL_VERIFIER, NATIVES), *whole, per_core]
-
-
-def _cycles(rows: Sequence[Row]) -> list[str]:
-    """The parts of a paced target step's time."""
-    head = [
-        "point",
-        "mode",
-        "cycle ms",
-        "= paced",
-        "+ overrun",
-        "+ awaiting drafts",
-        "+ overhead",
-        "steps overrun",
-        "idle awaiting drafts",
-        "draft passes overrun",
-        "by ms / pass",
-    ]
-    body = [
-        [
-            row.point.name,
-            row.label + (" (all cores)" if row.layout == EQUAL_TOTAL else ""),
-            *(_number(row.paced[f"{name}_ms"], 2) for name in ("cycle", "paced", "overrun", "awaiting", "overhead")),
-            f"{row.paced['overrun_share']:.0%}",
-            f"{row.idle_awaiting_draft:.1%}",
-            f"{row.paced['pass_overrun_share']:.0%}" if "pass_overrun_share" in row.paced else NOTHING,
-            _number(row.paced.get("pass_overrun_ms"), 3),
-        ]
-        for row in rows
-        if row.paced
-    ]
-    return ["### What a step is made of", "", *_table(head, body), ""] if body else []
-
-
-def _latency(rows: Sequence[Row]) -> list[str]:
-    head = [
-        "point",
-        "mode",
-        "TGS",
-        "TTFT ms",
-        "acceptance length",
-        "drafted",
-        "awaiting drafts",
-        "hit rate",
-        "T_verify ms",
-        "bytes / round",
-        "busy + idle",
-    ]
-    body = [
-        [
-            row.point.name,
-            row.label + (" (all cores)" if row.layout == EQUAL_TOTAL else ""),
-            _spread(row, "tgs", 0),
-            _spread(row, "ttft_ms", 0),
-            _spread(row, "acceptance_length", 2),
-            f"{row.drafted_share:.0%}",
-            f"{row.idle_awaiting_draft:.1%}",
-            NOTHING if row.hit_rate is None else f"{row.hit_rate:.0%}",
-            _number(row.t_verify_ms, 2),
-            _number(row.bytes_per_round, 0),
-            f"{row.accounted:.1%}",
-        ]
-        for row in rows
-    ]
-    body.sort(key=lambda cells: [r.point.name for r in rows].index(cells[0]))
-    return ["### Per request, and where the time goes", "", *_table(head, body), ""]
 
 
 def _foretold(rows: Sequence[Row]) -> list[str]:
@@ -245,7 +216,7 @@ def _foretold(rows: Sequence[Row]) -> list[str]:
         return []
     bounds = [f"{i / CHANCE_BINS:g}-{(i + 1) / CHANCE_BINS:g}" for i in range(CHANCE_BINS)]
     head = ["answers", "drafts", "tokens", "Brier score", "calibration error", *bounds]
-    return ["### Chances of draft tokens, predicted: observed", "", *_table(head, body), ""]
+    return ["### Chances of draft tokens, predicted: observed", "", *table(head, body), ""]
 
 
 def _differences(differences: Sequence[Difference]) -> list[str]:
@@ -263,11 +234,7 @@ def _differences(differences: Sequence[Difference]) -> list[str]:
     ]
     more = len(differences) - len(body)
     note = [f"and {more} more, in bench.json", ""] if more else []
-    return ["## Greedy differences", "", *_table(head, body), "", *note]
-
-
-def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *body)]
+    return ["## Greedy differences", "", *table(head, body), "", *note]
 
 
 def _describe(target: Mapping[str, Any]) -> str:
@@ -279,20 +246,8 @@ def _describe(target: Mapping[str, Any]) -> str:
     )
 
 
-def _ratio(value: Ratio | None) -> str:
-    return NOTHING if value is None else str(value)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return NOTHING if value is None else f"{value:.{digits}f}"
-
-
-def _spread(row: Row, name: str, digits: int) -> str:
-    value, limits = getattr(row, name), row.spread[name]
-    if value is None or limits is None:
-        return NOTHING
-    least, greatest = (_number(limit, digits) for limit in limits)
-    return _number(value, digits) + ("" if least == greatest else f" ({least}-{greatest})")
+def _percent(share: float | None) -> str:
+    return NOTHING if share is None else f"{share:.0%}"
 
 
 def _list(values: Iterable[Any]) -> str:

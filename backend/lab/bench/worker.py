@@ -60,9 +60,8 @@ def _verifier(job: Job) -> None:
 
 def _drafter(job: Job) -> None:
     from backend.config import DraftingSettings
-    from backend.drafter.process import DrafterModel, DrafterProcess, pin_cores
+    from backend.drafter.process import DrafterModel, DrafterProcess
 
-    pin_cores(job["cores"])
     pacer = pace_drafter(msgspec.convert(job["pace"], Pace)) if job.get("pace") else None
     model = DrafterModel(job["target_dir"], job["head_dir"], job["head_dir"], job.get("learning_dir"))
     process = DrafterProcess(job["name"], model, DraftingSettings.model_validate(job["settings"]), job["address"])

@@ -7,15 +7,22 @@ from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 
 
 @dataclass(frozen=True, slots=True)
-class TargetOptions:
-    """How the target is trained.  `steps`, when set, replaces `minutes` as the length of the run.
+class Budget:
+    """The length of a training.  `steps`, when set, replaces `minutes`."""
+
+    minutes: float
+    steps: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOptions(Budget):
+    """How the target is trained.
 
     Windows have `length` tokens, and `long_length` in the last `long_share` of the run.  `positions` is the longest context in
     the model's configuration.
     """
 
     minutes: float = 60.0
-    steps: int | None = None
     layers: int = 5
     hidden: int = 256
     tokens_per_step: int = 8192
@@ -29,8 +36,8 @@ class TargetOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DrafterOptions:
-    """How the drafter is trained.  `steps`, when set, replaces `minutes` as the length of the run.
+class DrafterOptions(Budget):
+    """How the drafter is trained.
 
     `generated_tokens` is how much text the target generates for it, which takes time in addition to `minutes`.  `mixture` has
     pairs of temperature and share of that text.  `source_share` is the amount of source code, as a share of the generated text.
@@ -38,7 +45,6 @@ class DrafterOptions:
     """
 
     minutes: float = 30.0
-    steps: int | None = None
     unroll: int = 4
     generated_tokens: int = 450_000
     mixture: tuple[tuple[float, float], ...] = ((0.0, 0.6), (0.8, 0.25), (1.0, 0.15))
@@ -54,15 +60,14 @@ class DrafterOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftModelOptions:
+class DraftModelOptions(Budget):
     """How a draft model is trained for an existing target; fields as in `DrafterOptions`.
 
     `domain` is `code`, or `prose` for the docstrings of the source code alone.
     """
 
-    domain: str = "code"
     minutes: float = 15.0
-    steps: int | None = None
+    domain: str = "code"
     layers: int = 4
     hidden: int = 128
     tokens_per_step: int = 4096

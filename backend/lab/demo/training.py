@@ -6,17 +6,18 @@ the same steps as an uninterrupted one, if its length is given in steps and not 
 
 import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from backend.lab.demo.options import DemoOptions
+from backend.lab.demo.options import Budget, DemoOptions
 from backend.lab.demo.tokenizer import BEGIN_ID
 from backend.learning.optimizers import Optimizers
 
@@ -28,9 +29,7 @@ LOGGER = logging.getLogger(__name__)
 
 def resolve_device(name: str) -> torch.device:
     """The device of this name; `auto` is CUDA if available, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
 
 
 def rate_factor(fraction: float) -> float:
@@ -53,42 +52,49 @@ def goals(scores: Tensor, first_choice: float) -> tuple[Tensor, Tensor]:
     return goal.scatter_add_(-1, choice[..., None], torch.full_like(goal[..., :1], first_choice)), choice
 
 
-class RowSource(Protocol):
-    """An endless sequence of rows of token ids, all of one length."""
+class Rows(ABC):
+    """An endless sequence of rows of token ids, in an order that is shuffled anew every epoch."""
 
-    @property
-    def length(self) -> int:
-        """Number of input tokens of a row; each row has one more, which is only predicted."""
+    def __init__(self, length: int, per_epoch: int) -> None:
+        """`length` input tokens are in a row; each row has one more, which is only predicted."""
+        self.length, self.per_epoch = length, per_epoch
+        self._epoch, self._order = -1, np.empty(0, np.int64)
+
+    @abstractmethod
+    def order(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Where the rows of an epoch are: `[per_epoch]`."""
+
+    @abstractmethod
+    def row(self, at: int) -> npt.NDArray[np.int32]:
+        """The row at a place that `order` named: `[length + 1]`."""
 
     def batch(self, first: int, count: int) -> Tensor:
         """Rows number `first` to `first + count`: `[count, length + 1]` token ids."""
+        rows = []
+        for number in range(first, first + count):
+            epoch, place = divmod(number, self.per_epoch)
+            if epoch != self._epoch:
+                self._epoch, self._order = epoch, self.order(epoch)
+            rows.append(self.row(int(self._order[place])))
+        return torch.from_numpy(np.stack(rows)).long()
 
 
-class Windows:
-    """Windows of a token stream, each after a `<|begin|>`, in an order that is shuffled anew every epoch."""
+class Windows(Rows):
+    """Windows of a token stream, each after a `<|begin|>`."""
 
     def __init__(self, stream: npt.NDArray[np.int32], length: int, seed: int) -> None:
-        self.stream, self.length, self.seed = stream, length, seed
-        self.per_epoch = (len(stream) - length) // length
+        super().__init__(length, (len(stream) - length) // length)
+        self.stream, self.seed = stream, seed
         if self.per_epoch < 1:
             raise ValueError(f"a stream of {len(stream)} tokens is too short for windows of {length}")
-        self._epoch: tuple[int, npt.NDArray[np.int64]] | None = None
 
-    def _starts(self, epoch: int) -> npt.NDArray[np.int64]:
-        if self._epoch is None or self._epoch[0] != epoch:
-            generator = np.random.default_rng((self.seed, self.length, epoch))
-            phase = int(generator.integers(self.length))
-            self._epoch = (epoch, phase + self.length * generator.permutation(self.per_epoch))
-        return self._epoch[1]
+    def order(self, epoch: int) -> npt.NDArray[np.int64]:
+        generator = np.random.default_rng((self.seed, self.length, epoch))
+        phase = int(generator.integers(self.length))
+        return phase + self.length * generator.permutation(self.per_epoch)
 
-    def batch(self, first: int, count: int) -> Tensor:
-        """Windows number `first` to `first + count` of the endless sequence: `[count, length + 1]` token ids."""
-        rows = np.full((count, self.length + 1), BEGIN_ID, dtype=np.int64)
-        for row, number in enumerate(range(first, first + count)):
-            epoch, place = divmod(number, self.per_epoch)
-            start = int(self._starts(epoch)[place])
-            rows[row, 1:] = self.stream[start : start + self.length]
-        return torch.from_numpy(rows)
+    def row(self, at: int) -> npt.NDArray[np.int32]:
+        return np.concatenate(([BEGIN_ID], self.stream[at : at + self.length]), dtype=np.int32)
 
 
 @dataclass(slots=True)
@@ -105,7 +111,7 @@ class Progress:
         done = self.step / steps if steps is not None else self.elapsed_s / (60.0 * minutes)
         return min(1.0, done)
 
-    def draw(self, rows: RowSource, count: int) -> Tensor:
+    def draw(self, rows: Rows, count: int) -> Tensor:
         first = self.drawn.get(rows.length, 0)
         self.drawn[rows.length] = first + count
         return rows.batch(first, count)
@@ -116,12 +122,7 @@ def save_state(path: Path, model: nn.Module, optimizers: Optimizers, progress: P
     state = {
         "model": dict(model.state_dict()),
         "optimizers": [part.state_dict() for part in optimizers.parts],
-        "progress": {
-            "step": progress.step,
-            "tokens": progress.tokens,
-            "elapsed_s": progress.elapsed_s,
-            "drawn": dict(progress.drawn),
-        },
+        "progress": asdict(progress),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".writing")
@@ -140,18 +141,6 @@ def load_state(path: Path, model: nn.Module, optimizers: Optimizers) -> Progress
     progress = Progress(**state["progress"])
     LOGGER.info("resuming at step %d, %.1f minutes in", progress.step, progress.elapsed_s / 60)
     return progress
-
-
-class Budget(Protocol):
-    """The length of a run."""
-
-    @property
-    def minutes(self) -> float:
-        """Length in minutes of wall clock."""
-
-    @property
-    def steps(self) -> int | None:
-        """Length in steps; when set, it replaces `minutes`."""
 
 
 def train(

@@ -9,28 +9,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from backend.coordinator.assignment import Action, AssignmentPolicy, Situation
+from backend.coordinator.assignment import Pair, Situation
+from backend.coordinator.water_filling import WaterFilling
 from backend.lab.simulator.simulation import Outcome
 
 
-@dataclass
-class Timed:
-    """An assignment policy whose decisions are timed."""
+@dataclass(frozen=True)
+class Timed(WaterFilling):
+    """The assignment rule, whose decisions are timed."""
 
-    policy: AssignmentPolicy
     steady_s: list[float] = field(default_factory=list)
     """Seconds of each decision that changed nothing."""
     changing_s: list[float] = field(default_factory=list)
     """Seconds of each decision that changed assignments."""
 
-    def decide(self, situation: Situation) -> list[Action]:
+    def decide(self, situation: Situation) -> set[Pair]:
         # Garbage collection would scan the whole simulated fleet, which a real coordinator does not hold in memory.
         gc.disable()
         began = time.perf_counter()
-        actions = self.policy.decide(situation)
+        wanted = super().decide(situation)
         gc.enable()
-        (self.changing_s if actions else self.steady_s).append(time.perf_counter() - began)
-        return actions
+        spent = time.perf_counter() - began
+        (self.steady_s if wanted == situation.bindings.keys() else self.changing_s).append(spent)
+        return wanted
 
 
 def summary(outcome: Outcome, timed: Timed, seconds: float) -> dict[str, Any]:

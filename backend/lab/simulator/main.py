@@ -6,12 +6,10 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from backend.config.arguments import at_least
 from backend.coordinator.policy import LEASE_S, Coordinator
-from backend.coordinator.water_filling import WaterFilling
 from backend.lab.simulator import arrivals, figures
 from backend.lab.simulator.arrivals import TraceError
 from backend.lab.simulator.members import Hardware
@@ -19,35 +17,33 @@ from backend.lab.simulator.simulation import FleetSimulation, Scenario
 from backend.models.resolve import Say
 
 
-@dataclass(frozen=True)
-class Options:
-    """The options of one run."""
-
-    scenario: Scenario
-    output: Path | None
-
-
 def main(arguments: Sequence[str], say: Say) -> None:
-    """Runs a simulation, prints its figures and writes `simulation.json`.  Raises `TraceError`."""
-    options = parse(arguments)
-    began = time.perf_counter()
-    timed = figures.Timed(WaterFilling())
-    coordinator = Coordinator(max(LEASE_S, 3 * options.scenario.report_s), rule=timed)
-    outcome = FleetSimulation(options.scenario, coordinator).run()
-    result = figures.summary(outcome, timed, options.scenario.seconds)
-    say(f"{options.scenario.seconds:g} s simulated in {time.perf_counter() - began:.1f} s")
-    say(figures.table(result))
-    if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        document = {"arguments": list(arguments), **result}
-        (options.output / "simulation.json").write_text(json.dumps(document, indent=1) + "\n")
-        say(f"written to {options.output}")
+    """Runs a simulation, prints its figures and writes `simulation.json`.
 
-
-def parse(arguments: Sequence[str]) -> Options:
-    """Reads the command line.  Wrong options end the program with status 2; raises `TraceError` for a wrong trace or event."""
+    Wrong options end the program with status 2.  Raises `TraceError` for a wrong trace or event.
+    """
     parser = _parser()
     given = parser.parse_args(list(arguments))
+    scenario = _scenario(given)
+    members = {f"v{i}" for i in range(given.verifiers)} | {f"d{i}" for i in range(given.drafters)}
+    for each in scenario.troubles:
+        if each.member not in members:
+            parser.error(f"no member {each.member}: verifiers are v0, v1, ..., drafters d0, d1, ...")
+    began = time.perf_counter()
+    timed = figures.Timed()
+    outcome = FleetSimulation(scenario, Coordinator(max(LEASE_S, 3 * scenario.report_s), rule=timed)).run()
+    result = figures.summary(outcome, timed, scenario.seconds)
+    say(f"{scenario.seconds:g} s simulated in {time.perf_counter() - began:.1f} s")
+    say(figures.table(result))
+    output: Path | None = given.output
+    if output is not None:
+        output.mkdir(parents=True, exist_ok=True)
+        document = {"arguments": list(arguments), **result}
+        (output / "simulation.json").write_text(json.dumps(document, indent=1) + "\n")
+        say(f"written to {output}")
+
+
+def _scenario(given: argparse.Namespace) -> Scenario:
     if given.trace is not None:
         try:
             with given.trace.open(newline="") as lines:
@@ -60,21 +56,16 @@ def parse(arguments: Sequence[str]) -> Options:
         coming = arrivals.poisson(
             given.rate or 2.0 * given.verifiers, seconds, given.prompt_tokens, given.response_tokens, given.seed
         )
-    troubles = [arrivals.trouble(each, False) for each in given.fail] + [arrivals.trouble(each, True) for each in given.slow]
-    members = {f"v{i}" for i in range(given.verifiers)} | {f"d{i}" for i in range(given.drafters)}
-    for each in troubles:
-        if each.member not in members:
-            parser.error(f"no member {each.member}: verifiers are v0, v1, ..., drafters d0, d1, ...")
     us, ms = 1e-6, 1e-3
     hardware = Hardware(
         given.step_ms * ms, given.token_us * us, given.prefill_us * us, given.draft_ms * ms, given.draft_request_us * us
     )
-    scenario = Scenario(
+    return Scenario(
         given.verifiers,
         given.drafters,
         seconds,
         coming,
-        troubles,
+        [arrivals.trouble(each, False) for each in given.fail] + [arrivals.trouble(each, True) for each in given.slow],
         hardware,
         given.spread,
         given.length,
@@ -82,7 +73,6 @@ def parse(arguments: Sequence[str]) -> Options:
         given.skew,
         given.seed,
     )
-    return Options(scenario, given.output)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from copy import copy
 from dataclasses import dataclass, field
 
-from backend.fleet import DraftCounters, DrafterStats, VerifierStats
+import msgspec
+
+from backend.fleet import DrafterStats, VerifierStats
 from backend.fleet.speed import Line
 from backend.lab.simulator.arrivals import Arrival
 
@@ -134,25 +137,14 @@ class Verifier:
 
     def report(self) -> VerifierStats:
         """The counters that a real verifier would report."""
-        stats, n = self.stats, max(len(self.running), 1)
-        drafters = {
-            name: DraftCounters(drafts=each.drafts, draft_tokens=each.draft_tokens, accepted_tokens=each.accepted_tokens)
-            for name, each in stats.drafters.items()
-            if name in self.drafters
-        }
-        return VerifierStats(
-            self.id,
-            stats.started_at,
-            "auto",
-            self.hardware.k,
-            steps=stats.steps,
-            tokens=stats.tokens,
-            verifications=stats.verifications,
+        n = max(len(self.running), 1)
+        return msgspec.structs.replace(
+            self.stats,
             running=len(self.running),
             waiting=len(self.waiting),
             plain_step_s=self.step_s(0, n),
             drafted_step_s=self.step_s(self.hardware.k, n),
-            drafters=drafters,
+            drafters={name: copy(each) for name, each in self.stats.drafters.items() if name in self.drafters},
         )
 
 
@@ -189,13 +181,4 @@ class Drafter:
 
     def report(self) -> DrafterStats:
         """The counters that a real drafter would report."""
-        stats = self.stats
-        return DrafterStats(
-            self.id,
-            stats.started_at,
-            stats.rounds,
-            batches=stats.batches,
-            drafts=stats.drafts,
-            draft_s=stats.draft_s,
-            speed=self._line.read(),
-        )
+        return msgspec.structs.replace(self.stats, speed=self._line.read())

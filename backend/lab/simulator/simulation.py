@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import cast
 
+from backend.coordinator.messages import Report
 from backend.coordinator.policy import Coordinator
 from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
 from backend.lab.simulator.arrivals import Arrival, Trouble
@@ -97,6 +99,7 @@ class FleetSimulation:
         self._emitted_at_sample: dict[str, int] = {}
         self.verifiers = {f"v{i}": self._make_verifier(f"v{i}") for i in range(scenario.verifiers)}
         self.drafters = {f"d{i}": self._make_drafter(f"d{i}") for i in range(scenario.drafters)}
+        self._members: dict[str, Verifier | Drafter] = {**self.verifiers, **self.drafters}
         self._places = {name: Place(name) for name in self.verifiers}
         self._open: list[Place] | None = None
         """Places of the live verifiers; None when it must be made anew."""
@@ -187,18 +190,12 @@ class FleetSimulation:
 
     def _report(self, name: str) -> None:
         self._at(self._now + self._scenario.report_s, lambda: self._report(name))
-        verifier, drafter = self.verifiers.get(name), self.drafters.get(name)
-        member = verifier or drafter
-        if member is None or not member.alive:
+        member = self._members[name]
+        if not member.alive:
             return
-        orders = self._coordinator.report(
-            name,
-            str(member.incarnation),
-            "ready",
-            self._now,
-            verifier.report() if verifier else None,
-            drafter.report() if drafter else None,
-        )
+        verifier = member if isinstance(member, Verifier) else None
+        stats = verifier.report() if verifier else None, member.report() if isinstance(member, Drafter) else None
+        orders = self._coordinator.report(Report(name, str(member.incarnation), "ready", *stats), self._now)
         if not orders.known:
             self._register(name)
         elif verifier is not None:
@@ -207,15 +204,12 @@ class FleetSimulation:
             verifier.drafters = wanted
 
     def _trouble(self, trouble: Trouble) -> None:
-        member = self.verifiers.get(trouble.member) or self.drafters.get(trouble.member)
-        if member is None:
-            return
+        member = self._members[trouble.member]
+        self._at(self._now + trouble.seconds, lambda: self._recover(trouble))
         if trouble.factor is not None:
             member.slowness *= trouble.factor
-            self._at(self._now + trouble.seconds, lambda: self._recover(trouble))
             return
         member.alive = False
-        self._at(self._now + trouble.seconds, lambda: self._recover(trouble))
         if isinstance(member, Verifier):
             member.is_stepping, self._open = False, None
             for request in member.drop_all():
@@ -224,7 +218,7 @@ class FleetSimulation:
                 self._place(request)
 
     def _recover(self, trouble: Trouble) -> None:
-        member = self.verifiers.get(trouble.member) or self.drafters[trouble.member]
+        member = self._members[trouble.member]
         if trouble.factor is not None:
             member.slowness /= trouble.factor
             return
@@ -247,9 +241,7 @@ class FleetSimulation:
             if verifier.running:
                 rates.append(emitted / SAMPLE_S / len(verifier.running))
         snapshot = self._coordinator.snapshot(self._now)
-        held: dict[str, int] = {}
-        for pair in snapshot.assignments:
-            held[pair.verifier_id] = held.get(pair.verifier_id, 0) + 1
+        held = Counter(pair.verifier_id for pair in snapshot.assignments)
         self.outcome.samples.append(
             Sample(
                 at=self._now,
@@ -275,7 +267,7 @@ class FleetSimulation:
         heapq.heappush(self._events, (when, self._count, event))
 
     def _register(self, name: str) -> None:
-        member = self.verifiers.get(name) or self.drafters[name]
+        member = self._members[name]
         kind: MemberKind = "verifier" if isinstance(member, Verifier) else "drafter"
         self._coordinator.register(
             Member(name, kind, str(member.incarnation), f"sim://{name}", "", "sim", 0, "sim", "ready"), self._now

@@ -1,0 +1,71 @@
+"""vLLM's engine arguments that verifiers and gateways have in common, and the numbers of LoRA adapters.
+
+Reads files; needs no engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.config.lora import MaxLoRARanks
+from vllm.engine.arg_utils import EngineArgs
+
+from backend.config import Settings
+from backend.config.settings import MAX_NUM_BATCHED_TOKENS, VerifierSettings
+from backend.engine.parsers import reasoning_parser
+
+RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
+"""The values that vLLM accepts for `max_lora_rank`."""
+DEFAULT_RANK = 16
+"""`max_lora_rank` at least, if adapters may be loaded later; vLLM's own default."""
+
+
+class EngineSetupError(ValueError):
+    """The engine cannot be built as configured; the message is one line for a person."""
+
+
+def common_arguments(settings: Settings, model_dir: str) -> dict[str, Any]:
+    """The arguments that decide which requests a model takes.
+
+    Raises `EngineSetupError` for settings of arguments that vLLM does not have, and for an adapter that cannot be read.
+    """
+    verifier = settings.verifier
+    unknown = verifier.engine_args.keys() - EngineArgs.__dataclass_fields__.keys()
+    if unknown:
+        raise EngineSetupError(f"verifier.engine_args: vLLM has no argument {', '.join(sorted(unknown))}")
+    return {
+        "model": model_dir,
+        "max_model_len": verifier.max_model_len,
+        "max_num_seqs": verifier.max_num_seqs,
+        "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
+        "reasoning_parser": reasoning_parser(verifier.reasoning_parser, model_dir, settings.gateway.chat_template) or "",
+        **_adapter_arguments(verifier),
+    }
+
+
+def remote_speculation(k: int) -> dict[str, Any]:
+    """vLLM's speculative configuration where vLLM itself drafts nothing; drafts have up to `k` tokens."""
+    return {"method": "custom_class", "model": "backend.engine.runner.RemoteProposer", "num_speculative_tokens": k}
+
+
+def _adapter_arguments(verifier: VerifierSettings) -> dict[str, Any]:
+    if not verifier.adapters and not verifier.adapters_loadable:
+        return {}
+    largest = max([DEFAULT_RANK * verifier.adapters_loadable, *(_rank(*each) for each in verifier.adapters.items())])
+    return {"enable_lora": True, "max_lora_rank": next((rank for rank in RANKS if rank >= largest), RANKS[-1])}
+
+
+def adapter_number(name: str, path: str) -> int:
+    """vLLM's number of an adapter.  It is equal at every gateway, because verifiers identify adapters by it alone."""
+    return int.from_bytes(hashlib.sha256(f"{name}\0{path}".encode()).digest()[:4], "big") >> 1 or 1
+
+
+def _rank(name: str, path: str) -> int:
+    try:
+        return int(json.loads((Path(path) / "adapter_config.json").read_text())["r"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise EngineSetupError(f"verifier.adapters: {name!r} has no adapter_config.json with a rank") from None

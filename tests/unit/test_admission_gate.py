@@ -1,0 +1,77 @@
+"""Requests wait at the gate for room that a test sets."""
+
+import asyncio
+
+import pytest
+
+from gateway.admission.claim import Claim
+from gateway.admission.gate import Gate, Queueing
+from gateway.errors import Overloaded, ShuttingDown
+
+
+class Held:
+    """A gate whose room a test sets."""
+
+    def __init__(self, **queueing):
+        self.room = 0.0
+        self.gate = Gate(lambda: self.room, Queueing(**queueing))
+
+    def enter(self, **fields):
+        claim = Claim(**fields)
+        return claim, asyncio.ensure_future(self.gate.enter(claim))
+
+
+async def test_a_claim_is_admitted_when_there_is_room_and_its_prompts_come_in_together():
+    held = Held()
+    claim, first = held.enter(sequences=2)
+    second = asyncio.ensure_future(held.gate.enter(claim))
+    await asyncio.sleep(0)
+    assert (held.gate.sequences, claim.granted) == (2, False)
+    held.room = 1.0
+    held.gate.look()
+    await asyncio.gather(first, second)
+    assert (claim.granted, claim.promised, held.gate.sequences, held.gate.tokens) == (True, 2, 0, 0)
+    # Both places are promised.
+    _, other = held.enter()
+    await asyncio.sleep(0)
+    assert not other.done()
+    other.cancel()
+
+
+async def test_who_waits_too_long_is_turned_away_for_good():
+    held = Held(wait_s=0.02)
+    patient, waiting = held.enter(wait_s=None)
+    claim, late = held.enter()
+    with pytest.raises(Overloaded):
+        await late
+    assert (held.gate.sequences, held.gate.shed, claim.retry_after_s, waiting.done()) == (1, 1, 1, False)
+    held.room = 9.0
+    with pytest.raises(Overloaded):
+        await held.gate.enter(claim)
+    held.gate.look()
+    await waiting
+    assert patient.granted
+
+
+async def test_nothing_stays_of_who_leaves_or_is_told_to():
+    held = Held()
+    _, leaving = held.enter()
+    _, staying = held.enter()
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await asyncio.wait([leaving])
+    assert held.gate.sequences == 1
+    held.gate.fail_all(ShuttingDown)
+    with pytest.raises(ShuttingDown):
+        await staying
+    assert (held.gate.sequences, held.gate.tokens, held.gate._waiting) == (0, 0, {})
+
+
+async def test_one_that_does_not_fit_is_turned_away_at_once():
+    held = Held(max_sequences=2)
+    _, first = held.enter(sequences=2)
+    _, second = held.enter()
+    with pytest.raises(Overloaded):
+        await second
+    assert held.gate.sequences == 2
+    first.cancel()
