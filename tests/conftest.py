@@ -58,7 +58,8 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     """For `tests.again`."""
     failed = {each.nodeid for kind in ("failed", "error") for each in terminalreporter.stats.get(kind, ())}
-    config.cache.set(FAILED, sorted(failed))
+    if config.pluginmanager.has_plugin("cacheprovider"):
+        config.cache.set(FAILED, sorted(failed))
 
 
 def pytest_unconfigure() -> None:

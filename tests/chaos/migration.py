@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from backend.fleet import VerifierStats
-from backend.routing.routers import Candidate
+from backend.routing.routers import Ask, Candidate, Router
 from tests.chaos.workload import Case, Outcome, ask, cases, what_is_wrong
 from tests.support.engine_gateway import EngineFleet, engine_fleet
 from tests.support.fake_verifier import eventually
@@ -21,15 +21,13 @@ ALLOWED = 0.05
 """By how much the share of right draft tokens may fall after a move: where drafts end, and so which count, varies a little."""
 
 
-class OneWay:
+class OneWay(Router):
     """Routing for this campaign: requests begin at the first verifier, and the second takes them when they are moved."""
 
     def __init__(self, first: str) -> None:
         self._first = first
 
-    def choose(self, request_tokens: int, candidates: Sequence[Candidate]) -> str | None:
-        """See `backend.routing.routers.Router`."""
-        del request_tokens
+    def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
         return min((each.id for each in candidates), key=lambda name: name != self._first, default=None)
 
 
@@ -84,7 +82,7 @@ async def migrated(requests: int, tokens: int, mode: str) -> Moved:
     args = {"engine_args": {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}}
     async with engine_fleet(verifiers=2, drafters=2, mode=mode, verifier=args) as fleet:
         first, second = (verifier.name for verifier in fleet.verifiers)
-        fleet.core._router = OneWay(first)
+        fleet.core.choosing.reroute(OneWay(first))
         # Drafters learn how to draw from the first texts of a verifier: that is not to count.
         await _run(fleet, chosen, move=False)
         start = await _drafted(fleet)

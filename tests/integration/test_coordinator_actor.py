@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +20,7 @@ from backend.launch.rooms import Group, Rooms, arrange
 from backend.launch.state import ray_token
 from backend.models.resolve import ResolvedModels
 from backend.transport.sockets import ServerKeys
+from tests.support.fleet_process import wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -40,13 +40,15 @@ def coordinator(cluster: RayCluster) -> Iterator[CoordinatorHandle]:
     handle = CoordinatorHandle.create(cluster.namespace, INFO)
     yield handle
     handle.kill()
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+
+    def is_gone() -> bool:
         try:
             ray.get_actor(NAME, namespace=cluster.namespace)
         except ValueError:
-            return
-        time.sleep(0.05)
+            return True
+        return False
+
+    wait_for(is_gone, 30)
 
 
 def member(member_id: str, kind: MemberKind, incarnation: str = "i0") -> Member:
@@ -80,15 +82,8 @@ def test_after_a_crash_it_knows_nobody_and_still_has_the_keys(coordinator: Coord
     before = coordinator.snapshot()
     pid = ray.get(coordinator._actor.__ray_call__.remote(lambda self: os.getpid()))
     os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            orders = coordinator.report("v0", "i0", None, "ready")
-            break
-        except CoordinatorUnavailable:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-    assert not orders.known
+    wait_for(lambda: _answers(coordinator), 60)
+    assert not coordinator.report("v0", "i0", None, "ready").known
     assert coordinator.register(member("v0", "verifier")) == INFO.fleet_keys
     coordinator.register(member("d0", "drafter"))
     after = coordinator.snapshot()
@@ -103,9 +98,7 @@ def test_a_missing_coordinator_is_one_exception(cluster: RayCluster) -> None:
 def test_a_dead_coordinator_is_one_exception(cluster: RayCluster) -> None:
     handle = CoordinatorHandle.create(cluster.namespace, INFO)
     handle.kill()
-    deadline = time.monotonic() + 30
-    while _answers(handle):
-        assert time.monotonic() < deadline
+    wait_for(lambda: not _answers(handle), 30)
     with pytest.raises(CoordinatorUnavailable):
         handle.report("v0", "i0", None, "ready")
 
@@ -145,7 +138,4 @@ def test_rooms_are_rays_placement_groups(cluster: RayCluster) -> None:
         assert ray.get(guest.group.remote(), timeout=30) == one
     finally:
         rooms.close()
-    deadline = time.monotonic() + 30
-    while ray.available_resources().get("CPU", 0) < cluster.cpus:
-        assert time.monotonic() < deadline, "the room was not given back"
-        time.sleep(0.05)
+    wait_for(lambda: ray.available_resources().get("CPU", 0) >= cluster.cpus, 30, "the room being given back")

@@ -6,18 +6,17 @@ from dashboards.expressions import of_panels, of_rules, of_variables
 from gateway.metrics import DEFINITIONS
 from tests.support.fake_verifier import eventually
 from tests.support.promql import names
-from tests.support.running_gateway import COMPLETION, running_gateway
+from tests.support.running_gateway import COMPLETION
 
 BY_PROMETHEUS = {"job", "instance"}
 OF_PROMETHEUS = {"up": set(), "ALERTS": {"alertname", "alertstate"}}
 
 
-async def test_dashboards_and_rules_name_only_what_is_there():
-    async with running_gateway() as running:
-        await running.http.post("/v1/completions", json=COMPLETION)
-        running.verifier.send_stats()
-        await eventually(lambda: running.core.stats() != [])
-        scraped = (await running.http.get("/metrics")).text
+async def test_dashboards_and_rules_name_only_what_is_there(running):
+    await running.http.post("/v1/completions", json=COMPLETION)
+    running.verifier.send_stats()
+    await eventually(lambda: running.core.stats() != [])
+    scraped = (await running.http.get("/metrics")).text
     known: dict[str, set[str]] = {name: set(labels) for name, labels in OF_PROMETHEUS.items()}
     for family in text_string_to_metric_families(scraped):
         for sample in family.samples:

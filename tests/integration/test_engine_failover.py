@@ -10,13 +10,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import pytest_asyncio
 
 from tests.integration.test_gateway_streams import events
 from tests.support.engine_gateway import EngineFleet, engine_fleet
 from tests.support.fake_verifier import eventually
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "array", "items": {"enum": [1, 22]}, "minItems": 20, "maxItems": 20}}}
 BASE = {"model": "demo", "temperature": 0, "max_tokens": 160, "stream": True, "stream_options": {"include_usage": True}}
@@ -31,7 +30,7 @@ BODIES: list[dict[str, Any]] = [
 ]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest.fixture(scope="module")
 async def fleet() -> AsyncIterator[EngineFleet]:
     args = {"engine_args": {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}}
     with mock.patch("gateway.fleet_core.POISON_AFTER", 5):
@@ -58,7 +57,7 @@ async def ask(fleet: EngineFleet, body: dict[str, Any]) -> list[Any]:
     return told(answer.content)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
+@pytest.fixture(scope="module")
 async def expected(fleet: EngineFleet) -> list[list[Any]]:
     return [await ask(fleet, body) for body in BODIES]
 

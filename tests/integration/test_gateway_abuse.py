@@ -11,7 +11,6 @@ from unittest import mock
 
 import numpy as np
 import pytest
-import pytest_asyncio
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import LogprobsLists
 
@@ -19,8 +18,6 @@ from backend.engine.front import grammar as grammar_checks
 from tests.support.fake_verifier import Behaviour, FakeVerifier, Sequence, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
 from tests.support.watchers import Probe, Stalls
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 STALL_S = 0.05
@@ -223,12 +220,11 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
 ]  # fmt: skip
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running() -> AsyncIterator[Running]:
+@pytest.fixture(scope="module")
+async def gateway() -> AsyncIterator[Running]:
     with mock.patch.object(grammar_checks, "CPU_LIMIT_S", 1.0):
         async with running_gateway() as gateway:
             # The process that compiles takes seconds to import vLLM.
-            gateway.http.timeout = 60
             await gateway.http.post(COMPLETIONS, json=grammar(choice=["a"]))
             # As in a process that is the gateway's alone: to look through what was imported takes longer than a stall may.
             gc.collect()
@@ -236,9 +232,9 @@ async def running() -> AsyncIterator[Running]:
             yield gateway
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def probe(running: Running) -> AsyncIterator[Probe]:
-    async with Probe(running.server.url) as watching:
+@pytest.fixture(scope="module")
+async def probe(gateway: Running) -> AsyncIterator[Probe]:
+    async with Probe(gateway.server.url) as watching:
         yield watching
 
 

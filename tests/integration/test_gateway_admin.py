@@ -37,50 +37,47 @@ async def post(running: Running, name: str, body: Any = None, **headers: str) ->
     return await running.http.post(f"/admin/{name}", json=body or {}, headers=headers)
 
 
-async def test_commands_reach_the_coordinator_and_its_answers_the_client():
-    async with running_gateway() as running:
-        commands = Commands(running)
-        answer = await post(running, "drain", {"member": "verifier-0", "deadline_s": 2.5, "if_version": 7, "dry_run": True})
-        assert answer.status_code == 200
-        assert answer.json() == {"version": 8, "dry_run": True, "effects": ["done"], "operation": None}
-        assert commands.taken == [Drain(member="verifier-0", deadline_s=2.5, if_version=7, dry_run=True)]
-        commands.answer = Done(9, ["later"], 4)
-        answer = await post(running, "assign", {"drafter": "d", "verifiers": ["v"]})
-        assert (answer.status_code, answer.json()["operation"]) == (202, 4)
-        assert commands.taken[1:] == [Assign(drafter="d", verifiers=["v"])]
+async def test_commands_reach_the_coordinator_and_its_answers_the_client(running: Running):
+    commands = Commands(running)
+    answer = await post(running, "drain", {"member": "verifier-0", "deadline_s": 2.5, "if_version": 7, "dry_run": True})
+    assert answer.status_code == 200
+    assert answer.json() == {"version": 8, "dry_run": True, "effects": ["done"], "operation": None}
+    assert commands.taken == [Drain(member="verifier-0", deadline_s=2.5, if_version=7, dry_run=True)]
+    commands.answer = Done(9, ["later"], 4)
+    answer = await post(running, "assign", {"drafter": "d", "verifiers": ["v"]})
+    assert (answer.status_code, answer.json()["operation"]) == (202, 4)
+    assert commands.taken[1:] == [Assign(drafter="d", verifiers=["v"])]
 
 
 @pytest.mark.parametrize(
     ("reason", "status"),
     [("invalid", 400), ("unknown_member", 404), ("version_mismatch", 409), ("conflict", 409), ("last_verifier", 409)],
 )
-async def test_refusals_say_why(reason: Any, status: int):
-    async with running_gateway() as running:
-        Commands(running, Refused(reason, "it is so", 3))
-        answer = await post(running, "drain", {"member": "x"})
-        assert (answer.status_code, answer.json()["error"]["code"]) == (status, reason)
-        assert answer.json()["error"]["message"] == "It is so."
-        # Official clients repeat a 409 of themselves.
-        assert (answer.headers.get("x-should-retry") == "false") == (status == 409)
+async def test_refusals_say_why(running: Running, reason: Any, status: int):
+    Commands(running, Refused(reason, "it is so", 3))
+    answer = await post(running, "drain", {"member": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (status, reason)
+    assert answer.json()["error"]["message"] == "It is so."
+    # Official clients repeat a 409 of themselves.
+    assert (answer.headers.get("x-should-retry") == "false") == (status == 409)
 
 
-async def test_nonsense_is_refused_before_it_reaches_the_coordinator():
-    async with running_gateway() as running:
-        commands = Commands(running)
-        for name, body, status in [
-            ("fly", {}, 404),
-            ("drain", {}, 400),
-            ("drain", {"member": 5}, 400),
-            ("drain", {"member": "v", "sped": 1}, 400),
-            ("drain", {"member": "v", "command": "remove"}, 400),
-            ("sleep", {"verifier": "nobody"}, 404),
-            ("sleep", {"level": "deep"}, 400),
-        ]:
-            answer = await post(running, name, body)
-            assert (answer.status_code, "error" in answer.json()) == (status, True), name
-        assert (await running.http.get("/admin/drain")).status_code == 405
-        assert (await running.http.post("/admin/drain", content=b"{}")).status_code == 415
-        assert commands.taken == []
+async def test_nonsense_is_refused_before_it_reaches_the_coordinator(running: Running):
+    commands = Commands(running)
+    for name, body, status in [
+        ("fly", {}, 404),
+        ("drain", {}, 400),
+        ("drain", {"member": 5}, 400),
+        ("drain", {"member": "v", "sped": 1}, 400),
+        ("drain", {"member": "v", "command": "remove"}, 400),
+        ("sleep", {"verifier": "nobody"}, 404),
+        ("sleep", {"level": "deep"}, 400),
+    ]:
+        answer = await post(running, name, body)
+        assert (answer.status_code, "error" in answer.json()) == (status, True), name
+    assert (await running.http.get("/admin/drain")).status_code == 405
+    assert (await running.http.post("/admin/drain", content=b"{}")).status_code == 415
+    assert commands.taken == []
 
 
 async def test_only_who_may_administers():
@@ -106,18 +103,17 @@ async def test_only_who_may_administers():
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden"), name
 
 
-async def test_operations_are_shown():
-    async with running_gateway() as running:
-        operation = Operation(4, "restart", ["v0"], "running", "draining v0")
+async def test_operations_are_shown(running: Running):
+    operation = Operation(4, "restart", ["v0"], "running", "draining v0")
 
-        async def look() -> FleetSnapshot:
-            return FleetSnapshot(5, [], [], {}, operations=[operation])
+    async def look() -> FleetSnapshot:
+        return FleetSnapshot(5, [], [], {}, operations=[operation])
 
-        running.directory.look = look  # type: ignore[method-assign]
-        listed = (await running.http.get("/admin/operations")).json()
-        assert listed == {"version": 5, "operations": [msgspec.to_builtins(operation)]}
-        assert (await running.http.get("/admin/operations/4")).json()["note"] == "draining v0"
-        assert (await running.http.get("/admin/operations/5")).status_code == 404
+    running.directory.look = look  # type: ignore[method-assign]
+    listed = (await running.http.get("/admin/operations")).json()
+    assert listed == {"version": 5, "operations": [msgspec.to_builtins(operation)]}
+    assert (await running.http.get("/admin/operations/4")).json()["note"] == "draining v0"
+    assert (await running.http.get("/admin/operations/5")).status_code == 404
 
 
 async def test_a_coordinator_that_is_away_is_said_to_be():
@@ -217,14 +213,13 @@ async def test_a_verifier_that_sleeps_is_spared_while_another_is_awake():
         await eventually(lambda: len(running.core.routable()) == 2)
 
 
-async def test_a_drafter_is_given_back_on_request_only():
-    async with running_gateway() as running:
-        commands = Commands(running)
-        given: tuple[dict[str, Any], ...] = ({"auto": True}, {"verifiers": None})
-        for body in given:
-            assert (await post(running, "assign", {"drafter": "d", **body})).status_code == 200
-        assert commands.taken == [Assign(drafter="d", verifiers=None)] * 2
-        forgotten: tuple[dict[str, Any], ...] = ({}, {"auto": False}, {"auto": True, "verifiers": ["v"]}, {"auto": "yes"})
-        for body in forgotten:
-            assert (await post(running, "assign", {"drafter": "d", **body})).status_code == 400
-        assert len(commands.taken) == 2
+async def test_a_drafter_is_given_back_on_request_only(running: Running):
+    commands = Commands(running)
+    given: tuple[dict[str, Any], ...] = ({"auto": True}, {"verifiers": None})
+    for body in given:
+        assert (await post(running, "assign", {"drafter": "d", **body})).status_code == 200
+    assert commands.taken == [Assign(drafter="d", verifiers=None)] * 2
+    forgotten: tuple[dict[str, Any], ...] = ({}, {"auto": False}, {"auto": True, "verifiers": ["v"]}, {"auto": "yes"})
+    for body in forgotten:
+        assert (await post(running, "assign", {"drafter": "d", **body})).status_code == 400
+    assert len(commands.taken) == 2

@@ -198,15 +198,14 @@ async def test_how_many_verifiers_a_request_may_cost(monkeypatch):
         assert sorted(len(verifier.sequences) for verifier in running.verifiers) == [0, 0, 1]
 
 
-async def test_a_verifier_that_gives_up_on_a_request_is_not_asked_for_ever():
+async def test_a_verifier_that_gives_up_on_a_request_is_not_asked_for_ever(running: Running):
     async def give_up(verifier, sequence):
         sequence.emit([], FinishReason.ABORT)
 
-    async with running_gateway() as running:
-        running.verifier.behaviour = give_up
-        response = await running.http.post("/v1/completions", json=COMPLETION)
-        assert response.json()["error"]["code"] == "request_poisoned"
-        assert len(running.verifier.sequences) == 2
+    running.verifier.behaviour = give_up
+    response = await running.http.post("/v1/completions", json=COMPLETION)
+    assert response.json()["error"]["code"] == "request_poisoned"
+    assert len(running.verifier.sequences) == 2
 
 
 async def test_a_verifier_that_forgot_us_is_greeted_again_and_the_request_goes_on():
@@ -264,14 +263,13 @@ async def undisturbed_after(running) -> list[dict]:
     return await undisturbed(running)
 
 
-async def test_a_migration_with_nowhere_to_go_leaves_the_request_alone():
-    async with running_gateway() as running:
-        running.verifier.behaviour = some_then_stall(4)
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
-        await eventually(lambda: any(record.emitted for record in running.core.sequences))
-        assert running.core.migrate(running.core.requests_at("verifier-0"), None, "test") == 0
-        running.verifier.sequences[0].emit(list(range(304, 312)), FinishReason.LENGTH)
-        assert events((await asyncio.wait_for(request, 5)).content)[-1]["usage"]["completion_tokens"] == 12
+async def test_a_migration_with_nowhere_to_go_leaves_the_request_alone(running: Running):
+    running.verifier.behaviour = some_then_stall(4)
+    request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
+    await eventually(lambda: any(record.emitted for record in running.core.sequences))
+    assert running.core.migrate(running.core.requests_at("verifier-0"), None, "test") == 0
+    running.verifier.sequences[0].emit(list(range(304, 312)), FinishReason.LENGTH)
+    assert events((await asyncio.wait_for(request, 5)).content)[-1]["usage"]["completion_tokens"] == 12
 
 
 async def test_a_verifier_with_a_shorter_context_takes_no_request_that_would_outgrow_it(tmp_path):
@@ -370,18 +368,6 @@ async def test_they_do_not_wait_for_long_nor_for_one_that_never_was(monkeypatch)
             answer = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 5)
             assert answer.status_code == 503
         assert running.idle
-
-
-async def test_a_request_that_verifiers_give_up_again_and_again_is_refused():
-    async with running_gateway() as running:
-
-        async def give_up(verifier, sequence):
-            sequence.emit([], FinishReason.ABORT)
-
-        running.verifier.behaviour = give_up
-        answer = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 5)
-        assert answer.json()["error"]["code"] == "request_poisoned"
-        assert len(running.verifier.sequences) == 2
 
 
 async def test_nor_are_several_that_are_stopped_in_turn(monkeypatch):

@@ -15,15 +15,12 @@ from typing import Any
 
 import httpx
 import pytest
-import pytest_asyncio
 from vllm.v1.engine import FinishReason
 
 from gateway import guard, protocol
 from tests.integration.test_gateway_streams import silence
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import COMPLETION, Running, running_gateway
-
-pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 BODY = json.dumps(COMPLETION).encode()
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -64,12 +61,6 @@ async def wire(running: Running) -> AsyncIterator[Wire]:
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running() -> AsyncIterator[Running]:
-    async with running_gateway() as gateway:
-        yield gateway
 
 
 def server_connections(running: Running) -> set[Any]:

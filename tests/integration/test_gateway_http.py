@@ -83,17 +83,15 @@ async def test_a_chunked_body_is_bounded_too():
         assert response.status_code == 413
 
 
-async def test_unexpected_exceptions_say_nothing():
-    async with running_gateway() as running:
+async def test_unexpected_exceptions_say_nothing(running, monkeypatch):
+    async def fail(*args):
+        raise KeyError("/srv/secret/path")
 
-        async def fail(*args):
-            raise KeyError("/srv/secret/path")
-
-        running.server.gateway.services.chat._create_chat_completion = fail
-        response = await running.http.post("/v1/chat/completions", json=CHAT)
-        assert response.status_code == 500
-        assert response.json()["error"]["code"] == "internal_error"
-        assert "secret" not in response.text
+    monkeypatch.setattr(running.server.gateway.services.chat, "_create_chat_completion", fail)
+    response = await running.http.post("/v1/chat/completions", json=CHAT)
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "internal_error"
+    assert "secret" not in response.text
 
 
 async def test_a_gateway_that_can_serve_no_more_asks_to_be_restarted():
@@ -141,75 +139,68 @@ async def test_a_model_of_several_names():
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 404
 
 
-async def test_a_whole_surrogate_pair_is_a_character():
-    async with running_gateway() as running:
-        body = b'{"model": "demo", "prompt": "\\ud83d\\ude00", "max_tokens": 2}'
-        response = await running.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-        assert response.status_code == 200
+async def test_a_whole_surrogate_pair_is_a_character(running):
+    body = b'{"model": "demo", "prompt": "\\ud83d\\ude00", "max_tokens": 2}'
+    response = await running.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 200
 
 
-async def test_tokenize_round_trip():
-    async with running_gateway() as running:
-        for prefix in ("", "/v1"):
-            tokens = (await running.http.post(f"{prefix}/tokenize", json={"prompt": "def f("})).json()["tokens"]
-            text = (await running.http.post(f"{prefix}/detokenize", json={"tokens": tokens})).json()["prompt"]
-            assert text.endswith("def f(")
-        messages = await running.http.post("/tokenize", json={"messages": CHAT["messages"]})
-        assert messages.json()["count"] > 0
-        assert messages.json()["token_strs"] is None
-        about = await running.http.get("/tokenizer_info")
-        assert about.json()["chat_template"]
-        assert MODEL_DIR not in about.text
+async def test_tokenize_round_trip(running):
+    for prefix in ("", "/v1"):
+        tokens = (await running.http.post(f"{prefix}/tokenize", json={"prompt": "def f("})).json()["tokens"]
+        text = (await running.http.post(f"{prefix}/detokenize", json={"tokens": tokens})).json()["prompt"]
+        assert text.endswith("def f(")
+    messages = await running.http.post("/tokenize", json={"messages": CHAT["messages"]})
+    assert messages.json()["count"] > 0
+    assert messages.json()["token_strs"] is None
+    about = await running.http.get("/tokenizer_info")
+    assert about.json()["chat_template"]
+    assert MODEL_DIR not in about.text
 
 
-async def test_many_conversations_in_one_request():
-    async with running_gateway() as running:
-        path, conversations = "/v1/chat/completions/batch", [CHAT["messages"], [{"role": "user", "content": "a longer one"}]]
-        response = await running.http.post(path, json={**CHAT, "messages": conversations})
-        assert response.status_code == 200, response.text
-        answer = response.json()
-        assert [choice["index"] for choice in answer["choices"]] == [0, 1]
-        alone = [
-            (await running.http.post("/v1/chat/completions", json={**CHAT, "messages": each})).json() for each in conversations
-        ]
-        assert answer["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone)
-        for wrong in ({"messages": conversations * 300}, {"messages": CHAT["messages"]}, {"n": 2}, {"stream": True}):
-            refused = await running.http.post(path, json={**CHAT, "messages": conversations, **wrong})
-            assert refused.status_code == 400, refused.text
-            assert refused.json()["error"]["param"] == next(iter(wrong)), refused.text
-        assert running.idle
+async def test_many_conversations_in_one_request(running):
+    path, conversations = "/v1/chat/completions/batch", [CHAT["messages"], [{"role": "user", "content": "a longer one"}]]
+    response = await running.http.post(path, json={**CHAT, "messages": conversations})
+    assert response.status_code == 200, response.text
+    answer = response.json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    alone = [
+        (await running.http.post("/v1/chat/completions", json={**CHAT, "messages": each})).json() for each in conversations
+    ]
+    assert answer["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone)
+    for wrong in ({"messages": conversations * 300}, {"messages": CHAT["messages"]}, {"n": 2}, {"stream": True}):
+        refused = await running.http.post(path, json={**CHAT, "messages": conversations, **wrong})
+        assert refused.status_code == 400, refused.text
+        assert refused.json()["error"]["param"] == next(iter(wrong)), refused.text
+    assert running.idle
 
 
-async def test_stream_options_need_a_stream():
-    async with running_gateway() as running:
-        for options in ({"include_usage": True}, {"include_usage": None}):
-            refused = await running.http.post("/v1/completions", json={**COMPLETION, "stream_options": options})
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options"), refused.text
+async def test_stream_options_need_a_stream(running):
+    for options in ({"include_usage": True}, {"include_usage": None}):
+        refused = await running.http.post("/v1/completions", json={**COMPLETION, "stream_options": options})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options"), refused.text
 
 
-async def test_completion_with_usage_and_n():
-    async with running_gateway() as running:
-        body = (await running.http.post("/v1/completions", json={**COMPLETION, "n": 2})).json()
-        assert [choice["index"] for choice in body["choices"]] == [0, 1]
-        assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
-        assert body["usage"]["completion_tokens"] == 12
-        assert body["usage"]["total_tokens"] == 12 + body["usage"]["prompt_tokens"]
-        assert body["model"] == "demo"
+async def test_completion_with_usage_and_n(running):
+    body = (await running.http.post("/v1/completions", json={**COMPLETION, "n": 2})).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1]
+    assert {choice["finish_reason"] for choice in body["choices"]} == {"length"}
+    assert body["usage"]["completion_tokens"] == 12
+    assert body["usage"]["total_tokens"] == 12 + body["usage"]["prompt_tokens"]
+    assert body["model"] == "demo"
 
 
-async def test_several_prompts_in_one_request():
-    async with running_gateway() as running:
-        body = (await running.http.post("/v1/completions", json={**COMPLETION, "prompt": ["a", "b", "c"]})).json()
-        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+async def test_several_prompts_in_one_request(running):
+    body = (await running.http.post("/v1/completions", json={**COMPLETION, "prompt": ["a", "b", "c"]})).json()
+    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
 
 
-async def test_request_ids_come_back():
-    async with running_gateway() as running:
-        response = await running.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "mine-7"})
-        assert response.headers["x-request-id"] == "mine-7"
-        assert response.json()["id"] == "cmpl-mine-7"
-        bad = await running.http.get("/livez", headers={"x-request-id": "a b"})
-        assert bad.headers["x-request-id"] != "a b"
+async def test_request_ids_come_back(running):
+    response = await running.http.post("/v1/completions", json=COMPLETION, headers={"x-request-id": "mine-7"})
+    assert response.headers["x-request-id"] == "mine-7"
+    assert response.json()["id"] == "cmpl-mine-7"
+    bad = await running.http.get("/livez", headers={"x-request-id": "a b"})
+    assert bad.headers["x-request-id"] != "a b"
 
 
 async def test_readiness_follows_the_verifiers():
@@ -243,18 +234,16 @@ async def test_metrics_and_fleet_show_what_verifiers_report():
         assert fleet["acceptance_length"] == {"verifier-0": {"drafter-0": 2.5}}
 
 
-async def test_version_names_both():
-    async with running_gateway() as running:
-        assert set((await running.http.get("/version")).json()) == {"version", "vllm"}
+async def test_version_names_both(running):
+    assert set((await running.http.get("/version")).json()) == {"version", "vllm"}
 
 
-async def test_nothing_of_a_prompt_is_logged(caplog):
+async def test_nothing_of_a_prompt_is_logged(running, caplog):
     caplog.set_level("DEBUG")
-    async with running_gateway() as running:
-        body = {**COMPLETION, "prompt": "tangerine"}
-        answer = (await running.http.post("/v1/completions", json=body)).json()["choices"][0]["text"]
-        await running.http.post("/v1/completions", json={**body, "stream": True})
-        await running.http.post("/v1/completions", json={**body, "temperature": -1})
+    body = {**COMPLETION, "prompt": "tangerine"}
+    answer = (await running.http.post("/v1/completions", json=body)).json()["choices"][0]["text"]
+    await running.http.post("/v1/completions", json={**body, "stream": True})
+    await running.http.post("/v1/completions", json={**body, "temperature": -1})
     ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore", "asyncio"))]
     logged = json.dumps([record.getMessage() for record in ours])
     assert "tangerine" not in logged

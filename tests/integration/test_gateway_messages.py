@@ -15,10 +15,9 @@ TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {"ci
 
 
 @pytest.fixture
-async def running():
-    async with running_gateway() as gateway:
-        gateway.verifier.behaviour = saying("def f(x):")
-        yield gateway
+def running(running):
+    running.verifier.behaviour = saying("def f(x):")
+    return running
 
 
 def client(running):

@@ -6,7 +6,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from gateway.openapi import OPERATIONS, routes
-from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+from tests.support.running_gateway import CHAT, COMPLETION
 
 CALLS: list[tuple[str, str, str, dict[str, Any] | None]] = [
     ("POST", "/v1/chat/completions", "/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": None}),
@@ -57,12 +57,6 @@ TAKEN: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {**RESPONSE, "context_management": [], "stream_options": {"include_obfuscation": False}}),
     ("/v1/messages", {**CHAT, **OUTRIDER, "inference_geo": "eu", "top_k": 5, "system": [{"type": "text", "text": "brief"}]}),
 ]
-
-
-@pytest.fixture
-async def running():
-    async with running_gateway() as gateway:
-        yield gateway
 
 
 async def test_every_route_is_documented_and_nothing_else(running):

@@ -13,7 +13,7 @@ from backend.engine.front.plain import PlainStream
 from gateway.routes import generate
 from tests.integration.test_gateway_abuse import likely
 from tests.support.fake_verifier import count_up, eventually
-from tests.support.running_gateway import MODEL_DIR, running_gateway
+from tests.support.running_gateway import MODEL_DIR
 
 TEXT = 'def naïve(x):\n\t"""漢字 🙂 100%s {content}""" # \\ end\n    return x'
 TOKENS = Tokenizer.from_file(f"{MODEL_DIR}/tokenizer.json").encode(TEXT).ids
@@ -141,23 +141,22 @@ COMPLETION = {"model": "demo", "max_tokens": 99, "prompt": "def f("}
     ("path", "body", "matrix"),
     [("/v1/chat/completions", CHAT, MATRIX), ("/v1/completions", COMPLETION, MATRIX | PROMPTS)],
 )
-async def test_what_vllm_would_say(path, body, matrix, plain, monkeypatch):
-    async with running_gateway() as running:
-        for name, (fields, script) in matrix.items():
-            plain.clear()
-            with monkeypatch.context() as patch:
-                ours = await events(running, path, body | fields, script)
-                assert len(plain) == 1, name
-                processor = running.server.gateway.client.output_processor
-                assert not processor.parent_requests, name
-                assert not processor.external_req_ids, name
-                patch.setattr(generate, "offer_plain", lambda: None)
-                theirs = await events(running, path, body | fields, script)
-                assert len(plain) == 1, name
-            assert ours == theirs, name
-            for each in ours:
-                if isinstance(each, dict) and each.get("choices") == []:
-                    as_openai_has_it(each["usage"])
+async def test_what_vllm_would_say(running, path, body, matrix, plain, monkeypatch):
+    for name, (fields, script) in matrix.items():
+        plain.clear()
+        with monkeypatch.context() as patch:
+            ours = await events(running, path, body | fields, script)
+            assert len(plain) == 1, name
+            processor = running.server.gateway.client.output_processor
+            assert not processor.parent_requests, name
+            assert not processor.external_req_ids, name
+            patch.setattr(generate, "offer_plain", lambda: None)
+            theirs = await events(running, path, body | fields, script)
+            assert len(plain) == 1, name
+        assert ours == theirs, name
+        for each in ours:
+            if isinstance(each, dict) and each.get("choices") == []:
+                as_openai_has_it(each["usage"])
 
 
 def as_openai_has_it(usage: dict) -> None:
@@ -171,25 +170,24 @@ def as_openai_has_it(usage: dict) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_answers_have_the_shape_of_openais(stream):
+async def test_answers_have_the_shape_of_openais(running, stream):
     logprobs = [("/v1/chat/completions", CHAT | {"logprobs": True}), ("/v1/completions", COMPLETION | {"logprobs": 0})]
-    async with running_gateway() as running:
-        for path, body in [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION), *logprobs]:
-            running.verifier.behaviour = likely(0) if "logprobs" in body else count_up
-            asked = body | {"max_tokens": 3, "stream": stream} | (USAGE if stream else {})
-            answer = await running.http.post(path, json=asked)
-            said = [line[6:] for line in answer.text.splitlines() if line[6:7] == "{"] if stream else [answer.text]
-            chunks = [json.loads(each) for each in said]
-            as_openai_has_it(chunks[-1]["usage"])
-            found = [each["logprobs"] for chunk in chunks for each in chunk["choices"] if each.get("logprobs")]
-            assert bool(found) == ("logprobs" in body)
-            if "messages" in body:
-                assert all(each["refusal"] is None and each["content"] for each in found)
-                for each in found:
-                    ChoiceLogprobs.model_validate(each, strict=True)
-        many = {"model": "demo", "max_tokens": 3, "logprobs": True, "messages": [CHAT["messages"]]}
-        (choice,) = (await running.http.post("/v1/chat/completions/batch", json=many)).json()["choices"]
-        assert choice["logprobs"]["refusal"] is None
+    for path, body in [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION), *logprobs]:
+        running.verifier.behaviour = likely(0) if "logprobs" in body else count_up
+        asked = body | {"max_tokens": 3, "stream": stream} | (USAGE if stream else {})
+        answer = await running.http.post(path, json=asked)
+        said = [line[6:] for line in answer.text.splitlines() if line[6:7] == "{"] if stream else [answer.text]
+        chunks = [json.loads(each) for each in said]
+        as_openai_has_it(chunks[-1]["usage"])
+        found = [each["logprobs"] for chunk in chunks for each in chunk["choices"] if each.get("logprobs")]
+        assert bool(found) == ("logprobs" in body)
+        if "messages" in body:
+            assert all(each["refusal"] is None and each["content"] for each in found)
+            for each in found:
+                ChoiceLogprobs.model_validate(each, strict=True)
+    many = {"model": "demo", "max_tokens": 3, "logprobs": True, "messages": [CHAT["messages"]]}
+    (choice,) = (await running.http.post("/v1/chat/completions/batch", json=many)).json()["choices"]
+    assert choice["logprobs"]["refusal"] is None
 
 
 @pytest.mark.parametrize(
@@ -203,22 +201,20 @@ async def test_answers_have_the_shape_of_openais(stream):
         ("/v1/completions", COMPLETION | {"stream_interval": 3}),
     ],
 )
-async def test_what_is_more_than_text_is_left_to_vllm(path, body, plain):
-    async with running_gateway() as running:
-        running.verifier.behaviour = Turns([([], STOP, None)], running.core)
-        async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
-            await response.aread()
-        assert not plain
+async def test_what_is_more_than_text_is_left_to_vllm(running, path, body, plain):
+    running.verifier.behaviour = Turns([([], STOP, None)], running.core)
+    async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
+        await response.aread()
+    assert not plain
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-async def test_what_cannot_begin_is_refused_as_ever(path, body, plain, monkeypatch):
-    async with running_gateway() as running:
-        running.core._choose = lambda *_, **__: None
-        ours = await running.http.post(path, json={**body, "stream": True, "n": 2})
-        monkeypatch.setattr(generate, "offer_plain", lambda: None)
-        theirs = await running.http.post(path, json={**body, "stream": True, "n": 2})
-        assert len(plain) == 1
-        assert (ours.status_code, ours.json()) == (theirs.status_code, theirs.json())
-        assert ours.status_code == 503
-        assert running.idle
+async def test_what_cannot_begin_is_refused_as_ever(running, path, body, plain, monkeypatch):
+    monkeypatch.setattr(running.core, "_choose", lambda *_, **__: None)
+    ours = await running.http.post(path, json={**body, "stream": True, "n": 2})
+    monkeypatch.setattr(generate, "offer_plain", lambda: None)
+    theirs = await running.http.post(path, json={**body, "stream": True, "n": 2})
+    assert len(plain) == 1
+    assert (ours.status_code, ours.json()) == (theirs.status_code, theirs.json())
+    assert ours.status_code == 503
+    assert running.idle

@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from tests.support.engine_gateway import engine_fleet
-from tests.support.running_gateway import CHAT, running_gateway
+from tests.support.running_gateway import CHAT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
 EMBEDS = {"engine_args": {"runner": "pooling", "convert": "embed"}}
@@ -34,8 +34,7 @@ async def test_texts_are_embedded_scored_and_ranked():
         await fleet.quiet()
 
 
-async def test_a_model_that_writes_has_no_embeddings():
-    async with running_gateway() as running:
-        for path, body in (("/v1/embeddings", {"input": "x"}), ("/v1/rerank", {"query": "x", "documents": ["y"]})):
-            answer = await running.http.post(path, json={"model": "demo", **body})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model"), answer.text
+async def test_a_model_that_writes_has_no_embeddings(running):
+    for path, body in (("/v1/embeddings", {"input": "x"}), ("/v1/rerank", {"query": "x", "documents": ["y"]})):
+        answer = await running.http.post(path, json={"model": "demo", **body})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model"), answer.text

@@ -14,10 +14,9 @@ from tests.support.saying import saying
 
 
 @pytest.fixture
-async def running():
-    async with running_gateway() as gateway:
-        gateway.verifier.behaviour = saying("def f(x):")
-        yield gateway
+def running(running):
+    running.verifier.behaviour = saying("def f(x):")
+    return running
 
 
 def client(running):
@@ -201,7 +200,7 @@ async def test_what_a_gateway_left_unfinished_has_failed(tmp_path):
         assert (left.status, left.error.code) == ("failed", "server_error")
 
 
-async def test_the_oldest_go_when_there_is_too_much(running, tmp_path):
+async def test_the_oldest_go_when_there_is_too_much(tmp_path):
     async with running_gateway(state_dir=str(tmp_path), state_mib=4) as running:
         running.verifier.behaviour = saying("ok")
         responses = client(running).responses

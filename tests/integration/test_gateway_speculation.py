@@ -92,13 +92,12 @@ async def test_verifiers_are_told_tenant_and_session_by_labels(tmp_path: Path) -
         assert not any(secret in repr(asked) for secret in ("Ada", "Bob", "first", "second"))
 
 
-async def test_an_answer_tells_what_drafts_did():
-    async with running_gateway() as running:
-        for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
-            await tells(running, path, {**base, "prediction": {"type": "content", "content": "x = 1"}})
-        await tells_each_choice(running)
-        await waits_for_the_account_after_a_stop_string(running)
-        await forgets_who_leaves(running)
+async def test_an_answer_tells_what_drafts_did(running: Running):
+    for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+        await tells(running, path, {**base, "prediction": {"type": "content", "content": "x = 1"}})
+    await tells_each_choice(running)
+    await waits_for_the_account_after_a_stop_string(running)
+    await forgets_who_leaves(running)
 
 
 async def tells(running: Running, path: str, predicted: dict[str, Any]) -> None:
@@ -180,34 +179,33 @@ async def forgets_who_leaves(running: Running) -> None:
     await eventually(lambda: running.idle and not running.core._accounts)
 
 
-async def test_responses_and_messages_tell_it_too():
-    async with running_gateway() as running:
-        running.verifier.behaviour = drafting
-        responses = openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0).responses
-        messages = anthropic.AsyncAnthropic(base_url=running.server.url, api_key="none", max_retries=0).messages
-        for extra in ({"extra_body": STATS}, {"extra_headers": {"X-Outrider-Stats": "1"}}):
-            made = await responses.create(**RESPONSE, **extra)
-            assert told(made) == told(await responses.retrieve(made.id)) == 5
-            *_, last = [event async for event in await responses.create(**RESPONSE, **extra, stream=True)]
-            assert told(last.response) == 5
-            begun = await responses.create(**RESPONSE, **extra, background=True)
-            while (made := await responses.retrieve(begun.id)).status in ("queued", "in_progress"):
-                await asyncio.sleep(0.01)
-            assert told(made) == 5
-            assert told(await messages.create(**CHAT, **extra)) == 5
-            async with messages.stream(**CHAT, **extra) as stream:
-                events = [event async for event in stream]
-                assert (await stream.get_final_message()).usage.output_tokens == 6
-            assert [event.type for event in events if hasattr(event, "outrider")] == ["message_delta"]
-            (delta,) = (event for event in events if event.type == "message_delta")
-            assert told(delta) == 5
-        for path, base in (("/v1/responses", RESPONSE), ("/v1/messages", CHAT)):
-            assert "outrider" not in (await running.http.post(path, json=base)).json()
-            answer = await running.http.post(path, json={**base, "outrider": {"mode": "fast"}})
-            assert answer.status_code == 400
-            assert "outrider.mode" in answer.text
-            assert (await running.http.post(path, json=base, headers={"X-Outrider-Stats": "yes"})).status_code == 400
-        assert running.idle
+async def test_responses_and_messages_tell_it_too(running: Running):
+    running.verifier.behaviour = drafting
+    responses = openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0).responses
+    messages = anthropic.AsyncAnthropic(base_url=running.server.url, api_key="none", max_retries=0).messages
+    for extra in ({"extra_body": STATS}, {"extra_headers": {"X-Outrider-Stats": "1"}}):
+        made = await responses.create(**RESPONSE, **extra)
+        assert told(made) == told(await responses.retrieve(made.id)) == 5
+        *_, last = [event async for event in await responses.create(**RESPONSE, **extra, stream=True)]
+        assert told(last.response) == 5
+        begun = await responses.create(**RESPONSE, **extra, background=True)
+        while (made := await responses.retrieve(begun.id)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.01)
+        assert told(made) == 5
+        assert told(await messages.create(**CHAT, **extra)) == 5
+        async with messages.stream(**CHAT, **extra) as stream:
+            events = [event async for event in stream]
+            assert (await stream.get_final_message()).usage.output_tokens == 6
+        assert [event.type for event in events if hasattr(event, "outrider")] == ["message_delta"]
+        (delta,) = (event for event in events if event.type == "message_delta")
+        assert told(delta) == 5
+    for path, base in (("/v1/responses", RESPONSE), ("/v1/messages", CHAT)):
+        assert "outrider" not in (await running.http.post(path, json=base)).json()
+        answer = await running.http.post(path, json={**base, "outrider": {"mode": "fast"}})
+        assert answer.status_code == 400
+        assert "outrider.mode" in answer.text
+        assert (await running.http.post(path, json=base, headers={"X-Outrider-Stats": "yes"})).status_code == 400
+    assert running.idle
 
 
 def told(answer: Any) -> int:

@@ -54,33 +54,31 @@ async def raw_stream(running, path: str, body: dict) -> bytes:
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
 @pytest.mark.parametrize("n", [1, 2])
-async def test_framing(path, body, n):
-    async with running_gateway() as running:
-        chunks = events(await raw_stream(running, path, {**body, "n": n}))
-        assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
-        finishes: dict[int, list[str]] = {index: [] for index in range(n)}
-        for chunk in chunks:
-            assert chunk["choices"], "an empty choices list was not asked for"
-            assert not chunk.get("usage")
-            for choice in chunk["choices"]:
-                if choice["finish_reason"] is not None:
-                    finishes[choice["index"]].append(choice["finish_reason"])
-        assert finishes == {index: ["length"] for index in range(n)}
-        if path == "/v1/chat/completions":
-            for index in range(n):
-                mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
-                assert mine[0]["delta"] == {"role": "assistant", "content": ""}
-                assert all("role" not in choice["delta"] for choice in mine[1:])
-        assert running.idle
+async def test_framing(running, path, body, n):
+    chunks = events(await raw_stream(running, path, {**body, "n": n}))
+    assert len({(chunk["id"], chunk["created"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
+    finishes: dict[int, list[str]] = {index: [] for index in range(n)}
+    for chunk in chunks:
+        assert chunk["choices"], "an empty choices list was not asked for"
+        assert not chunk.get("usage")
+        for choice in chunk["choices"]:
+            if choice["finish_reason"] is not None:
+                finishes[choice["index"]].append(choice["finish_reason"])
+    assert finishes == {index: ["length"] for index in range(n)}
+    if path == "/v1/chat/completions":
+        for index in range(n):
+            mine = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == index]
+            assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+            assert all("role" not in choice["delta"] for choice in mine[1:])
+    assert running.idle
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-async def test_usage_comes_once_before_the_end_when_asked_for(path, body):
-    async with running_gateway() as running:
-        raw = await raw_stream(running, path, {**body, "stream_options": {"include_usage": True}})
-        chunks = events(raw)
-        assert [chunk["choices"] == [] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-        assert chunks[-1]["usage"]["completion_tokens"] == 6
+async def test_usage_comes_once_before_the_end_when_asked_for(running, path, body):
+    raw = await raw_stream(running, path, {**body, "stream_options": {"include_usage": True}})
+    chunks = events(raw)
+    assert [chunk["choices"] == [] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+    assert chunks[-1]["usage"]["completion_tokens"] == 6
 
 
 async def test_the_official_client_streams():
@@ -104,22 +102,21 @@ async def test_the_official_client_streams():
             assert caught.value.code == "model_not_found"
 
 
-async def test_stop_strings_end_the_sequence_at_the_verifier():
-    async with running_gateway() as running:
-        whole = (await running.http.post("/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
+async def test_stop_strings_end_the_sequence_at_the_verifier(running):
+    whole = (await running.http.post("/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
 
-        async def endless(verifier, sequence):
-            fields = {"max_tokens": 6, "emitted": [], "emit": lambda self, tokens, finish=None: sequence.emit(tokens)}
-            await count_up(verifier, type("", (), fields)())
-            await sequence.aborted.wait()
+    async def endless(verifier, sequence):
+        fields = {"max_tokens": 6, "emitted": [], "emit": lambda self, tokens, finish=None: sequence.emit(tokens)}
+        await count_up(verifier, type("", (), fields)())
+        await sequence.aborted.wait()
 
-        running.verifier.behaviour = endless
-        body = {**COMPLETION, "stop": [whole[3:5]]}
-        choice = (await running.http.post("/v1/completions", json=body)).json()["choices"][0]
-        assert choice["finish_reason"] == "stop"
-        assert choice["text"] == whole[: whole.index(whole[3:5])]
-        await asyncio.wait_for(running.verifier.sequences[-1].aborted.wait(), 30)
-        assert running.idle
+    running.verifier.behaviour = endless
+    body = {**COMPLETION, "stop": [whole[3:5]]}
+    choice = (await running.http.post("/v1/completions", json=body)).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert choice["text"] == whole[: whole.index(whole[3:5])]
+    await asyncio.wait_for(running.verifier.sequences[-1].aborted.wait(), 30)
+    assert running.idle
 
 
 async def surplus(verifier, sequence):
@@ -142,7 +139,7 @@ async def surplus_behind(verifier, sequence):
 
 @pytest.mark.parametrize("behaviour", [surplus, surplus_at_the_end, surplus_behind])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_tokens_after_a_stop_string_are_neither_shown_nor_charged(monkeypatch, caplog, behaviour, stream):
+async def test_tokens_after_a_stop_string_are_neither_shown_nor_charged(running, monkeypatch, caplog, behaviour, stream):
     caplog.set_level(logging.INFO)
     claims = []
 
@@ -152,68 +149,66 @@ async def test_tokens_after_a_stop_string_are_neither_shown_nor_charged(monkeypa
 
     monkeypatch.setattr("gateway.access.Claim", claim)
     monkeypatch.setattr("gateway.inquiry.ACCOUNT_WAIT_S", 0.0)
-    async with running_gateway() as running:
-        whole = (await running.http.post("/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
-        running.verifier.behaviour = behaviour
-        asked = {**COMPLETION, "stop": [whole[1:3]], "outrider": {"stats": True}, "stream": stream}
-        if stream:
-            asked["stream_options"] = {"include_usage": True}
-        answer = await running.http.post("/v1/completions", json=asked)
-        answered = events(answer.content)[-1] if stream else answer.json()
-        usage = answered["usage"]
-        assert 0 < usage["completion_tokens"] < 3
-        assert answered["outrider"]["choices"][0]["tokens"] == usage["completion_tokens"]
-        await eventually(lambda: running.idle and not running.core._ending)
-        line = [each.fields for each in caplog.records if each.name == "outrider.access"][-1]
-        assert line["output_tokens"] == usage["completion_tokens"]
-        assert claims[-1].charged_tokens == usage["total_tokens"]
-        assert not claims[-1].running
-        generated = running.server.gateway.metrics._tokens._value.get()
-        assert generated == 6 + usage["completion_tokens"]
+    whole = (await running.http.post("/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
+    metrics = running.server.gateway.metrics
+    before = metrics._tokens._value.get()
+    running.verifier.behaviour = behaviour
+    asked = {**COMPLETION, "stop": [whole[1:3]], "outrider": {"stats": True}, "stream": stream}
+    if stream:
+        asked["stream_options"] = {"include_usage": True}
+    answer = await running.http.post("/v1/completions", json=asked)
+    answered = events(answer.content)[-1] if stream else answer.json()
+    usage = answered["usage"]
+    assert 0 < usage["completion_tokens"] < 3
+    assert answered["outrider"]["choices"][0]["tokens"] == usage["completion_tokens"]
+    await eventually(lambda: running.idle and not running.core._ending)
+    line = [each.fields for each in caplog.records if each.name == "outrider.access"][-1]
+    assert line["output_tokens"] == usage["completion_tokens"]
+    assert claims[-1].charged_tokens == usage["total_tokens"]
+    assert not claims[-1].running
+    assert metrics._tokens._value.get() == before + usage["completion_tokens"]
 
 
-async def test_comments_keep_a_silent_stream_open(monkeypatch):
+async def test_comments_keep_a_silent_stream_open(running, monkeypatch):
     monkeypatch.setattr("gateway.sse.KEEP_ALIVE_S", 0.05)
     gate = asyncio.Event()
-    async with running_gateway() as running:
-        running.verifier.behaviour = gated(gate)
-        seen = b""
-        async with running.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
-            async for part in response.aiter_raw():
-                seen += part
-                if seen.count(b": keep-alive\n\n") == 3:
-                    gate.set()
-        assert events(seen)[-1]["choices"][0]["finish_reason"] == "length"
+    running.verifier.behaviour = gated(gate)
+    seen = b""
+    async with running.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+        async for part in response.aiter_raw():
+            seen += part
+            if seen.count(b": keep-alive\n\n") == 3:
+                gate.set()
+    assert events(seen)[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_slow_first_token_starts_the_stream_with_a_comment(monkeypatch):
+async def test_a_slow_first_token_starts_the_stream_with_a_comment(running, monkeypatch):
     monkeypatch.setattr("gateway.sse.KEEP_ALIVE_S", 0.05)
-    async with running_gateway() as running:
-        running.verifier.behaviour = silence
-        async with running.http.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
-            assert response.status_code == 200
-            first = await anext(response.aiter_raw())
-            assert first == b": keep-alive\n\n"
-        await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 30)
+    running.verifier.behaviour = silence
+    async with running.http.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
+        assert response.status_code == 200
+        first = await anext(response.aiter_raw())
+        assert first == b": keep-alive\n\n"
+    await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 30)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("when", ["before the first token", "between tokens", "without streaming"])
-async def test_a_client_that_leaves_aborts_at_the_verifier(path, when):
+async def test_a_client_that_leaves_aborts_at_the_verifier(running, path, when):
     body = {**(CHAT if "chat" in path else COMPLETION), "n": 2, "stream": when != "without streaming"}
-    async with running_gateway() as running:
-        running.verifier.behaviour = stall if when == "between tokens" else silence
-        request = asyncio.ensure_future(_read_a_little(running, path, body))
-        await eventually(lambda: len(running.verifier.sequences) == 2)
-        if when == "between tokens":
-            await eventually(lambda: len(_emitted(running)) == 2)
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
-        aborted = [sequence.aborted.wait() for sequence in running.verifier.sequences]
-        await asyncio.wait_for(asyncio.gather(*aborted), 30)
-        await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
-        metrics = (await running.http.get("/metrics")).text
-        assert "outrider_client_disconnects_total 1.0" in metrics
+    metrics = running.server.gateway.metrics
+    before = metrics._disconnects._value.get()
+    running.verifier.behaviour = stall if when == "between tokens" else silence
+    request = asyncio.ensure_future(_read_a_little(running, path, body))
+    await eventually(lambda: len(running.verifier.sequences) == 2)
+    if when == "between tokens":
+        await eventually(lambda: len(_emitted(running)) == 2)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    aborted = [sequence.aborted.wait() for sequence in running.verifier.sequences]
+    await asyncio.wait_for(asyncio.gather(*aborted), 30)
+    await eventually(lambda: running.idle and metrics.in_flight == 0)
+    assert metrics._disconnects._value.get() == before + 1
 
 
 def _emitted(running) -> list:
@@ -254,18 +249,17 @@ async def test_a_verifier_lost_before_the_first_byte_with_no_other_is_a_503():
             assert response.headers["retry-after"]
 
 
-async def test_an_internal_failure_mid_stream_says_nothing():
+async def test_an_internal_failure_mid_stream_says_nothing(running):
     async def fail(verifier, sequence):
         sequence.emit([300])
         await eventually(lambda: verifier.sequences != [])
         sequence.emit([], FinishReason.ERROR)
 
-    async with running_gateway() as running:
-        running.verifier.behaviour = fail
-        response = await running.http.post("/v1/completions", json={**COMPLETION, "stream": True})
-        # Both may have come at once: then there was no first byte yet.
-        error = response.json()["error"] if response.status_code == 500 else events(response.content)[-1]["error"]
-        assert error["code"] == "internal_error"
+    running.verifier.behaviour = fail
+    response = await running.http.post("/v1/completions", json={**COMPLETION, "stream": True})
+    # Both may have come at once: then there was no first byte yet.
+    error = response.json()["error"] if response.status_code == 500 else events(response.content)[-1]["error"]
+    assert error["code"] == "internal_error"
 
 
 async def test_the_official_client_sees_the_error_event():

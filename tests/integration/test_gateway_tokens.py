@@ -7,19 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.running_gateway import running_gateway
-
 URL = "/inference/v1/generate"
 
 
 def asking(**fields: Any) -> dict[str, Any]:
     return {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}, **fields}
-
-
-@pytest.fixture
-async def running():
-    async with running_gateway() as gateway:
-        yield gateway
 
 
 async def test_token_ids_come_back(running):

@@ -22,12 +22,6 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 TWO = '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "weather", "parameters": {"city": "Oslo"}}]'
 
 
-@pytest.fixture
-async def running():
-    async with running_gateway() as gateway:
-        yield gateway
-
-
 def client(running):
     return openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0)
 

@@ -60,7 +60,6 @@ async def test_errors_and_a_dead_collector_harm_nobody(collector):
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
 
 
-async def test_off_takes_no_notice_of_contexts():
-    async with running_gateway() as running:
-        assert (await running.http.post("/v1/completions", json=COMPLETION, headers=PARENT)).status_code == 200
-        assert running.verifier.sequences[0].request.trace_headers is None
+async def test_off_takes_no_notice_of_contexts(running):
+    assert (await running.http.post("/v1/completions", json=COMPLETION, headers=PARENT)).status_code == 200
+    assert running.verifier.sequences[0].request.trace_headers is None

@@ -34,6 +34,7 @@ async def restarted(running: Running, number: int) -> FakeVerifier:
     """A verifier is killed, and another one of its name is there."""
     old = running.verifiers[number]
     old.kill()
+    running.directory.set_members([each.member for each in running.verifiers if each is not old])
     await eventually(lambda: old.name not in running.core.links)
     new = FakeVerifier(Path(old.address.removeprefix("ipc://")).parent, old.name).start()
     running.verifiers[number] = new
@@ -68,28 +69,26 @@ async def test_one_verifier_that_is_paused_stays_so():
 
 
 @pytest.mark.parametrize(("path", "ends"), [("/sleep", "/wake_up"), ("/admin/sleep", "/admin/wake-up")])
-async def test_a_sleep_is_a_pause_unless_it_is_refused(path: str, ends: str):
-    async with running_gateway() as running:
-        running.verifier.failure = "NotImplementedError: it cannot"
-        await post(running, path, 501, json={})
-        assert not running.core.pauses.holds("verifier-0")
-        running.verifier.failure = None
-        await post(running, path, json={})
-        assert running.core.pauses.holds("verifier-0")
-        running.verifier.failure = "ValueError: not now"
-        await post(running, ends, 400, json={})
-        await post(running, "/resume", 400)
-        assert running.core.pauses.holds("verifier-0")
-        running.verifier.failure = None
-        await post(running, ends, json={})
-        assert not running.core.pauses.holds("verifier-0")
+async def test_a_sleep_is_a_pause_unless_it_is_refused(running: Running, path: str, ends: str):
+    running.verifier.failure = "NotImplementedError: it cannot"
+    await post(running, path, 501, json={})
+    assert not running.core.pauses.holds("verifier-0")
+    running.verifier.failure = None
+    await post(running, path, json={})
+    assert running.core.pauses.holds("verifier-0")
+    running.verifier.failure = "ValueError: not now"
+    await post(running, ends, 400, json={})
+    await post(running, "/resume", 400)
+    assert running.core.pauses.holds("verifier-0")
+    running.verifier.failure = None
+    await post(running, ends, json={})
+    assert not running.core.pauses.holds("verifier-0")
 
 
-async def test_a_pause_of_another_kind_or_of_nobody_is_refused():
-    async with running_gateway() as running:
-        assert (await post(running, "/pause", 400, params={"mode": "never"}))["error"]["param"] == "mode"
-        await post(running, "/pause", 404, params={"verifier": "nobody"})
-        assert running.core.pauses == Pauses()
+async def test_a_pause_of_another_kind_or_of_nobody_is_refused(running: Running):
+    assert (await post(running, "/pause", 400, params={"mode": "never"}))["error"]["param"] == "mode"
+    await post(running, "/pause", 404, params={"verifier": "nobody"})
+    assert running.core.pauses == Pauses()
 
 
 def test_pauses_of_all_and_of_one():
@@ -163,12 +162,11 @@ async def test_requests_of_one_verifier_are_aborted():
         await asyncio.gather(*requests)
 
 
-async def test_adapters_are_those_of_all_verifiers():
-    async with running_gateway() as running:
-        adapter = {"lora_name": "sql", "lora_path": "/x"}
-        for path in ("/load_lora_adapter", "/v1/unload_lora_adapter"):
-            answer = await post(running, path, 400, json=adapter, params={"verifier": "verifier-0"})
-            assert answer["error"]["param"] == "verifier"
+async def test_adapters_are_those_of_all_verifiers(running: Running):
+    adapter = {"lora_name": "sql", "lora_path": "/x"}
+    for path in ("/load_lora_adapter", "/v1/unload_lora_adapter"):
+        answer = await post(running, path, 400, json=adapter, params={"verifier": "verifier-0"})
+        assert answer["error"]["param"] == "verifier"
 
 
 async def test_processes_of_one_port_share_pauses_and_the_numbers_of_updates(tmp_path: Path):

@@ -8,18 +8,16 @@ import pytest
 
 from loadtest.timing import is_clean_error
 from loadtest.workloads import Knobs, wrong_asks
-from tests.support.running_gateway import running_gateway
 
 
-async def test_every_wrong_request_gets_its_clean_error():
-    async with running_gateway() as running:
-        for ask in wrong_asks(Knobs(model="demo")):
-            content = ask.raw if ask.raw is not None else json.dumps(ask.body).encode()
-            answer = await running.http.post(ask.path, content=content, headers={"content-type": ask.content_type})
-            assert answer.status_code == ask.expect_status, f"{ask.label}: {answer.text}"
-            assert is_clean_error(answer.json()), f"{ask.label}: {answer.text}"
-        assert running.idle
-        assert running.verifier.sequences == []
+async def test_every_wrong_request_gets_its_clean_error(running):
+    for ask in wrong_asks(Knobs(model="demo")):
+        content = ask.raw if ask.raw is not None else json.dumps(ask.body).encode()
+        answer = await running.http.post(ask.path, content=content, headers={"content-type": ask.content_type})
+        assert answer.status_code == ask.expect_status, f"{ask.label}: {answer.text}"
+        assert is_clean_error(answer.json()), f"{ask.label}: {answer.text}"
+    assert running.idle
+    assert running.verifier.sequences == []
 
 
 def test_vllms_benchmark_client_has_the_options_the_documentation_uses(capsys: pytest.CaptureFixture[str]) -> None:

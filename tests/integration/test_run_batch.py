@@ -45,33 +45,32 @@ async def test_every_line_is_answered(files):
             await carry_out(Gateway(running.server.url, None), source, target, 4, said.append)
 
 
-async def test_it_goes_on_where_it_ended(files):
+async def test_it_goes_on_where_it_ended(running, files):
     source, target = files
     source.write_bytes(jsonl(*(request(f"c{n}") for n in range(6))))
-    async with running_gateway() as running:
 
-        async def few(verifier, sequence):
-            await (count_up if verifier.sequences.index(sequence) < 3 else silent)(verifier, sequence)
+    async def few(verifier, sequence):
+        await (count_up if verifier.sequences.index(sequence) < 3 else silent)(verifier, sequence)
 
-        running.verifier.behaviour = few
-        gateway = Gateway(running.server.url, None)
-        first = asyncio.create_task(carry_out(gateway, source, target, 2, lambda line: None))
-        await eventually(lambda: target.exists() and len(target.read_text().splitlines()) == 3)
-        # Both workers wait for an answer now: no request arrives after the count below.
-        await eventually(lambda: len(running.verifier.sequences) == 5)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        with target.open("ab") as file:
-            file.write(jsonl({"custom_id": "c4", "response": None, "error": {}}) + b'{"custom_id": "c5", "resp')
-        running.verifier.behaviour = count_up
-        before = len(running.verifier.sequences)
-        assert await carry_out(gateway, source, target, 2, lambda line: None) == 0
-        assert told(target).keys() == {f"c{n}" for n in range(6)}
-        assert len(target.read_text().splitlines()) == 6
-        assert len(running.verifier.sequences) == before + 3
-        # A third time there is nothing to do.
-        assert await carry_out(gateway, source, target, 2, lambda line: None) == 0
-        assert len(running.verifier.sequences) == before + 3
+    running.verifier.behaviour = few
+    gateway = Gateway(running.server.url, None)
+    first = asyncio.create_task(carry_out(gateway, source, target, 2, lambda line: None))
+    await eventually(lambda: target.exists() and len(target.read_text().splitlines()) == 3)
+    # Both workers wait for an answer now: no request arrives after the count below.
+    await eventually(lambda: len(running.verifier.sequences) == 5)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    with target.open("ab") as file:
+        file.write(jsonl({"custom_id": "c4", "response": None, "error": {}}) + b'{"custom_id": "c5", "resp')
+    running.verifier.behaviour = count_up
+    before = len(running.verifier.sequences)
+    assert await carry_out(gateway, source, target, 2, lambda line: None) == 0
+    assert told(target).keys() == {f"c{n}" for n in range(6)}
+    assert len(target.read_text().splitlines()) == 6
+    assert len(running.verifier.sequences) == before + 3
+    # A third time there is nothing to do.
+    assert await carry_out(gateway, source, target, 2, lambda line: None) == 0
+    assert len(running.verifier.sequences) == before + 3
 
 
 async def test_it_waits_for_a_gateway_that_has_no_room(files, monkeypatch):

@@ -24,7 +24,7 @@ from tests.support.lora import write_adapter
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TARGET = Path(backend.models.demo.__file__).parent / "target"
-RUNNING, LONG = 4, 900
+RUNNING, LONG = 4, 400
 BYTES = {"content-type": "application/octet-stream"}
 
 
@@ -342,6 +342,7 @@ def test_a_verifier_that_is_started_anew_gets_the_newest_weights(
     assert tokens(http)[:8] == after
 
 
+@pytest.mark.campaign
 def test_a_verifier_that_is_started_anew_during_a_pause_is_paused(http: httpx.Client, after: list[int]) -> None:
     said(http, "/pause", params={"mode": "keep"})
     (pid,) = [each["pid"] for each in http.get("/fleet").json()["verifiers"] if each["id"] == "verifier-1"]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+from safetensors.torch import load_file, save_file
 from vllm.sampling_params import SamplingParams
 
+from backend.models.demo import DRAFT_MODEL_DIR
+from backend.models.writing import WEIGHTS
 from backend.wire.engine import RequestOptions
-from tests.support.processes import Drafter, Verifier
+from tests.support.processes import Drafter, Verifier, together
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -28,12 +33,12 @@ def verifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Drafter, Drafter]]:
     """A head that fits, and a random model."""
     directory = tmp_path_factory.mktemp("d")
-    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "max_position_embeddings": 4096}
-    LlamaForCausalLM(LlamaConfig(vocab_size=2048, num_attention_heads=2, **sizes)).save_pretrained(directory / "random")
-    both = Drafter(directory), Drafter(directory, draft_model=str(directory / "random"), name="drafter-1")
-    yield both
-    for each in both:
-        each.close()
+    random = Path(shutil.copytree(DRAFT_MODEL_DIR, directory / "random"))
+    tensors = {name: torch.randn_like(tensor) for name, tensor in load_file(random / WEIGHTS).items()}
+    save_file(tensors, random / WEIGHTS, metadata={"format": "pt"})
+    both = together(lambda: Drafter(directory), lambda: Drafter(directory, draft_model=str(random), name="drafter-1"))
+    yield both[0], both[1]
+    together(*(each.close for each in both))
 
 
 def ask(verifier: Verifier, first: int, count: int) -> list[list[int]]:

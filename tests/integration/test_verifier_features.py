@@ -32,7 +32,7 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
         "enable_lora": True,
         "max_lora_rank": 8,
         "block_size": 32,
-        "kv_cache_memory_bytes": 12 << 20,
+        "kv_cache_memory_bytes": 6 << 20,
     }
     verifier = {
         "max_model_len": 1024,
@@ -40,16 +40,14 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
         "draft_deadline_ms": 2000,
         "engine_args": engine_args,
     }
-    plain, remote = together(
+    plain, remote, drafter = together(
         lambda: Verifier(directory, {"mode": "off", "verifier": verifier}),
         lambda: Verifier(directory, {"mode": "sync", "verifier": verifier}),
+        lambda: Drafter(directory),
     )
-    drafter = Drafter(directory)
     remote.set_drafters(drafter.ref)
     yield plain, remote
-    plain.close()
-    remote.close()
-    drafter.close()
+    together(plain.close, remote.close, drafter.close)
 
 
 def compare(pair: tuple[Verifier, Verifier], prompts: list[list[int]], params: Any, **fields: Any) -> None:
@@ -83,7 +81,7 @@ def test_prefix_cache_hits_leave_no_wrong_state(pair: tuple[Verifier, Verifier])
 def test_preempted_requests_go_on_as_if_nothing_had_happened(pair: tuple[Verifier, Verifier]) -> None:
     before = pair[1].client.fresh_stats().preemptions
     prompts = [[*p, i] for i, p in enumerate(PROMPTS * 2)]
-    params = [SamplingParams(temperature=i % 2, max_tokens=500, ignore_eos=True, seed=3) for i in range(len(prompts))]
+    params = [SamplingParams(temperature=i % 2, max_tokens=250, ignore_eos=True, seed=3) for i in range(len(prompts))]
     compare(pair, prompts, params)
     assert pair[1].client.fresh_stats().preemptions > before, "KV did run out"
 

@@ -22,7 +22,7 @@ from vllm.v1.outputs import LogprobsLists
 from backend.config import REMOTE_MODES
 from backend.engine.client import Answer
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
-from backend.noise import gumbel
+from backend.noise import choose, gumbel
 from backend.wire.engine import Account, RequestOptions
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.statistics import chi_square, chi_square_tail
@@ -37,7 +37,7 @@ SAMPLES, MANY_SAMPLES, BATCH = 2_500, 60_000, 500
 MANY_LOGPROBS = 1_000
 TIE_NATS = 1e-3
 SIGNIFICANT = 0.01
-"""`BiasedWorker` is a thousand times as significant with as many samples.  The draws are fixed by the requests' seeds: the
+"""Too little noise is a thousand times as significant with as many samples.  The draws are fixed by the requests' seeds: the
 outcome is the same every time."""
 END_OF_TEXT = json.loads((TARGET_DIR / "config.json").read_text())["eos_token_id"]
 SCHEMA = {
@@ -51,20 +51,16 @@ SCHEMA = {
 }
 
 
-BIASED = "biased"
 SHARING = RequestOptions()
-MODES = ("off", BIASED, "sync", "ahead", "auto", "native")
+MODES = ("off", "sync", "ahead", "auto", "native")
 
 
 def start(directory: Path, mode: str) -> Verifier:
-    """A verifier in `mode`; a biased one decodes plainly with too little noise."""
     engine_args: dict[str, Any] = {
         "max_logprobs": -1,
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-        "logits_processors": ["tests.support.biased:NoRepeat"] if mode != "native" else [],
+        "logits_processors": ["tests.support.no_repeat:NoRepeat"] if mode != "native" else [],
     }
-    if mode == BIASED:
-        mode, engine_args["worker_cls"] = "off", "tests.support.biased.BiasedWorker"
     return Verifier(
         directory,
         {"mode": mode, "num_speculative_tokens": K, "verifier": {"draft_deadline_ms": 2000, "engine_args": engine_args}},
@@ -99,9 +95,7 @@ class Said:
 
 
 def ask(verifier: Verifier, mode: str) -> Said:
-    """Everything a mode is asked: texts, and draws from where noise is to be judged."""
-    if mode == BIASED:
-        return Said(draws=samples(verifier, SAMPLES))
+    """Everything a mode is asked: texts, and draws of plain decoding."""
     if mode == "native":
         return Said({"T = 0.0": texts(verifier, python_prompts(), temperature=0.0)})
     return Said(all_texts(verifier), samples(verifier, SAMPLES) if mode == "off" else [])
@@ -430,10 +424,20 @@ def test_many_more_draws_are_from_the_targets_distribution(plain: Verifier) -> N
     assert min(found.values()) * len(found) > SIGNIFICANT, found
 
 
-def test_the_same_test_finds_a_biased_noise(plain: Verifier, said: dict[str, Future[Said]]) -> None:
-    found = p_values(plain, said[BIASED].result().draws)
-    print(found)
-    assert min(found.values()) < SIGNIFICANT / 1000, found
+def first_tokens(probabilities: dict[int, float], noise: float) -> list[int]:
+    """What `samples` draws first, computed from the probabilities with `noise` times the noise."""
+    tokens, position = torch.tensor(list(probabilities)), len(AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids)
+    logits, ones = torch.tensor(list(probabilities.values())).log().expand(SAMPLES, -1), torch.ones(SAMPLES)
+    chosen = choose(logits, torch.arange(SAMPLES), torch.full((SAMPLES,), position), ones, noise * ones, tokens)
+    drawn: list[int] = tokens[chosen.columns].tolist()
+    return drawn
+
+
+def test_the_same_test_finds_too_little_noise(plain: Verifier, said: dict[str, Future[Said]]) -> None:
+    probabilities = distribution(plain, [])
+    alike = sum(a == b for (a, _), b in zip(said["off"].result().draws, first_tokens(probabilities, 1.0), strict=True))
+    assert alike > 0.99 * SAMPLES, "but for near ties"
+    assert chi_square(first_tokens(probabilities, 0.9), probabilities) < SIGNIFICANT / 1000
 
 
 def test_the_chi_square_tail_is_the_tabulated_one() -> None:

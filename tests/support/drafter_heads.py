@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from backend.drafter.eagle import EagleProposer
+from backend.drafter.proposer import GREEDY, Ask, Premise, Sampling, Until
 from backend.models.check import find_misfits
 from backend.models.checkpoint import load_drafter
+from tests.support.true_noise import true_gumbel
 
 Tensors = dict[str, Tensor]
 
@@ -197,31 +200,45 @@ def check(head_dir: str, target_dir: str) -> list[str]:
 
 
 class Reference:
-    """The documented equations of EAGLE, EAGLE-3 and MTP heads, dense and in float64."""
+    """The documented equations of EAGLE, EAGLE-3 and MTP heads, with the shared noise by definition, dense and in float64."""
 
-    def __init__(self, head: TinyHead) -> None:
-        self.head = head
+    def __init__(self, head: TinyHead, seed: int = 0, temperature: float = 0.0, tau: float = 1.0) -> None:
+        self.head, self.seed, self.temperature, self.tau = head, seed, temperature, tau
         self.w = {name: tensor.double() for name, tensor in head.weights().items()}
         self.margin = float("inf")
-        """Smallest gap between best and second logit of the last draft."""
+        """Smallest gap between best and second score of the last draft."""
+        self.values: list[dict[int, float]] = []
+        """By draft position: log-probability, plus noise at a temperature, of every token of the draft vocabulary."""
 
-    def draft(self, tokens: list[int], features: dict[int, Tensor], k: int) -> list[int]:
-        """`k` greedy draft tokens after `tokens`, from the known features, by position."""
+    def draft(self, tokens: list[int], features: dict[int, Tensor], k: int, assumed: Sequence[int] = ()) -> list[int]:
+        """`k` draft tokens after `tokens` and those `assumed`.
+
+        Features of `tokens` are given, by position; after them, features are the head's own outputs.
+        """
         self.margin = float("inf")
+        self.values = []
+        kind = self.head.kind
         rows = [(p, tokens[p + 1], features[p].double()) for p in sorted(features) if p + 1 < len(tokens)]
         drafts: list[int] = []
-        for _ in range(k):
+        for step in range(len(assumed) + k):
             output = self._forward(rows)
-            normed = output if self.head.kind == "eagle" else self._norm(output, "norm")
-            matrix = self.w["lm_head.weight"] if self.head.kind == "eagle3" else self.w["target.lm_head"]
-            logits = matrix @ normed
-            best = logits.topk(2).values
-            self.margin = min(self.margin, float(best[0] - best[1]))
-            token = int(logits.argmax())
-            if "d2t" in self.w:
-                token += int(self.w["d2t"][token])
-            drafts.append(token)
-            rows.append((rows[-1][0] + 1, token, normed if self.head.norm_output or self.head.kind == "mtp" else output))
+            normed = output if kind == "eagle" else self._norm(output, "norm")
+            logits = self.w["lm_head.weight" if kind == "eagle3" else "target.lm_head"] @ normed
+            offsets = self.w.get("d2t", torch.zeros(len(logits)))
+            ids = [own + int(offsets[own]) for own in range(len(logits))]
+            values = (logits / (self.temperature or 1.0)).log_softmax(-1)
+            if self.temperature:
+                at = len(tokens) + step
+                values = values + self.tau * torch.tensor([true_gumbel(self.seed, at, token) for token in ids])
+            self.values.append(dict(zip(ids, values.tolist(), strict=True)))
+            if step < len(assumed):
+                token = assumed[step]
+            else:
+                best = values.topk(2).values
+                self.margin = min(self.margin, float(best[0] - best[1]))
+                token = ids[int(values.argmax())]
+                drafts.append(token)
+            rows.append((rows[-1][0] + 1, token, normed if self.head.norm_output or kind == "mtp" else output))
         return drafts
 
     def _forward(self, rows: list[tuple[int, int, Tensor]]) -> Tensor:
@@ -280,3 +297,35 @@ class Reference:
     def _linear(self, name: str, x: Tensor) -> Tensor:
         out = x @ self.w[f"{name}.weight"].T
         return out + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else out
+
+
+def tokens_of(seed: int, count: int) -> list[int]:
+    return torch.randint(0, 61, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+class Request:
+    """A request with random tokens and features, opened on a proposer."""
+
+    def __init__(self, proposer: EagleProposer, head: TinyHead, key: object, length: int, sampling: Sampling = GREEDY) -> None:
+        seed = int(str(key))
+        self.proposer, self.key, self.tokens = proposer, key, tokens_of(seed, length)
+        self.features = torch.randn(length + 40, head.hidden, generator=torch.Generator().manual_seed(seed))
+        proposer.open(key, list(self.tokens), length - 1, 0.0, sampling)
+        proposer.draft([Ask(key, length, length - 1, self.features[: length - 1])])
+
+    @property
+    def known(self) -> dict[int, Tensor]:
+        return {p: self.features[p] for p in range(len(self.tokens) - 1)}
+
+    def fresh(self, k: int = 4) -> list[int]:
+        return self.proposer.draft([Ask(self.key, len(self.tokens), 0, None, Until(k))])[0].tokens
+
+    def commit(self, tokens: list[int], k: int) -> list[int]:
+        self.tokens += tokens
+        stop = len(self.tokens) - 1
+        assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens), 0.0)
+        rows = self.features[stop - len(tokens) : stop]
+        return self.proposer.draft([Ask(self.key, len(self.tokens), len(tokens), rows, Until(k))])[0].tokens
+
+    def premise(self, verifying: list[int], outcomes: int = 8, k: int = 4) -> Premise:
+        return Premise(self.key, len(self.tokens), Until(k), verifying, outcomes)

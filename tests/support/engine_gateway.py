@@ -6,7 +6,7 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from gateway.fleet_core import FleetCore
 from gateway.server import GatewayServer
 from tests.support.fake_verifier import eventually
 from tests.support.processes import Drafter, Verifier
+from tests.support.running_gateway import serving
 from tests.support.static_directory import StaticDirectory
 
 
@@ -28,20 +29,12 @@ class EngineFleet:
     """The parts of the fleet that tests use."""
 
     server: GatewayServer
-    directory: StaticDirectory
     verifiers: list[Verifier]
-    drafters: list[Drafter]
     http: httpx.AsyncClient
-    members: dict[str, Member] = field(default_factory=dict)
 
     @property
     def core(self) -> FleetCore:
         return self.server.gateway.client.core
-
-    def set_state(self, verifier: Verifier, state: str) -> None:
-        member = self.members[verifier.name]
-        self.members[verifier.name] = msgspec.structs.replace(member, state=state)
-        self.directory.set_members(list(self.members.values()))
 
     async def quiet(self, timeout_s: float = 20.0) -> None:
         """Waits until no request is in flight at the gateway or at any connected verifier."""
@@ -75,19 +68,10 @@ async def engine_fleet(
         for i, one in enumerate(real):
             if helpers:
                 one.set_drafters(msgspec.structs.replace(helpers[i % len(helpers)].ref, id=f"drafter-{i % len(helpers)}"))
-        members = {
-            each.name: Member(each.name, "verifier", "incarnation", each.address, "", "n", each.pid, "demo", "ready")
-            for each in real
-        }
-        directory = StaticDirectory(list(members.values()))
+        directory = StaticDirectory(
+            [Member(each.name, "verifier", "incarnation", each.address, "", "n", each.pid, "demo", "ready") for each in real]
+        )
         settings = Settings.model_validate(sections | {"gateway": {"port": 0, "balance_interval_s": 0, **gateway}})
         server = GatewayServer(settings, directory, str(TARGET_DIR), model_name="demo")
-        task = asyncio.create_task(server.serve())
-        try:
-            await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers, 60)
-            async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
-                yield EngineFleet(server, directory, real, helpers, http, members)
-        finally:
-            server.stop()
-            server.stop()
-            await task
+        async with serving(server, verifiers) as (http, _):
+            yield EngineFleet(server, real, http)

@@ -81,17 +81,7 @@ class FakeVerifier:
     def __init__(self, directory: Path, name: str = "verifier-0", max_model_len: int = 256) -> None:
         self.name = name
         self.max_model_len = max_model_len
-        self.behaviour: Behaviour = count_up
-        self.sequences: list[Sequence] = []
         self.turn = asyncio.Semaphore(8)
-        self.added = asyncio.Event()
-        self.takes = True
-        """Whether it confirms each request with `TAKEN`, as if its engine had it."""
-        self.hung = False
-        """Whether it stays connected but answers nothing."""
-        self.utilities: list[tuple[str, list[Any]]] = []
-        self.failure: str | None = None
-        """If set, every utility call fails with this message."""
         self.weights = Weights()
         self.clients: set[bytes] = set()
         self.rows = RowBatch()
@@ -101,6 +91,20 @@ class FakeVerifier:
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._tasks: set[asyncio.Task[None]] = set()
+        self.renew()
+
+    def renew(self) -> None:
+        """Behaves as a new one, and forgets what it was asked."""
+        self.behaviour: Behaviour = count_up
+        self.sequences: list[Sequence] = []
+        self.added = asyncio.Event()
+        self.takes = True
+        """Whether it confirms each request with `TAKEN`, as if its engine had it."""
+        self.hung = False
+        """Whether it stays connected but answers nothing."""
+        self.utilities: list[tuple[str, list[Any]]] = []
+        self.failure: str | None = None
+        """If set, every utility call fails with this message."""
 
     def start(self) -> FakeVerifier:
         self._socket.bind(self.address)

@@ -78,7 +78,7 @@ class ServedFleet:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
-    def complete(self, prompt: str, **fields: Any) -> Any:
+    def complete(self, prompt: str | list[str], **fields: Any) -> Any:
         """POST /v1/completions, greedy."""
         body = {"model": "demo", "prompt": prompt, "temperature": 0} | fields
         answer = self.http.post("/v1/completions", json=body)

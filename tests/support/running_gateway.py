@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 
@@ -62,14 +63,25 @@ async def running_gateway(
         sections = {"gateway": gateway, "tracing": tracing or {}, "verifier": {"max_num_seqs": slots}}
         settings = Settings.model_validate({"mode": mode, **sections})
         server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo", read_settings=read_settings)
+        try:
+            async with serving(server, verifiers) as (http, task):
+                yield Running(server, directory, fakes, http, task)
+        finally:
+            for fake in fakes:
+                fake.close()
+
+
+@asynccontextmanager
+async def serving(server: GatewayServer, verifiers: int) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Task[None]]]:
+    """Serves in a task of its own, and gives a client once so many verifiers are connected.  It hears of members at once."""
+    with mock.patch("gateway.directory.POLL_INTERVAL_S", 0.02):
         task = asyncio.create_task(server.serve())
         try:
             await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers, 60)
-            async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
-                yield Running(server, directory, fakes, http, task)
+            async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+                yield http, task
         finally:
+            # The second call ends what is still open.
             server.stop()
             server.stop()
             await task
-            for fake in fakes:
-                fake.close()

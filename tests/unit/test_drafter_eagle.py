@@ -14,7 +14,7 @@ from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import MAX_DRAFT, Ask, Until
 from backend.models.checkpoint import load_drafter
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
-from tests.support.drafter_heads import Reference, TinyHead, make_proposer
+from tests.support.drafter_heads import Reference, TinyHead, make_proposer, tokens_of
 from tests.support.properties import examples
 
 HEADS = {
@@ -83,11 +83,6 @@ def drafts_of(proposer: EagleProposer, asks: list[Ask]) -> list[list[int]]:
     found = proposer.draft(asks)
     assert all(len(drafted.signs) == 2 * len(drafted.tokens) for drafted in found)
     return [drafted.tokens for drafted in found]
-
-
-def tokens_of(seed: int, count: int, vocab: int = 61) -> list[int]:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocab, (count,), generator=generator).tolist()
 
 
 def assert_drafts(reference: Reference, session: Session, drafts: list[int], k: int) -> None:

@@ -19,8 +19,7 @@ from backend.drafter.taus import GRID, START, TRIES, Taus, Trial
 from backend.speculation.chances import CLIP, chance, chances
 from backend.wire.drafting import NextItem, Outcome
 from tests.support.ahead_verifier import HEAD, AheadVerifier, blocks_of, drafts_of, opening
-from tests.support.drafter_books import Book, Request
-from tests.support.drafter_heads import TinyHead, make_proposer
+from tests.support.drafter_heads import Reference, Request, TinyHead, make_proposer
 
 HEADS = {
     "plain": TinyHead(),
@@ -36,9 +35,9 @@ def draft(request: Request, until: Until) -> Drafted:
     return request.proposer.draft([Ask(request.key, len(request.tokens), 0, None, until)])[0]
 
 
-def signs_of(book: Book, request: Request, before: list[int], tokens: list[int]) -> list[float]:
+def signs_of(book: Reference, request: Request, before: list[int], tokens: list[int]) -> list[float]:
     """Value and lead of each of `tokens` behind `before`, from the equations."""
-    book.follow(request.tokens, request.known, [*before, *tokens], 0)
+    book.draft(request.tokens, request.known, 0, [*before, *tokens])
     signs = []
     for values, token in zip(book.values[len(before) :], tokens, strict=True):
         signs += [values[token], values[token] - max(v for t, v in values.items() if t != token)]
@@ -56,8 +55,8 @@ def test_a_target_with_the_heads_distribution_accepts_every_draft(tmp_path: Path
     for key in range(6):
         seed = SEED - 7919 * key
         request = Request(proposer, head, key, 9 + key, Sampling.of(seed, temperature))
-        drafted, book = draft(request, Until(4)), Book(head, seed, temperature)
-        expected = book.follow(request.tokens, request.known, [], 4)
+        drafted, book = draft(request, Until(4)), Reference(head, seed, temperature)
+        expected = book.draft(request.tokens, request.known, 4)
         if book.margin > CLOSE_CALL:
             assert drafted.tokens == expected
             clear += 1
@@ -193,10 +192,10 @@ def logsum(values: list[float]) -> float:
 
 
 def scored(
-    book: Book, request: Request, verifying: list[int], size: int, judge: Sequence[float] | None
+    book: Reference, request: Request, verifying: list[int], size: int, judge: Sequence[float] | None
 ) -> dict[tuple[int, int], float]:
     """The logarithm of every candidate's chance, from the formula: `size` candidates at each stop, the verified one apart."""
-    book.follow(request.tokens, request.known, verifying, 1)
+    book.draft(request.tokens, request.known, 1, verifying)
     found: dict[tuple[int, int], float] = {}
     before = 0.0
     for stop, values in enumerate(book.values):
@@ -231,7 +230,7 @@ def test_outcomes_of_a_sampled_request_are_the_likeliest_given_its_noise(
     verifying = [draft(requests[0], Until(4)).tokens, [60, 3], draft(requests[2], Until(3)).tokens]
     until = Until(4, 0.0, chance_weights)
     premises = [Premise(r.key, len(r.tokens), until, v, 6) for r, v in zip(requests, verifying, strict=True)]
-    book, clear = Book(head, SEED, 1.0), 0
+    book, clear = Reference(head, SEED, 1.0), 0
     for request, tokens, outcomes in zip(requests, verifying, proposer.draft_outcomes(premises), strict=True):
         by_formula = scored(book, request, tokens, 7, chance_weights[1] if chance_weights else None)
         best = sorted(by_formula.values(), reverse=True)
@@ -248,14 +247,14 @@ def test_outcomes_of_a_sampled_request_are_the_likeliest_given_its_noise(
     assert clear > 10
 
 
-def book_values(book: Book, request: Request, verifying: list[int]) -> list[dict[int, float]]:
-    book.follow(request.tokens, request.known, verifying, 1)
+def book_values(book: Reference, request: Request, verifying: list[int]) -> list[dict[int, float]]:
+    book.draft(request.tokens, request.known, 1, verifying)
     return book.values
 
 
-def is_by_the_book(book: Book, request: Request, verifying: list[int], outcome: Outcome) -> bool:
+def is_by_the_book(book: Reference, request: Request, verifying: list[int], outcome: Outcome) -> bool:
     before = [*verifying[: outcome.accepted], outcome.token]
-    expected = book.follow(request.tokens, request.known, before, 4)
+    expected = book.draft(request.tokens, request.known, 4, before)
     if book.margin <= CLOSE_CALL:
         return False
     assert outcome.tokens == expected
@@ -332,7 +331,7 @@ def learn_from_text(proposer: EagleProposer, head: TinyHead, tau: float, request
     for key in range(requests):
         seed = 104729 * key
         request = Request(proposer, head, key, 8, Sampling.of(seed, 1.0))
-        token = Book(head, seed, 1.0, tau).follow(request.tokens, request.known, [], 1)
+        token = Reference(head, seed, 1.0, tau).draft(request.tokens, request.known, 1)
         draft(request, Until(1))
         request.commit(token, 0)
         proposer.close(key)

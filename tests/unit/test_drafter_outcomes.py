@@ -12,8 +12,7 @@ import torch
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import MAX_OUTCOMES, Ask, Premise, Until
 from backend.wire.drafting import Outcome
-from tests.support.drafter_books import Book, Request, tokens_of
-from tests.support.drafter_heads import TinyHead, make_proposer
+from tests.support.drafter_heads import Reference, Request, TinyHead, make_proposer, tokens_of
 
 HEADS = {
     "plain": TinyHead(),
@@ -27,9 +26,9 @@ HEADS = {
 CLOSE_CALL = 1e-3
 
 
-def likeliest(book: Book, request: Request, verifying: list[int]) -> dict[tuple[int, int], float]:
+def likeliest(book: Reference, request: Request, verifying: list[int]) -> dict[tuple[int, int], float]:
     """The log-probability of every outcome, from the formula."""
-    book.follow(request.tokens, request.known, verifying, 1)
+    book.draft(request.tokens, request.known, 1, verifying)
     found: dict[tuple[int, int], float] = {}
     before = 0.0
     for stop, log_probs in enumerate(book.values):
@@ -39,7 +38,7 @@ def likeliest(book: Book, request: Request, verifying: list[int]) -> dict[tuple[
     return found
 
 
-def check(book: Book, request: Request, verifying: list[int], outcomes: list[Outcome], wanted: int, k: int = 4) -> int:
+def check(book: Reference, request: Request, verifying: list[int], outcomes: list[Outcome], wanted: int, k: int = 4) -> int:
     """Asserts that these are the likeliest, each drafted for by the book; returns how many were no close calls."""
     by_formula = likeliest(book, request, verifying)
     assert len({(o.accepted, o.token) for o in outcomes}) == len(outcomes) == min(wanted, len(by_formula))
@@ -48,7 +47,7 @@ def check(book: Book, request: Request, verifying: list[int], outcomes: list[Out
         assert math.isclose(by_formula[outcome.accepted, outcome.token], best[rank], abs_tol=1e-3)
     clear = 0
     for outcome in outcomes:
-        expected = book.follow(request.tokens, request.known, [*verifying[: outcome.accepted], outcome.token], k)
+        expected = book.draft(request.tokens, request.known, k, [*verifying[: outcome.accepted], outcome.token])
         if book.margin > CLOSE_CALL:
             assert outcome.tokens == expected
             clear += 1
@@ -58,7 +57,7 @@ def check(book: Book, request: Request, verifying: list[int], outcomes: list[Out
 @pytest.mark.parametrize("gather", [False, True], ids=["in place", "gathered"])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 def test_every_outcome_is_drafted_by_the_book(tmp_path: Path, head: TinyHead, gather: bool) -> None:
-    proposer, book = make_proposer(tmp_path, head, gather=gather), Book(head)
+    proposer, book = make_proposer(tmp_path, head, gather=gather), Reference(head)
     # One token is outside a reduced vocabulary, one draft is shorter than the others.
     requests = [Request(proposer, head, key, length) for key, length in enumerate((9, 2, 40))]
     verifying = [requests[0].fresh(), [60, 3], requests[2].fresh(3)]
@@ -113,7 +112,7 @@ def test_enumeration_leaves_no_row_behind(tmp_path: Path) -> None:
 
 def test_the_likeliest_come_first(tmp_path: Path) -> None:
     head = TinyHead()
-    proposer, book = make_proposer(tmp_path, head), Book(head)
+    proposer, book = make_proposer(tmp_path, head), Reference(head)
     request = Request(proposer, head, 1, 20)
     verifying = request.fresh()
     by_formula = likeliest(book, request, verifying)
@@ -151,7 +150,7 @@ def test_outcomes_and_positions_have_limits(tmp_path: Path) -> None:
 
 def test_guesses_take_no_room_from_open_requests(tmp_path: Path) -> None:
     head = TinyHead()
-    proposer, book = make_proposer(tmp_path, head, cache_tokens=384), Book(head)
+    proposer, book = make_proposer(tmp_path, head, cache_tokens=384), Reference(head)
     one, two = Request(proposer, head, 1, 100), Request(proposer, head, 2, 100)
     assert proposer.draft_outcomes([one.premise(one.fresh(), 16)]) == [[]]
     assert proposer.usage().evictions == 0

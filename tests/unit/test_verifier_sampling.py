@@ -27,7 +27,7 @@ from vllm.v1.worker import gpu_model_runner
 from backend.engine import sampling
 from backend.engine.sampling import Rows, SharedNoise, _accepted
 from backend.wire.engine import LOGPROBS_MODE, NOISE_SEED
-from tests.support.biased import NoRepeat
+from tests.support.no_repeat import NoRepeat
 from tests.support.properties import examples
 
 VOCAB, DEEPEST = 24, 4

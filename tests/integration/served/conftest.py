@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from openai import AsyncOpenAI, OpenAI
 
 from tests.support.collector import Collector
 from tests.support.fleet_process import ServedFleet
@@ -46,3 +47,13 @@ def fleet(collector: Collector, home: Path) -> Iterator[ServedFleet]:
     )
     yield fleet
     fleet.stop()
+
+
+@pytest.fixture(scope="package")
+def client(fleet: ServedFleet) -> OpenAI:
+    return OpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0)
+
+
+@pytest.fixture
+async def later(fleet: ServedFleet) -> AsyncOpenAI:
+    return AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0)

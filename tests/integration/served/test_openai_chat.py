@@ -8,22 +8,10 @@ import json
 import openai
 import pydantic
 import pytest
-from openai import AsyncOpenAI, OpenAI
 
 from tests.support.checkable import CHOICE, COLOURS, NAMED, PAINT, QUESTION, RESPONSE_FORMAT, STOP, Paint, paint_of
-from tests.support.fleet_process import ServedFleet
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def client(fleet: ServedFleet) -> OpenAI:
-    return OpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0)
-
-
-@pytest.fixture
-async def later(fleet: ServedFleet) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0)
 
 
 def text(answer) -> str:

@@ -7,14 +7,8 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 from tests.support.checkable import CHOICE, COLOURS, QUESTION
-from tests.support.fleet_process import ServedFleet
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
-
-
-@pytest.fixture(scope="module")
-def client(fleet: ServedFleet) -> OpenAI:
-    return OpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0)
 
 
 def test_a_choice(client):

@@ -1,4 +1,4 @@
-"""A verifier with a deliberate fault that tests of exactness must find, and a custom logits processor.  Tests only."""
+"""A custom logits processor, for engines of tests."""
 
 from __future__ import annotations
 
@@ -7,27 +7,6 @@ from typing import Any
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
-
-from backend import noise
-from backend.engine import sampling
-from backend.engine.worker import OutriderCpuWorker
-from backend.noise import Choice
-
-TOO_LITTLE = 0.9
-"""Factor on the noise: with less than the correct noise, likely tokens are drawn too often."""
-
-
-class BiasedWorker(OutriderCpuWorker):
-    """The CPU worker, with too little noise for every request."""
-
-    def init_device(self) -> None:
-        super().init_device()
-        choose = noise.choose
-
-        def choose_biased(logits: Any, seeds: Any, positions: Any, inverse_temperatures: Any, scales: Any) -> Choice:
-            return choose(logits, seeds, positions, inverse_temperatures, TOO_LITTLE * scales)
-
-        vars(sampling)["choose"] = choose_biased
 
 
 class NoRepeat(AdapterLogitsProcessor):
