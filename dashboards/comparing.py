@@ -185,8 +185,8 @@ def _speeds_from_requests(records: Records, buckets: dict[str, Buckets]) -> Iter
     speeds: dict[str, list[float]] = {name: [] for name in _HISTOGRAMS}
     for incarnation in records.incarnations:
         for rows in records.tables(incarnation, "request"):
-            for name, values in zip(_HISTOGRAMS, request_speeds(rows), strict=True):
-                speeds[name] += values.tolist()
+            for name, each in zip(_HISTOGRAMS, request_speeds(rows), strict=True):
+                speeds[name] += each.tolist()
     for name, values in speeds.items():
         counted = [(bound, float(sum(value <= bound for value in values))) for bound, _ in buckets[name]]
         yield f"{name}, requests", len(values)

@@ -15,13 +15,12 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 import torch
-from transformers import LlamaForCausalLM
 
 from backend.lab.demo.checkpoints import load_target, save_drafter, save_target
 from backend.lab.demo.drafter import new_drafter, train_drafter
 from backend.lab.demo.evaluate import accept, sample
 from backend.lab.demo.generate import generate
-from backend.lab.demo.model import logits_and_features, new_target
+from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
 from backend.lab.demo.target import train_target, validation_loss
 from backend.lab.demo.training import Progress, Windows, rate_factor
@@ -50,9 +49,9 @@ def stir(module: torch.nn.Module) -> None:
 
 
 @pytest.fixture
-def pair() -> tuple[LlamaForCausalLM, Drafter]:
+def pair() -> tuple[Target, Drafter]:
     torch.manual_seed(3)
-    target = new_target(TINY)
+    target = Target(TINY)
     stir(target)
     drafter = new_drafter(target)
     stir(drafter)
@@ -78,11 +77,12 @@ def tiny_options(run_dir: Path, checkpoint_s: float = 1e9) -> DemoOptions:
 
 
 @torch.no_grad()
-def test_unrolled_training_forward_equals_decoding(pair: tuple[LlamaForCausalLM, Drafter]) -> None:
+def test_unrolled_training_forward_equals_decoding(pair: tuple[Target, Drafter]) -> None:
     target, drafter = pair
     depth, rows = 4, 9
     tokens = torch.randint(0, 97, (2, rows + depth + 1))
-    _, features = logits_and_features(target, tokens, drafter.shape.feature_layers)
+    _, features = target(tokens, feature_layers=drafter.shape.feature_layers)
+    assert features is not None
     unrolled = drafter.unroll(tokens[:, 1:], features[:, :rows], depth)
     for row in range(rows):
         cache = drafter.cache(2, rows + depth)
@@ -94,14 +94,14 @@ def test_unrolled_training_forward_equals_decoding(pair: tuple[LlamaForCausalLM,
 
 
 @torch.no_grad()
-def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[LlamaForCausalLM, Drafter]) -> None:
+def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[Target, Drafter]) -> None:
     target, drafter = pair
     prompt, new_tokens = torch.randint(0, 97, (7,)).tolist(), 40
     # Look at the target's output matrix, so that some drafts are right.
     drafter.lm_head.weight.copy_(target.model.embed_tokens.weight)
     text, drafts, accepted = [*prompt, *sample(target, torch.tensor(prompt), 1)], 0, 0
     while len(text) < len(prompt) + new_tokens:
-        _, features = logits_and_features(target, torch.tensor([text[:-1]]), drafter.shape.feature_layers)
+        _, features = target(torch.tensor([text[:-1]]), feature_layers=drafter.shape.feature_layers)
         cache = drafter.cache(1, 100)
         output = drafter.step(torch.tensor([text[1:]]), drafter.fc(features), cache)[:, -1:]
         draft = [int(drafter.logits(output).argmax())]
@@ -116,22 +116,23 @@ def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[L
     assert 0 < accepted < DRAFT_LENGTH * drafts
 
 
-@torch.no_grad()
-def test_a_target_reloads_identically_and_features_are_the_inputs_of_layers(
-    pair: tuple[LlamaForCausalLM, Drafter], tmp_path: Path
-) -> None:
+def test_target_equals_transformers_on_its_own_files(pair: tuple[Target, Drafter], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
     target, drafter = pair
     save_target(target, tmp_path)
-    reloaded, tokens = load_target(tmp_path), torch.randint(0, 97, (2, 17))
-    inputs: list[torch.Tensor] = []
-    for layer in drafter.shape.feature_layers:
-        reloaded.model.layers[layer].register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
-    logits, features = logits_and_features(reloaded, tokens, drafter.shape.feature_layers)
-    assert torch.equal(logits, target(tokens).logits)
-    assert torch.equal(features, torch.cat(inputs, dim=-1))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokens = torch.randint(0, 97, (2, 17))
+    layers = drafter.shape.feature_layers
+    with torch.no_grad():
+        hidden, features = target(tokens, feature_layers=layers)
+        expected = theirs(tokens, output_hidden_states=True)
+        torch.testing.assert_close(target.logits(hidden), expected.logits, atol=1e-4, rtol=1e-4)
+        states = torch.cat([expected.hidden_states[layer] for layer in layers], dim=-1)
+        torch.testing.assert_close(features, states, atol=1e-4, rtol=1e-4)
 
 
-def test_a_drafter_reloads_identically(pair: tuple[LlamaForCausalLM, Drafter], tmp_path: Path) -> None:
+def test_a_drafter_reloads_identically(pair: tuple[Target, Drafter], tmp_path: Path) -> None:
     target, drafter = pair
     save_drafter(drafter, tmp_path, "some-target")
     reloaded = load_drafter(tmp_path, target.model.embed_tokens.weight)
@@ -141,11 +142,12 @@ def test_a_drafter_reloads_identically(pair: tuple[LlamaForCausalLM, Drafter], t
     assert all(torch.equal(state[key], value) for key, value in drafter.state_dict().items())
 
 
-def test_cached_generation_equals_a_full_forward(pair: tuple[LlamaForCausalLM, Drafter]) -> None:
+def test_cached_generation_equals_a_full_forward(pair: tuple[Target, Drafter]) -> None:
     target, _ = pair
     text = generate(target, torch.randint(0, 97, (3, 5)), 11, torch.zeros(3), torch.Generator())
     with torch.no_grad():
-        assert torch.equal(target(text).logits.argmax(-1)[:, 4:-1], text[:, 5:])
+        hidden, _ = target(text)
+    assert torch.equal(target.logits(hidden).argmax(-1)[:, 4:-1], text[:, 5:])
 
 
 def test_windows_cover_every_epoch_once_behind_a_begin_token() -> None:
@@ -166,7 +168,7 @@ def test_rate_falls_to_zero() -> None:
 
 def test_target_learns_and_resumes_to_the_same_result(tmp_path: Path) -> None:
     stream = counting_stream()
-    begin = validation_loss(new_target(TINY), stream, 32, limit=16)
+    begin = validation_loss(Target(TINY), stream, 32, limit=16)
     whole, progress = train_target(tiny_options(tmp_path / "whole"), stream, stream)
     assert progress.step == 20
     assert validation_loss(whole, stream, 32, limit=16) < begin - 1.0
@@ -174,7 +176,7 @@ def test_target_learns_and_resumes_to_the_same_result(tmp_path: Path) -> None:
     class Interrupted(Exception):
         pass
 
-    def interrupt(_: LlamaForCausalLM, at: Progress) -> None:
+    def interrupt(_: Target, at: Progress) -> None:
         if at.step == 9:
             raise Interrupted
 
@@ -227,7 +229,8 @@ def test_packaged_target_continues_python_with_python() -> None:
     assert tokenize.ERRORTOKEN not in kinds
     assert len(set(continuation.split())) > 3
     with torch.no_grad():
-        loss = torch.nn.functional.cross_entropy(target(ids[None, :-1]).logits[0], ids[1:])
+        hidden, _ = target(ids[None, :-1])
+        loss = torch.nn.functional.cross_entropy(target.logits(hidden)[0], ids[1:])
     assert loss < math.log(20)
 
 
@@ -240,7 +243,7 @@ def test_packaged_drafter_belongs_to_the_packaged_target() -> None:
     assert accept(target, drafter, prompt, 64).length > 1.8
     config = json.loads((DRAFTER_DIR / "config.json").read_text(encoding="utf-8"))
     assert config["speculators_model_type"] == "eagle3"
-    assert config["draft_vocab_size"] == target.config.vocab_size
+    assert config["draft_vocab_size"] == target.shape.vocab_size
 
 
 def test_packaged_files_are_small_and_name_no_machine() -> None:

@@ -21,7 +21,6 @@ from backend.engine.postponed import Span
 from backend.fleet import DraftCounters, DrafterRef
 from backend.lab.demo.checkpoints import load_target
 from backend.lab.demo.generate import generate
-from backend.lab.demo.model import logits_and_features
 from backend.models.checkpoint import load_fc
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import load_config
@@ -51,7 +50,8 @@ def texts() -> Texts:
     prompts = torch.tensor([source[900 * i : 900 * i + PROMPT] for i in range(REQUESTS)])
     with torch.no_grad():
         text = generate(target, prompts, TOKENS, torch.zeros(REQUESTS), torch.Generator())
-        _, rows = logits_and_features(target, text, layers)
+        _, rows = target(text, None, layers)
+    assert rows is not None
     return Texts(text.tolist(), rows)
 
 

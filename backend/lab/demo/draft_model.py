@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from backend.lab.bench.prompts import docstrings
 from backend.lab.demo.checkpoints import load_target, save_target
-from backend.lab.demo.model import new_target, shape_of
+from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions, DraftModelOptions
 from backend.lab.demo.tokenizer import save_tokenizer, token_stream
 from backend.lab.demo.train import RECORD
@@ -39,9 +39,9 @@ def draft_shape(target: Shape, settings: DraftModelOptions) -> Shape:
     )
 
 
-def begin(shape: Shape, target: LlamaForCausalLM) -> LlamaForCausalLM:
+def begin(shape: Shape, target: Target) -> Target:
     """An untrained draft model whose embeddings are the first principal components of the target's."""
-    model = new_target(shape)
+    model = Target(shape)
     embedding = target.model.embed_tokens.weight.detach().float()
     left, scales, _ = torch.linalg.svd(embedding - embedding.mean(0), full_matrices=False)
     components = (left * scales)[:, : shape.hidden_size]
@@ -50,13 +50,11 @@ def begin(shape: Shape, target: LlamaForCausalLM) -> LlamaForCausalLM:
     return model
 
 
-def distillation_loss(
-    model: LlamaForCausalLM, target: LlamaForCausalLM, tokens: Tensor, first_choice: float
-) -> tuple[Tensor, Tensor]:
+def distillation_loss(model: Target, target: Target, tokens: Tensor, first_choice: float) -> tuple[Tensor, Tensor]:
     """Mean cross entropy in nats to the target's distributions, and the share of positions with the target's first choice."""
     with torch.no_grad():
-        goal, choice = goals(target(tokens, use_cache=False).logits.flatten(0, 1), first_choice)
-    drafted = model(tokens, use_cache=False).logits.float().flatten(0, 1)
+        goal, choice = goals(target.logits(target(tokens)[0]).flatten(0, 1), first_choice)
+    drafted = model.logits(model(tokens)[0]).float().flatten(0, 1)
     return functional.cross_entropy(drafted, goal), (drafted.detach().argmax(-1) == choice).float().mean()
 
 
@@ -73,7 +71,7 @@ def train_draft_model(options: DemoOptions, directory: Path) -> float:
     if settings.domain == "prose":
         documents = tuple(Document(str(number), text) for number, text in enumerate(docstrings(documents)))
     windows = Windows(token_stream(tokenizer, documents), settings.length, options.seed)
-    model = begin(draft_shape(shape_of(target), settings), target).to(device)
+    model = begin(draft_shape(target.shape, settings), target).to(device)
     optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, 0.0)
     loss_of = torch.compile(distillation_loss, dynamic=False) if options.compile else distillation_loss
     hits = 0.0
@@ -91,12 +89,7 @@ def train_draft_model(options: DemoOptions, directory: Path) -> float:
 
 
 def _package(
-    options: DemoOptions,
-    model: LlamaForCausalLM,
-    tokenizer: PreTrainedTokenizerFast,
-    progress: Progress,
-    hits: float,
-    directory: Path,
+    options: DemoOptions, model: Target, tokenizer: PreTrainedTokenizerFast, progress: Progress, hits: float, directory: Path
 ) -> None:
     description = {
         "command": f"python -m backend.lab.demo --draft-model --draft-model-minutes {options.draft_model.minutes:g}"

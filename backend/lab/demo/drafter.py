@@ -15,10 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaForCausalLM
 
 from backend.lab.demo.generate import generated_rows
-from backend.lab.demo.model import logits_and_features, shape_of
+from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions, DrafterOptions
 from backend.lab.demo.training import Progress, Rows, Windows, goals, resolve_device, train
 from backend.learning.head import Drafter, DrafterShape
@@ -52,16 +51,15 @@ def default_feature_layers(layers: int) -> tuple[int, ...]:
     return (layers - 3, layers - 2, layers - 1)
 
 
-def new_drafter(target: LlamaForCausalLM) -> Drafter:
+def new_drafter(target: Target) -> Drafter:
     """A new drafter that starts from its target's last layer, output matrix and norm.
 
     `fc` starts as a copy of the last feature, which is the input of that layer; weights for embeddings start random and small.
     """
-    sizes = shape_of(target)
-    shape = DrafterShape(replace(sizes, num_hidden_layers=1), default_feature_layers(sizes.num_hidden_layers))
+    shape = DrafterShape(replace(target.shape, num_hidden_layers=1), default_feature_layers(target.shape.num_hidden_layers))
     embeddings = target.model.embed_tokens.weight
     drafter = Drafter(shape, embeddings).to(embeddings.device)
-    last, block, hidden = target.model.layers[-1], drafter.block, sizes.hidden_size
+    last, block, hidden = target.model.last_block, drafter.block, target.shape.hidden_size
     with torch.no_grad():
         drafter.lm_head.weight.copy_(embeddings)
         drafter.norm.weight.copy_(target.model.norm.weight)
@@ -79,7 +77,7 @@ def new_drafter(target: LlamaForCausalLM) -> Drafter:
 
 
 def drafter_rows(
-    target: LlamaForCausalLM, stream: npt.NDArray[np.int32], settings: DrafterOptions, seed: int
+    target: Target, stream: npt.NDArray[np.int32], settings: DrafterOptions, seed: int
 ) -> tuple[FixedRows, FixedRows]:
     """The short and the long training rows: text that the target generated at several temperatures, and source code."""
     sets: list[FixedRows] = []
@@ -101,9 +99,7 @@ def unroll_depth(fraction: float, depth: int) -> int:
     return min(depth, 2) if fraction < 0.45 else depth
 
 
-def _kept_rows(
-    path: Path, target: LlamaForCausalLM, stream: npt.NDArray[np.int32], options: DemoOptions
-) -> tuple[FixedRows, FixedRows]:
+def _kept_rows(path: Path, target: Target, stream: npt.NDArray[np.int32], options: DemoOptions) -> tuple[FixedRows, FixedRows]:
     """The training rows, generated once per run directory."""
     if not path.exists():
         short, long = drafter_rows(target, stream, options.drafter, options.seed)
@@ -114,17 +110,15 @@ def _kept_rows(
         return FixedRows(kept["short"], options.seed), FixedRows(kept["long"], options.seed)
 
 
-def unrolled_loss(
-    drafter: Drafter, target: LlamaForCausalLM, tokens: Tensor, depth: int, first_choice: float
-) -> tuple[Tensor, Tensor]:
+def unrolled_loss(drafter: Drafter, target: Target, tokens: Tensor, depth: int, first_choice: float) -> tuple[Tensor, Tensor]:
     """Weighted cross entropy over the draft positions, and each position's share of first choices that are the target's.
 
     `tokens` is `[batch, length]`.  The second result is `[depth]`.
     """
     rows = tokens.shape[1] - depth - 1
     with torch.no_grad():
-        logits, features = logits_and_features(target, tokens, drafter.shape.feature_layers)
-        goal, choice = goals(logits, first_choice)
+        hidden, features = target(tokens, feature_layers=drafter.shape.feature_layers)
+        goal, choice = goals(target.logits(hidden), first_choice)
     outputs = drafter.unroll(tokens[:, 1:], features[:, :rows], depth)
     losses: list[Tensor] = []
     hits: list[Tensor] = []
@@ -137,7 +131,7 @@ def unrolled_loss(
     return (torch.stack(losses) * weights).sum() / weights.sum(), torch.stack(hits)
 
 
-def train_drafter(options: DemoOptions, target: LlamaForCausalLM, stream: npt.NDArray[np.int32]) -> tuple[Drafter, Progress]:
+def train_drafter(options: DemoOptions, target: Target, stream: npt.NDArray[np.int32]) -> tuple[Drafter, Progress]:
     """Train a drafter for `target` until the budget is spent, resuming from `run_dir`; `stream` holds token ids."""
     settings, device = options.drafter, resolve_device(options.device)
     torch.manual_seed(options.seed)

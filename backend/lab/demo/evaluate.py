@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from backend.lab.demo.generate import generate, prompt_lengths
-from backend.lab.demo.model import logits_and_features
+from backend.lab.demo.model import Target
 from backend.lab.demo.target import validation_loss
 from backend.lab.demo.training import Windows
 from backend.learning.head import Drafter
@@ -62,12 +61,12 @@ def validation_prompts(stream: npt.NDArray[np.int32]) -> list[list[int]]:
 
 
 @torch.no_grad()
-def accept(target: LlamaForCausalLM, drafter: Drafter, prompt: list[int], new_tokens: int) -> Acceptance:
+def accept(target: Target, drafter: Drafter, prompt: list[int], new_tokens: int) -> Acceptance:
     """Greedy speculative decoding of one prompt until at least `new_tokens` are emitted."""
     prompts = torch.tensor(prompt, device=drafter.fc.weight.device)
     text = prompts.new_tensor([[*prompt, *sample(target, prompts, new_tokens + DRAFT_LENGTH)]])
     rows = text.shape[1] - DRAFT_LENGTH - 1
-    _, features = logits_and_features(target, text[:, :rows], drafter.shape.feature_layers)
+    _, features = target(text[:, :rows], feature_layers=drafter.shape.feature_layers)
     outputs = drafter.unroll(text[:, 1:], features, DRAFT_LENGTH)
     # Row p drafts the tokens from position p + 2 on.
     hits = [drafter.logits(output).argmax(-1)[0] == text[0, i + 2 : i + 2 + rows] for i, output in enumerate(outputs)]
@@ -82,21 +81,21 @@ def accept(target: LlamaForCausalLM, drafter: Drafter, prompt: list[int], new_to
     return Acceptance(drafts, tuple(accepted))
 
 
-def acceptance(target: LlamaForCausalLM, drafter: Drafter, stream: npt.NDArray[np.int32]) -> Acceptance:
+def acceptance(target: Target, drafter: Drafter, stream: npt.NDArray[np.int32]) -> Acceptance:
     """Acceptance over prompts from `stream`; `ACCEPTANCE_PLAN` describes them."""
     runs = [accept(target, drafter, prompt, NEW_TOKENS) for prompt in validation_prompts(stream)]
     by_position = tuple(sum(counts) for counts in zip(*(run.accepted_by_position for run in runs), strict=True))
     return Acceptance(sum(run.drafts for run in runs), by_position)
 
 
-def evaluate(target: LlamaForCausalLM, drafter: Drafter, stream: npt.NDArray[np.int32], length: int) -> Scores:
+def evaluate(target: Target, drafter: Drafter, stream: npt.NDArray[np.int32], length: int) -> Scores:
     """All figures of a pair over the validation stream."""
     return Scores(validation_loss(target, stream, length), acceptance(target, drafter, stream))
 
 
-def sample(target: LlamaForCausalLM, prompt: Tensor, new_tokens: int) -> list[int]:
+def sample(target: Target, prompt: Tensor, new_tokens: int) -> list[int]:
     """Greedy continuation of `prompt` `[n]`, without the prompt."""
-    device = target.device
+    device = target.model.embed_tokens.weight.device
     text = generate(target, prompt[None].to(device), new_tokens, torch.zeros(1, device=device), torch.Generator(device=device))
     continuation: list[int] = text[0, len(prompt) :].tolist()
     return continuation

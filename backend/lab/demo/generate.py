@@ -9,15 +9,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
+from backend.lab.demo.model import Target
 from backend.lab.demo.training import Windows
 
 
 @torch.no_grad()
-def generate(
-    target: LlamaForCausalLM, prompts: Tensor, new_tokens: int, temperatures: Tensor, source: torch.Generator
-) -> Tensor:
+def generate(target: Target, prompts: Tensor, new_tokens: int, temperatures: Tensor, source: torch.Generator) -> Tensor:
     """Continue `prompts` `[batch, n]` by `new_tokens`, row i at `temperatures[i]`; 0 is greedy.
 
     Sampling adds Gumbel noise scaled by the temperature and takes the maximum.  It draws from the softmax, and needs no special
@@ -26,10 +24,11 @@ def generate(
     batch, prompt_length = prompts.shape
     text = torch.empty(batch, prompt_length + new_tokens, dtype=torch.long, device=prompts.device)
     text[:, :prompt_length] = prompts
-    fresh, cache = prompts, None
+    caches = target.caches(batch, prompt_length + new_tokens)
+    fresh = prompts
     for place in range(prompt_length, prompt_length + new_tokens):
-        output = target(fresh, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        scores, cache = output.logits[:, -1], output.past_key_values
+        hidden, _ = target(fresh, caches)
+        scores = target.logits(hidden[:, -1])
         noise = torch.empty_like(scores).exponential_(generator=source).log_().neg_()
         fresh = (scores + temperatures[:, None] * noise).argmax(-1, keepdim=True)
         text[:, place : place + 1] = fresh
@@ -50,7 +49,7 @@ def row_temperatures(mixture: Sequence[tuple[float, float]], count: int) -> list
 
 
 def generated_rows(
-    target: LlamaForCausalLM,
+    target: Target,
     stream: npt.NDArray[np.int32],
     rows: int,
     length: int,
@@ -59,7 +58,7 @@ def generated_rows(
     batch: int = 128,
 ) -> npt.NDArray[np.int32]:
     """`[rows, length]`: prompts of 16 to 128 tokens of `stream`, continued by the target at mixed temperatures."""
-    device = target.device
+    device = target.model.embed_tokens.weight.device
     prompts = Windows(stream, 128, seed)
     source = torch.Generator(device=device).manual_seed(seed)
     parts: list[npt.NDArray[np.int32]] = []

@@ -1,64 +1,85 @@
-"""The demo's target: transformers' Llama with tied embeddings, and the features that an EAGLE head reads from it."""
+"""The small Llama that the demo trains, built from the layers in `backend/learning/layers.py`.
+
+Parameters have the names of transformers' `LlamaForCausalLM`, so a state dict can be saved as a checkpoint.
+"""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.nn import functional
 
-from backend.lab.demo.tokenizer import BEGIN_ID, END_ID, PAD_ID
-from backend.learning.layers import Shape, initialise
-
-
-def llama_config(shape: Shape, layers: int, tied: bool) -> dict[str, Any]:
-    """The `config.json` of a Llama of these sizes."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": BEGIN_ID,
-        "eos_token_id": END_ID,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": shape.intermediate_size,
-        "max_position_embeddings": shape.max_position_embeddings,
-        "mlp_bias": False,
-        "model_type": "llama",
-        "num_attention_heads": shape.num_attention_heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": shape.num_key_value_heads,
-        "pad_token_id": PAD_ID,
-        "rms_norm_eps": shape.rms_norm_eps,
-        "rope_scaling": None,
-        "rope_theta": shape.rope_theta,
-        "tie_word_embeddings": tied,
-        "torch_dtype": "float32",
-        "use_cache": True,
-        "vocab_size": shape.vocab_size,
-    }
+from backend.learning.layers import MLP, Attention, LayerCache, RMSNorm, Rotary, Shape, initialise
 
 
-def new_target(shape: Shape) -> LlamaForCausalLM:
-    """An untrained target; its layers add nothing yet."""
-    target = LlamaForCausalLM(LlamaConfig(**llama_config(shape, shape.num_hidden_layers, tied=True)))
-    target.model.apply(initialise)
-    for block in target.model.layers:
-        nn.init.zeros_(block.self_attn.o_proj.weight)
-        nn.init.zeros_(block.mlp.down_proj.weight)
-    return target
+class Block(nn.Module):
+    """One decoder layer of the target."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape, shape.hidden_size)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape)
+
+    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, cache)
+        output: Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
+        return output
 
 
-def shape_of(target: LlamaForCausalLM) -> Shape:
-    """The sizes of a target without scaled rotary positions."""
-    config = target.config
-    sizes = {name: getattr(config, name) for name in Shape.__dataclass_fields__ if hasattr(config, name)}
-    return Shape(**sizes, rope_theta=config.rope_parameters["rope_theta"])
+class Trunk(nn.Module):
+    """Embeddings, layers and final norm: the part that transformers calls `model`."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.num_hidden_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.rotary = Rotary(shape)
+
+    @property
+    def last_block(self) -> Block:
+        block = self.layers[-1]
+        assert isinstance(block, Block)
+        return block
 
 
-def logits_and_features(target: LlamaForCausalLM, tokens: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Next-token scores `[batch, tokens, vocab]`, and features: the inputs of n layers, `[batch, tokens, n * hidden]`."""
-    output = target(tokens, output_hidden_states=True, use_cache=False)
-    return output.logits, torch.cat([output.hidden_states[layer] for layer in layers], dim=-1)
+class Target(nn.Module):
+    """A Llama language model with tied embeddings."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.model = Trunk(shape)
+        self.apply(initialise)
+        for block in self.model.layers:
+            nn.init.zeros_(block.self_attn.o_proj.weight)  # type: ignore[union-attr, arg-type]
+            nn.init.zeros_(block.mlp.down_proj.weight)  # type: ignore[union-attr, arg-type]
+
+    def caches(self, batch: int, capacity: int) -> list[LayerCache]:
+        like = self.model.embed_tokens.weight.detach()
+        return [LayerCache.empty(self.shape, batch, capacity, like) for _ in self.model.layers]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token scores `[..., vocab]` of final hidden states `[..., hidden]`."""
+        return functional.linear(hidden, self.model.embed_tokens.weight)
+
+    def forward(
+        self, tokens: Tensor, caches: Sequence[LayerCache] | None = None, feature_layers: Sequence[int] = ()
+    ) -> tuple[Tensor, Tensor | None]:
+        """Final hidden states `[batch, tokens, hidden]` of `tokens` `[batch, tokens]`, and the features or None.
+
+        Features are the inputs of the n layers in `feature_layers`, side by side: `[batch, tokens, n * hidden]`.
+        """
+        start = caches[0].length if caches else 0
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        rotation = self.model.rotary(positions)
+        hidden: Tensor = self.model.embed_tokens(tokens)
+        inputs: dict[int, Tensor] = {}
+        for index, block in enumerate(self.model.layers):
+            if index in feature_layers:
+                inputs[index] = hidden
+            hidden = block(hidden, rotation, caches[index] if caches else None)
+        features = torch.cat([inputs[index] for index in feature_layers], dim=-1) if feature_layers else None
+        return self.model.norm(hidden), features

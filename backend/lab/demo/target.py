@@ -12,9 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaForCausalLM
 
-from backend.lab.demo.model import new_target
+from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.training import Progress, Windows, resolve_device, train
 from backend.learning.layers import Shape
@@ -35,21 +34,21 @@ def target_shape(options: DemoOptions) -> Shape:
     )
 
 
-def next_token_loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+def next_token_loss(model: Target, tokens: Tensor) -> Tensor:
     """Mean cross entropy in nats of each of `tokens[:, 1:]`, given the tokens before it; `tokens` is `[batch, length + 1]`."""
-    logits = model(tokens[:, :-1], use_cache=False).logits
-    return functional.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+    hidden, _ = model(tokens[:, :-1])
+    return functional.cross_entropy(model.logits(hidden).float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @torch.no_grad()
 def validation_loss(
-    model: LlamaForCausalLM, stream: npt.NDArray[np.int32], length: int, limit: int | None = None, batch: int = 8
+    model: Target, stream: npt.NDArray[np.int32], length: int, limit: int | None = None, batch: int = 8
 ) -> float:
     """Mean loss per token over consecutive windows of `stream`, or over `limit` of them at equal distances.
 
     Every window starts with `<|begin|>` and an empty context, as in training.  Computed in float32.
     """
-    device = model.device
+    device = model.model.embed_tokens.weight.device
     count = (len(stream) - 1) // length
     order = list(range(count))
     if limit is not None and limit < count:
@@ -66,15 +65,15 @@ def train_target(
     options: DemoOptions,
     train_stream: npt.NDArray[np.int32],
     validation: npt.NDArray[np.int32],
-    on_checkpoint: Callable[[LlamaForCausalLM, Progress], None] | None = None,
-) -> tuple[LlamaForCausalLM, Progress]:
+    on_checkpoint: Callable[[Target, Progress], None] | None = None,
+) -> tuple[Target, Progress]:
     """Train until the budget is spent, resuming from a checkpoint in `run_dir` if there is one.
 
     `train_stream` and `validation` are token streams.  `on_checkpoint` is called after every checkpoint but the last.
     """
     settings, device = options.target, resolve_device(options.device)
     torch.manual_seed(options.seed)
-    model = new_target(target_shape(options)).to(device)
+    model = Target(target_shape(options)).to(device)
     optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
     loss_of = torch.compile(next_token_loss, dynamic=False) if options.compile else next_token_loss
     short = Windows(train_stream, settings.length, options.seed)

@@ -13,11 +13,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from backend.lab.demo.checkpoints import save_drafter, save_target
 from backend.lab.demo.drafter import train_drafter
 from backend.lab.demo.evaluate import ACCEPTANCE_PLAN, Scores, evaluate, sample
+from backend.lab.demo.model import Target
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.target import train_target
 from backend.lab.demo.tokenizer import save_tokenizer, token_stream, train_tokenizer
@@ -81,9 +82,7 @@ def prepare_data(options: DemoOptions) -> Data:
     )
 
 
-def package(
-    options: DemoOptions, data: Data, target: LlamaForCausalLM, drafter: Drafter, description: Mapping[str, Any]
-) -> None:
+def package(options: DemoOptions, data: Data, target: Target, drafter: Drafter, description: Mapping[str, Any]) -> None:
     """Write both models, each with the training record, to their directories."""
     text = json.dumps(description, indent=2) + "\n"
     with replacing(Path(options.target_dir)) as fresh:

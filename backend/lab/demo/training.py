@@ -29,7 +29,9 @@ LOGGER = logging.getLogger(__name__)
 
 def resolve_device(name: str) -> torch.device:
     """The device of this name; `auto` is CUDA if available, else the CPU."""
-    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name)
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name)
 
 
 def rate_factor(fraction: float) -> float:
