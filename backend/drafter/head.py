@@ -194,7 +194,7 @@ class Head:
 
         All branches of a sequence are queries of one call, so the rows they share are read once, in place.
         """
-        pieces = queries.split(rows.counts)
+        pieces = queries.split_with_sizes(rows.counts)
         attended = [
             self._attend(index, piece, start, mask[:, :length])
             for piece, start, length, mask in zip(pieces, rows.starts, rows.lengths, masks, strict=True)
@@ -216,9 +216,9 @@ class Head:
     def _attend_all(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
         """Attention of every row to its sequence's rows up to itself (inner layers).  In and out: `[rows, query_width]`."""
         attended = []
-        for piece, start, length in zip(queries.split(rows.counts), rows.starts, rows.lengths, strict=True):
+        for piece, start, length in zip(queries.split_with_sizes(rows.counts), rows.starts, rows.lengths, strict=True):
             before = length - len(piece)
-            for part in piece.split(QUERY_CHUNK):
+            for part in torch.split(piece, QUERY_CHUNK):
                 visible = torch.ones(len(part), before + len(part), dtype=torch.bool, device=self.device).tril(before)
                 attended.append(self._attend(index, part, start, visible.repeat_interleave(self.group, 0)))
                 before += len(part)
