@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.engine_gateway import EngineFleet, engine_fleet
 from tests.support.fake_verifier import eventually
+from tests.support.processes import Verifier
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
 
@@ -99,16 +100,15 @@ async def test_what_a_request_generated_drafts_for_the_next_one_at_another_verif
     async with engine_fleet(verifiers=2, drafters=1, mode="sync") as fleet:
         first, second = fleet.verifiers
 
-        async def only_at(serving: Any, other: Any) -> None:
-            fleet.set_state(serving, "ready")
-            fleet.set_state(other, "draining")
+        async def only_at(serving: Verifier) -> None:
+            fleet.route_only_to(serving)
             await eventually(lambda: [link.member.id for link in fleet.core.routable()] == [serving.name])
 
-        await only_at(first, second)
+        await only_at(first)
         text, told, _ = await ask(fleet, {"learn": True})
         assert "shared" not in {each["source"] for each in told["sources"]}
         await ask(fleet, {"learn": False}, seed=6)
-        await only_at(second, first)
+        await only_at(second)
         _, alone, _ = await ask(fleet, {"learn": True}, seed=6)
         assert not [each for each in alone["sources"] if each["source"] == "shared" and each["accepted"] > TOKENS / 4]
         same, shared, _ = await ask(fleet, {"learn": True})

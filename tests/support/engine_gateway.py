@@ -29,12 +29,18 @@ class EngineFleet:
     """The parts of the fleet that tests use."""
 
     server: GatewayServer
+    directory: StaticDirectory
     verifiers: list[Verifier]
     http: httpx.AsyncClient
 
     @property
     def core(self) -> FleetCore:
         return self.server.gateway.client.core
+
+    def route_only_to(self, serving: Verifier) -> None:
+        """From the next look at the directory on, the other verifiers get no new requests."""
+        states = {each.name: "ready" if each is serving else "draining" for each in self.verifiers}
+        self.directory.set_members([msgspec.structs.replace(each, state=states[each.id]) for each in self.directory.members])
 
     async def quiet(self, timeout_s: float = 20.0) -> None:
         """Waits until no request is in flight at the gateway or at any connected verifier."""
@@ -74,4 +80,4 @@ async def engine_fleet(
         settings = Settings.model_validate(sections | {"gateway": {"port": 0, "balance_interval_s": 0, **gateway}})
         server = GatewayServer(settings, directory, str(TARGET_DIR), model_name="demo")
         async with serving(server, verifiers) as (http, _):
-            yield EngineFleet(server, real, http)
+            yield EngineFleet(server, directory, real, http)

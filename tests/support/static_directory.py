@@ -13,15 +13,15 @@ class StaticDirectory:
 
     def __init__(self, members: Sequence[Member] = ()) -> None:
         self._version = 0
-        self._members: list[Member] = []
+        self.members: list[Member] = []
         self.set_members(members)
 
     def set_members(self, members: Sequence[Member]) -> None:
         self._version += 1
-        self._members = list(members)
+        self.members = list(members)
 
     async def snapshot(self) -> FleetSnapshot:
-        views = [MemberView(member, 0.0) for member in self._members]
+        views = [MemberView(member, 0.0) for member in self.members]
         return FleetSnapshot(self._version, views, [], {})
 
     async def look(self) -> FleetSnapshot:
