@@ -11,28 +11,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 from vllm.v1.engine import FinishReason
+from vllm.v1.outputs import LogprobsLists
 
-from backend.config.sources import ConfigError
+from backend.config import Settings
+from backend.config.sources import CommandError, ConfigError
 from backend.coordinator import CoordinatorUnavailable
+from backend.engine.client import EngineClient, fixed_sampling
+from backend.engine.front.offline import Front, Responses, response_row
 from backend.fleet import FleetSnapshot, MemberView, VerifierStats
 from backend.fleet.members import MemberState
 from backend.fleet.speed import Speed
 from backend.fleet.stats import Weights
+from backend.models.demo import TARGET_DIR
 from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.rollout import run as run_module
 from backend.rollout.bar import Bar
 from backend.rollout.outcome import Round
-from backend.rollout.requests import Request
-from backend.rollout.run import RolloutError, RoundRunner, Sampling
+from backend.rollout.requests import Request, Tokenizer
+from backend.rollout.run import RolloutError, RoundRunner
 from backend.rollout.tables import markov_table, whole_requests
 from backend.rollout.trace import Case
 from backend.rollout.workers import STARVED_S, Workers
 from backend.routing.balance import Limits
 from backend.wire.engine import FIXED_RESPONSE
-from tests.support.fake_verifier import FakeVerifier, Sequence
+from tests.support.fake_verifier import FakeVerifier, Sequence, count_up
 
 LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
 
@@ -41,7 +47,8 @@ def requests() -> list[Request]:
     made = []
     for number, length in enumerate(LENGTHS):
         tokens = [100 * number + j for j in range(length)]
-        made.append(Request(number, Case(number, f"p{number}", "g"), [1, 2, number], tokens, length, length))
+        params = fixed_sampling(tokens, 0.0)
+        made.append(Request(number, Case(number, f"p{number}", "g"), [1, 2, number], tokens, params, length))
     return made
 
 
@@ -128,11 +135,15 @@ async def stall(verifier: FakeVerifier, sequence: Sequence) -> None:
 
 
 def play(fleet: Fleet, window: int = 3, balance_interval_s: float = 0.0) -> Round:
+    return run(fleet, requests(), Responses(), window, balance_interval_s)
+
+
+def run(fleet: Fleet, asked: list[Request], responses: Responses, window: int = 3, balance_interval_s: float = 0.0) -> Round:
     workers = fleet.workers = Workers(fleet, None)  # type: ignore[arg-type]
     try:
         workers.look()
-        bar = Bar(io.StringIO(), "round 0", len(LENGTHS))
-        return RoundRunner(0, requests(), workers, window, Sampling(0.0, None, None), bar, balance_interval_s).run()
+        bar = Bar(io.StringIO(), "round 0", len(asked))
+        return RoundRunner(0, asked, workers, window, responses, bar, balance_interval_s).run()
     finally:
         workers.close()
 
@@ -140,7 +151,7 @@ def play(fleet: Fleet, window: int = 3, balance_interval_s: float = 0.0) -> Roun
 def check(finished: Round) -> None:
     """Every response is there once, and the rows of the workers tell the same story."""
     wanted = requests()
-    assert finished.responses == {each.case.number: each.fixed for each in wanted}
+    assert {number: finished.tokens(number) for number in finished.responses} == {each.number: each.fixed for each in wanted}
     owned = [part.numbers[each] for part in finished.parts for each in part.completed]
     assert sorted(owned) == list(range(len(wanted))), "every request ended at one worker"
     emitted = dict.fromkeys(owned, 0)
@@ -155,7 +166,7 @@ def check(finished: Round) -> None:
     verified = finished.verifications()
     for ended in whole_requests(finished).values():
         for number, row in ended.items():
-            assert (row.tokens, row.verifications) == (len(finished.responses[number]), len(verified[number]))
+            assert (row.tokens, row.verifications) == (len(finished.tokens(number)), len(verified[number]))
 
 
 def test_all_is_well(fleet: Fleet) -> None:
@@ -220,7 +231,7 @@ def test_a_rollout_that_was_silent_between_rounds_is_known_again(fleet: Fleet) -
         workers.look()
         fleet.call(verifier.clients.clear)
         bar = Bar(io.StringIO(), "round 1", len(LENGTHS))
-        check(RoundRunner(1, requests(), workers, 3, Sampling(0.0, None, None), bar, 0.0).run())
+        check(RoundRunner(1, requests(), workers, 3, Responses(), bar).run())
     finally:
         workers.close()
 
@@ -291,6 +302,182 @@ def test_requests_move_from_a_slow_worker_to_a_fast_one(fleet: Fleet, monkeypatc
     assert not left.completed
     assert sum(row.tokens for row in left.rows.verifications) > 0, "what it had done stays in its tables"
     assert len(done.completed) == len(LENGTHS)
+
+
+def test_no_request_moves_while_others_wait(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A free place is for one that waits; only the rest of a round is spread."""
+    monkeypatch.setattr(run_module, "Limits", partial(Limits, dwell_s=0.0))
+    looks = 0
+    moved_early: list[str] = []
+
+    async def later(verifier: FakeVerifier, sequence: Sequence) -> None:
+        while looks < 10:
+            await asyncio.sleep(0.01)
+        await respond(verifier, sequence)
+
+    slow, fast = fleet.start("verifier-0", stall), fleet.start("verifier-1", later)
+
+    def publish() -> None:
+        nonlocal looks
+        looks += 1
+        if looks < 10:
+            moved_early.extend(each.request_id for each in fast.sequences if each.emitted)
+        for verifier, step_s in ((slow, 9.0), (fast, 0.01)):
+            stats = VerifierStats(verifier.name, 1000.0, "sync", 4, running=1, prefill_tokens=1000, prefill_s=0.1)
+            stats.speed = Speed(step_s, 0.0)
+            fleet.call(partial(verifier.publish, stats))
+
+    fleet.on_look = publish
+    finished = play(fleet, window=2, balance_interval_s=0.01)
+    check(finished)
+    assert not moved_early
+    assert finished.moves == 2
+
+
+def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, front: Front, tokenizer: Tokenizer) -> None:
+    """The first one dies between the two halves of the stop string; the second one has emitted more than it."""
+    written = tokenizer.response("    return value + other\n\n\nclass Other:\n")
+    prompt = tokenizer.prompt("def add(value, other):\n")
+    text = tokenizer.text(written)
+    half = next(n for n in range(len(written)) if "return val" in tokenizer.text(written[:n]))
+    params = front.params(prompt, {"stop": [text[text.index("val") :][:12]], "logprobs": 1, "max_tokens": 200})
+
+    def emit(sequence: Sequence, tokens: list[int]) -> None:
+        places = len(tokens)
+        logprobs = LogprobsLists(
+            np.array([[token, 9] for token in tokens]), np.array([[-0.5, -1.5]] * places), np.array([1] * places)
+        )
+        sequence.emit(tokens, logprobs=logprobs)
+
+    async def begin(verifier: FakeVerifier, sequence: Sequence) -> None:
+        emit(sequence, written[:half])
+
+    async def go_on(verifier: FakeVerifier, sequence: Sequence) -> None:
+        assert sequence.emitted == written[:half]
+        emit(sequence, written[half:])
+        await sequence.aborted.wait()
+        verifier.rows.requests.append(RequestRow(sequence.request_id, 0.0, 0.0, 1.0, 3, 99, 1, 0, 0, "abort", False, half))
+
+    doomed = fleet.start("verifier-0", begin)
+
+    def replace_it() -> None:
+        known = fleet.workers.present.get("verifier-0") if fleet.workers is not None else None
+        if (
+            known is not None
+            and fleet.verifiers["verifier-0"] is doomed
+            and any(a.tokens for a in known.client.answers.values())
+        ):
+            fleet.kill("verifier-0")
+            fleet.start("verifier-0", go_on)
+
+    fleet.on_look = replace_it
+    finished = run(fleet, [Request(0, Case(0, "p", ""), prompt, None, params, 50)], front.responses())
+    row = response_row(finished.responses[0])
+    assert row["text"] == text[: text.index("val")]
+    assert (row["finish_reason"], row["stop_reason"]) == ("stop", params.stop[0])
+    kept = len(row["token_ids"])
+    assert half < kept < len(written)
+    assert row["token_ids"] == written[:kept], "what came after the stop string is gone"
+    assert len(row["logprobs"]["content"]) == kept
+    assert row["logprobs"]["content"][-1] == {
+        "token_id": written[kept - 1],
+        "logprob": -0.5,
+        "rank": 1,
+        "top_logprobs": [
+            {"token_id": written[kept - 1], "logprob": -0.5, "rank": 1},
+            {"token_id": 9, "logprob": -1.5, "rank": 1},
+        ],
+    }
+    assert whole_requests(finished)[0][0].tokens == kept
+
+
+def test_a_seed_makes_a_seed_of_every_free_response(fleet: Fleet, front: Front) -> None:
+    verifier = fleet.start("verifier-0", count_and_tell)
+    params = front.params([1, 2], {"max_tokens": 2})
+    asked = [Request(n, Case(n, "p", ""), [1, 2], None, params, 2, seed) for n, seed in ((0, None), (1, None), (2, 7))]
+    workers = fleet.workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        workers.look()
+        RoundRunner(0, asked, workers, 3, front.responses(), Bar(io.StringIO(), "", 3), seed=5).run()
+    finally:
+        workers.close()
+    seeds = {each.request_id: each.request.sampling_params.seed for each in verifier.sequences}
+    assert seeds["0-2-1"] == 7, "a prompt's own seed comes first"
+    assert len(set(seeds.values())) == 3
+    assert None not in seeds.values()
+
+
+async def count_and_tell(verifier: FakeVerifier, sequence: Sequence) -> None:
+    await count_up(verifier, sequence)
+    verifier.rows.requests.append(RequestRow(sequence.request_id, 0.0, 0.0, 1.0, 2, 2, 2, 0, 0, "length", False))
+
+
+@pytest.fixture(scope="module")
+def front() -> Front:
+    return Front(Settings(), str(TARGET_DIR))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(TARGET_DIR))
+
+
+def test_weights_follow_those_that_gateways_have_had_loaded(fleet: Fleet) -> None:
+    """A rollout that has joined a fleet counts on where its gateways are, and goes back to their weights."""
+    first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
+    theirs = Weights(5, "five", "/w/five")
+    first.weights = second.weights = theirs
+    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
+    try:
+        workers.look()
+        assert workers.weights == theirs
+        second.failure = "ValueError: no such directory"
+        assert workers.load(Path("/w/step-1"))
+        assert first.utilities == [("reload_weights", ["/w/step-1", "step-1", 6]), ("reload_weights", ["/w/five", "five", 7])]
+        second.failure = None
+        assert workers.load(Path("/w/step-2")) == ""
+        assert first.weights == second.weights == Weights(8, "step-2", "/w/step-2")
+    finally:
+        workers.close()
+
+
+def test_verifiers_hear_of_a_rollout_whose_weights_another_one_still_loads(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.start("verifier-0", respond)
+    slow = fleet.start("verifier-1", respond)
+    pings = Counter[str]()
+
+    def end_when_pinged() -> None:
+        if pings["verifier-0"] >= 2 and "verifier-1" in fleet.verifiers:
+            fleet.kill("verifier-1")
+
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        workers.look()
+        slow.hung = True
+        client = workers.present["verifier-0"].client
+        monkeypatch.setattr(client, "ping", lambda: (pings.update(["verifier-0"]), EngineClient.ping(client)))
+        fleet.on_look = end_when_pinged
+        assert workers.load(Path("/w/step-1")) == ""
+    finally:
+        workers.close()
+
+
+def test_weights_that_came_as_tensors_cannot_come_back(fleet: Fleet) -> None:
+    first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
+    first.weights = second.weights = Weights(5, "five", None)
+    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
+    try:
+        workers.look()
+        second.failure = "ValueError: no such directory"
+        with pytest.raises(CommandError, match="/w/step-1: not all verifiers could load it, and the weights before came as"):
+            workers.load(Path("/w/step-1"))
+        fleet.start("verifier-2", respond)
+        workers.look()
+        assert "verifier-2" not in workers.present, "it has the weights of the start"
+    finally:
+        workers.close()
 
 
 def test_new_weights_are_all_verifiers_or_none(fleet: Fleet) -> None:
