@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from backend.config.sources import CommandError, ConfigError
 from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.actor import CoordinatorHandle
-from backend.engine.client import EngineClient, EngineRefused
+from backend.engine.client import PING_EVERY_S, EngineClient, EngineRefused
 from backend.fleet import Member
 from backend.fleet.stats import Weights
 from backend.records.kept import RowBatch
@@ -143,15 +143,19 @@ class Workers:
     def _renew(self, wanted: Weights) -> dict[str, str]:
         """Asks all verifiers to load these weights; returns, when all have answered, the failures by verifier name."""
         asked: dict[Worker, int] = {}
+        pinged = 0.0
         while True:
             for worker in self.present.values():
                 if worker not in asked:
                     asked[worker] = worker.client.call("reload_weights", wanted.path, wanted.version, wanted.update)
             if all(asked[each] in each.client.results for each in self.present.values()):
                 break
-            self.hub.poll(ANSWER_S)
+            if time.monotonic() - pinged > PING_EVERY_S:
+                # Verifiers that have loaded them already must not forget this rollout meanwhile.
+                pinged = time.monotonic()
+                self.tend()
+            self.hub.poll(PING_EVERY_S)
             for worker in self.present.values():
-                worker.client.ping()  # those that have loaded them already must not forget this rollout meanwhile
                 worker.client.receive()
             self.look()
         results = {each.name: each.client.results[asked[each]] for each in self.present.values()}

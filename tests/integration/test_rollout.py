@@ -131,7 +131,11 @@ def test_the_report_calls_acceptance_what_it_is(out: Path) -> None:
     assert "teacher-forced" in (out / "step5" / "round1" / "report.md").read_text()
 
 
-OWN = ({"stop": ["\n"], "logprobs": 2}, {"structured_outputs": {"choice": ["yes", "no"]}}, {"seed": 11, "temperature": 1})
+OWN = (
+    {"stop": ["e"], "logprobs": 2, "max_tokens": 200},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"seed": 11, "temperature": 1},
+)
 """Sampling parameters of the first prompts."""
 
 
@@ -167,8 +171,8 @@ def test_a_fleet_that_is_joined_gives_each_prompt_its_own_sampling_and_new_weigh
         }
         assert lengths == {row["req_id"]: len(row["token_ids"]) for row in rows}
         for row in rows[:2]:
-            assert "\n" not in row["text"]
-            assert (row["finish_reason"], row["stop_reason"]) == ("stop", "\n")
+            assert "e" not in row["text"]
+            assert (row["finish_reason"], row["stop_reason"]) == ("stop", "e")
             content = row["logprobs"]["content"]
             assert [each["token_id"] for each in content] == row["token_ids"]
             assert all(2 <= len(each["top_logprobs"]) <= 3 and each["logprob"] <= 0 for each in content)

@@ -4,41 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import io
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from msgspec.structs import replace
 from vllm.v1.engine import FinishReason
-from vllm.v1.outputs import LogprobsLists
 
-from backend.config import Settings
-from backend.config.sources import CommandError, ConfigError
+from backend.config.sources import ConfigError
 from backend.coordinator import CoordinatorUnavailable
-from backend.engine.client import EngineClient, fixed_sampling
-from backend.engine.front.offline import Front, Responses, response_row
-from backend.fleet import FleetSnapshot, MemberView, VerifierStats
-from backend.fleet.members import MemberState
+from backend.engine.client import fixed_sampling
+from backend.engine.front.offline import Responses
+from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
-from backend.fleet.stats import Weights
-from backend.models.demo import TARGET_DIR
-from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.rollout import run as run_module
 from backend.rollout.bar import Bar
 from backend.rollout.outcome import Round
-from backend.rollout.requests import Request, Tokenizer
+from backend.rollout.requests import Request
 from backend.rollout.run import RolloutError, RoundRunner
 from backend.rollout.tables import markov_table, whole_requests
 from backend.rollout.trace import Case
 from backend.rollout.workers import STARVED_S, Workers
 from backend.routing.balance import Limits
-from backend.wire.engine import FIXED_RESPONSE
-from tests.support.fake_verifier import FakeVerifier, Sequence, count_up
+from tests.support.fake_verifier import FakeVerifier, Sequence
+from tests.support.rollout_fleet import Fleet, respond, rollout_fleet, run, stall
 
 LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
 
@@ -52,100 +42,14 @@ def requests() -> list[Request]:
     return made
 
 
-class Fleet:
-    """Verifiers in a thread of their own, and the coordinator's view of them.  `on_look` runs before every snapshot."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.verifiers: dict[str, FakeVerifier] = {}
-        self.states: dict[str, MemberState] = {}
-        """Of those that are not ready."""
-        self.workers: Workers | None = None
-        self._all: list[FakeVerifier] = []
-        self.on_look: Callable[[], None] = lambda: None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def start(self, name: str, behaviour: Any) -> FakeVerifier:
-        async def begin() -> FakeVerifier:
-            verifier = FakeVerifier(self.directory, name)
-            verifier.behaviour = behaviour
-            return verifier.start()
-
-        self.verifiers[name] = asyncio.run_coroutine_threadsafe(begin(), self._loop).result(10)
-        self._all.append(self.verifiers[name])
-        return self.verifiers[name]
-
-    def kill(self, name: str) -> None:
-        self.call(self.verifiers.pop(name).kill)
-
-    def call(self, what: Callable[[], None]) -> None:
-        """Where the verifiers live."""
-        self._loop.call_soon_threadsafe(what)
-
-    def snapshot(self) -> FleetSnapshot:
-        self.on_look()
-        members = [replace(each.member, state=self.states.get(name, "ready")) for name, each in self.verifiers.items()]
-        return FleetSnapshot(1, [MemberView(each, 0.0) for each in members], [], {})
-
-    def close(self) -> None:
-        async def end() -> None:
-            for verifier in self._all:
-                verifier.kill()
-            await asyncio.sleep(0)
-
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
-
-
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr(run_module, "LOOK_S", 0.05)
-    monkeypatch.setattr(run_module, "TEND_S", 0.05)
-    fleet = Fleet(tmp_path)
-    yield fleet
-    fleet.close()
-
-
-async def respond(verifier: FakeVerifier, sequence: Sequence, upto: int | None = None, with_row: bool = True) -> None:
-    """The fixed response, two tokens a step, and the rows of it."""
-    tokens: list[int] = sequence.request.sampling_params.extra_args[FIXED_RESPONSE]
-    brought = len(sequence.emitted)
-    name = sequence.request.request_id
-    verifications = 0
-    for step, begin in enumerate(range(brought, len(tokens) if upto is None else brought + upto, 2)):
-        chunk = tokens[begin : begin + 2]
-        sequence.emit(chunk, FinishReason.LENGTH if begin + 2 >= len(tokens) else None)
-        verifications += 1
-        verifier.rows.verifications.append(VerificationRow(step, name, 3, 1, len(chunk) - 1, len(chunk), "d", False, True))
-        verifier.rows.steps.append(StepRow(step, 1.0, 1.0, 1, 0, len(chunk), 1, len(chunk), 4, 0, 1.0, 1.0, 2.0, {}))
-        await asyncio.sleep(0)
-    if upto is None and with_row:
-        here = len(tokens) - brought
-        row = RequestRow(name, 0.0, 0.0, 1.0, 3, here, verifications, verifications, 0, "length", True, brought)
-        verifier.rows.requests.append(row)
-
-
-async def stall(verifier: FakeVerifier, sequence: Sequence) -> None:
-    """Two tokens, and nothing more."""
-    await respond(verifier, sequence, upto=2)
+    with rollout_fleet(tmp_path, monkeypatch) as fleet:
+        yield fleet
 
 
 def play(fleet: Fleet, window: int = 3, balance_interval_s: float = 0.0) -> Round:
     return run(fleet, requests(), Responses(), window, balance_interval_s)
-
-
-def run(fleet: Fleet, asked: list[Request], responses: Responses, window: int = 3, balance_interval_s: float = 0.0) -> Round:
-    workers = fleet.workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        bar = Bar(io.StringIO(), "round 0", len(asked))
-        return RoundRunner(0, asked, workers, window, responses, bar, balance_interval_s).run()
-    finally:
-        workers.close()
 
 
 def check(finished: Round) -> None:
@@ -332,172 +236,6 @@ def test_no_request_moves_while_others_wait(fleet: Fleet, monkeypatch: pytest.Mo
     check(finished)
     assert not moved_early
     assert finished.moves == 2
-
-
-def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, front: Front, tokenizer: Tokenizer) -> None:
-    """The first one dies between the two halves of the stop string; the second one has emitted more than it."""
-    written = tokenizer.response("    return value + other\n\n\nclass Other:\n")
-    prompt = tokenizer.prompt("def add(value, other):\n")
-    text = tokenizer.text(written)
-    half = next(n for n in range(len(written)) if "return val" in tokenizer.text(written[:n]))
-    params = front.params(prompt, {"stop": [text[text.index("val") :][:12]], "logprobs": 1, "max_tokens": 200})
-
-    def emit(sequence: Sequence, tokens: list[int]) -> None:
-        places = len(tokens)
-        logprobs = LogprobsLists(
-            np.array([[token, 9] for token in tokens]), np.array([[-0.5, -1.5]] * places), np.array([1] * places)
-        )
-        sequence.emit(tokens, logprobs=logprobs)
-
-    async def begin(verifier: FakeVerifier, sequence: Sequence) -> None:
-        emit(sequence, written[:half])
-
-    async def go_on(verifier: FakeVerifier, sequence: Sequence) -> None:
-        assert sequence.emitted == written[:half]
-        emit(sequence, written[half:])
-        await sequence.aborted.wait()
-        verifier.rows.requests.append(RequestRow(sequence.request_id, 0.0, 0.0, 1.0, 3, 99, 1, 0, 0, "abort", False, half))
-
-    doomed = fleet.start("verifier-0", begin)
-
-    def replace_it() -> None:
-        known = fleet.workers.present.get("verifier-0") if fleet.workers is not None else None
-        if (
-            known is not None
-            and fleet.verifiers["verifier-0"] is doomed
-            and any(a.tokens for a in known.client.answers.values())
-        ):
-            fleet.kill("verifier-0")
-            fleet.start("verifier-0", go_on)
-
-    fleet.on_look = replace_it
-    finished = run(fleet, [Request(0, Case(0, "p", ""), prompt, None, params, 50)], front.responses())
-    row = response_row(finished.responses[0])
-    assert row["text"] == text[: text.index("val")]
-    assert (row["finish_reason"], row["stop_reason"]) == ("stop", params.stop[0])
-    kept = len(row["token_ids"])
-    assert half < kept < len(written)
-    assert row["token_ids"] == written[:kept], "what came after the stop string is gone"
-    assert len(row["logprobs"]["content"]) == kept
-    assert row["logprobs"]["content"][-1] == {
-        "token_id": written[kept - 1],
-        "logprob": -0.5,
-        "rank": 1,
-        "top_logprobs": [
-            {"token_id": written[kept - 1], "logprob": -0.5, "rank": 1},
-            {"token_id": 9, "logprob": -1.5, "rank": 1},
-        ],
-    }
-    assert whole_requests(finished)[0][0].tokens == kept
-
-
-def test_a_seed_makes_a_seed_of_every_free_response(fleet: Fleet, front: Front) -> None:
-    verifier = fleet.start("verifier-0", count_and_tell)
-    params = front.params([1, 2], {"max_tokens": 2})
-    asked = [Request(n, Case(n, "p", ""), [1, 2], None, params, 2, seed) for n, seed in ((0, None), (1, None), (2, 7))]
-    workers = fleet.workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        RoundRunner(0, asked, workers, 3, front.responses(), Bar(io.StringIO(), "", 3), seed=5).run()
-    finally:
-        workers.close()
-    seeds = {each.request_id: each.request.sampling_params.seed for each in verifier.sequences}
-    assert seeds["0-2-1"] == 7, "a prompt's own seed comes first"
-    assert len(set(seeds.values())) == 3
-    assert None not in seeds.values()
-
-
-async def count_and_tell(verifier: FakeVerifier, sequence: Sequence) -> None:
-    await count_up(verifier, sequence)
-    verifier.rows.requests.append(RequestRow(sequence.request_id, 0.0, 0.0, 1.0, 2, 2, 2, 0, 0, "length", False))
-
-
-@pytest.fixture(scope="module")
-def front() -> Front:
-    return Front(Settings(), str(TARGET_DIR))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(str(TARGET_DIR))
-
-
-def test_weights_follow_those_that_gateways_have_had_loaded(fleet: Fleet) -> None:
-    """A rollout that has joined a fleet counts on where its gateways are, and goes back to their weights."""
-    first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
-    theirs = Weights(5, "five", "/w/five")
-    first.weights = second.weights = theirs
-    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
-    try:
-        workers.look()
-        assert workers.weights == theirs
-        second.failure = "ValueError: no such directory"
-        assert workers.load(Path("/w/step-1"))
-        assert first.utilities == [("reload_weights", ["/w/step-1", "step-1", 6]), ("reload_weights", ["/w/five", "five", 7])]
-        second.failure = None
-        assert workers.load(Path("/w/step-2")) == ""
-        assert first.weights == second.weights == Weights(8, "step-2", "/w/step-2")
-    finally:
-        workers.close()
-
-
-def test_verifiers_hear_of_a_rollout_whose_weights_another_one_still_loads(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fleet.start("verifier-0", respond)
-    slow = fleet.start("verifier-1", respond)
-    pings = Counter[str]()
-
-    def end_when_pinged() -> None:
-        if pings["verifier-0"] >= 2 and "verifier-1" in fleet.verifiers:
-            fleet.kill("verifier-1")
-
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        slow.hung = True
-        client = workers.present["verifier-0"].client
-        monkeypatch.setattr(client, "ping", lambda: (pings.update(["verifier-0"]), EngineClient.ping(client)))
-        fleet.on_look = end_when_pinged
-        assert workers.load(Path("/w/step-1")) == ""
-    finally:
-        workers.close()
-
-
-def test_weights_that_came_as_tensors_cannot_come_back(fleet: Fleet) -> None:
-    first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
-    first.weights = second.weights = Weights(5, "five", None)
-    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
-    try:
-        workers.look()
-        second.failure = "ValueError: no such directory"
-        with pytest.raises(CommandError, match="/w/step-1: not all verifiers could load it, and the weights before came as"):
-            workers.load(Path("/w/step-1"))
-        fleet.start("verifier-2", respond)
-        workers.look()
-        assert "verifier-2" not in workers.present, "it has the weights of the start"
-    finally:
-        workers.close()
-
-
-def test_new_weights_are_all_verifiers_or_none(fleet: Fleet) -> None:
-    first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
-    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
-    try:
-        workers.look()
-        assert workers.load(Path("/w/step-3")) == ""
-        assert first.utilities == second.utilities == [("reload_weights", ["/w/step-3", "step-3", 1])]
-        second.failure = "ValueError: no such directory"
-        assert workers.load(Path("/w/step-4")) == "verifier-1: ValueError: no such directory"
-        assert (workers.version, workers.weights) == ("step-3", Weights(3, "step-3", "/w/step-3"))
-        fleet.kill("verifier-0")
-        renewed = fleet.start("verifier-0", respond)
-        workers.look()
-        workers.look()
-        assert renewed.utilities == [("catch_up", ["/w/step-3", "step-3", 3])]
-        assert sorted(workers.present) == ["verifier-0", "verifier-1"]
-    finally:
-        workers.close()
 
 
 def test_an_answer_without_its_row_is_complete_when_its_verifier_is_gone(fleet: Fleet) -> None:

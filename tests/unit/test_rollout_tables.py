@@ -249,7 +249,7 @@ def test_the_report_sums_up_requests_and_steps() -> None:
         "requests waiting", "share of the KV cache in use", "ms of a verification step",
     }  # fmt: skip
     text = markdown(report)
-    assert "| | mean | least | most | sum |" in text
+    assert "|  | mean | least | most | sum |" in text
     assert "| response tokens | 3.00 | 2.00 | 4.00 | 9.0 |" in text
 
 
