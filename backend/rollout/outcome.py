@@ -58,7 +58,8 @@ class Round:
 
     def tokens(self, number: int) -> Sequence[int]:
         """A response's tokens."""
-        return self.responses[number].outputs[0].token_ids
+        tokens: Sequence[int] = self.responses[number].outputs[0].token_ids
+        return tokens
 
     def verifications(self) -> dict[int, list[VerificationRow]]:
         """The rows of verifications, over all workers, by request number."""

@@ -74,12 +74,14 @@ def read_prompts(file: Path) -> list[Case]:
         rows = [{"prompt": prompt} for prompt in _columns(file, ("prompt",))[0]]
     else:
         rows = read_json_lines(file)
-    cases = [Case(number, row.get("prompt"), "", row.get("sampling_params", {})) for number, row in enumerate(rows)]
-    for case in cases:
-        if not isinstance(case.prompt, str):
-            raise TraceError(f"{file}: row {case.number}: no prompt")
-        if not isinstance(case.sampling, dict):
-            raise TraceError(f"{file}: row {case.number}: sampling_params is not a JSON object")
+    cases = []
+    for number, row in enumerate(rows):
+        prompt, sampling = row.get("prompt"), row.get("sampling_params", {})
+        if not isinstance(prompt, str):
+            raise TraceError(f"{file}: row {number}: no prompt")
+        if not isinstance(sampling, dict):
+            raise TraceError(f"{file}: row {number}: sampling_params is not a JSON object")
+        cases.append(Case(number, prompt, "", sampling))
     if not cases:
         raise TraceError(f"{file}: no prompts in it")
     return cases

@@ -166,7 +166,12 @@ def test_verifiers_hear_of_a_rollout_whose_weights_another_one_still_loads(
         workers.look()
         slow.hung = True
         client = workers.present["verifier-0"].client
-        monkeypatch.setattr(client, "ping", lambda: (pings.update(["verifier-0"]), EngineClient.ping(client)))
+
+        def ping() -> None:
+            pings["verifier-0"] += 1
+            EngineClient.ping(client)
+
+        monkeypatch.setattr(client, "ping", ping)
         fleet.on_look = end_when_pinged
         assert workers.load(Path("/w/step-1")) == ""
     finally:

@@ -105,7 +105,8 @@ class Responses:
         """The tokens so far of a response that has not ended."""
         detokenizer = self._processor.request_states[str(number)].detokenizer
         assert detokenizer is not None
-        return detokenizer.output_token_ids
+        tokens: list[int] = detokenizer.output_token_ids
+        return tokens
 
     def take(self, number: int, outputs: list[EngineCoreOutput]) -> RequestOutput | None:
         """Takes outputs; returns the response if it has ended, perhaps at a stop string, of which its verifier knows nothing.
