@@ -71,7 +71,7 @@ def read_data(file: Path) -> list[Prompt]:
     if file.is_dir():
         raise TraceError(f"{file}: is a directory; records hold no prompts: give a file of prompts, or a trace")
     if file.suffix == ".parquet":
-        return list(read_prompts(file))
+        return [case.prompt for case in read_prompts(file)]
     prompts: list[Prompt] = []
     for number, row in enumerate(read_json_lines(file), 1):
         prompt = row.get("prompt", row.get("messages"))

@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
-from vllm.tokenizers.hf import get_cached_tokenizer
+from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 
 from backend.engine.speech import EngineCodec
@@ -65,43 +63,28 @@ def sampling(max_tokens: int, temperature: float) -> SamplingParams:
     return SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
 
 
-FreeSampling = Callable[[int, int | None], SamplingParams]
-"""Makes a request's parameters from its `max_tokens` and its seed."""
-
-
-def free_sampling(given: Mapping[str, Any], eos_token_ids: Sequence[int], tokenizer: Any, vocab_size: int) -> FreeSampling:
-    """Sampling parameters that all requests share, as a function of `max_tokens` and seed.
-
-    `given` has vLLM's names; `tokenizer` is a Hugging Face one.  One of `eos_token_ids` ends a request, unless `given` says
-    `ignore_eos`.  Raises `ValueError` for values that vLLM refuses.
-    """
-    bias = given.get("logit_bias")
-    try:
-        if bias is not None:
-            given = {**given, "logit_bias": {int(token): float(value) for token, value in bias.items()}}
-        params = SamplingParams(**given)
-        tokens = [*(params.logit_bias or ()), *(params.stop_token_ids or ())]
-        if any(not 0 <= token < vocab_size for token in tokens):
-            raise ValueError(f"the vocabulary has tokens 0 to {vocab_size - 1}")
-        params.update_from_generation_config({"eos_token_id": list(eos_token_ids)})
-        if params.bad_words:
-            params.update_from_tokenizer(get_cached_tokenizer(tokenizer))
-    except (VLLMValidationError, TypeError, AttributeError) as error:
-        raise ValueError(str(error)) from error
-
-    def of(max_tokens: int, seed: int | None) -> SamplingParams:
-        mine = params.clone()
-        mine.max_tokens, mine.seed = max_tokens, seed
-        return mine
-
-    return of
-
-
 def fixed_sampling(tokens: list[int], temperature: float) -> SamplingParams:
     """Parameters for a fixed response of these tokens; see `fixed.py`."""
     params = sampling(len(tokens), temperature)
     params.extra_args = {FIXED_RESPONSE: tokens}
+    params.output_kind, params.detokenize = RequestOutputKind.FINAL_ONLY, False
     return params
+
+
+def engine_request(request_id: str, prompt: list[int], params: SamplingParams, **fields: Any) -> EngineCoreRequest:
+    """A request for text; `fields` replace further fields of vLLM's `EngineCoreRequest`."""
+    values: dict[str, Any] = {
+        "request_id": request_id,
+        "prompt_token_ids": prompt,
+        "mm_features": None,
+        "sampling_params": params,
+        "pooling_params": None,
+        "arrival_time": time.time(),
+        "lora_request": None,
+        "cache_salt": None,
+        "data_parallel_rank": None,
+    }
+    return EngineCoreRequest(**(values | fields))
 
 
 class EngineClient:
@@ -162,10 +145,7 @@ class EngineClient:
         asked: RequestOptions | None = None,
         **fields: Any,
     ) -> str:
-        """Sends a request, to be continued after the `emitted` output tokens; returns its id.
-
-        `fields` replace further fields of vLLM's `EngineCoreRequest`.
-        """
+        """Sends an `engine_request`, to be continued after the `emitted` output tokens; returns its id."""
         request_id = request_id or f"req-{uuid.uuid4().hex[:8]}"
         request = engine_request(request_id, prompt, params, **fields)
         self.answers[request_id] = Answer(sent_at=time.monotonic())

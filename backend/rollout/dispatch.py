@@ -55,6 +55,11 @@ class Dispatcher:
             sent.append((request, worker))
         return sent
 
+    @property
+    def waiting(self) -> int:
+        """Number of requests that wait for a worker."""
+        return len(self._waiting)
+
     def expect(self, request: int, tokens: int) -> None:
         """Sets how many tokens of a response are still expected."""
         self._expected[request] = tokens

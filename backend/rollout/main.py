@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache as cached
 from pathlib import Path
@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from backend.config import REMOTE_MODES, Settings, environment, sources
 from backend.config.sources import CommandError, ConfigError, Loaded
-from backend.models.head_config import load_config, read_config, text_config
+from backend.models.head_config import load_config
 from backend.models.resolve import ResolvedModels, resolve
 from backend.rollout import tables
 from backend.rollout.bar import Bar
 from backend.rollout.log import RoundLog
 from backend.rollout.make import make_trace
-from backend.rollout.options import RolloutOptions, fleet_settings, joined_settings, rollout_options, slices, trace_options
+from backend.rollout.options import RolloutOptions, check_joined, fleet_settings, rollout_options, slices, trace_options
 from backend.rollout.outcome import Round
 from backend.rollout.report import markdown, round_report
-from backend.rollout.requests import Request, Tokenizer, context_length, make_requests
+from backend.rollout.requests import Request, Tokenizer, make_requests
 from backend.rollout.trace import Case, match, read_prompts, read_trace, trace_file, write_cases
 from backend.rollout.weights import WeightsError, check_weights, newest
 from backend.wire.engine import GATEWAY_LEASE_S
@@ -33,10 +33,12 @@ from backend.wire.engine import GATEWAY_LEASE_S
 # vLLM and Ray are imported where they are used, so that help and errors in the input are shown at once.
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
-    from backend.rollout.run import Sampling
+    from backend.engine.front import RequestOutput
+    from backend.engine.front.offline import Front
     from backend.rollout.workers import Workers
 
 Say = Callable[[str], None]
+RESPONSES = "responses.jsonl"
 
 
 class _Work(NamedTuple):
@@ -44,8 +46,7 @@ class _Work(NamedTuple):
 
     step: int
     rounds: list[list[Request]]
-    tokenizer: Tokenizer
-    sampling: Sampling
+    front: Front
     logs: list[RoundLog]
 
 
@@ -62,7 +63,7 @@ def rollout(arguments: Sequence[str], say: Say) -> None:
     """Runs one rollout.  Raises `ConfigError` for faults in the input, `CommandError` for later failures."""
     options, rest = rollout_options(arguments)
     loaded = sources.load(rest, "outrider rollout")
-    with _errors_of_one_line(options):
+    try:
         if options.join is not None:
             with _joined_fleet(options, loaded) as place:
                 _rounds(options, place, _prepare(options, place.settings, lambda: place.models, say), say)
@@ -71,6 +72,8 @@ def rollout(arguments: Sequence[str], say: Say) -> None:
         work = _prepare(options, settings, models, say)
         with _own_fleet(settings, models(), say) as place:
             _rounds(options, place, work, say)
+    except OSError as error:
+        raise CommandError(f"{error.filename or options.out}: {error.strerror or error}") from error
 
 
 def _prepare(options: RolloutOptions, settings: Settings, models: Callable[[], ResolvedModels], say: Say) -> _Work:
@@ -82,11 +85,9 @@ def _prepare(options: RolloutOptions, settings: Settings, models: Callable[[], R
         _check_out(options.out)
         found = models()
         _prepare_process()
-        tokenizer = Tokenizer(found.target_dir)
-        named, room = options.prompts or file, context_length(found.target_dir, settings.verifier.max_model_len)
-        fixed, samples, most = options.fixed, options.samples, options.max_tokens
-        parts = [make_requests(cases[each.start : each.stop], tokenizer, named, fixed, samples, most, room) for each in rows]
-        sampling = _sampling(options, found, tokenizer)
+        front, tokenizer = _front(options, settings, found), Tokenizer(found.target_dir)
+        named = options.prompts or file
+        parts = [make_requests(cases[each.start : each.stop], tokenizer, named, options, front) for each in rows]
         logs = [RoundLog(wanted) for wanted in options.log]
         if options.weights_dir is not None:
             check_weights(options.weights_dir, found.target_dir)
@@ -94,7 +95,7 @@ def _prepare(options: RolloutOptions, settings: Settings, models: Callable[[], R
         raise ConfigError(f"--weights-dir {error}") from error
     lengths = [request.expected for part in parts for request in part]
     say(f"{file}: {len(lengths)} requests, {sum(lengths)} response tokens expected, {max(lengths)} at most")
-    return _Work(step, [part for part in parts for _ in range(options.repeat)], tokenizer, sampling, logs)
+    return _Work(step, [part for part in parts for _ in range(options.repeat)], front, logs)
 
 
 def trace(arguments: Sequence[str], say: Say) -> None:
@@ -144,27 +145,19 @@ def _prepare_process() -> None:
     environment.export(member_environment(offline=True))
 
 
-def _sampling(options: RolloutOptions, models: ResolvedModels, tokenizer: Tokenizer) -> Sampling:
-    from backend.engine.client import free_sampling
-    from backend.rollout.run import Sampling
+def _front(options: RolloutOptions, settings: Settings, models: ResolvedModels) -> Front:
+    """Checks what all requests share: engine arguments and sampling parameters."""
+    from backend.engine.front.offline import Front
 
-    if options.fixed:
-        return Sampling(options.temperature, None, options.seed)
-    vocab_size = int(text_config(read_config(models.target_dir))["vocab_size"])
-    given = {**options.sampling, "temperature": options.temperature}
     try:
-        free = free_sampling(given, tokenizer.eos_token_ids, tokenizer.hugging_face, vocab_size)
+        front = Front(settings, models.target_dir)
+    except ValueError as error:
+        raise ConfigError(" ".join(str(error).split())) from error
+    try:
+        front.params([0], options.sampling)
     except ValueError as error:
         raise ConfigError(f"--sampling: {error}") from error
-    return Sampling(options.temperature, free, options.seed)
-
-
-@contextmanager
-def _errors_of_one_line(options: RolloutOptions) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise CommandError(f"{error.filename or options.out}: {error.strerror or error}") from error
+    return front
 
 
 @contextmanager
@@ -184,10 +177,10 @@ def _own_fleet(settings: Settings, models: ResolvedModels, say: Say) -> Iterator
 def _joined_fleet(options: RolloutOptions, loaded: Loaded) -> Iterator[_Place]:
     from backend.launch.finding import found_fleet
 
+    check_joined(loaded)
     with found_fleet(loaded, options.join or None) as (coordinator, cluster):
         info = coordinator.info()
-        settings = joined_settings(loaded, Settings.model_validate_json(info.settings_json))
-        yield _Place(coordinator, settings, info.models, cluster.node_id)
+        yield _Place(coordinator, Settings.model_validate_json(info.settings_json), info.models, cluster.node_id)
 
 
 def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> None:
@@ -208,14 +201,15 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
         for number, requests in enumerate(work.rounds):
             fault = _renew(options.weights_dir, workers, say) if number and options.weights_dir is not None else ""
             bar = Bar(sys.stderr, f"round {number}", len(requests))
-            runner = RoundRunner(number, requests, workers, slots, work.sampling, bar, interval_s)
+            responses = work.front.responses()
+            runner = RoundRunner(number, requests, workers, slots, responses, bar, interval_s, options.seed)
             runner.say = say
             finished = runner.run()
             report = round_report(finished, about, workers.version, fault)
             directory = options.out / f"step{work.step}" / f"round{number}"
             _write_round(directory, finished, report)
             for each in requests:
-                text = each.case.gen if each.fixed is not None else work.tokenizer.text(finished.responses[each.number])
+                text = each.case.gen if options.fixed else finished.responses[each.number].outputs[0].text
                 cases[each.number] = Case(each.number, each.case.prompt, text)
             write_cases(options.out / "cases" / f"train.{work.step}.parquet", [cases[each] for each in sorted(cases)])
             for log in work.logs:
@@ -229,15 +223,26 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
 
 def _write_round(directory: Path, finished: Round, report: dict[str, Any]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
-    for stale in directory.glob("worker_*_*.csv"):
-        # An earlier rollout to the same place may have had more workers.
+    for stale in (*directory.glob("worker_*_*.csv"), *directory.glob(RESPONSES)):
+        # An earlier rollout to the same place may have had more workers, or free responses.
         stale.unlink()
+    if not report["fixed_responses"]:
+        _write_responses(directory / RESPONSES, finished.responses)
     requests = tables.whole_requests(finished)
     for part in finished.parts:
         for name, text in tables.of_worker(part, requests[part.number]).items():
             (directory / f"worker_{part.number}_{name}.csv").write_text(text, encoding="utf-8")
     (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (directory / "report.md").write_text(markdown(report), encoding="utf-8")
+
+
+def _write_responses(file: Path, responses: Mapping[int, RequestOutput]) -> None:
+    """Writes free responses as JSON Lines, by request number."""
+    from backend.engine.front.offline import response_row
+
+    with file.open("w", encoding="utf-8") as lines:
+        for number in sorted(responses):
+            lines.write(json.dumps({"req_id": number, **response_row(responses[number])}) + "\n")
 
 
 def _renew(directory: Path, workers: Workers, say: Say) -> str:
@@ -275,5 +280,5 @@ def _about(options: RolloutOptions, place: _Place, step: int) -> dict[str, Any]:
         "verifiers": settings.verifiers,
         "drafters": settings.drafters if remote else 0,
         "fixed_responses": options.fixed,
-        "temperature": options.temperature,
+        "temperature": options.sampling["temperature"],
     }

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 from backend.config import Settings
 from backend.config.arguments import at_least
-from backend.config.settings import GatewaySettings, Mode
+from backend.config.settings import Mode
 from backend.config.sources import ALIASES as SETTING_ALIASES
 from backend.config.sources import ConfigError, Loaded, Parser, flag, leaves
 
@@ -22,22 +22,8 @@ Method = Literal["eagle3", "eagle", "ngram"]
 NEEDED_BY_FIXED = {"async_scheduling": False}
 """vLLM's engine arguments that fixed responses need (`backend.engine.fixed.takes_fixed`)."""
 
-SAMPLING = frozenset(
-    (
-        "bad_words",
-        "frequency_penalty",
-        "ignore_eos",
-        "logit_bias",
-        "min_p",
-        "min_tokens",
-        "presence_penalty",
-        "repetition_penalty",
-        "stop_token_ids",
-        "top_k",
-        "top_p",
-    )
-)
-"""Sampling parameters that vLLM's sampler handles alone; others, such as stop strings and grammars, need a gateway."""
+DEFAULT_TOKENS = 1024
+"""Longest free response in tokens, unless something else is asked for."""
 
 ALIASES = {
     "--k": "--num-speculative-tokens",
@@ -69,13 +55,12 @@ class RolloutOptions:
     step: int | None
     limit: int | None
     max_tokens: int | None
-    temperature: float
     weights_dir: Path | None
     """Directory where a trainer leaves weights for the rounds after the first."""
     log: list[str]
     """Each `tensorboard:DIR` or `wandb:PROJECT`."""
     sampling: dict[str, Any]
-    """Further sampling parameters, by vLLM's names."""
+    """Sampling parameters of all prompts, by vLLM's names; `--temperature` and `--max-tokens` are among them."""
     seed: int | None
     """None: free responses at a temperature above 0 are not reproducible."""
 
@@ -109,16 +94,15 @@ def rollout_options(arguments: Sequence[str]) -> tuple[RolloutOptions, list[str]
             nearest = difflib.get_close_matches(name, [*own, *known, *ALIASES], n=1, cutoff=0.5)
             raise ConfigError(f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
         settings.append(name + equals + value)
-    options = RolloutOptions(**vars(given))
-    if options.fixed and (options.samples > 1 or options.sampling):
+    if given.fixed and (given.samples > 1 or given.sampling):
         raise ConfigError("--fixed-responses says what is emitted: no --n and no --sampling beside it")
-    if options.join is not None and (options.impl or options.method):
+    if given.join is not None and (given.impl or given.method):
         raise ConfigError("--join takes a fleet as it is: no --impl and no --method beside it")
-    if options.join is not None and options.weights_dir is not None:
-        raise ConfigError("--join takes a fleet as it is: its gateways load weights (POST /update_weights), not --weights-dir")
-    if options.batch is None and options.rounds is not None and options.rounds > 1:
+    if given.batch is None and given.rounds is not None and given.rounds > 1:
         raise ConfigError("--rounds counts parts of --batch rows each; the same rows again: --repeat")
-    return options, settings
+    values = vars(given)
+    shared = {"temperature": values.pop("temperature"), "max_tokens": given.max_tokens or DEFAULT_TOKENS}
+    return RolloutOptions(**values | {"sampling": shared | given.sampling}), settings
 
 
 def slices(options: RolloutOptions, rows: int) -> list[range]:
@@ -157,22 +141,14 @@ def fleet_settings(options: RolloutOptions, loaded: Loaded) -> Settings:
     verifier = settings.verifier
     if options.fixed:
         verifier = verifier.model_copy(update={"engine_args": verifier.engine_args | NEEDED_BY_FIXED})
-    asked = ("gateway", "balance_interval_s") in loaded.origins
-    gateway = settings.gateway if asked else _staying(settings)
-    return settings.model_copy(update={"mode": mode, "drafter": drafter, "verifier": verifier, "gateway": gateway})
+    return settings.model_copy(update={"mode": mode, "drafter": drafter, "verifier": verifier})
 
 
-def _staying(settings: Settings) -> GatewaySettings:
-    """Gateway settings that keep requests from moving: a rollout sends long requests first, which leaves little to balance."""
-    return settings.gateway.model_copy(update={"balance_interval_s": 0.0})
-
-
-def joined_settings(loaded: Loaded, theirs: Settings) -> Settings:
-    """The settings of the fleet that a rollout joins.  Raises `ConfigError` for settings given beside `--join`."""
+def check_joined(loaded: Loaded) -> None:
+    """Raises `ConfigError` for settings given beside `--join`."""
     for path, origin in loaded.origins.items():
         if path[0] != "ray":
             raise ConfigError(f"--join takes a fleet as it is: {origin} says otherwise")
-    return theirs.model_copy(update={"gateway": _staying(theirs)})
 
 
 def _mode(options: RolloutOptions, mode: Mode, given: bool) -> Mode:
@@ -235,9 +211,9 @@ def _rollout_parser() -> argparse.ArgumentParser:
         type=_sampling,
         default={},
         metavar="JSON",
-        help=f"further sampling parameters of free responses, by vLLM's names: {', '.join(sorted(SAMPLING))}",
+        help="sampling parameters of free responses, by vLLM's names, or @FILE with them; --prompts may have others in a row",
     )
-    say("--temperature", type=_temperature, default=1.0, metavar="X", help="of free responses (default: 1)")
+    say("--temperature", type=float, default=1.0, metavar="X", help="of free responses (default: 1)")
     say("--seed", type=int, metavar="N", help="draw free responses from it (default: they differ from run to run)")
     return parser
 
@@ -264,19 +240,11 @@ def _trace_parser() -> argparse.ArgumentParser:
 
 def _sampling(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
+        value = json.loads(Path(text[1:]).read_text(encoding="utf-8") if text.startswith("@") else text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON") from error
-    if not isinstance(value, dict) or value.keys() - SAMPLING:
-        raise argparse.ArgumentTypeError(f"{text}: an object with any of {', '.join(sorted(SAMPLING))}")
-    return value
-
-
-def _temperature(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
-    if not 0 <= value <= 100:
-        raise argparse.ArgumentTypeError(f"{text}: between 0 and 100")
+        raise argparse.ArgumentTypeError(f"{text}: no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text}: no JSON object")
     return value

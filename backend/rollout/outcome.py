@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from backend.records.kept import RowBatch
 from backend.records.rows import VerificationRow
+
+if TYPE_CHECKING:
+    from backend.engine.front import RequestOutput
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,18 @@ class Round:
     """Seconds from the start of the round to the last token."""
     parts: list[Part] = field(default_factory=list)
     """In order of worker numbers."""
-    responses: dict[int, list[int]] = field(default_factory=dict)
-    """Response tokens, by request number."""
+    responses: dict[int, RequestOutput] = field(default_factory=dict)
+    """By request number."""
     deaths: list[Death] = field(default_factory=list)
     began: dict[int, float] = field(default_factory=dict)
     """When each request was first sent, in Unix seconds, by request number."""
     moves: int = 0
     """How many times a request was moved to a faster worker."""
+
+    def tokens(self, number: int) -> Sequence[int]:
+        """A response's tokens."""
+        tokens: Sequence[int] = self.responses[number].outputs[0].token_ids
+        return tokens
 
     def verifications(self) -> dict[int, list[VerificationRow]]:
         """The rows of verifications, over all workers, by request number."""

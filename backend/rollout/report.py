@@ -24,7 +24,7 @@ def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fau
     """The content of `report.json`.  `weights` is the version of the weights, `fault` why newer ones could not be loaded."""
     workers = [_worker(part) for part in finished.parts]
     whole = {number: row for requests in whole_requests(finished).values() for number, row in requests.items()}
-    tokens = sum(len(response) for response in finished.responses.values())
+    tokens = sum(len(finished.tokens(number)) for number in finished.responses)
     straggler = max(workers, key=lambda each: each["finished_s"])
     others = [each["finished_s"] for each in workers if each is not straggler]
     kind = FORCED if about["fixed_responses"] else LIVE
@@ -84,9 +84,8 @@ def markdown(report: dict[str, Any]) -> str:
         for death in report["died"]
     ]
     head = ("worker", "requests", "tokens", "steps", "batch mean/max", "verify s", "busy s", "awaiting drafts s", "done s")
-    lines += ["", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    for each in report["workers"]:
-        cells = (
+    rows = [
+        (
             each["worker"],
             each["requests"],
             each["tokens"],
@@ -97,25 +96,28 @@ def markdown(report: dict[str, Any]) -> str:
             f"{each['idle_s'].get('awaiting_draft', 0.0):.2f}",
             f"{each['finished_s']:.1f}",
         )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", "| | mean | least | most | sum |", "|---|---|---|---|---|"]
-    lines += [
-        f"| {name} | {each['mean']:.2f} | {each['min']:.2f} | {each['max']:.2f} | {each['sum']:.1f} |"
+        for each in report["workers"]
+    ]
+    lines += _table(head, rows)
+    figures = [
+        (name, f"{each['mean']:.2f}", f"{each['min']:.2f}", f"{each['max']:.2f}", f"{each['sum']:.1f}")
         for name, each in report["summary"].items()
     ]
+    lines += _table(("", "mean", "least", "most", "sum"), figures)
     if report["worst_drafted"]:
-        lines += [
-            "",
-            "Drafts agreed least with these requests:",
-            "",
-            "| request | tokens | draft tokens | accepted |",
-            "|---|---|---|---|",
-        ]
-        lines += [
-            f"| {each['request']} | {each['tokens']} | {each['draft_tokens']} | {each['accepted'] / each['draft_tokens']:.0%} |"
+        shares = [
+            (each["request"], each["tokens"], each["draft_tokens"], f"{each['accepted'] / each['draft_tokens']:.0%}")
             for each in report["worst_drafted"]
         ]
+        lines += ["", "Drafts agreed least with these requests:"]
+        lines += _table(("request", "tokens", "draft tokens", "accepted"), shares)
     return "\n".join(lines) + "\n"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """The lines of a Markdown table, after an empty one."""
+    cells = (head, ["---"] * len(head), *rows)
+    return ["", *("| " + " | ".join(map(str, row)) + " |" for row in cells)]
 
 
 def _summary(requests: Sequence[RequestRow], steps: Sequence[StepRow]) -> dict[str, dict[str, float]]:

@@ -2,8 +2,8 @@
 
 A request is complete when both its last token and its row have arrived, so that tables and answers agree even if workers die.
 When a worker is lost, its unfinished requests go on at other workers, after the tokens that have arrived.  When only the
-connection to it was cut, they go on there.  A finished request whose row the worker had not sent gets a row made here.  With a
-balance interval, requests also move from slow workers to fast ones (`backend.routing.balance`).
+connection to it was cut, they go on there.  A finished request whose row the worker had not sent gets a row made here.  When no
+request waits any more, requests move from slow workers to fast ones where that pays (`backend.routing.balance`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass
 
 from backend.config.sources import CommandError
-from backend.engine.client import FreeSampling, fixed_sampling
+from backend.engine.front import RequestOutput, SamplingParams
+from backend.engine.front.offline import Responses
 from backend.records.rows import RequestRow
 from backend.rollout.bar import Bar
 from backend.rollout.dispatch import Dispatcher
@@ -26,6 +28,8 @@ from backend.routing.balance import Limits, Movable, Reported, expected_remainin
 POLL_S = 0.05
 LOOK_S = 0.5
 TEND_S = 1.0
+ENDS = ("stop", "length", "repetition")
+"""Finish reasons of vLLM's with which a response is complete."""
 NOBODY_S = 600.0
 """Seconds that a round waits when no verifier is left, for Ray to start another."""
 
@@ -35,24 +39,11 @@ class RolloutError(CommandError):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """Sampling that all requests share."""
-
-    temperature: float
-    free: FreeSampling | None
-    """Makes the sampling parameters of free responses; None if responses are fixed."""
-    seed: int | None
-    """None: free responses at a temperature above 0 are not reproducible."""
-
-
-@dataclass(frozen=True)
 class _Sent:
     place: int
     """Index of the request in the batch."""
     worker: Worker
-    emitted: list[int] = field(default_factory=list)
-    """Response tokens that earlier workers emitted."""
-    at: float = 0.0
+    at: float
     """When the request was sent, in `time.monotonic()` seconds."""
 
 
@@ -65,22 +56,25 @@ class RoundRunner:
         requests: Sequence[Request],
         workers: Workers,
         window: int,
-        sampling: Sampling,
+        responses: Responses,
         bar: Bar,
         balance_interval_s: float = 0.0,
+        seed: int | None = None,
     ) -> None:
-        """At most `window` requests run on a worker at a time; with a balance interval of 0, no request moves."""
+        """At most `window` requests run on a worker at a time; with a balance interval of 0, no request moves.
+
+        `seed` is for free responses whose parameters have none; with None, they are not reproducible.
+        """
         self.say: Callable[[str], None] = lambda line: None
         self._round = Round(number)
         self._requests = requests
         self._workers = workers
-        self._sampling = sampling
+        self._responses = responses
+        self._seed = seed
         self._bar = bar
         self._dispatcher = Dispatcher([request.expected for request in requests], window)
         self._slots = window
         self._attempts = [0] * len(requests)
-        self._emitted: list[list[int]] = [[] for _ in requests]
-        """By index of the request: response tokens that earlier workers emitted."""
         self._running: dict[str, _Sent] = {}
         self._ended: dict[str, _Sent] = {}
         self._doubtful: dict[Worker, list[str]] = {}
@@ -94,7 +88,7 @@ class RoundRunner:
 
     def run(self) -> Round:
         """Returns when every request is complete.  Raises `RolloutError`."""
-        self._workers.forget_rows()
+        self._workers.fetch_rows()  # of the time before: `_welcome` begins the round's
         self._began = self._busy_at = time.monotonic()
         for worker in self._workers.present.values():
             self._welcome(worker)
@@ -104,7 +98,7 @@ class RoundRunner:
             self._receive()
             self._look_after(time.monotonic())
             self._show()
-        self._workers.last_rows()
+        self._workers.fetch_rows()
         self._round.parts = [self._parts[number] for number in sorted(self._parts)]
         self._round.wall_s = max(part.finished_s for part in self._parts.values())
         self._bar.end(len(self._requests), self._tokens)
@@ -119,30 +113,36 @@ class RoundRunner:
             self._send_to(place, self._workers.present[name])
 
     def _send_to(self, place: int, worker: Worker) -> None:
-        request, emitted, number = self._requests[place], self._emitted[place], self._requests[place].number
+        request = self._requests[place]
         self._attempts[place] += 1
-        request_id = f"{self._round.number}-{number}-{self._attempts[place]}"
-        if request.fixed is not None:
-            params = fixed_sampling(request.fixed, self._sampling.temperature)
-        else:
-            assert self._sampling.free is not None
-            params = self._sampling.free(request.max_tokens, self._seed(number))
-        worker.client.add(request.prompt, params, request_id, emitted)
-        self._round.began.setdefault(number, time.time())
-        self._parts[worker.number].numbers[request_id] = number
-        self._running[request_id] = _Sent(place, worker, emitted, time.monotonic())
+        if self._attempts[place] == 1:
+            self._responses.begin(place, request.prompt, request.params)
+        request_id = f"{self._round.number}-{request.number}-{self._attempts[place]}"
+        worker.client.add(request.prompt, self._params(request), request_id, self._responses.tokens(place))
+        self._round.began.setdefault(request.number, time.time())
+        self._parts[worker.number].numbers[request_id] = request.number
+        self._running[request_id] = _Sent(place, worker, time.monotonic())
 
-    def _seed(self, number: int) -> int | None:
-        seed = self._sampling.seed
-        return None if seed is None else zlib.crc32(f"{seed}/{self._round.number}/{number}".encode())
+    def _params(self, request: Request) -> SamplingParams:
+        params = copy(request.params)
+        params.seed = request.seed
+        if request.fixed is None and request.seed is None and self._seed is not None:
+            params.seed = zlib.crc32(f"{self._seed}/{self._round.number}/{request.number}".encode())
+        return params
 
     def _receive(self) -> None:
         for worker in self._workers.present.values():
             worker.client.receive()
         for request_id, sent in list(self._running.items()):
             answer = sent.worker.client.answers[request_id]
-            if answer.finish_reason is not None:
-                self._end(request_id, sent)
+            if not answer.outputs:
+                continue
+            outputs, answer.outputs = answer.outputs, []
+            response = self._responses.take(sent.place, outputs)
+            if response is not None:
+                self._end(request_id, sent, response)
+            elif answer.finish_reason == "abort":
+                self._again(request_id, sent)
         for worker in list(self._workers.present.values()):
             batch = worker.take_rows()
             if batch.lost:
@@ -162,9 +162,7 @@ class RoundRunner:
         running = [request_id for request_id, sent in self._running.items() if sent.worker is worker]
         for request_id in running:
             worker.client.abort(request_id)
-            sent = self._running.pop(request_id)
-            self._keep(request_id, sent)
-            self._dispatcher.again(sent.place, worker.name)
+            self._again(request_id, self._running[request_id])
         self._doubtful[worker] = [request_id for request_id, sent in self._ended.items() if sent.worker is worker]
         self.say(f"the connection to {worker.name} was cut in round {self._round.number}; {len(running)} requests go on")
 
@@ -174,21 +172,27 @@ class RoundRunner:
                 worker.rows.requests.append(self._row(request_id))
                 self._complete(request_id)
 
-    def _end(self, request_id: str, sent: _Sent) -> None:
-        """Handles a request's finish reason: its last token has arrived, or the verifier has aborted it."""
+    def _end(self, request_id: str, sent: _Sent, response: RequestOutput) -> None:
+        """Handles the end of a response: its last token has arrived."""
         del self._running[request_id]
-        answer = sent.worker.client.answers[request_id]
-        request, where = self._requests[sent.place], sent.worker.name
-        if answer.finish_reason == "abort":
-            self._keep(request_id, sent)
-            self._dispatcher.again(sent.place, where)
-            return
-        if answer.finish_reason not in ("stop", "length"):
-            raise RolloutError(f"row {request.case.number}: {where} refused the request ({answer.finish_reason})")
-        if request.fixed is not None and sent.emitted + answer.tokens != request.fixed:
-            raise RolloutError(f"row {request.case.number}: {where} did not keep to the response")
+        request, (output,) = self._requests[sent.place], response.outputs
+        where = f"row {request.case.number}: {sent.worker.name}"
+        if output.finish_reason not in ENDS:
+            raise RolloutError(f"{where} refused the request ({output.finish_reason})")
+        if request.fixed is not None and output.token_ids != request.fixed:
+            raise RolloutError(f"{where} did not keep to the response")
+        if sent.worker.client.answers[request_id].finish_reason is None:
+            # The worker knows nothing of stop strings.
+            sent.worker.client.abort(request_id)
+        self._round.responses[request.number] = response
         self._ended[request_id] = sent
-        self._dispatcher.ended(sent.place, where)
+        self._dispatcher.ended(sent.place, sent.worker.name)
+
+    def _again(self, request_id: str, sent: _Sent) -> None:
+        """Lets a request that its worker has aborted wait for a worker."""
+        del self._running[request_id]
+        self._keep(request_id, sent)
+        self._dispatcher.again(sent.place, sent.worker.name)
 
     def _complete(self, request_id: str) -> None:
         """Completes an ended request whose row has arrived too."""
@@ -197,14 +201,13 @@ class RoundRunner:
         number, part = self._requests[sent.place].number, self._parts[sent.worker.number]
         part.completed.add(request_id)
         part.finished_s = max(part.finished_s, answer.last_at - self._began)
-        self._round.responses[number] = sent.emitted + answer.tokens
-        self._tokens += len(self._round.responses[number])
+        self._tokens += len(self._round.tokens(number))
         self._dispatcher.done(sent.place, sent.worker.name)
 
     def _keep(self, request_id: str, sent: _Sent) -> None:
-        """Keeps the tokens that have arrived, so that the request can go on after them at another worker."""
-        self._emitted[sent.place] = sent.emitted + sent.worker.client.answers.pop(request_id).tokens
-        left = self._requests[sent.place].expected - len(self._emitted[sent.place])
+        """Sets what is left to do of a request that will go on after the tokens that have arrived."""
+        del sent.worker.client.answers[request_id]
+        left = self._requests[sent.place].expected - len(self._responses.tokens(sent.place))
         self._dispatcher.expect(sent.place, max(1, left))
 
     def _row(self, request_id: str) -> RequestRow:
@@ -216,7 +219,8 @@ class RoundRunner:
         answer, request = sent.worker.client.answers[request_id], self._requests[sent.place]
         since, fixed = time.time() - time.monotonic(), request.fixed is not None
         times = (since + answer.sent_at, since + answer.first_at, since + answer.last_at)
-        return RequestRow(request_id, *times, len(request.prompt), 0, 0, 0, 0, str(answer.finish_reason), fixed)
+        reason = str(self._round.responses[request.number].outputs[0].finish_reason)
+        return RequestRow(request_id, *times, len(request.prompt), 0, 0, 0, 0, reason, fixed)
 
     def _balance(self, now: float) -> None:
         """Moves requests from slow workers to faster ones where `plan_moves` expects a gain."""
@@ -237,11 +241,11 @@ class RoundRunner:
 
     def _movable(self, request_id: str, sent: _Sent, typical: Mapping[str, float]) -> Movable:
         request, worker = self._requests[sent.place], sent.worker
-        emitted = len(sent.emitted) + len(worker.client.answers[request_id].tokens)
+        emitted = len(self._responses.tokens(sent.place))
         if request.fixed is not None:
             remaining = float(len(request.fixed) - emitted)
         else:
-            remaining = expected_remaining(emitted, request.max_tokens, typical[worker.name])
+            remaining = expected_remaining(emitted, request.params.max_tokens or 0, typical[worker.name])
         return Movable(request_id, worker.name, len(request.prompt) + emitted, remaining, sent.at)
 
     def _look_after(self, now: float) -> None:
@@ -258,7 +262,7 @@ class RoundRunner:
                 self._bury(worker, reason, now)
             for worker in come:
                 self._welcome(worker)
-        if self._balance_interval_s and now >= self._next_balance:
+        if self._balance_interval_s and now >= self._next_balance and not self._dispatcher.waiting:
             self._next_balance = now + self._balance_interval_s
             self._balance(now)
         if self._workers.present:
@@ -278,5 +282,5 @@ class RoundRunner:
     def _show(self) -> None:
         if self._bar.is_due:
             done = len(self._requests) - self._dispatcher.unfinished
-            running = sum(len(sent.emitted) + len(sent.worker.client.answers[i].tokens) for i, sent in self._running.items())
+            running = sum(len(self._responses.tokens(sent.place)) for sent in self._running.values())
             self._bar.show(done, self._tokens + running)

@@ -86,12 +86,13 @@ def whole_requests(finished: Round) -> dict[int, dict[int, RequestRow]]:
             if row.request_id not in part.completed:
                 continue
             number = part.numbers[row.request_id]
-            if row.tokens != len(finished.responses[number]):
+            tokens = len(finished.tokens(number))
+            if row.tokens != tokens:
                 rows = verified.get(number, ())
                 row = replace(
                     row,
                     arrived_at=finished.began[number],
-                    tokens=len(finished.responses[number]),
+                    tokens=tokens,
                     verifications=len(rows),
                     draft_tokens=sum(each.draft_tokens for each in rows),
                     accepted=sum(each.accepted for each in rows),

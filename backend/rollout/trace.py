@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ class Case:
     """Its row in the trace, from 0: the `req_id` of every table."""
     prompt: str
     gen: str
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Sampling parameters of this prompt alone, by vLLM's names."""
 
 
 def trace_file(given: str, step: int | None) -> tuple[Path, int]:
@@ -62,18 +65,26 @@ def read_trace(file: Path) -> list[Case]:
     return cases
 
 
-def read_prompts(file: Path) -> list[str]:
-    """The column or key `prompt` of a parquet or JSON Lines file.  Raises `TraceError`."""
+def read_prompts(file: Path) -> list[Case]:
+    """Cases without a response: the column `prompt` of a parquet file; `prompt` and `sampling_params` of JSON Lines.
+
+    Raises `TraceError`.
+    """
     if file.suffix == ".parquet":
-        (prompts,) = _columns(file, ("prompt",))
+        rows = [{"prompt": prompt} for prompt in _columns(file, ("prompt",))[0]]
     else:
-        prompts = [value.get("prompt") for value in read_json_lines(file)]
-    for number, prompt in enumerate(prompts):
+        rows = read_json_lines(file)
+    cases = []
+    for number, row in enumerate(rows):
+        prompt, sampling = row.get("prompt"), row.get("sampling_params", {})
         if not isinstance(prompt, str):
             raise TraceError(f"{file}: row {number}: no prompt")
-    if not prompts:
+        if not isinstance(sampling, dict):
+            raise TraceError(f"{file}: row {number}: sampling_params is not a JSON object")
+        cases.append(Case(number, prompt, "", sampling))
+    if not cases:
         raise TraceError(f"{file}: no prompts in it")
-    return prompts
+    return cases
 
 
 def read_json_lines(file: Path) -> list[dict[str, Any]]:
@@ -102,24 +113,19 @@ def read_text(file: Path) -> str:
         raise TraceError(f"{file}: not UTF-8 text") from error
 
 
-def match(prompts: Sequence[str], cases: Sequence[Case], prompts_file: Path, trace: Path) -> list[Case]:
-    """The case of every prompt, numbered by the prompts.  If a prompt is repeated, it takes the trace's rows for it in turn.
+def match(prompts: Sequence[Case], cases: Sequence[Case], prompts_file: Path, trace: Path) -> list[Case]:
+    """Every prompt with its response in the trace.  If a prompt is repeated, it takes the trace's rows for it in turn.
 
     Raises `TraceError` for a prompt that is not in the trace.
     """
-    by_prompt: dict[str, list[Case]] = {}
+    responses: dict[str, list[str]] = {}
     for case in cases:
-        by_prompt.setdefault(case.prompt, []).append(case)
-    taken: dict[str, int] = {}
-    matched = []
-    for number, prompt in enumerate(prompts):
-        rows = by_prompt.get(prompt)
-        if rows is None:
-            raise TraceError(f"{prompts_file}: row {number}: {trace} has no row with the prompt {shown(prompt)}")
-        turn = taken.get(prompt, 0)
-        taken[prompt] = turn + 1
-        matched.append(Case(number, prompt, rows[turn % len(rows)].gen))
-    return matched
+        responses.setdefault(case.prompt, []).append(case.gen)
+    turns = {prompt: cycle(rows) for prompt, rows in responses.items()}
+    for case in prompts:
+        if case.prompt not in turns:
+            raise TraceError(f"{prompts_file}: row {case.number}: {trace} has no row with the prompt {shown(case.prompt)}")
+    return [replace(case, gen=next(turns[case.prompt])) for case in prompts]
 
 
 def write_cases(file: Path, cases: Sequence[Case], with_ids: bool = True) -> None:

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from backend.config.sources import ConfigError
+from backend.config.sources import CommandError, ConfigError
 from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.actor import CoordinatorHandle
-from backend.engine.client import EngineClient, EngineRefused
+from backend.engine.client import PING_EVERY_S, EngineClient, EngineRefused
 from backend.fleet import Member
 from backend.fleet.stats import Weights
 from backend.records.kept import RowBatch
@@ -82,7 +82,7 @@ class Workers:
     ) -> None:
         """After `lease_s` seconds without a message from here, verifiers abort this rollout's requests."""
         self.weights = Weights(path=target_dir)
-        """The weights that all verifiers should have."""
+        """The weights that all verifiers should have; gateways of a fleet that the rollout has joined may change them, too."""
         self.hub = Hub(Wire(fleet_keys, node_id=node_id))
         self.present: dict[str, Worker] = {}
         self._coordinator = coordinator
@@ -122,28 +122,39 @@ class Workers:
         return ", ".join(sorted({each.client.weights.version for each in self.present.values()}))
 
     def load(self, path: Path) -> str:
-        """Makes all verifiers load the weights in a directory; returns why they keep the earlier ones, or ""."""
-        wanted = Weights(self.weights.update + 1, path.name, str(path))
+        """Makes all verifiers load the weights in a directory; returns why they keep the earlier ones, or "".
+
+        Raises `CommandError` if only some have loaded them, and the earlier ones cannot be loaded again.
+        """
+        self._learn(*(each.client.weights for each in self.present.values()))
+        before, wanted = self.weights, Weights(self.weights.update + 1, path.name, str(path))
         faults = self._renew(wanted)
         if not faults:
             self.weights = wanted
             return ""
         if len(faults) < len(self.present):
             # Only some have loaded them.  A round must not mix weights, so all go back to the earlier ones.
-            self.weights = replace(self.weights, update=wanted.update + 1)
+            if before.path is None:
+                raise CommandError(f"{path}: not all verifiers could load it, and the weights before came as tensors: {faults}")
+            self.weights = replace(before, update=wanted.update + 1)
             faults |= self._renew(self.weights)
         return "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items()))
 
     def _renew(self, wanted: Weights) -> dict[str, str]:
         """Asks all verifiers to load these weights; returns, when all have answered, the failures by verifier name."""
         asked: dict[Worker, int] = {}
+        pinged = 0.0
         while True:
             for worker in self.present.values():
                 if worker not in asked:
                     asked[worker] = worker.client.call("reload_weights", wanted.path, wanted.version, wanted.update)
             if all(asked[each] in each.client.results for each in self.present.values()):
                 break
-            self.hub.poll(ANSWER_S)
+            if time.monotonic() - pinged > PING_EVERY_S:
+                # Verifiers that have loaded them already must not forget this rollout meanwhile.
+                pinged = time.monotonic()
+                self.tend()
+            self.hub.poll(PING_EVERY_S)
             for worker in self.present.values():
                 worker.client.receive()
             self.look()
@@ -156,14 +167,7 @@ class Workers:
             worker.client.ping()
         self.ask_rows()
 
-    def forget_rows(self) -> None:
-        """Drops the rows that verifiers have kept so far, before a round.  `look` handles a verifier that does not answer."""
-        for worker in self.present.values():
-            with contextlib.suppress(TimeoutError, ConnectionError):
-                worker.client.fetch_rows(ANSWER_S)
-            worker.client.rows = RowBatch()
-
-    def last_rows(self) -> None:
+    def fetch_rows(self) -> None:
         """Fetches all rows that verifiers have kept so far.  A verifier that does not answer is skipped."""
         for worker in self.present.values():
             with contextlib.suppress(TimeoutError, ConnectionError):
@@ -203,11 +207,17 @@ class Workers:
         self.present[member.id] = worker
         return worker
 
+    def _learn(self, *reported: Weights) -> None:
+        self.weights = max((self.weights, *reported), key=lambda each: each.update)
+
     def _catch_up(self, client: EngineClient) -> None:
         """Makes a restarted verifier load the weights that the others have.  Raises `EngineRefused`, `TimeoutError`."""
-        assert client.welcome is not None
-        if client.welcome.weights.update >= self.weights.update:
+        self._learn(client.weights)
+        if client.weights.update == self.weights.update:
             return
+        if self.weights.path is None:
+            client.close()
+            raise EngineRefused("it has not the newest weights, which came as tensors")
         call = client.call("catch_up", self.weights.path, self.weights.version, self.weights.update)
         client.run_until(lambda: call in client.results, LOAD_S)
         if fault := client.results[call]:

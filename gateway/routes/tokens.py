@@ -5,11 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from backend.engine.front import GenerateRequest, SamplingParams
+from backend.engine.front import GenerateRequest
+from backend.engine.front.parameters import PARAMETERS, VERIFIERS
 from backend.records.rows import REQUEST_ID_KEY
 from backend.wire.engine import FIXED_RESPONSE
 from gateway.asking import inquire
@@ -23,22 +23,8 @@ from gateway.state import gateway_of
 
 router = APIRouter()
 
-INTERNAL = frozenset(
-    {
-        "output_kind",
-        "output_text_buffer_length",
-        "routed_experts_prompt_start",
-        "skip_clone",
-        "skip_reading_prefix_cache",
-        "trace_decode_token_ids",
-    }
-)
-"""Sampling parameters that vLLM's front half sets, or hands on to what does not run here."""
-VERIFIERS = "outrider_"
-"""So begin the names of the verifier's own `extra_args`; clients give `REQUEST_ID_KEY` alone."""
 TRANSFERS = frozenset({"ec_transfer_params", "kv_transfer_params", "kv_cache_report_mode"})
 """Of `extra_args`, what vLLM's engine itself reads."""
-PARAMETERS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams) if field.name[0] != "_") - INTERNAL
 
 
 @router.post("/inference/v1/generate")

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from backend.config import Settings, sources
 from backend.config.sources import ConfigError
-from backend.engine.client import free_sampling
-from backend.models.demo import TARGET_DIR
 from backend.rollout.options import fleet_settings, rollout_options, slices, trace_options
-from backend.rollout.requests import Tokenizer
 from gateway import cli
 
 NEEDED = ("--trace", "train.3.parquet", "--out", "o")
@@ -25,13 +21,11 @@ def settings(*arguments: str) -> Settings:
 
 def test_defaults() -> None:
     options, rest = rollout_options(NEEDED)
-    assert (options.rounds, options.repeat, options.samples, options.sampling) == (None, 1, 1, {})
-    assert (options.limit, options.temperature, options.fixed, rest) == (None, 1.0, False, [])
+    assert (options.rounds, options.repeat, options.samples) == (None, 1, 1)
+    assert (options.limit, options.sampling, options.fixed, rest) == (None, {"temperature": 1.0, "max_tokens": 1024}, False, [])
     made = settings()
     assert (made.mode, made.verifier.engine_args, options.seed) == ("auto", {}, None)
-    assert made.gateway.balance_interval_s == 0
     assert rollout_options([*NEEDED, "--seed", "3"])[0].seed == 3
-    assert settings("--gateway-balance-interval-s", "2").gateway.balance_interval_s == 2
 
 
 def test_settings_and_their_other_names() -> None:
@@ -71,11 +65,13 @@ def test_implementation_and_method(arguments: list[str], mode: str, drafter: str
         (["--rounds", "0"], "1 is the least"),
         (["--rounds", "2"], "the same rows again: --repeat"),
         (["--fixed-responses", "--n", "2"], "--fixed-responses says what is emitted"),
-        (["--sampling", "{"], "is no JSON"),
-        (["--sampling", '{"stop": ["x"]}'], "an object with any of bad_words"),
-        (["--join", "--weights-dir", "w"], "its gateways load weights"),
+        (["--fixed-responses", "--sampling", '{"stop": ["x"]}'], "--fixed-responses says what is emitted"),
+        (["--sampling", "{"], "{: no JSON: Expecting property name"),
+        (["--sampling", "[]"], "no JSON object"),
+        (["--sampling", "@nowhere.json"], "@nowhere.json: No such file"),
+        (["--join", "--impl", "native"], "--join takes a fleet as it is"),
         (["--limit", "x"], "no number"),
-        (["--temperature", "-1"], "between 0 and 100"),
+        (["--temperature", "x"], "--temperature: invalid float value"),
         (["--fixed-response"], "did you mean --fixed-responses?"),
         (["--draft-mod", "sync"], "did you mean --draft-mode?"),
         (["--verifier", "2"], "did you mean --verifiers?"),
@@ -145,22 +141,9 @@ def test_more_rows_than_there_are(arguments: list[str], complaint: str) -> None:
         slices(options, 10)
 
 
-EOS, VOCABULARY = [0, 3], 512
-
-
-def test_sampling_parameters_by_vllms_names() -> None:
-    given = {"temperature": 0.7, "top_p": 0.9, "logit_bias": {"5": -1}, "stop_token_ids": [7], "bad_words": ["import"]}
-    params = free_sampling(given, EOS, Tokenizer(str(TARGET_DIR)).hugging_face, VOCABULARY)(9, 4)
-    assert (params.temperature, params.top_p, params.logit_bias) == (0.7, 0.9, {5: -1.0})
-    assert (params.max_tokens, params.seed) == (9, 4)
-    assert sorted(params.stop_token_ids or ()) == [0, 3, 7]
-    assert params.bad_words_token_ids
-    assert not free_sampling({"ignore_eos": True}, EOS, None, VOCABULARY)(9, None).stop_token_ids
-
-
-@pytest.mark.parametrize(
-    "given", [{"top_p": 2}, {"logit_bias": {"512": 1}}, {"logit_bias": [1]}, {"top_k": "x"}, {"stop_token_ids": [-1]}]
-)
-def test_a_sampling_parameter_that_is_wrong(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"top_p|vocabulary|items|not supported"):
-        free_sampling(given, EOS, None, VOCABULARY)
+def test_sampling_parameters_of_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "sampling.json"
+    file.write_text('{"stop": ["\\n\\n"], "max_tokens": 9}')
+    options, _ = rollout_options([*NEEDED, "--sampling", f"@{file}", "--temperature", "0.5", "--max-tokens", "30"])
+    assert options.sampling == {"temperature": 0.5, "max_tokens": 9, "stop": ["\n\n"]}
+    assert options.max_tokens == 30

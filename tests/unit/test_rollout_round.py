@@ -4,35 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import io
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from msgspec.structs import replace
 from vllm.v1.engine import FinishReason
 
 from backend.config.sources import ConfigError
 from backend.coordinator import CoordinatorUnavailable
-from backend.fleet import FleetSnapshot, MemberView, VerifierStats
-from backend.fleet.members import MemberState
+from backend.engine.client import fixed_sampling
+from backend.engine.front.offline import Responses
+from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
-from backend.fleet.stats import Weights
-from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.rollout import run as run_module
 from backend.rollout.bar import Bar
 from backend.rollout.outcome import Round
 from backend.rollout.requests import Request
-from backend.rollout.run import RolloutError, RoundRunner, Sampling
+from backend.rollout.run import RolloutError, RoundRunner
 from backend.rollout.tables import markov_table, whole_requests
 from backend.rollout.trace import Case
 from backend.rollout.workers import STARVED_S, Workers
 from backend.routing.balance import Limits
-from backend.wire.engine import FIXED_RESPONSE
 from tests.support.fake_verifier import FakeVerifier, Sequence
+from tests.support.rollout_fleet import Fleet, respond, rollout_fleet, run, stall
 
 LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
 
@@ -41,106 +37,25 @@ def requests() -> list[Request]:
     made = []
     for number, length in enumerate(LENGTHS):
         tokens = [100 * number + j for j in range(length)]
-        made.append(Request(number, Case(number, f"p{number}", "g"), [1, 2, number], tokens, length, length))
+        params = fixed_sampling(tokens, 0.0)
+        made.append(Request(number, Case(number, f"p{number}", "g"), [1, 2, number], tokens, params, length))
     return made
-
-
-class Fleet:
-    """Verifiers in a thread of their own, and the coordinator's view of them.  `on_look` runs before every snapshot."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.verifiers: dict[str, FakeVerifier] = {}
-        self.states: dict[str, MemberState] = {}
-        """Of those that are not ready."""
-        self.workers: Workers | None = None
-        self._all: list[FakeVerifier] = []
-        self.on_look: Callable[[], None] = lambda: None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
-        self._thread.start()
-
-    def start(self, name: str, behaviour: Any) -> FakeVerifier:
-        async def begin() -> FakeVerifier:
-            verifier = FakeVerifier(self.directory, name)
-            verifier.behaviour = behaviour
-            return verifier.start()
-
-        self.verifiers[name] = asyncio.run_coroutine_threadsafe(begin(), self._loop).result(10)
-        self._all.append(self.verifiers[name])
-        return self.verifiers[name]
-
-    def kill(self, name: str) -> None:
-        self.call(self.verifiers.pop(name).kill)
-
-    def call(self, what: Callable[[], None]) -> None:
-        """Where the verifiers live."""
-        self._loop.call_soon_threadsafe(what)
-
-    def snapshot(self) -> FleetSnapshot:
-        self.on_look()
-        members = [replace(each.member, state=self.states.get(name, "ready")) for name, each in self.verifiers.items()]
-        return FleetSnapshot(1, [MemberView(each, 0.0) for each in members], [], {})
-
-    def close(self) -> None:
-        async def end() -> None:
-            for verifier in self._all:
-                verifier.kill()
-            await asyncio.sleep(0)
-
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
-        self._loop.close()
 
 
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    monkeypatch.setattr(run_module, "LOOK_S", 0.05)
-    monkeypatch.setattr(run_module, "TEND_S", 0.05)
-    fleet = Fleet(tmp_path)
-    yield fleet
-    fleet.close()
-
-
-async def respond(verifier: FakeVerifier, sequence: Sequence, upto: int | None = None, with_row: bool = True) -> None:
-    """The fixed response, two tokens a step, and the rows of it."""
-    tokens: list[int] = sequence.request.sampling_params.extra_args[FIXED_RESPONSE]
-    brought = len(sequence.emitted)
-    name = sequence.request.request_id
-    verifications = 0
-    for step, begin in enumerate(range(brought, len(tokens) if upto is None else brought + upto, 2)):
-        chunk = tokens[begin : begin + 2]
-        sequence.emit(chunk, FinishReason.LENGTH if begin + 2 >= len(tokens) else None)
-        verifications += 1
-        verifier.rows.verifications.append(VerificationRow(step, name, 3, 1, len(chunk) - 1, len(chunk), "d", False, True))
-        verifier.rows.steps.append(StepRow(step, 1.0, 1.0, 1, 0, len(chunk), 1, len(chunk), 4, 0, 1.0, 1.0, 2.0, {}))
-        await asyncio.sleep(0)
-    if upto is None and with_row:
-        here = len(tokens) - brought
-        row = RequestRow(name, 0.0, 0.0, 1.0, 3, here, verifications, verifications, 0, "length", True, brought)
-        verifier.rows.requests.append(row)
-
-
-async def stall(verifier: FakeVerifier, sequence: Sequence) -> None:
-    """Two tokens, and nothing more."""
-    await respond(verifier, sequence, upto=2)
+    with rollout_fleet(tmp_path, monkeypatch) as fleet:
+        yield fleet
 
 
 def play(fleet: Fleet, window: int = 3, balance_interval_s: float = 0.0) -> Round:
-    workers = fleet.workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        bar = Bar(io.StringIO(), "round 0", len(LENGTHS))
-        return RoundRunner(0, requests(), workers, window, Sampling(0.0, None, None), bar, balance_interval_s).run()
-    finally:
-        workers.close()
+    return run(fleet, requests(), Responses(), window, balance_interval_s)
 
 
 def check(finished: Round) -> None:
     """Every response is there once, and the rows of the workers tell the same story."""
     wanted = requests()
-    assert finished.responses == {each.case.number: each.fixed for each in wanted}
+    assert {number: finished.tokens(number) for number in finished.responses} == {each.number: each.fixed for each in wanted}
     owned = [part.numbers[each] for part in finished.parts for each in part.completed]
     assert sorted(owned) == list(range(len(wanted))), "every request ended at one worker"
     emitted = dict.fromkeys(owned, 0)
@@ -155,7 +70,7 @@ def check(finished: Round) -> None:
     verified = finished.verifications()
     for ended in whole_requests(finished).values():
         for number, row in ended.items():
-            assert (row.tokens, row.verifications) == (len(finished.responses[number]), len(verified[number]))
+            assert (row.tokens, row.verifications) == (len(finished.tokens(number)), len(verified[number]))
 
 
 def test_all_is_well(fleet: Fleet) -> None:
@@ -220,7 +135,7 @@ def test_a_rollout_that_was_silent_between_rounds_is_known_again(fleet: Fleet) -
         workers.look()
         fleet.call(verifier.clients.clear)
         bar = Bar(io.StringIO(), "round 1", len(LENGTHS))
-        check(RoundRunner(1, requests(), workers, 3, Sampling(0.0, None, None), bar, 0.0).run())
+        check(RoundRunner(1, requests(), workers, 3, Responses(), bar).run())
     finally:
         workers.close()
 
@@ -293,24 +208,34 @@ def test_requests_move_from_a_slow_worker_to_a_fast_one(fleet: Fleet, monkeypatc
     assert len(done.completed) == len(LENGTHS)
 
 
-def test_new_weights_are_all_verifiers_or_none(fleet: Fleet) -> None:
-    first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
-    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
-    try:
-        workers.look()
-        assert workers.load(Path("/w/step-3")) == ""
-        assert first.utilities == second.utilities == [("reload_weights", ["/w/step-3", "step-3", 1])]
-        second.failure = "ValueError: no such directory"
-        assert workers.load(Path("/w/step-4")) == "verifier-1: ValueError: no such directory"
-        assert (workers.version, workers.weights) == ("step-3", Weights(3, "step-3", "/w/step-3"))
-        fleet.kill("verifier-0")
-        renewed = fleet.start("verifier-0", respond)
-        workers.look()
-        workers.look()
-        assert renewed.utilities == [("catch_up", ["/w/step-3", "step-3", 3])]
-        assert sorted(workers.present) == ["verifier-0", "verifier-1"]
-    finally:
-        workers.close()
+def test_no_request_moves_while_others_wait(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A free place is for one that waits; only the rest of a round is spread."""
+    monkeypatch.setattr(run_module, "Limits", partial(Limits, dwell_s=0.0))
+    looks = 0
+    moved_early: list[str] = []
+
+    async def later(verifier: FakeVerifier, sequence: Sequence) -> None:
+        while looks < 10:
+            await asyncio.sleep(0.01)
+        await respond(verifier, sequence)
+
+    slow, fast = fleet.start("verifier-0", stall), fleet.start("verifier-1", later)
+
+    def publish() -> None:
+        nonlocal looks
+        looks += 1
+        if looks < 10:
+            moved_early.extend(each.request_id for each in fast.sequences if each.emitted)
+        for verifier, step_s in ((slow, 9.0), (fast, 0.01)):
+            stats = VerifierStats(verifier.name, 1000.0, "sync", 4, running=1, prefill_tokens=1000, prefill_s=0.1)
+            stats.speed = Speed(step_s, 0.0)
+            fleet.call(partial(verifier.publish, stats))
+
+    fleet.on_look = publish
+    finished = play(fleet, window=2, balance_interval_s=0.01)
+    check(finished)
+    assert not moved_early
+    assert finished.moves == 2
 
 
 def test_an_answer_without_its_row_is_complete_when_its_verifier_is_gone(fleet: Fleet) -> None:

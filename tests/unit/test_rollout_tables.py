@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from backend.records.kept import KeptRows, RowBatch
 from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.rollout import tables
 from backend.rollout.outcome import Death, Part, Round
-from backend.rollout.report import markdown, round_report
+from backend.rollout.report import ENOUGH, WORST, markdown, round_report
 
 CONTRACT = {
     "perf": "step_tgs,step_tokens,cur_acc_len,step_batchsize,step_ts,step_interval,draft_nstep,"
@@ -191,12 +192,16 @@ def part(number: int, finished_s: float, tokens: int, first_step: int = 0) -> Pa
     return Part(number, rows, {name: number * 10 + first_step}, {name}, finished_s)
 
 
+def responses(lengths: dict[int, int]) -> dict[int, Any]:
+    return {number: SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1] * tokens)]) for number, tokens in lengths.items()}
+
+
 def test_the_report_names_the_straggler_and_the_dead() -> None:
     came_back, before = part(1, 4.0, 3), part(1, 3.0, 2, first_step=1)
     came_back.rows.add(before.rows)
     came_back.numbers |= before.numbers
     came_back.completed |= before.completed
-    finished = Round(0, 4.0, [part(0, 2.5, 5), came_back], {0: [1] * 5, 10: [1] * 3, 11: [1] * 2}, [Death(1, "died", 1.5, 7)])
+    finished = Round(0, 4.0, [part(0, 2.5, 5), came_back], responses({0: 5, 10: 3, 11: 2}), [Death(1, "died", 1.5, 7)])
     report = round_report(finished, ABOUT)
     assert [each["worker"] for each in report["workers"]] == [0, 1]
     assert report["workers"][1]["steps"] == 2
@@ -210,11 +215,62 @@ def test_the_report_names_the_straggler_and_the_dead() -> None:
 
 
 def test_live_and_teacher_forced_acceptance_never_share_a_name() -> None:
-    finished = Round(0, 1.0, [part(0, 1.0, 3)], {0: [1, 1, 1]})
+    finished = Round(0, 1.0, [part(0, 1.0, 3)], responses({0: 3}))
     forced, live = round_report(finished, ABOUT), round_report(finished, ABOUT | {"fixed_responses": False})
     assert "live_acceptance_length" not in forced
     assert "teacher_forced_acceptance_length" not in live
     assert "teacher-forced" not in markdown(live)
+
+
+def drafted(draft_tokens: list[int], accepted: list[int]) -> Round:
+    """A round of one worker whose request n has so many draft tokens, all of them in one verification."""
+    rows, names = RowBatch(), {}
+    for number, (drafts, agreed) in enumerate(zip(draft_tokens, accepted, strict=True)):
+        names[f"0-{number}-1"] = number
+        verified = VerificationRow(number, f"0-{number}-1", 5, drafts, agreed, agreed + 1, "d", False, True)
+        rows.verifications.append(verified)
+        rows.steps.append(step(number, [verified], number, 0.0))
+        times = (10.0, 11.0, 12.0 + number)
+        rows.requests.append(
+            RequestRow(f"0-{number}-1", *times, 5, agreed + 1, 1, drafts, agreed, "length", teacher_forced=True)
+        )
+    whole = responses({number: agreed + 1 for number, agreed in enumerate(accepted)})
+    return Round(0, 4.0, [Part(0, rows, names, set(names), 4.0)], whole)
+
+
+def test_the_report_sums_up_requests_and_steps() -> None:
+    report = round_report(drafted([4, 4, 4], [1, 3, 2]), ABOUT)
+    assert report["summary"]["response tokens"] == {"mean": 3.0, "min": 2, "max": 4, "sum": 9}
+    assert report["summary"]["seconds of a request"] == {"mean": 3.0, "min": 2.0, "max": 4.0, "sum": 9.0}
+    assert report["summary"]["requests in a step"] == {"mean": 1.0, "min": 1, "max": 1, "sum": 3}
+    assert report["summary"]["ms of a verification step"]["sum"] == 7.5
+    assert set(report["summary"]) == {
+        "response tokens", "seconds of a request", "verifications", "tokens per verification", "requests in a step",
+        "requests waiting", "share of the KV cache in use", "ms of a verification step",
+    }  # fmt: skip
+    text = markdown(report)
+    assert "|  | mean | least | most | sum |" in text
+    assert "| response tokens | 3.00 | 2.00 | 4.00 | 9.0 |" in text
+
+
+def test_a_figure_without_a_row_is_left_out_of_the_summary() -> None:
+    assert set(round_report(Round(0, 1.0, [part(0, 1.0, 3)], responses({0: 3})), ABOUT)["summary"]) == {
+        "requests in a step", "requests waiting", "share of the KV cache in use", "ms of a verification step"
+    }  # fmt: skip
+
+
+def test_the_requests_with_the_worst_drafts_come_first() -> None:
+    """Ten at most, by the accepted share of their draft tokens; one with few draft tokens says nothing."""
+    accepted = [15, 0, 8, 3, *range(4, 14)]
+    report = round_report(drafted([ENOUGH - 1, ENOUGH - 1, *[ENOUGH] * 12], accepted), ABOUT)
+    worst = report["worst_drafted"]
+    assert len(worst) == WORST
+    assert [each["request"] for each in worst[:3]] == [3, 4, 5]
+    assert worst[0] == {"request": 3, "tokens": 4, "draft_tokens": ENOUGH, "accepted": 3}
+    shares = [each["accepted"] / each["draft_tokens"] for each in worst]
+    assert shares == sorted(shares)
+    assert "| 3 | 4 | 16 | 19% |" in markdown(report)
+    assert "Drafts agreed least" not in markdown(round_report(drafted([4], [1]), ABOUT))
 
 
 def test_rows_beyond_the_bound_are_counted() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +11,34 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from backend.config import Settings
+from backend.engine.front.offline import Front
 from backend.models.demo import TARGET_DIR
 from backend.rollout.make import make_trace
-from backend.rollout.options import trace_options
-from backend.rollout.requests import Tokenizer, context_length, make_requests
+from backend.rollout.options import rollout_options, trace_options
+from backend.rollout.requests import Request, Tokenizer, make_requests
 from backend.rollout.trace import Case, TraceError, match, read_prompts, read_trace, trace_file, write_cases
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer(str(TARGET_DIR))
+
+
+@pytest.fixture(scope="module")
+def front() -> Front:
+    return Front(Settings(verifier={"max_model_len": 64}), str(TARGET_DIR))
+
+
+@pytest.fixture
+def make_of(tokenizer: Tokenizer, front: Front) -> Callable[..., list[Request]]:
+    """Makes requests of cases for a context of 64 tokens, with these options."""
+
+    def made(cases: list[Case], *arguments: str) -> list[Request]:
+        options, _ = rollout_options(["--trace", "t", "--out", "o", *arguments])
+        return make_requests(cases, tokenizer, Path("trace"), options, front)
+
+    return made
 
 
 def written(directory: Path, columns: dict[str, Any], name: str = "train.3.parquet") -> Path:
@@ -71,6 +90,8 @@ def test_prompts_take_their_responses_from_the_trace(tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": "y"}\n\n{"prompt": "x"}\n{"prompt": "x"}\n')
     assert match(read_prompts(file), cases, file, Path("t")) == [Case(0, "y", "b"), Case(1, "x", "a"), Case(2, "x", "c")]
+    file.write_text('{"prompt": "y", "sampling_params": {"seed": 1}}\n')
+    assert match(read_prompts(file), cases, file, Path("t")) == [Case(0, "y", "b", {"seed": 1})]
     file.write_text('{"prompt": "y"}\n{"prompt": "z"}\n')
     with pytest.raises(TraceError, match=r"prompts.jsonl: row 1: t has no row with the prompt 'z'"):
         match(read_prompts(file), cases, file, Path("t"))
@@ -78,7 +99,13 @@ def test_prompts_take_their_responses_from_the_trace(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
-    [("", "no prompts"), ("{", "line 1: not JSON"), ("3", "line 1: not a JSON object"), ('{"prompt": 3}', "row 0: no prompt")],
+    [
+        ("", "no prompts"),
+        ("{", "line 1: not JSON"),
+        ("3", "line 1: not a JSON object"),
+        ('{"prompt": 3}', "row 0: no prompt"),
+        ('{"prompt": "x", "sampling_params": 3}', "row 0: sampling_params is not a JSON object"),
+    ],
 )
 def test_what_is_wrong_with_prompts_is_named(tmp_path: Path, text: str, complaint: str) -> None:
     file = tmp_path / "p.jsonl"
@@ -96,47 +123,62 @@ def test_cases_can_be_replayed(tmp_path: Path) -> None:
     assert read_trace(file) == cases
 
 
-def test_fixed_requests_carry_the_tokens_of_their_response(tokenizer: Tokenizer) -> None:
-    (request,) = make_requests([Case(4, "def f(x):\n", "    return x\n")], tokenizer, Path("t"), True, 1, None, 4096)
+def test_fixed_requests_carry_the_tokens_of_their_response(tokenizer: Tokenizer, make_of: Callable[..., list[Request]]) -> None:
+    (request,) = make_of([Case(4, "def f(x):\n", "    return x\n")], "--fixed-responses")
     assert request.fixed == tokenizer.response("    return x\n")
-    assert request.max_tokens == request.expected == len(request.fixed)
+    assert request.params.max_tokens == request.expected == len(request.fixed)
     assert request.prompt[0] == 0, "a prompt begins with the tokenizer's own first token"
     assert tokenizer.text(request.fixed) == "    return x\n"
 
 
-def test_free_requests_know_what_to_expect(tokenizer: Tokenizer) -> None:
+def test_free_requests_know_what_to_expect(tokenizer: Tokenizer, make_of: Callable[..., list[Request]]) -> None:
     cases = [Case(0, "def f(x):\n", "    return x\n"), Case(1, "class A:\n", "")]
-    known, unknown = make_requests(cases, tokenizer, Path("t"), False, 1, None, 64)
+    known, unknown = make_of(cases)
     assert known.fixed is None
     assert known.expected == len(tokenizer.response("    return x\n"))
-    assert known.max_tokens == 64 - len(known.prompt)
-    assert unknown.expected == unknown.max_tokens
-    several = make_requests(cases, tokenizer, Path("t"), False, 3, None, 64)
+    assert known.params.max_tokens == 64 - len(known.prompt)
+    assert unknown.expected == unknown.params.max_tokens
+    several = make_of(cases, "--n", "3")
     assert [(each.number, each.case.number) for each in several] == [(0, 0), (1, 0), (2, 0), (3, 1), (4, 1), (5, 1)]
-    assert make_requests(cases, tokenizer, Path("t"), False, 1, 3, 64)[0].max_tokens == 3
+    assert make_of(cases, "--max-tokens", "3")[0].params.max_tokens == 3
+
+
+def test_a_prompts_own_sampling_parameters_come_first(make_of: Callable[..., list[Request]]) -> None:
+    cases = [Case(0, "x", ""), Case(1, "x", "", {"temperature": 0, "stop": "\n", "max_tokens": 4, "seed": 6})]
+    plain, _, own, second = make_of(
+        cases, "--temperature", "0.5", "--n", "2", "--sampling", '{"top_p": 0.9, "stop": ["a", "b"]}'
+    )
+    assert (plain.params.temperature, plain.params.top_p, plain.params.stop, plain.seed) == (0.5, 0.9, ["a", "b"], None)
+    assert (own.params.temperature, own.params.top_p, own.params.stop) == (0, 1.0, ["\n"]), (
+        "vLLM's greedy sampling has no top_p"
+    )
+    assert (own.params.max_tokens, own.seed, second.seed) == (4, 6, 7)
 
 
 @pytest.mark.parametrize(
-    ("prompt", "gen", "fixed", "max_tokens", "complaint"),
+    ("prompt", "gen", "arguments", "complaint"),
     [
-        ("word " * 70, "x", True, None, "the prompt has"),
-        ("word " * 70, "x", False, None, "the prompt has"),
-        ("x", "word " * 70, True, None, "the context has 64"),
-        ("x", "", True, None, "the response to 'x' is empty"),
-        ("x", "word " * 9, True, 2, "more than --max-tokens 2"),
+        ("word " * 70, "x", ["--fixed-responses"], "the prompt has"),
+        ("word " * 70, "x", [], "the prompt has"),
+        ("x", "word " * 70, ["--fixed-responses"], "the context has 64"),
+        ("x", "", ["--fixed-responses"], "the response to 'x' is empty"),
+        ("x", "word " * 9, ["--fixed-responses", "--max-tokens", "2"], "more than --max-tokens 2"),
     ],
 )
 def test_a_case_that_cannot_be_run_is_named(
-    tokenizer: Tokenizer, prompt: str, gen: str, fixed: bool, max_tokens: int | None, complaint: str
+    make_of: Callable[..., list[Request]], prompt: str, gen: str, arguments: list[str], complaint: str
 ) -> None:
     cases = [Case(0, "fine", "fine"), Case(1, prompt, gen)]
     with pytest.raises(TraceError, match=rf"trace: row 1: .*{complaint}"):
-        make_requests(cases, tokenizer, Path("trace"), fixed, 1, max_tokens, 64)
+        make_of(cases, *arguments)
 
 
-def test_the_context_is_the_smaller_of_what_is_asked_and_what_is_there() -> None:
-    assert context_length(str(TARGET_DIR), None) == 4096
-    assert context_length(str(TARGET_DIR), 100) == 100
+def test_a_prompts_sampling_parameters_are_checked(make_of: Callable[..., list[Request]]) -> None:
+    cases = [Case(0, "x", "y"), Case(1, "x", "y", {"top_p": 2})]
+    with pytest.raises(TraceError, match=r"trace: row 1: sampling_params: top_p must be in \(0, 1\], got 2"):
+        make_of(cases)
+    with pytest.raises(TraceError, match=r"trace: row 1: --fixed-responses says what is emitted"):
+        make_of(cases, "--fixed-responses")
 
 
 def make(*arguments: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backend.config.sources import ConfigError
+from backend.config.sources import CommandError, ConfigError
+from backend.engine.client import EngineClient
+from backend.fleet.stats import Weights
 from backend.models.demo import TARGET_DIR
 from backend.rollout.log import RoundLog
 from backend.rollout.weights import WeightsError, check_weights, newest
+from backend.rollout.workers import Workers
+from tests.support.rollout_fleet import Fleet, respond, rollout_fleet
 
 
 def test_the_newest_is_the_highest_step_or_the_one_that_is_named(tmp_path: Path) -> None:
@@ -118,3 +123,92 @@ def test_a_log_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=complaint):
         RoundLog(wanted)
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    with rollout_fleet(tmp_path, monkeypatch) as fleet:
+        yield fleet
+
+
+def test_weights_follow_those_that_gateways_have_had_loaded(fleet: Fleet) -> None:
+    """A rollout that has joined a fleet counts on where its gateways are, and goes back to their weights."""
+    first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
+    theirs = Weights(5, "five", "/w/five")
+    first.weights = second.weights = theirs
+    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
+    try:
+        workers.look()
+        assert workers.weights == theirs
+        second.failure = "ValueError: no such directory"
+        assert workers.load(Path("/w/step-1"))
+        assert first.utilities == [("reload_weights", ["/w/step-1", "step-1", 6]), ("reload_weights", ["/w/five", "five", 7])]
+        second.failure = None
+        assert workers.load(Path("/w/step-2")) == ""
+        assert first.weights == second.weights == Weights(8, "step-2", "/w/step-2")
+    finally:
+        workers.close()
+
+
+def test_verifiers_hear_of_a_rollout_whose_weights_another_one_still_loads(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.start("verifier-0", respond)
+    slow = fleet.start("verifier-1", respond)
+    pings = Counter[str]()
+
+    def end_when_pinged() -> None:
+        if pings["verifier-0"] >= 2 and "verifier-1" in fleet.verifiers:
+            fleet.kill("verifier-1")
+
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        workers.look()
+        slow.hung = True
+        client = workers.present["verifier-0"].client
+
+        def ping() -> None:
+            pings["verifier-0"] += 1
+            EngineClient.ping(client)
+
+        monkeypatch.setattr(client, "ping", ping)
+        fleet.on_look = end_when_pinged
+        assert workers.load(Path("/w/step-1")) == ""
+    finally:
+        workers.close()
+
+
+def test_weights_that_came_as_tensors_cannot_come_back(fleet: Fleet) -> None:
+    first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
+    first.weights = second.weights = Weights(5, "five", None)
+    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
+    try:
+        workers.look()
+        second.failure = "ValueError: no such directory"
+        with pytest.raises(CommandError, match="/w/step-1: not all verifiers could load it, and the weights before came as"):
+            workers.load(Path("/w/step-1"))
+        fleet.start("verifier-2", respond)
+        workers.look()
+        assert "verifier-2" not in workers.present, "it has the weights of the start"
+    finally:
+        workers.close()
+
+
+def test_new_weights_are_all_verifiers_or_none(fleet: Fleet) -> None:
+    first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
+    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
+    try:
+        workers.look()
+        assert workers.load(Path("/w/step-3")) == ""
+        assert first.utilities == second.utilities == [("reload_weights", ["/w/step-3", "step-3", 1])]
+        second.failure = "ValueError: no such directory"
+        assert workers.load(Path("/w/step-4")) == "verifier-1: ValueError: no such directory"
+        assert (workers.version, workers.weights) == ("step-3", Weights(3, "step-3", "/w/step-3"))
+        fleet.kill("verifier-0")
+        renewed = fleet.start("verifier-0", respond)
+        workers.look()
+        workers.look()
+        assert renewed.utilities == [("catch_up", ["/w/step-3", "step-3", 3])]
+        assert sorted(workers.present) == ["verifier-0", "verifier-1"]
+    finally:
+        workers.close()

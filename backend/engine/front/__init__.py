@@ -40,6 +40,7 @@ from vllm.exceptions import (
     VLLMServerError,
     VLLMValidationError,
 )
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -71,6 +72,7 @@ __all__ = [
     "GenerateTokensResponse",
     "GracefulHTTPError",
     "LoadLoRAAdapterRequest",
+    "RequestOutput",
     "ResponseRequest",
     "ResponsesRequest",
     "RetryableRequestError",

@@ -197,7 +197,7 @@ def _serve(vllm_config: VllmConfig, pipe: Connection, cpu_limit_s: float) -> Non
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    check = _Check(vllm_config)
+    check = Check(vllm_config)
     _limit_memory()
     pipe.send(None)
     with contextlib.suppress(EOFError, OSError):
@@ -223,7 +223,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (held + MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
 
 
-class _Check:
+class Check:
     """Validates and compiles as vLLM does, with a manager per backend, as a manager supports only one."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:

@@ -27,12 +27,12 @@ from backend.rollout.make import STDLIB, make_trace
 from backend.rollout.options import TraceOptions
 from backend.rollout.trace import read_trace, write_cases
 
-MOVE = ("--gateway-balance-interval-s", "2")
+STAY = ("--gateway-balance-interval-s", "0")
 REMOTE = ("--impl", "disaggregated", "--drafters", "2")
 WAYS: Mapping[str, tuple[str, ...]] = {
     "native": ("--impl", "native"),
-    "disaggregated": REMOTE,
-    "disaggregated, moving": (*REMOTE, *MOVE),
+    "disaggregated": (*REMOTE, *STAY),
+    "disaggregated, moving": REMOTE,
 }
 PROMPT_TOKENS = (16, 256)
 SHORTEST = 16

@@ -1,0 +1,145 @@
+"""vLLM's front half for a rollout: checks sampling parameters, detokenizes, finds stop strings.  Any process, one thread.
+
+It has no event loop; a gateway's front half is `client.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from vllm.exceptions import VLLMValidationError
+from vllm.inputs import tokens_input
+from vllm.logprobs import Logprob
+from vllm.outputs import RequestOutput
+from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from vllm.tokenizers import TokenizerLike
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from backend.config import Settings
+from backend.engine.client import engine_request
+from backend.engine.front.config import build_vllm_config
+from backend.engine.front.grammar import Check
+from backend.engine.front.parameters import PARAMETERS, VERIFIERS
+
+OFFERED = PARAMETERS - {
+    "detokenize",
+    "flat_logprobs",
+    "n",
+    "prompt_logprob_start",
+    "prompt_logprob_token_ids",
+    "stream_interval",
+}
+"""Sampling parameters of a rollout: without those that shape an answer's stream, or only score a prompt."""
+LEAST_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON does not have, as in vLLM's own answers."""
+
+
+class Front:
+    """Checks requests as a gateway with these settings does.  Raises `ValueError` for engine arguments that are wrong."""
+
+    def __init__(self, settings: Settings, model_dir: str) -> None:
+        config = build_vllm_config(settings, model_dir)
+        self.max_model_len: int = config.model_config.max_model_len
+        self._inputs = InputProcessor(config)
+        # `params` checks structured outputs itself, each only once.
+        self._inputs.structured_outputs_config = None
+        self._check = Check(config)
+        self._checked: dict[str, StructuredOutputsParams | str] = {}
+
+    def params(self, prompt: list[int], given: Mapping[str, Any]) -> SamplingParams:
+        """Sampling parameters for a prompt, from vLLM's names.  Raises `ValueError`, with the parameter in its message.
+
+        Without `max_tokens`, or if it is None, a response may fill the context.
+        """
+        if unknown := sorted(given.keys() - OFFERED):
+            raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(OFFERED))}")
+        try:
+            json.dumps(given, allow_nan=False)  # a sampler that is given NaN would harm the whole batch
+            asked = msgspec.convert({"max_tokens": None, **given}, SamplingParams, str_keys=True)
+            if any(name.startswith(VERIFIERS) for name in asked.extra_args or ()):
+                raise ValueError(f"extra_args: names that begin with {VERIFIERS} belong to verifiers")
+            asked.output_kind, asked.flat_logprobs = RequestOutputKind.FINAL_ONLY, True
+            if asked.structured_outputs is not None:
+                asked.structured_outputs = self._compiled(asked.structured_outputs)
+            made = self._inputs.process_inputs("", tokens_input(prompt), asked, ("generate",)).sampling_params
+        except (VLLMValidationError, TypeError, AttributeError) as error:
+            raise ValueError(str(error)) from error
+        assert made is not None
+        return made
+
+    def responses(self) -> Responses:
+        """Takes responses that begin from now on."""
+        return Responses(self._inputs.tokenizer)
+
+    def _compiled(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
+        key = repr(asked)
+        if key not in self._checked:
+            try:
+                self._checked[key] = self._check(asked)
+            except (VLLMValidationError, ValueError, TypeError, RuntimeError) as error:
+                self._checked[key] = str(error).partition("\n")[0]
+        found = self._checked[key]
+        if isinstance(found, str):
+            raise ValueError(f"structured_outputs: {found}")
+        return found
+
+
+class Responses:
+    """Makes responses of verifiers' outputs.  A response has one number, whichever verifiers its outputs come from."""
+
+    def __init__(self, tokenizer: TokenizerLike | None = None) -> None:
+        """`tokenizer` may be None if all responses are fixed."""
+        self._processor = OutputProcessor(tokenizer, log_stats=False)
+
+    def begin(self, number: int, prompt: list[int], params: SamplingParams) -> None:
+        request = engine_request(str(number), prompt, params, external_req_id=str(number))
+        self._processor.add_request(request, None)
+
+    def tokens(self, number: int) -> list[int]:
+        """The tokens so far of a response that has not ended."""
+        detokenizer = self._processor.request_states[str(number)].detokenizer
+        assert detokenizer is not None
+        tokens: list[int] = detokenizer.output_token_ids
+        return tokens
+
+    def take(self, number: int, outputs: list[EngineCoreOutput]) -> RequestOutput | None:
+        """Takes outputs; returns the response if it has ended, perhaps at a stop string, of which its verifier knows nothing.
+
+        An abort does not end a response: it can go on elsewhere.
+        """
+        for output in outputs:
+            output.request_id = str(number)
+            if output.finish_reason is FinishReason.ABORT:
+                output.finish_reason = None
+        ended = self._processor.process_outputs(outputs).request_outputs
+        return next((each for each in ended if isinstance(each, RequestOutput)), None)
+
+
+def response_row(response: RequestOutput) -> dict[str, Any]:
+    """A response's tokens, text, end and log probabilities as JSON; `logprobs` is shaped as in `/inference/v1/generate`."""
+    (output,) = response.outputs
+    row = {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "stop_reason": output.stop_reason,
+    }
+    if output.logprobs is not None:
+        places = [_candidates(place) for place in output.logprobs]
+        row["logprobs"] = {"content": [{**place[0], "top_logprobs": place} for place in places]}
+    if response.prompt_logprobs is not None:
+        row["prompt_logprobs"] = [place and _candidates(place) for place in response.prompt_logprobs]
+    return row
+
+
+def _candidates(place: Mapping[int, Logprob]) -> list[dict[str, Any]]:
+    """Log probabilities of one place: first that of its token, then the most likely tokens."""
+    return [
+        {"token_id": token, "logprob": max(each.logprob, LEAST_LOGPROB), "rank": each.rank} for token, each in place.items()
+    ]

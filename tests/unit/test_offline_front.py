@@ -1,0 +1,100 @@
+"""A rollout's half of vLLM: which sampling parameters it takes, and what it says about wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, FinishReason
+
+from backend.config import Settings
+from backend.engine.front.offline import OFFERED, Front, Responses, response_row
+from backend.models.demo import TARGET_DIR
+
+PROMPT = [0, 5, 6]
+
+
+@pytest.fixture(scope="module")
+def front() -> Front:
+    return Front(Settings(), str(TARGET_DIR))
+
+
+def test_parameters_come_as_json_has_them(front: Front) -> None:
+    given = {
+        "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 4, "min_tokens": 2, "max_tokens": 9, "logprobs": 3,
+        "logit_bias": {"5": -1}, "stop_token_ids": [7], "stop": "\n", "bad_words": ["import"], "presence_penalty": 1,
+        "allowed_token_ids": [1, 2, 7], "structured_outputs": {"choice": ["a", "b"]}, "include_stop_str_in_output": True,
+        "repetition_detection": {"max_pattern_size": 4, "min_count": 3}, "extra_args": {"mine": 1}, "prompt_logprobs": 1,
+    }  # fmt: skip
+    params = front.params(PROMPT, given)
+    assert (params.top_k, params.min_tokens, params.max_tokens, params.seed, params.logprobs) == (5, 2, 9, 4, 3)
+    assert (params.logit_bias, params.stop, params.extra_args) == ({5: -1.0}, ["\n"], {"mine": 1})
+    assert params.bad_words_token_ids
+    assert params.repetition_detection.min_count == 3
+    assert '"a" | "b"' in params.structured_outputs.grammar
+    assert params.structured_outputs._backend, "a verifier compiles with the backend that was chosen here"
+    assert params.output_kind is RequestOutputKind.FINAL_ONLY
+    assert params.eos_token_id is not None
+    assert front.params(PROMPT, {"ignore_eos": True}).eos_token_id is None
+
+
+def test_without_a_limit_a_response_may_fill_the_context(front: Front) -> None:
+    assert front.max_model_len == 4096
+    assert front.params(PROMPT, {}).max_tokens == 4096 - len(PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("given", "complaint"),
+    [
+        ({"topp": 1}, "'topp' is none of allowed_token_ids, bad_words, "),
+        ({"n": 2}, "'n' is none of"),
+        ({"top_p": 2}, "top_p must be in"),
+        ({"top_k": "x"}, r"Expected `int`, got `str` - at `\$.top_k`"),
+        ({"temperature": float("nan")}, "not JSON compliant"),
+        ({"temperature": 5}, r"temperature must be in \[0, 2\]"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"min_tokens": 9, "max_tokens": 3}, "min_tokens must be less"),
+        ({"logit_bias": {"99999": 1}}, r"\[99999\] in logit_bias"),
+        ({"logit_bias": [1]}, r"Expected `object \| null`, got `array` - at `\$.logit_bias`"),
+        ({"stop_token_ids": [-1]}, "in stop_token_ids"),
+        ({"allowed_token_ids": [99999]}, "allowed_token_ids contains"),
+        ({"logprobs": 99}, "logprobs"),
+        ({"stop": [""]}, "stop cannot contain an empty string"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs: "),
+        ({"structured_outputs": {"json": {"type": "nothing"}}}, "structured_outputs: "),
+        ({"structured_outputs": {}}, "structured outputs constraint"),
+        ({"extra_args": {"outrider_fixed_response": [1]}}, "extra_args: names that begin with outrider_"),
+    ],
+)
+def test_a_wrong_parameter_is_named(front: Front, given: dict[str, Any], complaint: str) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match=complaint):
+            front.params(PROMPT, given)
+
+
+def test_native_drafting_has_its_own_limits() -> None:
+    """vLLM's rejection sampler supports less."""
+    front = Front(Settings(mode="native"), str(TARGET_DIR))
+    with pytest.raises(ValueError, match="min_p"):
+        front.params(PROMPT, {"min_p": 0.5})
+
+
+def test_what_a_rollout_has_options_for_is_not_offered() -> None:
+    assert not OFFERED & {"n", "detokenize", "output_kind", "stream_interval"}
+    assert {"stop", "structured_outputs", "logprobs", "prompt_logprobs", "thinking_token_budget"} <= OFFERED
+
+
+def test_an_abort_is_not_the_end_of_a_response(front: Front) -> None:
+    responses = Responses()
+    params = front.params(PROMPT, {"max_tokens": 3})
+    params.detokenize = False
+    responses.begin(7, PROMPT, params)
+    assert (
+        responses.take(7, [EngineCoreOutput("7-1", [5]), EngineCoreOutput("7-1", [], finish_reason=FinishReason.ABORT)]) is None
+    )
+    assert responses.tokens(7) == [5]
+    ended = responses.take(7, [EngineCoreOutput("7-2", [6, 7], finish_reason=FinishReason.LENGTH)])
+    assert ended is not None
+    row = response_row(ended)
+    assert row == {"text": "", "token_ids": [5, 6, 7], "finish_reason": "length", "stop_reason": None}

@@ -1,0 +1,109 @@
+"""Free responses of a round: their ends, log probabilities and seeds, whichever verifiers wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from vllm.v1.outputs import LogprobsLists
+
+from backend.config import Settings
+from backend.engine.front.offline import Front, response_row
+from backend.models.demo import TARGET_DIR
+from backend.records.rows import RequestRow
+from backend.rollout.requests import Request, Tokenizer
+from backend.rollout.tables import whole_requests
+from backend.rollout.trace import Case
+from tests.support.fake_verifier import FakeVerifier, Sequence, count_up
+from tests.support.rollout_fleet import Fleet, rollout_fleet, run
+
+
+@pytest.fixture
+def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
+    with rollout_fleet(tmp_path, monkeypatch) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def front() -> Front:
+    return Front(Settings(), str(TARGET_DIR))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(TARGET_DIR))
+
+
+def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, front: Front, tokenizer: Tokenizer) -> None:
+    """The first one dies between the two halves of the stop string; the second one has emitted more than it."""
+    written = tokenizer.response("    return value + other\n\n\nclass Other:\n")
+    prompt = tokenizer.prompt("def add(value, other):\n")
+    text = tokenizer.text(written)
+    half = next(n for n in range(len(written)) if "return val" in tokenizer.text(written[:n]))
+    params = front.params(prompt, {"stop": [text[text.index("val") :][:12]], "logprobs": 1, "max_tokens": 200})
+
+    def emit(sequence: Sequence, tokens: list[int]) -> None:
+        places = len(tokens)
+        logprobs = LogprobsLists(
+            np.array([[token, 9] for token in tokens]), np.array([[-0.5, -1.5]] * places), np.array([1] * places)
+        )
+        sequence.emit(tokens, logprobs=logprobs)
+
+    async def begin(verifier: FakeVerifier, sequence: Sequence) -> None:
+        emit(sequence, written[:half])
+
+    async def go_on(verifier: FakeVerifier, sequence: Sequence) -> None:
+        assert sequence.emitted == written[:half]
+        emit(sequence, written[half:])
+        await sequence.aborted.wait()
+        verifier.rows.requests.append(RequestRow(sequence.request_id, 0.0, 0.0, 1.0, 3, 99, 1, 0, 0, "abort", False, half))
+
+    doomed = fleet.start("verifier-0", begin)
+
+    def replace_it() -> None:
+        known = fleet.workers.present.get("verifier-0") if fleet.workers is not None else None
+        if (
+            known is not None
+            and fleet.verifiers["verifier-0"] is doomed
+            and any(a.tokens for a in known.client.answers.values())
+        ):
+            fleet.kill("verifier-0")
+            fleet.start("verifier-0", go_on)
+
+    fleet.on_look = replace_it
+    finished = run(fleet, [Request(0, Case(0, "p", ""), prompt, None, params, 50)], front.responses())
+    row = response_row(finished.responses[0])
+    assert row["text"] == text[: text.index("val")]
+    assert (row["finish_reason"], row["stop_reason"]) == ("stop", params.stop[0])
+    kept = len(row["token_ids"])
+    assert half < kept < len(written)
+    assert row["token_ids"] == written[:kept], "what came after the stop string is gone"
+    assert len(row["logprobs"]["content"]) == kept
+    assert row["logprobs"]["content"][-1] == {
+        "token_id": written[kept - 1],
+        "logprob": -0.5,
+        "rank": 1,
+        "top_logprobs": [
+            {"token_id": written[kept - 1], "logprob": -0.5, "rank": 1},
+            {"token_id": 9, "logprob": -1.5, "rank": 1},
+        ],
+    }
+    assert whole_requests(finished)[0][0].tokens == kept
+
+
+async def count_and_tell(verifier: FakeVerifier, sequence: Sequence) -> None:
+    await count_up(verifier, sequence)
+    verifier.rows.requests.append(RequestRow(sequence.request_id, 0.0, 0.0, 1.0, 2, 2, 2, 0, 0, "length", False))
+
+
+def test_a_seed_makes_a_seed_of_every_free_response(fleet: Fleet, front: Front) -> None:
+    verifier = fleet.start("verifier-0", count_and_tell)
+    params = front.params([1, 2], {"max_tokens": 2})
+    asked = [Request(n, Case(n, "p", ""), [1, 2], None, params, 2, seed) for n, seed in ((0, None), (1, None), (2, 7))]
+    run(fleet, asked, front.responses(), seed=5)
+    seeds = {each.request_id: each.request.sampling_params.seed for each in verifier.sequences}
+    assert seeds["0-2-1"] == 7, "a prompt's own seed comes first"
+    assert len(set(seeds.values())) == 3
+    assert None not in seeds.values()
