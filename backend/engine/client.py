@@ -71,22 +71,6 @@ def fixed_sampling(tokens: list[int], temperature: float) -> SamplingParams:
     return params
 
 
-def engine_request(request_id: str, prompt: list[int], params: SamplingParams, **fields: Any) -> EngineCoreRequest:
-    """A request for text; `fields` replace further fields of vLLM's `EngineCoreRequest`."""
-    values: dict[str, Any] = {
-        "request_id": request_id,
-        "prompt_token_ids": prompt,
-        "mm_features": None,
-        "sampling_params": params,
-        "pooling_params": None,
-        "arrival_time": time.time(),
-        "lora_request": None,
-        "cache_salt": None,
-        "data_parallel_rank": None,
-    }
-    return EngineCoreRequest(**(values | fields))
-
-
 class EngineClient:
     """A connection to one verifier; the constructor waits for the answer to its greeting.
 
