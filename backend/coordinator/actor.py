@@ -30,7 +30,7 @@ from backend.transport import ServerKeys
 
 NAME = "outrider-coordinator"
 CALL_TIMEOUT_S = 5.0
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 
 _encode = msgspec.msgpack.Encoder().encode
 

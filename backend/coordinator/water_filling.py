@@ -34,8 +34,6 @@ CAPACITY = 0.1, 4.0
 """Least and most that a drafter counts for, relative to a typical one."""
 TOGETHER = 1, 2, 4, 8, 16
 """Numbers of further drafters that are tried: one more may be worth nothing where several are worth much."""
-UNSKIPPED = 0.01
-"""Share of the drafted speed that counts even where drafts do not pay.  Without it, such assignments would all look equal."""
 MOVES = 8
 """Most moves in one decision."""
 
@@ -100,7 +98,8 @@ class Assigning:
     def move(self, min_gain: float, bound_before: float) -> bool:
         """Makes the best move, of one drafter or of all drafters of a verifier.  False if no move pays."""
         offers = [(giver, leaving) for giver in self._held for leaving in self._leaving(giver, bound_before)]
-        takers = {count: self._takers(count) for count in TOGETHER}
+        present = {each: self._worth(each, held) for each, held in self._held.items()}
+        takers = {count: self._takers(count, present) for count in TOGETHER}
         best: tuple[str, str, list[str]] | None = None
         best_gain = 0.0
         for giver, leaving in offers:
@@ -146,10 +145,10 @@ class Assigning:
                 continue
             drafter = min(able, key=sharers.__getitem__)
             ends = [*self.of_drafter[drafter], verifier]
-            before = self._total(ends, 0.0)
+            before = self._total(ends)
             self._bind(verifier, drafter)
-            gained = self._worth(verifier, self._held[verifier], 0.0) > self._worth(verifier, 0.0, 0.0)
-            if verifier in self._active and not (gained and self._total(ends, 0.0) >= (1 - most_lost) * before):
+            gained = self._worth(verifier, self._held[verifier]) > self._worth(verifier, 0.0)
+            if verifier in self._active and not (gained and self._total(ends) >= (1 - most_lost) * before):
                 self._unbind(verifier, drafter)
             sharers[drafter] = self._sharers(drafter)
 
@@ -179,17 +178,17 @@ class Assigning:
 
     # -- what it is worth ----------------------------------------------------------------------------------------------
 
-    def _worth(self, verifier: str, held: float, unskipped: float = UNSKIPPED) -> float:
+    def _worth(self, verifier: str, held: float) -> float:
         load = self._loads[verifier]
         if held <= 0:
             return load.requests / load.bare_s
         draft_s = self._usual.step_s(load.requests / max(held, 1.0)) / min(held, 1.0)
         cycle_s = load.drafted_s + draft_s - load.overlap * min(load.drafted_s, draft_s)
         drafted = load.requests * load.length / cycle_s
-        return (max(drafted, load.requests / load.plain_s) if load.may_skip else drafted) + unskipped * drafted
+        return max(drafted, load.requests / load.plain_s) if load.may_skip else drafted
 
-    def _total(self, verifiers: Iterable[str], unskipped: float = UNSKIPPED) -> float:
-        return sum(self._worth(each, self._held[each], unskipped) for each in verifiers)
+    def _total(self, verifiers: Iterable[str]) -> float:
+        return sum(self._worth(each, self._held[each]) for each in verifiers)
 
     def _need(self, verifier: str) -> tuple[float, float]:
         """Sort key: first the verifier that gains the most per further drafter, over the numbers in `TOGETHER`."""
@@ -197,9 +196,9 @@ class Assigning:
         gain = max((self._worth(verifier, held + count) - now) / count for count in TOGETHER)
         return -gain, -self._loads[verifier].requests
 
-    def _takers(self, count: int) -> list[str]:
-        """All verifiers, those first that gain the most by `count` more drafters."""
-        gains = {each: self._worth(each, held + count) - self._worth(each, held) for each, held in self._held.items()}
+    def _takers(self, count: int, present: Mapping[str, float]) -> list[str]:
+        """All verifiers, those first that gain the most by `count` more drafters; `present` is what they make now."""
+        gains = {each: self._worth(each, held + count) - present[each] for each, held in self._held.items()}
         return sorted(gains, key=gains.__getitem__, reverse=True)
 
     def _capacity_of(self, speed: Speed | None, requests: float) -> float:

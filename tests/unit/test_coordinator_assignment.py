@@ -52,7 +52,7 @@ def situation_of(loads: Sequence[VerifierLoad], speeds: Sequence[Speed]) -> Situ
 def predicted(situation: Situation, pairs: Iterable[Pair]) -> float:
     """Predicted tokens per second of the fleet with this assignment."""
     fleet = Assigning(replace(situation, bindings=dict.fromkeys(pairs, 0.0), pins={}))
-    return fleet._total(situation.verifiers, 0.0)
+    return fleet._total(situation.verifiers)
 
 
 def changed(bindings: dict[Pair, float], wanted: set[Pair], now: float) -> dict[Pair, float]:
