@@ -20,9 +20,10 @@ from backend.engine.front import EngineCoreOutputs, EngineCoreRequest
 from backend.engine.speech import EngineCodec, Taken, UnknownKind
 from backend.fleet import Member, VerifierStats
 from backend.fleet.stats import Weights
+from backend.transport import Buffer
 from backend.transport.aio import AsyncDealer
 from backend.transport.sockets import Wire
-from backend.wire.engine import ENGINE_WIRE_VERSION, Account, EngineWelcome, Refusal, RequestOptions, Said
+from backend.wire.engine import ENGINE_WIRE_VERSION, Account, EngineWelcome, Refusal, RequestOptions
 
 logger = logging.getLogger(__name__)
 
@@ -120,9 +121,9 @@ class VerifierLink:
         if request_ids:
             self._dealer.send(self._speech.abort(request_ids))
 
-    def share(self, said: Said) -> None:
-        """Gives the verifier a text to look drafts up in."""
-        self._dealer.send(self._speech.share(said))
+    def send(self, frames: Sequence[Buffer]) -> None:
+        """Sends a message that needs no answer, and that is encoded already because other links send it too."""
+        self._dealer.send(frames)
 
     def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
         """Calls a method of the verifier's engine core, ahead of all that is sent later; `UtilityError` when it fails."""

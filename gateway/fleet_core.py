@@ -208,13 +208,13 @@ class FleetCore(Verifiers, EngineCoreClient):
         self.sequences.remove(record)
         self._ending.pop(record.request.request_id, None)
         self._observer.on_finished(record, reason)
-        if record.claim.asked.learn and record.emitted:
-            self.share(record.output, without=record.link)
         record.claim.ended()
         if not record.claim.running:
             self.gate.settle(record.claim)
             self.gate.abandon(record.claim)
         self.gate.look()
+        if record.emitted and record.claim.asked.learn and reason not in ("poisoned", "lost"):
+            self.share(record.output, without=record.link)
 
     def _fail(self, records: Sequence[InFlight], error: type[Unavailable]) -> None:
         if not records:

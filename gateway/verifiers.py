@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from backend.engine.speech import EngineCodec
 from backend.fleet import FleetSnapshot, Member, VerifierStats
 from backend.fleet.speed import RESPONSE_TOKENS
 from backend.transport.sockets import Wire
@@ -94,9 +95,11 @@ class Verifiers(LinkListener):
 
     def share(self, said: Said, without: VerifierLink | None) -> None:
         """Gives the text of a sequence that has ended to the other verifiers, for look-ups."""
-        for link in self.ready_links:
-            if link is not without and link.welcome is not None and link.welcome.looks_up:
-                link.share(said)
+        others = [link for link in self.ready_links if link is not without and link.welcome and link.welcome.looks_up]
+        if others:
+            frames = EngineCodec.share(said)
+            for link in others:
+                link.send(frames)
 
     async def wait_routable(self, patience_s: float) -> None:
         """Returns when there is a verifier for a new request.  Raises `NoVerifier` if the last one was lost long ago.

@@ -181,8 +181,8 @@ class VerifierSettings(Section):
     )
     lookup: bool = Field(
         True,
-        description="remote modes: the verifier also drafts from each request's own text; its drafts compete with the "
-        "drafters' in every step",
+        description="remote modes: the verifier also looks drafts up in each request's own text and in others' outputs; they "
+        "compete with the drafters' in every step",
     )
     reasoning_parser: str = Field(
         "auto", description="vLLM's reasoning parser; auto: by the model's family; none: reasoning stays text"

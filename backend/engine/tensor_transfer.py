@@ -5,11 +5,12 @@ Worker process.  `verifier.engine_args.weight_transfer_config` selects one of vL
 
 from __future__ import annotations
 
+import json
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, deserialize
 from safetensors.torch import load
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
@@ -72,11 +73,22 @@ def forget(model: torch.nn.Module, model_config: Any) -> None:
 
 
 def shapes_in(data: bytes) -> dict[str, Shape]:
-    """The shapes, by name, of the tensors in a safetensors file's bytes.  Raises `ValueError` for other bytes."""
+    """The shapes, by name, of the tensors in a safetensors file's bytes.  Raises `ValueError` for other bytes.
+
+    Reads the header alone: `safetensors.deserialize` copies every tensor, 9 ms for 16 MiB, while the engine is paused.
+    """
     try:
-        tensors = deserialize(data)  # type: ignore[no-untyped-call]
-    except SafetensorError as error:
+        length = int.from_bytes(data[:8], "little")
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        shapes = {name: tuple(each["shape"]) for name, each in header.items()}
+        last = max((each["data_offsets"][1] for each in header.values()), default=0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
         raise ValueError("these are no safetensors") from error
-    if not tensors:
+    if len(data) < 8 or not shapes or len(data) != 8 + length + last or not all(map(_is_shape, shapes.values())):
         raise ValueError("these are no safetensors")
-    return {name: tuple(each["shape"]) for name, each in tensors}
+    return shapes
+
+
+def _is_shape(shape: Shape) -> bool:
+    return all(isinstance(each, int) and each >= 0 for each in shape) and math.prod(shape) >= 0

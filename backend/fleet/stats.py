@@ -13,7 +13,7 @@ from backend.fleet.speed import RESPONSE_TOKENS, Speed
 IDLE_CAUSES = ("no_work", "awaiting_draft", "swap")
 
 LOOKUP = "lookup"
-"""A verifier's own prompt lookup (`speculation/lookups.py`), as an id in `VerifierStats.drafters`."""
+"""A verifier's own look-ups (`speculation/texts.py`), as an id in `VerifierStats.drafters`."""
 
 
 VERSIONS = 4

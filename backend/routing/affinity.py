@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Generic, TypeVar
 
 BLOCK_TOKENS = 16
@@ -35,9 +35,9 @@ class RecentMap(Generic[KeyT]):
         if len(self._map) > self._entries:
             self._map.popitem(last=False)
 
-    def forget(self, verifier_id: str) -> None:
-        """Nothing put under this verifier so far is found again."""
-        for key in [key for key, found in self._map.items() if found == verifier_id]:
+    def forget(self, verifier_ids: Collection[str]) -> None:
+        """Nothing put under these verifiers so far is found again."""
+        for key in [key for key, found in self._map.items() if found in verifier_ids]:
             del self._map[key]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from backend.fleet import VerifierStats
 from backend.routing.routers import Ask, Candidate, Measured, Router
@@ -47,8 +47,7 @@ class Choosing:
         """Forgets a lost verifier, whose prefix cache is lost with its process."""
         self._measured.pop(verifier_id, None)
         self._others.pop(verifier_id, None)
-        self._router.forget(verifier_id)
+        self._router.forget([verifier_id])
 
-    def emptied(self, verifier_ids: Iterable[str]) -> None:
-        for verifier_id in verifier_ids:
-            self._router.forget(verifier_id)
+    def emptied(self, verifier_ids: Collection[str]) -> None:
+        self._router.forget(verifier_ids)

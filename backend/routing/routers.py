@@ -8,7 +8,7 @@ of a prompt, before.  `make_router` builds the router that the settings name.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol, assert_never
 
 import msgspec
@@ -76,8 +76,8 @@ class Router(Protocol):
         """The id of one of `candidates`, or None when there is none."""
         ...
 
-    def forget(self, verifier_id: str) -> None:
-        """The verifier has lost its caches.  Routers that remember no caches do nothing."""
+    def forget(self, verifier_ids: Collection[str]) -> None:
+        """The verifiers have lost their caches.  Routers that remember no caches do nothing."""
         return
 
 
@@ -178,12 +178,12 @@ class WithAffinity(Router):
                 self._prefixes.put_prompt(ask.scope, ask.prompt, chosen)
         return chosen
 
-    def forget(self, verifier_id: str) -> None:
-        """The verifier has lost its caches: forgets its sessions and prefixes."""
+    def forget(self, verifier_ids: Collection[str]) -> None:
+        """The verifiers have lost their caches: forgets their sessions and prefixes."""
         for each in (self._sessions, self._prefixes):
             if each is not None:
-                each.forget(verifier_id)
-        self._base.forget(verifier_id)
+                each.forget(verifier_ids)
+        self._base.forget(verifier_ids)
 
     def _preferred(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
         wanted = self._sessions.get(ask.session) if self._sessions is not None and ask.session else None

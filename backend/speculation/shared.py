@@ -3,7 +3,7 @@
 Samples of one prompt, retries, and files that are edited again and again repeat each other.  When a request's latest tokens
 occur in another request's output, the tokens that follow there are its draft (suffix decoding, arXiv 2411.04975; that paper
 counts occurrences, this code takes the latest).  Outputs are indexed while they grow, so that concurrent
-requests draft for each other.
+requests draft for each other.  Other verifiers' outputs come when their requests have ended.
 
 Only requests of one tenant share outputs, and only requests that drafters may learn from.  Sharing changes no token.  A
 request's speed, however, tells whether another request of its tenant got a similar answer.
@@ -22,45 +22,26 @@ from backend.wire.engine import SHARED_SUFFIX
 SIZES = (SHARED_SUFFIX, 4)
 """Lengths in tokens of the suffixes that are looked up, the longest first."""
 KEPT = 1 << 17
-"""Suffixes in the index, over all requests and sizes: about 20 MB.  The older half is dropped when it is full."""
+"""Suffixes in an index, over all requests and sizes: about 20 MB.  The older half is dropped when it is full."""
 SURE = 10
 """Agreeing tokens that count in a sign; more say nothing new."""
 
-WAITING = 256
-"""Most outputs of other verifiers that wait to be indexed, the latest."""
+WAITING = KEPT // (2 * len(SIZES))
+"""Most tokens of other verifiers' outputs that wait to be indexed; the oldest outputs make room."""
 
 Place = tuple[list[int], int]
 """An output, and a position in it."""
 
 
-class SharedTexts:
-    """An index over the outputs of one verifier's requests, by the hash of a suffix and its tenant's salt."""
+class Index:
+    """Positions in outputs, by the hash of the suffix before them and its tenant's salt."""
 
     def __init__(self) -> None:
         self._young: dict[int, Place] = {}
         self._old: dict[int, Place] = {}
-        self._secret = secrets.token_bytes(16)
-        self._waiting: deque[tuple[SharedText, list[int]]] = deque(maxlen=WAITING)
-        """Outputs of other verifiers: a view of the index, and the text that it adds."""
 
-    def reader(self, tenant: str, length: int) -> SharedText:
-        """The view of a request that is `length` tokens long now.  Its further tokens are shared with its tenant's requests."""
-        # The salt is secret: no tenant can construct a suffix whose hash is another tenant's.  It is computed and not kept,
-        # because clients choose tenants' names (`cache_salt`), as many as they like.
-        salt = hashlib.blake2b(tenant.encode(errors="surrogatepass"), key=self._secret, digest_size=8).digest()
-        return SharedText(self, int.from_bytes(salt, "big"), length)
-
-    def take(self, tenant: str, text: list[int], began: int) -> None:
-        """Takes another verifier's output, `text` from position `began` on.  `advance` indexes it."""
-        self._waiting.append((self.reader(tenant, began), text))
-
-    def advance(self, most: int) -> None:
-        """Indexes up to `most` tokens of other verifiers' outputs."""
-        while self._waiting and most > 0:
-            view, text = self._waiting[0]
-            most -= view.advance(text, most)
-            if view.is_indexed(text):
-                self._waiting.popleft()
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
 
     def find(self, suffix: int) -> Place | None:
         """The position after the latest occurrence of a suffix."""
@@ -73,14 +54,58 @@ class SharedTexts:
             self._old, self._young = self._young, {}
 
 
+class SharedTexts:
+    """The outputs of one verifier's requests, and those of requests that have ended at other verifiers.
+
+    Each has an index of its own, because the others' outputs are more and would push out those of running requests.
+    """
+
+    def __init__(self) -> None:
+        self._own, self._others = Index(), Index()
+        self._secret = secrets.token_bytes(16)
+        self._waiting: deque[tuple[SharedText, list[int]]] = deque()
+        """Other verifiers' outputs: a view that adds to the index, and the text that it adds."""
+        self._waiting_tokens = 0
+
+    def reader(self, tenant: str, length: int) -> SharedText:
+        """The view of a request that is `length` tokens long now.  Its further tokens are shared with its tenant's requests."""
+        return SharedText(self, self._own, self._salt(tenant), length)
+
+    def _salt(self, tenant: str) -> int:
+        # The salt is secret: no tenant can construct a suffix whose hash is another tenant's.  It is computed and not kept,
+        # because clients choose tenants' names (`cache_salt`), as many as they like.
+        salt = hashlib.blake2b(tenant.encode(errors="surrogatepass"), key=self._secret, digest_size=8).digest()
+        return int.from_bytes(salt, "big")
+
+    def take(self, tenant: str, text: list[int], began: int) -> None:
+        """Takes another verifier's output, `text` from position `began` on.  `advance` indexes it."""
+        self._waiting.append((SharedText(self, self._others, self._salt(tenant), began), text))
+        self._waiting_tokens += len(text)
+        while self._waiting_tokens > WAITING:
+            self._waiting_tokens -= len(self._waiting.popleft()[1])
+
+    def advance(self, most: int) -> None:
+        """Indexes up to `most` tokens of other verifiers' outputs."""
+        while self._waiting and most > 0:
+            view, text = self._waiting[0]
+            most -= view.advance(text, most)
+            if view.is_indexed(text):
+                self._waiting.popleft()
+                self._waiting_tokens -= len(text)
+
+    def find(self, suffix: int) -> Place | None:
+        """The position after the latest occurrence of a suffix here, else at another verifier."""
+        return self._own.find(suffix) or self._others.find(suffix)
+
+
 class SharedText(TextSource):
-    """One request's view of the index."""
+    """One request's view of the outputs; its own tokens go into `index`."""
 
     kind = "shared"
 
-    def __init__(self, texts: SharedTexts, salt: int, length: int) -> None:
+    def __init__(self, texts: SharedTexts, index: Index, salt: int, length: int) -> None:
         super().__init__()
-        self._texts, self._salt = texts, salt
+        self._texts, self._index, self._salt = texts, index, salt
         self._output: list[int] = []
         """The request's own tokens that are indexed."""
         self._shared = self._read = length
@@ -105,7 +130,7 @@ class SharedText(TextSource):
             self._output.append(text[place])
             for size in SIZES:
                 if place >= size:
-                    self._texts.add(hash((self._salt, *text[place - size : place])), (self._output, len(self._output) - 1))
+                    self._index.add(hash((self._salt, *text[place - size : place])), (self._output, len(self._output) - 1))
         advanced, self._shared = end - self._shared, end
         return advanced
 

@@ -321,7 +321,8 @@ class Speculator:
             self.candidates.learn(request_id, request)
             if self._step_s is not None:
                 self._emitted += len(request.text) - began
-        self.candidates.index_shared()
+        if self._unlearned:
+            self.candidates.index_shared()
         self._unlearned.clear()
         self._step_s = None
         if self.candidates.steps >= self._reconsider_at and self._drafter_ids and self.candidates.requests:

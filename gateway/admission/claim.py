@@ -39,7 +39,7 @@ class Claim:
     session: str | None = None
     """The client's name for a session, for routing."""
     learn: bool = True
-    """Whether drafters may learn from its sequences."""
+    """Whether drafters may learn from its sequences, and these share look-ups."""
     inquiry: SpeculationOptions | None = None
     """The request's options for speculation."""
     closed: bool = False

@@ -32,6 +32,8 @@ class Item:
     """Tokens of its prompts and expected outputs."""
     start: float = 0.0
     """Start time in virtual time; set by the queue."""
+    number: int = 0
+    """Requests that had to wait before it; set by the queue."""
 
 
 ItemT = TypeVar("ItemT", bound=Item)
@@ -96,7 +98,7 @@ class FairQueue(Generic[ItemT]):
         self.sequences = 0
         self.tokens = 0
         self._classes: dict[int, _Class[ItemT]] = {}
-        self._count = 0
+        self._count = self._pushed = 0
         self._grants: deque[tuple[float, int]] = deque(maxlen=GRANTS)
 
     def __len__(self) -> int:
@@ -115,6 +117,8 @@ class FairQueue(Generic[ItemT]):
         In the lowest priority, the flow with most waiting tokens for its weight loses its newest request.
         """
         flow = self._classes.setdefault(item.priority, _Class()).stamp(item)
+        self._pushed += 1
+        item.number = self._pushed
         flow.items[item] = None
         self._count_in(flow, item, 1)
         shed: list[ItemT] = []
@@ -130,7 +134,7 @@ class FairQueue(Generic[ItemT]):
         """Takes out the next request to be served."""
         for _, of in sorted(self._classes.items()):
             if flows := of.waiting:
-                item = min((flow.first for flow in flows), key=lambda each: each.start)
+                item = min((flow.first for flow in flows), key=lambda each: (each.start, each.number))
                 of.clock = max(of.clock, item.start)
                 self._take_out(item)
                 self._grants.append((now, item.tokens))

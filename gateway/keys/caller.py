@@ -48,7 +48,7 @@ class Caller:
     admin: bool = False
     metrics: bool = False
     learn: bool = True
-    """Whether drafters may learn from its requests."""
+    """Whether drafters may learn from its requests, and these share look-ups."""
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models

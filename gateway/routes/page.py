@@ -9,6 +9,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from gateway.errors import NotFound
 from gateway.fleet_feed import FleetStream
 from gateway.page import FILES
 from gateway.state import gateway_of
@@ -33,7 +34,10 @@ async def events(request: Request) -> Response:
 
 
 async def _serve(request: Request) -> Response:
-    file = FILES[request.scope["path"]]
+    # The router also takes a path that ends in a line break.
+    file = FILES.get(request.scope["path"])
+    if file is None:
+        raise NotFound("there is no such page")
     headers = {**HEADERS, "etag": file.etag}
     if file.etag in [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]:
         return Response(status_code=304, headers=headers)

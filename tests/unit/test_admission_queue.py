@@ -142,6 +142,19 @@ def test_higher_priorities_go_first():
     assert [queue.pop(0.0) for _ in range(3)] == [given[1], given[2], given[0]]
 
 
+def test_of_equal_start_times_the_earlier_request_goes_first():
+    queue = fair_queue(*WIDE)
+    for flow in "abc":
+        queue.push(item(flow, tokens=1))
+    waiting = {each.flow: each for each in iter(lambda: queue.pop(0), None)}
+    assert list(waiting) == ["a", "b", "c"]
+    queue.push(late := item("a", tokens=10, weight=1e9))
+    queue.push(first := item("z"))
+    queue.push(item("y"))
+    late.start = first.start
+    assert [queue.pop(0).flow for _ in range(3)] == ["a", "z", "y"]
+
+
 def test_who_was_served_at_once_pays_too():
     queue = fair_queue(*WIDE)
     for _ in range(10):

@@ -185,7 +185,7 @@ def test_a_verifier_that_lost_its_cache_is_no_longer_preferred():
     swapped = [Candidate("a", 0, 0, 0), Candidate("b", 1, 1, 0)]
     router.choose(Ask(64, prompt=prompt, session="s"), [Candidate("b", 0, 0, 0)])
     assert router.choose(Ask(64, prompt=prompt, session="s"), swapped) == "b"
-    router.forget("b")
+    router.forget(["b"])
     assert router.choose(Ask(64, prompt=prompt, session="s"), swapped) == "a"
 
 
