@@ -152,7 +152,7 @@ def test_of_equal_start_times_the_earlier_request_goes_first():
     queue.push(first := item("z"))
     queue.push(item("y"))
     late.start = first.start
-    assert [queue.pop(0).flow for _ in range(3)] == ["a", "z", "y"]
+    assert [each.flow for each in iter(lambda: queue.pop(0), None)] == ["a", "z", "y"]
 
 
 def test_who_was_served_at_once_pays_too():
