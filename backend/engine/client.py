@@ -103,7 +103,7 @@ class EngineClient:
         self.rows_awaited = 0
         """Calls of `ask_rows` that have no answer yet."""
         self.is_cut = False
-        """Messages may have been lost: the connection was cut, or the verifier has forgotten this client's requests or calls."""
+        """Messages may have been lost: the connection was cut, or the verifier has forgotten its requests or calls."""
         self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
