@@ -190,11 +190,14 @@ class Assigning:
     def _total(self, verifiers: Iterable[str]) -> float:
         return sum(self._worth(each, self._held[each]) for each in verifiers)
 
-    def _need(self, verifier: str) -> tuple[float, float]:
-        """Sort key: first the verifier that gains the most per further drafter, over the numbers in `TOGETHER`."""
+    def _need(self, verifier: str) -> tuple[float, int, float]:
+        """Sort key: first the verifier that gains the most per further drafter, over the numbers in `TOGETHER`.
+
+        Among equals (drafts may not pay at all), the one with the fewest drafters comes first, then the busiest.
+        """
         held, now = self._held[verifier], self._worth(verifier, self._held[verifier])
         gain = max((self._worth(verifier, held + count) - now) / count for count in TOGETHER)
-        return -gain, -self._loads[verifier].requests
+        return -gain, len(self.of_verifier[verifier]), -self._loads[verifier].requests
 
     def _takers(self, count: int, present: Mapping[str, float]) -> list[str]:
         """All verifiers, those first that gain the most by `count` more drafters; `present` is what they make now."""

@@ -103,13 +103,14 @@ class EngineClient:
         self.rows_awaited = 0
         """Calls of `ask_rows` that have no answer yet."""
         self.is_cut = False
-        """Messages may have been lost: the connection was cut, or the verifier has forgotten this client and its requests."""
+        """Messages may have been lost: the connection was cut, or the verifier has forgotten its requests or calls."""
         self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
         self.results: dict[int, str | None] = {}
         """Results of `call` by number: why it failed, or None."""
         self._calls = 0
+        self._unanswered: set[int] = set()
         self._watch = watch
         self._greeting = True
         """A greeting has no answer yet: the verifier refuses what was sent before it."""
@@ -142,6 +143,7 @@ class EngineClient:
     def call(self, method: str, *args: Any) -> int:
         """Calls a method of the verifier's engine core; returns the key of its result in `results`."""
         number = self._calls = self._calls + 1
+        self._unanswered.add(number)
         self.dealer.send(*self._speech.call(number, method, args))
         return number
 
@@ -164,7 +166,7 @@ class EngineClient:
         """Waits for and returns all rows up to now.  Raises `TimeoutError`."""
         if not self.rows_awaited:
             self.ask_rows()
-        self.run_until(lambda: not self.rows_awaited, timeout_s)
+        self.run_until(lambda: not self.rows_awaited and not self._greeting, timeout_s)
         taken, self.rows = self.rows, RowBatch()
         return taken
 
@@ -231,6 +233,7 @@ class EngineClient:
                 self._take_output(output, now)
             if heard.utility_output is not None:
                 self.results[heard.utility_output.call_id] = heard.utility_output.failure_message
+                self._unanswered.discard(heard.utility_output.call_id)
         elif isinstance(heard, list):
             for account in heard:
                 if account.request_id in self.answers:
@@ -241,14 +244,16 @@ class EngineClient:
             self.rows.add(heard)
             self.rows_awaited -= 1
         elif isinstance(heard, EngineWelcome):
-            self.welcome, self._greeting = heard, False
+            # Counters from before the greeting name weights that may have changed since.
+            self.welcome, self.stats, self._greeting = heard, None, False
         elif isinstance(heard, Refusal):
             if self.welcome is None or heard.reason != "unknown":
                 self.refusals.append(heard.message)
             elif not self._greeting:
                 # Silent for longer than the lease, as between two rounds of a rollout: the verifier has forgotten all.
                 self.rows_awaited = 0
-                self.is_cut |= any(answer.finish_reason is None for answer in self.answers.values())
+                self.is_cut |= any(answer.finish_reason is None for answer in self.answers.values()) or bool(self._unanswered)
+                self._unanswered.clear()
                 self._greeting = True
                 self.dealer.send(*self._hello)
 

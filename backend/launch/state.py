@@ -7,6 +7,7 @@ of `running` removes them.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
@@ -34,15 +35,21 @@ class FleetFile(msgspec.Struct, frozen=True):
 
 
 def ray_token() -> str:
-    """The authentication token of this user's own Ray clusters; created at first use."""
-    file = home() / "ray-token"
-    with tempfile.NamedTemporaryFile("w", dir=home()) as fresh:
-        fresh.write(secrets.token_hex(32))
-        fresh.flush()
-        # Of several processes, one creates the file, and all read its token.
-        with contextlib.suppress(FileExistsError):
-            os.link(fresh.name, file)
-    return file.read_text()
+    """The authentication token of this user's own Ray clusters; created at first use.  Raises `StateError`."""
+    path = home() / "ray-token"
+    try:
+        with path.open("a+") as file:
+            # Of several processes, one writes a token, and all read it.  A crash may have left an empty file.
+            fcntl.flock(file, fcntl.LOCK_EX)
+            os.fchmod(file.fileno(), 0o600)
+            file.seek(0)
+            token = file.read()
+            if not token:
+                token = secrets.token_hex(32)
+                file.write(token)
+            return token
+    except OSError as error:
+        raise StateError(f"{path}: {error.strerror}") from error
 
 
 def new_runtime_directory() -> Path:

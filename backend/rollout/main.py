@@ -249,7 +249,10 @@ def _renew(directory: Path, workers: Workers, say: Say) -> str:
     """Loads the newest weights, unless they are loaded already; returns why loading failed, or ""."""
     try:
         found = newest(directory)
-        if found is None or str(found) == workers.weights.path:
+        if found is None:
+            return ""
+        workers.refresh()  # Gateways of a joined fleet may have changed the weights.
+        if str(found) == workers.weights.path:
             return ""
         fault = workers.load(found)
     except WeightsError as error:

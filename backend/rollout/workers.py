@@ -121,17 +121,22 @@ class Workers:
         """Version of the weights that the verifiers run, as they report it; several versions if they differ."""
         return ", ".join(sorted({each.client.weights.version for each in self.present.values()}))
 
+    def refresh(self) -> None:
+        """Learns which weights the verifiers have now; one that has forgotten this rollout is greeted."""
+        self.fetch_rows()
+        self._learn()
+
     def load(self, path: Path) -> str:
         """Makes all verifiers load the weights in a directory; returns why they keep the earlier ones, or "".
 
         Raises `CommandError` if only some have loaded them, and the earlier ones cannot be loaded again.
         """
-        self._learn(*(each.client.weights for each in self.present.values()))
         before, wanted = self.weights, Weights(self.weights.update + 1, path.name, str(path))
         faults = self._renew(wanted)
         if not faults:
             self.weights = wanted
             return ""
+        self.weights = before  # A verifier that was lost meanwhile may have reported the new ones.
         if len(faults) < len(self.present):
             # Only some have loaded them.  A round must not mix weights, so all go back to the earlier ones.
             if before.path is None:
@@ -146,6 +151,10 @@ class Workers:
         pinged = 0.0
         while True:
             for worker in self.present.values():
+                if worker.client.is_cut:
+                    # The call or its answer may be lost.
+                    worker.client.is_cut, worker.client.rows_awaited = False, 0
+                    asked.pop(worker, None)
                 if worker not in asked:
                     asked[worker] = worker.client.call("reload_weights", wanted.path, wanted.version, wanted.update)
             if all(asked[each] in each.client.results for each in self.present.values()):
@@ -155,8 +164,7 @@ class Workers:
                 pinged = time.monotonic()
                 self.tend()
             self.hub.poll(PING_EVERY_S)
-            for worker in self.present.values():
-                worker.client.receive()
+            self._receive()
             self.look()
         results = {each.name: each.client.results[asked[each]] for each in self.present.values()}
         return {name: fault for name, fault in results.items() if fault is not None}
@@ -180,6 +188,15 @@ class Workers:
             if not worker.client.rows_awaited:
                 worker.client.ask_rows()
 
+    def _receive(self) -> None:
+        for worker in self.present.values():
+            worker.client.receive()
+
+    def _watch(self) -> None:
+        """Keeps all verifiers' leases, and takes their messages, while one client waits."""
+        self.tend()
+        self._receive()
+
     def _silent(self) -> list[tuple[Worker, str]]:
         late = time.monotonic() - SILENCE_LIMIT_S
         # A verifier that loads weights has reported that it is paused, and sends nothing meanwhile.
@@ -198,7 +215,7 @@ class Workers:
     def _join(self, member: Member) -> Worker | None:
         try:
             address, key = self.hub.wire.route(member), member.server_key
-            client = EngineClient(address, "rollout", hub=self.hub, server_key=key, lease_s=self._lease_s, rows=True)
+            client = EngineClient(address, "rollout", self._watch, self.hub, key, self._lease_s, rows=True)
             self._catch_up(client)
         except (EngineRefused, TimeoutError, ConnectionError) as error:
             logger.warning("%s cannot be used: %s", member.id, error)
@@ -207,12 +224,13 @@ class Workers:
         self.present[member.id] = worker
         return worker
 
-    def _learn(self, *reported: Weights) -> None:
-        self.weights = max((self.weights, *reported), key=lambda each: each.update)
+    def _learn(self, *clients: EngineClient) -> None:
+        reported = (each.weights for each in (*clients, *(worker.client for worker in self.present.values())))
+        self.weights = max(self.weights, *reported, key=lambda each: each.update)
 
     def _catch_up(self, client: EngineClient) -> None:
         """Makes a restarted verifier load the weights that the others have.  Raises `EngineRefused`, `TimeoutError`."""
-        self._learn(client.weights)
+        self._learn(client)
         if client.weights.update == self.weights.update:
             return
         if self.weights.path is None:

@@ -115,6 +115,7 @@ class Hub:
         return Dealer(socket, cuts)
 
     def drop(self, dealer: Dealer) -> None:
+        dealer.socket.disable_monitor()  # An event that nobody reads any more would block the I/O thread for ever.
         for socket in (dealer.cuts, dealer.socket):
             if socket is not None:
                 self._poller.unregister(socket)
@@ -138,6 +139,7 @@ class Hub:
             refusals.close()
         self._refusals.clear()
         for socket in self._sockets:
+            socket.disable_monitor()  # as in `drop`
             socket.close()
         self._sockets.clear()
         os.close(self._wake)

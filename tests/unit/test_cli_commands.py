@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import socket
@@ -202,6 +203,21 @@ def test_a_dead_fleets_files_are_removed_and_nothing_else(runtime: Path, tmp_pat
     assert not ours.exists()
     assert not file.exists()
     assert foreign.exists()
+
+
+def test_a_token_needs_no_hard_links_and_no_empty_file_is_one(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    file = runtime_files.home() / "ray-token"
+    file.touch()
+    assert len(state.ray_token()) == 64
+    assert state.ray_token() == file.read_text()
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(runtime_files.StateError, match="ray-token: Is a directory"):
+        state.ray_token()
 
 
 def test_the_runtime_directory_must_be_private(runtime: Path) -> None:

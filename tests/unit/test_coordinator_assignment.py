@@ -91,6 +91,12 @@ def test_near_the_best_partition() -> None:
     assert min(shares) >= 0.85
 
 
+def test_where_drafts_do_not_pay_the_verifier_without_a_drafter_gets_the_free_one() -> None:
+    loads = [VerifierLoad(requests, 0.01, 0.1, 1.1) for requests in (16, 2)]
+    situation = replace(situation_of(loads, [Speed(0.01, 0.001)] * 2), bindings={("v0", "d0"): 0.0})
+    assert WaterFilling().decide(situation) == {("v0", "d0"), ("v1", "d1")}
+
+
 @FEW
 @given(situations(4, 5), st.integers(0, 1 << 30))
 def test_a_bad_assignment_is_left_behind(situation: Situation, seed: int) -> None:

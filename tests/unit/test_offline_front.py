@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.logprobs import FlatLogprobs, Logprob
+from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
@@ -98,3 +100,12 @@ def test_an_abort_is_not_the_end_of_a_response(front: Front) -> None:
     assert ended is not None
     row = response_row(ended)
     assert row == {"text": "", "token_ids": [5, 6, 7], "finish_reason": "length", "stop_reason": None}
+
+
+def test_the_first_token_of_a_prompt_has_no_log_probabilities() -> None:
+    prompt = FlatLogprobs()
+    for place in (None, {5: Logprob(-0.5, 1)}):
+        prompt.append(place)
+    output = CompletionOutput(0, "", [7], None, None, finish_reason="length")
+    row = response_row(RequestOutput("1", None, [4, 5], prompt, [output], True))
+    assert row["prompt_logprobs"] == [None, [{"token_id": 5, "logprob": -0.5, "rank": 1}]]

@@ -19,6 +19,7 @@ from backend.engine.client import EngineClient
 from backend.fleet.stats import Weights
 from backend.models.demo import TARGET_DIR
 from backend.rollout.log import RoundLog
+from backend.rollout.main import _renew
 from backend.rollout.weights import WeightsError, check_weights, newest
 from backend.rollout.workers import Workers
 from tests.support.rollout_fleet import Fleet, respond, rollout_fleet
@@ -178,18 +179,89 @@ def test_verifiers_hear_of_a_rollout_whose_weights_another_one_still_loads(
         workers.close()
 
 
+def test_verifiers_hear_of_a_rollout_while_another_one_joins(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    pings = 0
+    try:
+        workers.look()
+        slow = fleet.start("verifier-1", respond)
+        slow.hung = True
+        client = workers.present["verifier-0"].client
+
+        def ping() -> None:
+            nonlocal pings
+            pings += 1
+            slow.hung = pings < 2
+            EngineClient.ping(client)
+
+        monkeypatch.setattr(client, "ping", ping)
+        workers.look()
+        assert pings >= 2
+    finally:
+        workers.close()
+
+
+def test_weights_are_loaded_by_a_verifier_that_has_forgotten_the_rollout(fleet: Fleet) -> None:
+    verifier = fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        workers.look()
+        fleet.call(verifier.clients.clear)
+        assert workers.load(Path("/w/step-1")) == ""
+        assert verifier.utilities == [("reload_weights", ["/w/step-1", "step-1", 1])]
+        workers.present["verifier-0"].client.is_cut = True
+        assert workers.load(Path("/w/step-2")) == ""
+        assert not workers.present["verifier-0"].client.is_cut
+    finally:
+        workers.close()
+
+
+def test_a_restarted_verifier_loads_what_gateways_have_had_loaded_meanwhile(fleet: Fleet) -> None:
+    first = fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        workers.look()
+        first.weights = Weights(7, "seven", "/w/seven")
+        fleet.call(first.send_stats)
+        client = workers.present["verifier-0"].client
+        client.run_until(lambda: client.stats is not None)
+        restarted = fleet.start("verifier-1", respond)
+        workers.look()
+        assert restarted.utilities == [("catch_up", ["/w/seven", "seven", 7])]
+    finally:
+        workers.close()
+
+
+def test_the_newest_weights_are_loaded_again_where_gateways_have_changed_them(fleet: Fleet, tmp_path: Path) -> None:
+    verifier = fleet.start("verifier-0", respond)
+    (tmp_path / "step-1").mkdir()
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        workers.look()
+        for _ in range(2):
+            assert _renew(tmp_path, workers, lambda line: None) == ""
+        verifier.weights = Weights(7, "seven", "/w/seven")
+        fleet.call(verifier.clients.clear)
+        assert _renew(tmp_path, workers, lambda line: None) == ""
+        path = str(tmp_path / "step-1")
+        assert verifier.utilities == [("reload_weights", [path, "step-1", number]) for number in (1, 8)]
+    finally:
+        workers.close()
+
+
 def test_weights_that_came_as_tensors_cannot_come_back(fleet: Fleet) -> None:
     first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
     first.weights = second.weights = Weights(5, "five", None)
     workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
     try:
         workers.look()
-        second.failure = "ValueError: no such directory"
-        with pytest.raises(CommandError, match="/w/step-1: not all verifiers could load it, and the weights before came as"):
-            workers.load(Path("/w/step-1"))
         fleet.start("verifier-2", respond)
         workers.look()
         assert "verifier-2" not in workers.present, "it has the weights of the start"
+        second.failure = "ValueError: no such directory"
+        with pytest.raises(CommandError, match="/w/step-1: not all verifiers could load it, and the weights before came as"):
+            workers.load(Path("/w/step-1"))
     finally:
         workers.close()
 

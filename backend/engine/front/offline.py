@@ -134,7 +134,7 @@ def response_row(response: RequestOutput) -> dict[str, Any]:
         places = [_candidates(place) for place in output.logprobs]
         row["logprobs"] = {"content": [{**place[0], "top_logprobs": place} for place in places]}
     if response.prompt_logprobs is not None:
-        row["prompt_logprobs"] = [place and _candidates(place) for place in response.prompt_logprobs]
+        row["prompt_logprobs"] = [_candidates(place) if place else None for place in response.prompt_logprobs]
     return row
 
 

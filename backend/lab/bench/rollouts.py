@@ -30,7 +30,7 @@ from backend.rollout.trace import read_trace, write_cases
 STAY = ("--gateway-balance-interval-s", "0")
 REMOTE = ("--impl", "disaggregated", "--drafters", "2")
 WAYS: Mapping[str, tuple[str, ...]] = {
-    "native": ("--impl", "native"),
+    "native": ("--impl", "native", *STAY),
     "disaggregated": (*REMOTE, *STAY),
     "disaggregated, moving": REMOTE,
 }
