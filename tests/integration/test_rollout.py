@@ -132,7 +132,11 @@ OWN = (
 """Sampling parameters of the first prompts."""
 
 
-def test_joined_with_weights(tmp_path: Path) -> None:
+def test_a_fleet_that_is_joined_gives_each_prompt_its_own_sampling_and_new_weights(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    # Sockets have short paths.
+    tmp_path = tmp_path_factory.mktemp("j")
     trace, prompts = tmp_path / "train.5.parquet", tmp_path / "prompts.jsonl"
     made = outrider(tmp_path, "trace", "make", "stdlib", "--out", str(trace), "--limit", "4", "--max-prompt", "40")
     assert made.returncode == 0, made.stderr
