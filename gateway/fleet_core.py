@@ -213,8 +213,8 @@ class FleetCore(Verifiers, EngineCoreClient):
             self.gate.settle(record.claim)
             self.gate.abandon(record.claim)
         self.gate.look()
-        if record.emitted and record.claim.asked.learn and reason not in ("poisoned", "lost"):
-            self.share(record.output, without=record.link)
+        if reason not in ("poisoned", "lost"):
+            self.share(record)
 
     def _fail(self, records: Sequence[InFlight], error: type[Unavailable]) -> None:
         if not records:

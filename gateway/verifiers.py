@@ -16,10 +16,11 @@ from backend.engine.speech import EngineCodec
 from backend.fleet import FleetSnapshot, Member, VerifierStats
 from backend.fleet.speed import RESPONSE_TOKENS
 from backend.transport.sockets import Wire
-from backend.wire.engine import GATEWAY_LEASE_S, Said
+from backend.wire.engine import GATEWAY_LEASE_S
 from gateway.directory import Directory, follow
 from gateway.engine_link import DECLARED_LOST, RESTARTED, LinkListener, Loss, VerifierLink
 from gateway.errors import NoVerifier
+from gateway.in_flight import InFlight
 from gateway.pauses import Pauses
 from gateway.weights_in_force import WeightsInForce
 
@@ -93,11 +94,11 @@ class Verifiers(LinkListener):
         """Calls a method of every verifier's engine core.  Raises `UtilityError` when one fails."""
         return await asyncio.gather(*(link.call(method, *args) for link in self.ready_links))
 
-    def share(self, said: Said, without: VerifierLink | None) -> None:
+    def share(self, record: InFlight) -> None:
         """Gives the text of a sequence that has ended to the other verifiers, for look-ups."""
-        others = [link for link in self.ready_links if link is not without and link.welcome and link.welcome.looks_up]
-        if others:
-            frames = EngineCodec.share(said)
+        others = [link for link in self.ready_links if link is not record.link and link.welcome and link.welcome.looks_up]
+        if others and record.emitted and record.claim.asked.learn:
+            frames = EngineCodec.share(record.output)
             for link in others:
                 link.send(frames)
 
