@@ -1,0 +1,147 @@
+"""Learning from live traffic: the replay ring, and what is recorded in it."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from backend.drafter.lessons import CONTEXT, Lessons
+from backend.learning import ring as ring_module
+from backend.learning.ring import Replay, ReplayRing, ReplayWriter
+from backend.learning.rules import COMPARED, Watch
+from backend.wire.drafting import Commit, Open, Outcome
+
+WIDTH = 6
+DEVICE = torch.device("cpu")
+
+
+def replay(rows: int = 20, seed: int = 0, width: int = WIDTH) -> Replay:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(3, 50, (rows + 1,), generator=generator, dtype=torch.int32)
+    return Replay(tokens, torch.randn(rows, width, generator=generator), 4, 9, 0.8)
+
+
+# -- the ring ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_ring_gives_back_what_it_got_and_drops_the_oldest(tmp_path: Path) -> None:
+    ring = ReplayRing(tmp_path / "ring", 4096)
+    first = ring.open_for_writing()
+    for number in range(first, first + 12):
+        ring.write(number, replay(seed=number))
+    numbers = ring.numbers()
+    assert numbers == list(range(numbers[0], first + 12))
+    assert len(numbers) < 12
+    assert sum(path.stat().st_size for path in (tmp_path / "ring").iterdir()) <= 4096
+    found, written = ring.read(numbers[-1]), replay(seed=numbers[-1])
+    assert found is not None
+    assert torch.equal(found.tokens, written.tokens)
+    assert torch.equal(found.features, written.features)
+    assert (found.first, found.prompt, found.temperature) == (4, 9, 0.8)
+    assert ring.read(first) is None
+
+
+def test_a_killed_writer_leaves_nothing_that_a_reader_takes_for_a_sequence(tmp_path: Path) -> None:
+    ring = ReplayRing(tmp_path, 1 << 20)
+    ring.write(ring.open_for_writing(), replay())
+    (tmp_path / "2.part").write_bytes(b"half")
+    (tmp_path / f"{3:012d}.safetensors").write_bytes(b"spoiled")
+    assert ring.numbers() == [1, 3]
+    assert ring.read(3) is None
+    assert ReplayRing(tmp_path, 1 << 20).open_for_writing() == 4
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_writer_ends_although_the_file_system_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring_module, "PATIENCE_S", 0.05)
+    ring, released = ReplayRing(tmp_path, 1 << 20), threading.Event()
+    monkeypatch.setattr(ring, "write", lambda number, replay: released.wait())
+    writer = ReplayWriter(ring)
+    try:
+        while not writer.dropped:
+            writer.put(replay())
+        writer.stop()
+    finally:
+        released.set()
+
+
+# -- what is recorded --------------------------------------------------------------------------------------------------
+
+
+class Kept(ReplayWriter):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.replays: list[Replay] = []
+
+    def put(self, replay: Replay) -> None:
+        self.replays.append(replay)
+
+
+def feature(first: int, rows: int) -> torch.Tensor:
+    """Rows that say which position they are of."""
+    return torch.arange(first, first + rows, dtype=torch.float32)[:, None].expand(-1, WIDTH)
+
+
+def commit(base_len: int, rows: int) -> Commit:
+    return Commit("r", base_len, [7] * rows, rows)
+
+
+def test_sequences_are_recorded_with_their_rows_and_the_end_of_a_long_prompt() -> None:
+    kept = Kept()
+    lessons = Lessons(kept, Watch())
+    prompt = CONTEXT + 100
+    lessons.opened("r", Open("r", prompt + 1, [5] * (prompt + 1), prompt, temperature=0.7, prompt=prompt), feature(0, prompt))
+    for step in range(10):
+        at = prompt + 1 + 3 * step
+        lessons.committed("r", commit(at + 3, 3), feature(at - 1, 3))
+    lessons.closed("r")
+    (found,) = kept.replays
+    assert (found.first, found.prompt, found.temperature) == (100, prompt, 0.7)
+    assert torch.equal(found.features[:, 0], torch.arange(100.0, prompt + 30))
+    assert found.tokens.tolist() == [5] * (CONTEXT + 1) + [7] * 30
+
+
+def test_recomputed_rows_replace_earlier_ones_and_a_gap_ends_the_record() -> None:
+    kept = Kept()
+    lessons = Lessons(kept, Watch())
+    lessons.opened("r", Open("r", 41, [5] * 41, 40, prompt=10), feature(0, 40))
+    lessons.committed("r", commit(43, 10), feature(32, 10))
+    lessons.closed("r")
+    assert torch.equal(kept.replays[0].features[:, 0], torch.arange(42.0))
+    lessons.opened("r", Open("r", 41, [5] * 41, 40, prompt=10), feature(0, 40))
+    lessons.committed("r", commit(46, 4), feature(41, 4))
+    lessons.closed("r")
+    assert len(kept.replays) == 1
+
+
+def test_who_opts_out_is_drafted_for_and_not_recorded() -> None:
+    kept, watch = Kept(), Watch()
+    lessons = Lessons(kept, watch)
+    lessons.opened("r", Open("r", 41, [5] * 41, 40, learn=False), feature(0, 40))
+    for at in range(41, 41 + 2 * COMPARED):
+        lessons.drafted("r", at, [7])
+        lessons.committed("r", commit(at + 1, 1), feature(at - 1, 1))
+    lessons.closed("r")
+    assert not kept.replays
+    assert watch.acceptance == 1.0
+
+
+def test_drafts_are_judged_by_their_first_token() -> None:
+    watch = Watch()
+    lessons = Lessons(Kept(), watch)
+    lessons.opened("r", Open("r", 5, [5] * 5, 0), None)
+    at = 5
+    for _ in range(COMPARED):
+        lessons.drafted("r", at, [7])
+        lessons.drafted("r", at, [9])
+        lessons.drafted("r", at, [])
+        lessons.imagined("r", at, [7, 7], [Outcome(1, 3, [7]), Outcome(2, 7, [7, 1])])
+        lessons.committed("r", commit(at + 3, 3), None)
+        lessons.committed("r", commit(at + 4, 1), None)
+        at += 4
+    # Of each two fresh drafts one; the outcome that came; the other one never came.
+    assert watch.acceptance == pytest.approx(2 / 3, abs=0.05)
