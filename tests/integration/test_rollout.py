@@ -125,7 +125,7 @@ def test_the_report_calls_acceptance_what_it_is(out: Path) -> None:
 
 
 OWN = (
-    {"stop": ["e"], "logprobs": 2, "max_tokens": 200},
+    {"stop": ["e"], "logprobs": 2, "structured_outputs": {"regex": "[abc]{1,8}e[abc]"}},
     {"structured_outputs": {"choice": ["yes", "no"]}},
     {"seed": 11, "temperature": 1},
 )

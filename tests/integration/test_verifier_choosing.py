@@ -69,10 +69,11 @@ def test_a_session_keeps_its_drafter_where_nothing_is_known_yet(verifier: Verifi
     verifier.set_drafters(*(each.ref for each in drafters))
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     before = rounds(verifier)
-    for number in range(4):
+    for number in range(32):
         verifier.client.generate([[*range(1000, 1020), number]], params, asked=RequestOptions(tenant="t", session="s"))
-    after = rounds(verifier)
-    assert sum(after[each] > before[each] for each in after) == 1
+    asked = [count - before.get(each, 0) for each, count in rounds(verifier).items()]
+    # Without a session they would take turns.  One request of sixteen tries the other one.
+    assert max(asked) > 0.7 * sum(asked)
 
 
 def test_a_drafter_without_features_costs_none(verifier: Verifier, drafters: tuple[Drafter, Drafter]) -> None:
