@@ -74,11 +74,15 @@ class Store(Database):
             self._check_room(db, size)
             _insert_file(db, file, owner)
 
-        try:
-            await self.run(work)
-        except BaseException:
-            self.path(file_id).unlink(missing_ok=True)
-            raise
+        async def write() -> None:
+            try:
+                await self.run(work)
+            except Exception:
+                self.path(file_id).unlink(missing_ok=True)
+                raise
+
+        # A row is written even where the client has left; its file must then stay.
+        await asyncio.shield(write())
         return file
 
     @transaction

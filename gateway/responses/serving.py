@@ -16,7 +16,7 @@ from gateway.errors import BadRequest, TooManyRequests, translate
 from gateway.fields import RESPONDING
 from gateway.requests import fitted
 from gateway.responses.events import Event, complete, failed
-from gateway.responses.store import UNFINISHED, Item, Store
+from gateway.responses.store import UNFINISHED, Item, Row, Store
 from gateway.responses.turn import Turn, as_items
 
 logger = logging.getLogger(__name__)
@@ -27,6 +27,8 @@ BACKGROUND_QUEUED = 1000
 """Most background responses in all; further ones are refused."""
 FLUSH_S = 0.2
 """Seconds between two writes of a background response's events to the store."""
+LAST = ("response.completed", "response.incomplete", "response.failed")
+"""Events that end a response."""
 
 
 class Responses:
@@ -108,17 +110,18 @@ class Responses:
     async def stream(self, turn: Turn, made: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
         """Makes the response's events from vLLM's.  The response is stored before its last event."""
         async for each in complete(made, turn.shown):
-            if each["type"] in ("response.completed", "response.incomplete", "response.failed"):
+            if each["type"] in LAST:
                 await self._keep(turn, each["response"])
             yield each
 
-    async def _keep(self, turn: Turn, body: dict[str, Any]) -> None:
+    async def _keep(self, turn: Turn, body: dict[str, Any], events: Callable[[], list[Row]] = list) -> None:
+        """Stores a response that has ended, in one transaction with its last `events`."""
         if turn.inquiry is not None:
             await turn.inquiry.add_to(body)
-        if turn.store:
-            await self.store.put(turn.kept(body))
         if turn.conversation is not None and body["status"] in ("completed", "incomplete"):
             await self.store.add_items(turn.conversation, turn.owner, [*turn.input, *body["output"]], most=None)
+        if turn.store:
+            await self.store.put(turn.kept(body), events())
 
     # In the background
 
@@ -136,25 +139,28 @@ class Responses:
         return body
 
     async def _make(self, turn: Turn, made: AsyncGenerator[Any, None], queued: dict[str, Any]) -> None:
-        waiting: list[tuple[int, str]] = []
+        waiting: list[Event] = []
         written = asyncio.get_running_loop().time()
         try:
             async with self._turns:
                 await self.store.put(turn.kept({**queued, "status": "in_progress"}))
-                async for each in self.stream(turn, made):
-                    waiting.append((each.get("sequence_number", 0), json.dumps(each)))
+                async for each in complete(made, turn.shown):
+                    waiting.append(each)
                     now = asyncio.get_running_loop().time()
-                    if now - written > FLUSH_S or "response" in each:
-                        await self._write(turn.id, waiting)
+                    if each["type"] in LAST:
+                        await self._keep(turn, each["response"], lambda: _rows(waiting))
+                    elif now - written > FLUSH_S or "response" in each:
+                        await self.store.add_events(turn.id, _rows(waiting))
+                        waiting.clear()
                         written = now
+                        self._tell(turn.id)
         except Exception as error:
             await self.store.put(turn.kept(failed(queued, translate(error))))
         finally:
             await made.aclose()
 
-    async def _write(self, response_id: str, waiting: list[tuple[int, str]]) -> None:
-        await self.store.add_events(response_id, waiting)
-        waiting.clear()
+    def _tell(self, response_id: str) -> None:
+        """Wakes those that follow a response."""
         news, self._news[response_id] = self._news[response_id], asyncio.Event()
         news.set()
 
@@ -208,6 +214,10 @@ class Responses:
                 await asyncio.sleep(FLUSH_S)
             else:
                 return
+
+
+def _rows(events: list[Event]) -> list[Row]:
+    return [(each.get("sequence_number", 0), json.dumps(each)) for each in events]
 
 
 def _text(data: dict[str, Any], name: str) -> str | None:

@@ -11,6 +11,7 @@ import json
 import os
 import sqlite3
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from gateway.errors import BadRequest, NotFound
 from gateway.sqlite import Database, transaction
 
 Item = dict[str, Any]
+Row = tuple[int, str]
+"""A number and an event as JSON."""
 
 LIFETIME_S = 30 * 86400
 """As long as OpenAI keeps a response.  A conversation is kept as long after its last use."""
@@ -69,8 +72,8 @@ class Store(Database):
     # Responses
 
     @transaction
-    def put(self, db: sqlite3.Connection, kept: Kept) -> None:
-        """Stores a response or its new state.  Drops what is too old, or too much for the file."""
+    def put(self, db: sqlite3.Connection, kept: Kept, events: Sequence[Row] = ()) -> None:
+        """Stores a response or its new state, with `events`.  Drops what is too old, or too much for the file."""
         now = time.time()
         maker, items, body = _process(os.getpid()), json.dumps(kept.input), json.dumps(kept.body)
         insert = "INSERT INTO responses (id, owner, created, previous, input, body, maker) VALUES (?,?,?,?,?,?,?)"
@@ -78,6 +81,7 @@ class Store(Database):
         db.execute(f"{insert} ON CONFLICT (id) DO UPDATE SET body = excluded.body", row)
         outputs = [(item["id"], kept.id, kept.owner, json.dumps(item)) for item in kept.body["output"]]
         db.executemany("INSERT OR REPLACE INTO outputs VALUES (?,?,?,?)", outputs)
+        _add_events(db, kept.id, events)
         self._make_room(db, now)
 
     @transaction
@@ -128,12 +132,11 @@ class Store(Database):
     # Events of streams in the background
 
     @transaction
-    def add_events(self, db: sqlite3.Connection, response_id: str, events: list[tuple[int, str]]) -> None:
-        rows = [(response_id, number, event) for number, event in events]
-        db.executemany("INSERT OR REPLACE INTO events VALUES (?,?,?)", rows)
+    def add_events(self, db: sqlite3.Connection, response_id: str, events: Sequence[Row]) -> None:
+        _add_events(db, response_id, events)
 
     @transaction
-    def events(self, db: sqlite3.Connection, response_id: str, after: int) -> list[tuple[int, str]]:
+    def events(self, db: sqlite3.Connection, response_id: str, after: int) -> list[Row]:
         """Events with numbers greater than `after`."""
         query = "SELECT number, event FROM events WHERE response = ? AND number > ? ORDER BY number"
         return db.execute(query, (response_id, after)).fetchall()
@@ -262,6 +265,11 @@ def _output(db: sqlite3.Connection, reference: Item, owner: str) -> Item:
         raise NotFound("An item reference leads to no item that is kept.", param="input")
     item: Item = json.loads(row[0])
     return item
+
+
+def _add_events(db: sqlite3.Connection, response_id: str, events: Sequence[Row]) -> None:
+    rows = [(response_id, number, event) for number, event in events]
+    db.executemany("INSERT OR REPLACE INTO events VALUES (?,?,?)", rows)
 
 
 def _conversation(db: sqlite3.Connection, conversation_id: str, owner: str) -> Item:
