@@ -144,7 +144,7 @@ class FleetCore(Verifiers, EngineCoreClient):
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None:
         self.weights.compare(link)
         own = self.sequences.placed(link.member.id)
-        self.choosing.observe(stats, link.welcome, own)
+        self.choosing.observe(stats, own)
         self._rooms.observe(stats, own)
         self.gate.look()
 

@@ -88,7 +88,7 @@ class InFlight:
         request = self.request
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         scope = f"{adapter}/{request.cache_salt or ''}"
-        return Ask(self.tokens, request.prompt_token_ids or (), scope, self.claim.session)
+        return Ask(request.prompt_token_ids or (), scope, self.claim.session)
 
     @property
     def place_id(self) -> str:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from backend.config import Settings
 from backend.config.sources import ConfigError
-from backend.routing.routers import Router, make_router
+from backend.routing.routers import make_router
 from gateway.access import ring_of
 from gateway.admission.gate import Queueing
 from gateway.keys.ring import KeyFileError, KeyRing
@@ -31,7 +30,6 @@ RELOADABLE = frozenset(
         "max_body_mib",
         "max_in_flight",
         "queue_wait_s",
-        "routing",
     }
 )
 """Settings of the section `gateway`.  The keys file is read again in any case."""
@@ -51,11 +49,6 @@ class Reloaded:
     """Settings with a new value that takes effect only after a restart."""
     keys: int
     """Number of keys in the keys file."""
-
-
-def router_of(settings: Settings) -> Router:
-    asked = settings.gateway
-    return make_router(asked.routing, asked.affinity, seed=secrets.randbits(32), slots=settings.verifier.max_num_seqs)
 
 
 def queueing_of(settings: Settings) -> Queueing:
@@ -110,8 +103,8 @@ class Reloader:
             return
         (new, ring, done), self._prepared = self._prepared, None
         gateway, section, old = self._gateway, new.gateway, self._gateway.settings.gateway
-        if (section.routing, section.affinity) != (old.routing, old.affinity):
-            gateway.client.core.choosing.reroute(router_of(new))
+        if section.affinity != old.affinity:
+            gateway.client.core.choosing.reroute(make_router(section.affinity))
         gateway.settings = new
         gateway.doors.ring, gateway.doors.max_in_flight = ring, section.max_in_flight
         gateway.client.core.gate.limit(queueing_of(new))

@@ -23,6 +23,7 @@ from backend.config import Settings, environment
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
 from backend.engine.front.serving import build_services
+from backend.routing.routers import make_router
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.access import AccessRules
@@ -37,7 +38,7 @@ from gateway.in_flight import TrafficObserver
 from gateway.metrics import GatewayMetrics
 from gateway.peers import Peers
 from gateway.protocol import BoundedProtocol
-from gateway.reload import Reloader, queueing_of, reload_all, router_of
+from gateway.reload import Reloader, queueing_of, reload_all
 from gateway.responses.serving import Responses
 from gateway.responses.store import Store
 from gateway.spans import SequenceSpans
@@ -67,7 +68,8 @@ def build_gateway(
     vllm_config = build_vllm_config(settings, model_dir)
     observer: TrafficObserver = metrics if tracing is None else SequenceSpans(tracing, metrics)
     slots, queueing = settings.verifier.max_num_seqs, queueing_of(settings)
-    core = FleetCore(directory, wire or Wire(), observer, router=router_of(settings), slots=slots, queueing=queueing)
+    router = make_router(settings.gateway.affinity)
+    core = FleetCore(directory, wire or Wire(), observer, router=router, slots=slots, queueing=queueing)
     client = FleetClient(vllm_config, core)
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
     services = build_services(client, settings, served_names, ApiError)

@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
-Routing = Literal["least-loaded", "power-of-two", "predicted-tgs"]
 Affinity = Literal["none", "session", "prefix", "both"]
 Mode = Literal["off", "native", "sync", "ahead", "auto"]
 REMOTE_MODES: frozenset[Mode] = frozenset({"sync", "ahead", "auto"})
@@ -112,15 +111,10 @@ class GatewaySettings(Section):
         "auto", description="vLLM's tool call parser; auto: by the model's family; none: tools are refused"
     )
     chat_template: str | None = Field(None, description="chat template file or text; default: the model's own")
-    routing: Routing = Field(
-        "least-loaded",
-        description="who takes a request. least-loaded: fewest tokens in flight; power-of-two: the less loaded of two drawn at "
-        "random, for many verifiers and several gateways; predicted-tgs: most tokens per second by measured step times",
-    )
     affinity: Affinity = Field(
         "none",
-        description="before routing, prefer the verifier that served the same session (header x-session-id, else `user`), the "
-        "same beginning of a prompt, or both",
+        description="rather than the verifier with the fewest tokens in flight, prefer the one that served the same session "
+        "(header x-session-id, else `user`), the same beginning of a prompt, or both",
     )
 
     @property

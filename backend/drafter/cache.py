@@ -22,8 +22,6 @@ from backend.speculation.tokens import common_prefix, splice
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from backend.drafter.taus import Trial
-
 BLOCK = 16
 
 
@@ -50,8 +48,6 @@ class Sequence:
     ahead: tuple[int, list[int]] = (0, [])
     """A position, and tokens whose rows from there on lie behind the last true row.  They become true if these tokens come."""
     sampling: Sampling = GREEDY
-    trial: Trial | None = None
-    """First tokens drafted with different taus, until the text shows which is right."""
 
     @property
     def unbroken(self) -> int:

@@ -1,6 +1,6 @@
 """Chooses the draft tokens of a batch's rows, and decides where each draft ends.  Drafter thread.
 
-A row's token maximises `log q(v) + tau G(seed, position, v)`, where q is `softmax(logits / temperature)` over the head's
+A row's token maximises `log q(v) + G(seed, position, v)`, where q is `softmax(logits / temperature)` over the head's
 vocabulary.  A greedy row's token maximises `log q(v)` at temperature 1.  The maximum is the token's value.
 """
 
@@ -13,25 +13,20 @@ from torch import Tensor
 
 from backend import noise
 from backend.drafter.proposer import Drafted, Sampling, Until
-from backend.drafter.taus import GRID
 from backend.speculation.chances import chance
 
 
 class Draws:
     """Draws tokens for the rows of a batch.  `token_ids`: the token of each column; None: column number = token id."""
 
-    def __init__(
-        self, samplings: Sequence[Sampling], taus: Sequence[int], token_ids: Tensor | None, device: torch.device
-    ) -> None:
+    def __init__(self, samplings: Sequence[Sampling], token_ids: Tensor | None, device: torch.device) -> None:
         sampled = [sampling.temperature > 0 for sampling in samplings]
-        self.is_greedy = not any(sampled)
         self._token_ids = token_ids
         self._seeds = torch.tensor([sampling.seed for sampling in samplings], dtype=torch.int64, device=device)
         betas = [1 / sampling.temperature if noisy else 1.0 for sampling, noisy in zip(samplings, sampled, strict=True)]
-        scales = [GRID[tau] if noisy else 0.0 for tau, noisy in zip(taus, sampled, strict=True)]
         self._is_tempered = any(beta != 1 for beta in betas)
         self._betas = torch.tensor(betas, dtype=torch.float32, device=device)
-        self.scales = torch.tensor(scales, dtype=torch.float32, device=device)
+        self.scales = torch.tensor(sampled, dtype=torch.float32, device=device)
 
     def pick(self, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Chosen tokens, their values and their leads, `[rows]` each; `logits` `[rows, vocabulary]`, `positions` `[rows]`."""
@@ -67,14 +62,13 @@ class Ends:
         }
         self._longest = max((kept for row, kept in enumerate(self.kept) if row not in self._survivals), default=0)
         self._taken = 0
-        self.tokens: list[Tensor] = []
-        """The tokens taken so far, `[rows]` per step."""
+        self._tokens: list[Tensor] = []
         self._values: list[Tensor] = []
         self._leads: list[Tensor] = []
 
     def take(self, tokens: Tensor, values: Tensor, leads: Tensor) -> bool:
         """Takes every row's next token and its signs; whether any draft goes on.  Waits for the device only if signs matter."""
-        self.tokens.append(tokens)
+        self._tokens.append(tokens)
         self._values.append(values)
         self._leads.append(leads)
         if self._survivals:
@@ -98,7 +92,7 @@ class Ends:
 
     def cut(self) -> list[Drafted]:
         """The drafts of all rows, of the tokens taken."""
-        rows = torch.stack(self.tokens, dim=1).tolist()
+        rows = torch.stack(self._tokens, dim=1).tolist()
         signs = torch.stack((torch.stack(self._values, dim=1), torch.stack(self._leads, dim=1)), dim=2).flatten(1).tolist()
         pairs = zip(rows, signs, self.kept, strict=True)
         return [Drafted(row[:kept], row_signs[: 2 * kept], row[:1]) for row, row_signs, kept in pairs]

@@ -9,7 +9,6 @@ from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
 import torch
-from torch import Tensor
 
 from backend import noise
 from backend.drafter import cache
@@ -18,7 +17,6 @@ from backend.drafter.head import Head, Rows
 from backend.drafter.intake import TORCH_DTYPES
 from backend.drafter.outcomes import Imagination, Shape, steps_behind, tips
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Ask, Drafted, Premise, Sampling, Usage
-from backend.drafter.taus import Taus, Trial
 from backend.models.checkpoint import HeadWeights
 from backend.wire.drafting import Outcome
 
@@ -48,8 +46,7 @@ class EagleProposer:
         self._projection = None if raw is None else raw.to(self._head.device, self._head.dtype)
         width = config.hidden_size if raw is None else raw.weight.shape[1]
         self.hidden = width if self._head.takes_features else 0
-        self._taus = Taus()
-        self._imagination = Imagination(self._head, self._taus, self.max_position)
+        self._imagination = Imagination(self._head, self.max_position)
         noise.warm_up(where)
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
@@ -64,7 +61,6 @@ class EagleProposer:
         if rows or tokens or base_len > len(sequence.tokens):
             self._cache.extend_tokens(sequence, base_len, tokens)
             sequence.tip = None if tokens else sequence.tip
-            self._learn(sequence, base_len - len(tokens), tokens)
         return True
 
     def close(self, key: Hashable) -> None:
@@ -185,12 +181,10 @@ class EagleProposer:
         """Drafts at most `depth` tokens per sequence, starting from each sequence's tip."""
         head = self._head
         samplings = [s.sampling for s in sequences]
-        taus = [self._taus.in_force(sampling.temperature) for sampling in samplings]
-        draws = Draws(samplings, taus, head.draft_to_target, head.device)
+        draws = Draws(samplings, head.draft_to_target, head.device)
         positions, places = steps_behind(sequences, depth, head.device)
         starts, ones = [s.start for s in sequences], [1] * len(sequences)
         logits, feature = head.read(tips(sequences))
-        first = logits
         for step in range(depth):
             # The token drafted from a row becomes the input of the next row.
             tokens, values, leads = draws.pick(logits, positions[step] + head.token_offset)
@@ -199,30 +193,7 @@ class EagleProposer:
             lengths = [s.length + 1 + step for s in sequences]
             rows = Rows(tokens, positions[step], places[step], starts, lengths, ones)
             logits, feature = head.read(head.forward(rows, feature, None))
-        if not draws.is_greedy:
-            self._try_rivals(sequences, taus, first, positions[0] + head.token_offset, ends.tokens[0])
         return ends.cut()
-
-    def _try_rivals(
-        self, sequences: list[cache.Sequence], taus: list[int], logits: Tensor, positions: Tensor, chosen: Tensor
-    ) -> None:
-        """Notes the first token that another tau would have drafted.  Only the first one follows from true features."""
-        samplings = [s.sampling for s in sequences]
-        rivals = [self._taus.rival(sampling.temperature) for sampling in samplings]
-        others = Draws(samplings, rivals, self._head.draft_to_target, self._head.device)
-        found = torch.stack((chosen, others.pick(logits, positions)[0])).tolist()
-        for sequence, tau, rival, own, other in zip(sequences, taus, rivals, *found, strict=True):
-            if sequence.sampling.temperature > 0:
-                base_len = len(sequence.tokens)
-                sequence.trial = Trial(base_len, sequence.sampling.temperature, {tau: own, rival: other})
-
-    def _learn(self, sequence: cache.Sequence, first: int, tokens: list[int]) -> None:
-        """Learns which tau was right: the text has `tokens` from position `first` on."""
-        trial = sequence.trial
-        if trial is not None and first + len(tokens) > trial.base_len:
-            sequence.trial = None
-            if first <= trial.base_len:
-                self._taus.learn(trial, tokens[trial.base_len - first])
 
 
 def _is_at(sequence: cache.Sequence, base_len: int) -> bool:

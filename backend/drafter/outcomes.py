@@ -7,7 +7,7 @@ comes after them.  With c_i the chance that d_i is accepted,
     P(k, t) = c_0 ... c_{k-1} (1 - c_k) r_k(t),    t != d_k for k < m, and without (1 - c_k) for k = m
 
 where r_k is the distribution of the token that comes if d_k is rejected.  The noise is known.  So the tokens with the largest
-values `log q_k + tau G` (greedy requests: `log q_k`) are the likeliest; a softmax over these values estimates their chances.
+values `log q_k + G` (greedy requests: `log q_k`) are the likeliest; a softmax over these values estimates their chances.
 If the verifier has sent weights (`backend/speculation/chances.py`), c comes from them, and r_k from the values without d_k.
 Otherwise both come from the values: a token's share in the softmax, which for a greedy request is q_k itself.
 
@@ -29,7 +29,6 @@ from backend.drafter.cache import Sequence
 from backend.drafter.draws import Draws, Ends
 from backend.drafter.head import Head, Rows
 from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Drafted, Premise
-from backend.drafter.taus import Taus
 from backend.speculation.chances import chances
 from backend.wire.drafting import Outcome
 
@@ -75,9 +74,8 @@ class _Branches:
 class Imagination:
     """Enumerates outcomes with one head; keeps no state between calls."""
 
-    def __init__(self, head: Head, taus: Taus, max_position: int) -> None:
+    def __init__(self, head: Head, max_position: int) -> None:
         self._head = head
-        self._taus = taus
         self._max_position = max_position
         mapping = head.draft_to_target
         self._draft_ids = None if mapping is None else {target: own for own, target in enumerate(mapping.tolist())}
@@ -129,8 +127,7 @@ class Imagination:
     def _draws(self, sequences: list[Sequence], times: int) -> Draws:
         """Draws for `times` rows of each sequence."""
         samplings = [s.sampling for s in sequences for _ in range(times)]
-        taus = [self._taus.in_force(sampling.temperature) for sampling in samplings]
-        return Draws(samplings, taus, self._head.draft_to_target, self._head.device)
+        return Draws(samplings, self._head.draft_to_target, self._head.device)
 
     def _choose(self, premises: list[Premise], sequences: list[Sequence], outputs: Tensor, shape: Shape) -> _Branches:
         """The most probable outcomes, by the module's formula.  Tensors begin with `[sequences, stops]`."""

@@ -2,7 +2,7 @@
 
 - `RemoteDrafting` passes every step's final features to the `FeatureShipper`.
 - `SeededPrefill` repairs seeded requests in mode `native` on the CPU when their prompt takes several chunks.
-- `UndraftedSteps` skips vLLM's draft tables, and in mode `native` its rejection sampler, in steps without drafts.
+- `UndraftedSteps` skips vLLM's rejection sampler in steps without drafts, in mode `native` on the CPU.
 - `ResumedOutputs` takes in requests that another verifier has begun.
 
 `worker.py` mixes them into the runner class that vLLM chose.
@@ -10,15 +10,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from backend.engine.counting import StepOrders
 from backend.engine.features import FeatureShipper
@@ -53,13 +50,6 @@ class SeededPrefill:
             batch.generators.update(aside)
 
 
-@functools.lru_cache(maxsize=64)
-def _tables(requests: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For a step of n requests without drafts: an empty tensor, `0..n-1`, n zeros, and `1..n`.  Cached, so read only."""
-    each = torch.arange(requests, dtype=torch.int32, device=device)
-    return torch.empty(0, dtype=torch.int32, device=device), each, torch.zeros_like(each), each + 1
-
-
 class UndraftedSteps:
     """Samples a step without any draft token as a plain step.
 
@@ -67,22 +57,6 @@ class UndraftedSteps:
     sampler takes the maximum of an empty tensor, on the CPU, for a request with `top_k` and no `top_p`: the engine fails.
     The plain sampler gives the same result.  (vLLM 0.32, `v1/sample/ops/topk_topp_sampler.py`, `apply_top_k_only`.)
     """
-
-    def _calc_spec_decode_metadata(self, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> Any:
-        """vLLM's method of the same name, with a shortcut for steps without drafts: it takes 1 % of a small model's step."""
-        if num_draft_tokens.any():
-            return super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)  # type: ignore[misc]
-        device = self.device  # type: ignore[attr-defined]
-        none, each, zeros, counts = _tables(len(num_draft_tokens), device)
-        return SpecDecodeMetadata(
-            draft_token_ids=none,
-            num_draft_tokens=[0] * len(num_draft_tokens),
-            cu_num_draft_tokens=zeros,
-            cu_num_sampled_tokens=counts,
-            target_logits_indices=none,
-            bonus_logits_indices=each,
-            logits_indices=async_tensor_h2d(cu_num_scheduled_tokens - 1, device=device),
-        )
 
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
         if spec_decode_metadata is not None and not any(spec_decode_metadata.num_draft_tokens):

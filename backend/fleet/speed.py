@@ -1,8 +1,8 @@
 """The duration of a step as a linear function of its number of requests.  Pure.
 
-A verifier notes its steps, a drafter its batches; both report the line through them.  Routing, balancing and the assignment of
-drafters read that line and measure nothing themselves.  Duration by number of *tokens* stays inside a verifier, which decides
-with it how many draft tokens to verify (`backend/speculation/step_times.py`).
+A verifier notes its steps, a drafter its batches; both report the line through them.  Balancing and the assignment of drafters
+read that line and measure nothing themselves.  Duration by number of *tokens* stays inside a verifier, which decides with it
+how many draft tokens to verify (`backend/speculation/step_times.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The chance that a draft token is accepted, from its signs.  Pure; verifiers fit the weights, drafters end drafts by them.
 
-A drafter sends two signs per draft token: the value `log q(d) + tau G(d)` of the token it chose, and that token's lead over
+A drafter sends two signs per draft token: the value `log q(d) + G(d)` of the token it chose, and that token's lead over
 the runner-up.  For place j of a draft
 
     chance = sigmoid(a * value + b * lead + e_j),    value and lead clipped to [-8, 8].

@@ -9,7 +9,7 @@ Drafts.  The verifier's scheduler sends `Next` on its own socket: what to draft.
 without a draft, and with `Ahead`: drafts for the likely outcomes of the verification in progress.  Nothing is pickled.
 
 Noise.  A request has a seed.  The verifier's token at position t is the v that maximises `log p(v) + G(seed, t, v)`
-(`backend/noise`).  The draft token is the v that maximises `log q(v) + tau G(seed, t, v)`.  A draft token is accepted while it
+(`backend/noise`).  The draft token is the v that maximises `log q(v) + G(seed, t, v)`.  A draft token is accepted while it
 equals the verifier's own.  So a drafter's use of the noise changes how many tokens are accepted, never the text.
 
 Signs.  A draft comes with two numbers per token, its value and its lead (`backend/speculation/chances.py`), or with none.

@@ -166,7 +166,7 @@ async def test_a_draining_verifier_gets_no_new_requests_and_its_own_finish_or_mo
 
 
 async def test_sessions_and_prompts_return_to_their_verifier():
-    async with running_gateway(verifiers=3, affinity="both", routing="power-of-two") as running:
+    async with running_gateway(verifiers=3, affinity="both") as running:
 
         def counts() -> list[int]:
             return [len(verifier.sequences) for verifier in running.verifiers]

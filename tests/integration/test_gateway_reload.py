@@ -11,7 +11,7 @@ import yaml
 
 from backend.config import Settings
 from backend.config.sources import merge, read_yaml
-from backend.routing.routers import LeastLoaded, PowerOfTwo
+from backend.routing.routers import LeastLoaded, WithAffinity
 from gateway import cli
 from gateway.keys.ring import make_key
 from gateway.peers import Peers
@@ -54,15 +54,15 @@ async def test_all_of_it_or_nothing(tmp_path, caplog):
         open_request = asyncio.ensure_future(opens(old))
         await eventually(lambda: len(running.verifier.sequences) == 2)
 
-        files.write([new_entry], routing="power-of-two", max_in_flight=7, queue_wait_s=3, served_model_name="other")
+        files.write([new_entry], affinity="both", max_in_flight=7, queue_wait_s=3, served_model_name="other")
         assert (await http.post("/admin/reload", json={})).status_code == 401
         done = await http.post("/admin/reload", json={}, headers=ADMIN)
         assert done.json() == {
-            "changed": ["gateway.max_in_flight", "gateway.queue_wait_s", "gateway.routing"],
+            "changed": ["gateway.max_in_flight", "gateway.queue_wait_s", "gateway.affinity"],
             "needs_restart": ["gateway.served_model_name"],
             "keys": 1,
         }
-        assert isinstance(core.choosing._router, PowerOfTwo)
+        assert isinstance(core.choosing._router, WithAffinity)
         assert (gateway.doors.max_in_flight, core.gate._queue.max_sequences, core.gate.wait_s) == (7, 7, 3)
         gate.set()
         assert await open_request, "what was open goes on"
@@ -71,7 +71,7 @@ async def test_all_of_it_or_nothing(tmp_path, caplog):
 
         before = gateway.settings
         for entries, changes in (
-            ("keys: [", {"routing": "least-loaded"}),
+            ("keys: [", {"affinity": "none"}),
             ([new_entry, "    weight: -1\n"], {"max_in_flight": 9}),
             ([old_entry], {"max_in_flight": 0}),
             ([old_entry], {"max_inflight": 5}),
@@ -83,7 +83,7 @@ async def test_all_of_it_or_nothing(tmp_path, caplog):
             assert str(tmp_path) not in refused.text
             assert gateway.settings is before
             assert gateway.doors.max_in_flight == 7
-            assert isinstance(core.choosing._router, PowerOfTwo)
+            assert isinstance(core.choosing._router, WithAffinity)
             assert await opens(new)
         assert "weight (new): input should be greater than 0" in caplog.text
 

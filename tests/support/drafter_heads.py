@@ -202,8 +202,8 @@ def check(head_dir: str, target_dir: str) -> list[str]:
 class Reference:
     """The documented equations of EAGLE, EAGLE-3 and MTP heads, with the shared noise by definition, dense and in float64."""
 
-    def __init__(self, head: TinyHead, seed: int = 0, temperature: float = 0.0, tau: float = 1.0) -> None:
-        self.head, self.seed, self.temperature, self.tau = head, seed, temperature, tau
+    def __init__(self, head: TinyHead, seed: int = 0, temperature: float = 0.0) -> None:
+        self.head, self.seed, self.temperature = head, seed, temperature
         self.w = {name: tensor.double() for name, tensor in head.weights().items()}
         self.margin = float("inf")
         """Smallest gap between best and second score of the last draft."""
@@ -229,7 +229,7 @@ class Reference:
             values = (logits / (self.temperature or 1.0)).log_softmax(-1)
             if self.temperature:
                 at = len(tokens) + step
-                values = values + self.tau * torch.tensor([true_gumbel(self.seed, at, token) for token in ids])
+                values = values + torch.tensor([true_gumbel(self.seed, at, token) for token in ids])
             self.values.append(dict(zip(ids, values.tolist(), strict=True)))
             if step < len(assumed):
                 token = assumed[step]

@@ -20,10 +20,9 @@ from backend.wire.drafting import Close, Drafts, Open, Round, decode_to_drafter,
 
 
 def eagle(paths: ResolvedModels) -> EagleProposer:
-    """A proposer with the head of `paths` and a large cache, whose weight of the noise never changes."""
+    """A proposer with the head of `paths` and a large cache."""
     proposer = build_proposer(DrafterModel(paths.target_dir, paths.drafter_dir), DraftingSettings(cache_tokens=65536))
     assert isinstance(proposer, EagleProposer)
-    proposer._taus.learn = lambda trial, token: None  # type: ignore[method-assign]
     return proposer
 
 

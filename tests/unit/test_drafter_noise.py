@@ -12,10 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import Ask, Drafted, Premise, Sampling, Until
 from backend.drafter.service import DrafterService
-from backend.drafter.taus import GRID, START, TRIES, Taus, Trial
 from backend.speculation.chances import CLIP, chance, chances
 from backend.wire.drafting import NextItem, Outcome
 from tests.support.ahead_verifier import HEAD, AheadVerifier, blocks_of, drafts_of, opening
@@ -42,9 +40,6 @@ def signs_of(book: Reference, request: Request, before: list[int], tokens: list[
     for values, token in zip(book.values[len(before) :], tokens, strict=True):
         signs += [values[token], values[token] - max(v for t, v in values.items() if t != token)]
     return signs
-
-
-# The verifier's rule is tau = 1, and that is what a drafter starts with.
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0, 1.4])
@@ -290,69 +285,3 @@ def test_drafts_of_outcomes_end_early_too(tmp_path: Path) -> None:
         assert (cut.accepted, cut.token, cut.tokens) == (full.accepted, full.token, full.tokens[:kept])
         lengths.add(kept)
     assert len(lengths) > 1
-
-
-# How much noise.
-
-
-@given(st.integers(0, 4), st.floats(0, 2.5), st.integers(TRIES * 4, 1500), st.randoms(use_true_random=False))
-def test_the_tau_that_is_right_most_often_comes_into_force(best: int, temperature: float, tries: int, random: object) -> None:
-    taus = Taus()
-    assert GRID[taus.in_force(temperature)] == 1.0
-    compared = [0] * len(GRID)
-    for number in range(tries):
-        present, rival = taus.in_force(temperature), taus.rival(temperature)
-        assert present != rival
-        for place in (present, rival):
-            compared[place] += 1
-        # The best is right always, the others every other time.
-        taus.learn(Trial(number, temperature, {p: 7 if p == best or number % 2 else 3 for p in (present, rival)}), 7)
-    if min(compared) > TRIES * 1.1:
-        assert taus.in_force(temperature) == best
-    assert taus.in_force(temperature + 0.2 if temperature < 1.7 else 0.0) == START, "other temperatures learn for themselves"
-
-
-def test_ties_leave_the_tau_in_force() -> None:
-    taus = Taus()
-    for number in range(1000):
-        taus.learn(Trial(number, 1.0, dict.fromkeys(range(len(GRID)), 7)), 7)
-    assert taus.in_force(1.0) == START
-
-
-def test_no_tau_counts_before_all_were_tried() -> None:
-    taus = Taus()
-    for number in range(500):
-        taus.learn(Trial(number, 1.0, {0: 7, 1: 7, 2: 3, 3: 3}), 7)
-    assert taus.in_force(1.0) == START
-
-
-def learn_from_text(proposer: EagleProposer, head: TinyHead, tau: float, requests: int) -> None:
-    """Requests whose text is what the noise of `tau` makes of the head's own distribution."""
-    for key in range(requests):
-        seed = 104729 * key
-        request = Request(proposer, head, key, 8, Sampling.of(seed, 1.0))
-        token = Reference(head, seed, 1.0, tau).draft(request.tokens, request.known, 1)
-        draft(request, Until(1))
-        request.commit(token, 0)
-        proposer.close(key)
-
-
-def test_a_drafter_learns_its_tau_from_the_text(tmp_path: Path) -> None:
-    head = TinyHead(hidden=16, heads=2, kv_heads=1)
-    proposer = make_proposer(tmp_path, head)
-    learn_from_text(proposer, head, 0.7, 260)
-    assert GRID[proposer._taus.in_force(1.0)] == 0.7
-    assert proposer._taus.in_force(0.5) == START
-
-
-def test_a_lost_round_teaches_nothing(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer = make_proposer(tmp_path, head)
-    request = Request(proposer, head, 1, 10, Sampling.of(SEED, 1.0))
-    draft(request, Until(2))
-    request.tokens += [1, 2]
-    request.commit([3], 0)
-    assert proposer._taus._rates == {}
-    draft(request, Until(2))
-    request.commit([4, 5], 0)
-    assert sum(tries for _, tries in proposer._taus._rates[1.0]) == 2

@@ -134,7 +134,7 @@ class FleetSimulation:
         if self._dice.random() < self._scenario.skew:
             places = places[: max(len(places) // 10, 1)]
         # Places have all the fields that routing reads.  Making thousands of `Candidate`s per request would be too slow.
-        chosen = self._router.choose(Ask(request.arrival.prompt), cast("Sequence[Candidate]", places))
+        chosen = self._router.choose(Ask(), cast("Sequence[Candidate]", places))
         if chosen is None:
             self._at(self._now + 1.0, lambda: self._place(request))
             return
