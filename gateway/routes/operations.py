@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import time
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -56,8 +57,22 @@ async def metrics(request: Request) -> Response:
 
 @router.get("/fleet")
 async def fleet(request: Request) -> Response:
-    """Members, assignments, load and acceptance."""
-    return JSONResponse(fleet_document(gateway_of(request).client.core))
+    """Members, assignments, load and acceptance.  The fleet page shows them, and the differences between two answers."""
+    gateway = gateway_of(request)
+    core, settings = gateway.client.core, gateway.settings
+    moves = gateway.metrics.moves.items()
+    return JSONResponse(
+        {
+            "at": time.time(),
+            "gateway": core.gateway_id,
+            "model": gateway.services.models.model_name(),
+            "mode": settings.mode,
+            "num_speculative_tokens": settings.num_speculative_tokens,
+            "answered_s": None if core.snapshot is None else round(time.monotonic() - core.answered_at, 1),
+            **fleet_document(core),
+            "moved": [{"kind": kind, "cause": cause, "verifier": to, "sequences": count} for (kind, cause, to), count in moves],
+        }
+    )
 
 
 @router.get("/version")

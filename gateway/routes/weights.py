@@ -27,28 +27,6 @@ CHUNKS = "application/octet-stream"
 T = TypeVar("T")
 
 
-class Sleep(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of /admin/sleep."""
-
-    verifier: str | None = None
-    level: int = 1
-
-
-class WakeUp(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of /admin/wake-up."""
-
-    verifier: str | None = None
-    tags: list[str] | None = None
-
-
-class ReloadWeights(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of /admin/reload-weights."""
-
-    verifier: str | None = None
-    path: str | None = None
-    weight_version: str | int | None = None
-
-
 class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
     """Fields of /init_weight_transfer_engine."""
 
@@ -77,27 +55,6 @@ class AbortRequests(msgspec.Struct, forbid_unknown_fields=True):
     request_ids: list[str] | None = None
 
 
-@router.post("/admin/sleep")
-async def sleep(request: Request) -> Response:
-    """Puts verifiers to sleep; requests wait until they wake up.  The levels are vLLM's."""
-    gateway, asked = await _read(request, Sleep)
-    return _said(await _hold(gateway, asked.verifier, True, "sleep", asked.level))
-
-
-@router.post("/admin/wake-up")
-async def wake_up(request: Request) -> Response:
-    """Wakes verifiers up; requests go on."""
-    gateway, asked = await _read(request, WakeUp)
-    return _said(await _wake(gateway, asked.verifier, asked.tags))
-
-
-@router.post("/admin/reload-weights")
-async def reload_weights(request: Request) -> Response:
-    """Loads the target's weights again, or others of equal shapes; empties all caches, the drafters' too."""
-    gateway, asked = await _read(request, ReloadWeights)
-    return await _renew(gateway, asked.verifier, "reload_weights", asked.path, version=asked.weight_version)
-
-
 @router.post("/pause")
 async def pause(
     request: Request,
@@ -122,17 +79,19 @@ async def is_paused(request: Request, verifier: str | None = None) -> Response:
 
 
 @router.post("/sleep")
-async def sleep_as_vllm(request: Request, level: int = 1, mode: str = "abort", verifier: str | None = None) -> Response:
-    """vLLM's: frees the device's memory (level 1 or 2), or only pauses (0)."""
+async def sleep(request: Request, level: int = 1, mode: str = "abort", verifier: str | None = None) -> Response:
+    """Frees the device's memory (level 1 or 2), or only pauses (0)."""
     return _said(await _hold(gateway_of(request), verifier, True, "sleep", level, mode), status="sleeping", level=level)
 
 
 @router.post("/wake_up")
-async def wake_up_as_vllm(
-    request: Request, tags: Annotated[list[str] | None, Query()] = None, verifier: str | None = None
-) -> Response:
-    """vLLM's: undoes it."""
-    woken = await _wake(gateway_of(request), verifier, tags)
+async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None, verifier: str | None = None) -> Response:
+    """Undoes it; with `tags`, for the weights or the KV cache alone."""
+    gateway = gateway_of(request)
+    before = gateway.client.core.pauses
+    woken = await _hold(gateway, verifier, False, "wake_up", tags)
+    if not all(woken.values()):
+        await _remember(gateway, before)
     return JSONResponse({"status": "awake" if all(woken.values()) else "sleeping", "tags": tags, "verifiers": woken})
 
 
@@ -266,14 +225,6 @@ async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: st
     except (BadRequest, NotFound, NotSupported):
         await _remember(gateway, before)
         raise
-
-
-async def _wake(gateway: Gateway, verifier: str | None, tags: list[str] | None) -> dict[str, Any]:
-    before = gateway.client.core.pauses
-    woken = await _hold(gateway, verifier, False, "wake_up", tags)
-    if not all(woken.values()):
-        await _remember(gateway, before)
-    return woken
 
 
 async def _remember(gateway: Gateway, pauses: Pauses) -> None:
