@@ -23,12 +23,12 @@ from gateway.keys.quotas import Quotas
 from gateway.keys.ring import KeyRing, read_entries
 from gateway.keys.sharing import open_store
 from gateway.metrics import GatewayMetrics
-from gateway.page import FILES
+from gateway.routes.page import PAGES
 
 audit = logging.getLogger("outrider.audit")
 
 METRICS_PATH = "/metrics"
-OPEN_PATHS = frozenset({"/livez", "/liveness", "/readyz", "/health", METRICS_PATH, "/openapi.json", *FILES})
+OPEN_PATHS = frozenset({"/livez", "/liveness", "/readyz", "/health", METRICS_PATH, "/openapi.json", *PAGES})
 """Paths that need no key.  Probes and scrapers have none; the pages and the API's document contain nothing about the fleet."""
 
 ADMIN_PATH = "/admin"
@@ -177,7 +177,9 @@ class Access:
             raise
         finally:
             if scope["method"] not in ("GET", "HEAD"):
-                said = {"by": who, "what": f"{scope['method']} {scope['path']}", "fields": _fields(asked), "status": status}
+                query = scope["query_string"].decode("latin-1")
+                what = f"{scope['method']} {scope['path']}{'?' if query else ''}{query}"
+                said = {"by": who, "what": what, "fields": _fields(asked), "status": status}
                 audit.info("%s", " ".join(f"{name}={value}" for name, value in said.items()), extra={"fields": said})
 
     def _administrator(self, scope: Scope) -> Caller:

@@ -54,7 +54,6 @@ def build_app(gateway: Gateway) -> FastAPI:
         if gateway.peers is not None:
             gateway.client.core.pauses = await gateway.peers.pauses()
         gateway.client.start()
-        gateway.feed.start()
         balancer.start()
         gateway.doors.quotas.start()
         models = gateway.services.models
@@ -67,7 +66,6 @@ def build_app(gateway: Gateway) -> FastAPI:
         try:
             yield
         finally:
-            gateway.feed.close()
             balancer.stop()
             await gateway.batches.close()
             await gateway.responses.close()

@@ -41,7 +41,7 @@ from __future__ import annotations
 import math
 import re
 from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict, Unpack
 
 import pydantic
 import starlette.exceptions
@@ -82,8 +82,17 @@ _ANTHROPIC = {
 """Anthropic's error types by HTTP status (docs.anthropic.com, "Errors"); for any other status, `api_error`."""
 
 
+class _Differing(TypedDict, total=False):
+    status: int
+    type: str
+    code: str
+    retry_after_s: int
+    is_final: bool
+    text: str
+
+
 class ApiError(Exception):
-    """An error as the client sees it."""
+    """An error as the client sees it.  Subclasses name what differs from their base as keywords of the class."""
 
     status: ClassVar[int] = 400
     type: str = "invalid_request_error"
@@ -91,6 +100,13 @@ class ApiError(Exception):
     retry_after_s: ClassVar[int | None] = None
     is_final: ClassVar[bool] = False
     """Whether clients must not retry the request, although its status suggests a retry."""
+    text: ClassVar[str] = ""
+    """The message of an error that takes none."""
+
+    def __init_subclass__(cls, **differing: Unpack[_Differing]) -> None:
+        super().__init_subclass__()
+        for name, value in differing.items():
+            setattr(cls, name, value)
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         # Called by name, because `Unavailable` has a second base class whose constructor requires more arguments.
@@ -118,87 +134,54 @@ class ApiError(Exception):
         return self.anthropic_body() if path.startswith("/v1/messages") else self.body()
 
 
-class BadRequest(ApiError):
-    status = 400
+class BadRequest(ApiError): ...
 
 
-class ContextTooLong(BadRequest):
-    code = "context_length_exceeded"
+class ContextTooLong(BadRequest, code="context_length_exceeded"): ...
 
 
-class Unauthorized(ApiError):
-    status = 401
-    type = "authentication_error"
-    code = "invalid_api_key"
-
+class Unauthorized(ApiError, status=401, type="authentication_error", code="invalid_api_key"):
     def headers(self) -> dict[str, str]:
         return {"www-authenticate": "Bearer"}
 
 
-class Forbidden(ApiError):
-    status = 403
-    type = "permission_error"
-    code = "forbidden"
+class Forbidden(ApiError, status=403, type="permission_error", code="forbidden"): ...
 
 
-class NotFound(ApiError):
-    status = 404
-    code = "not_found"
+class NotFound(ApiError, status=404, code="not_found"): ...
 
 
-class ModelNotFound(NotFound):
-    code = "model_not_found"
+class ModelNotFound(NotFound, code="model_not_found"): ...
 
 
-class MethodNotAllowed(ApiError):
-    status = 405
-    code = "method_not_allowed"
+class MethodNotAllowed(ApiError, status=405, code="method_not_allowed"): ...
 
 
-class RequestTimeout(ApiError):
-    status = 408
-    code = "request_timeout"
-
+class RequestTimeout(ApiError, status=408, code="request_timeout"):
     def headers(self) -> dict[str, str]:
         # The rest of this request's bytes would be read as the next request.
         return {"connection": "close"}
 
 
-class UriTooLong(ApiError):
-    status = 414
-    code = "uri_too_long"
+class UriTooLong(ApiError, status=414, code="uri_too_long"): ...
 
 
-class HeadersTooLarge(ApiError):
-    status = 431
-    code = "headers_too_large"
+class HeadersTooLarge(ApiError, status=431, code="headers_too_large"): ...
 
 
-class Conflict(ApiError):
-    status = 409
-    code = "conflict"
-    is_final = True
+class Conflict(ApiError, status=409, code="conflict", is_final=True): ...
 
 
-class PayloadTooLarge(ApiError):
-    status = 413
-    code = "payload_too_large"
+class PayloadTooLarge(ApiError, status=413, code="payload_too_large"): ...
 
 
-class StorageFull(PayloadTooLarge):
-    code = "storage_full"
+class StorageFull(PayloadTooLarge, code="storage_full"): ...
 
 
-class UnsupportedMedia(ApiError):
-    status = 415
-    code = "unsupported_media_type"
+class UnsupportedMedia(ApiError, status=415, code="unsupported_media_type"): ...
 
 
-class TooManyRequests(ApiError):
-    status = 429
-    type = "rate_limit_error"
-    code = "rate_limit_exceeded"
-    retry_after_s = 1
+class TooManyRequests(ApiError, status=429, type="rate_limit_error", code="rate_limit_exceeded", retry_after_s=1): ...
 
 
 class RateLimited(TooManyRequests):
@@ -218,53 +201,40 @@ class RateLimited(TooManyRequests):
         return {"retry-after": str(math.ceil(milliseconds / 1000)), "retry-after-ms": str(milliseconds)}
 
 
-class ServerError(ApiError):
-    status = 500
-    type = "server_error"
+class ServerError(ApiError, status=500, type="server_error"): ...
 
 
-class NotSupported(ServerError):
-    status = 501
-    code = "not_supported"
-    is_final = True
+class NotSupported(ServerError, status=501, code="not_supported", is_final=True): ...
 
 
-class InternalError(ServerError):
-    code = "internal_error"
-
+class InternalError(ServerError, code="internal_error"):
     def __init__(self) -> None:
         super().__init__("The server had an error while processing your request.")
 
 
-class EngineFailed(ServerError):
-    code = "engine_error"
+class EngineFailed(ServerError, code="engine_error"): ...
 
 
-class Unavailable(ServerError, GracefulHTTPError):
-    status = 503
-    code = "unavailable"
-    retry_after_s = 1
-    text: ClassVar[str] = "The service is busy or starting. Try again."
-
+class Unavailable(
+    ServerError,
+    GracefulHTTPError,
+    status=503,
+    code="unavailable",
+    retry_after_s=1,
+    text="The service is busy or starting. Try again.",
+):
     def __init__(self) -> None:
         ApiError.__init__(self, self.text)
         self.http_status = HTTPStatus(self.status)
 
 
-class NoVerifier(Unavailable):
-    code = "no_verifier_ready"
-    text = "No verifier is ready to serve this model. Try again."
+class NoVerifier(Unavailable, code="no_verifier_ready", text="No verifier is ready to serve this model. Try again."): ...
 
 
-class NotAllReady(Unavailable):
-    code = "gateway_starting"
-    text = "A gateway process is being started. Try again."
+class NotAllReady(Unavailable, code="gateway_starting", text="A gateway process is being started. Try again."): ...
 
 
-class Overloaded(Unavailable):
-    code = "overloaded"
-    text = "The server is overloaded. Try again in 1 s."
-
+class Overloaded(Unavailable, code="overloaded", text="The server is overloaded. Try again in 1 s."):
     @classmethod
     def after(cls, seconds: int) -> Overloaded:
         """An error to be retried in `seconds`.  The message contains them, because vLLM's pipeline passes only the message."""
@@ -277,31 +247,35 @@ class Overloaded(Unavailable):
         return {"retry-after": self.message.split()[-2]}
 
 
-class TooManyConnections(Unavailable):
-    code = "too_many_connections"
-    text = "This gateway has as many connections as it can hold. Try again."
+class TooManyConnections(
+    Unavailable, code="too_many_connections", text="This gateway has as many connections as it can hold. Try again."
+): ...
 
 
-class VerifierLost(Unavailable):
-    code = "verifier_lost"
-    text = "The verifier serving this request was lost, and no other was ready in time. Try again."
+class VerifierLost(
+    Unavailable,
+    code="verifier_lost",
+    text="The verifier serving this request was lost, and no other was ready in time. Try again.",
+): ...
 
 
-class Poisoned(Unavailable):
-    status = 500
-    code = "request_poisoned"
-    is_final = True
-    text = "Verifiers were lost one after the other while serving this request. It will not be tried again."
+class Poisoned(
+    Unavailable,
+    status=500,
+    code="request_poisoned",
+    is_final=True,
+    text="Verifiers were lost one after the other while serving this request. It will not be tried again.",
+): ...
 
 
-class NoCoordinator(Unavailable):
-    code = "coordinator_unavailable"
-    text = "The coordinator does not answer; serving goes on, administration does not. Try again."
+class NoCoordinator(
+    Unavailable,
+    code="coordinator_unavailable",
+    text="The coordinator does not answer; serving goes on, administration does not. Try again.",
+): ...
 
 
-class ShuttingDown(Unavailable):
-    code = "shutting_down"
-    text = "This server is shutting down. Try again elsewhere."
+class ShuttingDown(Unavailable, code="shutting_down", text="This server is shutting down. Try again elsewhere."): ...
 
 
 def clean(message: str) -> str:

@@ -195,7 +195,7 @@ def fleet_document(core: FleetCore) -> dict[str, Any]:
     lengths: dict[str, dict[str, float | None]] = {}
     for view in snapshot.members:
         member, drafter = view.member, view.drafter
-        entry: dict[str, Any] = {name: getattr(member, name) for name in ("id", "pid", "node", "state", "model")}
+        entry: dict[str, Any] = {name: getattr(member, name) for name in ("id", "incarnation", "pid", "node", "state", "model")}
         entry["last_report_s"] = round(view.last_report_s, 3)
         members[member.kind].append(entry)
         if member.kind == "verifier":
@@ -208,6 +208,8 @@ def fleet_document(core: FleetCore) -> dict[str, Any]:
             entry["verifiers"] = drafter.verifiers if drafter else []
             entry["sequences"] = drafter.sequences if drafter else 0
             entry["cache_usage"] = drafter.cache_usage if drafter else 0.0
+            if drafter is not None:
+                entry |= {"busy_s": drafter.busy_s, "draft_tokens": drafter.draft_tokens}
             if drafter is not None and drafter.learning is not None:
                 entry["learning"] = msgspec.to_builtins(drafter.learning)
     return {
@@ -226,9 +228,16 @@ def _verifier_load(stats: VerifierStats | None) -> dict[str, Any]:
     if stats is None:
         return {"mode": None}
     shown = ("mode", "running", "waiting", "tokens_in_flight", "kv_usage", "steps", "tokens", "preemptions")
-    load = {name: getattr(stats, name) for name in (*shown, "busy_s", "idle_s", "drafters_down")}
+    plan = ("plan_k", "plan_outcomes", "plan_changes")
+    load = {name: getattr(stats, name) for name in (*shown, "busy_s", "idle_s", "drafters_down", *plan)}
+    load["drafters"] = {drafter: _drafted(counters) for drafter, counters in stats.drafters.items()}
     by_version = {drafter: _lengths(counters.by_version) for drafter, counters in stats.drafters.items()}
     return {**load, "weight_version": stats.weights.version, "acceptance_length_by_version": by_version}
+
+
+def _drafted(counters: DraftCounters) -> dict[str, Any]:
+    shown = ("drafts", "accepted_tokens", "rounds", "round_trip_s")
+    return {**{name: getattr(counters, name) for name in shown}, "dropped": sum(counters.dropped.values())}
 
 
 def _lengths(counted: Mapping[str, DraftCounters] | Mapping[str, Verified]) -> dict[str, float | None]:

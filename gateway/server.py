@@ -32,7 +32,6 @@ from gateway.batches.serving import Batches
 from gateway.directory import Directory
 from gateway.errors import ApiError, ShuttingDown
 from gateway.fleet_core import FleetCore
-from gateway.fleet_feed import FleetFeed
 from gateway.fleet_metrics import FleetCollector, GatewayCollector
 from gateway.in_flight import TrafficObserver
 from gateway.metrics import GatewayMetrics
@@ -75,14 +74,12 @@ def build_gateway(
     services = build_services(client, settings, served_names, ApiError)
     metrics.fleet.register(FleetCollector(core))
     metrics.own.register(GatewayCollector(core))
-    about = {"model": served_names[0], "mode": settings.mode, "num_speculative_tokens": settings.num_speculative_tokens}
-    feed = FleetFeed(core, about, metrics)
     folder = _state_folder(settings)
     store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.responses_bytes)
     responses = Responses(store, vllm_config.model_config.max_model_len)
     doors = AccessRules.of(settings, core.gateway_id, folder)
     batches = Batches(folder, settings, served_names[0])
-    return Gateway(settings, client, services, metrics, feed, responses, doors, batches, tracing)
+    return Gateway(settings, client, services, metrics, responses, doors, batches, tracing)
 
 
 def _state_folder(settings: Settings) -> Path | None:
@@ -173,8 +170,6 @@ class GatewayServer:
         self.gateway.client.core.draining = True
         if self._peers is not None:
             self._peers.stop()
-        # Clients of /fleet/events would otherwise keep the server open for as long as they like.
-        self.gateway.feed.close()
 
     def reload(self) -> None:
         """Reads keys, limits and routing again.  The result is logged."""

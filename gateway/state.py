@@ -16,7 +16,6 @@ from backend.tracing import Tracing
 from gateway.access import AccessRules
 from gateway.batches.serving import Batches
 from gateway.fleet_core import FleetCore
-from gateway.fleet_feed import FleetFeed
 from gateway.keys.caller import caller_of
 from gateway.metrics import GatewayMetrics
 from gateway.responses.serving import Responses
@@ -34,7 +33,6 @@ class Gateway:
     client: FleetClient[FleetCore]
     services: Services
     metrics: GatewayMetrics
-    feed: FleetFeed
     responses: Responses
     doors: AccessRules
     batches: Batches

@@ -44,6 +44,8 @@ class Verifiers(LinkListener):
         self.directory = directory
         self.snapshot: FleetSnapshot | None = None
         """The directory's last answer."""
+        self.answered_at = 0.0
+        """When it came (monotonic seconds)."""
         self.links: dict[str, VerifierLink] = {}
         self.weights = WeightsInForce()
         self.pauses = Pauses()
@@ -120,7 +122,8 @@ class Verifiers(LinkListener):
 
         One that is only missing keeps its link while it answers: a coordinator that has just restarted knows no members.
         """
-        self.snapshot = snapshot
+        if snapshot is not self.snapshot:
+            self.snapshot, self.answered_at = snapshot, time.monotonic()
         members = [view.member for view in snapshot.members if view.member.kind == "verifier"]
         known = {member.id for member in members}
         for link in [each for each in self.links.values() if each.state != "ready" and each.member.id not in known]:

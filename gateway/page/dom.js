@@ -1,57 +1,21 @@
-// Small helpers.  Text is put into the page only by `textContent`; the page's security policy forbids all other ways.
+// Small helpers.  Text is put into the page only as text nodes; the page's security policy forbids all other ways.
 
 const SVG = "http://www.w3.org/2000/svg";
 
 export const byId = (id) => document.getElementById(id);
 
-export function make(tag, className, text) {
+export function make(tag, className, ...children) {
   const element = document.createElement(tag);
   if (className) element.className = className;
-  if (text !== undefined) element.textContent = text;
+  element.append(...children);
   return element;
 }
 
-export function makeSvg(tag, attributes = {}) {
+export function makeSvg(tag, attributes, ...children) {
   const element = document.createElementNS(SVG, tag);
-  setAttributes(element, attributes);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  element.append(...children);
   return element;
-}
-
-// Changes the document only where a value changed, because most of a large fleet is the same from second to second.
-export function setText(element, text) {
-  if (element.textContent !== text) element.textContent = text;
-}
-
-export function setAttributes(element, attributes) {
-  for (const [name, value] of Object.entries(attributes)) {
-    const text = String(value);
-    if (element.getAttribute(name) !== text) element.setAttribute(name, text);
-  }
-}
-
-// Keeps one element per key, in the order of `items`; removes elements whose key is gone.
-export function keyed(parent, items, keyOf, create, update) {
-  const known = parent.keyedElements ?? (parent.keyedElements = new Map());
-  const wanted = new Set();
-  let previous = null;
-  for (const item of items) {
-    const key = keyOf(item);
-    wanted.add(key);
-    let element = known.get(key);
-    if (!element) {
-      element = create(item);
-      known.set(key, element);
-    }
-    const place = previous ? previous.nextSibling : parent.firstChild;
-    if (place !== element) parent.insertBefore(element, place);
-    update(element, item);
-    previous = element;
-  }
-  for (const [key, element] of known) {
-    if (wanted.has(key)) continue;
-    element.remove();
-    known.delete(key);
-  }
 }
 
 export const NOTHING = "–";
@@ -70,8 +34,6 @@ export function percent(share, digits = 0) {
   return share === null || share === undefined ? NOTHING : `${number(100 * share, digits)} %`;
 }
 
-export const clock = (unix) => new Date(1000 * unix).toTimeString().slice(0, 8);
-
 // The parts of a verifier's time, in drawing order.
 export const TIMES = [
   ["busy", "busy"],
@@ -88,16 +50,11 @@ export function timeShares(row) {
   return [...known, ...others.map((cause) => [cause, cause])].map(([cause, words]) => [cause, words, shares[cause]]);
 }
 
-export function timeBar(element, row) {
-  const shares = timeShares(row);
-  keyed(element, shares, ([cause]) => cause, ([cause]) => {
+export function timeParts(row) {
+  return timeShares(row).map(([cause, , share]) => {
     const part = make("span");
     part.dataset.cause = cause;
+    part.style.width = `${(100 * share).toFixed(1)}%`;
     return part;
-  }, (part, [, , share]) => {
-    const width = `${(100 * share).toFixed(1)}%`;
-    if (part.style.width !== width) part.style.width = width;
   });
-  const words = shares.filter(([, , share]) => share >= 0.005).map(([, words, share]) => `${words} ${percent(share)}`);
-  return words.join(", ");
 }

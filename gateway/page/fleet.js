@@ -1,13 +1,14 @@
-// The fleet page: gets a view each second from `stream.js` and shows it.
+// The fleet page: asks for `/fleet` every two seconds while the page is open, and shows it.
 
-import { byId, clock, keyed, make, makeSvg, number, percent, setAttributes, setText, timeBar, timeShares } from "./dom.js";
+import { byId, make, makeSvg, number, percent, timeParts, timeShares } from "./dom.js";
+import { History } from "./history.js";
 import { drawMap } from "./map.js";
-import { FleetStream } from "./stream.js";
 import { drafterTable, verifierTable } from "./tables.js";
 
-const STALE_MS = 3500;
-const HIDDEN_MS = 30000;
-const CURVE_POINTS = 300;
+const POLL_MS = 2000;
+const TIMEOUT_MS = 8000;
+const CURVE_POINTS = 150;
+const KEY = "outrider-api-key";
 const STATE_WORDS = { lost: "reconnecting", denied: "needs a key" };
 
 const TILES = [
@@ -20,36 +21,20 @@ const TILES = [
   ["KV cache", (t) => t.kv_usage, (v) => percent(v), "in use at the fullest verifier"],
 ];
 
+const history = new History();
 const curves = TILES.map(() => []);
 let latest = null;
 let receivedAt = 0;
 let paused = false;
 let state = "connecting";
 
-function tiles(totals) {
-  const figures = TILES.map(([name, pick, show, words], index) => {
-    const value = pick(totals);
-    curves[index].push(value);
-    if (curves[index].length > CURVE_POINTS) curves[index].shift();
-    return { name, text: show(value), words, curve: curves[index] };
-  });
-  keyed(byId("tiles"), figures, (each) => each.name, (each) => {
-    const tile = make("div", "tile");
-    const value = make("dd");
-    const curve = makeSvg("svg", { class: "curve", viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" });
-    curve.append(makeSvg("path", { class: "area" }), makeSvg("path", { class: "line" }));
-    const drawn = make("dd");
-    drawn.append(curve);
-    tile.append(make("dt", "", each.name), value, make("dd", "words", each.words), drawn);
-    return tile;
-  }, (tile, each) => {
-    setText(tile.children[1], each.text);
-    drawCurve(tile.lastChild.firstChild, each.curve);
-  });
+function tile([name, pick, show, words], index) {
+  const drawn = make("dd", "", curve(curves[index]));
+  return make("div", "tile", make("dt", "", name), make("dd", "", show(pick(latest.totals))), make("dd", "words", words), drawn);
 }
 
 // Gaps are not filled: where nothing was drafted, there is no acceptance length.
-function drawCurve(svg, values) {
+function curve(values) {
   const most = Math.max(...values.map((value) => value ?? 0), 1e-9);
   const step = 100 / (CURVE_POINTS - 1);
   const offset = CURVE_POINTS - values.length;
@@ -69,138 +54,136 @@ function drawCurve(svg, values) {
     else run.push([(offset + index) * step, 22 - (20 * value) / most]);
   });
   flush();
-  setAttributes(svg.firstChild, { d: area });
-  setAttributes(svg.lastChild, { d: line });
+  const frame = { class: "curve", viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" };
+  return makeSvg("svg", frame, makeSvg("path", { class: "area", d: area }), makeSvg("path", { class: "line", d: line }));
 }
 
-function time(totals) {
-  timeBar(byId("time-bar"), totals);
-  const shares = timeShares(totals);
-  const none = [["none", "nothing measured yet", null]];
-  keyed(byId("time-legend"), shares.length ? shares : none, ([cause]) => cause, ([cause, words]) => {
-    const item = make("li");
+function timeLegend() {
+  const shares = timeShares(latest.totals);
+  const shown = shares.length ? shares : [["none", "nothing measured yet", null]];
+  return shown.map(([cause, words, share]) => {
     const swatch = make("span", "swatch");
     swatch.dataset.cause = cause;
-    item.append(swatch, make("span", "", words), make("b"));
-    return item;
-  }, (item, [, , share]) => setText(item.lastChild, share === null ? "" : percent(share, 1)));
+    return make("li", "", swatch, make("span", "", words), make("b", "", share === null ? "" : percent(share, 1)));
+  });
 }
 
 function log(list, entries, none) {
-  const items = entries.length ? entries : [{ number: 0, text: none }];
-  keyed(list, items, (each) => each.number, (each) => {
-    const item = make("li");
-    item.dataset.kind = each.kind ?? "none";
-    if (each.at) item.append(make("time", "", clock(each.at)));
-    item.append(make("span", "", each.text));
+  list.replaceChildren(...(entries.length ? entries : [{ kind: "none", text: none }]).map((each) => {
+    const time = each.at ? [make("time", "", new Date(1000 * each.at).toTimeString().slice(0, 8))] : [];
+    const item = make("li", "", ...time, make("span", "", each.text));
+    item.dataset.kind = each.kind;
     return item;
-  }, () => {});
+  }));
 }
 
-function counters(counts) {
-  keyed(byId("counters"), Object.entries(counts), ([name]) => name, ([name]) => {
-    const pair = make("div");
-    pair.append(make("dt", "", name.replaceAll("_", " ")), make("dd"));
-    return pair;
-  }, (pair, [, count]) => setText(pair.lastChild, number(count)));
-  byId("counters").parentElement.hidden = !Object.keys(counts).length;
+function counters() {
+  const moved = (kind) => latest.moved.filter((each) => each.kind === kind).reduce((sum, each) => sum + each.sequences, 0);
+  const counts = { ...latest.counters, "failovers here": moved("failover"), "migrations here": moved("migration") };
+  return Object.entries(counts).map(([name, count]) =>
+    make("div", "", make("dt", "", name.replaceAll("_", " ")), make("dd", "", number(count))));
 }
 
-function summary(totals, kind) {
-  const states = Object.entries(totals.members[kind] ?? {}).map(([name, count]) => `${count} ${name}`);
-  return states.length ? states.join(", ") : "none";
+function summary(members) {
+  const states = [...new Set(members.map((each) => each.state))];
+  return states.map((name) => `${members.filter((each) => each.state === name).length} ${name}`).join(", ") || "none";
 }
 
-function about(head, totals) {
-  const words = [`model ${head.model}`, `mode ${head.mode}`];
-  if (head.mode !== "off") words.push(`K up to ${head.num_speculative_tokens}`);
-  words.push(`verifiers: ${summary(totals, "verifier")}`, `drafters: ${summary(totals, "drafter")}`);
-  setText(byId("about"), words.join("  ·  "));
-  document.title = `${head.model} – Outrider fleet`;
+function about() {
+  const words = [`model ${latest.model}`, `mode ${latest.mode}`];
+  if (latest.mode !== "off") words.push(`K up to ${latest.num_speculative_tokens}`);
+  words.push(`verifiers: ${summary(latest.verifiers)}`, `drafters: ${summary(latest.drafters)}`);
+  byId("about").textContent = words.join("  ·  ");
+  document.title = `${latest.model} – Outrider fleet`;
 }
 
 function render() {
-  const { about: head, fleet } = latest;
   // Done first, because later drawings take their width from the page.
   byId("live").classList.remove("waiting");
-  about(head, fleet.totals);
-  tiles(fleet.totals);
-  time(fleet.totals);
-  drawMap(byId("map"), fleet);
+  about();
+  byId("tiles").replaceChildren(...TILES.map(tile));
+  byId("time-bar").replaceChildren(...timeParts(latest.totals));
+  byId("time-legend").replaceChildren(...timeLegend());
+  drawMap(byId("map"), latest);
   const filter = byId("filter").value.trim().toLowerCase();
-  verifierTable(byId("verifier-table"), fleet, filter);
-  drafterTable(byId("drafter-table"), fleet, filter);
-  log(byId("log"), fleet.log, "Nothing since this gateway began to watch.");
-  log(byId("plans"), fleet.plans, "No change of plan since this gateway began to watch.");
-  counters({ ...fleet.counters, "failovers here": fleet.moved.failover, "migrations here": fleet.moved.migration });
-  setText(byId("window"), number(fleet.window_s));
+  verifierTable(byId("verifier-table"), latest, filter);
+  drafterTable(byId("drafter-table"), latest, filter);
+  log(byId("log"), latest.log, "Nothing since this page was opened.");
+  log(byId("plans"), latest.plans, "No change of plan since this page was opened.");
+  byId("counters").replaceChildren(...counters());
 }
 
 function notice(text) {
-  setText(byId("notice"), text);
+  // Only a change is put into the page, because screen readers read it aloud.
+  if (byId("notice").textContent !== text) byId("notice").textContent = text;
   byId("notice").hidden = !text;
 }
 
 // Shows the age of the view; called once a second and at every change.
-function showConnection(words = "") {
-  const age = receivedAt ? performance.now() - receivedAt : 0;
-  const stale = state === "live" && !paused && age > STALE_MS;
-  const shown = paused ? "paused" : stale ? "stale" : state;
-  const pill = byId("connection");
-  if (pill.dataset.state !== shown) {
-    pill.dataset.state = shown;
-    setText(byId("connection-state"), STATE_WORDS[shown] ?? shown);
-  }
-  setText(byId("connection-age"), receivedAt && (age > STALE_MS || shown !== "live") ? `${number(age / 1000)} s old` : "");
-  byId("live").classList.toggle("stale", shown === "stale" || shown === "lost");
+function showConnection() {
+  const shown = paused ? "paused" : state;
+  byId("connection").dataset.state = shown;
+  const words = STATE_WORDS[shown] ?? shown;
+  if (byId("connection-state").textContent !== words) byId("connection-state").textContent = words;
+  const age = (performance.now() - receivedAt) / 1000;
+  byId("connection-age").textContent = receivedAt && shown !== "live" ? `${number(age)} s old` : "";
+  byId("live").classList.toggle("stale", shown === "lost");
   byId("key-form").hidden = state !== "denied";
-  if (state === "lost" && words) notice(`Lost the gateway (${words}); trying again. What is shown is the last that was heard.`);
-  if (state === "denied") notice(words ? `The gateway says ${words}.` : "");
-  if (state === "live") {
-    const silent = latest?.fleet.snapshot_age_s;
-    if (silent === null) notice("The coordinator has not answered this gateway yet.");
-    else notice(silent > 5 ? `The coordinator has not answered for ${number(silent)} s; members are as it last said.` : "");
-  }
 }
 
-const stream = new FleetStream({
-  view(data) {
-    receivedAt = performance.now();
-    latest = data;
-    if (!paused) render();
-    showConnection();
-  },
-  state(name, words) {
-    state = name;
-    showConnection(words);
-    if (name === "denied") byId("key").focus();
-  },
-});
+async function poll() {
+  const key = sessionStorage.getItem(KEY);
+  try {
+    const headers = key ? { authorization: `Bearer ${key}` } : {};
+    const response = await fetch("fleet", { headers, signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" });
+    if (response.status === 401) {
+      sessionStorage.removeItem(KEY);
+      state = "denied";
+      notice(key ? "The gateway says that key is wrong." : "");
+      showConnection();
+      byId("key").focus();
+      return;
+    }
+    if (!response.ok) throw new Error(`the gateway answers ${response.status}`);
+    show(await response.json());
+  } catch (error) {
+    const words = { TimeoutError: "no answer", TypeError: "no connection" }[error.name] ?? error.message;
+    state = "lost";
+    notice(`Lost the gateway (${words}); trying again. What is shown is the last that was heard.`);
+  }
+  showConnection();
+  setTimeout(poll, POLL_MS);
+}
+
+function show(snapshot) {
+  latest = history.add(snapshot);
+  receivedAt = performance.now();
+  state = "live";
+  TILES.forEach(([, pick], index) => {
+    curves[index].push(pick(latest.totals));
+    if (curves[index].length > CURVE_POINTS) curves[index].shift();
+  });
+  const silent = latest.answered_s;
+  if (silent === null) notice("The coordinator has not answered this gateway yet.");
+  else notice(silent > 5 ? `The coordinator has not answered for ${number(silent)} s; members are as it last said.` : "");
+  if (!paused) render();
+}
 
 byId("pause").addEventListener("click", () => {
   paused = !paused;
   byId("pause").setAttribute("aria-pressed", String(paused));
-  setText(byId("pause"), paused ? "Go on" : "Pause");
+  byId("pause").textContent = paused ? "Go on" : "Pause";
   if (!paused && latest) render();
   showConnection();
 });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  const key = byId("key").value;
+  sessionStorage.setItem(KEY, byId("key").value);
   byId("key").value = "";
-  state = "connecting";
-  stream.useKey(key);
+  poll();
 });
 byId("filter").addEventListener("input", () => latest && render());
-addEventListener("resize", () => latest && drawMap(byId("map"), latest.fleet));
-
-// A hidden page disconnects after a while, so that other pages can connect.
-let hidden = 0;
-document.addEventListener("visibilitychange", () => {
-  clearTimeout(hidden);
-  if (document.hidden) hidden = setTimeout(() => stream.stop(), HIDDEN_MS);
-  else if (state !== "denied") stream.start();
-});
+addEventListener("resize", () => latest && drawMap(byId("map"), latest));
 
 setInterval(showConnection, 1000);
-stream.start();
+poll();

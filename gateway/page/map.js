@@ -1,6 +1,6 @@
 // The map: verifiers on the left, drafters on the right, a line per pair.  Texts have fixed sizes on the screen.
 
-import { keyed, makeSvg, number, percent, setAttributes, setText } from "./dom.js";
+import { makeSvg, number, percent } from "./dom.js";
 
 const byName = new Intl.Collator("en", { numeric: true }).compare;
 
@@ -41,31 +41,28 @@ export function drawMap(svg, fleet) {
   const size = sizes(count);
   const height = count * size.row;
   const wide = size.lines ? Math.min(260, Math.floor(room * 0.4)) : 12;
-  setAttributes(svg, { width: room, height: height + 8, viewBox: `0 0 ${room} ${height + 8}`, "aria-label": words(fleet) });
-  if (!svg.firstChild) svg.append(makeSvg("g", { class: "lines" }), makeSvg("g", { class: "nodes" }));
+  const view = { width: room, height: height + 8, viewBox: `0 0 ${room} ${height + 8}`, "aria-label": words(fleet) };
+  for (const [name, value] of Object.entries(view)) svg.setAttribute(name, value);
   const left = place(verifiers, 1, height, size.row, 4);
   const right = place(drafters, room - wide - 1, height, size.row, 4);
-  lines(svg.firstChild, fleet.pairs, left, right, wide, size.row / 44);
-  nodes(svg.lastChild, [...left.values(), ...right.values()], wide, size);
+  svg.replaceChildren(
+    makeSvg("g", { class: "lines" }, ...lines(fleet.pairs, left, right, wide, size.row / 44)),
+    makeSvg("g", { class: "nodes" }, ...[...left.values(), ...right.values()].map((each) => node(each, wide, size))),
+  );
 }
 
-function lines(group, pairs, left, right, wide, scale) {
+function lines(pairs, left, right, wide, scale) {
   const drawn = pairs.filter((pair) => left.has(pair.verifier) && right.has(pair.drafter));
   const most = Math.max(1, ...drawn.map((pair) => pair.drafts_per_s));
-  keyed(group, drawn, (pair) => JSON.stringify([pair.verifier, pair.drafter]), () => {
-    const path = makeSvg("path");
-    path.append(makeSvg("title"));
-    return path;
-  }, (path, pair) => {
+  return drawn.map((pair) => {
     const [from, to] = [left.get(pair.verifier), right.get(pair.drafter)];
     const [x0, x1] = [from.x + wide, to.x];
     const bend = (x1 - x0) / 2;
-    setAttributes(path, {
+    return makeSvg("path", {
       d: `M${x0} ${from.y}C${x0 + bend} ${from.y} ${x1 - bend} ${to.y} ${x1} ${to.y}`,
       "stroke-width": pair.bound ? (1 + 4.5 * scale * Math.sqrt(pair.drafts_per_s / most)).toFixed(2) : 1.5,
       "data-state": pair.down ? "down" : !pair.bound ? "gone" : pair.drafts_per_s > 0 ? "drafting" : "bound",
-    });
-    setText(path.firstChild, pairWords(pair));
+    }, makeSvg("title", {}, pairWords(pair)));
   });
 }
 
@@ -78,25 +75,19 @@ function pairWords(pair) {
   return parts.join(", ");
 }
 
-function nodes(group, places, wide, size) {
-  keyed(group, places, (each) => `${"verifiers" in each.member ? "d" : "v"} ${each.member.id}`, () => {
-    const node = makeSvg("g", { class: "node" });
-    node.append(makeSvg("title"), makeSvg("rect", { rx: 6 }), makeSvg("path", { class: "mark" }));
-    node.append(makeSvg("text", { class: "id" }), makeSvg("text", { class: "detail" }));
-    return node;
-  }, (node, { member, x, y }) => {
-    const [title, box, mark, id, detail] = node.children;
-    const state = member.state === "ready" && member.connected === false ? "starting" : member.state;
-    setAttributes(node, { transform: `translate(${x} ${y - size.height / 2})`, "data-state": state });
-    setAttributes(box, { width: wide, height: size.height, rx: Math.min(6, size.height / 2) });
-    setAttributes(mark, { d: MARKS[state] ?? MARKS.starting, transform: `translate(${size.lines ? 14 : 6} ${size.height / 2})` });
-    const told = detailOf(member);
-    setText(title, `${member.id}, ${member.state}: ${told.join(", ")}`);
-    setText(id, size.lines ? cut(member.id, wide, size.lines === 1 ? 11 : 13) : "");
-    setText(detail, size.lines === 2 ? cut(told.join(" · "), wide, 11) : "");
-    setAttributes(id, { x: 28, y: size.lines === 2 ? 15 : size.height - 4 });
-    setAttributes(detail, { x: 28, y: 29 });
-  });
+function node({ member, x, y }, wide, size) {
+  const state = member.state === "ready" && member.connected === false ? "starting" : member.state;
+  const told = detailOf(member);
+  const id = size.lines ? cut(member.id, wide, size.lines === 1 ? 11 : 13) : "";
+  const detail = size.lines === 2 ? cut(told.join(" · "), wide, 11) : "";
+  const at = `translate(${size.lines ? 14 : 6} ${size.height / 2})`;
+  return makeSvg("g", { class: "node", transform: `translate(${x} ${y - size.height / 2})`, "data-state": state },
+    makeSvg("title", {}, `${member.id}, ${member.state}: ${told.join(", ")}`),
+    makeSvg("rect", { width: wide, height: size.height, rx: Math.min(6, size.height / 2) }),
+    makeSvg("path", { class: "mark", d: MARKS[state] ?? MARKS.starting, transform: at }),
+    makeSvg("text", { class: "id", x: 28, y: size.lines === 2 ? 15 : size.height - 4 }, id),
+    makeSvg("text", { class: "detail", x: 28, y: 29 }, detail),
+  );
 }
 
 // A mark per state, told apart by shape and not by colour alone; drawn around 0, 0.
@@ -108,7 +99,7 @@ const MARKS = {
 };
 
 function detailOf(member) {
-  if (member.state === "lost") return [`silent for ${number(member.heard_s)} s`];
+  if (member.state === "lost") return [`silent for ${number(member.last_report_s)} s`];
   if ("verifiers" in member) {
     return [`${percent(member.busy)} busy`, `${number(member.sequences)} sequences`, `${number(member.draft_tokens_per_s)} tok/s`];
   }

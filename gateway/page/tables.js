@@ -1,6 +1,6 @@
 // The two tables: a row per verifier, a row per drafter.  Every column can sort; the choice is kept with the next view.
 
-import { keyed, make, NOTHING, number, percent, setText, timeBar } from "./dom.js";
+import { make, NOTHING, number, percent, timeParts, timeShares } from "./dom.js";
 
 const byText = new Intl.Collator("en", { numeric: true }).compare;
 
@@ -11,27 +11,25 @@ function plan(row) {
   return `${row.mode}: K ${row.plan_k}${row.plan_outcomes ? `, ${row.plan_outcomes} ahead` : ""}`;
 }
 
-function chip(cell, state, detail) {
-  let element = cell.firstChild;
-  if (!element) {
-    element = make("span", "chip");
-    cell.append(element);
-  }
-  if (element.dataset.state !== state) element.dataset.state = state;
-  setText(element, detail ? `${state}, ${detail}` : state);
+function chip(row) {
+  const detail = stateOf(row);
+  const element = make("span", "chip", detail ? `${row.state}, ${detail}` : row.state);
+  element.dataset.state = row.state;
+  return element;
 }
 
-function stateOf(row, kind) {
+function stateOf(row) {
+  const silent = row.last_report_s;
   // A member that loads a model may not report, which does not count as silence.
-  if (row.state === "lost" || (row.heard_s > 2 && row.state !== "starting")) return `silent for ${number(row.heard_s)} s`;
-  return kind === "verifier" && row.state === "ready" && !row.connected ? "not connected" : "";
+  if (row.state === "lost" || (silent > 2 && row.state !== "starting")) return `silent for ${number(silent)} s`;
+  return row.state === "ready" && row.connected === false ? "not connected" : "";
 }
 
-// For each column: heading, value to sort by, content (text, or a function that fills the cell), class.
+// For each column: heading, value to sort by, content (text or an element), class.
 const VERIFIER = [
   ["Verifier", (r) => r.id, (r) => r.id, "name"],
-  ["State", (r) => r.state, (r, cell) => chip(cell, r.state, stateOf(r, "verifier"))],
-  ["Plan", (r) => plan(r), (r) => plan(r)],
+  ["State", (r) => r.state, chip],
+  ["Plan", plan, plan],
   ["Changes", (r) => r.plan_changes, (r) => (r.mode === "auto" ? number(r.plan_changes) : NOTHING), "figure"],
   ["Running", (r) => r.running, (r) => number(r.running), "figure"],
   ["Queue", (r) => r.waiting, (r) => number(r.waiting), "figure"],
@@ -46,43 +44,43 @@ const VERIFIER = [
 
 const DRAFTER = [
   ["Drafter", (r) => r.id, (r) => r.id, "name"],
-  ["State", (r) => r.state, (r, cell) => chip(cell, r.state, stateOf(r, "drafter"))],
+  ["State", (r) => r.state, chip],
   ["Sequences", (r) => r.sequences, (r) => number(r.sequences), "figure"],
   ["Cache", (r) => r.cache_usage, (r) => percent(r.cache_usage), "figure"],
   ["Busy", (r) => r.busy, (r) => percent(r.busy), "figure"],
   ["Draft tokens/s", (r) => r.draft_tokens_per_s, (r) => number(r.draft_tokens_per_s, 1), "figure"],
   ["Acceptance", (r) => r.acceptance, (r) => number(r.acceptance, 2), "figure"],
   ["Round trip", (r) => r.round_trip, (r) => (r.round_trip === null ? NOTHING : `${number(r.round_trip, 1)} ms`), "figure"],
-  ["Head version", (r) => r.version, headVersion, "figure"],
+  ["Head version", (r) => r.learning?.version ?? null, (r) => headVersion(r.learning), "figure"],
   ["Dropped/s", (r) => r.dropped, (r) => number(r.dropped, 1), "figure"],
   ["Serves", (r) => r.verifiers.join(" "), (r) => r.verifiers.join(", ") || NOTHING, "list"],
   ["Node", (r) => r.node, (r) => r.node, "list"],
 ];
 
 // With the share of drafts whose first token was right, and that of the version before.
-function headVersion(row) {
-  if (row.version === null) return NOTHING;
+function headVersion(learning) {
+  if (!learning) return NOTHING;
+  const { version, live_acceptance, previous_version, previous_acceptance } = learning;
   const share = (value) => (value === null ? "" : `: ${percent(value)}`);
-  const known = row.previous_acceptance !== null && row.previous_version !== row.version;
-  const before = known ? `, before ${number(row.previous_version)}${share(row.previous_acceptance)}` : "";
-  return `${number(row.version)}${share(row.live_acceptance)}${before}`;
+  const known = previous_acceptance !== null && previous_version !== version;
+  const before = known ? `, before ${number(previous_version)}${share(previous_acceptance)}` : "";
+  return `${number(version)}${share(live_acceptance)}${before}`;
 }
 
-function timeCell(row, cell) {
-  if (!cell.firstChild) cell.append(make("div", "bar"), make("span", "unseen"));
-  const words = timeBar(cell.firstChild, row) || "nothing measured";
-  setText(cell.lastChild, words);
-  if (cell.title !== words) cell.title = words;
+function timeCell(row) {
+  const shown = timeShares(row).filter(([, , share]) => share >= 0.005);
+  const words = shown.map(([, words, share]) => `${words} ${percent(share)}`).join(", ") || "nothing measured";
+  const cell = make("div", "", make("div", "bar", ...timeParts(row)), make("span", "unseen", words));
+  cell.title = words;
+  return cell;
 }
 
+// Made once, so that the button that was pressed keeps the focus.
 function head(table, columns, caption) {
-  if (table.tHead) return;
   table.sortBy = { column: 0, down: false };
-  table.append(make("caption", "unseen", caption));
-  const row = make("tr");
-  columns.forEach(([title, , , className], index) => {
-    const cell = make("th", className);
+  const titles = columns.map(([title, , , className], index) => {
     const button = make("button", "", title);
+    const cell = make("th", className, button);
     cell.scope = "col";
     button.type = "button";
     button.addEventListener("click", () => {
@@ -90,12 +88,9 @@ function head(table, columns, caption) {
       table.sortBy = { column: index, down: column === index ? !down : className === "figure" };
       table.redraw();
     });
-    cell.append(button);
-    row.append(cell);
+    return cell;
   });
-  const top = make("thead");
-  top.append(row);
-  table.append(top, make("tbody"));
+  table.append(make("caption", "unseen", caption), make("thead", "", make("tr", "", ...titles)), make("tbody"));
 }
 
 function sorted(rows, columns, { column, down }) {
@@ -110,67 +105,44 @@ function sorted(rows, columns, { column, down }) {
 }
 
 function fill(table, columns, rows, caption, filter, none) {
-  head(table, columns, caption);
+  if (!table.tHead) head(table, columns, caption);
   table.redraw = () => fill(table, columns, rows, caption, filter, none);
+  const { column, down } = table.sortBy;
   [...table.tHead.rows[0].cells].forEach((cell, index) => {
-    const { column, down } = table.sortBy;
-    const order = column === index ? (down ? "descending" : "ascending") : "none";
-    if (cell.getAttribute("aria-sort") !== order) cell.setAttribute("aria-sort", order);
+    cell.setAttribute("aria-sort", column === index ? (down ? "descending" : "ascending") : "none");
   });
   const kept = rows.filter((row) => !filter || `${row.id} ${row.node} ${row.state}`.toLowerCase().includes(filter));
-  const body = table.tBodies[0];
-  keyed(body, sorted(kept, columns, table.sortBy), (row) => row.id, () => {
-    const row = make("tr");
-    columns.forEach(([, , , className], index) => {
-      const cell = make(index ? "td" : "th", className);
-      if (!index) cell.scope = "row";
-      row.append(cell);
-    });
-    return row;
-  }, (element, row) => {
-    if (element.dataset.state !== row.state) element.dataset.state = row.state;
-    columns.forEach(([, , show], index) => {
-      const text = show(row, element.cells[index]);
-      if (text !== undefined) setText(element.cells[index], text);
-    });
+  const shown = sorted(kept, columns, table.sortBy).map((row) => {
+    const cells = columns.map(([, , show, className], index) => make(index ? "td" : "th", className, show(row)));
+    cells[0].scope = "row";
+    const element = make("tr", "", ...cells);
+    element.dataset.state = row.state;
+    return element;
   });
-  empty(table, kept.length, rows.length ? "None matches the filter." : none, columns.length);
-}
-
-function empty(table, count, text, columns) {
-  if (!table.tFoot) {
-    const cell = make("td", "none");
-    cell.colSpan = columns;
-    const row = make("tr");
-    row.append(cell);
-    table.createTFoot().append(row);
-  }
-  table.tFoot.hidden = count > 0;
-  setText(table.tFoot.rows[0].cells[0], text);
+  table.tBodies[0].replaceChildren(...shown);
+  table.deleteTFoot();
+  if (shown.length) return;
+  const cell = make("td", "none", rows.length ? "None matches the filter." : none);
+  cell.colSpan = columns.length;
+  table.append(make("tfoot", "", make("tr", "", cell)));
 }
 
 export function verifierTable(table, fleet, filter) {
-  const served = new Map();
   // Pairs include what a verifier drafts by itself, without a drafter of the fleet.
   const members = new Set(fleet.drafters.map((row) => row.id));
   // Drafters that draft now come first, because a narrow cell hides its end.
   const rank = (pair) => (pair.bound ? 0 : members.has(pair.drafter) ? 2 : 1);
-  for (const pair of [...fleet.pairs].sort((a, b) => rank(a) - rank(b))) {
-    if (!served.has(pair.verifier)) served.set(pair.verifier, []);
-    const words = pair.down ? " (not waited for)" : pair.bound ? "" : members.has(pair.drafter) ? " (earlier)" : " (its own)";
-    served.get(pair.verifier).push(pair.drafter + words);
-  }
-  const rows = fleet.verifiers.map((row) => ({ ...row, served: served.get(row.id) ?? [] }));
+  const words = ["", " (its own)", " (earlier)"];
+  const pairs = [...fleet.pairs].sort((a, b) => rank(a) - rank(b));
+  const served = (id) => pairs.filter((pair) => pair.verifier === id).map((pair) =>
+    pair.drafter + (pair.down ? " (not waited for)" : words[rank(pair)]));
+  const rows = fleet.verifiers.map((row) => ({ ...row, served: served(row.id) }));
   fill(table, VERIFIER, rows, "Verifiers: load, speed and time over the window", filter, "No verifier has joined yet.");
 }
 
 export function drafterTable(table, fleet, filter) {
-  const pairs = new Map();
-  for (const pair of fleet.pairs) {
-    if (!pairs.has(pair.drafter)) pairs.set(pair.drafter, []);
-    pairs.get(pair.drafter).push(pair);
-  }
-  const rows = fleet.drafters.map((row) => ({ ...row, ...overPairs(pairs.get(row.id) ?? []) }));
+  const of = (id) => fleet.pairs.filter((pair) => pair.drafter === id);
+  const rows = fleet.drafters.map((row) => ({ ...row, ...overPairs(of(row.id)) }));
   fill(table, DRAFTER, rows, "Drafters: load and what verifiers see of them", filter, "There is no drafter.");
 }
 

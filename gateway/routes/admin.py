@@ -7,7 +7,7 @@ carries it out itself, with `gateway.reload`.  `gateway.access` decides who may 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from fastapi import APIRouter, Request
@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 
 from backend.coordinator.commands import COMMANDS, AnyCommand, Reason, Refused
 from gateway.errors import ApiError, BadRequest, Conflict, NotFound, NotSupported
+from gateway.openapi import described, shape
 from gateway.reload import ReloadError, reload_all
 from gateway.requests import read_json
 from gateway.state import gateway_of
@@ -30,14 +31,14 @@ _ERRORS: dict[Reason, type[ApiError]] = {
 }
 
 
-@router.get("/admin/operations")
+@router.get("/admin/operations", **described(gives=shape("version", "operations")))
 async def operations(request: Request) -> Response:
     """Operations that wait, run or ended recently; and the fleet's version."""
     fleet = await gateway_of(request).client.core.directory.look()
     return JSONResponse({"version": fleet.version, "operations": [msgspec.to_builtins(each) for each in fleet.operations]})
 
 
-@router.get("/admin/operations/{operation_id:int}")
+@router.get("/admin/operations/{operation_id:int}", **described(gives=shape("id")))
 async def operation(request: Request, operation_id: int) -> Response:
     """One operation."""
     fleet = await gateway_of(request).client.core.directory.look()
@@ -47,7 +48,7 @@ async def operation(request: Request, operation_id: int) -> Response:
     raise NotFound(f"There is no operation {operation_id}.")
 
 
-@router.post("/admin/reload")
+@router.post("/admin/reload", **described(gives=shape("changed", "needs_restart", "keys")))
 async def reload(request: Request) -> Response:
     """Reads keys, limits and routing again.  200: they are in force; 400: they are wrong, and nothing has changed."""
     gateway = gateway_of(request)
@@ -59,7 +60,7 @@ async def reload(request: Request) -> Response:
         raise BadRequest(f"Nothing has changed: {error}.", code="invalid_settings") from None
 
 
-@router.post("/admin/{command}")
+@router.post("/admin/{command}", **described(get_args(AnyCommand), shape("version", "dry_run", "effects", "operation")))
 async def administer(request: Request, command: str) -> Response:
     """Changes the fleet.  200: done, or nothing to do; 202: an operation will do it."""
     gateway = gateway_of(request)

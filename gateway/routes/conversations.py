@@ -10,6 +10,7 @@ from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from gateway.errors import NotFound
+from gateway.openapi import CONVERSATION, DELETED, ITEM, LIST, described
 from gateway.requests import Body, ModelT, fitted, read_json
 from gateway.responses.turn import as_items
 from gateway.routes.lists import page_of
@@ -39,7 +40,7 @@ class NewConversation(Metadata):
     items: list[dict[str, Any]] = Field([], max_length=MAX_ITEMS)
 
 
-@router.post("/v1/conversations")
+@router.post("/v1/conversations", **described(NewConversation, CONVERSATION))
 async def create_conversation(request: Request) -> Response:
     """Creates a conversation, with its first items."""
     asked = await _read(request, NewConversation)
@@ -49,13 +50,13 @@ async def create_conversation(request: Request) -> Response:
     return JSONResponse(await store.create_conversation(conversation_id, owner_of(request), asked.metadata, items))
 
 
-@router.get("/v1/conversations/{conversation_id}")
+@router.get("/v1/conversations/{conversation_id}", **described(gives=CONVERSATION))
 async def get_conversation(request: Request, conversation_id: str) -> Response:
     """Returns a conversation's metadata."""
     return JSONResponse(await gateway_of(request).responses.store.conversation(conversation_id, owner_of(request)))
 
 
-@router.post("/v1/conversations/{conversation_id}")
+@router.post("/v1/conversations/{conversation_id}", **described(Metadata, CONVERSATION))
 async def update_conversation(request: Request, conversation_id: str) -> Response:
     """Replaces a conversation's metadata."""
     asked = await _read(request, Metadata)
@@ -63,14 +64,14 @@ async def update_conversation(request: Request, conversation_id: str) -> Respons
     return JSONResponse(await store.update_conversation(conversation_id, owner_of(request), asked.metadata))
 
 
-@router.delete("/v1/conversations/{conversation_id}")
+@router.delete("/v1/conversations/{conversation_id}", **described(gives=DELETED))
 async def delete_conversation(request: Request, conversation_id: str) -> Response:
     """Deletes a conversation and its items."""
     await gateway_of(request).responses.store.delete_conversation(conversation_id, owner_of(request))
     return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
-@router.get("/v1/conversations/{conversation_id}/items")
+@router.get("/v1/conversations/{conversation_id}/items", **described(gives=LIST))
 async def list_items(
     request: Request, conversation_id: str, limit: int = Query(20, ge=1, le=100), order: str = "desc", after: str | None = None
 ) -> Response:
@@ -79,7 +80,7 @@ async def list_items(
     return JSONResponse(page_of(items, limit, order, after))
 
 
-@router.post("/v1/conversations/{conversation_id}/items")
+@router.post("/v1/conversations/{conversation_id}/items", **described(Items, LIST))
 async def add_items(request: Request, conversation_id: str) -> Response:
     """Adds items to a conversation."""
     items = as_items((await _read(request, Items)).items)
@@ -87,7 +88,7 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     return JSONResponse(page_of(items, MAX_ITEMS, "asc", None))
 
 
-@router.get("/v1/conversations/{conversation_id}/items/{item_id}")
+@router.get("/v1/conversations/{conversation_id}/items/{item_id}", **described(gives=ITEM))
 async def get_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """One item of a conversation."""
     for item in await gateway_of(request).responses.store.items(conversation_id, owner_of(request)):
@@ -96,7 +97,7 @@ async def get_item(request: Request, conversation_id: str, item_id: str) -> Resp
     raise NotFound("There is no such item in this conversation.", param="item_id")
 
 
-@router.delete("/v1/conversations/{conversation_id}/items/{item_id}")
+@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", **described(gives=CONVERSATION))
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """Deletes an item; answers with the conversation."""
     store, owner = gateway_of(request).responses.store, owner_of(request)

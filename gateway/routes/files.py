@@ -13,6 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from gateway.batches.objects import shown
 from gateway.batches.store import FILE_LIFETIME_S
 from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia
+from gateway.openapi import DELETED, FILE, LIST, UPLOAD, described
 from gateway.requests import Body, bounded, media_type, read_object
 from gateway.routes.lists import page_of
 from gateway.state import gateway_of, owner_of
@@ -35,7 +36,7 @@ class ExpiresAfter(Body):
     seconds: int = Field(ge=3600, le=FILE_LIFETIME_S)
 
 
-@router.post("/v1/files")
+@router.post("/v1/files", **described(UPLOAD, FILE, form=True))
 async def upload_file(request: Request) -> Response:
     """Stores a file."""
     store = gateway_of(request).batches.store
@@ -64,7 +65,7 @@ async def upload_file(request: Request) -> Response:
         await form.close()
 
 
-@router.get("/v1/files")
+@router.get("/v1/files", **described(gives=LIST))
 async def list_files(
     request: Request,
     purpose: str | None = None,
@@ -77,13 +78,13 @@ async def list_files(
     return JSONResponse(page_of(files, limit, order, after))
 
 
-@router.get("/v1/files/{file_id}")
+@router.get("/v1/files/{file_id}", **described(gives=FILE))
 async def get_file(request: Request, file_id: str) -> Response:
     """One file's metadata."""
     return JSONResponse(shown(await gateway_of(request).batches.store.file(file_id, owner_of(request))))
 
 
-@router.get("/v1/files/{file_id}/content")
+@router.get("/v1/files/{file_id}/content", **described(text="application/octet-stream"))
 async def get_content(request: Request, file_id: str) -> Response:
     """A file's content."""
     store = gateway_of(request).batches.store
@@ -91,7 +92,7 @@ async def get_content(request: Request, file_id: str) -> Response:
     return FileResponse(store.path(file.id), media_type="application/octet-stream")
 
 
-@router.delete("/v1/files/{file_id}")
+@router.delete("/v1/files/{file_id}", **described(gives=DELETED))
 async def delete_file(request: Request, file_id: str) -> Response:
     """Deletes a file."""
     await gateway_of(request).batches.store.delete_file(file_id, owner_of(request))

@@ -12,7 +12,9 @@ from starlette.responses import Response
 from backend.engine.front import (
     BatchChatCompletionRequest,
     ChatCompletionRequest,
+    ChatCompletionResponse,
     CompletionRequest,
+    CompletionResponse,
     VLLMValidationError,
 )
 from backend.engine.front.client import offer_plain
@@ -26,6 +28,7 @@ from gateway.calling import ended_apart, only_allowed
 from gateway.errors import BadRequest, ContextTooLong, checked
 from gateway.fields import GENERATING
 from gateway.inquiry import SpeculationOptions
+from gateway.openapi import described
 from gateway.requests import ModelT, check_generation, fitted, parse, read_json
 from gateway.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of
@@ -34,7 +37,7 @@ router = APIRouter()
 Create = Callable[[Any, Request], Awaitable[Any]]
 
 
-@router.post("/v1/chat/completions")
+@router.post("/v1/chat/completions", **described(ChatCompletionRequest, ChatCompletionResponse, streams=True))
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     gateway = gateway_of(request)
@@ -47,7 +50,7 @@ async def chat_completions(request: Request) -> Response:
     return await respond(gateway, request, asked, create, CHAT, inquiry=inquiry)
 
 
-@router.post("/v1/chat/completions/batch")
+@router.post("/v1/chat/completions/batch", **described(BatchChatCompletionRequest, ChatCompletionResponse))
 async def chat_completions_of_many(request: Request) -> Response:
     """vLLM's route for many chats: `messages` is a list of conversations, and each gets one choice."""
     gateway = gateway_of(request)
@@ -57,7 +60,7 @@ async def chat_completions_of_many(request: Request) -> Response:
     return await respond(gateway, request, asked, gateway.services.chat_of_many.create_batch_chat_completion, CHAT)
 
 
-@router.post("/v1/completions")
+@router.post("/v1/completions", **described(CompletionRequest, CompletionResponse, streams=True))
 async def completions(request: Request) -> Response:
     """OpenAI's (legacy) completions."""
     gateway = gateway_of(request)

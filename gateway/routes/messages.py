@@ -8,11 +8,12 @@ import pydantic
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from backend.engine.front import AnthropicCountTokensRequest, AnthropicMessagesRequest
+from backend.engine.front import AnthropicCountTokensRequest, AnthropicMessagesRequest, AnthropicMessagesResponse
 from gateway.admission.admit import check_model
 from gateway.asking import inquire
 from gateway.errors import checked
 from gateway.fields import MESSAGES_NO_EFFECT, MESSAGING
+from gateway.openapi import described, shape
 from gateway.requests import parse, read_json
 from gateway.routes.generate import respond
 from gateway.sse import MESSAGES, unless_disconnected
@@ -21,7 +22,7 @@ from gateway.state import gateway_of
 router = APIRouter()
 
 
-@router.post("/v1/messages")
+@router.post("/v1/messages", **described(AnthropicMessagesRequest, AnthropicMessagesResponse, streams=True))
 async def messages(request: Request) -> Response:
     """Anthropic's messages."""
     gateway = gateway_of(request)
@@ -31,7 +32,7 @@ async def messages(request: Request) -> Response:
     return await respond(gateway, request, asked, gateway.services.messages.create_messages, MESSAGES, _shown, inquiry)
 
 
-@router.post("/v1/messages/count_tokens")
+@router.post("/v1/messages/count_tokens", **described(AnthropicCountTokensRequest, shape("input_tokens")))
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens of messages."""
     gateway = gateway_of(request)

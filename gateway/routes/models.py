@@ -11,16 +11,20 @@ from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import (
     DetokenizeRequest,
+    DetokenizeResponse,
     ErrorResponse,
     LoadLoRAAdapterRequest,
     TokenizeChatRequest,
     TokenizeCompletionRequest,
+    TokenizeResponse,
+    TokenizerInfoResponse,
     UnloadLoRAAdapterRequest,
 )
 from gateway import answers
 from gateway.admission.admit import check_model
 from gateway.errors import BadRequest, EngineFailed, Forbidden, ModelNotFound, checked
 from gateway.keys.caller import caller_of
+from gateway.openapi import LIST, described, shape
 from gateway.requests import ModelT, parse, read_json
 from gateway.routes.lists import page_of
 from gateway.routes.weights import reset_prefix_cache
@@ -30,14 +34,14 @@ from gateway.state import Gateway, gateway_of
 router = APIRouter()
 
 
-@router.get("/v1/models")
+@router.get("/v1/models", **described(gives=LIST))
 async def list_models(request: Request) -> Response:
     """The base model and its adapters, with the fields of OpenAI's and of Anthropic's API."""
     cards = _cards(request)
     return JSONResponse(page_of(cards, len(cards), "asc", None))
 
 
-@router.get("/v1/models/{model_id:path}")
+@router.get("/v1/models/{model_id:path}", **described(gives=shape("id", "object", "created", "owned_by")))
 async def get_model(request: Request, model_id: str) -> Response:
     """One model or adapter."""
     for card in _cards(request):
@@ -73,8 +77,8 @@ def _card(gateway: Gateway, name: str, root: str, *, parent: str | None = None) 
     }
 
 
-@router.post("/v1/load_lora_adapter")
-@router.post("/load_lora_adapter")
+@router.post("/v1/load_lora_adapter", **described(LoadLoRAAdapterRequest, shape("message")))
+@router.post("/load_lora_adapter", **described(LoadLoRAAdapterRequest, shape("message")))
 async def load_adapter(request: Request) -> Response:
     """Loads a LoRA adapter under a name, from a directory that the verifiers can read.  For administrators.
 
@@ -92,8 +96,8 @@ async def load_adapter(request: Request) -> Response:
     return answer
 
 
-@router.post("/v1/unload_lora_adapter")
-@router.post("/unload_lora_adapter")
+@router.post("/v1/unload_lora_adapter", **described(UnloadLoRAAdapterRequest, shape("message")))
+@router.post("/unload_lora_adapter", **described(UnloadLoRAAdapterRequest, shape("message")))
 async def unload_adapter(request: Request) -> Response:
     """Unloads a LoRA adapter.  For administrators."""
     asked, gateway = await _adapter(request, UnloadLoRAAdapterRequest), gateway_of(request)
@@ -120,8 +124,8 @@ def _said(result: Any) -> Response:
     return JSONResponse({"message": checked(result)})
 
 
-@router.post("/tokenize")
-@router.post("/v1/tokenize")
+@router.post("/tokenize", **described((TokenizeCompletionRequest, TokenizeChatRequest), TokenizeResponse))
+@router.post("/v1/tokenize", **described((TokenizeCompletionRequest, TokenizeChatRequest), TokenizeResponse))
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of messages through the chat template."""
     gateway = gateway_of(request)
@@ -133,8 +137,8 @@ async def tokenize(request: Request) -> Response:
         return _answer(await unless_disconnected(request, gateway.services.tokenization.create_tokenize(asked, request)))
 
 
-@router.post("/detokenize")
-@router.post("/v1/detokenize")
+@router.post("/detokenize", **described(DetokenizeRequest, DetokenizeResponse))
+@router.post("/v1/detokenize", **described(DetokenizeRequest, DetokenizeResponse))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     gateway = gateway_of(request)
@@ -143,7 +147,7 @@ async def detokenize(request: Request) -> Response:
     return _answer(await gateway.services.tokenization.create_detokenize(asked, request))
 
 
-@router.get("/tokenizer_info")
+@router.get("/tokenizer_info", **described(gives=TokenizerInfoResponse))
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer's configuration and the chat template, without the paths that they were read from."""
     said = answers.body(await gateway_of(request).services.tokenization.get_tokenizer_info())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import time
 
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -12,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from backend.engine.front import VLLM_VERSION
 from gateway.errors import InternalError, NotAllReady, NoVerifier, ShuttingDown
 from gateway.fleet_metrics import fleet_document
-from gateway.openapi import document
+from gateway.openapi import described, document, shape
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -21,8 +22,8 @@ PROBED = ["GET", "HEAD"]
 """Methods of probes; load balancers use either."""
 
 
-@router.api_route("/livez", methods=PROBED)
-@router.api_route("/liveness", methods=PROBED)
+@router.api_route("/livez", methods=PROBED, **described(gives=shape("status")))
+@router.api_route("/liveness", methods=PROBED, **described(gives=shape("status")))
 async def livez(request: Request) -> Response:
     """200: the process works; 500: it has failed for good and must be restarted."""
     if gateway_of(request).client.errored:
@@ -30,8 +31,8 @@ async def livez(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.api_route("/readyz", methods=PROBED)
-@router.api_route("/health", methods=PROBED)
+@router.api_route("/readyz", methods=PROBED, **described(gives=shape("status")))
+@router.api_route("/health", methods=PROBED, **described(gives=shape("status")))
 async def readyz(request: Request) -> Response:
     """200: every process on this port could serve a request now; 503: not, or this gateway is shutting down."""
     gateway = gateway_of(request)
@@ -45,7 +46,7 @@ async def readyz(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.api_route("/metrics", methods=PROBED)
+@router.api_route("/metrics", methods=PROBED, **described(text="text/plain"))
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     gateway = gateway_of(request)
@@ -54,13 +55,27 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/fleet")
+@router.get("/fleet", **described(gives={"type": "object"}))
 async def fleet(request: Request) -> Response:
-    """Members, assignments, load and acceptance."""
-    return JSONResponse(fleet_document(gateway_of(request).client.core))
+    """Members, assignments, load and acceptance.  The fleet page shows them, and the differences between two answers."""
+    gateway = gateway_of(request)
+    core, settings = gateway.client.core, gateway.settings
+    moves = gateway.metrics.moves.items()
+    return JSONResponse(
+        {
+            "at": time.time(),
+            "gateway": core.gateway_id,
+            "model": gateway.services.models.model_name(),
+            "mode": settings.mode,
+            "num_speculative_tokens": settings.num_speculative_tokens,
+            "answered_s": None if core.snapshot is None else round(time.monotonic() - core.answered_at, 1),
+            **fleet_document(core),
+            "moved": [{"kind": kind, "cause": cause, "verifier": to, "sequences": count} for (kind, cause, to), count in moves],
+        }
+    )
 
 
-@router.get("/version")
+@router.get("/version", **described(gives=shape("version", "vllm")))
 async def version() -> Response:
     """The versions of Outrider and of vLLM."""
     return JSONResponse({"version": _own_version(), "vllm": VLLM_VERSION})

@@ -1,20 +1,23 @@
-"""The fleet page at `/`, its files, and the events that feed it; the API's page at `/docs`.
+"""The fleet page at `/`, the API's page at `/docs`, and their files.
 
-The pages and their files are equal for all clients and contain nothing about the fleet, so they need no key.  The events need
-one, as `/fleet` does.  The page asks its user for the key and sends it in a header, so it reads the events with `fetch`.
+They are equal for all clients and contain nothing about the fleet, so they need no key.  The fleet page reads `/fleet`, which
+needs one.  The page asks its user for the key and sends it in a header.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
-
-from gateway.errors import NotFound
-from gateway.fleet_feed import FleetStream
-from gateway.page import FILES
-from gateway.state import gateway_of
+from starlette.staticfiles import StaticFiles
 
 router = APIRouter()
+
+FOLDER = Path(__file__).parents[1] / "page"
+PAGES = frozenset({"/", "/docs", *(f"/page/{each.name}" for each in FOLDER.iterdir())})
+"""The paths that are served."""
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -27,22 +30,26 @@ HEADERS = {
 }
 
 
-@router.get("/fleet/events")
-async def events(request: Request) -> Response:
-    """The state of the fleet about once a second, as server-sent events named `fleet`."""
-    return FleetStream(gateway_of(request).feed)
+class _Files(StaticFiles):
+    def file_response(self, *arguments: Any, **named: Any) -> Response:
+        response = super().file_response(*arguments, **named)
+        response.headers.update(HEADERS)
+        return response
 
 
-async def _serve(request: Request) -> Response:
-    # The router also takes a path that ends in a line break.
-    file = FILES.get(request.scope["path"])
-    if file is None:
-        raise NotFound("there is no such page")
-    headers = {**HEADERS, "etag": file.etag}
-    if file.etag in [each.strip().removeprefix("W/") for each in request.headers.get("if-none-match", "").split(",")]:
-        return Response(status_code=304, headers=headers)
-    return Response(file.content, media_type=file.media_type, headers=headers)
+_FILES = _Files(directory=FOLDER)
 
 
-for _path in FILES:
-    router.add_api_route(_path, _serve, methods=["GET", "HEAD"], include_in_schema=False)
+@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
+async def fleet_page(request: Request) -> Response:
+    return await _FILES.get_response("index.html", request.scope)
+
+
+@router.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
+async def docs_page(request: Request) -> Response:
+    return await _FILES.get_response("docs.html", request.scope)
+
+
+@router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
+async def page_file(request: Request, name: str) -> Response:
+    return await _FILES.get_response(name, request.scope)

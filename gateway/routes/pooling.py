@@ -11,6 +11,7 @@ from starlette.responses import Response
 from backend.engine.front import pooling as vllm
 from gateway.admission.admit import admit
 from gateway.errors import BadRequest
+from gateway.openapi import LIST, described, shape
 from gateway.requests import parse, read_json
 from gateway.sse import unless_disconnected
 from gateway.state import gateway_of
@@ -20,19 +21,24 @@ Model = Any
 """One of vLLM's request models."""
 
 
-@router.post("/v1/embeddings")
+@router.post("/v1/embeddings", **described((vllm.EmbeddingCompletionRequest, vllm.EmbeddingChatRequest), LIST))
 async def embeddings(request: Request) -> Response:
     """OpenAI's embeddings; with `messages` instead of `input`, the chat template is applied."""
     return await _pool(request, "embedding", _embedding)
 
 
-@router.post("/v1/score")
+@router.post(
+    "/v1/score",
+    **described(
+        (vllm.ScoreTextRequest, vllm.ScoreDataRequest, vllm.ScoreQueriesDocumentsRequest, vllm.ScoreQueriesItemsRequest), LIST
+    ),
+)
 async def score(request: Request) -> Response:
     """Scores how well pairs of texts fit: `queries` and `documents`, or `text_1` and `text_2`."""
     return await _pool(request, "scores", _score)
 
 
-@router.post("/v1/rerank")
+@router.post("/v1/rerank", **described(vllm.RerankRequest, shape("results")))
 async def rerank(request: Request) -> Response:
     """Orders documents by how well they fit a query."""
     return await _pool(request, "scores", lambda data: vllm.RerankRequest)

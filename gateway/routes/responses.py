@@ -10,9 +10,11 @@ from dataclasses import replace
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
+from backend.engine.front import ResponsesRequest
 from gateway.admission.admit import check_model
 from gateway.asking import inquire
 from gateway.errors import BadRequest, checked
+from gateway.openapi import DELETED, LIST, RESPONSE, described, shape
 from gateway.requests import read_json
 from gateway.responses.events import DIALECT, Event
 from gateway.routes.generate import generate
@@ -23,7 +25,7 @@ from gateway.state import Gateway, gateway_of, owner_of
 router = APIRouter()
 
 
-@router.post("/v1/responses")
+@router.post("/v1/responses", **described(ResponsesRequest, RESPONSE, streams=True))
 async def create_response(request: Request) -> Response:
     """OpenAI's responses."""
     gateway = gateway_of(request)
@@ -41,7 +43,7 @@ async def create_response(request: Request) -> Response:
     return JSONResponse(await responses.answer(turn, made))
 
 
-@router.post("/v1/responses/input_tokens")
+@router.post("/v1/responses/input_tokens", **described(ResponsesRequest, shape("object", "input_tokens")))
 async def count_input(request: Request) -> Response:
     """Counts the tokens of an input."""
     gateway = gateway_of(request)
@@ -53,7 +55,7 @@ async def count_input(request: Request) -> Response:
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
-@router.get("/v1/responses/{response_id}")
+@router.get("/v1/responses/{response_id}", **described(gives=RESPONSE, streams=True))
 async def get_response(request: Request, response_id: str, stream: bool = False, starting_after: int = -1) -> Response:
     """A stored response; with `stream`, the events of a background response that is or was streamed."""
     gateway = gateway_of(request)
@@ -65,20 +67,20 @@ async def get_response(request: Request, response_id: str, stream: bool = False,
     return await _follow(gateway, request, response_id, starting_after)
 
 
-@router.post("/v1/responses/{response_id}/cancel")
+@router.post("/v1/responses/{response_id}/cancel", **described(gives=RESPONSE))
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancels a background response."""
     return JSONResponse(await gateway_of(request).responses.cancel(response_id, owner_of(request)))
 
 
-@router.delete("/v1/responses/{response_id}")
+@router.delete("/v1/responses/{response_id}", **described(gives=DELETED))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Deletes a response."""
     await gateway_of(request).responses.delete(response_id, owner_of(request))
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items")
+@router.get("/v1/responses/{response_id}/input_items", **described(gives=LIST))
 async def input_items(
     request: Request, response_id: str, limit: int = Query(20, ge=1, le=100), order: str = "desc", after: str | None = None
 ) -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from backend.engine.front import GenerateRequest
+from backend.engine.front import GenerateRequest, GenerateTokensResponse
 from backend.engine.front.parameters import PARAMETERS, VERIFIERS
 from backend.records.rows import REQUEST_ID_KEY
 from backend.wire.engine import FIXED_RESPONSE
@@ -16,6 +16,7 @@ from gateway.asking import inquire
 from gateway.bounds import check_bounds
 from gateway.errors import BadRequest
 from gateway.fields import GENERATING
+from gateway.openapi import described
 from gateway.requests import parse, read_json, unknown
 from gateway.routes.generate import respond
 from gateway.sse import CHAT
@@ -27,7 +28,7 @@ TRANSFERS = frozenset({"ec_transfer_params", "kv_transfer_params", "kv_cache_rep
 """Of `extra_args`, what vLLM's engine itself reads."""
 
 
-@router.post("/inference/v1/generate")
+@router.post("/inference/v1/generate", **described(GenerateRequest, GenerateTokensResponse, streams=True))
 async def generate_tokens(request: Request) -> Response:
     """vLLM's route for trainers: takes and returns token ids."""
     gateway = gateway_of(request)

@@ -18,6 +18,7 @@ from starlette.responses import JSONResponse, Response
 from backend.engine.front import VLLM_VERSION
 from gateway.engine_link import UtilityError, VerifierLink
 from gateway.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported
+from gateway.openapi import described, shape
 from gateway.pauses import Pauses
 from gateway.requests import media_type, read_bytes, read_json
 from gateway.state import Gateway, gateway_of
@@ -25,28 +26,6 @@ from gateway.state import Gateway, gateway_of
 router = APIRouter()
 CHUNKS = "application/octet-stream"
 T = TypeVar("T")
-
-
-class Sleep(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of /admin/sleep."""
-
-    verifier: str | None = None
-    level: int = 1
-
-
-class WakeUp(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of /admin/wake-up."""
-
-    verifier: str | None = None
-    tags: list[str] | None = None
-
-
-class ReloadWeights(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of /admin/reload-weights."""
-
-    verifier: str | None = None
-    path: str | None = None
-    weight_version: str | int | None = None
 
 
 class InitTransfer(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,28 +56,7 @@ class AbortRequests(msgspec.Struct, forbid_unknown_fields=True):
     request_ids: list[str] | None = None
 
 
-@router.post("/admin/sleep")
-async def sleep(request: Request) -> Response:
-    """Puts verifiers to sleep; requests wait until they wake up.  The levels are vLLM's."""
-    gateway, asked = await _read(request, Sleep)
-    return _said(await _hold(gateway, asked.verifier, True, "sleep", asked.level))
-
-
-@router.post("/admin/wake-up")
-async def wake_up(request: Request) -> Response:
-    """Wakes verifiers up; requests go on."""
-    gateway, asked = await _read(request, WakeUp)
-    return _said(await _wake(gateway, asked.verifier, asked.tags))
-
-
-@router.post("/admin/reload-weights")
-async def reload_weights(request: Request) -> Response:
-    """Loads the target's weights again, or others of equal shapes; empties all caches, the drafters' too."""
-    gateway, asked = await _read(request, ReloadWeights)
-    return await _renew(gateway, asked.verifier, "reload_weights", asked.path, version=asked.weight_version)
-
-
-@router.post("/pause")
+@router.post("/pause", **described(gives=shape("status", "verifiers")))
 async def pause(
     request: Request,
     mode: Literal["abort", "wait", "keep"] = "abort",
@@ -109,40 +67,42 @@ async def pause(
     return _said(await _hold(gateway_of(request), verifier, True, "pause", mode, clear_cache), status="paused")
 
 
-@router.post("/resume")
+@router.post("/resume", **described(gives=shape("status", "verifiers")))
 async def resume(request: Request, verifier: str | None = None) -> Response:
     """Requests go on."""
     return _said(await _hold(gateway_of(request), verifier, False, "resume"), status="resumed")
 
 
-@router.get("/is_paused")
+@router.get("/is_paused", **described(gives=shape("is_paused")))
 async def is_paused(request: Request, verifier: str | None = None) -> Response:
     """Whether all verifiers, or the named one, are paused."""
     return JSONResponse({"is_paused": all((await _results(gateway_of(request), verifier, "is_scheduler_paused")).values())})
 
 
-@router.post("/sleep")
-async def sleep_as_vllm(request: Request, level: int = 1, mode: str = "abort", verifier: str | None = None) -> Response:
-    """vLLM's: frees the device's memory (level 1 or 2), or only pauses (0)."""
+@router.post("/sleep", **described(gives=shape("verifiers")))
+async def sleep(request: Request, level: int = 1, mode: str = "abort", verifier: str | None = None) -> Response:
+    """Frees the device's memory (level 1 or 2), or only pauses (0)."""
     return _said(await _hold(gateway_of(request), verifier, True, "sleep", level, mode), status="sleeping", level=level)
 
 
-@router.post("/wake_up")
-async def wake_up_as_vllm(
-    request: Request, tags: Annotated[list[str] | None, Query()] = None, verifier: str | None = None
-) -> Response:
-    """vLLM's: undoes it."""
-    woken = await _wake(gateway_of(request), verifier, tags)
+@router.post("/wake_up", **described(gives=shape("verifiers")))
+async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None, verifier: str | None = None) -> Response:
+    """Undoes it; with `tags`, for the weights or the KV cache alone."""
+    gateway = gateway_of(request)
+    before = gateway.client.core.pauses
+    woken = await _hold(gateway, verifier, False, "wake_up", tags)
+    if not all(woken.values()):
+        await _remember(gateway, before)
     return JSONResponse({"status": "awake" if all(woken.values()) else "sleeping", "tags": tags, "verifiers": woken})
 
 
-@router.get("/is_sleeping")
+@router.get("/is_sleeping", **described(gives=shape("is_sleeping")))
 async def is_sleeping(request: Request, verifier: str | None = None) -> Response:
     """Whether all verifiers, or the named one, sleep or are paused."""
     return JSONResponse({"is_sleeping": all((await _results(gateway_of(request), verifier, "is_sleeping")).values())})
 
 
-@router.post("/reset_prefix_cache")
+@router.post("/reset_prefix_cache", **described(gives=shape("verifiers")))
 async def reset_prefix_cache(request: Request, reset_running_requests: bool = False, verifier: str | None = None) -> Response:
     """Empties the prefix caches; with `reset_running_requests`, running requests compute their context again."""
     gateway = gateway_of(request)
@@ -151,7 +111,7 @@ async def reset_prefix_cache(request: Request, reset_running_requests: bool = Fa
     return JSONResponse({"success": all(emptied.values()), "verifiers": emptied})
 
 
-@router.post("/init_weight_transfer_engine")
+@router.post("/init_weight_transfer_engine", **described((InitTransfer,), shape("verifiers")))
 async def init_weight_transfer_engine(request: Request, verifier: str | None = None) -> Response:
     """Connects vLLM's transfer engine to a trainer; tensors sent over HTTP need no such connection."""
     gateway, asked = await _read(request, InitTransfer)
@@ -160,13 +120,13 @@ async def init_weight_transfer_engine(request: Request, verifier: str | None = N
     return _said(await _gather(links, "init_weight_transfer_engine", [[info] for info in infos]))
 
 
-@router.post("/start_weight_update")
+@router.post("/start_weight_update", **described(gives=shape("verifiers")))
 async def start_weight_update(request: Request, verifier: str | None = None) -> Response:
     """Tensors follow; verifiers stand still until they have all come."""
     return _said(await _results(gateway_of(request), verifier, "start_weight_update"))
 
 
-@router.post("/update_weights")
+@router.post("/update_weights", **described((UpdateWeights,), shape("verifiers")))
 async def update_weights(request: Request, verifier: str | None = None) -> Response:
     """Loads all weights from a directory, or some tensors: as safetensors' bytes, or by vLLM's transfer engine."""
     gateway = gateway_of(request)
@@ -181,14 +141,14 @@ async def update_weights(request: Request, verifier: str | None = None) -> Respo
     return _said(await _results(gateway, verifier, "update_weights", asked.update_info))
 
 
-@router.post("/finish_weight_update")
+@router.post("/finish_weight_update", **described((FinishUpdate,), shape("verifiers", "weight_version")))
 async def finish_weight_update(request: Request, verifier: str | None = None) -> Response:
     """Finishes an update by tensors; verifiers go on with the new weights, unless they were paused before."""
     gateway, asked = await _read(request, FinishUpdate)
     return await _renew(gateway, verifier, "finish_weight_update", version=asked.weight_version)
 
 
-@router.post("/abort_requests")
+@router.post("/abort_requests", **described((AbortRequests,), shape("status", "aborted", "token_ids")))
 async def abort_requests(request: Request, verifier: str | None = None) -> Response:
     """Ends requests by their ids, or all there are; says what each had generated."""
     gateway, asked = await _read(request, AbortRequests)
@@ -200,7 +160,7 @@ async def abort_requests(request: Request, verifier: str | None = None) -> Respo
     return JSONResponse({"status": "aborted", "aborted": len(texts), "token_ids": texts})
 
 
-@router.get("/weight_info")
+@router.get("/weight_info", **described(gives=shape("weight_version", "verifiers")))
 async def weight_info(request: Request) -> Response:
     """The version of the fleet's newest weights, and that of each verifier."""
     core = gateway_of(request).client.core
@@ -208,14 +168,14 @@ async def weight_info(request: Request) -> Response:
     return JSONResponse({"weight_version": core.weights.newest.version, "verifiers": verifiers})
 
 
-@router.get("/get_world_size")
+@router.get("/get_world_size", **described(gives=shape("world_size")))
 async def get_world_size(request: Request) -> Response:
     """The number of tensor-parallel ranks of all verifiers together."""
     gateway = gateway_of(request)
     return JSONResponse({"world_size": len(gateway.client.core.ready_links) * gateway.settings.verifier.tensor_parallel})
 
 
-@router.get("/server_info")
+@router.get("/server_info", **described(gives=shape("weight_version", "verifiers")))
 async def server_info(request: Request) -> Response:
     """Versions, model, and the weights that each verifier runs."""
     gateway = gateway_of(request)
@@ -266,14 +226,6 @@ async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: st
     except (BadRequest, NotFound, NotSupported):
         await _remember(gateway, before)
         raise
-
-
-async def _wake(gateway: Gateway, verifier: str | None, tags: list[str] | None) -> dict[str, Any]:
-    before = gateway.client.core.pauses
-    woken = await _hold(gateway, verifier, False, "wake_up", tags)
-    if not all(woken.values()):
-        await _remember(gateway, before)
-    return woken
 
 
 async def _remember(gateway: Gateway, pauses: Pauses) -> None:

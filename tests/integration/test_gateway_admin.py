@@ -70,8 +70,6 @@ async def test_nonsense_is_refused_before_it_reaches_the_coordinator(running: Ru
         ("drain", {"member": 5}, 400),
         ("drain", {"member": "v", "sped": 1}, 400),
         ("drain", {"member": "v", "command": "remove"}, 400),
-        ("sleep", {"verifier": "nobody"}, 404),
-        ("sleep", {"level": "deep"}, 400),
     ]:
         answer = await post(running, name, body)
         assert (answer.status_code, "error" in answer.json()) == (status, True), name
@@ -188,19 +186,20 @@ async def test_sessions_and_prompts_return_to_their_verifier():
 async def test_weights_are_administered_at_the_verifiers():
     async with running_gateway(verifiers=2) as running:
         first, second = running.verifiers
-        answer = await post(running, "reload-weights", {"path": "/new"})
+        call = running.http.post
+        answer = await call("/update_weights", json={"weight_dir": "/new"})
         assert answer.json() == {"weight_version": "1", "verifiers": {"verifier-0": True, "verifier-1": True}}
-        await post(running, "sleep", {"verifier": "verifier-1", "level": 0})
-        await post(running, "wake-up", {"verifier": "verifier-1"})
+        await call("/sleep", params={"verifier": "verifier-1", "level": 0})
+        await call("/wake_up", params={"verifier": "verifier-1"})
         assert first.utilities == [("reload_weights", ["/new", "1", 1])]
-        assert second.utilities == [("reload_weights", ["/new", "1", 1]), ("sleep", [0]), ("wake_up", [None])]
+        assert second.utilities == [("reload_weights", ["/new", "1", 1]), ("sleep", [0, "abort"]), ("wake_up", [None])]
         first.failure = "NotImplementedError: not with this engine"
-        answer = await post(running, "sleep")
+        answer = await call("/sleep")
         assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_supported")
         first.failure = "ValueError: no such directory on the verifier's machine"
-        assert (await post(running, "reload-weights", {"path": "/nowhere"})).status_code == 400
+        assert (await call("/update_weights", json={"weight_dir": "/nowhere"})).status_code == 400
         first.failure = "RuntimeError: torn"
-        answer = await post(running, "wake-up")
+        answer = await call("/wake_up")
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
 
 

@@ -1,4 +1,4 @@
-"""A fleet that exists only as reports, which tests advance by hand; it has the part of `FleetCore` that the feed reads.
+"""A fleet that exists only as reports, which tests advance by hand; it has the part of `FleetCore` that `/fleet` reads.
 
 Verifiers decode at steady rates.  Drafter i serves verifier i mod the number of verifiers.  `page_app` serves the fleet page of
 such a fleet, without an engine.
@@ -6,6 +6,7 @@ such a fleet, without an engine.
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +24,10 @@ from backend.fleet import (
     VerifierStats,
 )
 from gateway.access import Access, AccessRules
-from gateway.fleet_feed import FleetFeed
 from gateway.keys.ring import KeyRing
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Envelope
-from gateway.routes import page
+from gateway.routes import operations, page
 
 STEP_S = 0.02
 """Seconds of a verifier's step.  Each verifier with load is 70 % busy, waits for drafts for 20 %, and has no work for 10 %."""
@@ -53,6 +53,8 @@ class Story:
         self.metrics = GatewayMetrics()
         self.version = 0
         self.snapshot: FleetSnapshot | None = None
+        self.answered_at = time.monotonic()
+        self.gateway_id = "gateway-0"
 
     def advance(self, seconds: float) -> None:
         """Lets the fleet work for `seconds`, then report."""
@@ -74,6 +76,7 @@ class Story:
     def tell(self) -> None:
         """Makes the directory's next snapshot."""
         self.version += 1
+        self.answered_at = time.monotonic()
         views = [
             MemberView(each, self.silent_s.get(name, 0.1), self.verifiers.get(name), self.drafters.get(name))
             for name, each in sorted(self.members.items())
@@ -121,30 +124,30 @@ class Story:
             dropped=old.dropped,
         )
 
-    # The part of `FleetCore` that the feed reads.
+    # The part of `FleetCore` that `/fleet` reads.
 
     def stats(self) -> list[VerifierStats]:
         return [stats for name, stats in self.verifiers.items() if self._answers(name)]
 
     @property
-    def ready_links(self) -> list[Any]:
-        return [SimpleNamespace(member=self.members[name]) for name in self.verifiers if self._answers(name)]
+    def links(self) -> dict[str, Any]:
+        return {name: SimpleNamespace(state="ready") for name in self.verifiers if self._answers(name)}
 
     def _answers(self, name: str) -> bool:
         return name in self.members and self.members[name].state != "lost"
 
 
-def feed_of(story: Story, model: str = "demo") -> FleetFeed:
-    """A feed of the story; call `look()` by hand, or `start()`."""
-    about = {"model": model, "mode": "auto", "num_speculative_tokens": 8}
-    return FleetFeed(story, about, story.metrics)  # type: ignore[arg-type]
-
-
-def page_app(feed: FleetFeed, api_key: str | None = None) -> FastAPI:
-    """The page, its files and its events, behind the gateway's own middleware."""
+def page_app(story: Story, api_key: str | None = None) -> FastAPI:
+    """The page, its files and `/fleet`, behind the gateway's own middleware."""
     app = FastAPI(docs_url=None)
-    app.state.gateway = SimpleNamespace(feed=feed)
+    app.state.gateway = SimpleNamespace(
+        client=SimpleNamespace(core=story),
+        metrics=story.metrics,
+        settings=SimpleNamespace(mode="auto", num_speculative_tokens=8),
+        services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo")),
+    )
     app.include_router(page.router)
+    app.include_router(operations.router)
     metrics = GatewayMetrics()
     doors = AccessRules(KeyRing(api_key))
     app.add_middleware(Access, metrics=metrics, doors=doors)

@@ -10,10 +10,9 @@ from typing import Any
 
 import uvicorn
 
-from gateway.fleet_feed import FleetFeed
 from gateway.protocol import BoundedProtocol
 from gateway.server import _listen
-from tests.support.fleet_story import Story, feed_of, page_app
+from tests.support.fleet_story import Story, page_app
 
 
 class Served:
@@ -21,11 +20,10 @@ class Served:
 
     def __init__(self, story: Story, port: int, api_key: str | None) -> None:
         self.story = story
-        self.feed: FleetFeed = feed_of(story)
         self._listener = _listen("127.0.0.1", port)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(page_app(self.feed, api_key), http=BoundedProtocol, log_config=None, lifespan="off")
+        config = uvicorn.Config(page_app(story, api_key), http=BoundedProtocol, log_config=None, lifespan="off")
         self._server = uvicorn.Server(config)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -48,18 +46,16 @@ class Served:
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result(10)
 
     def advance(self, seconds: float = 1.0, times: int = 1) -> None:
-        """Advances the story `times` times, and lets the feed look after each."""
+        """Advances the story `times` times."""
 
         def work() -> None:
             for _ in range(times):
                 self.story.advance(seconds)
-                self.feed.look()
 
         self.do(work)
 
     def stop(self) -> None:
         def work() -> None:
-            self.feed.close()
             self._server.should_exit = True
 
         self.do(work)

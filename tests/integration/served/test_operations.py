@@ -40,6 +40,16 @@ def post(fleet: ServedFleet, name: str, **body: Any) -> tuple[int, Any]:
     return response.status_code, response.json()
 
 
+def load(fleet: ServedFleet, path: Path) -> tuple[int, Any]:
+    response = fleet.http.post("/update_weights", json={"weight_dir": str(path)})
+    return response.status_code, response.json()
+
+
+def sleep(fleet: ServedFleet, level: int) -> tuple[int, Any]:
+    response = fleet.http.post("/sleep", params={"level": level, "mode": "keep"})
+    return response.status_code, response.json()
+
+
 def operation(fleet: ServedFleet, name: str, **body: Any) -> Any:
     """One that takes time, when it has ended."""
     status, answer = post(fleet, name, **body)
@@ -121,18 +131,18 @@ def test_requests_wait_while_the_verifier_is_paused_and_then_go_on(fleet: Served
 
     before = idle()
     with Meanwhile(fleet) as meanwhile:
-        assert post(fleet, "sleep", level=0) == (200, {"verifiers": {"verifier-0": None}})
+        assert sleep(fleet, 0) == (200, {"status": "sleeping", "level": 0, "verifiers": {"verifier-0": None}})
         wait_for(lambda: idle() > before + 0.5, what="idle time of cause swap")
         count = len(meanwhile.texts)
-        assert post(fleet, "wake-up") == (200, {"verifiers": {"verifier-0": True}})
+        assert fleet.http.post("/wake_up").json()["verifiers"] == {"verifier-0": True}
         wait_for(lambda: len(meanwhile.texts) > count, what="requests go on")
     assert set(meanwhile.texts) == {expected}
 
 
 def test_what_this_build_cannot_do_is_said(fleet: ServedFleet) -> None:
-    status, body = post(fleet, "sleep", level=1)
+    status, body = sleep(fleet, 1)
     assert (status, body["error"]["code"]) == (501, "not_supported")
-    status, body = post(fleet, "sleep", level=7)
+    status, body = sleep(fleet, 7)
     assert status == 400
 
 
@@ -146,19 +156,19 @@ def test_weights_are_exchanged_and_nothing_computed_with_the_old_ones_is_used(
     tensors[name] = -tensors[name]
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     for path, reason in ((MODELS / "drafter", "other tensors"), (tmp_path / "none", "no such directory")):
-        status, body = post(fleet, "reload-weights", path=str(path))
+        status, body = load(fleet, path)
         assert status == 400
         assert reason in body["error"]["message"]
     assert answer(fleet) == expected
     # Loaded again in the middle of a request, the same weights change nothing.
     with Meanwhile(fleet) as meanwhile:
-        assert post(fleet, "reload-weights")[0] == 200
+        assert load(fleet, MODELS / "target")[0] == 200
     assert set(meanwhile.texts) == {expected}
-    assert post(fleet, "reload-weights", path=str(other))[0] == 200
+    assert load(fleet, other)[0] == 200
     changed = answer(fleet)
     assert changed != expected
     assert answer(fleet) == changed
-    assert post(fleet, "reload-weights", path=str(MODELS / "target"))[0] == 200
+    assert load(fleet, MODELS / "target")[0] == 200
     # A prefix cache of the other weights would show here.
     assert answer(fleet) == expected
 

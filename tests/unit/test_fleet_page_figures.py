@@ -1,0 +1,280 @@
+"""The page's figures and logs (`history.js`), computed by Node from a story's answers of `/fleet`."""
+
+import json
+import re
+import shutil
+import subprocess
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from backend.fleet import IDLE_CAUSES, Learning, VerifierStats
+from gateway.fleet_core import FleetCore
+from gateway.fleet_metrics import fleet_document
+from gateway.routes.page import FOLDER
+from tests.support.fleet_story import Story, member
+
+NODE = shutil.which("node")
+needs_node = pytest.mark.skipif(NODE is None, reason="no Node on this machine")
+SCRIPT = """
+import { readFileSync } from "node:fs";
+import { History } from "./history.mjs";
+const history = new History();
+const views = JSON.parse(readFileSync(0, "utf8")).map((each) => history.add(each));
+console.log(JSON.stringify(views));
+"""
+
+
+class Watched:
+    """A story under a clock, and the answers that a page has got.  `view()` is what the page shows of the last one."""
+
+    def __init__(self, folder, verifiers: int = 2, drafters: int = 3) -> None:
+        self.story = Story(verifiers, drafters)
+        self.now = 100.0
+        self.answers: list[dict[str, Any]] = []
+        self.gateway = "gateway-0"
+        self._folder = folder
+        self.look()
+
+    def look(self) -> None:
+        self.story.tell()
+        moves = self.story.metrics.moves.items()
+        moved = [{"kind": kind, "cause": cause, "verifier": to, "sequences": count} for (kind, cause, to), count in moves]
+        head = {"at": self.now, "gateway": self.gateway, "answered_s": 0.1, "moved": moved}
+        self.answers.append(head | fleet_document(cast(FleetCore, self.story)))
+
+    def run(self, seconds: int) -> None:
+        for _ in range(seconds):
+            self.now += 1
+            self.story.advance(1.0)
+            self.look()
+
+    def view(self) -> dict[str, Any]:
+        assert NODE is not None
+        (self._folder / "history.mjs").write_text((FOLDER / "history.js").read_text())
+        (self._folder / "views.mjs").write_text(SCRIPT)
+        command = [NODE, str(self._folder / "views.mjs")]
+        done = subprocess.run(command, input=json.dumps(self.answers), capture_output=True, text=True, check=True)
+        return dict(json.loads(done.stdout)[-1])
+
+    def told(self) -> list[tuple[str, str]]:
+        return [(entry["kind"], entry["text"]) for entry in self.view()["log"]]
+
+
+@pytest.fixture
+def watched(tmp_path) -> Watched:
+    return Watched(tmp_path)
+
+
+def verifier(view: dict[str, Any], name: str = "verifier-0") -> dict[str, Any]:
+    return next(row for row in view["verifiers"] if row["id"] == name)
+
+
+@needs_node
+def test_one_answer_says_nothing_about_rates(watched):
+    view = watched.view()
+    row = verifier(view)
+    assert (row["tokens_per_s"], row["tgs"], row["acceptance_length"], row["busy"]) == (0, None, None, None)
+    assert view["totals"]["acceptance_length"] is None
+    assert view["drafters"][0]["busy"] is None
+
+
+@needs_node
+def test_rates_are_differences_of_counters(watched):
+    watched.run(3)
+    view = watched.view()
+    # 3 sequences, 50 steps a second; two drafters, one with 2 and one with 1 accepted token per draft, 75 drafts a second each.
+    row = verifier(view)
+    assert row["running"] == 3
+    assert row["tokens_per_s"] == pytest.approx(50 * 3 + 75 * 3, abs=0.1)
+    assert row["acceptance_length"] == 2.5
+    # The very first answer said that nothing was running.
+    assert row["tgs"] == pytest.approx((225 + 150) / 3 * 3 / 2.5)
+    assert row["busy"] == pytest.approx(0.7)
+    assert row["idle"]["awaiting_draft"] == pytest.approx(0.2)
+    assert row["busy"] + sum(row["idle"].values()) == pytest.approx(1)
+    assert view["drafters"][0]["busy"] == pytest.approx(0.4)
+    pair = next(each for each in view["pairs"] if each["drafter"] == "drafter-0")
+    assert (pair["verifier"], pair["bound"], pair["down"]) == ("verifier-0", True, False)
+    assert pair["drafts_per_s"] == pytest.approx(75, abs=0.1)
+    assert pair["round_trip_ms"] == pytest.approx(8)
+
+
+@needs_node
+def test_the_window_forgets(watched):
+    watched.run(5)
+    watched.story.load["verifier-0"] = 0
+    watched.story.load["verifier-1"] = 0
+    watched.run(11)
+    view = watched.view()
+    row, totals = verifier(view), view["totals"]
+    assert row["tokens_per_s"] == 0
+    assert (row["tgs"], totals["tgs"], totals["acceptance_length"]) == (None, None, None)
+    assert row["idle"]["no_work"] == pytest.approx(1)
+
+
+@needs_node
+def test_totals_are_ratios_of_sums(tmp_path):
+    watched = Watched(tmp_path, verifiers=2, drafters=1)
+    watched.run(4)
+    view = watched.view()
+    totals = view["totals"]
+    # verifier-1 has no drafter: it counts in no acceptance length, and its time as much as the other's.
+    assert totals["acceptance_length"] == 3.0
+    assert totals["running"] == sum(watched.story.load.values())
+    assert totals["tokens_per_s"] == pytest.approx(sum(row["tokens_per_s"] for row in view["verifiers"]))
+    assert totals["tgs"] == pytest.approx(4 * totals["tokens_per_s"] / (3.5 * totals["running"]))
+    assert totals["busy"] + sum(totals["idle"].values()) == pytest.approx(1)
+
+
+@needs_node
+def test_a_restarted_verifier_begins_anew_and_no_rate_is_negative(watched):
+    watched.run(5)
+    older = watched.answers[-2]
+    watched.story.members["verifier-0"] = member("verifier-0", "verifier", incarnation="second")
+    watched.story.verifiers["verifier-0"] = VerifierStats("verifier-0", 2000.0, "auto", 4)
+    watched.look()
+    assert verifier(watched.view())["tokens_per_s"] == 0
+    watched.run(2)
+    assert verifier(watched.view())["tokens_per_s"] == pytest.approx(225 + 150, abs=0.1)
+    # The gateway lost a verifier's connection, and the coordinator's counters are a little older.
+    watched.answers = [*watched.answers[:5], older | {"at": watched.now}]
+    view = watched.view()
+    assert verifier(view)["tokens_per_s"] >= 0
+    assert all(pair["drafts_per_s"] >= 0 for pair in view["pairs"])
+
+
+@needs_node
+def test_a_lost_verifier_keeps_its_row_and_nothing_else(watched):
+    watched.run(3)
+    watched.story.members["verifier-0"] = member("verifier-0", "verifier", "lost")
+    watched.look()
+    view = watched.view()
+    row = verifier(view)
+    assert (row["state"], row["connected"], row["running"], row["tokens_per_s"]) == ("lost", False, 0, None)
+    assert view["totals"]["running"] == watched.story.load["verifier-1"]
+
+
+@needs_node
+def test_pairs_show_drafters_not_waited_for_and_former_ones_while_their_drafts_are_in_the_window(watched):
+    watched.run(3)
+    watched.story.verifiers["verifier-0"].drafters_down = ["drafter-2"]
+    watched.story.bound["drafter-0"] = "verifier-1"
+    watched.run(1)
+    pairs = {(each["verifier"], each["drafter"]): (each["bound"], each["down"]) for each in watched.view()["pairs"]}
+    assert pairs["verifier-0", "drafter-2"] == (True, True)
+    assert pairs["verifier-0", "drafter-0"] == (False, False)
+    assert pairs["verifier-1", "drafter-0"] == (True, False)
+    watched.run(11)
+    assert ("verifier-0", "drafter-0") not in {(each["verifier"], each["drafter"]) for each in watched.view()["pairs"]}
+
+
+@needs_node
+def test_a_gateway_that_has_heard_of_no_fleet(watched):
+    nothing = {"at": 99.0, "gateway": "gateway-0", "answered_s": None, "moved": []}
+    watched.story.snapshot = None
+    watched.answers = [nothing | fleet_document(cast(FleetCore, watched.story))]
+    view = watched.view()
+    assert (view["verifiers"], view["drafters"], view["pairs"], view["answered_s"]) == ([], [], [], None)
+    watched.look()
+    assert watched.told() == []
+
+
+@needs_node
+def test_the_log_tells_what_changed_and_nothing_at_the_start(watched):
+    assert watched.told() == []
+    members, bound = watched.story.members, watched.story.bound
+    bound["drafter-1"] = "verifier-0"
+    watched.look()
+    members["verifier-1"] = member("verifier-1", "verifier", "draining")
+    watched.look()
+    members["drafter-2"] = member("drafter-2", "drafter", "lost")
+    del bound["drafter-2"]
+    watched.look()
+    members["drafter-2"] = member("drafter-2", "drafter", "ready", incarnation="second")
+    bound["drafter-2"] = "verifier-0"
+    watched.look()
+    members["verifier-9"] = member("verifier-9", "verifier", "starting")
+    watched.look()
+    members["verifier-9"] = member("verifier-9", "verifier", "ready")
+    watched.look()
+    del members["verifier-9"]
+    watched.look()
+    assert watched.told()[::-1] == [
+        ("moved", "drafter-1 moved from verifier-1 to verifier-0"),
+        ("draining", "verifier-1 takes no new work"),
+        ("lost", "drafter-2 has not reported in time"),
+        ("released", "drafter-2 no longer serves verifier-0"),
+        ("restarted", "drafter-2 is another process now, ready"),
+        ("assigned", "drafter-2 serves verifier-0"),
+        ("joined", "verifier-9 joined, starting"),
+        ("ready", "verifier-9 is ready"),
+        ("left", "verifier-9 left the fleet"),
+    ]
+
+
+@needs_node
+def test_the_log_tells_how_right_the_head_before_was(watched):
+    def learned(**fields) -> None:
+        drafters = watched.story.drafters
+        drafters["drafter-0"] = msgspec.structs.replace(drafters["drafter-0"], learning=Learning(**fields))
+        watched.look()
+
+    learned(version=1, live_acceptance=0.5)
+    assert watched.told() == []
+    learned(version=2, live_acceptance=None, previous_version=1, previous_acceptance=0.48)
+    assert watched.told() == [("head", "drafter-0 drafts with version 2; of version 1, 50% of drafts began right")]
+    learned(version=1)
+    assert watched.told()[0] == ("head", "drafter-0 drafts with version 1")
+
+
+@needs_node
+def test_the_log_tells_plans_apart_from_the_rest(watched):
+    for changes in ({"plan_k": 0, "plan_outcomes": 0, "plan_changes": 2}, {"plan_k": 2, "plan_outcomes": 8, "plan_changes": 3}):
+        stats = watched.story.verifiers["verifier-0"]
+        watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, **changes)
+        watched.run(1)
+    stats = watched.story.verifiers["verifier-0"]
+    watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, plan_changes=5)
+    watched.run(1)
+    view = watched.view()
+    assert [entry["text"] for entry in view["plans"]] == [
+        "verifier-0: K 2, 8 outcomes ahead again, after 2 changes",
+        "verifier-0: drafters not asked → K 2, 8 outcomes ahead",
+        "verifier-0: K 4, 8 outcomes ahead → drafters not asked (2 changes)",
+    ]
+    assert view["log"] == []
+
+
+@needs_node
+def test_the_log_tells_where_sequences_went_by_one_gateways_count(watched):
+    moves = watched.story.metrics.moves
+    moves["failover", "disconnected", "verifier-1"] += 3
+    moves["migration", "load_gap", "verifier-0"] += 1
+    watched.look()
+    assert watched.told()[::-1] == [
+        ("failover", "3 sequences moved to verifier-1 after a loss (disconnected)"),
+        ("migration", "1 sequence moved to verifier-0 on purpose (load gap)"),
+    ]
+    moves["failover", "disconnected", "verifier-1"] += 1
+    watched.look()
+    assert watched.told()[0] == ("failover", "1 sequence moved to verifier-1 after a loss (disconnected)")
+    watched.gateway = "gateway-1"
+    moves["failover", "disconnected", "verifier-1"] += 1
+    watched.look()
+    assert len(watched.told()) == 3
+
+
+@needs_node
+def test_the_log_is_bounded(watched):
+    for number in range(100):
+        watched.story.members["drafter-0"] = member("drafter-0", "drafter", incarnation=str(number))
+        watched.look()
+    assert len(watched.told()) == 40
+
+
+def test_the_page_draws_every_part_of_a_verifiers_time_and_no_other():
+    script = (FOLDER / "dom.js").read_text()
+    times = script.partition("export const TIMES = [")[2].partition("];")[0]
+    assert set(re.findall(r'\["(\w+)"', times)) == {"busy", *IDLE_CAUSES}
