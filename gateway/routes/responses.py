@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from fastapi import APIRouter, Query, Request
+from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.responses import JSONResponse, Response
+from starlette.types import Message
 
 from backend.engine.front import ResponsesRequest
 from gateway.admission.admit import check_model
@@ -16,10 +18,10 @@ from gateway.asking import inquire
 from gateway.errors import BadRequest, checked
 from gateway.openapi import DELETED, LIST, RESPONSE, described, shape
 from gateway.requests import read_json
-from gateway.responses.events import DIALECT, Event
+from gateway.responses.events import DIALECT
 from gateway.routes.generate import generate
 from gateway.routes.lists import page_of
-from gateway.sse import Generated, event, stream_response, unless_disconnected
+from gateway.sse import HEADERS, KEEP_ALIVE_S, Generated, event, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of, owner_of
 
 router = APIRouter()
@@ -37,9 +39,10 @@ async def create_response(request: Request) -> Response:
     if turn.background:
         model = turn.asked.model or gateway.services.models.model_name()
         body = await responses.begin(turn, made, model, int(time.time()))
-        return await _follow(gateway, request, turn.id, -1) if turn.streamed else JSONResponse(body)
+        return _follow(gateway, turn.id, -1) if turn.streamed else JSONResponse(body)
     if isinstance(made, AsyncGenerator):
-        return await _stream(gateway, request, _written(responses.stream(turn, made)))
+        written = (event(each, each["type"]).decode() async for each in responses.stream(turn, made))
+        return await stream_response(request, Generated(written), DIALECT, gateway.metrics.client_left)
     return JSONResponse(await responses.answer(turn, made))
 
 
@@ -64,7 +67,7 @@ async def get_response(request: Request, response_id: str, stream: bool = False,
         return JSONResponse(kept.body)
     if not kept.body["background"]:
         raise BadRequest("Only a response made in the background can be streamed again.", param="stream")
-    return await _follow(gateway, request, response_id, starting_after)
+    return _follow(gateway, response_id, starting_after)
 
 
 @router.post("/v1/responses/{response_id}/cancel", **described(gives=RESPONSE))
@@ -91,15 +94,20 @@ async def input_items(
     return JSONResponse(page_of([*before, *kept.input], limit, order, after))
 
 
-async def _follow(gateway: Gateway, request: Request, response_id: str, after: int) -> Response:
-    events = gateway.responses.follow(response_id, after)
-    return await _stream(gateway, request, _written(json.loads(each) async for each in events))
+def _follow(gateway: Gateway, response_id: str, after: int) -> Response:
+    async def left(_: Message) -> None:
+        gateway.metrics.client_left()
+
+    return EventSourceResponse(
+        _named(gateway.responses.follow(response_id, after)),
+        headers=HEADERS,
+        ping=KEEP_ALIVE_S,
+        sep="\n",
+        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+        client_close_handler_callable=left,
+    )
 
 
-async def _stream(gateway: Gateway, request: Request, chunks: AsyncGenerator[str, None]) -> Response:
-    return await stream_response(request, Generated(chunks), DIALECT, gateway.metrics.client_left)
-
-
-async def _written(events: AsyncIterator[Event]) -> AsyncGenerator[str, None]:
+async def _named(events: AsyncGenerator[str, None]) -> AsyncGenerator[ServerSentEvent, None]:
     async for each in events:
-        yield event(each, each["type"]).decode()
+        yield ServerSentEvent(each, event=json.loads(each)["type"], sep="\n")
