@@ -9,8 +9,8 @@ TWO := -n 2 --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients vllm-tests lint bench bench-rollouts bench-gateway load chaos dashboards dashboards-check
-.PHONY: monitoring-check rollout-demo format clean
+.PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients vllm-tests lint bench bench-rollouts bench-gateway load chaos
+.PHONY: rollout-demo format clean
 
 help: ## list these tasks
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|' 2>/dev/null \
@@ -73,15 +73,6 @@ load: setup-load ## load a fleet and judge what its clients see (ARGS="--scenari
 
 chaos: setup-dev ## kill, stop and restart every part under load (ARGS="--quick --output DIR")
 	@exec $(BIN)/python -m tests.chaos $(ARGS)
-
-dashboards: setup-dev ## write the Grafana dashboards from dashboards/*.py
-	@$(BIN)/python -m dashboards.build
-
-dashboards-check: setup-dev ## whether the committed dashboards are what dashboards/*.py write
-	@exec $(BIN)/python -m dashboards.build --check
-
-monitoring-check: setup-dev ## a real Prometheus against the records of a fleet under load (needs prometheus on the PATH)
-	@exec $(BIN)/python -m dashboards.check $(ARGS)
 
 format: setup-dev ## format the code
 	@$(BIN)/ruff check --fix --quiet . ; $(BIN)/ruff format .

@@ -217,7 +217,7 @@ class Responses:
 
 
 def _rows(events: list[Event]) -> list[Row]:
-    return [(each.get("sequence_number", 0), json.dumps(each)) for each in events]
+    return [(each.get("sequence_number", 0), json.dumps(each, separators=(",", ":"))) for each in events]
 
 
 def _text(data: dict[str, Any], name: str) -> str | None:

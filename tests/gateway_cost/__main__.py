@@ -14,9 +14,8 @@ from typing import Any
 
 import httpx
 
-from dashboards.scraping import free_port
 from tests.gateway_cost import engine, load, servers
-from tests.support.fleet_process import wait_for
+from tests.support.fleet_process import free_port, wait_for
 from tests.support.processes import Child, demo_models
 
 Figures = dict[str, dict[str, list[dict[str, float]]]]

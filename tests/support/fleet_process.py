@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -113,3 +114,9 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0, what: str =
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not hold within {timeout_s:.0f} s")
         time.sleep(0.05)
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])

@@ -1,29 +1,48 @@
-"""Dashboards and rules: up to date, complete, and about metrics that exist."""
+"""Dashboards and rules: complete, readable, and about metrics that exist."""
 
 import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from dashboards.build import ALL, outdated
-from dashboards.expressions import DASHBOARDS, ROOT, RULES, concrete, of_panels, of_rules, of_variables
-from gateway.metrics import DEFINITIONS
+from gateway.metrics import DEFINITIONS, kind_of
+from tests.support.dashboards import DASHBOARDS, ROOT, RULES, concrete, of_panels, of_rules, of_variables, recorded
 from tests.support.promql import names
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool on this machine (Debian: package prometheus)")
-FILES = sorted(DASHBOARDS.glob("*.json"))
-PANELS = [(path.name, panel) for path in FILES for panel in json.loads(path.read_text())["panels"] if panel["type"] != "row"]
+PANELS = [(file, panel) for file, each in DASHBOARDS.items() for panel in each["panels"] if panel["type"] != "row"]
 TESTS = ROOT / "prometheus" / "tests" / "alerts.yml"
+DOCUMENTED = (ROOT.parent / "docs" / "monitoring.md").read_text(encoding="utf-8")
+BY_PROMETHEUS = {"job", "instance"}
 
 
-def test_the_committed_files_are_what_the_builder_writes():
-    assert outdated() == [], "run `python -m dashboards.build`"
-    assert len(FILES) == len(ALL) == 5
+@pytest.mark.parametrize("file", DASHBOARDS)
+def test_every_dashboard_has_an_address_that_stays_and_is_formatted_as_grafana_exports_it(file: str) -> None:
+    dashboard = DASHBOARDS[file]
+    text = (ROOT / "grafana" / "dashboards" / f"{file}.json").read_text(encoding="utf-8")
+    assert text.rstrip() == json.dumps(dashboard, indent=2, ensure_ascii=False)
+    assert dashboard["uid"] == file
+    assert "id" not in dashboard, "it would be another dashboard's in another Grafana"
+    assert f"| {dashboard['title']} |" in DOCUMENTED
+    assert len(dashboard["description"]) > 15
+
+
+def test_no_dashboard_is_bound_to_one_data_source() -> None:
+    def sources(part: Any) -> set[str]:
+        if isinstance(part, list):
+            return {each for one in part for each in sources(one)}
+        if not isinstance(part, dict):
+            return set()
+        own = {str(part["datasource"])} if "datasource" in part else set()
+        return own | sources(list(part.values()))
+
+    assert sources(list(DASHBOARDS.values())) == {"{'type': 'prometheus', 'uid': '${datasource}'}"}
 
 
 @pytest.mark.parametrize(("file", "panel"), PANELS, ids=lambda each: each["title"] if isinstance(each, dict) else each)
@@ -44,16 +63,16 @@ def test_every_panel_explains_itself(file, panel):
 
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own():
-    for path in FILES:
+    for file, dashboard in DASHBOARDS.items():
         taken: set[tuple[int, int]] = set()
         numbers: set[int] = set()
-        for panel in json.loads(path.read_text())["panels"]:
+        for panel in dashboard["panels"]:
             assert panel["id"] not in numbers
             numbers.add(panel["id"])
             place = panel["gridPos"]
             assert place["x"] + place["w"] <= 24
             cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
-            assert not cells & taken, f"{path.name}: {panel['title']}"
+            assert not cells & taken, f"{file}: {panel['title']}"
             taken |= cells
 
 
@@ -61,6 +80,14 @@ def test_ratios_are_of_sums():
     for each in [*of_panels(), *of_rules()]:
         assert "avg(outrider_acceptance_length" not in each.promql
         assert "outrider_acceptance_length{" not in each.promql, f"{each.where}: the gauge is since the start, not of late"
+
+
+def test_what_every_gateway_exports_is_counted_once():
+    for each in of_panels():
+        for metric in names(each.promql).metrics:
+            if {"verifier", "drafter"} & set(DEFINITIONS[metric].labels if metric in DEFINITIONS else ()):
+                once = re.findall(rf"max by \(job\b[^)]*\) \((?:\w+\()?{metric}\b", each.promql)
+                assert len(once) == len(re.findall(rf"\b{metric}\b", each.promql)), f"{each.where}: {metric}"
 
 
 def test_names_are_found():
@@ -76,6 +103,27 @@ def test_variables_are_filled_in():
     assert all("$" not in each.promql for each in [*of_panels(), *of_variables(), *of_rules()])
 
 
+def test_every_metric_and_label_exists():
+    known = {"up": BY_PROMETHEUS, "ALERTS": BY_PROMETHEUS | {"alertname", "alertstate"}}
+    for name, of_name in DEFINITIONS.items():
+        labels = {*of_name.labels, *BY_PROMETHEUS}
+        if kind_of(name) == "histogram":
+            known |= {f"{name}_bucket": labels | {"le"}, f"{name}_count": labels, f"{name}_sum": labels}
+        else:
+            known[name] = labels
+    known |= {each.where: names(each.promql).labels for each in recorded()}
+    expressions = [*of_panels(), *of_variables(), *of_rules()]
+    assert len(expressions) > 100
+    for each in expressions:
+        found = names(each.promql)
+        possible: set[str] = set()
+        for metric, selected in found.metrics.items():
+            assert metric in known, f"{each.where}: nothing is called {metric}"
+            assert selected <= known[metric], f"{each.where}: {metric} has no label {selected - known[metric]}"
+            possible |= known[metric]
+        assert found.labels <= possible, f"{each.where}: nothing in it has a label {found.labels - possible}"
+
+
 def test_every_metric_has_a_panel():
     shown = {name for each in of_panels() for name in names(each.promql).metrics}
     shown |= {name.removesuffix("_bucket") for name in shown}
@@ -86,13 +134,12 @@ def test_every_metric_has_a_panel():
 
 def test_every_alert_is_tested_and_says_what_to_do():
     tested = TESTS.read_text()
-    documented = (ROOT.parent / "docs" / "monitoring.md").read_text()
     for path in sorted(RULES.glob("*.yml")):
         for group in yaml.safe_load(path.read_text())["groups"]:
             for rule in group["rules"]:
                 if "alert" in rule:
                     assert f"alertname: {rule['alert']}\n" in tested, rule["alert"]
-                    assert f"| `{rule['alert']}` | {rule['labels']['severity']} |" in documented, rule["alert"]
+                    assert f"| `{rule['alert']}` | {rule['labels']['severity']} |" in DOCUMENTED, rule["alert"]
                     assert rule["labels"]["severity"] in ("critical", "warning")
                     assert rule["annotations"].keys() == {"summary", "description"}
 

@@ -1,1 +1,0 @@
-"""Grafana dashboards and Prometheus rules for Outrider; not part of the installed package."""
