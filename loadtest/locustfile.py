@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import shlex
@@ -20,6 +19,7 @@ import httpx
 import locust.stats
 from gevent import GreenletExit
 from locust import LoadTestShape, User, events, task
+from locust.argument_parser import gt_zero
 
 from loadtest import metrics, report, slo
 from loadtest.client import Client
@@ -89,30 +89,20 @@ class Load:
         environment.process_exit_code = 0 if passed else 1
 
 
-def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    def convert(text: str) -> float:
-        value = kind(text)
-        if not 0 < value < float("inf"):
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
-        return value
-
-    return convert
-
-
 @events.init_command_line_parser.add_listener
 def _add_options(parser: Any) -> None:
     names = "; ".join(f"{name}: {each.summary}" for name, each in SCENARIOS.items())
     figures = ", ".join(slo.FLOORS + slo.CEILINGS)
     add = partial(parser.add_argument, include_in_web_ui=False)
     add("--scenario", default="chat", choices=sorted(SCENARIOS), help=names)
-    add("--duration", type=_positive(float), metavar="S", help="seconds of load (default: the scenario's own)")
-    add("--prompt-tokens", type=_positive(int), default=128, metavar="N", help="length of prompts, roughly")
-    add("--max-tokens", type=_positive(int), default=64, metavar="N", help="longest answer")
+    add("--duration", type=gt_zero(float), metavar="S", help="seconds of load (default: the scenario's own)")
+    add("--prompt-tokens", type=gt_zero(int), default=128, metavar="N", help="length of prompts, roughly")
+    add("--max-tokens", type=gt_zero(int), default=64, metavar="N", help="longest answer")
     add("--temperature", type=float, default=0.0, metavar="X", help="sampling temperature")
     add("--seed", type=int, default=0, metavar="N", help="the same seed asks the same")
     add("--model", default="", metavar="NAME", help="model to ask for (default: the first that is served)")
     add("--api-key", env_var="OPENAI_API_KEY", metavar="KEY", help="key of the gateway")
-    add("--timeout", type=_positive(float), default=120.0, metavar="S", help="longest silence of a connection")
+    add("--timeout", type=gt_zero(float), default=120.0, metavar="S", help="longest silence of a connection")
     add("--slo", type=slo.parse, default={}, metavar="NAME=LIMIT,...", help=f"on top of the default limits: {figures}")
     add("--no-default-slo", action="store_true", help="only the limits given with --slo")
     add("--results", metavar="DIR", help="where reports go (default: loadtest/results/SCENARIO-TIME)")

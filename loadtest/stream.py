@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DONE = b"[DONE]"
+AT_ONCE_S = 0.001
+"""Tokens that arrive within this time have no rate: it would be that of this process' own reading."""
 _CONTENT = ("content", "reasoning", "reasoning_content", "tool_calls", "refusal")
 
 
@@ -72,8 +74,7 @@ class Answer:
         """What is measured of a complete answer, by kind of row in Locust's tables; times in ms."""
         found = {"tokens": float(self.tokens), "TTFT": (self.chunks[0] - self.started) * 1000}
         spent = self.chunks[-1] - self.chunks[0]
-        # One token has no rate, nor have tokens that came in one chunk.
-        if self.tokens > 1 and spent > 0:
+        if self.tokens > 1 and spent > AT_ONCE_S:
             found |= {"TPOT": spent / (self.tokens - 1) * 1000, "TGS tok/s": (self.tokens - 1) / spent}
         return found
 

@@ -74,7 +74,7 @@ def test_what_is_unanswered_at_the_end_is_a_failure(tmp_path: Path) -> None:
     ("arguments", "status", "message"),
     [
         (["--scenario", "nope"], 2, "invalid choice"),
-        (["--duration", "0"], 2, "not above 0"),
+        (["--duration", "0"], 2, "must be > 0"),
         (["--host", "http://h", "--", "--mode", "off"], 2, "behind --"),
         (["--slo", "ttft=1"], 2, "no figure"),
         (["--host", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9 does not answer"),

@@ -66,6 +66,11 @@ def test_tokens_that_came_at_one_time_have_no_rate(tokens: int) -> None:
     assert answer.figures() == {"tokens": tokens, "TTFT": 1000}
 
 
+def test_chunks_that_were_waiting_to_be_read_have_no_rate() -> None:
+    answer = read((11.0, chunk("x")), (11.0005, chunk("y", "stop") + usage(64) + DONE))
+    assert answer.figures() == {"tokens": 64, "TTFT": 1000}
+
+
 STREAM = (
     b": keep-alive\n\n"
     + chunk("naïve 🌲").replace(b"\n", b"\r\n")
