@@ -1,57 +1,32 @@
-"""`python -m loadtest`.  Exit status: 0 all objectives met, 1 some missed or the run failed, 2 wrong arguments, 130 Ctrl-C."""
+"""`python -m loadtest [OPTIONS] [-- SETTINGS]`: `locust -f loadtest/locustfile.py` without its web page.
+
+Settings behind `--` go to the `outrider serve` that is started.  Exit status: 0 all objectives met, 1 some missed or the run
+failed, 2 wrong arguments, 130 Ctrl-C before the load began.
+"""
 
 from __future__ import annotations
 
-import os
 import shlex
-import signal
 import sys
-import time
-from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
 
-from loadtest import report
-from loadtest.options import OptionsError, parse
-from loadtest.run import LoadError, run
-from loadtest.served import FleetError
+from locust.main import main as run_locust
+
+LOCUSTFILE = Path(__file__).with_name("locustfile.py")
+DEFAULTS = ("--headless", "--only-summary", "--loglevel=WARNING", "--stop-timeout=30")
+"""Options of Locust's own; arguments given later override them."""
 
 
-def main(arguments: Sequence[str]) -> int:
-    signal.signal(signal.SIGTERM, _interrupt)
+def main(arguments: list[str]) -> None:
+    """Runs Locust, which ends the process."""
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    settings = shlex.join(arguments[at + 1 :])
+    sys.argv = ["locust", "-f", str(LOCUSTFILE), *DEFAULTS, *arguments[:at], *([f"--serve={settings}"] if settings else [])]
     try:
-        options = parse(arguments, os.environ.get("OPENAI_API_KEY"), time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
-        result = run(options, shlex.join(["python", "-m", "loadtest", *without_key(arguments)]), _say)
-    except OptionsError as error:
-        print(f"loadtest: {error}", file=sys.stderr)
-        return 2
-    except (FleetError, LoadError) as error:
-        print(f"loadtest: {error}", file=sys.stderr)
-        return 1
+        run_locust()
     except KeyboardInterrupt:
-        return 130
-    print(f"\n{report.text(result)}\nreports in {options.results}")
-    return 1 if result.missed else 0
-
-
-def without_key(arguments: Sequence[str]) -> list[str]:
-    """The arguments without the values of API keys, for reports."""
-    shown: list[str] = []
-    for argument in arguments:
-        if shown and shown[-1].endswith("-api-key"):
-            argument = "***"
-        elif "-api-key=" in argument:
-            argument = argument.partition("=")[0] + "=***"
-        shown.append(argument)
-    return shown
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise KeyboardInterrupt
+        sys.exit(130)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -1,114 +1,149 @@
-"""Locust's part: users, the shape of the load, and the requests for its report.  A process of its own, under gevent.
+"""What Locust runs: options, the fleet under test, its users, their number over time, the verdict.  One process, under gevent.
 
-`locust -f loadtest/locustfile.py --headless --load-plan PLAN` is how `python -m loadtest` starts it.
+`python -m loadtest` starts it without Locust's web page; `locust -f loadtest/locustfile.py` with it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import os
 import random
+import shlex
+import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import gevent
+import httpx
+import locust.stats
+from gevent import GreenletExit
 from locust import LoadTestShape, User, events, task
+from locust.argument_parser import gt_zero
 
+from loadtest import metrics, report, slo
 from loadtest.client import Client
-from loadtest.figures import percentile
-from loadtest.plan import ANSWERS, HEALTH, Plan, write_answers
-from loadtest.scenarios import SCENARIOS, users_at
-from loadtest.timing import Answer
+from loadtest.scenarios import SCENARIOS, Ask, Knobs
+from loadtest.stream import Answer
+from outrider.process import FleetProcess
+from outrider.types import OutriderError
 
 SPAWN_RATE = 100.0
-LAG_INTERVAL_S = 0.05
+START_TIMEOUT_S = 600.0
 UNANSWERED = "unanswered when the load ended"
 
-
-class Failed(Exception):
-    """A failed request, in Locust's table of failures."""
+locust.stats.bucket_response_time = report.three_digits
 
 
 class Load:
-    """State that all users of one run share."""
+    """One run: the gateway under load, and what is needed to judge it.
 
-    def __init__(self, environment: Any, plan: Plan) -> None:
-        self.plan = plan
-        self.scenario = SCENARIOS[plan.scenario]
-        self.stages = self.scenario.stages(plan.users, plan.knobs.duration_s)
-        self.answers: list[Answer] = []
+    Raises `OutriderError` or `httpx.HTTPError` when the fleet does not start or the gateway does not answer.
+    """
+
+    def __init__(self, environment: Any) -> None:
+        options = environment.parsed_options
+        self.scenario = SCENARIOS[options.scenario]
+        self.users = options.num_users = options.num_users or self.scenario.users
+        duration_s = options.duration or self.scenario.duration_s
+        self.results = Path(options.results or f"loadtest/results/{options.scenario}-{time.strftime('%Y%m%d-%H%M%S')}")
+        options.html_file = options.html_file or str(self.results / "report.html")
+        self.limits = {} if options.no_default_slo else dict(slo.DEFAULT)
         self.indices = itertools.count()
-        self.began = time.monotonic()
-        self._environment = environment
-        self._lags: list[float] = []
-        self._watching: Any = None
+        self.fleet: FleetProcess | None = None
+        if environment.host:
+            # Requests that are left in a running gateway at the end may belong to other clients.
+            self.limits.pop("leftover", None)
+        else:
+            print(f"starting outrider serve {options.serve}".rstrip(), flush=True)
+            self.fleet = FleetProcess({}, *shlex.split(options.serve))
+            environment.host = self.fleet.wait_until_it_serves(START_TIMEOUT_S)
+        self.limits |= options.slo
+        self.connect: Callable[[], Client] = partial(Client, environment.host, options.api_key, options.timeout)
+        self._http = self.connect().http
+        model = options.model or self._http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
+        self.knobs = Knobs(model, options.prompt_tokens, options.max_tokens, options.temperature, options.seed, duration_s)
+        self._before = metrics.read(self._http)
+        print(f"{options.scenario}: {self.users} users, {duration_s:g} s at {environment.host}", flush=True)
 
-    def begin(self) -> None:
-        self.began = time.monotonic()
-        self._watching = gevent.spawn(self._watch_lag)
-
-    def end(self) -> None:
-        """Writes the answers, and how well the load generator kept up."""
-        self._watching.kill()
-        directory = Path(self.plan.directory)
-        write_answers(directory / ANSWERS, self.answers)
-        health = {f"lag_p{p}_ms": round((percentile(self._lags, p) or 0.0) * 1000, 3) for p in (50, 99)}
-        (directory / HEALTH).write_text(json.dumps(health) + "\n", encoding="utf-8")
-
-    def book(self, answer: Answer) -> None:
-        """Records an answer, complete or not."""
-        # Only a hash of the text is kept: enough to compare two runs, and no generated text is stored.
-        answer.text = hashlib.sha256(answer.text.encode()).hexdigest()[:16] if answer.text else ""
-        self.answers.append(answer)
-        self._environment.events.request.fire(
-            request_type="POST",
-            name=answer.label,
-            response_time=(answer.ended - answer.started) * 1000,
-            response_length=answer.size,
-            exception=Failed(answer.reason) if answer.outcome in ("failed", "rejected") else None,
-            context={},
-        )
-
-    def _watch_lag(self) -> None:
-        """Samples how late this process runs what is due; the answers' times are off by up to this lag."""
-        while True:
-            due = time.monotonic() + LAG_INTERVAL_S
-            gevent.sleep(LAG_INTERVAL_S)
-            self._lags.append(max(0.0, time.monotonic() - due))
+    def end(self, environment: Any) -> None:
+        """Ends the fleet, judges the run and writes the summary."""
+        found = report.figures(environment.stats)
+        try:
+            found |= metrics.acceptance_length(self._before, metrics.read(self._http))
+            if "leftover" in self.limits:
+                found["leftover"] = metrics.left_over(self._http)
+        except httpx.HTTPError as error:
+            print(f"/metrics does not answer: {type(error).__name__}", file=sys.stderr)
+        self.results.mkdir(parents=True, exist_ok=True)
+        if self.fleet is not None:
+            self.fleet.stop()
+            (self.results / "serve.log").write_text(self.fleet.tail, encoding="utf-8")
+        missed = slo.misses(self.limits, found)
+        missed += [f"a user failed: {each['msg']}" for each in environment.runner.exceptions.values()]
+        passed, name = not missed, environment.parsed_options.scenario
+        summary = report.Summary(name, self.users, self.knobs.duration_s, passed, found, self.limits, missed)
+        summary.write(self.results)
+        # Shown after Locust's tables.
+        environment.events.quit.add_listener(lambda **_: print(f"\n{summary.text()}\n\nreports in {self.results}"))
+        environment.process_exit_code = 0 if passed else 1
 
 
 @events.init_command_line_parser.add_listener
 def _add_options(parser: Any) -> None:
-    parser.add_argument("--load-plan", required=True, include_in_web_ui=False, help="plan written by `python -m loadtest`")
+    names = "; ".join(f"{name}: {each.summary}" for name, each in SCENARIOS.items())
+    figures = ", ".join(slo.FLOORS + slo.CEILINGS)
+    add = partial(parser.add_argument, include_in_web_ui=False)
+    add("--scenario", default="chat", choices=sorted(SCENARIOS), help=names)
+    add("--duration", type=gt_zero(float), metavar="S", help="seconds of load (default: the scenario's own)")
+    add("--prompt-tokens", type=gt_zero(int), default=128, metavar="N", help="length of prompts, roughly")
+    add("--max-tokens", type=gt_zero(int), default=64, metavar="N", help="longest answer")
+    add("--temperature", type=float, default=0.0, metavar="X", help="sampling temperature")
+    add("--seed", type=int, default=0, metavar="N", help="the same seed asks the same")
+    add("--model", default="", metavar="NAME", help="model to ask for (default: the first that is served)")
+    add("--api-key", env_var="OPENAI_API_KEY", metavar="KEY", help="key of the gateway")
+    add("--timeout", type=gt_zero(float), default=120.0, metavar="S", help="longest silence of a connection")
+    add("--slo", type=slo.parse, default={}, metavar="NAME=LIMIT,...", help=f"on top of the default limits: {figures}")
+    add("--no-default-slo", action="store_true", help="only the limits given with --slo")
+    add("--results", metavar="DIR", help="where reports go (default: loadtest/results/SCENARIO-TIME)")
+    add("--serve", default="", metavar="SETTINGS", help="of the `outrider serve` that is started where no --host is given")
 
 
 @events.init.add_listener
 def _prepare(environment: Any, **_: Any) -> None:
-    environment.load = Load(environment, Plan.read(Path(environment.parsed_options.load_plan)))
+    options = environment.parsed_options
+    if options.host and options.serve:
+        _refuse(2, "settings behind -- are for a fleet started here; with --host there is none")
+    if options.master or options.worker or options.processes:
+        _refuse(2, "the load comes from one process")
+    try:
+        environment.load = Load(environment)
+    except OutriderError as error:
+        _refuse(1, error.message)
+    except httpx.HTTPError as error:
+        _refuse(1, f"{environment.host} does not answer: {error}")
 
 
-@events.test_start.add_listener
-def _begin(environment: Any, **_: Any) -> None:
-    environment.load.begin()
+def _refuse(status: int, message: str) -> NoReturn:
+    print(f"loadtest: {message}", file=sys.stderr)
+    sys.exit(status)
 
 
 @events.quitting.add_listener
 def _end(environment: Any, **_: Any) -> None:
-    environment.load.end()
-    # The parent process judges the run, so Locust's exit status for failures is not used.
-    environment.process_exit_code = 0
+    environment.load.end(environment)
 
 
 class Shape(LoadTestShape):
-    """The scenario's stages."""
+    """The scenario's number of users over time."""
+
+    use_common_options = True
 
     def tick(self) -> tuple[int, float] | None:
         assert self.runner is not None
-        users = users_at(self.runner.environment.load.stages, self.get_run_time())
-        return None if users is None else (users, SPAWN_RATE)
+        load: Load = self.runner.environment.load
+        share = self.get_run_time() / load.knobs.duration_s
+        return (load.scenario.shape(share, load.users), SPAWN_RATE) if share < 1 else None
 
 
 class Asker(User):
@@ -116,29 +151,39 @@ class Asker(User):
 
     def on_start(self) -> None:
         self.load: Load = self.environment.load
-        plan = self.load.plan
-        self.index = next(self.load.indices)
-        self.number = 0
-        self.connection = Client(plan.host, os.environ.get("OPENAI_API_KEY"), plan.timeout_s)
+        self.connection = self.load.connect()
         # A string as seed gives the same numbers in every process; `hash` of a string does not.
-        chance = random.Random(f"{plan.knobs.seed}/{self.index}")
-        self.workload = self.load.scenario.make(plan.knobs, chance, lambda: time.monotonic() - self.load.began)
+        chance = random.Random(f"{self.load.knobs.seed}/{next(self.load.indices)}")
+        self.workload = self.load.scenario.make(self.load.knobs, chance, self.environment.shape_class.get_run_time)
         self.next = next(self.workload)
 
     @task
     def work(self) -> None:
         began = time.monotonic()
         try:
-            answer = self.connection.ask(self.next, self.index, self.number)
-        except gevent.GreenletExit:
-            # Locust stops users after the load and its drain time.  A request that is still open counts as failed: without
+            answer = self.connection.ask(self.next)
+        except GreenletExit:
+            # Locust stops users after the load and its --stop-timeout.  A request that is still open counts as failed: without
             # this record, a server that hangs would look as if it had not been asked.
-            ended = time.monotonic()
-            self.load.book(Answer(self.next.label, self.index, self.number, began, "failed", UNANSWERED, ended=ended))
+            self.book(self.next, Answer(began, fault=UNANSWERED))
             raise
-        self.number += 1
-        self.next = self.workload.send(answer)
-        self.load.book(answer)
+        self.book(self.next, answer)
+        self.next = self.workload.send(answer.text)
+
+    def book(self, ask: Ask, answer: Answer) -> None:
+        """Records an answer; only complete ones are timed."""
+        self.environment.events.request.fire(
+            request_type="POST",
+            name=ask.label,
+            response_time=None if answer.fault else (answer.ended - answer.started) * 1000,
+            response_length=answer.size,
+            exception=answer.fault or None,
+            context={},
+        )
+        if not answer.fault:
+            for kind, value in answer.figures().items():
+                # Not as requests, which would count each request five times in Locust's totals.
+                self.environment.stats.get(ask.label, kind).log(value, 0)
 
     def on_stop(self) -> None:
-        self.connection.close()
+        self.connection.http.close()

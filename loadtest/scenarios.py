@@ -1,45 +1,132 @@
-"""The scenarios by name: the workload, the number of users over time, and special objectives of each.  Pure."""
+"""The scenarios: what their users ask, and the number of users over time.  Pure but for the prompts' source.
+
+A workload is a generator: it yields an `Ask`, is sent the answer's text, and yields the next `Ask`.  It never ends by itself.
+All its choices come from its own `random.Random`.  So the same seed gives the same requests, whatever the server answers,
+unless an answer is part of the next request (`multiturn`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import math
+import random
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from loadtest import workloads
+from loadtest import prompts
 
-
-class Stage(NamedTuple):
-    """A period of the load with a constant number of users."""
-
-    until_s: float
-    users: int
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
-Stages = Callable[[int, float], list[Stage]]
-"""(users, duration in s) -> the stages, in order of time."""
+@dataclass(frozen=True)
+class Knobs:
+    """The options of a workload."""
+
+    model: str
+    prompt_tokens: int = 128
+    max_tokens: int = 64
+    temperature: float = 0.0
+    seed: int = 0
+    duration_s: float = 30.0
 
 
-def constant(users: int, duration_s: float) -> list[Stage]:
-    """One number of users throughout."""
-    return [Stage(duration_s, users)]
+class Ask(NamedTuple):
+    """One request to make."""
+
+    label: str
+    path: str
+    body: dict[str, Any]
 
 
-def burst(users: int, duration_s: float) -> list[Stage]:
-    """Three times one user, then all users, each for a sixth of the time."""
-    sixth = duration_s / 6
-    return [Stage(sixth * (step + 1), 1 if step % 2 == 0 else users) for step in range(6)]
+Workload = Generator[Ask, str, None]
+Make = Callable[[Knobs, random.Random, Callable[[], float]], Workload]
+"""(knobs, chance, seconds since the load began) -> workload."""
 
 
-def ramp(users: int, duration_s: float) -> list[Stage]:
+def chat(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
+    """Chat completions with prompts of one length."""
+    while True:
+        yield _chat(knobs, "chat", [_user(prompts.prompt("code", knobs.prompt_tokens, chance))])
+
+
+def completion(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
+    """Completions with prompts of one length."""
+    while True:
+        yield _completion(knobs, "completion", prompts.prompt("code", knobs.prompt_tokens, chance))
+
+
+def mixed(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
+    """Both endpoints; prompts of 1/16 to 4 times the given length, answers of 1/8 to 2 times, log-uniform."""
+    while True:
+        length = log_uniform(knobs.prompt_tokens / 16, knobs.prompt_tokens * 4, chance)
+        limit = log_uniform(knobs.max_tokens / 8, knobs.max_tokens * 2, chance)
+        text = prompts.prompt("code", length, chance)
+        size = "short" if limit <= knobs.max_tokens / 2 else "long"
+        if chance.random() < 0.5:
+            yield _chat(knobs, f"chat {size}", [_user(text)], limit)
+        else:
+            yield _completion(knobs, f"completion {size}", text, limit)
+
+
+def multiturn(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
+    """Conversations of four turns after one long system prompt that all users share."""
+    shared = {"role": "system", "content": prompts.prompt("prose", knobs.prompt_tokens * 2, random.Random(knobs.seed))}
+    while True:
+        messages = [shared]
+        for turn in range(1, 5):
+            messages = [*messages, _user(prompts.prompt("code", knobs.prompt_tokens // 4, chance))]
+            text = yield _chat(knobs, f"turn {turn}", messages)
+            messages = [*messages, {"role": "assistant", "content": text}]
+
+
+def domain_shift(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
+    """Code in the first half of the time, prose in the second."""
+    while True:
+        domain: prompts.Domain = "code" if elapsed() < knobs.duration_s / 2 else "prose"
+        yield _completion(knobs, domain, prompts.prompt(domain, knobs.prompt_tokens, chance))
+
+
+def log_uniform(low: float, high: float, chance: random.Random) -> int:
+    """A whole number between `low` and `high`, at least 1, whose logarithm is uniform."""
+    return max(1, round(math.exp(chance.uniform(math.log(max(low, 1)), math.log(max(high, 1))))))
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def _common(knobs: Knobs, max_tokens: int | None) -> dict[str, Any]:
+    return {
+        "model": knobs.model,
+        "max_tokens": max_tokens or knobs.max_tokens,
+        "temperature": knobs.temperature,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+
+
+def _chat(knobs: Knobs, label: str, messages: list[dict[str, str]], max_tokens: int | None = None) -> Ask:
+    return Ask(label, CHAT, {**_common(knobs, max_tokens), "messages": messages})
+
+
+def _completion(knobs: Knobs, label: str, text: str, max_tokens: int | None = None) -> Ask:
+    return Ask(label, COMPLETIONS, {**_common(knobs, max_tokens), "prompt": text})
+
+
+def constant(share: float, users: int) -> int:
+    """The number of users after this share of the time: always all."""
+    return users
+
+
+def burst(share: float, users: int) -> int:
+    """One user, then all users, each for a sixth of the time, three times."""
+    return 1 if int(share * 6) % 2 == 0 else users
+
+
+def ramp(share: float, users: int) -> int:
     """More users step by step, up to all of them, in at most eight steps of equal length."""
     steps = min(users, 8)
-    return [Stage(duration_s * (step + 1) / steps, max(1, round(users * (step + 1) / steps))) for step in range(steps)]
-
-
-def users_at(stages: list[Stage], elapsed_s: float) -> int | None:
-    """Number of users at this time; None: the load is over."""
-    return next((stage.users for stage in stages if elapsed_s < stage.until_s), None)
+    return max(1, round(users * (int(share * steps) + 1) / steps))
 
 
 @dataclass(frozen=True)
@@ -47,37 +134,18 @@ class Scenario:
     """One way to load a gateway."""
 
     summary: str
-    make: workloads.Make
+    make: Make
     users: int = 4
     duration_s: float = 30.0
-    stages: Stages = constant
-    kills_drafter: bool = False
-    compares: bool = False
-    """Whether the scenario runs twice, first on a fleet without speculation, and is compared by pairs of requests."""
-    slo: Mapping[str, float] = field(default_factory=dict)
-    """Objectives in addition to `slo.DEFAULT`."""
+    shape: Callable[[float, int], int] = constant
+    """(share of the time that has passed, users at the peak) -> users now."""
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "chat": Scenario("chat completions, streamed", workloads.chat),
-    "completion": Scenario("completions, streamed", workloads.completion),
-    "mixed": Scenario("both endpoints, short and long prompts and answers", workloads.mixed),
-    "multiturn": Scenario("conversations of four turns behind one shared system prompt", workloads.multiturn),
-    "domain-shift": Scenario("code for the first half of the time, then prose", workloads.domain_shift),
-    "burst": Scenario("one user, and all of them in bursts", workloads.completion, users=16, stages=burst),
-    "ramp": Scenario("more users step by step", workloads.completion, users=16, duration_s=60.0, stages=ramp),
-    "soak": Scenario(
-        "mixed lengths for a long time; speed must not decay", workloads.mixed, duration_s=600.0, slo={"tgs_drift": 0.7}
-    ),
-    "aborts": Scenario("clients leave in the middle of every other stream", workloads.aborts),
-    "bad-input": Scenario("two of three requests are wrong and get a clean 4xx", workloads.bad_input),
-    "fault": Scenario(
-        "a drafter is killed after a third of the time; no request may notice", workloads.completion, kills_drafter=True
-    ),
-    "compare": Scenario(
-        "the same requests without and with speculation, compared pair by pair",
-        workloads.completion,
-        compares=True,
-        slo={"identical": 0.95},
-    ),
+    "chat": Scenario("chat completions, streamed", chat),
+    "mixed": Scenario("both endpoints, short and long prompts and answers", mixed),
+    "multiturn": Scenario("conversations of four turns behind one shared system prompt", multiturn),
+    "domain-shift": Scenario("code for the first half of the time, then prose", domain_shift),
+    "burst": Scenario("one user, and all of them in bursts", completion, users=16, shape=burst),
+    "ramp": Scenario("more users step by step", completion, users=16, duration_s=60.0, shape=ramp),
 }

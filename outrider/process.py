@@ -20,13 +20,14 @@ SHOWN_LINES = 40
 class FleetProcess:
     """`outrider serve` on a free loopback port, in a session of its own.  The caller gets no signal handlers and no Ray."""
 
-    def __init__(self, settings: dict[str, object]) -> None:
+    def __init__(self, settings: dict[str, object], *given: str) -> None:
+        """`given` are further settings, written as on the command line."""
         flags = [f"--{name.replace('_', '-')}={_text(value)}" for name, value in settings.items() if value is not None]
         self.url = ""
         self._log: deque[str] = deque(maxlen=SHOWN_LINES)
         self._known = threading.Event()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "outrider.child", "serve", "--port=0", *flags],
+            [sys.executable, "-m", "outrider.child", "serve", "--port=0", *flags, *given],
             env=os.environ | {"PYTHONUNBUFFERED": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 
-from loadtest.served import descendants
 from tests.chaos import census
 from tests.chaos.faults import FULL, QUICK, Done, Saboteur, schedule
 from tests.chaos.workload import Case, Outcome, ask, cases, failed, what_is_wrong
 from tests.support.fleet_process import ServedFleet
+from tests.support.process_tree import descendants
 
 SETTLE_S = 150.0
 """How long counters may take to fall to zero after the last request."""

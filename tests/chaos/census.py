@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from loadtest.served import descendants
+from tests.support.process_tree import descendants
 
 
 def name_of(pid: int) -> str:

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.served import descendants
 from tests.chaos.census import name_of
-from tests.support.process_tree import leftovers, wait_gone
+from tests.support.process_tree import descendants, leftovers, wait_gone
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 

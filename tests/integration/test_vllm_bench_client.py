@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import aiohttp
+import pytest
 from vllm.benchmarks.lib.endpoint_request_func import (
     RequestFuncInput,
     async_request_openai_chat_completions,
@@ -10,6 +11,7 @@ from vllm.benchmarks.lib.endpoint_request_func import (
 )
 from vllm.benchmarks.serve import fetch_spec_decode_metrics, get_first_model_from_server
 
+from loadtest.vllm_bench import main
 from tests.support.fake_verifier import eventually
 from tests.support.running_gateway import running_gateway
 
@@ -41,3 +43,19 @@ async def test_without_speculation_there_is_no_acceptance_to_report():
     async with running_gateway(mode="off") as running, aiohttp.ClientSession() as session:
         found = await fetch_spec_decode_metrics(running.server.url, session)
         assert found is None or found.num_drafts == 0
+
+
+def test_it_has_the_options_that_the_documentation_uses(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--help=all"])
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    for option in (
+        "--base-url",
+        "--tokenizer",
+        "--random-input-len",
+        "--random-output-len",
+        "--num-prompts",
+        "--max-concurrency",
+    ):
+        assert option in shown

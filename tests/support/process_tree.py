@@ -6,7 +6,16 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import psutil
+
 from tests.support.fleet_process import wait_for
+
+
+def descendants(pid: int) -> set[int]:
+    try:
+        return {child.pid for child in psutil.Process(pid).children(recursive=True)}
+    except psutil.NoSuchProcess:
+        return set()
 
 
 def wait_gone(pids: Iterable[int], timeout_s: float = 20.0) -> None:

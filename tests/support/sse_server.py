@@ -14,12 +14,12 @@ Framing = Literal["chunked", "close", "length"]
 WAIT_S = 10.0
 
 
-def stream_of(*texts: str, done: bool = True, usage: int | None = None) -> list[bytes]:
+def stream_of(*texts: str, done: bool = True) -> list[bytes]:
     """The events of a streamed completion, one piece each."""
     chunks: list[dict[str, Any]] = [
         {"choices": [{"index": 0, "text": text, "finish_reason": "length" if text == texts[-1] else None}]} for text in texts
     ]
-    chunks.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": usage or len(texts)}})
+    chunks.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": len(texts)}})
     pieces = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks]
     return [*pieces, b"data: [DONE]\n\n"] if done else pieces
 
@@ -40,7 +40,6 @@ class PiecewiseServer:
 
     def __init__(self, pieces: Sequence[bytes], framing: Framing = "chunked", cut_off: bool = False) -> None:
         self.sent = 0
-        self.client_left = threading.Event()
         self._pieces = pieces
         self._framing = framing
         self._cut_off = cut_off
@@ -89,20 +88,14 @@ class PiecewiseServer:
                     connection.shutdown(socket.SHUT_WR)
                 while connection.recv(65536):
                     pass
-                self.client_left.set()
             except (ConnectionError, TimeoutError):
-                self.client_left.set()
+                pass  # the client has left
 
 
 class StubGateway:
-    """Has the routes that load tests use; answers every POST with `pieces`, one every `pause_s`.
-
-    `drafters` are the drafters in `/fleet`, by process id.
-    """
+    """Has the routes that load tests use; answers every POST with `pieces`, one every `pause_s`."""
 
     def __init__(self, pieces: Sequence[bytes], pause_s: float = 0.0) -> None:
-        self.drafters = {4001: "drafter-0"}
-        stub = self
         metrics = b"vllm:spec_decode_num_drafts_total 4\nvllm:spec_decode_num_accepted_tokens_total 6\n"
         documents = {"/v1/models": b'{"data": [{"id": "stub"}]}', "/metrics": metrics}
 
@@ -111,14 +104,13 @@ class StubGateway:
             disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
-                fleet = {"drafters": [{"pid": pid, "id": name, "state": "ready"} for pid, name in stub.drafters.items()]}
-                self._answer([json.dumps(fleet).encode() if self.path == "/fleet" else documents[self.path]], "text/plain")
+                self._answer([documents[self.path]], "text/plain")
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["content-length"]))
-                self._answer(pieces, "text/event-stream")
+                self._answer(pieces, "text/event-stream", pause_s)
 
-            def _answer(self, parts: Sequence[bytes], kind: str) -> None:
+            def _answer(self, parts: Sequence[bytes], kind: str, pause_s: float = 0.0) -> None:
                 self.send_response(200)
                 self.send_header("content-type", kind)
                 self.send_header("content-length", str(sum(map(len, parts))))

@@ -1,19 +1,15 @@
-"""The scenarios: what they ask, when, and what the command line makes of it."""
+"""The scenarios: what they ask, and when; the objectives, and the server's own figures."""
 
 from __future__ import annotations
 
 import json
 import random
-from pathlib import Path
+from argparse import ArgumentTypeError
 
 import pytest
 
-from loadtest.__main__ import main, without_key
-from loadtest.options import OptionsError, parse
-from loadtest.scenarios import SCENARIOS, burst, constant, ramp, users_at
-from loadtest.slo import DEFAULT
-from loadtest.timing import Answer
-from loadtest.workloads import Ask, Knobs, log_uniform
+from loadtest import metrics, slo
+from loadtest.scenarios import SCENARIOS, Ask, Knobs, burst, constant, log_uniform, ramp
 
 KNOBS = Knobs(model="m", duration_s=30.0)
 
@@ -21,8 +17,7 @@ KNOBS = Knobs(model="m", duration_s=30.0)
 def asked(name: str, count: int, seed: str = "s", elapsed: float = 0.0) -> list[Ask]:
     """The first questions of one user."""
     workload = SCENARIOS[name].make(KNOBS, random.Random(seed), lambda: elapsed)
-    answer = Answer("", 0, 0, 0.0, "ok", text="answer")
-    return [next(workload), *(workload.send(answer) for _ in range(count - 1))]
+    return [next(workload), *(workload.send("answer") for _ in range(count - 1))]
 
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
@@ -32,10 +27,9 @@ def test_the_same_seed_asks_the_same_and_streams_want_their_usage(name: str) -> 
     assert asks != asked(name, 12, seed="other")
     for ask in asks:
         assert ask.path.startswith("/v1/")
-        if ask.expect_status == 200:
-            assert ask.body["stream"] is True
-            assert ask.body["stream_options"] == {"include_usage": True}
-            json.dumps(ask.body)
+        assert ask.body["stream"] is True
+        assert ask.body["stream_options"] == {"include_usage": True}
+        json.dumps(ask.body)
 
 
 def test_a_conversation_grows_and_keeps_its_prefix() -> None:
@@ -52,12 +46,6 @@ def test_the_domain_shifts_at_half_time() -> None:
     assert {ask.label for ask in asked("domain-shift", 5, elapsed=15.1)} == {"prose"}
 
 
-def test_aborts_and_wrong_requests_come_among_right_ones() -> None:
-    assert {ask.abort_after is None for ask in asked("aborts", 20)} == {True, False}
-    statuses = {ask.expect_status for ask in asked("bad-input", 60)}
-    assert {200, 400, 404, 415} == statuses
-
-
 def test_lengths_are_spread_evenly_over_their_logarithm() -> None:
     chance = random.Random(0)
     drawn = [log_uniform(8, 512, chance) for _ in range(2000)]
@@ -66,56 +54,43 @@ def test_lengths_are_spread_evenly_over_their_logarithm() -> None:
     assert sum(each <= 64 for each in drawn) == pytest.approx(1000, abs=120)
 
 
-def test_stages() -> None:
-    assert users_at(constant(4, 10), 9.9) == 4
-    assert users_at(constant(4, 10), 10.0) is None
-    assert [users_at(burst(16, 60), at) for at in (5, 15, 25, 35, 45, 55)] == [1, 16, 1, 16, 1, 16]
-    steps = ramp(16, 80)
-    assert [stage.users for stage in steps] == [2, 4, 6, 8, 10, 12, 14, 16]
-    assert steps[-1].until_s == 80
-    assert [stage.users for stage in ramp(3, 30)] == [1, 2, 3]
+def test_the_number_of_users_over_time() -> None:
+    assert {constant(share / 10, 4) for share in range(10)} == {4}
+    assert [burst((step + 0.5) / 6, 16) for step in range(6)] == [1, 16, 1, 16, 1, 16]
+    assert [ramp((step + 0.5) / 8, 16) for step in range(8)] == [2, 4, 6, 8, 10, 12, 14, 16]
+    assert [ramp((step + 0.5) / 3, 3) for step in range(3)] == [1, 2, 3]
 
 
-def test_options_have_the_scenarios_defaults_and_pass_settings_on() -> None:
-    options = parse(["--scenario", "burst", "--slo", "tgs_p50=9", "--", "--mode", "sync"], "key", "now")
-    assert (options.users, options.knobs.duration_s) == (16, 30.0)
-    assert options.serve == ("--mode", "sync")
-    assert options.api_key == "key"
-    assert options.slo == {**DEFAULT, "tgs_p50": 9}
-    assert options.results == Path("loadtest/results/burst-now")
+def test_objectives_are_read_and_checked() -> None:
+    assert slo.parse("ttft_p95_ms=2000, failures=0,tgs_p50=20") == {"ttft_p95_ms": 2000, "failures": 0, "tgs_p50": 20}
+    for wrong, hint in (("ttft_p95=1", "did you mean ttft_p95_ms"), ("failures", "name=limit"), ("failures=x", "not a number")):
+        with pytest.raises(ArgumentTypeError, match=hint):
+            slo.parse(wrong)
+    assert set(slo.DEFAULT) <= {*slo.CEILINGS, *slo.FLOORS}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--scenario", "nope"], "invalid choice"),
-        (["--users", "0"], "invalid int value|not above 0"),
-        (["--scenario", "fault", "--host", "http://h"], "starts itself"),
-        (["--host", "http://h", "--", "--mode", "off"], "behind --"),
-        (["--host", "127.0.0.1:80"], "expected a URL"),
-        (["--slo", "ttft=1"], "no figure"),
-        (["--slo", "missing.yaml"], "No such file"),
-    ],
-)
-def test_wrong_arguments_are_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(OptionsError, match=message):
-        parse(arguments, None, "now")
-    assert main(arguments) == 2
-    assert len(capsys.readouterr().err.strip().splitlines()) == 1
-
-
-def test_objectives_from_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "slo.yaml"
-    file.write_text("ttft_p95_ms: 300\nfailures: 1\n")
-    options = parse(["--slo", str(file), "--no-default-slo"], None, "now")
-    assert options.slo == {"ttft_p95_ms": 300, "failures": 1}
-
-
-def test_keys_are_not_written_down() -> None:
-    assert without_key(["--api-key", "s3", "--x", "--", "--gateway-api-key=s4"]) == [
-        "--api-key",
-        "***",
-        "--x",
-        "--",
-        "--gateway-api-key=***",
+def test_a_limit_is_kept_at_its_very_value_and_missed_without_one() -> None:
+    limits = {"ttft_p95_ms": 100.0, "tgs_p50": 20.0, "failures": 0.0, "acceptance_length": 2.0}
+    assert slo.misses(limits, limits) == []
+    assert slo.misses(limits, {"ttft_p95_ms": 101.0, "tgs_p50": 19.0, "failures": 1.0}) == [
+        "ttft_p95_ms: 101 is above the limit of 100",
+        "tgs_p50: 19 is below the limit of 20",
+        "failures: 1 is above the limit of 0",
+        "acceptance_length: nothing was measured (limit 2)",
     ]
+
+
+METRICS = """# HELP x y
+vllm:spec_decode_num_drafts_total{{verifier="a"}} {drafts}
+vllm:spec_decode_num_drafts_total{{verifier="b"}} 1
+vllm:spec_decode_num_accepted_tokens_total {accepted}
+outrider_requests_in_flight 3.0
+"""
+
+
+def test_the_servers_own_figures() -> None:
+    before = metrics.parse(METRICS.format(drafts=10, accepted=5))
+    after = metrics.parse(METRICS.format(drafts=110, accepted=155))
+    assert [before[name] for name in metrics.IN_FLIGHT] == [3, 0, 0]
+    assert metrics.acceptance_length(before, after) == {"acceptance_length": 2.5}
+    assert metrics.acceptance_length(before, before) == {}

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.served import descendants
 from tests.support.fleet_process import ROOT, ServedFleet
-from tests.support.process_tree import leftovers, shared_memory, wait_gone
+from tests.support.process_tree import descendants, leftovers, shared_memory, wait_gone
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
