@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from backend.fleet import IDLE_CAUSES
-from backend.records.reading import Records, Selection
+from backend.records.reading import Records, Selection, Worker
 from backend.records.summary import request_speeds, summarise
 from dashboards.scraping import Prometheus
 
@@ -75,8 +75,8 @@ def compare(prometheus: Prometheus, records: Path, since: float, until: float) -
     of_prometheus = _figures(_growth(prometheus, since, until))
     buckets = {name: _buckets(prometheus, metric, since, until) for name, metric in _HISTOGRAMS.items()}
     of_prometheus |= dict(_speeds_from_histograms(prometheus, buckets, since, until))
-    chosen = Records(records, Selection(since=since, until=until))
-    of_records = _figures(_recorded(chosen)) | dict(_speeds_from_requests(chosen, buckets))
+    workers = Records(records, Selection(since=since, until=until)).workers()
+    of_records = _figures(_recorded(workers)) | dict(_speeds_from_requests(workers, buckets))
     names = [*of_records, *(name for name in of_prometheus if name not in of_records)]
     return [
         Quantity(name, of_prometheus.get(name), of_records.get(name), is_share=name.endswith("share"))
@@ -145,18 +145,14 @@ def _differences(prometheus: Prometheus, promql: str, since: float, until: float
         yield labels, value - before.get(tuple(sorted(labels.items())), 0.0)
 
 
-def _recorded(records: Records) -> Sums:
-    summary = summarise(records)
+def _recorded(workers: Sequence[Worker]) -> Sums:
+    summary = summarise(workers)
     found: Sums = {
-        ("steps", ""): summary.steps,
-        ("tokens", ""): summary.tokens,
-        ("verifications", ""): summary.verifications,
-        ("busy_s", ""): summary.busy_s,
-        ("verify_s", ""): summary.verify_s,
-        ("drafts", ""): summary.live.drafts,
-        ("accepted", ""): summary.live.accepted,
+        (name, ""): sum(getattr(each, name) for each in summary.workers)
+        for name in ("steps", "tokens", "verifications", "busy_s", "verify_s")
     }
-    found |= {("idle_s", cause): seconds for cause, seconds in summary.idle_s.items()}
+    found |= {("drafts", ""): summary.live.drafts, ("accepted", ""): summary.live.accepted}
+    found |= {("idle_s", cause): sum(each.idle_s[cause] for each in summary.workers) for cause in IDLE_CAUSES}
     for drafter, each in summary.by_drafter.items():
         found |= {("drafts_by", drafter): each.drafts, ("accepted_by", drafter): each.accepted}
     return found
@@ -181,12 +177,11 @@ def _speeds_from_histograms(
         yield f"{name}, median (of buckets)", quantile(0.5, buckets[name])
 
 
-def _speeds_from_requests(records: Records, buckets: dict[str, Buckets]) -> Iterator[tuple[str, float | None]]:
+def _speeds_from_requests(workers: Sequence[Worker], buckets: dict[str, Buckets]) -> Iterator[tuple[str, float | None]]:
     speeds: dict[str, list[float]] = {name: [] for name in _HISTOGRAMS}
-    for incarnation in records.incarnations:
-        for rows in records.tables(incarnation, "request"):
-            for name, each in zip(_HISTOGRAMS, request_speeds(rows), strict=True):
-                speeds[name] += each.tolist()
+    for worker in workers:
+        for name, each in zip(_HISTOGRAMS, request_speeds(worker.requests), strict=True):
+            speeds[name] += each.tolist()
     for name, values in speeds.items():
         counted = [(bound, float(sum(value <= bound for value in values))) for bound, _ in buckets[name]]
         yield f"{name}, requests", len(values)
