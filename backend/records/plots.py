@@ -33,8 +33,8 @@ def load(workers: Workers, summary: Summary) -> Any | None:
     figure, (batches, speeds) = _figure(WIDTH, 4.6, 2, sharex=True)
     for worker in workers:
         middles, sizes, tgs = _stretches(worker.steps, summary)
-        batches.plot(middles, sizes, label=str(worker.name), linewidth=1.2)
-        speeds.plot(middles, tgs, linewidth=1.2)
+        batches.plot(middles, sizes, label=str(worker.name), linewidth=1.2, marker=".", markersize=3)
+        speeds.plot(middles, tgs, linewidth=1.2, marker=".", markersize=3)
     batches.set_ylabel("requests in a step")
     speeds.set_ylabel("TGS, tokens/s\nof one request")
     speeds.set_xlabel("seconds")
@@ -130,7 +130,7 @@ def stragglers(workers: Workers, summary: Summary) -> Any | None:
     """When each worker ran how many requests, and for how long the last one ran after the others."""
     figure, (axes,) = _figure(WIDTH, 1.5 + 0.42 * len(workers))
     sizes = np.array([_stretches(worker.steps, summary)[1] for worker in workers])
-    end = summary.straggler.finished_s
+    end = max(summary.straggler.finished_s, 1e-3)
     image = axes.imshow(
         sizes, cmap="Blues", vmin=0, aspect="auto", interpolation="nearest", extent=(0, end, len(workers) - 0.5, -0.5)
     )

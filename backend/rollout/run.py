@@ -80,8 +80,7 @@ class RoundRunner:
         self._numbers: dict[str, int] = {}
         """Request number by id, for each time that a request was sent."""
         self._sent_at: dict[int, float] = {}
-        self._first_at: dict[int, float] = {}
-        """By index in the batch: when the request was first sent, and when its first token arrived."""
+        """By index in the batch: when the request was first sent."""
         self._parts: dict[int, Part] = {}
         """By worker number."""
         self._tokens = 0
@@ -149,8 +148,6 @@ class RoundRunner:
             if not answer.outputs:
                 continue
             outputs, answer.outputs = answer.outputs, []
-            if answer.first_at:
-                self._first_at.setdefault(sent.place, answer.first_at)
             response = self._responses.take(sent.place, outputs)
             if response is not None:
                 self._end(request_id, sent, response)
@@ -187,8 +184,7 @@ class RoundRunner:
             # The worker knows nothing of stop strings.
             sent.worker.client.abort(request_id)
         since, tokens = time.time() - time.monotonic(), len(output.token_ids)
-        first_at = self._first_at.get(sent.place, answer.last_at)
-        times = (since + self._sent_at[sent.place], since + first_at, since + answer.last_at)
+        times = (since + self._sent_at[sent.place], since + answer.last_at, since + answer.last_at)
         row = RequestRow(
             str(request.number), *times, len(request.prompt), tokens, 0, 0, 0, output.finish_reason, request.fixed is not None
         )

@@ -85,7 +85,7 @@ def test_the_report_shows_every_plot(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_round_of_a_rollout_is_read_like_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verifications = [verification(0, "1", 4, 4, teacher_forced=True)]
-    rows = RowBatch([step(0, 0.0)], verifications, [request("1", 0.0, 0.1, 0.2, 5)])  # type: ignore[list-item]
+    rows = RowBatch([step(0, 0.0)], verifications, [request("1", 0.0, 0.1, 0.2, 5)])
     finished = Round(0, parts=[Part(0, rows), Part(1, rows)])
     for _ in range(2):  # The second time replaces the first.
         write_round(tmp_path / "round0", finished, {"fixed_responses": True}, "", Settings())

@@ -192,7 +192,7 @@ def settled(*parts: Part, deaths: Sequence[Death] = ()) -> Round:
     finished = Round(0, 4.0, list(parts), deaths=list(deaths))
     for row in (row for each in parts for row in each.ended):
         output = SimpleNamespace(token_ids=[1] * row.tokens)
-        finished.responses[int(row.request_id)] = SimpleNamespace(outputs=[output])  # type: ignore[assignment]
+        finished.responses[int(row.request_id)] = SimpleNamespace(outputs=[output])
     finished.settle({f"0-{number}-1": number for number in range(100)})
     return finished
 
