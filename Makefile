@@ -64,9 +64,9 @@ bench-gateway: setup-dev ## measure what the gateway costs per chunk and request
 rollout-demo: setup ## replay 128 responses on two verifiers, natively and disaggregated (some minutes; writes rollouts/)
 	@$(BIN)/outrider trace make stdlib --out rollouts/train.0.parquet --limit 128 --max-gen 1500
 	@$(BIN)/outrider rollout --trace rollouts/train.0.parquet --fixed-responses --verifiers 2 \
-	  --impl native --out rollouts/native $(ARGS)
+	  --mode native --out rollouts/native $(ARGS)
 	@$(BIN)/outrider rollout --trace rollouts/train.0.parquet --fixed-responses --verifiers 2 --drafters 2 \
-	  --impl disaggregated --out rollouts/disaggregated $(ARGS)
+	  --out rollouts/disaggregated $(ARGS)
 
 load: setup-load ## load a fleet and judge what its clients see (ARGS="--scenario mixed --users 8")
 	@exec $(BIN)/python -m loadtest $(ARGS)

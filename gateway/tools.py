@@ -14,18 +14,10 @@ from gateway.signals import FAILED, OK, signals
 
 
 def records(arguments: list[str]) -> int:
-    """Reads records."""
+    """Summarises, draws and converts records."""
     from backend.records.main import main
 
     main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
-    return OK
-
-
-def report(arguments: list[str]) -> int:
-    """Draws records or a rollout."""
-    from backend.records.report import main
-
-    main(arguments, present.Progress().say)
     return OK
 
 

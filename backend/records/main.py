@@ -1,59 +1,97 @@
-"""`outrider records DIR summary | join | export`: summarises records, or converts them to files for other programs."""
+"""`outrider records DIR summary | report | join | export`: figures and plots of records, and files for other programs."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import pyarrow.compute as pc
 
 from backend.config.sources import Parser
-from backend.records import export, summary
-from backend.records.reading import Records, RecordsError, Selection
+from backend.records import export
+from backend.records.markdown import FORCED, sections
+from backend.records.plots import draw
+from backend.records.reading import EVERYTHING, Records, RecordsError, Selection, Worker
 from backend.records.schema import KINDS
+from backend.records.summary import Summary, summarise
 
-DESCRIPTION = """Reads what verifiers wrote with --records-dir.
-summary: lengths, speeds, idle time; join: every verification with its step and its request; export: the rows of each kind.
+DESCRIPTION = """Reads what verifiers wrote with --records-dir, or a rollout in the directory of a round.
+summary: lengths, speeds, acceptance, idle time; report: the summary with plots, as Markdown and PNG files;
+join: every verification with its step and its request; export: the rows of each kind.
 """
+SUFFIXES: dict[str, export.Format] = {".csv": "csv", ".parquet": "parquet"}
 Print = Callable[[str], None]
 
 
 def main(arguments: Sequence[str], say: Print, note: Print) -> None:
     """Runs one command; `say` gets its result, `note` gets remarks.  Raises `RecordsError`, `ConfigError`."""
     given = _parser().parse_args(list(arguments))
-    records = Records(given.directory, selection_of(given))
+    if given.since >= given.until:
+        raise RecordsError("--since must be before --until")
+    records = Records(given.directory, Selection(frozenset(given.verifier), given.since, given.until))
     try:
         _COMMANDS[given.command](records, given, say, note)
     except BrokenPipeError:
         raise
     except OSError as error:
         raise RecordsError(f"{error.filename or given.directory}: {error.strerror or error}") from error
-    for file in records.unreadable:
-        note(f"{file} cannot be read and was skipped")
 
 
 def _summary(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
-    result = summary.summarise(records)
+    result = summarise(records.workers())
     if given.json:
         say(msgspec.json.format(msgspec.json.encode(result)).decode())
     else:
-        say("\n".join(summary.lines(result)))
+        say("\n".join(_markdown(records, result)))
+
+
+def _report(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
+    workers = records.workers()
+    summary = summarise(workers)
+    output: Path = given.output or given.directory / "report"
+    pictures = draw(_of_one_kind(workers), summary, output)
+    (output / "report.md").write_text("\n".join([*_markdown(records, summary), *pictures, ""]), encoding="utf-8")
+    note(f"{output / 'report.md'}, with its plots as PNG files beside it")
+
+
+def _of_one_kind(workers: Sequence[Worker]) -> Sequence[Worker]:
+    """Leaves teacher-forced verifications out if there are live ones."""
+    live = [each.verifications.filter(pc.invert(each.verifications["teacher_forced"])) for each in workers]
+    if not any(table.num_rows for table in live):
+        return workers
+    return [dataclasses.replace(each, verifications=table) for each, table in zip(workers, live, strict=True)]
+
+
+def _markdown(records: Records, summary: Summary) -> list[str]:
+    wall_s = summary.straggler.finished_s
+    began = datetime.datetime.fromtimestamp(summary.began_at, datetime.UTC)
+    reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(summary.finish_reasons.items()))
+    dropped = sum(sum(each.books.dropped.values()) for each in records.incarnations)
+    lines = [
+        f"# Records from {began:%Y-%m-%d %H:%M:%SZ} on",
+        "",
+        f"{summary.requests} requests ended ({reasons or 'none'}); {summary.tokens} tokens in {wall_s:.1f} s.",
+        f"The last worker, {summary.straggler.worker}, ended {summary.straggler.behind_the_others_s:.1f} s behind the others.",
+    ]
+    if summary.teacher_forced.drafts and not summary.live.drafts:
+        lines.append(FORCED)
+    if dropped:
+        lines.append(f"**{dropped} rows were dropped while serving: sums are too small by them.**")
+    return lines + sections(summary)
 
 
 def _join(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
     kind = _format(given, given.output)
-    if given.output is not None:
-        count = export.write_file(export.joined(records), given.output, kind)
-        note(f"{count} rows in {given.output}" if count else f"no verifications; {given.output} is not written")
-        return
-    if kind == "parquet":
+    if given.output is None and kind == "parquet":
         raise RecordsError("parquet needs a file: --output FILE")
-    if not export.write(export.joined(records), sys.stdout.buffer, kind):
-        note("no verifications")
-    sys.stdout.buffer.flush()
+    table = export.joined(records)
+    export.write(table, given.output or sys.stdout.buffer, kind)
+    note(f"{table.num_rows} rows" + (f" in {given.output}" if given.output else ""))
 
 
 def _export(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
@@ -61,50 +99,41 @@ def _export(records: Records, given: argparse.Namespace, say: Print, note: Print
         raise RecordsError("export needs --output DIRECTORY")
     kind = _format(given, None)
     for name in given.kind or KINDS:
-        file = given.output / f"{name}.{kind}"
-        count = export.write_file(export.rows(records, name), file, kind)
-        note(f"{count} rows in {file}" if count else f"no rows of {name}")
+        table, file = export.rows(records, name), given.output / f"{name}.{kind}"
+        export.write(table, file, kind)
+        note(f"{table.num_rows} rows in {file}")
 
 
-_COMMANDS = {"summary": _summary, "join": _join, "export": _export}
+_COMMANDS = {"summary": _summary, "report": _report, "join": _join, "export": _export}
 
 
 def _format(given: argparse.Namespace, output: Path | None) -> export.Format:
-    if given.format is not None:
-        return given.format  # type: ignore[no-any-return]
-    if output is not None:
-        for known in export.FORMATS:
-            if output.suffix == f".{known}":
-                return known
-        raise RecordsError(f"{output}: --format is needed, or a name that ends in .csv, .jsonl or .parquet")
-    return "csv"
+    if given.format is not None or output is None:
+        return given.format or "csv"
+    if output.suffix not in SUFFIXES:
+        raise RecordsError(f"{output}: --format is needed, or a name that ends in {' or '.join(SUFFIXES)}")
+    return SUFFIXES[output.suffix]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="outrider records", description=DESCRIPTION, allow_abbrev=False)
     say = parser.add_argument
-    say("directory", type=Path, metavar="DIR", help="a directory of records, of one verifier or of several")
-    say("command", choices=sorted(_COMMANDS), metavar="COMMAND", help="summary, join or export")
-    add_selection(parser)
+    say("directory", type=Path, metavar="DIR", help="records of one verifier or of several, or a round of a rollout")
+    say("command", choices=sorted(_COMMANDS), metavar="COMMAND", help=", ".join(_COMMANDS))
+    say("--verifier", action="append", default=[], metavar="ID", help="only this verifier (may be given several times)")
+    say(
+        "--since",
+        type=_moment,
+        default=EVERYTHING.since,
+        metavar="TIME",
+        help="only from then on: 2026-01-31T12:00:00 (UTC) or Unix seconds",
+    )
+    say("--until", type=_moment, default=EVERYTHING.until, metavar="TIME", help="only before then")
     say("--json", action="store_true", help="summary: as JSON")
-    say("--output", type=Path, metavar="PATH", help="join: a file (default: standard output); export: a directory")
-    say("--format", choices=export.FORMATS, help="default: by the name of the file, else csv")
+    say("--output", type=Path, metavar="PATH", help="join: a file (default: standard output); export, report: a directory")
+    say("--format", choices=sorted(SUFFIXES.values()), help="default: by the name of the file, else csv")
     say("--kind", action="append", choices=sorted(KINDS), help="export: only this kind (may be given several times)")
     return parser
-
-
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    say = parser.add_argument
-    say("--verifier", action="append", default=[], metavar="ID", help="only this verifier (may be given several times)")
-    say("--since", type=_moment, metavar="TIME", help="only from then on: 2026-01-31T12:00:00 (UTC) or Unix seconds")
-    say("--until", type=_moment, metavar="TIME", help="only before then")
-
-
-def selection_of(given: argparse.Namespace) -> Selection:
-    """The selection that the options of `add_selection` make.  Raises `RecordsError` for an empty period."""
-    if given.since is not None and given.until is not None and given.since >= given.until:
-        raise RecordsError("--since must be before --until")
-    return Selection(frozenset(given.verifier), given.since, given.until)
 
 
 def _moment(text: str) -> float:

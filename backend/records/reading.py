@@ -1,10 +1,11 @@
 """Reads directories of records: finds verifier incarnations, and gives their rows of one kind within a period.
 
-The command-line process.  Files are read one at a time, because records may be larger than memory.
+The command-line process.  All rows of the selected period are held in memory.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,11 +21,15 @@ import pyarrow.parquet as pq
 
 from backend.config.sources import CommandError
 from backend.records import schema
-from backend.records.schema import ABOUT, SCHEMA_VERSION, SCHEMAS, VERSION_KEY, Books
+from backend.records.kept import RowBatch
+from backend.records.schema import ABOUT, SCHEMA_VERSION, SCHEMAS, VERSION_KEY, Books, to_table
 from backend.records.store import FILE
+
+logger = logging.getLogger(__name__)
 
 Numbers = npt.NDArray[np.float64]
 IDLE_COLUMNS = {cause: f"idle_{cause}_ms" for cause in schema.IDLE_COLUMNS}
+TIME_OF = {"step": "began_at", "request": "ended_at", "decision": "at"}
 
 
 class RecordsError(CommandError):
@@ -39,16 +44,34 @@ class Selection:
     """
 
     verifiers: frozenset[str] = frozenset()
-    since: float | None = None
-    until: float | None = None
+    since: float = -np.inf
+    until: float = np.inf
 
     @property
     def is_timed(self) -> bool:
-        return self.since is not None or self.until is not None
+        return self.since > -np.inf or self.until < np.inf
 
 
 EVERYTHING = Selection()
-TIME_OF = {"step": "began_at", "request": "ended_at", "decision": "at"}
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One verifier's rows as tables; the idle times of steps are columns `idle_<cause>_ms`."""
+
+    name: int | str
+    steps: pa.Table
+    verifications: pa.Table
+    requests: pa.Table
+    without_work_s: float
+    """Seconds without work, at the borders of a selected period only those within it."""
+
+
+def worker_of(name: int | str, rows: RowBatch) -> Worker:
+    """The tables of rows that are in no file."""
+    steps = _flat(to_table("step", rows.steps))
+    without_work_s = float(steps[IDLE_COLUMNS["no_work"]].to_numpy().sum() / 1e3)
+    return Worker(name, steps, to_table("verification", rows.verifications), to_table("request", rows.requests), without_work_s)
 
 
 @dataclass(frozen=True)
@@ -62,18 +85,12 @@ class Incarnation:
     def verifier_id(self) -> str:
         return self.books.about.verifier_id
 
-    def files(self, kind: str) -> list[Path]:
-        """Files of one kind, in the order they were written."""
-        return sorted(file for file in self.directory.glob(f"{kind}-*.parquet") if FILE.fullmatch(file.name))
-
 
 class Records:
     """All incarnations under a directory.  Raises `RecordsError` when there are none, or not the selected verifiers."""
 
     def __init__(self, directory: Path, selection: Selection = EVERYTHING) -> None:
         self.selection = selection
-        self.unreadable: list[Path] = []
-        """Files that were skipped because they cannot be read."""
         found = _find(directory)
         known = sorted({each.verifier_id for each in found})
         missing = selection.verifiers - set(known)
@@ -81,63 +98,60 @@ class Records:
             raise RecordsError(f"{directory} has no verifier {', '.join(sorted(missing))}; there are {', '.join(known)}")
         self.incarnations = [each for each in found if not selection.verifiers or each.verifier_id in selection.verifiers]
 
-    def tables(self, incarnation: Incarnation, kind: str) -> Iterator[pa.Table]:
-        """The selected rows of one kind, one table per file; idle times are columns `idle_<cause>_ms`."""
-        steps = self._steps(incarnation) if kind == "verification" and self.selection.is_timed else None
-        for table in self._files(incarnation, kind):
-            if steps is not None:
-                table = table.filter(pc.is_in(table["step"], value_set=steps))
-            elif kind in TIME_OF:
-                table = self._timed(table, TIME_OF[kind])
-            if table.num_rows:
-                yield _flat(table)
-
     def table(self, incarnation: Incarnation, kind: str) -> pa.Table:
-        """The selected rows of one kind in a single table."""
-        tables = list(self.tables(incarnation, kind))
-        return pa.concat_tables(tables) if tables else _flat(SCHEMAS[kind].empty_table())
+        """The selected rows of one kind."""
+        table = self._all(incarnation, kind)
+        if not self.selection.is_timed:
+            return table
+        if kind == "verification":
+            steps = self.table(incarnation, "step")["step"].combine_chunks()
+            return table.filter(pc.is_in(table["step"], value_set=steps))
+        at = table[TIME_OF[kind]]
+        return table.filter(pc.and_(pc.greater_equal(at, self.selection.since), pc.less(at, self.selection.until)))
 
-    def without_work_s(self, incarnation: Incarnation) -> float:
-        """Seconds of the selected period without work, as far as a later step has recorded them.
+    def workers(self) -> list[Worker]:
+        """The selected rows by incarnation.  Raises `RecordsError` if there are no steps among them."""
+        gathered = [(each, self.table(each, "step")) for each in self.incarnations]
+        gathered = [(each, steps) for each, steps in gathered if steps.num_rows]
+        if not gathered:
+            raise RecordsError("nothing was recorded in this period")
+        restarted = len({each.verifier_id for each, _ in gathered}) < len(gathered)
+        return [
+            Worker(
+                f"{each.verifier_id} ({each.books.about.incarnation[:4]})" if restarted else each.verifier_id,
+                steps,
+                self.table(each, "verification"),
+                self.table(each, "request"),
+                self._without_work_s(each),
+            )
+            for each, steps in gathered
+        ]
 
-        A step's row accounts for all the time since the previous step.  So idle time at the borders of the period is cut to
-        it, and the step after its end is read too.
+    def _without_work_s(self, incarnation: Incarnation) -> float:
+        """A step's row accounts for all the time since the previous step.
+
+        So idle time at the borders of the period is cut to it, and the step after its end is read too.
         """
-        total = 0.0
-        for steps in map(_flat, self._files(incarnation, "step")):
-            ended = steps["began_at"].to_numpy() - waited_ms(steps) / 1e3
-            began = ended - steps[IDLE_COLUMNS["no_work"]].to_numpy() / 1e3
-            if self.selection.since is not None:
-                began = np.maximum(began, self.selection.since)
-            if self.selection.until is not None:
-                ended = np.minimum(ended, self.selection.until)
-            total += float(np.maximum(ended - began, 0.0).sum())
-        return total
+        steps = self._all(incarnation, "step")
+        ended = steps["began_at"].to_numpy() - waited_ms(steps) / 1e3
+        began = np.maximum(ended - steps[IDLE_COLUMNS["no_work"]].to_numpy() / 1e3, self.selection.since)
+        return float(np.maximum(np.minimum(ended, self.selection.until) - began, 0.0).sum())
 
-    def _files(self, incarnation: Incarnation, kind: str) -> Iterator[pa.Table]:
-        for file in incarnation.files(kind):
+    def _all(self, incarnation: Incarnation, kind: str) -> pa.Table:
+        tables = [SCHEMAS[kind].empty_table()]
+        for file in sorted(each for each in incarnation.directory.glob(f"{kind}-*.parquet") if FILE.fullmatch(each.name)):
             try:
                 table = pq.read_table(file)
+            except FileNotFoundError:
+                continue  # A running verifier deletes its oldest files.
             except (OSError, pa.ArrowException):
-                # A running verifier may delete its oldest file between the listing and now.
-                if file.exists():
-                    self.unreadable.append(file)
+                logger.warning("%s cannot be read and was skipped", file)
                 continue
             version = (table.schema.metadata or {}).get(VERSION_KEY)
             if version != str(SCHEMA_VERSION).encode() or table.schema.names != SCHEMAS[kind].names:
                 raise RecordsError(f"{file} is not of version {SCHEMA_VERSION} of the records")
-            yield table.replace_schema_metadata(None)
-
-    def _steps(self, incarnation: Incarnation) -> pa.Array:
-        columns = [self._timed(table, "began_at")["step"] for table in self._files(incarnation, "step")]
-        return pa.chunked_array(columns, pa.int64()).combine_chunks()
-
-    def _timed(self, table: pa.Table, column: str) -> pa.Table:
-        if self.selection.since is not None:
-            table = table.filter(pc.greater_equal(table[column], self.selection.since))
-        if self.selection.until is not None:
-            table = table.filter(pc.less(table[column], self.selection.until))
-        return table
+            tables.append(table.replace_schema_metadata(None))
+        return _flat(pa.concat_tables(tables))
 
 
 def waited_ms(steps: pa.Table) -> Numbers:
@@ -149,26 +163,19 @@ def waited_ms(steps: pa.Table) -> Numbers:
     return waited
 
 
-def has_records(directory: Path) -> bool:
-    return any(_candidates(directory))
-
-
-def _candidates(directory: Path) -> Iterator[Path]:
-    """The `about.json` files; `directory` may hold verifiers, incarnations, or be an incarnation itself."""
-    for pattern in (ABOUT, f"*/{ABOUT}", f"*/*/{ABOUT}"):
-        yield from directory.glob(pattern)
-
-
 def _find(directory: Path) -> list[Incarnation]:
     if not directory.is_dir():
         raise RecordsError(f"{directory}: no such directory")
-    found = [Incarnation(file.parent, _books(file)) for file in _candidates(directory)]
+    found = [Incarnation(file.parent, _books(file)) for file in _about_files(directory)]
     if not found:
-        empty = not any(directory.iterdir())
-        raise RecordsError(
-            f"{directory} {'is empty' if empty else 'holds no records'}: verifiers write there with --records-dir"
-        )
+        raise RecordsError(f"{directory} holds no records: verifiers write them with --records-dir, rollouts in round{{R}}/")
     return sorted(found, key=lambda each: (each.verifier_id, each.books.about.started_at, each.books.about.incarnation))
+
+
+def _about_files(directory: Path) -> Iterator[Path]:
+    """`directory` may be a rollout's round, or hold verifiers or incarnations, or be an incarnation itself."""
+    for levels in range(4):
+        yield from directory.glob("*/" * levels + ABOUT)
 
 
 def _books(file: Path) -> Books:

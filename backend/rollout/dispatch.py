@@ -14,8 +14,8 @@ from collections.abc import Sequence
 class Dispatcher:
     """Assigns the requests of one round, which are named by their index in `expected` (expected response tokens of each).
 
-    A request is waiting, running on one worker, ended there (its tokens no longer count as load), or done.  When a worker
-    leaves, its running and ended requests wait again, with the expected tokens that `expect` set last.
+    A request is waiting, running on one worker, or done.  When a worker leaves, its requests wait again, with the expected
+    tokens that `expect` set last.
     """
 
     def __init__(self, expected: Sequence[int], window: int) -> None:
@@ -24,18 +24,16 @@ class Dispatcher:
         self._waiting = [(-tokens, request) for request, tokens in enumerate(self._expected)]
         heapq.heapify(self._waiting)
         self._running: dict[str, set[int]] = {}
-        self._ended: dict[str, set[int]] = {}
         self.unfinished = len(self._expected)
         """Number of requests that are not done."""
 
     def join(self, worker: str) -> None:
         """Adds a worker, which gets requests from now on."""
         self._running[worker] = set()
-        self._ended[worker] = set()
 
     def leave(self, worker: str) -> list[int]:
         """Removes a worker that is gone.  Its requests wait again, and are returned."""
-        lost = sorted(self._running.pop(worker) | self._ended.pop(worker))
+        lost = sorted(self._running.pop(worker))
         for request in lost:
             self._wait(request)
         return lost
@@ -68,14 +66,9 @@ class Dispatcher:
         self._running[source].remove(request)
         self._running[target].add(request)
 
-    def ended(self, request: int, worker: str) -> None:
+    def done(self, request: int, worker: str) -> None:
         """Notes that a request's last token has arrived: its worker has room for another request."""
         self._running[worker].remove(request)
-        self._ended[worker].add(request)
-
-    def done(self, request: int, worker: str) -> None:
-        """Notes that an ended request's row has arrived too: the request is complete."""
-        self._ended[worker].remove(request)
         self.unfinished -= 1
 
     def again(self, request: int, worker: str) -> None:

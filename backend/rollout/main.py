@@ -5,27 +5,26 @@ The command's process, main thread.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache as cached
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tqdm import tqdm
+
 from backend.config import REMOTE_MODES, Settings, environment, sources
 from backend.config.sources import CommandError, ConfigError, Loaded
 from backend.models.head_config import load_config
 from backend.models.resolve import ResolvedModels, resolve
-from backend.rollout import tables
-from backend.rollout.bar import Bar
 from backend.rollout.log import RoundLog
 from backend.rollout.make import make_trace
 from backend.rollout.options import RolloutOptions, check_joined, fleet_settings, rollout_options, slices, trace_options
-from backend.rollout.outcome import Round
-from backend.rollout.report import markdown, round_report
+from backend.rollout.report import round_report
 from backend.rollout.requests import Request, Tokenizer, make_requests
+from backend.rollout.results import write_round
 from backend.rollout.trace import Case, match, read_prompts, read_trace, trace_file, write_cases
 from backend.rollout.weights import WeightsError, check_weights, newest
 from backend.wire.engine import GATEWAY_LEASE_S
@@ -33,12 +32,10 @@ from backend.wire.engine import GATEWAY_LEASE_S
 # vLLM and Ray are imported where they are used, so that help and errors in the input are shown at once.
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
-    from backend.engine.front import RequestOutput
     from backend.engine.front.offline import Front
     from backend.rollout.workers import Workers
 
 Say = Callable[[str], None]
-RESPONSES = "responses.jsonl"
 
 
 class _Work(NamedTuple):
@@ -68,7 +65,7 @@ def rollout(arguments: Sequence[str], say: Say) -> None:
             with _joined_fleet(options, loaded) as place:
                 _rounds(options, place, _prepare(options, place.settings, lambda: place.models, say), say)
             return
-        settings, models = fleet_settings(options, loaded), cached(lambda: _models(settings, options, say))
+        settings, models = fleet_settings(options, loaded.settings), cached(lambda: resolve(settings, say))
         work = _prepare(options, settings, models, say)
         with _own_fleet(settings, models(), say) as place:
             _rounds(options, place, work, say)
@@ -107,9 +104,7 @@ def trace(arguments: Sequence[str], say: Say) -> None:
 
 def _cases(options: RolloutOptions, file: Path) -> list[Case]:
     cases = read_trace(file)
-    if options.prompts is not None:
-        cases = match(read_prompts(options.prompts), cases, options.prompts, file)
-    return cases[: options.limit]
+    return cases if options.prompts is None else match(read_prompts(options.prompts), cases, options.prompts, file)
 
 
 def _check_out(out: Path) -> None:
@@ -121,13 +116,6 @@ def _check_out(out: Path) -> None:
         probe.unlink()
     except OSError as error:
         raise ConfigError(f"--out {out}: {error.strerror}") from error
-
-
-def _models(settings: Settings, options: RolloutOptions, say: Say) -> ResolvedModels:
-    models = resolve(settings, say)
-    if options.method in ("eagle", "eagle3") and _method(models) != options.method:
-        raise ConfigError(f"--method {options.method}: --drafter {settings.drafter} is of kind {_method(models)}")
-    return models
 
 
 def _method(models: ResolvedModels) -> str:
@@ -200,49 +188,26 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
             workers.check_fixed()
         for number, requests in enumerate(work.rounds):
             fault = _renew(options.weights_dir, workers, say) if number and options.weights_dir is not None else ""
-            bar = Bar(sys.stderr, f"round {number}", len(requests))
+            every_s = 0.2 if sys.stderr.isatty() else 15.0
+            bar = tqdm(desc=f"round {number}", total=len(requests), unit=" requests", mininterval=every_s)
             responses = work.front.responses()
             runner = RoundRunner(number, requests, workers, slots, responses, bar, interval_s, options.seed)
             runner.say = say
             finished = runner.run()
-            report = round_report(finished, about, workers.version, fault)
+            report, text = round_report(finished, about, workers.version, fault)
             directory = options.out / f"step{work.step}" / f"round{number}"
-            _write_round(directory, finished, report)
+            write_round(directory, finished, report, text, place.settings)
             for each in requests:
-                text = each.case.gen if options.fixed else finished.responses[each.number].outputs[0].text
-                cases[each.number] = Case(each.number, each.case.prompt, text)
+                gen = each.case.gen if options.fixed else finished.responses[each.number].outputs[0].text
+                cases[each.number] = Case(each.number, each.case.prompt, gen)
             write_cases(options.out / "cases" / f"train.{work.step}.parquet", [cases[each] for each in sorted(cases)])
             for log in work.logs:
                 _log(log, work.step + number, report, say)
-            say(f"{directory}:\n{markdown(report)}")
+            say(f"{directory}:\n{text}")
     finally:
         workers.close()
         for log in work.logs:
             log.close()
-
-
-def _write_round(directory: Path, finished: Round, report: dict[str, Any]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    for stale in (*directory.glob("worker_*_*.csv"), *directory.glob(RESPONSES)):
-        # An earlier rollout to the same place may have had more workers, or free responses.
-        stale.unlink()
-    if not report["fixed_responses"]:
-        _write_responses(directory / RESPONSES, finished.responses)
-    requests = tables.whole_requests(finished)
-    for part in finished.parts:
-        for name, text in tables.of_worker(part, requests[part.number]).items():
-            (directory / f"worker_{part.number}_{name}.csv").write_text(text, encoding="utf-8")
-    (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    (directory / "report.md").write_text(markdown(report), encoding="utf-8")
-
-
-def _write_responses(file: Path, responses: Mapping[int, RequestOutput]) -> None:
-    """Writes free responses as JSON Lines, by request number."""
-    from backend.engine.front.offline import response_row
-
-    with file.open("w", encoding="utf-8") as lines:
-        for number in sorted(responses):
-            lines.write(json.dumps({"req_id": number, **response_row(responses[number])}) + "\n")
 
 
 def _renew(directory: Path, workers: Workers, say: Say) -> str:

@@ -8,31 +8,17 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from backend.config import Settings
 from backend.config.arguments import at_least
-from backend.config.settings import Mode
-from backend.config.sources import ALIASES as SETTING_ALIASES
-from backend.config.sources import ConfigError, Loaded, Parser, flag, leaves
-
-Implementation = Literal["disaggregated", "native"]
-Method = Literal["eagle3", "eagle", "ngram"]
+from backend.config.sources import ALIASES, ConfigError, Loaded, Parser, flag, leaves
 
 NEEDED_BY_FIXED = {"async_scheduling": False}
 """vLLM's engine arguments that fixed responses need (`backend.engine.fixed.takes_fixed`)."""
 
 DEFAULT_TOKENS = 1024
 """Longest free response in tokens, unless something else is asked for."""
-
-ALIASES = {
-    "--k": "--num-speculative-tokens",
-    "--draft-mode": "--mode",
-    "--target": "--model",
-    "--target-model": "--model",
-    "--draft-model": "--drafter",
-}
-"""Flag names from other programs, and the flags they stand for."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +30,6 @@ class RolloutOptions:
     out: Path
     join: str | None
     """Namespace or process id of the running fleet to join, "" for the only one; None: start a fleet."""
-    impl: Implementation | None
-    method: Method | None
     fixed: bool
     offset: int
     batch: int | None
@@ -53,7 +37,6 @@ class RolloutOptions:
     repeat: int
     samples: int
     step: int | None
-    limit: int | None
     max_tokens: int | None
     weights_dir: Path | None
     """Directory where a trainer leaves weights for the rounds after the first."""
@@ -67,15 +50,13 @@ class RolloutOptions:
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """The options of one `outrider trace make`; lengths in tokens."""
+    """The options of one `outrider trace make`; lengths in tokens, 16 at least."""
 
-    sources: tuple[Path, ...]
+    source: Path
     out: Path
     model: str
     limit: int | None
-    min_prompt: int
     max_prompt: int
-    min_gen: int
     max_gen: int
     seed: int
 
@@ -83,21 +64,14 @@ class TraceOptions:
 def rollout_options(arguments: Sequence[str]) -> tuple[RolloutOptions, list[str]]:
     """The command's own options, and the arguments that are settings.  Raises `ConfigError`; `--help` ends the program."""
     parser = _rollout_parser()
-    given, rest = parser.parse_known_args(list(arguments))
-    settings = []
-    own = {name for action in parser._actions for name in action.option_strings}
-    known = {"--config", *SETTING_ALIASES, *(flag(path) for path, _ in leaves())}
-    for argument in rest:
-        name, equals, value = argument.partition("=")
-        name = ALIASES.get(name, name)
+    given, settings = parser.parse_known_args(list(arguments))
+    known = [*parser._option_string_actions, "--config", *ALIASES, *(flag(path) for path, _ in leaves())]
+    for name in (argument.partition("=")[0] for argument in settings):
         if name.startswith("--") and name not in known:
-            nearest = difflib.get_close_matches(name, [*own, *known, *ALIASES], n=1, cutoff=0.5)
+            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
             raise ConfigError(f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
-        settings.append(name + equals + value)
     if given.fixed and (given.samples > 1 or given.sampling):
         raise ConfigError("--fixed-responses says what is emitted: no --n and no --sampling beside it")
-    if given.join is not None and (given.impl or given.method):
-        raise ConfigError("--join takes a fleet as it is: no --impl and no --method beside it")
     if given.batch is None and given.rounds is not None and given.rounds > 1:
         raise ConfigError("--rounds counts parts of --batch rows each; the same rows again: --repeat")
     values = vars(given)
@@ -118,30 +92,16 @@ def slices(options: RolloutOptions, rows: int) -> list[range]:
 
 def trace_options(arguments: Sequence[str]) -> TraceOptions:
     """Parses the arguments of `outrider trace make`.  Raises `ConfigError`; `--help` ends the program."""
-    values = vars(_trace_parser().parse_args(list(arguments)))
-    for what in ("prompt", "gen"):
-        if values[f"min_{what}"] > values[f"max_{what}"]:
-            raise ConfigError(f"--min-{what} must not be greater than --max-{what}")
-    return TraceOptions(**(values | {"sources": tuple(values["sources"])}))
+    return TraceOptions(**vars(_trace_parser().parse_args(list(arguments))))
 
 
-def fleet_settings(options: RolloutOptions, loaded: Loaded) -> Settings:
-    """The settings of the rollout's own fleet, with `--impl` and `--method` applied.  Raises `ConfigError`."""
-    settings = loaded.settings
-    mode = _mode(options, settings.mode, ("mode",) in loaded.origins)
-    drafter = settings.drafter
-    if options.method is not None and mode == "off":
-        raise ConfigError(f"--method {options.method} says how to draft, and --mode off drafts nothing")
-    if options.method == "ngram":
-        if drafter != "ngram" and ("drafter",) in loaded.origins:
-            raise ConfigError(f"--method ngram needs no model: {loaded.origins['drafter',]} {drafter} contradicts it")
-        drafter = "ngram"
-    elif options.method is not None and drafter == "ngram":
-        raise ConfigError(f"--method {options.method} needs an EAGLE head: --drafter ngram contradicts it")
+def fleet_settings(options: RolloutOptions, settings: Settings) -> Settings:
+    """The settings of the rollout's own fleet."""
+    if not options.fixed:
+        return settings
     verifier = settings.verifier
-    if options.fixed:
-        verifier = verifier.model_copy(update={"engine_args": verifier.engine_args | NEEDED_BY_FIXED})
-    return settings.model_copy(update={"mode": mode, "drafter": drafter, "verifier": verifier})
+    engine_args = verifier.engine_args | NEEDED_BY_FIXED
+    return settings.model_copy(update={"verifier": verifier.model_copy(update={"engine_args": engine_args})})
 
 
 def check_joined(loaded: Loaded) -> None:
@@ -151,23 +111,12 @@ def check_joined(loaded: Loaded) -> None:
             raise ConfigError(f"--join takes a fleet as it is: {origin} says otherwise")
 
 
-def _mode(options: RolloutOptions, mode: Mode, given: bool) -> Mode:
-    if options.impl == "native":
-        if given and mode != "native":
-            raise ConfigError(f"--impl native is vLLM's own drafting: --mode {mode} contradicts it")
-        return "native"
-    if options.impl == "disaggregated" and mode == "native":
-        raise ConfigError("--impl disaggregated drafts remotely: --mode native contradicts it")
-    return mode
-
-
 def _rollout_parser() -> argparse.ArgumentParser:
-    aliases = ", ".join(f"{name} for {meant}" for name, meant in ALIASES.items())
     parser = Parser(
         prog="outrider rollout",
         description="Runs a trace's prompts over a fleet of its own; writes a row of every step, request and verification.",
         epilog="All settings of `outrider serve` are flags here too (--verifiers, --drafters, --mode, --model, --drafter, "
-        f"--num-speculative-tokens, --config, ...; see `outrider serve --help`), also {aliases}.",
+        "--num-speculative-tokens, --config, ...; see `outrider serve --help`).",
         allow_abbrev=False,
     )
     say = parser.add_argument
@@ -182,8 +131,6 @@ def _rollout_parser() -> argparse.ArgumentParser:
     say(
         "--join", nargs="?", const="", metavar="FLEET", help="use a running fleet (its namespace or pid; default: the only one)"
     )
-    say("--impl", choices=get_args(Implementation), help="remote drafters, or vLLM's own (default: disaggregated)")
-    say("--method", choices=get_args(Method), help="how drafts are made (default: what --drafter is)")
     say("--fixed-responses", dest="fixed", action="store_true", help="emit exactly the trace's responses (teacher-forced)")
     say("--offset", type=at_least(0), default=0, metavar="N", help="skip so many rows (default: 0)")
     say("--batch", type=at_least(1), metavar="N", help="rows per round, each round the next ones (default: all of them)")
@@ -191,7 +138,6 @@ def _rollout_parser() -> argparse.ArgumentParser:
     say("--repeat", type=at_least(1), default=1, metavar="N", help="run each round's rows so often (default: 1)")
     say("--n", dest="samples", type=at_least(1), default=1, metavar="N", help="responses per prompt (default: 1)")
     say("--step", type=at_least(0), metavar="S", help="the training step (default: the S of the trace's name)")
-    say("--limit", type=at_least(1), metavar="N", help="the first N rows only")
     say("--max-tokens", type=at_least(1), metavar="N", help="longest response (default: 1024 for a free one)")
     say(
         "--weights-dir",
@@ -221,19 +167,16 @@ def _rollout_parser() -> argparse.ArgumentParser:
 def _trace_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="outrider trace make",
-        description="Makes a trace of text files (*.txt, *.py, ...: cut into a prompt and a response by tokens), of JSON Lines "
-        "with prompt and response, or of cases (*.parquet); a directory stands for the files in it, stdlib for Python's own.",
+        description="Makes a trace for demonstrations: prompts and responses cut out of Python source code.",
         allow_abbrev=False,
     )
     say = parser.add_argument
-    say("sources", nargs="+", type=Path, metavar="FILE", help="files, directories, or stdlib")
+    say("source", type=Path, metavar="DIR", help="a directory with Python files, or stdlib: Python's standard library")
     say("--out", type=Path, required=True, metavar="FILE", help="train.{S}.parquet to write")
     say("--model", default="demo", metavar="NAME", help="whose tokens lengths are counted in: directory or demo (default)")
     say("--limit", type=at_least(1), metavar="N", help="so many rows at most")
-    say("--min-prompt", type=at_least(1), default=16, metavar="N", help="tokens of a cut prompt at least (default: 16)")
-    say("--max-prompt", type=at_least(1), default=256, metavar="N", help="and at most (default: 256)")
-    say("--min-gen", type=at_least(1), default=16, metavar="N", help="tokens of a response at least (default: 16)")
-    say("--max-gen", type=at_least(1), default=512, metavar="N", help="and at most (default: 512)")
+    say("--max-prompt", type=at_least(16), default=256, metavar="N", help="longest prompt in tokens (default: 256)")
+    say("--max-gen", type=at_least(16), default=512, metavar="N", help="longest response in tokens (default: 512)")
     say("--seed", type=int, default=0, metavar="N", help="of the cuts (default: 0)")
     return parser
 

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import msgspec
+from msgspec.structs import replace
+
 from backend.records.kept import RowBatch
-from backend.records.rows import VerificationRow
+from backend.records.rows import RequestRow, VerificationRow
 
 if TYPE_CHECKING:
     from backend.engine.front import RequestOutput
 
 
-@dataclass(frozen=True)
-class Death:
+class Death(msgspec.Struct, frozen=True):
     """A worker lost during a round."""
 
     worker: int
     reason: str
     at_s: float
     """Seconds into the round."""
-    resumed: int
+    requests_resumed: int
     """Number of its requests that other workers took over."""
 
 
@@ -31,12 +34,9 @@ class Part:
 
     number: int
     rows: RowBatch = field(default_factory=RowBatch)
-    numbers: dict[str, int] = field(default_factory=dict)
-    """Request number by id in the rows, for each request that ran here, wholly or in part."""
-    completed: set[str] = field(default_factory=set)
-    """Ids of the requests that ended here."""
-    finished_s: float = 0.0
-    """When the worker's last token arrived, in seconds into the round."""
+    """Steps and verifications that ran here, and, once `Round.settle` was called, the requests that ended here."""
+    ended: list[RequestRow] = field(default_factory=list)
+    """Requests that ended here, as the client saw them; verifiers know their verifications and first tokens."""
 
 
 @dataclass
@@ -51,8 +51,6 @@ class Round:
     responses: dict[int, RequestOutput] = field(default_factory=dict)
     """By request number."""
     deaths: list[Death] = field(default_factory=list)
-    began: dict[int, float] = field(default_factory=dict)
-    """When each request was first sent, in Unix seconds, by request number."""
     moves: int = 0
     """How many times a request was moved to a faster worker."""
 
@@ -61,11 +59,35 @@ class Round:
         tokens: Sequence[int] = self.responses[number].outputs[0].token_ids
         return tokens
 
-    def verifications(self) -> dict[int, list[VerificationRow]]:
-        """The rows of verifications, over all workers, by request number."""
-        found: dict[int, list[VerificationRow]] = {}
+    def settle(self, numbers: Mapping[str, int]) -> None:
+        """Makes the rows of all workers those of this round: `numbers` has the request number of each id that was sent.
+
+        Afterwards `request_id` is the request's number.  Counts of a request are sums over all workers; rows that a verifier
+        had not sent before it died are missing from them.  Idle time before a worker's first step is not of the round.
+        """
+        made: defaultdict[str, list[VerificationRow]] = defaultdict(list)
+        first_at: dict[str, float] = {}
         for part in self.parts:
+            for told in part.rows.requests:
+                if told.first_token_at and told.request_id in numbers:
+                    number = str(numbers[told.request_id])
+                    first_at[number] = min(told.first_token_at, first_at.get(number, told.first_token_at))
+            own = [row for row in part.rows.verifications if row.request_id in numbers]
+            part.rows.verifications = [replace(row, request_id=str(numbers[row.request_id])) for row in own]
+            part.rows.steps[:1] = [replace(row, interval_ms=0.0, idle_ms={}) for row in part.rows.steps[:1]]
             for row in part.rows.verifications:
-                if row.request_id in part.numbers:
-                    found.setdefault(part.numbers[row.request_id], []).append(row)
-        return found
+                made[row.request_id].append(row)
+        for part in self.parts:
+            part.rows.requests = [
+                _counted(row, made[row.request_id], first_at.get(row.request_id, row.first_token_at)) for row in part.ended
+            ]
+
+
+def _counted(row: RequestRow, verifications: Sequence[VerificationRow], first_token_at: float) -> RequestRow:
+    return replace(
+        row,
+        first_token_at=first_token_at,
+        verifications=len(verifications),
+        draft_tokens=sum(each.draft_tokens for each in verifications),
+        accepted=sum(each.accepted for each in verifications),
+    )

@@ -1,9 +1,9 @@
 """Runs one round of a rollout: sends the batch to the fleet and gathers answers and rows.  The command's process, main thread.
 
-A request is complete when both its last token and its row have arrived, so that tables and answers agree even if workers die.
-When a worker is lost, its unfinished requests go on at other workers, after the tokens that have arrived.  When only the
-connection to it was cut, they go on there.  A finished request whose row the worker had not sent gets a row made here.  When no
-request waits any more, requests move from slow workers to fast ones where that pays (`backend.routing.balance`).
+A request is complete when its last token has arrived.  When a worker is lost, its unfinished requests go on at other workers,
+after the tokens that have arrived.  When only the connection to it was cut, they go on there.  When no request waits any more,
+requests move from slow workers to fast ones where that pays (`backend.routing.balance`).  The round ends when all workers that
+live have sent their rows.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 
+from tqdm import tqdm
+
 from backend.config.sources import CommandError
 from backend.engine.front import RequestOutput, SamplingParams
 from backend.engine.front.offline import Responses
 from backend.records.rows import RequestRow
-from backend.rollout.bar import Bar
 from backend.rollout.dispatch import Dispatcher
 from backend.rollout.outcome import Death, Part, Round
 from backend.rollout.requests import Request
@@ -57,7 +58,7 @@ class RoundRunner:
         workers: Workers,
         window: int,
         responses: Responses,
-        bar: Bar,
+        bar: tqdm[None],
         balance_interval_s: float = 0.0,
         seed: int | None = None,
     ) -> None:
@@ -76,9 +77,10 @@ class RoundRunner:
         self._slots = window
         self._attempts = [0] * len(requests)
         self._running: dict[str, _Sent] = {}
-        self._ended: dict[str, _Sent] = {}
-        self._doubtful: dict[Worker, list[str]] = {}
-        """Ended requests whose rows may be lost: the connection was cut, and rows have been requested again since."""
+        self._numbers: dict[str, int] = {}
+        """Request number by id, for each time that a request was sent."""
+        self._sent_at: dict[int, float] = {}
+        """By index in the batch: when the request was first sent."""
         self._parts: dict[int, Part] = {}
         """By worker number."""
         self._tokens = 0
@@ -94,15 +96,23 @@ class RoundRunner:
             self._welcome(worker)
         while self._dispatcher.unfinished:
             self._send()
-            self._workers.hub.poll(POLL_S)
-            self._receive()
-            self._look_after(time.monotonic())
-            self._show()
-        self._workers.fetch_rows()
+            self._work()
+        for worker in self._workers.present.values():
+            worker.client.ask_rows()
+        while any(worker.client.rows_awaited for worker in self._workers.present.values()):
+            self._work()
+        self._bar.close()
         self._round.parts = [self._parts[number] for number in sorted(self._parts)]
-        self._round.wall_s = max(part.finished_s for part in self._parts.values())
-        self._bar.end(len(self._requests), self._tokens)
+        self._round.settle(self._numbers)
         return self._round
+
+    def _work(self) -> None:
+        self._workers.hub.poll(POLL_S)
+        self._receive()
+        self._look_after(time.monotonic())
+        running = sum(len(self._responses.tokens(sent.place)) for sent in self._running.values())
+        self._bar.set_postfix_str(f"{self._tokens + running} tokens", refresh=False)
+        self._bar.update(len(self._round.responses) - self._bar.n)
 
     def _welcome(self, worker: Worker) -> None:
         worker.rows = self._parts.setdefault(worker.number, Part(worker.number)).rows
@@ -119,8 +129,8 @@ class RoundRunner:
             self._responses.begin(place, request.prompt, request.params)
         request_id = f"{self._round.number}-{request.number}-{self._attempts[place]}"
         worker.client.add(request.prompt, self._params(request), request_id, self._responses.tokens(place))
-        self._round.began.setdefault(request.number, time.time())
-        self._parts[worker.number].numbers[request_id] = request.number
+        self._sent_at.setdefault(place, time.monotonic())
+        self._numbers[request_id] = request.number
         self._running[request_id] = _Sent(place, worker, time.monotonic())
 
     def _params(self, request: Request) -> SamplingParams:
@@ -147,13 +157,8 @@ class RoundRunner:
             batch = worker.take_rows()
             if batch.lost:
                 raise RolloutError(f"{worker.name} lost {batch.lost} rows: they came faster than they could be fetched")
-            for row in batch.requests:
-                if row.request_id in self._ended:
-                    self._complete(row.request_id)
             if worker.client.is_cut:
                 self._mend(worker)
-            elif worker in self._doubtful and not worker.client.rows_awaited:
-                self._complete_without_rows(worker, self._doubtful.pop(worker))
 
     def _mend(self, worker: Worker) -> None:
         """Messages of a worker that may still live were lost: its requests go on after the tokens that have arrived."""
@@ -163,14 +168,7 @@ class RoundRunner:
         for request_id in running:
             worker.client.abort(request_id)
             self._again(request_id, self._running[request_id])
-        self._doubtful[worker] = [request_id for request_id, sent in self._ended.items() if sent.worker is worker]
         self.say(f"the connection to {worker.name} was cut in round {self._round.number}; {len(running)} requests go on")
-
-    def _complete_without_rows(self, worker: Worker, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            if request_id in self._ended:
-                worker.rows.requests.append(self._row(request_id))
-                self._complete(request_id)
 
     def _end(self, request_id: str, sent: _Sent, response: RequestOutput) -> None:
         """Handles the end of a response: its last token has arrived."""
@@ -181,12 +179,20 @@ class RoundRunner:
             raise RolloutError(f"{where} refused the request ({output.finish_reason})")
         if request.fixed is not None and output.token_ids != request.fixed:
             raise RolloutError(f"{where} did not keep to the response")
-        if sent.worker.client.answers[request_id].finish_reason is None:
+        answer = sent.worker.client.answers.pop(request_id)
+        if answer.finish_reason is None:
             # The worker knows nothing of stop strings.
             sent.worker.client.abort(request_id)
+        since, tokens = time.time() - time.monotonic(), len(output.token_ids)
+        times = (since + self._sent_at[sent.place], since + answer.last_at, since + answer.last_at)
+        row = RequestRow(
+            str(request.number), *times, len(request.prompt), tokens, 0, 0, 0, output.finish_reason, request.fixed is not None
+        )
+        self._parts[sent.worker.number].ended.append(row)
         self._round.responses[request.number] = response
-        self._ended[request_id] = sent
-        self._dispatcher.ended(sent.place, sent.worker.name)
+        self._round.wall_s = max(self._round.wall_s, answer.last_at - self._began)
+        self._tokens += tokens
+        self._dispatcher.done(sent.place, sent.worker.name)
 
     def _again(self, request_id: str, sent: _Sent) -> None:
         """Lets a request that its worker has aborted wait for a worker."""
@@ -194,33 +200,11 @@ class RoundRunner:
         self._keep(request_id, sent)
         self._dispatcher.again(sent.place, sent.worker.name)
 
-    def _complete(self, request_id: str) -> None:
-        """Completes an ended request whose row has arrived too."""
-        sent = self._ended.pop(request_id)
-        answer = sent.worker.client.answers.pop(request_id)
-        number, part = self._requests[sent.place].number, self._parts[sent.worker.number]
-        part.completed.add(request_id)
-        part.finished_s = max(part.finished_s, answer.last_at - self._began)
-        self._tokens += len(self._round.tokens(number))
-        self._dispatcher.done(sent.place, sent.worker.name)
-
     def _keep(self, request_id: str, sent: _Sent) -> None:
         """Sets what is left to do of a request that will go on after the tokens that have arrived."""
         del sent.worker.client.answers[request_id]
         left = self._requests[sent.place].expected - len(self._responses.tokens(sent.place))
         self._dispatcher.expect(sent.place, max(1, left))
-
-    def _row(self, request_id: str) -> RequestRow:
-        """Makes the row of an ended request whose verifier was lost before it sent one.
-
-        Its counts are 0: `tables.whole_requests` replaces them by sums over the rows of verifications.
-        """
-        sent = self._ended[request_id]
-        answer, request = sent.worker.client.answers[request_id], self._requests[sent.place]
-        since, fixed = time.time() - time.monotonic(), request.fixed is not None
-        times = (since + answer.sent_at, since + answer.first_at, since + answer.last_at)
-        reason = str(self._round.responses[request.number].outputs[0].finish_reason)
-        return RequestRow(request_id, *times, len(request.prompt), 0, 0, 0, 0, reason, fixed)
 
     def _balance(self, now: float) -> None:
         """Moves requests from slow workers to faster ones where `plan_moves` expects a gain."""
@@ -252,9 +236,6 @@ class RoundRunner:
         if now >= self._next_tend:
             self._next_tend = now + TEND_S
             self._workers.tend()
-        elif self._ended and not self._running:
-            # All tokens have arrived and only rows are missing, so they are fetched without waiting for the next `tend`.
-            self._workers.ask_rows()
         if now >= self._next_look:
             self._next_look = now + LOOK_S
             come, gone = self._workers.look()
@@ -271,16 +252,8 @@ class RoundRunner:
             raise RolloutError(f"no verifier is left, and none has come back for {NOBODY_S:g} s")
 
     def _bury(self, worker: Worker, reason: str, now: float) -> None:
-        self._doubtful.pop(worker, None)
-        self._complete_without_rows(worker, [each for each, sent in self._ended.items() if sent.worker is worker])
         for request_id in [each for each, sent in self._running.items() if sent.worker is worker]:
             self._keep(request_id, self._running.pop(request_id))
         lost = self._dispatcher.leave(worker.name)
         self._round.deaths.append(Death(worker.number, reason, now - self._began, len(lost)))
         self.say(f"{worker.name} {reason} in round {self._round.number}; {len(lost)} requests go on elsewhere")
-
-    def _show(self) -> None:
-        if self._bar.is_due:
-            done = len(self._requests) - self._dispatcher.unfinished
-            running = sum(len(self._responses.tokens(sent.place)) for sent in self._running.values())
-            self._bar.show(done, self._tokens + running)

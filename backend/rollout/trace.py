@@ -89,8 +89,14 @@ def read_prompts(file: Path) -> list[Case]:
 
 def read_json_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a JSON Lines file.  Raises `TraceError`."""
+    try:
+        text = file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TraceError(f"{file}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{file}: not UTF-8 text") from error
     found = []
-    for number, line in enumerate(read_text(file).splitlines(), 1):
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         try:
@@ -101,16 +107,6 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
             raise TraceError(f"{file}: line {number}: not a JSON object")
         found.append(value)
     return found
-
-
-def read_text(file: Path) -> str:
-    """A text file.  Raises `TraceError`."""
-    try:
-        return file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise TraceError(f"{file}: cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise TraceError(f"{file}: not UTF-8 text") from error
 
 
 def match(prompts: Sequence[Case], cases: Sequence[Case], prompts_file: Path, trace: Path) -> list[Case]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from tqdm import tqdm
 from vllm.v1.engine import FinishReason
 
 from backend.engine.front.offline import Responses
@@ -19,7 +20,6 @@ from backend.fleet import FleetSnapshot, MemberView
 from backend.fleet.members import MemberState
 from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.rollout import run as run_module
-from backend.rollout.bar import Bar
 from backend.rollout.outcome import Round
 from backend.rollout.requests import Request
 from backend.rollout.run import RoundRunner
@@ -120,7 +120,7 @@ def run(
     workers = fleet.workers = Workers(fleet, None)  # type: ignore[arg-type]
     try:
         workers.look()
-        bar = Bar(io.StringIO(), "round 0", len(asked))
+        bar = tqdm(file=io.StringIO(), total=len(asked))
         return RoundRunner(0, asked, workers, window, responses, bar, interval_s, seed).run()
     finally:
         workers.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,14 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from backend.records.reading import Records, Selection
+from backend.records.reading import Records, RecordsError, Selection
 from backend.records.rows import DecisionRow
 from backend.records.schema import ABOUT, KINDS
 from backend.records.summary import Summary, summarise
 from gateway import cli
 from tests.support.recorded import START, Rows, record, request, step, verification
+
+REQUEST_SPEEDS = ("request, decoding", "request, end to end")
 
 
 def small() -> Rows:
@@ -39,7 +40,7 @@ def small() -> Rows:
 
 
 def summary(directory: Path, **selected: Any) -> Summary:
-    return summarise(Records(directory, Selection(**selected)))
+    return summarise(Records(directory, Selection(**selected)).workers())
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str, str]:
@@ -51,23 +52,26 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, st
 def test_the_definitions(tmp_path: Path) -> None:
     record(tmp_path, small())
     found = summary(tmp_path)
-    assert (found.steps, found.tokens, found.verifications, found.mean_batch, found.decisions) == (3, 12, 6, 2.0, 1)
+    (worker,) = found.workers
+    assert (worker.steps, found.tokens, worker.verifications, worker.batch_mean) == (3, 12, 6, 2.0)
     assert found.live.drafts == 3
     assert found.live.acceptance_length == 1 + 6 / 3
-    assert found.live.acceptance_rate == 6 / 10
+    assert (found.live.accepted, found.live.draft_tokens) == (6, 10)
     assert found.live.drafted_by_position == [3, 3, 2, 2]
     assert found.live.accepted_by_position == [3, 2, 1, 0]
     assert found.by_drafter["drafter-0"].acceptance_length == 1 + 5 / 2
     assert found.by_drafter["drafter-1"].acceptance_length == 2
     assert found.ahead.drafts == 1
-    assert found.idle_s == {"no_work": 1.0, "awaiting_draft": 0.005, "transfer": 0.0, "swap": 0.0}
-    assert found.busy_s == pytest.approx(0.030)
-    assert found.tgs_decode.median == pytest.approx(7 / 0.025, rel=1e-4), "an aborted request has no speed"
-    assert found.tgs_e2e.median == pytest.approx(8 / 0.135, rel=1e-4)
-    assert found.tgs_step.count == 3
-    assert found.tgs_step.median == pytest.approx(4 / 2 / 0.010), "steps of 2 / 2 / 10 ms, 6 / 2 / 15 ms, 4 / 2 / 10 ms"
-    assert found.tgs_step.p10 == pytest.approx(120), "the second without work belongs to no step"
-    assert found.requests == {"length": 1, "abort": 1}
+    assert worker.idle_s == {"no_work": 1.0, "awaiting_draft": 0.005, "transfer": 0.0, "swap": 0.0}
+    assert worker.busy_s == pytest.approx(0.030)
+    assert worker.finished_s == pytest.approx(0.035, abs=1e-5)
+    decode, end_to_end, steps = (found.summary[f"TGS of a {name}"] for name in (*REQUEST_SPEEDS, "step"))
+    assert decode.median == pytest.approx(7 / 0.025, rel=1e-4), "an aborted request has no speed"
+    assert end_to_end.median == pytest.approx(8 / 0.135, rel=1e-4)
+    assert steps.count == 3
+    assert steps.median == pytest.approx(4 / 2 / 0.010), "steps of 2 / 2 / 10 ms, 6 / 2 / 15 ms, 4 / 2 / 10 ms"
+    assert steps.p10 == pytest.approx(120), "the second without work belongs to no step"
+    assert found.finish_reasons == {"length": 1, "abort": 1}
 
 
 def test_a_moved_request_is_as_fast_as_its_client_saw_it(tmp_path: Path) -> None:
@@ -75,10 +79,11 @@ def test_a_moved_request_is_as_fast_as_its_client_saw_it(tmp_path: Path) -> None
     record(tmp_path, [step(0, 0.0), moved])
     record(tmp_path, [step(0, 0.0), request("a", 0.0, 1.0, 4.0, 49, "abort")], "verifier-1")
     found = summary(tmp_path)
-    assert found.tgs_e2e.median == pytest.approx(60 / 6.0, rel=1e-4)
-    assert found.tgs_decode.median == pytest.approx(10 / 1.0, rel=1e-4)
-    assert found.time_to_first_token_s.count == 1
-    assert found.time_to_first_token_s.median == pytest.approx(1.0, rel=1e-4)
+    decode, end_to_end = (found.summary[f"TGS of a {name}"] for name in REQUEST_SPEEDS)
+    assert end_to_end.median == pytest.approx(60 / 6.0, rel=1e-4)
+    assert decode.median == pytest.approx(10 / 1.0, rel=1e-4)
+    assert found.summary["seconds to the first token"].count == 1
+    assert found.summary["seconds to the first token"].median == pytest.approx(1.0, rel=1e-4)
 
 
 def test_fixed_responses_are_never_mixed_with_live_ones(tmp_path: Path) -> None:
@@ -95,10 +100,10 @@ def test_ratios_of_sums_over_incarnations_and_verifiers(tmp_path: Path) -> None:
     record(tmp_path, [step(0, 5.0), *[verification(0, f"r{i}", 4, 0) for i in range(3)]], incarnation="bbbbbbbb")
     record(tmp_path, rows, "verifier-1")
     found = summary(tmp_path)
-    assert found.incarnations == 3
+    assert [each.worker for each in found.workers] == ["verifier-0 (aaaa)", "verifier-0 (bbbb)", "verifier-1 (aaaa)"]
     assert found.live.acceptance_length == 1 + 8 / 5
     only = summary(tmp_path, verifiers=frozenset({"verifier-1"}))
-    assert (only.incarnations, only.live.acceptance_length) == (1, 5)
+    assert ([each.worker for each in only.workers], only.live.acceptance_length) == (["verifier-1"], 5)
 
 
 def test_the_sums_of_many_rows(tmp_path: Path) -> None:
@@ -117,20 +122,21 @@ def test_the_sums_of_many_rows(tmp_path: Path) -> None:
 def test_only_a_period(tmp_path: Path) -> None:
     record(tmp_path, small())
     found = summary(tmp_path, since=START + 1.012, until=START + 1.02)
-    assert (found.steps, found.verifications, found.live.drafts, found.decisions) == (1, 2, 2, 0)
-    assert found.requests == {}
-    assert summary(tmp_path, since=START + 100).steps == 0
+    assert (found.workers[0].steps, found.workers[0].verifications, found.live.drafts) == (1, 2, 2)
+    assert found.finish_reasons == {}
+    with pytest.raises(RecordsError, match="nothing was recorded in this period"):
+        summary(tmp_path, since=START + 100)
 
 
 def test_time_without_work_counts_where_it_was(tmp_path: Path) -> None:
     """Idle from 0 to 10 and from 10.01 to 30, both told by the step behind it."""
     record(tmp_path, [step(0, 10.0, no_work=10_000.0), step(1, 30.0, no_work=19_985.0, awaiting_draft=5.0)])
-    assert summary(tmp_path).idle_s["no_work"] == pytest.approx(29.985)
-    for since, until, seconds in ((4, 12, 6 + 1.99), (11, 13, 2), (4, 6, 2), (25, 40, 4.995), (31, 40, 0), (-5, 1, 1)):
-        found = summary(tmp_path, since=START + since, until=START + until)
-        assert found.idle_s["no_work"] == pytest.approx(seconds, abs=1e-5), (since, until)
-    assert summary(tmp_path, since=START + 20).idle_s == {
-        **dict.fromkeys(found.idle_s, 0.0),
+    assert summary(tmp_path).workers[0].idle_s["no_work"] == pytest.approx(29.985)
+    for since, until, seconds in ((4, 12, 6 + 1.99), (25, 40, 4.995), (-5, 11, 10 + 0.99)):
+        (worker,) = summary(tmp_path, since=START + since, until=START + until).workers
+        assert worker.idle_s["no_work"] == pytest.approx(seconds, abs=1e-5), (since, until)
+    assert summary(tmp_path, since=START + 20).workers[0].idle_s == {
+        **dict.fromkeys(worker.idle_s, 0.0),
         "no_work": pytest.approx(9.995),
         "awaiting_draft": pytest.approx(0.005),
     }
@@ -140,17 +146,17 @@ def test_summary_for_a_person_and_as_json(tmp_path: Path, capsys: pytest.Capture
     record(tmp_path, small())
     status, text, _ = run(capsys, tmp_path, "summary")
     assert status == 0
-    assert "acceptance length 3" in text
-    assert "awaiting_draft 0.0 s" in text
-    assert "rows dropped    none" in text
+    assert "| live | 3 | 3.00 | 0.60 | 1.00 0.67 0.50 0.00 |" in text
+    assert "no_work 1.00, awaiting_draft 0.01" in text or "no_work 1.00, awaiting_draft 0.00" in text
+    assert "2 requests ended (abort 1, length 1); 12 tokens in 0.0 s." in text
     status, text, _ = run(capsys, tmp_path, "summary", "--json", "--since", "2026-01-01T00:00:00")
     assert status == 0
     assert msgspec.json.decode(text, type=Summary).live.acceptance_length == 3
-    status, text, _ = run(capsys, tmp_path, "summary", "--until", "2000-01-01T00:00:00+02:00")
-    assert "nothing was recorded in this period" in text
+    status, _, err = run(capsys, tmp_path, "summary", "--until", "2000-01-01T00:00:00+02:00")
+    assert (status, "nothing was recorded in this period" in err) == (1, True)
 
 
-@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
 def test_join(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
     record(tmp_path / "r", small())
     requests = [request("a", 8.0, 8.5, 9.0, 50), request("a", 8.0, 8.5, 9.5, 60)]
@@ -163,8 +169,6 @@ def test_join(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> 
     if kind == "csv":
         with output.open() as file:
             rows = list(csv.DictReader(file))
-    elif kind == "jsonl":
-        rows = [json.loads(line) for line in output.read_text().splitlines()]
     else:
         rows = pq.read_table(output).to_pylist()
     by_key = {(row["incarnation"], int(row["step"]), row["request_id"]): row for row in rows}
@@ -180,9 +184,9 @@ def test_a_join_keeps_verifications_whose_step_or_request_is_missing(
 ) -> None:
     record(tmp_path, [verification(5, "a", 4, 2)])
     record(tmp_path, [step(0, 0.0)], "verifier-1")
-    output = tmp_path / "joined.jsonl"
+    output = tmp_path / "joined.parquet"
     run(capsys, tmp_path, "join", "--output", output)
-    (row,) = [json.loads(line) for line in output.read_text().splitlines()]
+    (row,) = pq.read_table(output).to_pylist()
     assert (row["accepted"], row["step_busy_ms"], row["request_tokens"]) == (2, None, None)
 
 
@@ -196,15 +200,15 @@ def test_join_to_standard_output(tmp_path: Path, capfdbinary: pytest.CaptureFixt
 
 def test_export_of_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path / "r", small())
-    status, _, _ = run(capsys, tmp_path / "r", "export", "--output", tmp_path / "out", "--format", "jsonl")
+    status, _, _ = run(capsys, tmp_path / "r", "export", "--output", tmp_path / "out", "--format", "parquet")
     assert status == 0
     assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
-        "decision.jsonl",
-        "request.jsonl",
-        "step.jsonl",
-        "verification.jsonl",
+        "decision.parquet",
+        "request.parquet",
+        "step.parquet",
+        "verification.parquet",
     ]
-    steps = [json.loads(line) for line in (tmp_path / "out" / "step.jsonl").read_text().splitlines()]
+    steps = pq.read_table(tmp_path / "out" / "step.parquet").to_pylist()
     assert [each["tokens"] for each in steps] == [2, 6, 4]
     assert steps[1]["idle_awaiting_draft_ms"] == 5.0
     run(capsys, tmp_path / "r", "export", "--output", tmp_path / "two", "--kind", "step", "--kind", "request")
@@ -236,7 +240,7 @@ def nothing(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "arguments", "status", "line"),
     [
-        (nothing, ["summary"], 1, "is empty: verifiers write there with --records-dir"),
+        (nothing, ["summary"], 1, "holds no records: verifiers write them with --records-dir"),
         (foreign, ["summary"], 1, "holds no records"),
         (newer, ["summary"], 1, "records of version 5; this release reads version 4"),
         (older, ["summary"], 1, "records of version 3; this release reads version 4"),
@@ -267,13 +271,11 @@ def test_no_such_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "no such directory" in err
 
 
-def test_an_unreadable_file_is_skipped_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_file_is_skipped_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = record(tmp_path, small())
     (directory / "step-000099.parquet").write_bytes(b"PAR1 and nothing more")
-    status, text, err = run(capsys, tmp_path, "summary")
-    assert status == 0
-    assert "unreadable      1 files were skipped" in text
-    assert "step-000099.parquet cannot be read" in err
+    assert summary(tmp_path).workers[0].steps == 3
+    assert "step-000099.parquet cannot be read and was skipped" in caplog.text
 
 
 def test_a_file_of_another_shape_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -288,7 +290,7 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, capsys: pytest.Captu
 
 def test_an_incarnations_own_directory_can_be_read_alone(tmp_path: Path) -> None:
     directory = record(tmp_path, small())
-    assert summary(directory).steps == summary(directory.parent).steps == 3
+    assert summary(directory).workers[0].steps == summary(directory.parent).workers[0].steps == 3
 
 
 def test_the_documentation_names_every_column() -> None:

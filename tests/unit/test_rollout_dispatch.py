@@ -12,32 +12,30 @@ WINDOW = 3
 
 
 class Fleet(RuleBasedStateMachine):
-    """Workers come and go, requests end, complete and are given up, in any order."""
+    """Workers come and go, requests end and are given up, in any order."""
 
     def __init__(self) -> None:
         super().__init__()
         self.expected = [5, 1, 9, 9, 2, 7, 3, 8, 1, 4, 6, 2]
         self.dispatcher = Dispatcher(self.expected, WINDOW)
         self.running: dict[str, set[int]] = {}
-        self.ended: dict[str, set[int]] = {}
         self.done: set[int] = set()
 
     @rule(worker=st.sampled_from(["a", "b", "c"]))
     def join(self, worker: str) -> None:
         if worker not in self.running:
             self.dispatcher.join(worker)
-            self.running[worker], self.ended[worker] = set(), set()
+            self.running[worker] = set()
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         worker = data.draw(st.sampled_from(sorted(self.running)))
-        lost = self.running.pop(worker) | self.ended.pop(worker)
-        assert self.dispatcher.leave(worker) == sorted(lost)
+        assert self.dispatcher.leave(worker) == sorted(self.running.pop(worker))
 
     @rule()
     def assign(self) -> None:
-        owned = set().union(*self.running.values(), *self.ended.values(), self.done)
+        owned = set().union(*self.running.values(), self.done)
         for request, worker in self.dispatcher.assign():
             assert request not in owned, "one owner at a time"
             owned.add(request)
@@ -52,17 +50,8 @@ class Fleet(RuleBasedStateMachine):
         if again:
             self.dispatcher.again(request, worker)
         else:
-            self.dispatcher.ended(request, worker)
-            self.ended[worker].add(request)
-
-    @precondition(lambda self: any(self.ended.values()))
-    @rule(data=st.data())
-    def complete(self, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from(sorted(w for w, r in self.ended.items() if r)))
-        request = data.draw(st.sampled_from(sorted(self.ended[worker])))
-        self.ended[worker].remove(request)
-        self.dispatcher.done(request, worker)
-        self.done.add(request)
+            self.dispatcher.done(request, worker)
+            self.done.add(request)
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -75,13 +64,9 @@ class Fleet(RuleBasedStateMachine):
             self.assign()
             for worker in sorted(self.running):
                 for request in sorted(self.running[worker]):
-                    self.dispatcher.ended(request, worker)
-                    self.ended[worker].add(request)
-                self.running[worker].clear()
-                for request in sorted(self.ended[worker]):
                     self.dispatcher.done(request, worker)
                     self.done.add(request)
-                self.ended[worker].clear()
+                self.running[worker].clear()
         assert self.done == set(range(len(self.expected)))
 
 

@@ -9,7 +9,7 @@ import pytest
 from backend.config import Settings, sources
 from backend.config.sources import ConfigError
 from backend.lab.bench.rollouts import STAY, WAYS
-from backend.rollout.options import fleet_settings, rollout_options, slices, trace_options
+from backend.rollout.options import fleet_settings, rollout_options, slices
 from gateway import cli
 
 NEEDED = ("--trace", "train.3.parquet", "--out", "o")
@@ -17,52 +17,27 @@ NEEDED = ("--trace", "train.3.parquet", "--out", "o")
 
 def settings(*arguments: str) -> Settings:
     options, rest = rollout_options([*NEEDED, *arguments])
-    return fleet_settings(options, sources.load(rest, "outrider rollout"))
+    return fleet_settings(options, sources.load(rest, "outrider rollout").settings)
 
 
 def test_defaults() -> None:
     options, rest = rollout_options(NEEDED)
     assert (options.rounds, options.repeat, options.samples) == (None, 1, 1)
-    assert (options.limit, options.sampling, options.fixed, rest) == (None, {"temperature": 1.0, "max_tokens": 1024}, False, [])
+    assert (options.sampling, options.fixed, rest) == ({"temperature": 1.0, "max_tokens": 1024}, False, [])
     made = settings()
     assert (made.mode, made.verifier.engine_args, options.seed) == ("auto", {}, None)
     assert rollout_options([*NEEDED, "--seed", "3"])[0].seed == 3
 
 
-def test_settings_and_their_other_names() -> None:
-    made = settings(
-        "--verifiers", "3", "--k", "7", "--draft-mode=ahead", "--target", "t", "--draft-model", "d", "--fixed-responses",
-        "--verifier-engine-args", '{"block_size": 32}',
-    )  # fmt: skip
-    assert (made.verifiers, made.num_speculative_tokens, made.mode, made.model, made.drafter) == (3, 7, "ahead", "t", "d")
+def test_settings_are_flags_too() -> None:
+    made = settings("--verifiers", "3", "--mode=native", "--fixed-responses", "--verifier-engine-args", '{"block_size": 32}')
+    assert (made.verifiers, made.mode) == (3, "native")
     assert made.verifier.engine_args == {"block_size": 32, "async_scheduling": False}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "mode", "drafter"),
-    [
-        (["--impl", "native"], "native", "demo"),
-        (["--impl", "native", "--method", "ngram"], "native", "ngram"),
-        (["--impl", "disaggregated"], "auto", "demo"),
-        (["--impl", "disaggregated", "--mode", "sync", "--method", "eagle3"], "sync", "demo"),
-        (["--mode", "off"], "off", "demo"),
-        (["--mode", "native"], "native", "demo"),
-    ],
-)
-def test_implementation_and_method(arguments: list[str], mode: str, drafter: str) -> None:
-    made = settings(*arguments)
-    assert (made.mode, made.drafter) == (mode, drafter)
 
 
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--impl", "native", "--mode", "sync"], "--mode sync contradicts it"),
-        (["--impl", "disaggregated", "--mode", "native"], "--mode native contradicts it"),
-        (["--method", "ngram", "--drafter", "demo"], "--drafter demo contradicts it"),
-        (["--method", "eagle", "--drafter", "ngram"], "--drafter ngram contradicts it"),
-        (["--method", "eagle", "--mode", "off"], "drafts nothing"),
-        (["--impl", "remote"], "invalid choice"),
         (["--rounds", "0"], "1 is the least"),
         (["--rounds", "2"], "the same rows again: --repeat"),
         (["--fixed-responses", "--n", "2"], "--fixed-responses says what is emitted"),
@@ -70,11 +45,10 @@ def test_implementation_and_method(arguments: list[str], mode: str, drafter: str
         (["--sampling", "{"], "{: no JSON: Expecting property name"),
         (["--sampling", "[]"], "no JSON object"),
         (["--sampling", "@nowhere.json"], "@nowhere.json: No such file"),
-        (["--join", "--impl", "native"], "--join takes a fleet as it is"),
-        (["--limit", "x"], "no number"),
+        (["--batch", "x"], "no number"),
         (["--temperature", "x"], "--temperature: invalid float value"),
         (["--fixed-response"], "did you mean --fixed-responses?"),
-        (["--draft-mod", "sync"], "did you mean --draft-mode?"),
+        (["--mod=sync"], "did you mean --mode?"),
         (["--verifier", "2"], "did you mean --verifiers?"),
         (["--verifiers", "0"], "greater than or equal to 1"),
     ],
@@ -85,18 +59,14 @@ def test_a_mistake_is_named(arguments: list[str], complaint: str) -> None:
     assert complaint in str(caught.value)
 
 
-def test_trace_lengths_must_make_sense() -> None:
-    with pytest.raises(ConfigError, match="--min-gen must not be greater"):
-        trace_options(["x", "--out", "o", "--min-gen", "9", "--max-gen", "8"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["rollout"], "required: --trace, --out"),
         (["rollout", "--trace", "nowhere.parquet", "--out", "{tmp}"], "nowhere.parquet: no such file"),
         (["trace"], "outrider trace make"),
-        (["trace", "make", "nowhere.txt", "--out", "{tmp}/t"], "nowhere.txt: cannot be read"),
+        (["trace", "make", "nowhere", "--out", "{tmp}/t"], "nowhere: no Python file of 32 tokens in it"),
+        (["trace", "make", "stdlib", "--out", "{tmp}/t", "--max-gen", "9"], "16 is the least"),
     ],
 )
 def test_the_command_line_says_it_in_one_line(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -185,46 +184,25 @@ def make(*arguments: str) -> str:
     return make_trace(trace_options(arguments))
 
 
-def test_text_is_cut_by_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    text = tmp_path / "words.txt"
-    text.write_text("\n".join(f"value_{i} = {i} + {i}" for i in range(300)))
+def test_source_code_is_cut_by_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for number in range(20):
+        text = "\n".join(f"value_{number}_{i} = {i} + {i}" for i in range(300))
+        (tmp_path / f"module_{number}.py").write_text(text)
+    (tmp_path / "short.py").write_text("x = 1\n")
     out = tmp_path / "train.0.parquet"
-    lengths = ("--min-prompt", "8", "--max-prompt", "12", "--min-gen", "20", "--max-gen", "40")
-    line = make(str(text), "--out", str(out), *lengths)
+    arguments = (str(tmp_path), "--out", str(out), "--max-prompt", "20", "--max-gen", "40")
+    line = make(*arguments)
     cases = read_trace(out)
     assert f"{len(cases)} rows" in line
     assert len(cases) > 10
-    assert all(20 <= len(tokenizer.response(case.gen)) <= 40 for case in cases)
-    joined = "".join(case.prompt + case.gen for case in cases[:1])
-    assert text.read_text().startswith(joined)
+    assert all(16 <= len(tokenizer.response(case.gen)) <= 40 for case in cases)
+    texts = [file.read_text() for file in tmp_path.glob("*.py")]
+    assert all(any(case.prompt + case.gen in text for text in texts) for case in cases)
     first = out.read_bytes()
-    make(str(text), "--out", str(out), *lengths)
+    make(*arguments)
     assert out.read_bytes() == first, "the same seed makes the same trace"
-    make(str(text), "--out", str(out), *lengths, "--limit", "2")
+    make(*arguments, "--limit", "2")
     assert len(read_trace(out)) == 2
-
-
-def test_pairs_and_cases_are_taken_as_they_are(tmp_path: Path) -> None:
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text("".join(json.dumps({"prompt": "p", key: "r"}) + "\n" for key in ("gen", "response", "completion")))
-    write_cases(tmp_path / "train.1.parquet", [Case(0, "x", "a")])
-    out = tmp_path / "train.2.parquet"
-    make(str(pairs), str(tmp_path / "train.1.parquet"), "--out", str(out))
-    assert [(case.prompt, case.gen) for case in read_trace(out)] == [("p", "r")] * 3 + [("x", "a")]
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "complaint"),
-    [
-        ("a.jsonl", '{"prompt": "p"}', "line 1: no strings prompt and completion or gen or response; it has prompt"),
-        ("a.jsonl", "[]", "line 1: not a JSON object"),
-        ("a.txt", "short", "nothing of --min-prompt"),
-    ],
-)
-def test_what_no_trace_can_be_made_of_is_named(tmp_path: Path, name: str, text: str, complaint: str) -> None:
-    file = tmp_path / name
-    file.write_text(text)
-    with pytest.raises(TraceError, match=complaint):
-        make(str(file), "--out", str(tmp_path / "o.parquet"))
-    with pytest.raises(TraceError, match="cannot be read: No such file"):
-        make(str(tmp_path / "missing.txt"), "--out", str(tmp_path / "o.parquet"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TraceError, match="empty: no Python file"):
+        make(str(tmp_path / "empty"), "--out", str(out))

@@ -6,7 +6,7 @@ Parent process.
 
 A round is one rollout in each way: `outrider rollout` with a fleet of its own, on the same fixed responses.  Responses are cut
 from Python's standard library; their lengths are uniform on a logarithmic scale.  The order of ways changes between rounds.
-Further flags (`--mode`, `--k`, `--verifier-max-num-seqs`, ...) go to all rollouts.
+Further flags (`--num-speculative-tokens`, `--verifier-max-num-seqs`, ...) go to all rollouts.
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ from typing import Any
 
 from backend.lab.bench import hardware
 from backend.lab.bench.markdown import spread, table
-from backend.rollout.make import STDLIB, make_trace
+from backend.rollout.make import SHORTEST, STDLIB, make_trace
 from backend.rollout.options import TraceOptions
 from backend.rollout.trace import read_trace, write_cases
 
 STAY = ("--gateway-balance-interval-s", "0")
-REMOTE = ("--impl", "disaggregated", "--drafters", "2")
+REMOTE = ("--drafters", "2")
 WAYS: Mapping[str, tuple[str, ...]] = {
-    "native": ("--impl", "native", *STAY),
+    "native": ("--mode", "native", *STAY),
     "disaggregated": (*REMOTE, *STAY),
     "disaggregated, moving": REMOTE,
 }
-PROMPT_TOKENS = (16, 256)
-SHORTEST = 16
+LONGEST_PROMPT = 256
 
 
 def prepare(file: Path, prompts: int, n: int, longest: int) -> str:
     """Writes a trace with `n` responses to each prompt; returns a line that describes it."""
-    limits = (*PROMPT_TOKENS, SHORTEST, longest, 0)
-    said = make_trace(TraceOptions((STDLIB,), file, "demo", prompts * n, *limits))
+    said = make_trace(TraceOptions(STDLIB, file, "demo", prompts * n, LONGEST_PROMPT, longest, seed=0))
     cases = read_trace(file)
     cases = [dataclasses.replace(case, prompt=cases[case.number - case.number % n].prompt) for case in cases]
     write_cases(file, cases, with_ids=False)
