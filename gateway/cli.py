@@ -226,7 +226,6 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "records": ("sum up, join or export what verifiers wrote down", tools.records),
     "report": ("draw a recorded period, or a rollout, as one HTML page", tools.report),
     "bench": (f"measure every mode on this machine {OWN}", partial(tools.laboratory, "bench")),
-    "simulate": (f"simulate a large fleet under the coordinator's policy {OWN}", partial(tools.laboratory, "simulate")),
     "run-batch": (f"carry out a file of OpenAI batch requests at a gateway {OWN}", tools.run_batch),
     "rollout": (f"run a trace's prompts over a fleet of its own, with a row of every step {OWN}", tools.rollout),
     "trace": (f"make traces {OWN}", tools.trace),

@@ -1,8 +1,8 @@
 """Decides which verifier a request goes to.  Pure: candidates in, an id out; no clock, no socket.
 
-Runs in the gateway's event loop, once per sequence; the simulator drives the same code.  Randomness comes from a seed.  Every
-policy is a `Router`.  `WithAffinity` wraps another router, and prefers the verifier that has seen a session, or the beginning
-of a prompt, before.  `make_router` builds the router that the settings name.
+Runs in the gateway's event loop, once per sequence.  Randomness comes from a seed.  Every policy is a `Router`.  `WithAffinity`
+wraps another router, and prefers the verifier that has seen a session, or the beginning of a prompt, before.  `make_router`
+builds the router that the settings name.
 """
 
 from __future__ import annotations
