@@ -70,6 +70,16 @@ def tiny_options(run_dir: Path, checkpoint_s: float = 1e9) -> DemoOptions:
     )
 
 
+def decode(drafter: Drafter, tokens: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+    """The last row's output `[batch, 1, hidden]`, from the tokens and features `[batch, n, hidden]` of all n rows so far."""
+    block, attention = drafter.block, drafter.block.self_attn
+    embedded = torch.nn.functional.embedding(tokens, drafter.embeddings)
+    query, key, value = attention.project(block.join(embedded, read), drafter.rotary(torch.arange(tokens.shape[1])))
+    keys, values = attention.widen(key), attention.widen(value)
+    attended = torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
+    return block.finish(read, attention.merge(attended))[:, -1:]
+
+
 @torch.no_grad()
 def test_unrolled_training_forward_equals_decoding(pair: tuple[LlamaForCausalLM, Drafter]) -> None:
     target, drafter = pair
@@ -78,12 +88,11 @@ def test_unrolled_training_forward_equals_decoding(pair: tuple[LlamaForCausalLM,
     _, inputs = features(target, tokens, drafter.shape.feature_layers)
     unrolled = drafter.unroll(tokens[:, 1:], inputs[:, :rows], depth)
     for row in range(rows):
-        cache = drafter.cache(2, rows + depth)
-        output = drafter.step(tokens[:, 1 : row + 2], drafter.fc(inputs[:, : row + 1]), cache)[:, -1:]
-        torch.testing.assert_close(output[:, 0], unrolled[0][:, row], atol=1e-4, rtol=1e-4)
-        for step in range(1, depth):
-            output = drafter.step(tokens[:, row + 1 + step : row + 2 + step], output, cache)
+        read = drafter.fc(inputs[:, : row + 1])
+        for step in range(depth):
+            output = decode(drafter, tokens[:, 1 : row + 2 + step], read)
             torch.testing.assert_close(output[:, 0], unrolled[step][:, row], atol=1e-4, rtol=1e-4)
+            read = torch.cat((read, output), dim=1)
 
 
 @torch.no_grad()
@@ -95,11 +104,10 @@ def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[L
     text, drafts, accepted = generate(target, prompt[None], 1)[0].tolist(), 0, 0
     while len(text) < len(prompt) + new_tokens:
         _, inputs = features(target, torch.tensor([text[:-1]]), drafter.shape.feature_layers)
-        cache = drafter.cache(1, 100)
-        output = drafter.step(torch.tensor([text[1:]]), drafter.fc(inputs), cache)[:, -1:]
-        draft = [int(drafter.logits(output).argmax())]
+        read, draft = drafter.fc(inputs), list[int]()
         while len(draft) < DRAFT_LENGTH:
-            output = drafter.step(torch.tensor([draft[-1:]]), output, cache)
+            output = decode(drafter, torch.tensor([[*text[1:], *draft]]), read)
+            read = torch.cat((read, output), dim=1)
             draft.append(int(drafter.logits(output).argmax()))
         chosen = generate(target, torch.tensor([text]), DRAFT_LENGTH + 1)[0, len(text) :].tolist()
         kept = next((i for i, token in enumerate(draft) if token != chosen[i]), DRAFT_LENGTH)
