@@ -29,7 +29,7 @@ def next_token_loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
 def validation_loss(model: LlamaForCausalLM, stream: Stream, length: int) -> float:
     """Mean loss per token over consecutive windows of `stream`, each after a `<|begin|>`.  Computed in float32."""
     rows = torch.from_numpy(stream[: len(stream) // length * length]).long().view(-1, length).to(model.device)
-    parts = functional.pad(rows, (1, 0), value=BEGIN_ID).split(BATCH)
+    parts = torch.split(functional.pad(rows, (1, 0), value=BEGIN_ID), BATCH)
     return sum(float(next_token_loss(model, part)) * len(part) for part in parts) / len(rows)
 
 
