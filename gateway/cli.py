@@ -225,7 +225,6 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "reload": ("have a running gateway read its keys, limits and routing again", reload),
     "records": ("sum up, draw, join or export what verifiers wrote down", tools.records),
     "bench": (f"measure every mode on this machine {OWN}", partial(tools.laboratory, "bench")),
-    "simulate": (f"simulate a large fleet under the coordinator's policy {OWN}", partial(tools.laboratory, "simulate")),
     "run-batch": (f"carry out a file of OpenAI batch requests at a gateway {OWN}", tools.run_batch),
     "rollout": (f"run a trace's prompts over a fleet of its own, with a row of every step {OWN}", tools.rollout),
     "trace": (f"make traces {OWN}", tools.trace),

@@ -1,9 +1,9 @@
 """Keeps the fleet's members under leases, and assigns drafters to verifiers.  Pure: events and `now` in, answers out.
 
-Runs in the coordinator actor; tests and the simulator drive the same code with a clock of their own (`now` is seconds on any
-clock that never goes back).  `tick` is the whole policy: it expires leases and decides the assignment.  It decides at once when
-a member came, left or was pinned, else every `DECIDE_EVERY_S`.  The decision is a pure function of the situation
-(`assignment.py`, `water_filling.py`).
+Runs in the coordinator actor; tests drive the same code with a clock of their own (`now` is seconds on any clock that never
+goes back).  `tick` is the whole policy: it expires leases and decides the assignment.  It decides at once when a member came,
+left or was pinned, else every `DECIDE_EVERY_S`.  The decision is a pure function of the situation (`assignment.py`,
+`water_filling.py`).
 
 Every change takes the next value of one counter.  That is the snapshot's version, and the generation of assignments made by the
 change.  So generations only grow; they do so even over a restart of the coordinator if `first_version` comes from a clock.

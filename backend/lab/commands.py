@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from backend.config.sources import ConfigError
-
 Say = Callable[[str], None]
 
 
@@ -18,17 +16,6 @@ def bench(arguments: list[str], say: Say) -> None:
     from backend.lab.bench.main import main
 
     main(arguments, say)
-
-
-def simulate(arguments: list[str], say: Say) -> None:
-    """Simulates a large fleet under the coordinator's policy."""
-    from backend.lab.simulator.arrivals import TraceError
-    from backend.lab.simulator.main import main
-
-    try:
-        main(arguments, say)
-    except (TraceError, ValueError) as error:
-        raise ConfigError(str(error).splitlines()[0]) from error
 
 
 def train_demo(arguments: list[str], say: Say) -> None:

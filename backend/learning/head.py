@@ -1,4 +1,4 @@
-"""An EAGLE-3 head for training: its layer, one decoding step, and the unrolled forward pass that trains it.
+"""An EAGLE-3 head for training: its layer, and the unrolled forward pass that trains it.
 
 Row p of the drafter carries the target's features of position p and the token at p + 1, and predicts the
 token at p + 2.  Features are the inputs of three target layers, joined and mapped to the hidden size by
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from backend.learning.layers import MLP, Attention, LayerCache, RMSNorm, Rotary, Shape, initialise
+from backend.learning.layers import MLP, Attention, RMSNorm, Rotary, Shape, initialise
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,21 +71,10 @@ class Drafter(nn.Module):
         assert isinstance(block, DrafterBlock)
         return block
 
-    def cache(self, batch: int, capacity: int) -> LayerCache:
-        return LayerCache.empty(self.shape.layer, batch, capacity, self.fc.weight.detach())
-
     def logits(self, output: Tensor) -> Tensor:
         """Scores `[..., vocab]` of layer outputs `[..., hidden]`."""
         scores: Tensor = self.lm_head(self.norm(output))
         return scores
-
-    def step(self, tokens: Tensor, feature: Tensor, cache: LayerCache) -> Tensor:
-        """Runs rows that follow those in `cache`: `tokens` `[batch, n]`, `feature` and result `[batch, n, hidden]`."""
-        block = self.block
-        start = cache.length
-        rotation = self.rotary(torch.arange(start, start + tokens.shape[1], device=tokens.device))
-        joined = block.join(functional.embedding(tokens, self.embeddings).to(feature.dtype), feature)
-        return block.finish(feature, block.self_attn(joined, rotation, cache))
 
     def unroll(self, tokens: Tensor, features: Tensor, depth: int) -> list[Tensor]:
         """Outputs of `depth` chained steps from every row at once, each `[batch, rows, hidden]`.

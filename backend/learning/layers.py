@@ -1,7 +1,6 @@
-"""The layers of a Llama for training: norm, rotary positions, attention with a cache, and the gated network.
+"""The layers of a Llama for training EAGLE heads (`head.py`): norm, rotary positions, attention, and the gated network.
 
-EAGLE heads (`head.py`) and the demo's target are made of them.  Parameter names are those of transformers, so a state dict can
-be saved as a checkpoint.
+Parameter names are those of transformers, so a state dict can be saved as a checkpoint.
 """
 
 from dataclasses import dataclass
@@ -31,29 +30,6 @@ class Shape:
     rope: Rope | None = None
     """Rotary parameters with scaling; None: `rope_theta` without scaling."""
     qk_norm: bool = False
-
-
-@dataclass(slots=True)
-class LayerCache:
-    """Keys and values of one layer, `[batch, kv_heads, capacity, head_dim]`; the first `length` positions are set."""
-
-    keys: Tensor
-    values: Tensor
-    length: int = 0
-
-    @classmethod
-    def empty(cls, shape: Shape, batch: int, capacity: int, like: Tensor) -> "LayerCache":
-        """A cache on the device and in the dtype of `like`."""
-        size = (batch, shape.num_key_value_heads, capacity, shape.head_dim)
-        return cls(keys=like.new_zeros(size), values=like.new_zeros(size))
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new positions and return all keys and values so far."""
-        end = self.length + keys.shape[2]
-        self.keys[:, :, self.length : end] = keys
-        self.values[:, :, self.length : end] = values
-        self.length = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
 
 
 class RMSNorm(nn.Module):
@@ -133,28 +109,6 @@ class Attention(nn.Module):
         batch, _, tokens, _ = attended.shape
         merged: Tensor = self.o_proj(attended.transpose(1, 2).reshape(batch, tokens, -1))
         return merged
-
-    def forward(self, hidden: Tensor, rotation: tuple[Tensor, Tensor], cache: LayerCache | None = None) -> Tensor:
-        """Causal attention; with a `cache`, over what it holds and then the new tokens."""
-        query, key, value = self.project(hidden, rotation)
-        tokens, past = key.shape[2], 0
-        if cache is not None:
-            past = cache.length
-            key, value = cache.append(key, value)
-            if tokens == 1:
-                return self.merge(self._attend_one(query, key, value))
-        mask = None
-        if past and tokens > 1:
-            mask = torch.ones(tokens, past + tokens, dtype=torch.bool, device=hidden.device).tril(past)
-        attended = functional.scaled_dot_product_attention(
-            query, self.widen(key), self.widen(value), attn_mask=mask, is_causal=past == 0 and tokens > 1
-        )
-        return self.merge(attended)
-
-    def _attend_one(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attention of a single new token.  A group's heads take the place of tokens, so that no cache is copied per head."""
-        grouped = query.view(query.shape[0], self.kv_heads, -1, self.head_dim)
-        return functional.scaled_dot_product_attention(grouped, key, value).view_as(query)
 
 
 class MLP(nn.Module):

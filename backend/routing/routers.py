@@ -1,8 +1,8 @@
 """Decides which verifier a request goes to.  Pure: candidates in, an id out; no clock, no socket.
 
-Runs in the gateway's event loop, once per sequence; the simulator drives the same code.  Every policy is a `Router`.
-`WithAffinity` wraps another router, and prefers the verifier that has seen a session, or the beginning of a prompt, before.
-`make_router` builds the router that the settings ask for.
+Runs in the gateway's event loop, once per sequence.  Every policy is a `Router`.  `WithAffinity` wraps another router, and
+prefers the verifier that has seen a session, or the beginning of a prompt, before.  `make_router` builds the router that the
+settings ask for.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def test_steps_and_drafts_of_real_engines_take_at_least_the_stated_time(tmp_path
         with TargetFleet(bench, asked, lambda _: None) as fleet:
             for each in asked:
                 fleet.warm_up(each, [[9] * 8], 8, (1,), 1)
-                load, before, after = fleet.measure(each, [[[7] * 20]], tokens, 0.0, (1,))
+                load, before, after = fleet.measure(each, [[7] * 20], tokens, 0.0, 1)
                 found[each.mode] = load.wall_s, before, after
                 counted = sample(0, each, load, before, after, 1)
                 assert counted.paced["cycle_ms"] >= 40

@@ -17,7 +17,7 @@ from backend.lab.bench import options as options_module
 from backend.lab.bench import tables as report
 from backend.lab.bench.identical import GreedyCheck, first_difference
 from backend.lab.bench.load import Load
-from backend.lab.bench.measure import Sample, Snapshot, ceiling, ratio, row, sample
+from backend.lab.bench.measure import Sample, Snapshot, ratio, row, sample
 from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, split_cores
 from backend.lab.bench.run import Results
@@ -96,10 +96,6 @@ def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
     assert ratio(fast, None) is None
 
 
-def test_the_ceiling_is_what_hiding_the_drafting_brings() -> None:
-    assert ceiling(8.0, 2.0) == pytest.approx(1.25)
-
-
 def test_greedy_answers_are_compared_with_plain_decodings_in_the_same_layout() -> None:
     check = GreedyCheck()
     check.add("demo", SYNC, POINT, 0, [[1, 2, 3], [4, 9, 6]])
@@ -107,7 +103,8 @@ def test_greedy_answers_are_compared_with_plain_decodings_in_the_same_layout() -
     check.add("demo", WHOLE, POINT, 0, [[7, 7, 7], [7, 7, 7]])
     check.add("demo", SYNC, Point("code", 1, 1.0), 0, [[8]])
     (found,) = check.differences()
-    assert (found.mode, found.request, found.position, found.expected, found.got) == ("sync", 1, 1, 5, 9)
+    assert (found.configuration, found.request, found.position) == ("equal_verifier-sync-k4", 1, 1)
+    assert (found.expected, found.got) == (5, 9)
     assert found.reference == "off"
     assert check.compared == 2
 
@@ -150,7 +147,7 @@ def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
         ("off", "equal_total", 3),
     ]
     text = (tmp_path / "bench.md").read_text()
-    assert "| code c1 t0 | 4 | 50.00 | 2.00 | 0.04 | 1.04 |" in text
+    assert "| code c1 t0 | sync-k4 | 5 | 500 | 3.00 | 25% | 40.0% | - | 2.00 | 50.00 | 200 | 100.0% |" in text
     assert "- Before: 3 loads of up to 64 tokens per concurrency and temperature, 4 times as many for `auto`" in text
     assert "off (all cores)" in text
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
@@ -178,7 +175,7 @@ def test_every_table_of_a_paced_run_says_so_with_the_numbers(tmp_path: Path, res
     report.write(tmp_path, ABOUT, options, split, results, lambda _: None)
     text = (tmp_path / "bench.md").read_text()
     said = "`6,32,0.5,1`: target step 6 ms + 32 us per token; draft pass 0.5 ms + 1 us per token, in `native` 0.5 ms"
-    assert text.count("### ") == text.count(said) == 4
+    assert text.count("### ") == text.count(said) == 3
     assert "| code c1 t0 | sync-k4 | 150.00 | 90.00 | 5.00 | 50.00 | 5.00 | 25% | 40.0% | 10% | 5.000 |" in text
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["settings"]["pace"]["target"] == {"fixed_ms": 6, "token_us": 32}
@@ -207,6 +204,13 @@ def test_rows_are_compared_with_the_faster_native_variant(tmp_path: Path, result
     lines = (tmp_path / "bench.md").read_text().splitlines()
     assert "| code c1 t0 | sync-k4 | 4 | 1.00 | 0.50 | 1.00 | - | 0.80 |" in lines
     assert "| code c1 t0 | native-probabilistic-k4 | 2 | 0.50 | 0.25 | - | - | 0.80 |" in lines
+
+
+def test_greedy_differences_are_listed(results: Results) -> None:
+    results.greedy.add("demo", SYNC, POINT, 1, [[1, 3]])
+    results.greedy.add("demo", OFF, POINT, 1, [[1, 2]])
+    text = report.markdown(document(results), results.rows(), results.greedy.differences())
+    assert "| demo | equal_verifier-sync-k4 | code c1 t0 | 1 | 0 | 1 | 2 | 3 | off |" in text
 
 
 def test_what_an_unfinished_run_leaves_says_so(tmp_path: Path, results: Results) -> None:

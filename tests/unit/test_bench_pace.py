@@ -11,8 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from backend.config import Settings
-from backend.engine.build import engine_arguments
 from backend.lab.bench import options as options_module
 from backend.lab.bench.engines import Bench, verifier_settings
 from backend.lab.bench.options import PROBABILISTIC
@@ -115,10 +113,3 @@ def test_a_paced_verifier_and_the_rivals_variant_are_ordinary_settings(tmp_path:
     }
     plain = verifier_settings(dataclasses.replace(bench, pace=None), Configuration("equal_verifier", "off", 0, (0,)), 1)
     assert plain["verifier"]["engine_args"] == {}
-
-
-def test_outcomes_reach_the_engine(tmp_path: Path) -> None:
-    bench = Bench(demo_models(), CoreSplit((0,), (1,)), tmp_path, 0, 256, 64)
-    settings = verifier_settings(bench, Configuration("equal_verifier", "ahead", 4, (0,), outcomes=3), 1)
-    made = engine_arguments(Settings.model_validate(settings), demo_models(), "v")
-    assert made["additional_config"]["outrider"]["ahead_outcomes"] == 3

@@ -103,18 +103,3 @@ def test_rounds_alternate_and_everyone_is_first_in_turn() -> None:
         turn = order[at : at + len(configured)]
         assert {c.configuration for c in turn} == set(configured)
         assert len({(c.round, c.point) for c in turn}) == 1
-
-
-def test_a_ramp_goes_up_and_back() -> None:
-    asked = points(parsed("--ramp", "--concurrency", "1,4,16", "--temperatures", "0", "--domains", "code"))
-    assert [point.phases for point in asked] == [(1,), (4,), (16,), (1, 16, 1)]
-    assert asked[-1].name == "code c1-16-1 t0"
-    assert not any(point.ramp_from for point in points(parsed()))
-
-
-def test_fan_outs_are_those_of_drafting_ahead_alone() -> None:
-    split = split_cores([0, 1], None, None)
-    asked = ("--layouts", "equal_verifier", "--modes")
-    labels = [each.label for each in configurations(parsed(*asked, "sync,ahead", "--outcomes", "2,16"), split)]
-    assert labels == ["sync-k4", "ahead-k4-o2", "ahead-k4-o16"]
-    assert [each.outcomes for each in configurations(parsed(*asked, "ahead"), split)] == [None]

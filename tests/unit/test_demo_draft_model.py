@@ -11,7 +11,7 @@ from backend.config import DraftingSettings
 from backend.drafter.draft_model import ModelProposer
 from backend.drafter.process import DrafterModel, build_proposer
 from backend.lab.demo import draft_model
-from backend.lab.demo.checkpoints import load_target
+from backend.lab.demo.llama import load_llama
 from backend.lab.demo.options import DemoOptions, DraftModelOptions
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.rollout.corpus import Corpus, Document
@@ -35,8 +35,8 @@ def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_it_begins_with_the_targets_words() -> None:
-    target = load_target(TARGET_DIR)
-    model = draft_model.begin(draft_model.draft_shape(target.shape, DraftModelOptions()), target)
+    target = load_llama(TARGET_DIR)
+    model = draft_model.begin(target, DraftModelOptions())
     own, theirs = (torch.nn.functional.normalize(each.model.embed_tokens.weight) for each in (model, target))
     near = (own @ own.t()).fill_diagonal_(-1).argmax(1)
     wanted = (theirs @ theirs.t()).fill_diagonal_(-1).argmax(1)

@@ -6,6 +6,7 @@ import math
 import tokenize
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,30 +16,23 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
-from backend.lab.demo.checkpoints import load_target, save_drafter, save_target
-from backend.lab.demo.drafter import new_drafter, train_drafter
-from backend.lab.demo.evaluate import accept, sample
-from backend.lab.demo.generate import generate
-from backend.lab.demo.model import Target
+from backend.lab.demo import training
+from backend.lab.demo.drafter import new_drafter, save_drafter, train_drafter
+from backend.lab.demo.evaluate import accept
+from backend.lab.demo.llama import config_of, features, generate, llama_config, load_llama, new_llama, save_llama
 from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
 from backend.lab.demo.target import train_target, validation_loss
-from backend.lab.demo.training import Progress, Windows, rate_factor
+from backend.lab.demo.tokenizer import BEGIN_ID, END_ID
+from backend.lab.demo.training import rate_factor, windows
 from backend.learning.head import Drafter
-from backend.learning.layers import Shape
-from backend.models.demo import DRAFTER_DIR, TARGET_DIR
-from backend.models.writing import DRAFT_LENGTH, replacing
+from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
+from backend.models.writing import DRAFT_LENGTH, WEIGHTS, replacing
 from tests.support.demo_checkpoints import load_drafter
 
-TINY = Shape(
-    vocab_size=97,
-    hidden_size=128,
-    num_hidden_layers=4,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    intermediate_size=96,
-    max_position_embeddings=128,
-)
+TINY = llama_config(vocab_size=97, hidden=128, layers=4, head_dim=64, positions=128)
 
 
 def stir(module: torch.nn.Module) -> None:
@@ -49,9 +43,9 @@ def stir(module: torch.nn.Module) -> None:
 
 
 @pytest.fixture
-def pair() -> tuple[Target, Drafter]:
+def pair() -> tuple[LlamaForCausalLM, Drafter]:
     torch.manual_seed(3)
-    target = Target(TINY)
+    target = new_llama(TINY)
     stir(target)
     drafter = new_drafter(target)
     stir(drafter)
@@ -76,39 +70,46 @@ def tiny_options(run_dir: Path, checkpoint_s: float = 1e9) -> DemoOptions:
     )
 
 
+def decode(drafter: Drafter, tokens: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+    """The last row's output `[batch, 1, hidden]`, from the tokens and features `[batch, n, hidden]` of all n rows so far."""
+    block, attention = drafter.block, drafter.block.self_attn
+    embedded = torch.nn.functional.embedding(tokens, drafter.embeddings)
+    query, key, value = attention.project(block.join(embedded, read), drafter.rotary(torch.arange(tokens.shape[1])))
+    keys, values = attention.widen(key), attention.widen(value)
+    attended = torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
+    return block.finish(read, attention.merge(attended))[:, -1:]
+
+
 @torch.no_grad()
-def test_unrolled_training_forward_equals_decoding(pair: tuple[Target, Drafter]) -> None:
+def test_unrolled_training_forward_equals_decoding(pair: tuple[LlamaForCausalLM, Drafter]) -> None:
     target, drafter = pair
     depth, rows = 4, 9
     tokens = torch.randint(0, 97, (2, rows + depth + 1))
-    _, features = target(tokens, feature_layers=drafter.shape.feature_layers)
-    assert features is not None
-    unrolled = drafter.unroll(tokens[:, 1:], features[:, :rows], depth)
+    _, inputs = features(target, tokens, drafter.shape.feature_layers)
+    unrolled = drafter.unroll(tokens[:, 1:], inputs[:, :rows], depth)
     for row in range(rows):
-        cache = drafter.cache(2, rows + depth)
-        output = drafter.step(tokens[:, 1 : row + 2], drafter.fc(features[:, : row + 1]), cache)[:, -1:]
-        torch.testing.assert_close(output[:, 0], unrolled[0][:, row], atol=1e-4, rtol=1e-4)
-        for step in range(1, depth):
-            output = drafter.step(tokens[:, row + 1 + step : row + 2 + step], output, cache)
+        read = drafter.fc(inputs[:, : row + 1])
+        for step in range(depth):
+            output = decode(drafter, tokens[:, 1 : row + 2 + step], read)
             torch.testing.assert_close(output[:, 0], unrolled[step][:, row], atol=1e-4, rtol=1e-4)
+            read = torch.cat((read, output), dim=1)
 
 
 @torch.no_grad()
-def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[Target, Drafter]) -> None:
+def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[LlamaForCausalLM, Drafter]) -> None:
     target, drafter = pair
-    prompt, new_tokens = torch.randint(0, 97, (7,)).tolist(), 40
+    prompt, new_tokens = torch.randint(0, 97, (7,)), 40
     # Look at the target's output matrix, so that some drafts are right.
     drafter.lm_head.weight.copy_(target.model.embed_tokens.weight)
-    text, drafts, accepted = [*prompt, *sample(target, torch.tensor(prompt), 1)], 0, 0
+    text, drafts, accepted = generate(target, prompt[None], 1)[0].tolist(), 0, 0
     while len(text) < len(prompt) + new_tokens:
-        _, features = target(torch.tensor([text[:-1]]), feature_layers=drafter.shape.feature_layers)
-        cache = drafter.cache(1, 100)
-        output = drafter.step(torch.tensor([text[1:]]), drafter.fc(features), cache)[:, -1:]
-        draft = [int(drafter.logits(output).argmax())]
+        _, inputs = features(target, torch.tensor([text[:-1]]), drafter.shape.feature_layers)
+        read, draft = drafter.fc(inputs), list[int]()
         while len(draft) < DRAFT_LENGTH:
-            output = drafter.step(torch.tensor([draft[-1:]]), output, cache)
+            output = decode(drafter, torch.tensor([[*text[1:], *draft]]), read)
+            read = torch.cat((read, output), dim=1)
             draft.append(int(drafter.logits(output).argmax()))
-        chosen = sample(target, torch.tensor(text), DRAFT_LENGTH + 1)
+        chosen = generate(target, torch.tensor([text]), DRAFT_LENGTH + 1)[0, len(text) :].tolist()
         kept = next((i for i, token in enumerate(draft) if token != chosen[i]), DRAFT_LENGTH)
         text, drafts, accepted = text + chosen[: kept + 1], drafts + 1, accepted + kept
     found = accept(target, drafter, prompt, new_tokens)
@@ -116,25 +117,37 @@ def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[T
     assert 0 < accepted < DRAFT_LENGTH * drafts
 
 
-def test_target_equals_transformers_on_its_own_files(pair: tuple[Target, Drafter], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
+@pytest.mark.parametrize("shipped", [TARGET_DIR, DRAFT_MODEL_DIR, DRAFTER_DIR])
+def test_files_have_the_fields_and_tensors_of_those_that_are_shipped(shipped: Path, tmp_path: Path) -> None:
+    """The models that are written here have the sizes of the shipped ones, and untrained weights."""
+    of = json.loads((shipped / "config.json").read_text(encoding="utf-8"))
+    own = load_llama(DRAFT_MODEL_DIR if shipped == DRAFT_MODEL_DIR else TARGET_DIR)
+    model = new_llama(config_of(own))
+    if shipped == DRAFTER_DIR:
+        save_drafter(new_drafter(model), model, tmp_path, of["speculators_config"]["verifier"]["name_or_path"])
+    else:
+        save_llama(model.to(getattr(torch, of["torch_dtype"])), tmp_path)
+        generation = [json.loads((each / "generation_config.json").read_text()) for each in (tmp_path, shipped)]
+        assert generation[0] == generation[1]
+    written = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert written == of
+    tensors, expected = load_file(tmp_path / WEIGHTS), load_file(shipped / WEIGHTS)
+    assert {name: (each.shape, each.dtype) for name, each in tensors.items()} == {
+        name: (each.shape, each.dtype) for name, each in expected.items()
+    }
 
-    target, drafter = pair
-    save_target(target, tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path)
+
+def test_a_target_reloads_identically(pair: tuple[LlamaForCausalLM, Drafter], tmp_path: Path) -> None:
+    target, _ = pair
+    save_llama(target, tmp_path)
     tokens = torch.randint(0, 97, (2, 17))
-    layers = drafter.shape.feature_layers
     with torch.no_grad():
-        hidden, features = target(tokens, feature_layers=layers)
-        expected = theirs(tokens, output_hidden_states=True)
-        torch.testing.assert_close(target.logits(hidden), expected.logits, atol=1e-4, rtol=1e-4)
-        states = torch.cat([expected.hidden_states[layer] for layer in layers], dim=-1)
-        torch.testing.assert_close(features, states, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(load_llama(tmp_path)(tokens).logits, target(tokens).logits)
 
 
-def test_a_drafter_reloads_identically(pair: tuple[Target, Drafter], tmp_path: Path) -> None:
+def test_a_drafter_reloads_identically(pair: tuple[LlamaForCausalLM, Drafter], tmp_path: Path) -> None:
     target, drafter = pair
-    save_drafter(drafter, tmp_path, "some-target")
+    save_drafter(drafter, target, tmp_path, "some-target")
     reloaded = load_drafter(tmp_path, target.model.embed_tokens.weight)
     assert reloaded.shape == drafter.shape
     state = reloaded.state_dict()
@@ -142,21 +155,28 @@ def test_a_drafter_reloads_identically(pair: tuple[Target, Drafter], tmp_path: P
     assert all(torch.equal(state[key], value) for key, value in drafter.state_dict().items())
 
 
-def test_cached_generation_equals_a_full_forward(pair: tuple[Target, Drafter]) -> None:
+def test_an_end_of_text_stops_no_row(pair: tuple[LlamaForCausalLM, Drafter]) -> None:
     target, _ = pair
-    text = generate(target, torch.randint(0, 97, (3, 5)), 11, torch.zeros(3), torch.Generator())
     with torch.no_grad():
-        hidden, _ = target(text)
-    assert torch.equal(target.logits(hidden).argmax(-1)[:, 4:-1], text[:, 5:])
+        # All hidden states have about this embedding then, and its token wins.
+        target.model.norm.weight.zero_()
+        text = generate(target, torch.full((2, 5), END_ID), 11, temperature=1.0)
+    assert text.shape == (2, 16)
+    assert text[:, 5:].unique().numel() > 5, "every token is as likely as any other"
 
 
-def test_windows_cover_every_epoch_once_behind_a_begin_token() -> None:
+def test_windows_are_pieces_of_the_stream_behind_a_begin_token() -> None:
     stream = np.arange(3, 3 + 1000, dtype=np.int32)
-    windows = Windows(stream, 50, seed=1)
-    batch = windows.batch(0, windows.per_epoch)
-    assert (batch[:, 0] == 0).all()
-    assert batch[:, 1:].unique().numel() == windows.per_epoch * 50
-    assert torch.equal(windows.batch(5, 3), batch[5:8])
+    batch = windows(stream, 50, 400, (1, 2))
+    assert batch.shape == (400, 51)
+    assert (batch[:, 0] == BEGIN_ID).all()
+    assert (batch[:, 2:] - batch[:, 1:-1] == 1).all()
+    assert batch[:, 1].unique().numel() > 200
+    assert int(batch.max()) <= 1002
+    assert torch.equal(windows(stream, 50, 400, (1, 2)), batch)
+    assert not torch.equal(windows(stream, 50, 400, (1, 3)), batch)
+    with pytest.raises(ValueError, match="too short"):
+        windows(stream[:49], 50, 1, (0,))
 
 
 def test_rate_falls_to_zero() -> None:
@@ -166,25 +186,28 @@ def test_rate_falls_to_zero() -> None:
     assert factors[50:] == sorted(factors[50:], reverse=True)
 
 
-def test_target_learns_and_resumes_to_the_same_result(tmp_path: Path) -> None:
+def test_target_learns_and_resumes_to_the_same_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stream = counting_stream()
-    begin = validation_loss(Target(TINY), stream, 32, limit=16)
-    whole, progress = train_target(tiny_options(tmp_path / "whole"), stream, stream)
+    begin = validation_loss(new_llama(TINY), stream[:512], 32)
+    whole, progress = train_target(tiny_options(tmp_path / "whole"), stream)
     assert progress.step == 20
-    assert validation_loss(whole, stream, 32, limit=16) < begin - 1.0
+    assert validation_loss(whole, stream[:512], 32) < begin - 1.0
 
     class Interrupted(Exception):
         pass
 
-    def interrupt(_: Target, at: Progress) -> None:
-        if at.step == 9:
+    def save(*given: Any) -> None:
+        save_state(*given)
+        if given[-1].step == 9:
             raise Interrupted
 
+    save_state = training.save_state
+    monkeypatch.setattr(training, "save_state", save)
     options = tiny_options(tmp_path / "resumed", checkpoint_s=0.0)
     with pytest.raises(Interrupted):
-        train_target(options, stream, stream, interrupt)
-    resumed, again = train_target(options, stream, stream)
-    assert (again.step, again.tokens, again.drawn) == (20, progress.tokens, progress.drawn)
+        train_target(options, stream)
+    resumed, again = train_target(options, stream)
+    assert (again.step, again.tokens) == (20, progress.tokens)
     assert all(torch.equal(value, whole.state_dict()[key]) for key, value in resumed.state_dict().items())
 
 
@@ -192,8 +215,8 @@ def test_drafter_learns_its_target(tmp_path: Path) -> None:
     stream = counting_stream()
     options = tiny_options(tmp_path)
     options = replace(options, target=replace(options.target, steps=30))
-    target, _ = train_target(options, stream, stream)
-    prompt = [0, *stream[100:120].tolist()]
+    target, _ = train_target(options, stream)
+    prompt = torch.tensor([0, *stream[100:120].tolist()])
     before = accept(target.eval(), new_drafter(target), prompt, 30).length
     drafter, progress = train_drafter(replace(options, drafter=replace(options.drafter, steps=30)), target, stream)
     assert progress.step == 30
@@ -219,31 +242,29 @@ def test_a_failed_write_leaves_the_old_directory(tmp_path: Path) -> None:
 def test_packaged_target_continues_python_with_python() -> None:
     from transformers import AutoTokenizer
 
-    tokenizer, target = AutoTokenizer.from_pretrained(TARGET_DIR), load_target(TARGET_DIR)
+    tokenizer, target = AutoTokenizer.from_pretrained(TARGET_DIR), load_llama(TARGET_DIR)
     prompt = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def __len__(self):\n"
     ids = tokenizer(prompt, return_tensors="pt").input_ids[0]
-    continuation = tokenizer.decode(sample(target, ids, 40))
+    continuation = tokenizer.decode(generate(target, ids[None], 40)[0, len(ids) :])
     assert continuation.startswith("        ")
     lines = (prompt + continuation).rsplit("\n", 1)[0] + "\n"
     kinds = [token.type for token in tokenize.generate_tokens(io.StringIO(lines).readline)]
     assert tokenize.ERRORTOKEN not in kinds
     assert len(set(continuation.split())) > 3
     with torch.no_grad():
-        hidden, _ = target(ids[None, :-1])
-        loss = torch.nn.functional.cross_entropy(target.logits(hidden)[0], ids[1:])
-    assert loss < math.log(20)
+        assert target(ids[None], labels=ids[None]).loss < math.log(20)
 
 
 def test_packaged_drafter_belongs_to_the_packaged_target() -> None:
     from transformers import AutoTokenizer
 
-    tokenizer, target = AutoTokenizer.from_pretrained(TARGET_DIR), load_target(TARGET_DIR)
+    tokenizer, target = AutoTokenizer.from_pretrained(TARGET_DIR), load_llama(TARGET_DIR)
     drafter = load_drafter(DRAFTER_DIR, target.model.embed_tokens.weight)
-    prompt = tokenizer("import unittest\n\n\nclass ParserTest(unittest.TestCase):\n").input_ids
+    prompt = torch.tensor(tokenizer("import unittest\n\n\nclass ParserTest(unittest.TestCase):\n").input_ids)
     assert accept(target, drafter, prompt, 64).length > 1.8
     config = json.loads((DRAFTER_DIR / "config.json").read_text(encoding="utf-8"))
     assert config["speculators_model_type"] == "eagle3"
-    assert config["draft_vocab_size"] == target.shape.vocab_size
+    assert config["draft_vocab_size"] == target.config.vocab_size
 
 
 def test_packaged_files_are_small_and_name_no_machine() -> None:

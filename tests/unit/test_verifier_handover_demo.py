@@ -19,8 +19,7 @@ from backend.engine import feature_link
 from backend.engine.features import FeatureShipper
 from backend.engine.postponed import Span
 from backend.fleet import DraftCounters, DrafterRef
-from backend.lab.demo.checkpoints import load_target
-from backend.lab.demo.generate import generate
+from backend.lab.demo.llama import features, generate, load_llama
 from backend.models.checkpoint import load_fc
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import load_config
@@ -44,14 +43,13 @@ class Texts:
 
 @pytest.fixture(scope="module")
 def texts() -> Texts:
-    target = load_target(TARGET_DIR).float()
+    target = load_llama(TARGET_DIR)
     layers = load_config(str(DRAFTER_DIR), str(TARGET_DIR)).aux_layers
     source = Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json")).encode(inspect.getsource(argparse)).ids
     prompts = torch.tensor([source[900 * i : 900 * i + PROMPT] for i in range(REQUESTS)])
     with torch.no_grad():
-        text = generate(target, prompts, TOKENS, torch.zeros(REQUESTS), torch.Generator())
-        _, rows = target(text, None, layers)
-    assert rows is not None
+        text = generate(target, prompts, TOKENS)
+        _, rows = features(target, text, layers)
     return Texts(text.tolist(), rows)
 
 

@@ -18,7 +18,7 @@ import msgspec
 from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef, DrafterStats
 from backend.lab.bench.children import ENVIRONMENT, Child, close_all
-from backend.lab.bench.load import APART, Load, run_load, run_phases
+from backend.lab.bench.load import APART, Load, run_load
 from backend.lab.bench.measure import Snapshot, drafting_between
 from backend.lab.bench.options import PROBABILISTIC
 from backend.lab.bench.pace import Pace, Paced
@@ -174,14 +174,14 @@ class TargetFleet(Processes):
     def measure(
         self,
         configuration: Configuration,
-        prompts: Sequence[Sequence[list[int]]],
+        prompts: Sequence[list[int]],
         tokens: int,
         temperature: float,
-        concurrencies: Sequence[int],
+        concurrency: int,
     ) -> tuple[Load, Snapshot, Snapshot]:
-        """Runs closed loops one after the other; returns the load and the counters before and after it."""
+        """Runs a closed loop; returns the load and the counters before and after it."""
         before = self._read(configuration)
-        load = run_phases(self._verifiers[configuration][1], prompts, tokens, temperature, concurrencies)
+        load = run_load(self._verifiers[configuration][1], prompts, tokens, temperature, concurrency)
         return load, before, self._read(configuration)
 
     def _read(self, configuration: Configuration) -> Snapshot:
@@ -222,8 +222,6 @@ def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int
         engine_args["worker_cls"] = PACED_WORKER
     if configuration.mode == PROBABILISTIC:
         engine_args["speculative_config"] = {"draft_sample_method": "probabilistic"}
-    if configuration.outcomes:
-        engine_args["additional_config"] = {"outrider": {"ahead_outcomes": configuration.outcomes}}
     return {
         "mode": configuration.served,
         "num_speculative_tokens": configuration.k or 4,

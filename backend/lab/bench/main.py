@@ -30,7 +30,6 @@ def main(arguments: Sequence[str], say: Say) -> None:
     from backend.lab.bench import hardware, tables
     from backend.lab.bench.load import LoadError
     from backend.lab.bench.run import Results, run
-    from backend.lab.bench.widen import WidenError
 
     if options.pace and hardware.gpus():
         raise CommandError("--pace is for a CPU; on a GPU steps take what they take")
@@ -49,5 +48,5 @@ def main(arguments: Sequence[str], say: Say) -> None:
             # After an interruption, the results so far are written too, and marked as incomplete.
             if results.samples:
                 tables.write(output, about, options, split, results, say)
-    except (ChildError, CheckpointError, EngineRefused, LoadError, ModelError, WidenError, TimeoutError, OSError) as error:
+    except (ChildError, CheckpointError, EngineRefused, LoadError, ModelError, TimeoutError, OSError) as error:
         raise CommandError(str(error)) from error

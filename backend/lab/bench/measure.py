@@ -88,10 +88,6 @@ class Row(Figures, frozen=True, kw_only=True):
     concurrency: int
     temperature: float
     domain: str
-    ramp_from: int
-    """The load went from this concurrency to `concurrency` and back; 0: steady load."""
-    outcomes: int | None
-    """Outcomes drafted ahead in mode `ahead`; None: a verifier's default."""
     cores: int
     rounds: int
     idle: dict[str, float]
@@ -104,11 +100,11 @@ class Row(Figures, frozen=True, kw_only=True):
 
     @property
     def point(self) -> Point:
-        return Point(self.domain, self.concurrency, self.temperature, self.ramp_from)
+        return Point(self.domain, self.concurrency, self.temperature)
 
     @property
     def label(self) -> str:
-        return label(self.mode, self.k, self.outcomes)
+        return label(self.mode, self.k)
 
 
 def sample(
@@ -229,8 +225,3 @@ def ratio(row: Row, base: Row | None, name: str = "tokens_per_s") -> Ratio | Non
         return None
     each = [a / b for a, b in zip(row.per_round[name], base.per_round[name], strict=False) if b]
     return Ratio(statistics.median(each), min(each), max(each)) if each else None
-
-
-def ceiling(t_verify_ms: float, t_draft_ms: float) -> float:
-    """Largest possible speed-up over drafting and verifying in turn: the one reached if drafting takes the verifier no time."""
-    return (t_verify_ms + t_draft_ms) / t_verify_ms

@@ -41,8 +41,6 @@ class Options:
     layouts: tuple[str, ...]
     modes: tuple[str, ...]
     ks: tuple[int, ...]
-    outcomes: tuple[int, ...]
-    """Numbers of outcomes to measure in mode `ahead`; empty: only a verifier's default."""
     concurrency: tuple[int, ...]
     temperatures: tuple[float, ...]
     domains: tuple[str, ...]
@@ -56,8 +54,6 @@ class Options:
     are in flight; with more waves, that end has less weight."""
     warm_ups: int
     """Number of loads of each kind before the first that is measured."""
-    ramp: bool
-    """Whether to measure a load, too, that goes from the smallest concurrency to the greatest and back."""
     full: bool
     pace: Pace | None
     model: str | None
@@ -92,7 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     say = parser.add_argument
     say("--output", type=Path, metavar="DIR", help="where to write (default: benchmarks/results/DATE-COMMIT)")
     say("--quick", action="store_true", help="one target and fewer points: under ten minutes on two cores")
-    say("--ramp", action="store_true", help="also a load that goes from the smallest concurrency to the greatest and back")
     say("--full", action="store_true", help="every domain at every concurrency and temperature")
     paced = f"let steps last as long as an accelerator's: {', '.join(PROFILES)}, or MS,US per target step and token"
     say("--pace", type=_pace, metavar="PACE", help=f"{paced}[, draft pass and token[, in mode native]]")
@@ -103,8 +98,6 @@ def _parser() -> argparse.ArgumentParser:
     say(
         "--k", dest="ks", type=_numbers(int, 1), metavar="LIST", default=(4,), help="draft tokens per verification (default: 4)"
     )
-    fan_outs = "outcomes that mode ahead drafts per request and step (default: as when serving)"
-    say("--outcomes", type=_numbers(int, 1), metavar="LIST", default=(), help=fan_outs)
     say("--concurrency", type=_numbers(int, 1), metavar="LIST", help="requests in flight (default: 1,4,16)")
     say("--temperatures", type=_numbers(float, 0), metavar="LIST", default=(0.0, 1.0), help="default: 0,1")
     say("--tokens", type=at_least(2), metavar="N", help="tokens of every answer (default: 128)")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 
 from backend.config.settings import REMOTE_MODES
 from backend.lab.bench.options import MODES, PROBABILISTIC, Options
@@ -37,8 +36,6 @@ class Configuration:
     k: int
     """0: no drafting."""
     cores: tuple[int, ...]
-    outcomes: int | None = None
-    """Outcomes drafted ahead in mode `ahead`; None: a verifier's default."""
 
     @property
     def name(self) -> str:
@@ -47,8 +44,8 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        """Mode, K and number of outcomes."""
-        return label(self.mode, self.k, self.outcomes)
+        """Mode and K."""
+        return label(self.mode, self.k)
 
     @property
     def served(self) -> str:
@@ -66,19 +63,11 @@ class Point:
     domain: str
     concurrency: int
     temperature: float
-    ramp_from: int = 0
-    """The load goes from this concurrency to `concurrency` and back; 0: steady load."""
 
     @property
     def name(self) -> str:
         """A short text for tables and messages."""
-        load = f"{self.ramp_from}-{self.concurrency}-{self.ramp_from}" if self.ramp_from else f"{self.concurrency}"
-        return f"{self.domain} c{load} t{self.temperature:g}"
-
-    @property
-    def phases(self) -> tuple[int, ...]:
-        """The concurrencies of its closed loops, in order."""
-        return (self.ramp_from, self.concurrency, self.ramp_from) if self.ramp_from else (self.concurrency,)
+        return f"{self.domain} c{self.concurrency} t{self.temperature:g}"
 
 
 @dataclass(frozen=True)
@@ -110,16 +99,14 @@ def configurations(options: Options, split: CoreSplit) -> list[Configuration]:
         for mode in options.modes:
             if whole and (mode not in LOCAL_MODES or split.all == split.verifier):
                 continue
-            ks = options.ks if mode != "off" else (0,)
-            fan_outs = (options.outcomes or (None,)) if mode == "ahead" else (None,)
-            for k, outcomes in product(ks, fan_outs):
-                found.append(Configuration(layout, mode, k, split.all if whole else split.verifier, outcomes))
+            cores = split.all if whole else split.verifier
+            found += [Configuration(layout, mode, k, cores) for k in (options.ks if mode != "off" else (0,))]
     return found
 
 
-def label(mode: str, k: int, outcomes: int | None) -> str:
+def label(mode: str, k: int) -> str:
     """The name of a configuration in tables."""
-    return mode + (f"-k{k}" if k else "") + (f"-o{outcomes}" if outcomes else "")
+    return mode + (f"-k{k}" if k else "")
 
 
 def points(options: Options) -> list[Point]:
@@ -128,8 +115,6 @@ def points(options: Options) -> list[Point]:
     for place, domain in enumerate(options.domains):
         sweep = options.concurrency if options.full or place == 0 else options.concurrency[:1]
         found += [Point(domain, c, t) for c in sweep for t in options.temperatures]
-        if options.ramp and place == 0:
-            found += [Point(domain, max(sweep), t, ramp_from=min(sweep)) for t in options.temperatures]
     return found
 
 

@@ -25,7 +25,7 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
         say("no bench.png: matplotlib is not installed (make setup-dev installs it)")
         return False
     swept = rows[0].domain
-    own = [row for row in rows if row.domain == swept and not row.ramp_from]
+    own = [row for row in rows if row.domain == swept]
     targets = list(dict.fromkeys(row.target for row in own))
     temperatures = sorted({row.temperature for row in own})
     series = list(dict.fromkeys((row.layout, row.label) for row in own))

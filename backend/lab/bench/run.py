@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from backend.config import Settings
 from backend.lab.bench.engines import Bench, TargetFleet
 from backend.lab.bench.hardware import gpus
@@ -20,7 +22,7 @@ from backend.lab.bench.measure import Row, Sample, row, sample
 from backend.lab.bench.options import AUTO_LEARNS, Options
 from backend.lab.bench.plan import Cell, Configuration, CoreSplit, Point, cells, configurations, points
 from backend.lab.bench.prompts import Prompts
-from backend.lab.bench.widen import PRESETS, widen_pair
+from backend.lab.bench.widen import SIZES, widen
 from backend.models.resolve import ResolvedModels, Say, read_json, resolve
 
 WARM_UP_TOKENS = 64
@@ -60,12 +62,10 @@ def run(options: Options, split: CoreSplit, results: Results, say: Say, keep: Ca
 
 def prepare(target: str, base: ResolvedModels, directory: Path) -> ResolvedModels:
     """The models of a target; a widened one is written to `directory`."""
-    preset = PRESETS.get(target)
-    if preset is None:
+    if target not in SIZES:
         return base
-    head = Path(base.drafter_dir) if base.drafter_dir else None
-    wide, head = widen_pair(Path(base.target_dir), head, preset, directory)
-    return ResolvedModels(str(wide), str(head) if head else None, base.drafter_kind, target)
+    widen(Path(base.target_dir), directory / "target", *SIZES[target])
+    return msgspec.structs.replace(base, target_dir=str(directory / "target"), name=target)
 
 
 def describe_target(models: ResolvedModels) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _measure_target(target: str, bench: Bench, options: Options, results: Result
         for number, cell in enumerate(schedule, 1):
             configuration, point = cell.configuration, cell.point
             asked = _prompts_of(cell, prompts, options)
-            load, before, after = fleet.measure(configuration, asked, options.tokens, point.temperature, point.phases)
+            load, before, after = fleet.measure(configuration, asked, options.tokens, point.temperature, point.concurrency)
             measured = sample(cell.round, configuration, load, before, after, len(bench.split.drafter))
             results.samples.setdefault((target, configuration, point), []).append(measured)
             results.greedy.add(target, configuration, point, cell.round, [answer.tokens for answer in load.answers])
@@ -102,15 +102,10 @@ def _measure_target(target: str, bench: Bench, options: Options, results: Result
             say(_progress(target, cell, measured, f"{number}/{len(schedule)}", left_s))
 
 
-def _prompts_of(cell: Cell, prompts: Prompts, options: Options) -> list[list[list[int]]]:
-    """A cell's prompts, by phase: the same for all configurations, different in every round and at every point."""
-    place, phases = f"{cell.round}/{cell.point.name}", cell.point.phases
-    # Further waves would make a load steadier, and a load that goes up and down is never steady.
-    waves = options.waves if len(phases) == 1 else 1
-    return [
-        [prompts.make(cell.point.domain, f"{place}/{phase}/{i}") for i in range(max(options.requests, waves * concurrency))]
-        for phase, concurrency in enumerate(phases)
-    ]
+def _prompts_of(cell: Cell, prompts: Prompts, options: Options) -> list[list[int]]:
+    """A cell's prompts: the same for all configurations, different in every round and at every point."""
+    count = max(options.requests, options.waves * cell.point.concurrency)
+    return [prompts.make(cell.point.domain, f"{cell.round}/{cell.point.name}/{i}") for i in range(count)]
 
 
 def _progress(target: str, cell: Cell, measured: Sample, place: str, left_s: float) -> str:

@@ -14,7 +14,7 @@ from backend.fleet import CHANCE_BINS
 from backend.lab.bench import plot
 from backend.lab.bench.identical import PLAIN, Difference
 from backend.lab.bench.markdown import NOTHING, number, table
-from backend.lab.bench.measure import Row, ceiling, ratio, together
+from backend.lab.bench.measure import Row, ratio, together
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, Options
 from backend.lab.bench.plan import LOCAL_MODES, CoreSplit, Point
 from backend.lab.bench.run import WARM_UP_TOKENS, Results
@@ -90,7 +90,6 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
         points = list(dict.fromkeys(row.point for row in own))
         by_point = sorted(own, key=lambda row: points.index(row.point))
         for section in (
-            _section("What overlap can bring", CEILINGS, [row for row in own if row.mode == "sync" and row.t_draft_ms]),
             _throughput(by_point),
             _section("What a step is made of", CYCLES, [row for row in own if row.paced]),
             _section("Per request, and where the time goes", LATENCY, by_point),
@@ -130,15 +129,6 @@ def _spread(name: str, digits: int) -> Callable[[Row], str]:
     return cell
 
 
-CEILINGS: Columns = {
-    "point": lambda row: row.point.name,
-    "K": lambda row: str(row.k),
-    "T_verify ms": lambda row: number(row.t_verify_ms, 2),
-    "T_draft ms": lambda row: number(row.t_draft_ms, 2),
-    "T_draft / T_verify": lambda row: number((row.t_draft_ms or 0) / row.t_verify_ms, 2),
-    "ceiling over drafting in turn": lambda row: number(ceiling(row.t_verify_ms, row.t_draft_ms or 0), 2),
-}
-"""Times of drafting and verifying in mode `sync`, and the speed-up that overlap could give."""
 _WHAT: Columns = {
     "point": lambda row: row.point.name,
     "mode": lambda row: row.label + (" (all cores)" if row.layout == EQUAL_TOTAL else ""),
@@ -164,6 +154,7 @@ LATENCY: Columns = {
     "drafted": lambda row: f"{row.drafted_share:.0%}",
     "awaiting drafts": lambda row: f"{row.idle_awaiting_draft:.1%}",
     "hit rate": lambda row: _percent(row.hit_rate),
+    "T_draft ms": lambda row: number(row.t_draft_ms, 2),
     "T_verify ms": lambda row: number(row.t_verify_ms, 2),
     "bytes / round": lambda row: number(row.bytes_per_round, 0),
     "busy + idle": lambda row: f"{row.accounted:.1%}",
@@ -220,21 +211,10 @@ def _foretold(rows: Sequence[Row]) -> list[str]:
 
 
 def _differences(differences: Sequence[Difference]) -> list[str]:
-    head = ["target", "layout", "mode", "point", "round", "request", "position", "expected", "got", "reference"]
-    body = [
-        [
-            d.target,
-            d.layout,
-            f"{d.mode}-k{d.k}",
-            d.point,
-            *(str(n) for n in (d.round, d.request, d.position, d.expected, d.got)),
-            d.reference,
-        ]
-        for d in differences[:SHOWN_DIFFERENCES]
-    ]
+    body = [[str(value) for value in msgspec.structs.astuple(each)] for each in differences[:SHOWN_DIFFERENCES]]
     more = len(differences) - len(body)
     note = [f"and {more} more, in bench.json", ""] if more else []
-    return ["## Greedy differences", "", *table(head, body), "", *note]
+    return ["## Greedy differences", "", *table(Difference.__struct_fields__, body), "", *note]
 
 
 def _describe(target: Mapping[str, Any]) -> str:

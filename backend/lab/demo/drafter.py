@@ -1,4 +1,4 @@
-"""Makes the demo's drafter, an EAGLE-3 head, and trains it against the target's distributions.
+"""Makes the demo's drafter, an EAGLE-3 head, trains it against the target's distributions, and writes it.
 
 It learns from text that the target generated and from source code.  Each step unrolls the drafter as decoding would
 (`Drafter.unroll`), so that later draft positions learn from the drafter's own outputs.  Part of the goal's weight goes to the
@@ -7,41 +7,28 @@ target's first choice (`first_choice`), which alone decides greedy acceptance.
 
 import logging
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers import LlamaForCausalLM
 
-from backend.lab.demo.generate import generated_rows
-from backend.lab.demo.model import Target
-from backend.lab.demo.options import DemoOptions, DrafterOptions
-from backend.lab.demo.training import Progress, Rows, Windows, goals, resolve_device, train
+from backend.lab.demo.llama import config_of, features, generate
+from backend.lab.demo.options import DemoOptions
+from backend.lab.demo.training import Progress, Stream, goals, resolve_device, train, windows
 from backend.learning.head import Drafter, DrafterShape
+from backend.learning.layers import Shape
 from backend.learning.optimizers import Optimizers
+from backend.models.writing import speculators_config, write_checkpoint
 
 LOGGER = logging.getLogger(__name__)
-ROWS = "drafter-rows.npz"
+ROWS = "drafter-rows.pt"
 STEP_WEIGHT = 0.9
 EMBEDDING_SCALE = 0.3  # of the new attention inputs, against the full scale of the copied ones
-
-
-class FixedRows(Rows):
-    """Rows that are the same in every epoch: `[count, length + 1]` token ids."""
-
-    def __init__(self, rows: npt.NDArray[np.int32], seed: int) -> None:
-        super().__init__(rows.shape[1] - 1, len(rows))
-        self.rows, self.seed = rows, seed
-
-    def order(self, epoch: int) -> npt.NDArray[np.int64]:
-        return np.random.default_rng((self.seed, epoch)).permutation(len(self.rows))
-
-    def row(self, at: int) -> npt.NDArray[np.int32]:
-        row: npt.NDArray[np.int32] = self.rows[at]
-        return row
+BATCH = 128
+"""Rows that are generated together, from prompts of one length at one temperature."""
 
 
 def default_feature_layers(layers: int) -> tuple[int, ...]:
@@ -51,15 +38,17 @@ def default_feature_layers(layers: int) -> tuple[int, ...]:
     return (layers - 3, layers - 2, layers - 1)
 
 
-def new_drafter(target: Target) -> Drafter:
+def new_drafter(target: LlamaForCausalLM) -> Drafter:
     """A new drafter that starts from its target's last layer, output matrix and norm.
 
     `fc` starts as a copy of the last feature, which is the input of that layer; weights for embeddings start random and small.
     """
-    shape = DrafterShape(replace(target.shape, num_hidden_layers=1), default_feature_layers(target.shape.num_hidden_layers))
+    config = config_of(target) | {"num_hidden_layers": 1}
+    layer = Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config})
+    shape = DrafterShape(layer, default_feature_layers(target.config.num_hidden_layers))
     embeddings = target.model.embed_tokens.weight
     drafter = Drafter(shape, embeddings).to(embeddings.device)
-    last, block, hidden = target.model.last_block, drafter.block, target.shape.hidden_size
+    last, block, hidden = target.model.layers[-1], drafter.block, layer.hidden_size
     with torch.no_grad():
         drafter.lm_head.weight.copy_(embeddings)
         drafter.norm.weight.copy_(target.model.norm.weight)
@@ -76,20 +65,36 @@ def new_drafter(target: Target) -> Drafter:
     return drafter
 
 
-def drafter_rows(
-    target: Target, stream: npt.NDArray[np.int32], settings: DrafterOptions, seed: int
-) -> tuple[FixedRows, FixedRows]:
-    """The short and the long training rows: text that the target generated at several temperatures, and source code."""
-    sets: list[FixedRows] = []
+def save_drafter(drafter: Drafter, target: LlamaForCausalLM, directory: Path, verifier: str) -> None:
+    """Write a drafter of `target` in the speculators layout; `verifier` is the target's name."""
+    layer = config_of(target) | {"num_hidden_layers": 1, "tie_word_embeddings": False}
+    config = speculators_config(layer, drafter.shape.feature_layers, verifier, ["LlamaForCausalLM"])
+    write_checkpoint(directory, config, drafter.state_dict())
+
+
+@torch.no_grad()
+def training_rows(target: LlamaForCausalLM, stream: Stream, options: DemoOptions) -> tuple[Tensor, Tensor]:
+    """Short and long rows `[count, length]`: what the target wrote at several temperatures, and source code.
+
+    Prompts are 16 to 128 tokens of `stream`.
+    """
+    settings, found = options.drafter, []
+    torch.manual_seed(options.seed)
+    chance = np.random.default_rng((options.seed, 1))
     for share, length in ((1.0 - settings.long_share, settings.length), (settings.long_share, settings.long_length)):
-        count = max(1, int(settings.generated_tokens * share / length))
-        began = time.monotonic()
-        written = generated_rows(target, stream, count, length + 1, settings.mixture, seed)
-        LOGGER.info("drafter data: %d rows of %d in %.0f s", *written.shape, time.monotonic() - began)
-        windows = Windows(stream, length, seed + 1)
-        source = windows.batch(0, max(1, int(count * settings.source_share))).numpy().astype(np.int32)
-        sets.append(FixedRows(np.concatenate((written, source)), seed))
-    return sets[0], sets[1]
+        began, written = time.monotonic(), list[Tensor]()
+        for temperature, part in settings.mixture:
+            left = max(1, int(settings.generated_tokens * share * part / length))
+            while left > 0:
+                count, prompt = min(BATCH, left), int(chance.integers(16, min(128, length // 2) + 1))
+                start = windows(stream, prompt, count, (options.seed, 2, length, len(written)))[:, :-1].to(target.device)
+                written.append(generate(target, start, length - prompt, temperature).cpu())
+                left -= count
+        rows = torch.cat(written)
+        LOGGER.info("drafter data: %d rows of %d in %.0f s", *rows.shape, time.monotonic() - began)
+        source = windows(stream, length, max(1, int(len(rows) * settings.source_share)), (options.seed, 3))
+        found.append(torch.cat((rows, source[:, :-1])))
+    return found[0], found[1]
 
 
 def unroll_depth(fraction: float, depth: int) -> int:
@@ -99,27 +104,18 @@ def unroll_depth(fraction: float, depth: int) -> int:
     return min(depth, 2) if fraction < 0.45 else depth
 
 
-def _kept_rows(path: Path, target: Target, stream: npt.NDArray[np.int32], options: DemoOptions) -> tuple[FixedRows, FixedRows]:
-    """The training rows, generated once per run directory."""
-    if not path.exists():
-        short, long = drafter_rows(target, stream, options.drafter, options.seed)
-        temporary = path.with_suffix(".writing.npz")
-        np.savez(temporary, short=short.rows, long=long.rows)
-        temporary.replace(path)
-    with np.load(path) as kept:
-        return FixedRows(kept["short"], options.seed), FixedRows(kept["long"], options.seed)
-
-
-def unrolled_loss(drafter: Drafter, target: Target, tokens: Tensor, depth: int, first_choice: float) -> tuple[Tensor, Tensor]:
+def unrolled_loss(
+    drafter: Drafter, target: LlamaForCausalLM, tokens: Tensor, depth: int, first_choice: float
+) -> tuple[Tensor, Tensor]:
     """Weighted cross entropy over the draft positions, and each position's share of first choices that are the target's.
 
     `tokens` is `[batch, length]`.  The second result is `[depth]`.
     """
     rows = tokens.shape[1] - depth - 1
     with torch.no_grad():
-        hidden, features = target(tokens, feature_layers=drafter.shape.feature_layers)
-        goal, choice = goals(target.logits(hidden), first_choice)
-    outputs = drafter.unroll(tokens[:, 1:], features[:, :rows], depth)
+        scores, inputs = features(target, tokens, drafter.shape.feature_layers)
+        goal, choice = goals(scores, first_choice)
+    outputs = drafter.unroll(tokens[:, 1:], inputs[:, :rows], depth)
     losses: list[Tensor] = []
     hits: list[Tensor] = []
     for step, output in enumerate(outputs):
@@ -131,21 +127,25 @@ def unrolled_loss(drafter: Drafter, target: Target, tokens: Tensor, depth: int, 
     return (torch.stack(losses) * weights).sum() / weights.sum(), torch.stack(hits)
 
 
-def train_drafter(options: DemoOptions, target: Target, stream: npt.NDArray[np.int32]) -> tuple[Drafter, Progress]:
-    """Train a drafter for `target` until the budget is spent, resuming from `run_dir`; `stream` holds token ids."""
+def train_drafter(options: DemoOptions, target: LlamaForCausalLM, stream: Stream) -> tuple[Drafter, Progress]:
+    """Train a drafter for `target` until the budget is spent, resuming from `run_dir`."""
     settings, device = options.drafter, resolve_device(options.device)
-    torch.manual_seed(options.seed)
     target = target.to(device).eval().requires_grad_(False)
+    kept = Path(options.run_dir) / ROWS
+    if not kept.exists():
+        torch.save(training_rows(target, stream, options), kept)
+    short, long = torch.load(kept)
+    torch.manual_seed(options.seed)
     drafter = new_drafter(target)
     optimizers = Optimizers(drafter.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
-    short, long = _kept_rows(Path(options.run_dir) / ROWS, target, stream, options)
     loss_of = torch.compile(unrolled_loss, dynamic=False) if options.compile else unrolled_loss
     hits = torch.zeros(settings.unroll)
 
     def step(progress: Progress, fraction: float) -> tuple[Tensor, int, str]:
         rows = long if fraction >= 1.0 - settings.long_share else short
-        count = max(1, settings.tokens_per_step // rows.length)
-        tokens = progress.draw(rows, count)[:, : rows.length].to(device)  # the goals come from the target itself
+        count = max(1, settings.tokens_per_step // rows.shape[1])
+        chosen = np.random.default_rng((options.seed, progress.step)).integers(len(rows), size=count)
+        tokens = rows[chosen].to(device)
         depth = unroll_depth(fraction, settings.unroll)
         loss, hit = loss_of(drafter, target, tokens, depth, settings.first_choice)
         hits[:depth] += 0.05 * (hit.cpu() - hits[:depth])

@@ -7,16 +7,16 @@ accepted if it and all before it equal the target's greedy text, so that text al
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
 
-from backend.lab.demo.generate import generate, prompt_lengths
-from backend.lab.demo.model import Target
+from backend.lab.demo.llama import features, generate
 from backend.lab.demo.target import validation_loss
-from backend.lab.demo.training import Windows
+from backend.lab.demo.training import Stream, windows
 from backend.learning.head import Drafter
 from backend.models.writing import DRAFT_LENGTH
 
@@ -25,7 +25,6 @@ NEW_TOKENS = 128
 PROMPT_SEED = 7
 SHORTEST_PROMPT, LONGEST_PROMPT = 64, 200
 ACCEPTANCE_PLAN = f"{PROMPTS} validation prompts of {SHORTEST_PROMPT} to {LONGEST_PROMPT} tokens, {NEW_TOKENS} new tokens each"
-"""The prompts of `acceptance`, in words, for the training record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,61 +40,43 @@ class Acceptance:
         return 1.0 + sum(self.accepted_by_position) / max(1, self.drafts)
 
 
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """The figures that accompany a trained pair; loss in nats per token, over whole validation windows."""
-
-    loss: float
-    acceptance: Acceptance
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.loss)
-
-
-def validation_prompts(stream: npt.NDArray[np.int32]) -> list[list[int]]:
-    """Prompts from the validation stream, each starting with `<|begin|>`."""
-    windows = Windows(stream, LONGEST_PROMPT, PROMPT_SEED).batch(0, PROMPTS)
-    lengths = prompt_lengths(PROMPTS, SHORTEST_PROMPT, LONGEST_PROMPT, PROMPT_SEED)
-    return [row[:length].tolist() for row, length in zip(windows, lengths, strict=True)]
-
-
 @torch.no_grad()
-def accept(target: Target, drafter: Drafter, prompt: list[int], new_tokens: int) -> Acceptance:
-    """Greedy speculative decoding of one prompt until at least `new_tokens` are emitted."""
-    prompts = torch.tensor(prompt, device=drafter.fc.weight.device)
-    text = prompts.new_tensor([[*prompt, *sample(target, prompts, new_tokens + DRAFT_LENGTH)]])
+def accept(target: LlamaForCausalLM, drafter: Drafter, prompt: Tensor, new_tokens: int) -> Acceptance:
+    """Greedy speculative decoding of one prompt `[n]` until at least `new_tokens` are emitted."""
+    text = generate(target, prompt[None], new_tokens + DRAFT_LENGTH)
     rows = text.shape[1] - DRAFT_LENGTH - 1
-    _, features = target(text[:, :rows], feature_layers=drafter.shape.feature_layers)
-    outputs = drafter.unroll(text[:, 1:], features, DRAFT_LENGTH)
+    _, inputs = features(target, text[:, :rows], drafter.shape.feature_layers)
+    outputs = drafter.unroll(text[:, 1:], inputs, DRAFT_LENGTH)
     # Row p drafts the tokens from position p + 2 on.
     hits = [drafter.logits(output).argmax(-1)[0] == text[0, i + 2 : i + 2 + rows] for i, output in enumerate(outputs)]
     kept: list[int] = torch.stack(hits).cumprod(0).sum(0).tolist()
     drafts, accepted = 0, [0] * DRAFT_LENGTH
     length = len(prompt) + 1
     while length < len(prompt) + new_tokens:
+        right = kept[length - 2]
         drafts += 1
-        for position in range(kept[length - 2]):
+        for position in range(right):
             accepted[position] += 1
-        length += kept[length - 2] + 1
+        length += right + 1
     return Acceptance(drafts, tuple(accepted))
 
 
-def acceptance(target: Target, drafter: Drafter, stream: npt.NDArray[np.int32]) -> Acceptance:
+def acceptance(target: LlamaForCausalLM, drafter: Drafter, stream: Stream) -> Acceptance:
     """Acceptance over prompts from `stream`; `ACCEPTANCE_PLAN` describes them."""
-    runs = [accept(target, drafter, prompt, NEW_TOKENS) for prompt in validation_prompts(stream)]
+    prompts = windows(stream, LONGEST_PROMPT, PROMPTS, (PROMPT_SEED,)).to(target.device)
+    lengths = np.random.default_rng(PROMPT_SEED).integers(SHORTEST_PROMPT, LONGEST_PROMPT + 1, size=PROMPTS)
+    runs = [accept(target, drafter, row[: int(length)], NEW_TOKENS) for row, length in zip(prompts, lengths, strict=True)]
     by_position = tuple(sum(counts) for counts in zip(*(run.accepted_by_position for run in runs), strict=True))
     return Acceptance(sum(run.drafts for run in runs), by_position)
 
 
-def evaluate(target: Target, drafter: Drafter, stream: npt.NDArray[np.int32], length: int) -> Scores:
-    """All figures of a pair over the validation stream."""
-    return Scores(validation_loss(target, stream, length), acceptance(target, drafter, stream))
-
-
-def sample(target: Target, prompt: Tensor, new_tokens: int) -> list[int]:
-    """Greedy continuation of `prompt` `[n]`, without the prompt."""
-    device = target.model.embed_tokens.weight.device
-    text = generate(target, prompt[None].to(device), new_tokens, torch.zeros(1, device=device), torch.Generator(device=device))
-    continuation: list[int] = text[0, len(prompt) :].tolist()
-    return continuation
+def evaluate(target: LlamaForCausalLM, drafter: Drafter, stream: Stream, length: int) -> dict[str, Any]:
+    """All figures of a pair over the validation stream, for the record of the training."""
+    loss, found = validation_loss(target, stream, length), acceptance(target, drafter, stream)
+    return {
+        "validation_loss_nats_per_token": round(loss, 4),
+        "validation_perplexity_per_token": round(math.exp(loss), 3),
+        "acceptance_length": round(found.length, 3),
+        "acceptance_rate_by_position": [round(count / max(1, found.drafts), 4) for count in found.accepted_by_position],
+        "acceptance_setting": f"greedy, drafts of {DRAFT_LENGTH}, {ACCEPTANCE_PLAN}",
+    }
