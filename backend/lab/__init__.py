@@ -1,1 +1,1 @@
-"""The laboratory: benchmarks, the fleet simulator, and the training of the demo pair.  Nothing that serves imports it."""
+"""The laboratory: benchmarks and the training of the demo pair.  Nothing that serves imports it."""

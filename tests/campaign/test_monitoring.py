@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from backend.records.reading import Records, Selection
-from backend.records.summary import request_speeds, summarise
+from backend.records.summary import request_speeds, summarise, total
 from tests.support.dashboards import ROOT, Expression, of_panels, of_rules, of_variables, recorded
 from tests.support.fleet_process import ServedFleet, free_port, wait_for
 
@@ -108,12 +108,13 @@ def scraped_figures(prometheus: httpx.Client) -> dict[str, float]:
 
 
 def recorded_figures(records: Records) -> dict[str, float | None]:
-    summary = summarise(records)
-    speeds = [request_speeds(rows) for each in records.incarnations for rows in records.tables(each, "request")]
+    workers = records.workers()
+    summary = summarise(workers)
+    speeds = [request_speeds(each.requests) for each in workers]
     return {
-        "steps": summary.steps,
+        "steps": sum(each.steps.num_rows for each in workers),
         "tokens": summary.tokens,
-        "busy": summary.busy_s,
+        "busy": sum(total(each.steps["busy_ms"]) for each in workers) / 1e3,
         "acceptance length": summary.live.acceptance_length,
         **{f"acceptance length, {name}": each.acceptance_length for name, each in summary.by_drafter.items()},
         "TGS decode": float(np.concatenate([decode for decode, _ in speeds]).mean()),
