@@ -6,7 +6,6 @@ The command's process, main thread.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache as cached
@@ -188,12 +187,12 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
             workers.check_fixed()
         for number, requests in enumerate(work.rounds):
             fault = _renew(options.weights_dir, workers, say) if number and options.weights_dir is not None else ""
-            every_s = 0.2 if sys.stderr.isatty() else 15.0
-            bar = tqdm(desc=f"round {number}", total=len(requests), unit=" requests", mininterval=every_s)
             responses = work.front.responses()
-            runner = RoundRunner(number, requests, workers, slots, responses, bar, interval_s, options.seed)
-            runner.say = say
-            finished = runner.run()
+            # With `disable=None` the bar is only shown on a terminal.
+            with tqdm(desc=f"round {number}", total=len(requests), unit=" requests", mininterval=0.2, disable=None) as bar:
+                runner = RoundRunner(number, requests, workers, slots, responses, bar, interval_s, options.seed)
+                runner.say = say
+                finished = runner.run()
             report, text = round_report(finished, about, workers.version, fault)
             directory = options.out / f"step{work.step}" / f"round{number}"
             write_round(directory, finished, report, text, place.settings)
@@ -240,7 +239,6 @@ def _about(options: RolloutOptions, place: _Place, step: int) -> dict[str, Any]:
     remote = settings.mode in REMOTE_MODES
     return {
         "step": step,
-        "implementation": "native" if settings.mode == "native" else "disaggregated",
         "mode": settings.mode,
         "method": _method(models),
         "k": settings.num_speculative_tokens if settings.mode != "off" else 0,

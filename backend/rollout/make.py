@@ -24,12 +24,18 @@ def make_trace(options: TraceOptions) -> str:
     check_target(target)
     tokenizer = Tokenizer(str(target))
     chance = random.Random(options.seed)
-    documents = list(load_corpus(None if options.source == STDLIB else options.source).train)
+    if options.source == STDLIB:
+        documents = list(load_corpus().train)
+    elif options.source.is_dir():
+        corpus = load_corpus(options.source)
+        documents = [*corpus.train, *corpus.validation]
+    else:
+        raise TraceError(f"{options.source}: no such directory")
     chance.shuffle(documents)
     pairs = (pair for document in documents if (pair := cut(document.text, tokenizer, options, chance)))
     cases = [Case(number, *pair) for number, pair in enumerate(islice(pairs, options.limit))]
     if not cases:
-        raise TraceError(f"{options.source}: no Python file of {2 * SHORTEST} tokens in it")
+        raise TraceError(f"{options.source}: no file gave a pair of a prompt and a response of {SHORTEST} tokens each")
     lengths = sorted(len(tokenizer.response(case.gen)) for case in cases)
     try:
         write_cases(options.out, cases, with_ids=False)

@@ -36,7 +36,7 @@ class Part:
     rows: RowBatch = field(default_factory=RowBatch)
     """Steps and verifications that ran here, and, once `Round.settle` was called, the requests that ended here."""
     ended: list[RequestRow] = field(default_factory=list)
-    """Requests that ended here, as the client saw them; verifiers know their verifications and first tokens."""
+    """Requests that ended here, as the client saw them; verifiers know their verifications."""
 
 
 @dataclass
@@ -66,27 +66,19 @@ class Round:
         had not sent before it died are missing from them.  Idle time before a worker's first step is not of the round.
         """
         made: defaultdict[str, list[VerificationRow]] = defaultdict(list)
-        first_at: dict[str, float] = {}
         for part in self.parts:
-            for told in part.rows.requests:
-                if told.first_token_at and told.request_id in numbers:
-                    number = str(numbers[told.request_id])
-                    first_at[number] = min(told.first_token_at, first_at.get(number, told.first_token_at))
             own = [row for row in part.rows.verifications if row.request_id in numbers]
             part.rows.verifications = [replace(row, request_id=str(numbers[row.request_id])) for row in own]
             part.rows.steps[:1] = [replace(row, interval_ms=0.0, idle_ms={}) for row in part.rows.steps[:1]]
             for row in part.rows.verifications:
                 made[row.request_id].append(row)
         for part in self.parts:
-            part.rows.requests = [
-                _counted(row, made[row.request_id], first_at.get(row.request_id, row.first_token_at)) for row in part.ended
-            ]
+            part.rows.requests = [_counted(row, made[row.request_id]) for row in part.ended]
 
 
-def _counted(row: RequestRow, verifications: Sequence[VerificationRow], first_token_at: float) -> RequestRow:
+def _counted(row: RequestRow, verifications: Sequence[VerificationRow]) -> RequestRow:
     return replace(
         row,
-        first_token_at=first_token_at,
         verifications=len(verifications),
         draft_tokens=sum(each.draft_tokens for each in verifications),
         accepted=sum(each.accepted for each in verifications),

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from tqdm import tqdm
 
 from backend.config.sources import CommandError
+from backend.engine.client import Answer
 from backend.engine.front import RequestOutput, SamplingParams
 from backend.engine.front.offline import Responses
 from backend.records.rows import RequestRow
@@ -29,6 +30,8 @@ from backend.routing.balance import Limits, Movable, Reported, expected_remainin
 POLL_S = 0.05
 LOOK_S = 0.5
 TEND_S = 1.0
+SAY_S = 15.0
+"""Seconds between two lines on progress where no bar is shown."""
 ENDS = ("stop", "length", "repetition")
 """Finish reasons of vLLM's with which a response is complete."""
 NOBODY_S = 600.0
@@ -81,17 +84,20 @@ class RoundRunner:
         """Request number by id, for each time that a request was sent."""
         self._sent_at: dict[int, float] = {}
         """By index in the batch: when the request was first sent."""
+        self._first_at: dict[int, float] = {}
+        """By index in the batch: when its first token came, from whichever worker."""
         self._parts: dict[int, Part] = {}
         """By worker number."""
         self._tokens = 0
         self._balance_interval_s = balance_interval_s
-        self._began = self._next_look = self._next_tend = self._next_balance = 0.0
+        self._began = self._next_look = self._next_tend = self._next_balance = self._next_line = 0.0
         self._busy_at = 0.0
 
     def run(self) -> Round:
         """Returns when every request is complete.  Raises `RolloutError`."""
         self._workers.fetch_rows()  # of the time before: `_welcome` begins the round's
         self._began = self._busy_at = time.monotonic()
+        self._next_line = self._began + SAY_S
         for worker in self._workers.present.values():
             self._welcome(worker)
         while self._dispatcher.unfinished:
@@ -101,7 +107,6 @@ class RoundRunner:
             worker.client.ask_rows()
         while any(worker.client.rows_awaited for worker in self._workers.present.values()):
             self._work()
-        self._bar.close()
         self._round.parts = [self._parts[number] for number in sorted(self._parts)]
         self._round.settle(self._numbers)
         return self._round
@@ -109,10 +114,15 @@ class RoundRunner:
     def _work(self) -> None:
         self._workers.hub.poll(POLL_S)
         self._receive()
-        self._look_after(time.monotonic())
-        running = sum(len(self._responses.tokens(sent.place)) for sent in self._running.values())
-        self._bar.set_postfix_str(f"{self._tokens + running} tokens", refresh=False)
-        self._bar.update(len(self._round.responses) - self._bar.n)
+        now = time.monotonic()
+        self._look_after(now)
+        tokens = self._tokens + sum(len(self._responses.tokens(sent.place)) for sent in self._running.values())
+        progress, done = f"{tokens} tokens, {tokens / max(now - self._began, 1e-3):.0f} tokens/s", len(self._round.responses)
+        self._bar.set_postfix_str(progress, refresh=False)
+        self._bar.update(done - self._bar.n)
+        if self._bar.disable and now >= self._next_line:
+            self._next_line = now + SAY_S
+            self.say(f"round {self._round.number}: {done} of {len(self._requests)} requests, {progress}")
 
     def _welcome(self, worker: Worker) -> None:
         worker.rows = self._parts.setdefault(worker.number, Part(worker.number)).rows
@@ -179,12 +189,13 @@ class RoundRunner:
             raise RolloutError(f"{where} refused the request ({output.finish_reason})")
         if request.fixed is not None and output.token_ids != request.fixed:
             raise RolloutError(f"{where} did not keep to the response")
-        answer = sent.worker.client.answers.pop(request_id)
+        answer = self._take_answer(request_id, sent)
         if answer.finish_reason is None:
             # The worker knows nothing of stop strings.
             sent.worker.client.abort(request_id)
         since, tokens = time.time() - time.monotonic(), len(output.token_ids)
-        times = (since + self._sent_at[sent.place], since + answer.last_at, since + answer.last_at)
+        first_at = self._first_at.get(sent.place, answer.last_at)
+        times = (since + self._sent_at[sent.place], since + first_at, since + answer.last_at)
         row = RequestRow(
             str(request.number), *times, len(request.prompt), tokens, 0, 0, 0, output.finish_reason, request.fixed is not None
         )
@@ -202,9 +213,15 @@ class RoundRunner:
 
     def _keep(self, request_id: str, sent: _Sent) -> None:
         """Sets what is left to do of a request that will go on after the tokens that have arrived."""
-        del sent.worker.client.answers[request_id]
+        self._take_answer(request_id, sent)
         left = self._requests[sent.place].expected - len(self._responses.tokens(sent.place))
         self._dispatcher.expect(sent.place, max(1, left))
+
+    def _take_answer(self, request_id: str, sent: _Sent) -> Answer:
+        answer = sent.worker.client.answers.pop(request_id)
+        if answer.first_at:
+            self._first_at.setdefault(sent.place, answer.first_at)
+        return answer
 
     def _balance(self, now: float) -> None:
         """Moves requests from slow workers to faster ones where `plan_moves` expects a gain."""

@@ -65,7 +65,7 @@ def test_a_mistake_is_named(arguments: list[str], complaint: str) -> None:
         (["rollout"], "required: --trace, --out"),
         (["rollout", "--trace", "nowhere.parquet", "--out", "{tmp}"], "nowhere.parquet: no such file"),
         (["trace"], "outrider trace make"),
-        (["trace", "make", "nowhere", "--out", "{tmp}/t"], "nowhere: no Python file of 32 tokens in it"),
+        (["trace", "make", "nowhere", "--out", "{tmp}/t"], "nowhere: no such directory"),
         (["trace", "make", "stdlib", "--out", "{tmp}/t", "--max-gen", "9"], "16 is the least"),
     ],
 )

@@ -174,8 +174,10 @@ def test_the_only_worker_comes_back(fleet: Fleet) -> None:
     fleet.on_look = restart_once_busy
     finished = play(fleet)
     check(finished)
-    assert len(finished.deaths) == 1
+    (death,) = finished.deaths
     (part,) = finished.parts
+    died = min(row.arrived_at for row in part.rows.requests) + death.at_s
+    assert any(row.first_token_at < died < row.ended_at for row in part.rows.requests), "first tokens are of the dead one"
     for rows in (part.rows.steps, part.rows.verifications):
         steps = [row.step for row in rows]
         assert steps[0] == 0, "all that the first one had was the first step of its requests"

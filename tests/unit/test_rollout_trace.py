@@ -204,5 +204,5 @@ def test_source_code_is_cut_by_tokens(tmp_path: Path, tokenizer: Tokenizer) -> N
     make(*arguments, "--limit", "2")
     assert len(read_trace(out)) == 2
     (tmp_path / "empty").mkdir()
-    with pytest.raises(TraceError, match="empty: no Python file"):
+    with pytest.raises(TraceError, match="empty: no file gave a pair"):
         make(str(tmp_path / "empty"), "--out", str(out))
