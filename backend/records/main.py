@@ -45,7 +45,8 @@ def main(arguments: Sequence[str], say: Print, note: Print) -> None:
 def _summary(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
     result = summarise(records.workers())
     if given.json:
-        say(msgspec.json.format(msgspec.json.encode(result)).decode())
+        lost = {"dropped": _dropped(records), "removed": _removed(records)}
+        say(msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(result) | lost)).decode())
     else:
         say("\n".join(_markdown(records, result)))
 
@@ -71,7 +72,6 @@ def _markdown(records: Records, summary: Summary) -> list[str]:
     wall_s = summary.straggler.finished_s
     began = datetime.datetime.fromtimestamp(summary.began_at, datetime.UTC)
     reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(summary.finish_reasons.items()))
-    dropped = sum(sum(each.books.dropped.values()) for each in records.incarnations)
     lines = [
         f"# Records from {began:%Y-%m-%d %H:%M:%SZ} on",
         "",
@@ -80,9 +80,19 @@ def _markdown(records: Records, summary: Summary) -> list[str]:
     ]
     if summary.teacher_forced.drafts and not summary.live.drafts:
         lines.append(FORCED)
-    if dropped:
+    if dropped := _dropped(records):
         lines.append(f"**{dropped} rows were dropped while serving: sums are too small by them.**")
+    if removed := _removed(records):
+        lines.append(f"**{removed} rows are missing: the oldest files were deleted to make room.**")
     return lines + sections(summary)
+
+
+def _dropped(records: Records) -> int:
+    return sum(sum(each.books.dropped.values()) for each in records.incarnations)
+
+
+def _removed(records: Records) -> int:
+    return sum(sum(each.books.removed.values()) for each in records.incarnations)
 
 
 def _join(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:

@@ -38,7 +38,7 @@ def sections(summary: Summary) -> list[str]:
     lines += _table(
         ("", "mean", "least", "10 %", "median", "90 %", "most", "sum"),
         [
-            (name, *(f"{value:.2f}" for value in (each.mean, each.min, each.p10, each.median, each.p90, each.max, each.sum)))
+            (name, *(_rounded(value) for value in (each.mean, each.min, each.p10, each.median, each.p90, each.max, each.sum)))
             for name, each in summary.summary.items()
         ],
     )
@@ -52,6 +52,11 @@ def sections(summary: Summary) -> list[str]:
         ],
     )
     return lines
+
+
+def _rounded(value: float) -> str:
+    """Three significant digits, or all digits of larger whole numbers."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _drafting(each: Drafting) -> tuple[str, ...]:

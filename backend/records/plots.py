@@ -22,7 +22,7 @@ WIDTH = 8.0
 DPI = 130
 BINS = 120
 NAMED = 8
-"""Workers and drafters that a legend names; with more, there is none."""
+"""Workers that a legend names; with more, there is none."""
 
 Workers = Sequence[Worker]
 Plot = Callable[[Workers, Summary], Any | None]

@@ -1,6 +1,6 @@
 """Reads directories of records: finds verifier incarnations, and gives their rows of one kind within a period.
 
-The command-line process.  All rows of the selected period are held in memory.
+The command-line process.  All rows that are read are held in memory.
 """
 
 from __future__ import annotations
@@ -91,6 +91,7 @@ class Records:
 
     def __init__(self, directory: Path, selection: Selection = EVERYTHING) -> None:
         self.selection = selection
+        self._tables: dict[tuple[Path, str], pa.Table] = {}
         found = _find(directory)
         known = sorted({each.verifier_id for each in found})
         missing = selection.verifiers - set(known)
@@ -138,8 +139,14 @@ class Records:
         return float(np.maximum(np.minimum(ended, self.selection.until) - began, 0.0).sum())
 
     def _all(self, incarnation: Incarnation, kind: str) -> pa.Table:
+        key = (incarnation.directory, kind)
+        if key not in self._tables:
+            self._tables[key] = self._read(*key)
+        return self._tables[key]
+
+    def _read(self, directory: Path, kind: str) -> pa.Table:
         tables = [SCHEMAS[kind].empty_table()]
-        for file in sorted(each for each in incarnation.directory.glob(f"{kind}-*.parquet") if FILE.fullmatch(each.name)):
+        for file in sorted(each for each in directory.glob(f"{kind}-*.parquet") if FILE.fullmatch(each.name)):
             try:
                 table = pq.read_table(file)
             except FileNotFoundError:

@@ -1,6 +1,6 @@
 """Summarises the rows of verifiers: lengths, speeds, acceptance and idle time.  Pure.
 
-A summary is made of recorded periods and of the rounds of rollouts.  Sums are divided, ratios are never averaged.
+A summary is made of recorded periods and of the rounds of rollouts.  Acceptance is a ratio of sums, never a mean of ratios.
 Verifications of fixed responses (teacher-forced) are counted apart from live ones.
 """
 
@@ -49,7 +49,7 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class WorkerSummary(msgspec.Struct, frozen=True):
-    """One verifier.  `requests` ended there; `step_ms_median` is of the steps' busy time."""
+    """One verifier.  `requests` ended there."""
 
     worker: int | str
     requests: int
@@ -65,9 +65,8 @@ class WorkerSummary(msgspec.Struct, frozen=True):
     draft_s: float
     busy_s: float
     idle_s: dict[str, float]
-    step_ms_median: float
     finished_s: float
-    """When its last verification ended, in seconds since the first step of all workers."""
+    """When its last verification ended, in seconds since the first step of all workers, by its host's clock."""
 
 
 class Straggler(msgspec.Struct, frozen=True):
@@ -227,7 +226,6 @@ def _worker(worker: Worker, zero: float) -> WorkerSummary:
         busy_s=float(busy_ms.sum()) / 1e3,
         idle_s={cause: total(steps[column]) / 1e3 for cause, column in IDLE_COLUMNS.items()}
         | {"no_work": worker.without_work_s},
-        step_ms_median=float(np.median(busy_ms)) if len(busy_ms) else 0.0,
         finished_s=float(ends.max(initial=zero) - zero),
     )
 

@@ -152,6 +152,7 @@ def test_summary_for_a_person_and_as_json(tmp_path: Path, capsys: pytest.Capture
     status, text, _ = run(capsys, tmp_path, "summary", "--json", "--since", "2026-01-01T00:00:00")
     assert status == 0
     assert msgspec.json.decode(text, type=Summary).live.acceptance_length == 3
+    assert (msgspec.json.decode(text)["dropped"], msgspec.json.decode(text)["removed"]) == (0, 0)
     status, _, err = run(capsys, tmp_path, "summary", "--until", "2000-01-01T00:00:00+02:00")
     assert (status, "nothing was recorded in this period" in err) == (1, True)
 

@@ -47,7 +47,7 @@ def points(temperatures: str, concurrency: str) -> list[tuple[float, int]]:
 
 
 def started(target: str, stack: ExitStack) -> Processes:
-    """Starts processes for a target: the demo, or one widened to a preset.  All of them end with the stack."""
+    """Starts processes for a target: the demo, or one widened as `--target` says.  All of them end with the stack."""
     directory = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
     models = prepare(target, resolve(Settings.model_validate({"mode": "sync"}), lambda line: None), directory)
     split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
