@@ -10,18 +10,20 @@ import shlex
 import sys
 from pathlib import Path
 
+from locust import events
 from locust.main import main as run_locust
 
 LOCUSTFILE = Path(__file__).with_name("locustfile.py")
-DEFAULTS = ("--headless", "--only-summary", "--loglevel=WARNING", "--stop-timeout=30")
-"""Options of Locust's own; arguments given later override them."""
+DEFAULTS = {"headless": True, "only_summary": True, "loglevel": "WARNING", "stop_timeout": "30"}
+"""Of Locust's own options; arguments, `LOCUST_*` variables and a --config file override them."""
 
 
 def main(arguments: list[str]) -> None:
     """Runs Locust, which ends the process."""
     at = arguments.index("--") if "--" in arguments else len(arguments)
     settings = shlex.join(arguments[at + 1 :])
-    sys.argv = ["locust", "-f", str(LOCUSTFILE), *DEFAULTS, *arguments[:at], *([f"--serve={settings}"] if settings else [])]
+    sys.argv = ["locust", "-f", str(LOCUSTFILE), *arguments[:at], *([f"--serve={settings}"] if settings else [])]
+    events.init_command_line_parser.add_listener(lambda parser: parser.set_defaults(**DEFAULTS))
     try:
         run_locust()
     except KeyboardInterrupt:

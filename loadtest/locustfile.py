@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import gevent
 import httpx
 import locust.stats
 from gevent import GreenletExit
@@ -44,12 +46,11 @@ class Load:
     def __init__(self, environment: Any) -> None:
         options = environment.parsed_options
         self.scenario = SCENARIOS[options.scenario]
-        self.users = options.num_users = options.num_users or self.scenario.users
-        duration_s = options.duration or self.scenario.duration_s
+        options.num_users = options.num_users or self.scenario.users
+        options.spawn_rate = options.spawn_rate or SPAWN_RATE
         self.results = Path(options.results or f"loadtest/results/{options.scenario}-{time.strftime('%Y%m%d-%H%M%S')}")
         options.html_file = options.html_file or str(self.results / "report.html")
         self.limits = {} if options.no_default_slo else dict(slo.DEFAULT)
-        self.indices = itertools.count()
         self.fleet: FleetProcess | None = None
         if environment.host:
             # Requests that are left in a running gateway at the end may belong to other clients.
@@ -59,12 +60,19 @@ class Load:
             self.fleet = FleetProcess({}, *shlex.split(options.serve))
             environment.host = self.fleet.wait_until_it_serves(START_TIMEOUT_S)
         self.limits |= options.slo
+        self.begin(environment)
+
+    def begin(self, environment: Any) -> None:
+        """Takes the options of a load that begins: with the web page there may be several, one after the other."""
+        options = environment.parsed_options
+        self.users = options.num_users
+        duration_s = options.duration or options.run_time or self.scenario.duration_s
+        self.indices = itertools.count()
         self.connect: Callable[[], Client] = partial(Client, environment.host, options.api_key, options.timeout)
         self._http = self.connect().http
         model = options.model or self._http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         self.knobs = Knobs(model, options.prompt_tokens, options.max_tokens, options.temperature, options.seed, duration_s)
         self._before = metrics.read(self._http)
-        print(f"{options.scenario}: {self.users} users, {duration_s:g} s at {environment.host}", flush=True)
 
     def end(self, environment: Any) -> None:
         """Ends the fleet, judges the run and writes the summary."""
@@ -95,7 +103,7 @@ def _add_options(parser: Any) -> None:
     figures = ", ".join(slo.FLOORS + slo.CEILINGS)
     add = partial(parser.add_argument, include_in_web_ui=False)
     add("--scenario", default="chat", choices=sorted(SCENARIOS), help=names)
-    add("--duration", type=gt_zero(float), metavar="S", help="seconds of load (default: the scenario's own)")
+    add("--duration", type=gt_zero(float), metavar="S", help="seconds of load (default: --run-time, or the scenario's own)")
     add("--prompt-tokens", type=gt_zero(int), default=128, metavar="N", help="length of prompts, roughly")
     add("--max-tokens", type=gt_zero(int), default=64, metavar="N", help="longest answer")
     add("--temperature", type=float, default=0.0, metavar="X", help="sampling temperature")
@@ -122,11 +130,24 @@ def _prepare(environment: Any, **_: Any) -> None:
         _refuse(1, error.message)
     except httpx.HTTPError as error:
         _refuse(1, f"{environment.host} does not answer: {error}")
+    if options.headless:
+        # Locust handles SIGTERM only after a headless load.
+        gevent.signal_handler(signal.SIGTERM, environment.runner.quit)
 
 
 def _refuse(status: int, message: str) -> NoReturn:
     print(f"loadtest: {message}", file=sys.stderr)
     sys.exit(status)
+
+
+@events.test_start.add_listener
+def _begin(environment: Any, **_: Any) -> None:
+    load = environment.load
+    load.begin(environment)
+    print(
+        f"{environment.parsed_options.scenario}: {load.users} users, {load.knobs.duration_s:g} s at {environment.host}",
+        flush=True,
+    )
 
 
 @events.quitting.add_listener
@@ -143,7 +164,8 @@ class Shape(LoadTestShape):
         assert self.runner is not None
         load: Load = self.runner.environment.load
         share = self.get_run_time() / load.knobs.duration_s
-        return (load.scenario.shape(share, load.users), SPAWN_RATE) if share < 1 else None
+        rate = self.runner.environment.parsed_options.spawn_rate
+        return (load.scenario.shape(share, load.users), rate) if share < 1 else None
 
 
 class Asker(User):

@@ -16,7 +16,7 @@ from typing import Literal
 
 Domain = Literal["code", "prose"]
 CHARACTERS_PER_TOKEN = 3.0
-"""An estimate; the report has the server's count of prompt tokens."""
+"""An estimate."""
 
 _MODULES = ("argparse", "ast", "calendar", "configparser", "csv", "datetime", "decimal", "difflib", "fractions", "heapq")
 _MORE = ("inspect", "locale", "mailbox", "optparse", "pickle", "random", "shutil", "statistics", "tarfile", "textwrap")

@@ -25,7 +25,7 @@ def parse(text: str) -> dict[str, float]:
     """Parses `name=limit,name=limit`.  Raises `ArgumentTypeError`, for an unknown name with the nearest known one."""
     limits: dict[str, float] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):
-        name, equals, value = part.partition("=")
+        name, equals, value = (each.strip() for each in part.partition("="))
         if not equals:
             raise ArgumentTypeError(f"{part!r}: objectives are written as name=limit, separated by commas")
         if name not in CEILINGS + FLOORS:

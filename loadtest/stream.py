@@ -88,8 +88,15 @@ class Answer:
         elif "error" in chunk:
             self.fail(f"error event: {error_code(chunk)}")
         else:
+            self._take_chunk(chunk, now)
+
+    def _take_chunk(self, chunk: Mapping[str, Any], now: float) -> None:
+        try:
             self.tokens = int((chunk.get("usage") or {}).get("completion_tokens") or self.tokens)
             carry = [self._take_choice(choice) for choice in chunk.get("choices") or ()]
+        except (TypeError, ValueError, AttributeError):
+            self.fail("an event of another shape")
+        else:
             if any(carry):
                 self.chunks.append(now)
 

@@ -69,6 +69,10 @@ def test_objectives_are_read_and_checked() -> None:
     assert set(slo.DEFAULT) <= {*slo.CEILINGS, *slo.FLOORS}
 
 
+def test_objectives_may_have_spaces() -> None:
+    assert slo.parse("failures = 0, tgs_p50 =20") == {"failures": 0, "tgs_p50": 20}
+
+
 def test_a_limit_is_kept_at_its_very_value_and_missed_without_one() -> None:
     limits = {"ttft_p95_ms": 100.0, "tgs_p50": 20.0, "failures": 0.0, "acceptance_length": 2.0}
     assert slo.misses(limits, limits) == []
