@@ -59,5 +59,5 @@ def configure_logging(level: str, kind: LogFormat = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(kind))
     logging.basicConfig(level=level.upper(), handlers=[handler])
-    for noisy in ("ray", "urllib3", "httpx", "filelock", "asyncio", "uvicorn.error", "vllm"):
+    for noisy in ("ray", "urllib3", "httpx", "filelock", "asyncio", "uvicorn.error", "sse_starlette", "vllm"):
         logging.getLogger(noisy).setLevel(logging.ERROR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -102,7 +103,7 @@ def document(app: FastAPI, version: str) -> dict[str, Any]:
             shown["responses"]["202"] = {**shown["responses"]["200"], "description": "An operation will do it."}
         shown |= {
             "summary": (route.description or "").partition("\n")[0],
-            "operationId": route.unique_id,
+            "operationId": re.sub(r"\W", "_", f"{route.name}{path}_{method.lower()}"),
             "tags": [path.split("/")[1]],
         }
         parameters = [_parameter(field, "path") for field in route.dependant.path_params]

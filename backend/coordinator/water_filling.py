@@ -97,7 +97,7 @@ class Assigning:
 
     def move(self, min_gain: float, bound_before: float) -> bool:
         """Makes the move of one drafter that gains the most.  False if no move pays."""
-        takers = sorted(self._held, key=self._gain_of_more, reverse=True)
+        takers = sorted(self._held, key=lambda each: self._gain_of_one(each, min_gain), reverse=True)
         best: tuple[str, str, str] | None = None
         best_gain = 0.0
         for giver, leaving in self._leaving(bound_before).items():
@@ -199,6 +199,11 @@ class Assigning:
         """The gain per further drafter, over the best of the numbers in `TOGETHER`."""
         held, now = self._held[verifier], self._worth(verifier, self._held[verifier])
         return max((self._worth(verifier, held + count) - now) / count for count in TOGETHER)
+
+    def _gain_of_one(self, verifier: str, min_gain: float) -> float:
+        """The gain of one more drafter, less the share of the present speed that a move must gain."""
+        held = self._held[verifier]
+        return self._worth(verifier, held + 1) - (1 + min_gain) * self._worth(verifier, held)
 
     def _capacity_of(self, speed: Speed | None, requests: float) -> float:
         if speed is None:

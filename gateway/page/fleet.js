@@ -1,4 +1,4 @@
-// The fleet page: asks for `/fleet` every two seconds while the page is open, and shows it.
+// The fleet page: asks for `/fleet` every two seconds while the page is visible, and shows it.
 
 import { byId, make, makeSvg, number, percent, timeParts, timeShares } from "./dom.js";
 import { History } from "./history.js";
@@ -25,6 +25,8 @@ const history = new History();
 const curves = TILES.map(() => []);
 let latest = null;
 let receivedAt = 0;
+let timer = 0;
+let asking = new AbortController();
 let paused = false;
 let state = "connecting";
 
@@ -132,11 +134,18 @@ function showConnection() {
 }
 
 async function poll() {
+  clearTimeout(timer);
+  asking.abort();
+  if (document.hidden) return;
+  const own = new AbortController();
+  asking = own;
+  timer = setTimeout(() => own.abort(new DOMException("", "TimeoutError")), TIMEOUT_MS);
   const key = sessionStorage.getItem(KEY);
   try {
     const headers = key ? { authorization: `Bearer ${key}` } : {};
-    const response = await fetch("fleet", { headers, signal: AbortSignal.timeout(TIMEOUT_MS), cache: "no-store" });
+    const response = await fetch("fleet", { headers, signal: own.signal, cache: "no-store" });
     if (response.status === 401) {
+      clearTimeout(timer);
       sessionStorage.removeItem(KEY);
       state = "denied";
       notice(key ? "The gateway says that key is wrong." : "");
@@ -147,12 +156,15 @@ async function poll() {
     if (!response.ok) throw new Error(`the gateway answers ${response.status}`);
     show(await response.json());
   } catch (error) {
+    // A later call has taken over, or the page is hidden.
+    if (own !== asking || error.name === "AbortError") return;
     const words = { TimeoutError: "no answer", TypeError: "no connection" }[error.name] ?? error.message;
     state = "lost";
     notice(`Lost the gateway (${words}); trying again. What is shown is the last that was heard.`);
   }
   showConnection();
-  setTimeout(poll, POLL_MS);
+  clearTimeout(timer);
+  timer = setTimeout(poll, POLL_MS);
 }
 
 function show(snapshot) {
@@ -183,6 +195,7 @@ byId("key-form").addEventListener("submit", (event) => {
   poll();
 });
 byId("filter").addEventListener("input", () => latest && render());
+document.addEventListener("visibilitychange", () => state !== "denied" && poll());
 addEventListener("resize", () => latest && drawMap(byId("map"), latest));
 
 setInterval(showConnection, 1000);

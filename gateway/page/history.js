@@ -21,7 +21,7 @@ export class History {
   add(snapshot) {
     snapshot.members = new Map([...snapshot.verifiers, ...snapshot.drafters].map((each) => [each.id, each]));
     const before = this.snapshots.at(-1);
-    if (before && before.answered_s !== null) {
+    if (before && before.answered_s !== null && snapshot.answered_s !== null) {
       const at = snapshot.at;
       this.log = [...changes(before, snapshot).map((each) => ({ at, ...each })).reverse(), ...this.log].slice(0, KEPT);
       this.plans = [...newPlans(before, snapshot).map((text) => ({ at, kind: "plan", text })), ...this.plans].slice(0, KEPT);

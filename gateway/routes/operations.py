@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import time
 
+import msgspec
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
@@ -61,17 +62,22 @@ async def fleet(request: Request) -> Response:
     gateway = gateway_of(request)
     core, settings = gateway.client.core, gateway.settings
     moves = gateway.metrics.moves.items()
-    return JSONResponse(
-        {
-            "at": time.time(),
-            "gateway": core.gateway_id,
-            "model": gateway.services.models.model_name(),
-            "mode": settings.mode,
-            "num_speculative_tokens": settings.num_speculative_tokens,
-            "answered_s": None if core.snapshot is None else round(time.monotonic() - core.answered_at, 1),
-            **fleet_document(core),
-            "moved": [{"kind": kind, "cause": cause, "verifier": to, "sequences": count} for (kind, cause, to), count in moves],
-        }
+    return Response(
+        msgspec.json.encode(
+            {
+                "at": time.time(),
+                "gateway": core.gateway_id,
+                "model": gateway.services.models.model_name(),
+                "mode": settings.mode,
+                "num_speculative_tokens": settings.num_speculative_tokens,
+                "answered_s": None if core.snapshot is None else round(time.monotonic() - core.answered_at, 1),
+                **fleet_document(core),
+                "moved": [
+                    {"kind": kind, "cause": cause, "verifier": to, "sequences": count} for (kind, cause, to), count in moves
+                ],
+            }
+        ),
+        media_type="application/json",
     )
 
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, HTTPException, Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
 router = APIRouter()
 
 FOLDER = Path(__file__).parents[1] / "page"
-PAGES = frozenset({"/", "/docs", *(f"/page/{each.name}" for each in FOLDER.iterdir())})
+FILES = [each for each in FOLDER.iterdir() if each.suffix in {".css", ".html", ".js", ".svg"}]
+PAGES = frozenset({"/", "/docs", *(f"/page/{each.name}" for each in FILES if each.suffix != ".html")})
 """The paths that are served."""
 
 HEADERS = {
@@ -52,4 +53,6 @@ async def docs_page(request: Request) -> Response:
 
 @router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
 async def page_file(request: Request, name: str) -> Response:
+    if f"/page/{name}" not in PAGES:
+        raise HTTPException(404)
     return await _FILES.get_response(name, request.scope)

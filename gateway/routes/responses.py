@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -15,7 +17,7 @@ from starlette.types import Message
 from backend.engine.front import ResponsesRequest
 from gateway.admission.admit import check_model
 from gateway.asking import inquire
-from gateway.errors import BadRequest, checked
+from gateway.errors import BadRequest, checked, translate
 from gateway.openapi import DELETED, LIST, RESPONSE, described, shape
 from gateway.requests import read_json
 from gateway.responses.events import DIALECT
@@ -25,6 +27,7 @@ from gateway.sse import HEADERS, KEEP_ALIVE_S, Generated, event, stream_response
 from gateway.state import Gateway, gateway_of, owner_of
 
 router = APIRouter()
+logger = logging.getLogger(__name__)
 
 
 @router.post("/v1/responses", **described(ResponsesRequest, RESPONSE, streams=True))
@@ -95,11 +98,15 @@ async def input_items(
 
 
 def _follow(gateway: Gateway, response_id: str, after: int) -> Response:
+    said_all = asyncio.Event()
+
     async def left(_: Message) -> None:
-        gateway.metrics.client_left()
+        # The server reports a connection whose answer is complete as closed, too.
+        if not said_all.is_set():
+            gateway.metrics.client_left()
 
     return EventSourceResponse(
-        _named(gateway.responses.follow(response_id, after)),
+        _named(gateway.responses.follow(response_id, after), said_all),
         headers=HEADERS,
         ping=KEEP_ALIVE_S,
         sep="\n",
@@ -108,6 +115,13 @@ def _follow(gateway: Gateway, response_id: str, after: int) -> Response:
     )
 
 
-async def _named(events: AsyncGenerator[str, None]) -> AsyncGenerator[ServerSentEvent, None]:
-    async for each in events:
-        yield ServerSentEvent(each, event=json.loads(each)["type"], sep="\n")
+async def _named(events: AsyncGenerator[str, None], said_all: asyncio.Event) -> AsyncGenerator[ServerSentEvent | bytes, None]:
+    try:
+        async for each in events:
+            yield ServerSentEvent(each, event=json.loads(each)["type"], sep="\n")
+    except Exception as error:
+        known = translate(error)
+        if known.status == 500:
+            logger.error("a stream failed: %s", type(error).__name__)
+        yield DIALECT.failed(known)
+    said_all.set()

@@ -80,7 +80,9 @@ async def is_paused(request: Request, verifier: str | None = None) -> Response:
 
 
 @router.post("/sleep", **described(gives=shape("verifiers")))
-async def sleep(request: Request, level: int = 1, mode: str = "abort", verifier: str | None = None) -> Response:
+async def sleep(
+    request: Request, level: int = 1, mode: Literal["abort", "keep"] = "abort", verifier: str | None = None
+) -> Response:
     """Frees the device's memory (level 1 or 2), or only pauses (0)."""
     return _said(await _hold(gateway_of(request), verifier, True, "sleep", level, mode), status="sleeping", level=level)
 

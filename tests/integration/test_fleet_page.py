@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from gateway.routes.page import FOLDER, PAGES
+from gateway.routes.page import FILES, PAGES
 from tests.support.fleet_story import Story
 from tests.support.running_gateway import running_gateway
 from tests.support.story_page import Served, served
@@ -36,12 +36,13 @@ def test_the_page_and_its_files(page):
     assert types["/"] == "text/html; charset=utf-8"
     assert "javascript" in types["/page/fleet.js"]
     assert types["/page/icon.svg"] == "image/svg+xml"
+    assert httpx.get(f"{page.url}/page/index.html").status_code == 404
     for path in ("/page/../server.py", "/page/nothing.js", "/page/..%2Fserver.py", "/page/%00", "/page/" + "x" * 300):
         assert httpx.get(page.url + path).status_code == 404, path
 
 
 def test_the_files_ask_nobody_else_for_anything():
-    for path in FOLDER.iterdir():
+    for path in FILES:
         text = path.read_text().replace("http://www.w3.org/2000/svg", "")
         assert "//" not in text.replace("// ", "").replace("<!-- ", ""), f"{path} names an address"
         for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", " style=", "onclick="):

@@ -278,3 +278,12 @@ def test_the_page_draws_every_part_of_a_verifiers_time_and_no_other():
     script = (FOLDER / "dom.js").read_text()
     times = script.partition("export const TIMES = [")[2].partition("];")[0]
     assert set(re.findall(r'\["(\w+)"', times)) == {"busy", *IDLE_CAUSES}
+
+
+@needs_node
+def test_a_gateway_that_knows_no_member_yet_tells_of_none_that_left(tmp_path):
+    page = Watched(tmp_path)
+    page.run(1)
+    page.answers.append(page.answers[-1] | {"answered_s": None, "verifiers": [], "drafters": [], "assignments": []})
+    page.run(1)
+    assert page.view()["log"] == []
