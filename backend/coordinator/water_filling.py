@@ -96,12 +96,15 @@ class Assigning:
             needs[verifier] = self._need(verifier)
 
     def move(self, min_gain: float, bound_before: float) -> bool:
-        """Makes the move of one drafter that gains the most.  False if no move pays."""
-        takers = sorted(self._held, key=lambda each: self._gain_of_one(each, min_gain), reverse=True)
-        best: tuple[str, str, str] | None = None
+        """Makes the best move, of one drafter or of all drafters of a verifier.  False if no move pays."""
+        offers = [(giver, leaving) for giver in self._held for leaving in self._leaving(giver, bound_before)]
+        present = {each: self._worth(each, held) for each, held in self._held.items()}
+        takers = {count: self._takers(count, present) for count in TOGETHER}
+        best: tuple[str, str, list[str]] | None = None
         best_gain = 0.0
-        for giver, leaving in self._leaving(bound_before).items():
-            able = (each for each in takers if each != giver and leaving not in self._loads[each].down)
+        for giver, leaving in offers:
+            count = max(each for each in TOGETHER if each <= len(leaving))
+            able = (each for each in takers[count] if each != giver and self._loads[each].down.isdisjoint(leaving))
             if (taker := next(able, None)) is not None:
                 gain, now = self._gain(giver, taker, leaving)
                 if gain > max(min_gain * now, best_gain):
@@ -109,25 +112,24 @@ class Assigning:
         if best is None:
             return False
         giver, taker, leaving = best
-        self._unbind(giver, leaving)
-        self._bind(taker, leaving)
+        for drafter in leaving:
+            self._unbind(giver, drafter)
+            self._bind(taker, drafter)
         return True
 
-    def _leaving(self, bound_before: float) -> dict[str, str]:
-        """By verifier, the drafter that it gives away first: one that is down, or its slowest.  Shared ones do not count."""
-        found = {}
-        for giver, load in self._loads.items():
-            may = [each for each in self._movable(giver, bound_before) if len(self.of_drafter[each]) == 1]
-            if may:
-                found[giver] = min(may, key=lambda each: (each not in load.down, self._capacity[each]))
-        return found
+    def _leaving(self, giver: str, bound_before: float) -> list[list[str]]:
+        """What `giver` may give away: its slowest movable drafter, and all of them.  Shared drafters do not count."""
+        may = [each for each in self._movable(giver, bound_before) if len(self.of_drafter[each]) == 1]
+        down = self._loads[giver].down
+        slowest = sorted(may, key=lambda each: (each not in down, self._capacity[each]))[:1]
+        return [slowest, may] if len(may) > 1 else [may] if may else []
 
-    def _gain(self, giver: str, taker: str, leaving: str) -> tuple[float, float]:
+    def _gain(self, giver: str, taker: str, leaving: list[str]) -> tuple[float, float]:
         """The gain of a move, and the present speed of both verifiers.  A giver of its last drafter will share the taker's."""
-        giver_held, taker_held = self._held[giver], self._held[taker] + self._capacity[leaving]
+        giver_held, taker_held = self._held[giver], self._held[taker] + sum(self._capacity[each] for each in leaving)
         now = self._worth(giver, giver_held) + self._worth(taker, self._held[taker])
-        less = giver_held - self._part(giver, leaving)
-        if len(self.of_verifier[giver]) == 1:
+        less = giver_held - sum(self._part(giver, each) for each in leaving)
+        if len(leaving) == len(self.of_verifier[giver]):
             busy = self._loads[taker].requests / (self._loads[taker].requests + self._loads[giver].requests)
             less = 1 / (1 + busy) if self._worth(giver, 1 / (1 + busy)) > self._worth(giver, 0.0) else 0.0
             taker_held -= 1 - 1 / (2 - busy) if less else 0.0
@@ -189,21 +191,18 @@ class Assigning:
         return sum(self._worth(each, self._held[each]) for each in verifiers)
 
     def _need(self, verifier: str) -> tuple[float, int, float]:
-        """Sort key: first the verifier that gains the most per further drafter.
+        """Sort key: first the verifier that gains the most per further drafter, over the numbers in `TOGETHER`.
 
         Among equals (drafts may not pay at all), the one with the fewest drafters comes first, then the busiest.
         """
-        return -self._gain_of_more(verifier), len(self.of_verifier[verifier]), -self._loads[verifier].requests
-
-    def _gain_of_more(self, verifier: str) -> float:
-        """The gain per further drafter, over the best of the numbers in `TOGETHER`."""
         held, now = self._held[verifier], self._worth(verifier, self._held[verifier])
-        return max((self._worth(verifier, held + count) - now) / count for count in TOGETHER)
+        gain = max((self._worth(verifier, held + count) - now) / count for count in TOGETHER)
+        return -gain, len(self.of_verifier[verifier]), -self._loads[verifier].requests
 
-    def _gain_of_one(self, verifier: str, min_gain: float) -> float:
-        """The gain of one more drafter, less the share of the present speed that a move must gain."""
-        held = self._held[verifier]
-        return self._worth(verifier, held + 1) - (1 + min_gain) * self._worth(verifier, held)
+    def _takers(self, count: int, present: Mapping[str, float]) -> list[str]:
+        """All verifiers, those first that gain the most by `count` more drafters; `present` is what they make now."""
+        gains = {each: self._worth(each, held + count) - present[each] for each, held in self._held.items()}
+        return sorted(gains, key=gains.__getitem__, reverse=True)
 
     def _capacity_of(self, speed: Speed | None, requests: float) -> float:
         if speed is None:
