@@ -64,7 +64,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run += ["--weights-dir", str(directory / "w")]
     done = outrider(directory, "rollout", *run, *fleet)
     assert done.returncode == 0, done.stderr
-    assert "9/9" in done.stderr
     return directory
 
 
