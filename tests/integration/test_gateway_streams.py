@@ -233,7 +233,10 @@ async def test_a_verifier_lost_mid_stream_with_no_other_is_one_error_event(path,
         assert errors == [chunks[-1]]
         assert errors[0]["error"]["code"] == "verifier_lost"
         assert running.idle
-    assert not [record for record in caplog.records if record.exc_info]
+    # Other names: a client of an earlier test may be collected just now, and asyncio reports its tasks.
+    assert not [
+        each for each in caplog.records if each.exc_info and each.name.startswith(("outrider", "gateway", "backend", "uvicorn"))
+    ]
 
 
 async def test_a_verifier_lost_before_the_first_byte_with_no_other_is_a_503():
