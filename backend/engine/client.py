@@ -164,8 +164,8 @@ class EngineClient:
 
     def fetch_rows(self, timeout_s: float = 120.0) -> RowBatch:
         """Waits for and returns all rows up to now.  Raises `TimeoutError`."""
-        if not self.rows_awaited:
-            self.ask_rows()
+        # Anew even if rows are awaited: their answer may tell of the time before this call.
+        self.ask_rows()
         self.run_until(lambda: not self.rows_awaited and not self._greeting, timeout_s)
         taken, self.rows = self.rows, RowBatch()
         return taken
