@@ -38,21 +38,21 @@ class _Files(StaticFiles):
         return response
 
 
-_FILES = _Files(directory=FOLDER)
+_STATIC = _Files(directory=FOLDER)
 
 
 @router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
 async def fleet_page(request: Request) -> Response:
-    return await _FILES.get_response("index.html", request.scope)
+    return await _STATIC.get_response("index.html", request.scope)
 
 
 @router.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
 async def docs_page(request: Request) -> Response:
-    return await _FILES.get_response("docs.html", request.scope)
+    return await _STATIC.get_response("docs.html", request.scope)
 
 
 @router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
 async def page_file(request: Request, name: str) -> Response:
     if f"/page/{name}" not in PAGES:
         raise HTTPException(404)
-    return await _FILES.get_response(name, request.scope)
+    return await _STATIC.get_response(name, request.scope)
