@@ -189,7 +189,7 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
             fault = _renew(options.weights_dir, workers, say) if number and options.weights_dir is not None else ""
             responses = work.front.responses()
             # With `disable=None` the bar is only shown on a terminal.
-            with tqdm(desc=f"round {number}", total=len(requests), unit=" requests", mininterval=0.2, disable=None) as bar:
+            with tqdm(desc=f"round {number}", total=len(requests), unit=" requests", mininterval=0.0, disable=None) as bar:
                 runner = RoundRunner(number, requests, workers, slots, responses, bar, interval_s, options.seed)
                 runner.say = say
                 finished = runner.run()

@@ -30,8 +30,8 @@ from backend.routing.balance import Limits, Movable, Reported, expected_remainin
 POLL_S = 0.05
 LOOK_S = 0.5
 TEND_S = 1.0
-SAY_S = 15.0
-"""Seconds between two lines on progress where no bar is shown."""
+DRAW_S, SAY_S = 0.2, 15.0
+"""Seconds between two updates of the bar, and between two lines on progress where none is shown."""
 ENDS = ("stop", "length", "repetition")
 """Finish reasons of vLLM's with which a response is complete."""
 NOBODY_S = 600.0
@@ -90,14 +90,14 @@ class RoundRunner:
         """By worker number."""
         self._tokens = 0
         self._balance_interval_s = balance_interval_s
-        self._began = self._next_look = self._next_tend = self._next_balance = self._next_line = 0.0
+        self._began = self._next_look = self._next_tend = self._next_balance = self._next_progress = 0.0
         self._busy_at = 0.0
 
     def run(self) -> Round:
         """Returns when every request is complete.  Raises `RolloutError`."""
         self._workers.fetch_rows()  # of the time before: `_welcome` begins the round's
         self._began = self._busy_at = time.monotonic()
-        self._next_line = self._began + SAY_S
+        self._next_progress = self._began + (SAY_S if self._bar.disable else DRAW_S)
         for worker in self._workers.present.values():
             self._welcome(worker)
         while self._dispatcher.unfinished:
@@ -107,6 +107,8 @@ class RoundRunner:
             worker.client.ask_rows()
         while any(worker.client.rows_awaited for worker in self._workers.present.values()):
             self._work()
+        if not self._bar.disable:
+            self._show_progress(time.monotonic())
         self._round.parts = [self._parts[number] for number in sorted(self._parts)]
         self._round.settle(self._numbers)
         return self._round
@@ -116,13 +118,19 @@ class RoundRunner:
         self._receive()
         now = time.monotonic()
         self._look_after(now)
+        if now >= self._next_progress:
+            self._show_progress(now)
+
+    def _show_progress(self, now: float) -> None:
         tokens = self._tokens + sum(len(self._responses.tokens(sent.place)) for sent in self._running.values())
         progress, done = f"{tokens} tokens, {tokens / max(now - self._began, 1e-3):.0f} tokens/s", len(self._round.responses)
-        self._bar.set_postfix_str(progress, refresh=False)
-        self._bar.update(done - self._bar.n)
-        if self._bar.disable and now >= self._next_line:
-            self._next_line = now + SAY_S
+        if self._bar.disable:
+            self._next_progress = now + SAY_S
             self.say(f"round {self._round.number}: {done} of {len(self._requests)} requests, {progress}")
+        else:
+            self._next_progress = now + DRAW_S
+            self._bar.set_postfix_str(progress, refresh=False)
+            self._bar.update(done - self._bar.n)
 
     def _welcome(self, worker: Worker) -> None:
         worker.rows = self._parts.setdefault(worker.number, Part(worker.number)).rows
