@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,52 +24,11 @@ from gateway.keys.quotas import Quotas
 from gateway.keys.ring import KeyRing, read_entries
 from gateway.keys.sharing import open_store
 from gateway.metrics import GatewayMetrics
-from gateway.routes.page import PAGES
+from gateway.rights import Right
 
 audit = logging.getLogger("outrider.audit")
 
 METRICS_PATH = "/metrics"
-OPEN_PATHS = frozenset({"/livez", "/liveness", "/readyz", "/health", METRICS_PATH, "/openapi.json", *PAGES})
-"""Paths that need no key.  Probes and scrapers have none; the pages and the API's document contain nothing about the fleet."""
-
-ADMIN_PATH = "/admin"
-"""This path and those below it change the fleet."""
-ADMIN_PATHS = frozenset(
-    {
-        ADMIN_PATH,
-        "/abort_requests",
-        "/finish_weight_update",
-        "/init_weight_transfer_engine",
-        "/load_lora_adapter",
-        "/pause",
-        "/reset_prefix_cache",
-        "/resume",
-        "/sleep",
-        "/start_weight_update",
-        "/unload_lora_adapter",
-        "/update_weights",
-        "/v1/load_lora_adapter",
-        "/v1/unload_lora_adapter",
-        "/wake_up",
-    }
-)
-"""Further paths for administrators only."""
-
-LIMITED_PATHS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/chat/completions/batch",
-        "/v1/completions",
-        "/v1/messages",
-        "/v1/responses",
-        "/v1/embeddings",
-        "/v1/score",
-        "/v1/rerank",
-        "/inference/v1/generate",
-    }
-)
-"""The paths whose requests count against `max_in_flight`."""
-
 AUDITED_BYTES = 2048
 """Most bytes of an administrator's command in the log."""
 
@@ -97,10 +57,14 @@ def ring_of(settings: Settings) -> KeyRing:
 
 
 class Access:
-    """Checks the key, then the limit on requests in flight, then the key's quotas."""
+    """Checks the key, then the limit on requests in flight, then the key's quotas.
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, doors: AccessRules) -> None:
+    `asked`: the right that a path asks for, if it is not any key.  All paths below `/admin` are for administrators.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, doors: AccessRules, asked: Mapping[str, Right]) -> None:
         self._app = app
+        self._asked = asked
         self._metrics = metrics
         self._doors = doors
 
@@ -110,16 +74,17 @@ class Access:
             return
         path = scope["path"]
         state = scope.setdefault("state", {})
-        if path in ADMIN_PATHS or path.startswith(f"{ADMIN_PATH}/"):
+        right = Right.ADMINISTER if f"{path}/".startswith("/admin/") else self._asked.get(path, Right.KEY)
+        if right is Right.ADMINISTER:
             await self._administer(scope, receive, send)
             return
-        caller = state["caller"] = self._caller(scope, path)
+        caller = state["caller"] = self._caller(scope, right)
         # Work comes by POST; other methods only read and are not limited.
         if scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         quotas = self._doors.quotas
-        if path not in LIMITED_PATHS:
+        if right is not Right.GENERATE:
             await quotas.begin(caller)
             try:
                 await self._app(scope, receive, send)
@@ -138,10 +103,10 @@ class Access:
             quotas.end(caller)
             claim.close()
 
-    def _caller(self, scope: Scope, path: str) -> Caller:
+    def _caller(self, scope: Scope, right: Right) -> Caller:
         ring = self._doors.ring
-        guarded = path == METRICS_PATH and ring.guards_metrics
-        if path in OPEN_PATHS and not guarded:
+        guarded = scope["path"] == METRICS_PATH and ring.guards_metrics
+        if right is Right.NOTHING and not guarded:
             return ANYBODY
         caller = ring.find(scope)
         if guarded:

@@ -19,6 +19,7 @@ from gateway.balancing import Balancer
 from gateway.errors import translate
 from gateway.guard import Guard
 from gateway.middleware import Envelope
+from gateway.rights import rights
 from gateway.routes import (
     admin,
     batches,
@@ -97,7 +98,8 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _http_error)
     settings = gateway.settings.gateway
-    app.add_middleware(Access, metrics=gateway.metrics, doors=gateway.doors)
+    asked = rights(app.routes)
+    app.add_middleware(Access, metrics=gateway.metrics, doors=gateway.doors, asked=asked)
     has_key, origins = (lambda: not gateway.doors.ring.open), settings.cors_origins
     app.add_middleware(Guard, listens_on=settings.host, has_key=has_key, origins=origins)
     app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.doors.quotas)
@@ -111,7 +113,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         )
     # Added last, so outermost.
     if gateway.tracing is not None:
-        app.add_middleware(RequestSpans, tracing=gateway.tracing)
+        app.add_middleware(RequestSpans, tracing=gateway.tracing, asked=asked)
     return app
 
 

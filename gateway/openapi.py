@@ -16,6 +16,7 @@ from backend.engine import front as vllm
 from gateway.asking import Options, Prediction
 from gateway.fields import MESSAGES_NO_EFFECT, NO_EFFECT, REFUSED, RESPONSES_NO_EFFECT
 from gateway.requests import Body
+from gateway.rights import Right
 
 _REF = "#/components/schemas/{model}"
 Schema = dict[str, Any]
@@ -49,11 +50,12 @@ def described(
     streams: bool = False,
     text: str | None = None,
     form: bool = False,
+    right: Right = Right.KEY,
 ) -> dict[str, Any]:
-    """Arguments of a route's decorator, which tell `document` of the route.
+    """Arguments of a route's decorator, which tell `document` of the route, and `Access` who may call it.
 
     `takes`: the body's model or schema; `gives`: the answer's; `streams`: the answer may be server-sent events; `text`: the
-    answer's media type if it is not JSON; `form`: the body is a form, not JSON.
+    answer's media type if it is not JSON; `form`: the body is a form, not JSON; `right`: what the caller needs.
     """
     content: dict[str, Any] = {}
     if gives is not None:
@@ -67,8 +69,11 @@ def described(
     if takes is not None:
         media = "multipart/form-data" if form else "application/json"
         shown["requestBody"] = {"required": True, "content": {media: {"schema": _ref(takes)}}}
-    return {"openapi_extra": {"shown": shown, "takes": _models(takes), "gives": _models(gives)}}
+    return {"openapi_extra": {"shown": shown, "takes": _models(takes), "gives": _models(gives), "right": right}}
 
+
+UNDESCRIBED: dict[str, Any] = {"include_in_schema": False, "openapi_extra": {"right": Right.NOTHING}}
+"""Arguments of the decorator of a page's route, or of the document's own."""
 
 _OUTRIDER = {"outrider": {"$ref": _REF.format(model=Options.__name__)}}
 _GENERATING = {**_OUTRIDER, "prediction": {"$ref": _REF.format(model=Prediction.__name__)}}

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backend.tracing import Span, Tracing
-from gateway.access import OPEN_PATHS
 from gateway.in_flight import Cut, InFlight, TrafficObserver
+from gateway.rights import Right
 
 
 class RequestSpans:
-    """Outermost middleware: a server span per request, except for probes and scrapes.
+    """Outermost middleware: a server span per request, except for probes, scrapes and pages.
 
     The span continues the client's trace and replaces the header `traceparent` by its own.  So later spans lie below it: vLLM's
     serving classes take the context of an engine request from the headers.
     """
 
-    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+    def __init__(self, app: ASGIApp, tracing: Tracing, asked: Mapping[str, Right]) -> None:
         self._app = app
         self._tracing = tracing
+        self._skipped = frozenset(path for path, right in asked.items() if right is Right.NOTHING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or scope["path"] in self._skipped:
             await self._app(scope, receive, send)
             return
         headers = MutableHeaders(scope=scope)

@@ -30,6 +30,7 @@ from gateway.fields import GENERATING
 from gateway.inquiry import SpeculationOptions
 from gateway.openapi import described
 from gateway.requests import ModelT, check_generation, fitted, parse, read_json
+from gateway.rights import Right
 from gateway.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of
 
@@ -37,7 +38,9 @@ router = APIRouter()
 Create = Callable[[Any, Request], Awaitable[Any]]
 
 
-@router.post("/v1/chat/completions", **described(ChatCompletionRequest, ChatCompletionResponse, streams=True))
+@router.post(
+    "/v1/chat/completions", **described(ChatCompletionRequest, ChatCompletionResponse, streams=True, right=Right.GENERATE)
+)
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     gateway = gateway_of(request)
@@ -50,7 +53,9 @@ async def chat_completions(request: Request) -> Response:
     return await respond(gateway, request, asked, create, CHAT, inquiry=inquiry)
 
 
-@router.post("/v1/chat/completions/batch", **described(BatchChatCompletionRequest, ChatCompletionResponse))
+@router.post(
+    "/v1/chat/completions/batch", **described(BatchChatCompletionRequest, ChatCompletionResponse, right=Right.GENERATE)
+)
 async def chat_completions_of_many(request: Request) -> Response:
     """vLLM's route for many chats: `messages` is a list of conversations, and each gets one choice."""
     gateway = gateway_of(request)
@@ -60,7 +65,7 @@ async def chat_completions_of_many(request: Request) -> Response:
     return await respond(gateway, request, asked, gateway.services.chat_of_many.create_batch_chat_completion, CHAT)
 
 
-@router.post("/v1/completions", **described(CompletionRequest, CompletionResponse, streams=True))
+@router.post("/v1/completions", **described(CompletionRequest, CompletionResponse, streams=True, right=Right.GENERATE))
 async def completions(request: Request) -> Response:
     """OpenAI's (legacy) completions."""
     gateway = gateway_of(request)

@@ -15,6 +15,7 @@ from gateway.errors import checked
 from gateway.fields import MESSAGES_NO_EFFECT, MESSAGING
 from gateway.openapi import described, shape
 from gateway.requests import parse, read_json
+from gateway.rights import Right
 from gateway.routes.generate import respond
 from gateway.sse import MESSAGES, unless_disconnected
 from gateway.state import gateway_of
@@ -22,7 +23,9 @@ from gateway.state import gateway_of
 router = APIRouter()
 
 
-@router.post("/v1/messages", **described(AnthropicMessagesRequest, AnthropicMessagesResponse, streams=True))
+@router.post(
+    "/v1/messages", **described(AnthropicMessagesRequest, AnthropicMessagesResponse, streams=True, right=Right.GENERATE)
+)
 async def messages(request: Request) -> Response:
     """Anthropic's messages."""
     gateway = gateway_of(request)

@@ -26,6 +26,7 @@ from gateway.errors import BadRequest, EngineFailed, Forbidden, ModelNotFound, c
 from gateway.keys.caller import caller_of
 from gateway.openapi import LIST, described, shape
 from gateway.requests import ModelT, parse, read_json
+from gateway.rights import Right
 from gateway.routes.lists import page_of
 from gateway.routes.weights import reset_prefix_cache
 from gateway.sse import unless_disconnected
@@ -77,8 +78,8 @@ def _card(gateway: Gateway, name: str, root: str, *, parent: str | None = None) 
     }
 
 
-@router.post("/v1/load_lora_adapter", **described(LoadLoRAAdapterRequest, shape("message")))
-@router.post("/load_lora_adapter", **described(LoadLoRAAdapterRequest, shape("message")))
+@router.post("/v1/load_lora_adapter", **described(LoadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
+@router.post("/load_lora_adapter", **described(LoadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
 async def load_adapter(request: Request) -> Response:
     """Loads a LoRA adapter under a name, from a directory that the verifiers can read.  For administrators.
 
@@ -96,8 +97,8 @@ async def load_adapter(request: Request) -> Response:
     return answer
 
 
-@router.post("/v1/unload_lora_adapter", **described(UnloadLoRAAdapterRequest, shape("message")))
-@router.post("/unload_lora_adapter", **described(UnloadLoRAAdapterRequest, shape("message")))
+@router.post("/v1/unload_lora_adapter", **described(UnloadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
+@router.post("/unload_lora_adapter", **described(UnloadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
 async def unload_adapter(request: Request) -> Response:
     """Unloads a LoRA adapter.  For administrators."""
     asked, gateway = await _adapter(request, UnloadLoRAAdapterRequest), gateway_of(request)

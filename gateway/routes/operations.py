@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 from backend.engine.front import VLLM_VERSION
 from gateway.errors import InternalError, NotAllReady, NoVerifier, ShuttingDown
 from gateway.fleet_metrics import fleet_document
-from gateway.openapi import described, document, shape
+from gateway.openapi import UNDESCRIBED, described, document, shape
+from gateway.rights import Right
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -23,8 +24,8 @@ PROBED = ["GET", "HEAD"]
 """Methods of probes; load balancers use either."""
 
 
-@router.api_route("/livez", methods=PROBED, **described(gives=shape("status")))
-@router.api_route("/liveness", methods=PROBED, **described(gives=shape("status")))
+@router.api_route("/livez", methods=PROBED, **described(gives=shape("status"), right=Right.NOTHING))
+@router.api_route("/liveness", methods=PROBED, **described(gives=shape("status"), right=Right.NOTHING))
 async def livez(request: Request) -> Response:
     """200: the process works; 500: it has failed for good and must be restarted."""
     if gateway_of(request).client.errored:
@@ -32,8 +33,8 @@ async def livez(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.api_route("/readyz", methods=PROBED, **described(gives=shape("status")))
-@router.api_route("/health", methods=PROBED, **described(gives=shape("status")))
+@router.api_route("/readyz", methods=PROBED, **described(gives=shape("status"), right=Right.NOTHING))
+@router.api_route("/health", methods=PROBED, **described(gives=shape("status"), right=Right.NOTHING))
 async def readyz(request: Request) -> Response:
     """200: every process on this port could serve a request now; 503: not, or this gateway is shutting down."""
     gateway = gateway_of(request)
@@ -47,7 +48,7 @@ async def readyz(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.api_route("/metrics", methods=PROBED, **described(text="text/plain"))
+@router.api_route("/metrics", methods=PROBED, **described(text="text/plain", right=Right.NOTHING))
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     gateway = gateway_of(request)
@@ -87,7 +88,7 @@ async def version() -> Response:
     return JSONResponse({"version": _own_version(), "vllm": VLLM_VERSION})
 
 
-@router.get("/openapi.json", include_in_schema=False)
+@router.get("/openapi.json", **UNDESCRIBED)
 async def openapi(request: Request) -> Response:
     """The API's document; `/docs` shows it."""
     app = request.app

@@ -9,16 +9,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, HTTPException, Request
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
+
+from gateway.openapi import UNDESCRIBED
 
 router = APIRouter()
 
 FOLDER = Path(__file__).parents[1] / "page"
-FILES = [each for each in FOLDER.iterdir() if each.suffix in {".css", ".html", ".js", ".svg"}]
-PAGES = frozenset({"/", "/docs", *(f"/page/{each.name}" for each in FILES if each.suffix != ".html")})
-"""The paths that are served."""
+PAGES = {
+    "/": "index.html",
+    "/docs": "docs.html",
+    **{f"/page/{each.name}": each.name for each in FOLDER.iterdir() if each.suffix in {".css", ".js", ".svg"}},
+}
+"""The paths that are served, and their files."""
 
 HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
@@ -41,18 +46,12 @@ class _Files(StaticFiles):
 _STATIC = _Files(directory=FOLDER)
 
 
-@router.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)
-async def fleet_page(request: Request) -> Response:
-    return await _STATIC.get_response("index.html", request.scope)
+def _serve(path: str, name: str) -> None:
+    async def page(request: Request) -> Response:
+        return await _STATIC.get_response(name, request.scope)
+
+    router.add_api_route(path, page, methods=["GET", "HEAD"], **UNDESCRIBED)
 
 
-@router.api_route("/docs", methods=["GET", "HEAD"], include_in_schema=False)
-async def docs_page(request: Request) -> Response:
-    return await _STATIC.get_response("docs.html", request.scope)
-
-
-@router.api_route("/page/{name}", methods=["GET", "HEAD"], include_in_schema=False)
-async def page_file(request: Request, name: str) -> Response:
-    if f"/page/{name}" not in PAGES:
-        raise HTTPException(404)
-    return await _STATIC.get_response(name, request.scope)
+for _path, _name in PAGES.items():
+    _serve(_path, _name)

@@ -13,6 +13,7 @@ from gateway.admission.admit import admit
 from gateway.errors import BadRequest
 from gateway.openapi import LIST, described, shape
 from gateway.requests import parse, read_json
+from gateway.rights import Right
 from gateway.sse import unless_disconnected
 from gateway.state import gateway_of
 
@@ -21,7 +22,9 @@ Model = Any
 """One of vLLM's request models."""
 
 
-@router.post("/v1/embeddings", **described((vllm.EmbeddingCompletionRequest, vllm.EmbeddingChatRequest), LIST))
+@router.post(
+    "/v1/embeddings", **described((vllm.EmbeddingCompletionRequest, vllm.EmbeddingChatRequest), LIST, right=Right.GENERATE)
+)
 async def embeddings(request: Request) -> Response:
     """OpenAI's embeddings; with `messages` instead of `input`, the chat template is applied."""
     return await _pool(request, "embedding", _embedding)
@@ -30,7 +33,9 @@ async def embeddings(request: Request) -> Response:
 @router.post(
     "/v1/score",
     **described(
-        (vllm.ScoreTextRequest, vllm.ScoreDataRequest, vllm.ScoreQueriesDocumentsRequest, vllm.ScoreQueriesItemsRequest), LIST
+        (vllm.ScoreTextRequest, vllm.ScoreDataRequest, vllm.ScoreQueriesDocumentsRequest, vllm.ScoreQueriesItemsRequest),
+        LIST,
+        right=Right.GENERATE,
     ),
 )
 async def score(request: Request) -> Response:
@@ -38,7 +43,7 @@ async def score(request: Request) -> Response:
     return await _pool(request, "scores", _score)
 
 
-@router.post("/v1/rerank", **described(vllm.RerankRequest, shape("results")))
+@router.post("/v1/rerank", **described(vllm.RerankRequest, shape("results"), right=Right.GENERATE))
 async def rerank(request: Request) -> Response:
     """Orders documents by how well they fit a query."""
     return await _pool(request, "scores", lambda data: vllm.RerankRequest)

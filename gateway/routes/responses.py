@@ -21,6 +21,7 @@ from gateway.errors import BadRequest, checked, translate
 from gateway.openapi import DELETED, LIST, RESPONSE, described, shape
 from gateway.requests import read_json
 from gateway.responses.events import DIALECT
+from gateway.rights import Right
 from gateway.routes.generate import generate
 from gateway.routes.lists import page_of
 from gateway.sse import HEADERS, KEEP_ALIVE_S, Generated, event, stream_response, unless_disconnected
@@ -30,7 +31,7 @@ router = APIRouter()
 logger = logging.getLogger(__name__)
 
 
-@router.post("/v1/responses", **described(ResponsesRequest, RESPONSE, streams=True))
+@router.post("/v1/responses", **described(ResponsesRequest, RESPONSE, streams=True, right=Right.GENERATE))
 async def create_response(request: Request) -> Response:
     """OpenAI's responses."""
     gateway = gateway_of(request)

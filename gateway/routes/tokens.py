@@ -18,6 +18,7 @@ from gateway.errors import BadRequest
 from gateway.fields import GENERATING
 from gateway.openapi import described
 from gateway.requests import parse, read_json, unknown
+from gateway.rights import Right
 from gateway.routes.generate import respond
 from gateway.sse import CHAT
 from gateway.state import gateway_of
@@ -28,7 +29,7 @@ TRANSFERS = frozenset({"ec_transfer_params", "kv_transfer_params", "kv_cache_rep
 """Of `extra_args`, what vLLM's engine itself reads."""
 
 
-@router.post("/inference/v1/generate", **described(GenerateRequest, GenerateTokensResponse, streams=True))
+@router.post("/inference/v1/generate", **described(GenerateRequest, GenerateTokensResponse, streams=True, right=Right.GENERATE))
 async def generate_tokens(request: Request) -> Response:
     """vLLM's route for trainers: takes and returns token ids."""
     gateway = gateway_of(request)

@@ -21,6 +21,7 @@ from gateway.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupp
 from gateway.openapi import described, shape
 from gateway.pauses import Pauses
 from gateway.requests import media_type, read_bytes, read_json
+from gateway.rights import Right
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
@@ -56,7 +57,7 @@ class AbortRequests(msgspec.Struct, forbid_unknown_fields=True):
     request_ids: list[str] | None = None
 
 
-@router.post("/pause", **described(gives=shape("status", "verifiers")))
+@router.post("/pause", **described(gives=shape("status", "verifiers"), right=Right.ADMINISTER))
 async def pause(
     request: Request,
     mode: Literal["abort", "wait", "keep"] = "abort",
@@ -67,7 +68,7 @@ async def pause(
     return _said(await _hold(gateway_of(request), verifier, True, "pause", mode, clear_cache), status="paused")
 
 
-@router.post("/resume", **described(gives=shape("status", "verifiers")))
+@router.post("/resume", **described(gives=shape("status", "verifiers"), right=Right.ADMINISTER))
 async def resume(request: Request, verifier: str | None = None) -> Response:
     """Requests go on."""
     return _said(await _hold(gateway_of(request), verifier, False, "resume"), status="resumed")
@@ -79,7 +80,7 @@ async def is_paused(request: Request, verifier: str | None = None) -> Response:
     return JSONResponse({"is_paused": all((await _results(gateway_of(request), verifier, "is_scheduler_paused")).values())})
 
 
-@router.post("/sleep", **described(gives=shape("verifiers")))
+@router.post("/sleep", **described(gives=shape("verifiers"), right=Right.ADMINISTER))
 async def sleep(
     request: Request, level: int = 1, mode: Literal["abort", "keep"] = "abort", verifier: str | None = None
 ) -> Response:
@@ -87,7 +88,7 @@ async def sleep(
     return _said(await _hold(gateway_of(request), verifier, True, "sleep", level, mode), status="sleeping", level=level)
 
 
-@router.post("/wake_up", **described(gives=shape("verifiers")))
+@router.post("/wake_up", **described(gives=shape("verifiers"), right=Right.ADMINISTER))
 async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None, verifier: str | None = None) -> Response:
     """Undoes it; with `tags`, for the weights or the KV cache alone."""
     gateway = gateway_of(request)
@@ -104,7 +105,7 @@ async def is_sleeping(request: Request, verifier: str | None = None) -> Response
     return JSONResponse({"is_sleeping": all((await _results(gateway_of(request), verifier, "is_sleeping")).values())})
 
 
-@router.post("/reset_prefix_cache", **described(gives=shape("verifiers")))
+@router.post("/reset_prefix_cache", **described(gives=shape("verifiers"), right=Right.ADMINISTER))
 async def reset_prefix_cache(request: Request, reset_running_requests: bool = False, verifier: str | None = None) -> Response:
     """Empties the prefix caches; with `reset_running_requests`, running requests compute their context again."""
     gateway = gateway_of(request)
@@ -113,7 +114,7 @@ async def reset_prefix_cache(request: Request, reset_running_requests: bool = Fa
     return JSONResponse({"success": all(emptied.values()), "verifiers": emptied})
 
 
-@router.post("/init_weight_transfer_engine", **described((InitTransfer,), shape("verifiers")))
+@router.post("/init_weight_transfer_engine", **described((InitTransfer,), shape("verifiers"), right=Right.ADMINISTER))
 async def init_weight_transfer_engine(request: Request, verifier: str | None = None) -> Response:
     """Connects vLLM's transfer engine to a trainer; tensors sent over HTTP need no such connection."""
     gateway, asked = await _read(request, InitTransfer)
@@ -122,13 +123,13 @@ async def init_weight_transfer_engine(request: Request, verifier: str | None = N
     return _said(await _gather(links, "init_weight_transfer_engine", [[info] for info in infos]))
 
 
-@router.post("/start_weight_update", **described(gives=shape("verifiers")))
+@router.post("/start_weight_update", **described(gives=shape("verifiers"), right=Right.ADMINISTER))
 async def start_weight_update(request: Request, verifier: str | None = None) -> Response:
     """Tensors follow; verifiers stand still until they have all come."""
     return _said(await _results(gateway_of(request), verifier, "start_weight_update"))
 
 
-@router.post("/update_weights", **described((UpdateWeights,), shape("verifiers")))
+@router.post("/update_weights", **described((UpdateWeights,), shape("verifiers"), right=Right.ADMINISTER))
 async def update_weights(request: Request, verifier: str | None = None) -> Response:
     """Loads all weights from a directory, or some tensors: as safetensors' bytes, or by vLLM's transfer engine."""
     gateway = gateway_of(request)
@@ -143,14 +144,16 @@ async def update_weights(request: Request, verifier: str | None = None) -> Respo
     return _said(await _results(gateway, verifier, "update_weights", asked.update_info))
 
 
-@router.post("/finish_weight_update", **described((FinishUpdate,), shape("verifiers", "weight_version")))
+@router.post(
+    "/finish_weight_update", **described((FinishUpdate,), shape("verifiers", "weight_version"), right=Right.ADMINISTER)
+)
 async def finish_weight_update(request: Request, verifier: str | None = None) -> Response:
     """Finishes an update by tensors; verifiers go on with the new weights, unless they were paused before."""
     gateway, asked = await _read(request, FinishUpdate)
     return await _renew(gateway, verifier, "finish_weight_update", version=asked.weight_version)
 
 
-@router.post("/abort_requests", **described((AbortRequests,), shape("status", "aborted", "token_ids")))
+@router.post("/abort_requests", **described((AbortRequests,), shape("status", "aborted", "token_ids"), right=Right.ADMINISTER))
 async def abort_requests(request: Request, verifier: str | None = None) -> Response:
     """Ends requests by their ids, or all there are; says what each had generated."""
     gateway, asked = await _read(request, AbortRequests)

@@ -27,6 +27,7 @@ from gateway.access import Access, AccessRules
 from gateway.keys.ring import KeyRing
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Envelope
+from gateway.rights import rights
 from gateway.routes import operations, page
 
 STEP_S = 0.02
@@ -150,6 +151,6 @@ def page_app(story: Story, api_key: str | None = None) -> FastAPI:
     app.include_router(operations.router)
     metrics = GatewayMetrics()
     doors = AccessRules(KeyRing(api_key))
-    app.add_middleware(Access, metrics=metrics, doors=doors)
+    app.add_middleware(Access, metrics=metrics, doors=doors, asked=rights(app.routes))
     app.add_middleware(Envelope, metrics=metrics, quotas=doors.quotas)
     return app
