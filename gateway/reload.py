@@ -104,7 +104,7 @@ class Reloader:
         (new, ring, done), self._prepared = self._prepared, None
         gateway, section, old = self._gateway, new.gateway, self._gateway.settings.gateway
         if section.affinity != old.affinity:
-            gateway.client.core.choosing.reroute(make_router(section.affinity))
+            gateway.client.core.choosing.reroute(make_router(section))
         gateway.settings = new
         gateway.doors.ring, gateway.doors.max_in_flight = ring, section.max_in_flight
         gateway.client.core.gate.limit(queueing_of(new))

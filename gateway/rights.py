@@ -23,15 +23,17 @@ class Right(Enum):
 
 
 def rights(routes: Iterable[BaseRoute]) -> dict[str, Right]:
-    """The right that each path asks for.  `Right.KEY` is left out, because paths that are not listed ask for it.
+    """The right that each path asks for.  Paths that are not listed ask for `Right.KEY`.
 
-    Raises `TypeError` if a path with parameters asks for another right, since `Access` compares whole paths.
+    `Access` compares whole paths, without the method.  Raises `TypeError` if routes of one path ask for different rights, or
+    if a path with parameters asks for another right than `Right.KEY`.
     """
     found: dict[str, Right] = {}
     for route in routes:
-        right = (route.openapi_extra or {}).get("right", Right.KEY) if isinstance(route, APIRoute) else Right.KEY
-        if isinstance(route, APIRoute) and right is not Right.KEY:
-            if "{" in route.path:
+        if isinstance(route, APIRoute):
+            right = (route.openapi_extra or {}).get("right", Right.KEY)
+            if found.setdefault(route.path, right) is not right:
+                raise TypeError(f"routes of {route.path} ask for different rights")
+            if "{" in route.path and right is not Right.KEY:
                 raise TypeError(f"{route.path} has parameters: only {Right.KEY} can be asked for it")
-            found[route.path] = right
     return found

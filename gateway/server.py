@@ -67,7 +67,7 @@ def build_gateway(
     vllm_config = build_vllm_config(settings, model_dir)
     observer: TrafficObserver = metrics if tracing is None else SequenceSpans(tracing, metrics)
     slots, queueing = settings.verifier.max_num_seqs, queueing_of(settings)
-    router = make_router(settings.gateway.affinity)
+    router = make_router(settings.gateway)
     core = FleetCore(directory, wire or Wire(), observer, router=router, slots=slots, queueing=queueing)
     client = FleetClient(vllm_config, core)
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import msgspec
 
-from backend.config.settings import Affinity
+from backend.config.settings import Affinity, GatewaySettings
 from backend.routing.affinity import PrefixMap, RecentMap
 
 SLACK = 8
@@ -111,7 +111,7 @@ class WithAffinity(Router):
         return wanted
 
 
-def make_router(affinity: Affinity) -> Router:
+def make_router(settings: GatewaySettings) -> Router:
     """The router that the settings ask for."""
     base = LeastLoaded()
-    return base if affinity == "none" else WithAffinity(base, affinity)
+    return base if settings.affinity == "none" else WithAffinity(base, settings.affinity)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter
 
 from gateway.openapi import described
 from gateway.rights import Right, rights
@@ -38,12 +38,19 @@ def test_what_generates_is_limited() -> None:
     assert of(Right.GENERATE) == chat | {"/v1/embeddings", "/v1/score", "/v1/rerank", "/inference/v1/generate"}
 
 
+async def nothing() -> None: ...
+
+
 def test_a_path_with_parameters_asks_for_a_key_only() -> None:
-    router, app = APIRouter(), FastAPI()
-
-    @router.get("/things/{name}", **described(right=Right.NOTHING))
-    async def thing(name: str) -> None: ...
-
-    app.include_router(router)
+    router = APIRouter()
+    router.add_api_route("/things/{name}", nothing, **described(right=Right.NOTHING))
     with pytest.raises(TypeError, match="has parameters"):
-        rights(app.routes)
+        rights(router.routes)
+
+
+def test_a_path_asks_for_one_right() -> None:
+    router = APIRouter()
+    router.add_api_route("/things", nothing, **described(right=Right.NOTHING))
+    router.add_api_route("/things", nothing, methods=["POST"], **described())
+    with pytest.raises(TypeError, match="different rights"):
+        rights(router.routes)

@@ -3,7 +3,7 @@ from typing import get_args
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.config.settings import Affinity
+from backend.config.settings import Affinity, GatewaySettings
 from backend.routing.affinity import BLOCK_TOKENS, PrefixMap, RecentMap
 from backend.routing.routers import Ask, Candidate, LeastLoaded, WithAffinity, make_router
 
@@ -32,7 +32,7 @@ asks = st.builds(
 
 @given(st.sampled_from(AFFINITIES), st.lists(st.tuples(asks, candidates), max_size=8))
 def test_every_router_chooses_a_candidate_and_the_same_one_again(affinity, questions):
-    routers = [make_router(affinity) for _ in range(2)]
+    routers = [make_router(GatewaySettings(affinity=affinity)) for _ in range(2)]
     for ask, those in questions:
         first, second = (router.choose(ask, those) for router in routers)
         assert first == second
