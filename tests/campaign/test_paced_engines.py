@@ -29,7 +29,7 @@ def test_steps_and_drafts_of_real_engines_take_at_least_the_stated_time(tmp_path
     found: dict[str, tuple[float, Snapshot, Snapshot]] = {}
     with directory as name:
         bench = Bench(demo_models(), split, Path(name), 0, 256, 1, pace=pace)
-        asked = [Configuration("equal_verifier", mode, 2, split.verifier) for mode in ("off", PROBABILISTIC, "sync")]
+        asked = [Configuration(mode, 2, split.verifier) for mode in ("off", PROBABILISTIC, "sync")]
         with TargetFleet(bench, asked, lambda _: None) as fleet:
             for each in asked:
                 fleet.warm_up(each, [[9] * 8], 8, (1,), 1)

@@ -22,9 +22,8 @@ from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, split_cores
 from backend.lab.bench.run import Results
 
-OFF = Configuration("equal_verifier", "off", 0, (0,))
-SYNC = Configuration("equal_verifier", "sync", 4, (0,))
-WHOLE = Configuration("equal_total", "off", 0, (0, 1))
+OFF = Configuration("off", 0, (0,))
+SYNC = Configuration("sync", 4, (0,))
 POINT = Point("code", 1, 0.0)
 
 
@@ -76,7 +75,7 @@ def test_a_sample_divides_differences() -> None:
 
 
 def test_local_modes_count_their_cores_and_no_drafter() -> None:
-    found = measured(WHOLE)
+    found = measured(Configuration("off", 0, (0, 1)))
     assert found.busy_core_s == pytest.approx(2.0 * 2)
     assert found.t_draft_ms is None
 
@@ -96,14 +95,13 @@ def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
     assert ratio(fast, None) is None
 
 
-def test_greedy_answers_are_compared_with_plain_decodings_in_the_same_layout() -> None:
+def test_greedy_answers_are_compared_with_plain_decodings() -> None:
     check = GreedyCheck()
     check.add("demo", SYNC, POINT, 0, [[1, 2, 3], [4, 9, 6]])
     check.add("demo", OFF, POINT, 0, [[1, 2, 3], [4, 5, 6]])
-    check.add("demo", WHOLE, POINT, 0, [[7, 7, 7], [7, 7, 7]])
     check.add("demo", SYNC, Point("code", 1, 1.0), 0, [[8]])
     (found,) = check.differences()
-    assert (found.configuration, found.request, found.position) == ("equal_verifier-sync-k4", 1, 1)
+    assert (found.configuration, found.request, found.position) == ("sync-k4", 1, 1)
     assert (found.expected, found.got) == (5, 9)
     assert found.reference == "off"
     assert check.compared == 2
@@ -116,7 +114,7 @@ def test_no_difference_is_none() -> None:
 @pytest.fixture
 def results() -> Results:
     results = Results(targets={"demo": {"model": "demo", "parameters": 4_200_000}})
-    for configuration in (OFF, SYNC, WHOLE):
+    for configuration in (OFF, SYNC):
         results.samples["demo", configuration, POINT] = [measured(configuration, i) for i in range(3)]
         results.greedy.add("demo", configuration, POINT, 0, [[1, 2]])
     results.complete = True
@@ -141,15 +139,10 @@ def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
     report.write(tmp_path, ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results, said.append)
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["greedy_identical"] is True
-    assert [(r["mode"], r["layout"], r["rounds"]) for r in content["rows"]] == [
-        ("off", "equal_verifier", 3),
-        ("sync", "equal_verifier", 3),
-        ("off", "equal_total", 3),
-    ]
+    assert [(r["mode"], r["rounds"]) for r in content["rows"]] == [("off", 3), ("sync", 3)]
     text = (tmp_path / "bench.md").read_text()
     assert "| code c1 t0 | sync-k4 | 5 | 500 | 3.00 | 25% | 40.0% | - | 2.00 | 50.00 | 200 | 100.0% |" in text
     assert "- Before: 3 loads of up to 64 tokens per concurrency and temperature, 4 times as many for `auto`" in text
-    assert "off (all cores)" in text
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -199,18 +192,18 @@ def test_chances_are_shown_beside_what_came_of_them(tmp_path: Path, results: Res
 def test_rows_are_compared_with_the_faster_native_variant(tmp_path: Path, results: Results) -> None:
     for mode, speed in (("native", 8.8), ("native-probabilistic", 2.2)):
         each = [msgspec.structs.replace(measured(SYNC, i), tokens_per_s=speed) for i in range(3)]
-        results.samples["demo", Configuration("equal_verifier", mode, 4, (0,)), POINT] = each
+        results.samples["demo", Configuration(mode, 4, (0,)), POINT] = each
     report.write(tmp_path, ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results, lambda _: None)
     lines = (tmp_path / "bench.md").read_text().splitlines()
-    assert "| code c1 t0 | sync-k4 | 4 | 1.00 | 0.50 | 1.00 | - | 0.80 |" in lines
-    assert "| code c1 t0 | native-probabilistic-k4 | 2 | 0.50 | 0.25 | - | - | 0.80 |" in lines
+    assert "| code c1 t0 | sync-k4 | 4 | 1.00 | 0.50 | 0.80 |" in lines
+    assert "| code c1 t0 | native-probabilistic-k4 | 2 | 0.50 | 0.25 | 0.80 |" in lines
 
 
 def test_greedy_differences_are_listed(results: Results) -> None:
     results.greedy.add("demo", SYNC, POINT, 1, [[1, 3]])
     results.greedy.add("demo", OFF, POINT, 1, [[1, 2]])
     text = report.markdown(document(results), results.rows(), results.greedy.differences())
-    assert "| demo | equal_verifier-sync-k4 | code c1 t0 | 1 | 0 | 1 | 2 | 3 | off |" in text
+    assert "| demo | sync-k4 | code c1 t0 | 1 | 0 | 1 | 2 | 3 | off |" in text
 
 
 def test_what_an_unfinished_run_leaves_says_so(tmp_path: Path, results: Results) -> None:
@@ -219,7 +212,7 @@ def test_what_an_unfinished_run_leaves_says_so(tmp_path: Path, results: Results)
         report.keep(tmp_path, ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results)
     (left,) = tmp_path.iterdir()
     content = json.loads(left.read_text())
-    assert (left.name, content["complete"], len(content["rows"])) == ("bench.json", False, 3)
+    assert (left.name, content["complete"], len(content["rows"])) == ("bench.json", False, 2)
 
 
 def test_without_matplotlib_the_numbers_are_still_written(

@@ -105,11 +105,11 @@ def test_every_pass_of_a_head_is_paced_by_its_rows(monkeypatch: pytest.MonkeyPat
 
 def test_a_paced_verifier_and_the_rivals_variant_are_ordinary_settings(tmp_path: Path) -> None:
     bench = Bench(demo_models(), CoreSplit((0,), (1,)), tmp_path, 0, 256, 64, pace=parse_pace("8b"))
-    settings = verifier_settings(bench, Configuration("equal_verifier", PROBABILISTIC, 4, (0,)), 1)
+    settings = verifier_settings(bench, Configuration(PROBABILISTIC, 4, (0,)), 1)
     assert settings["mode"] == "native"
     assert settings["verifier"]["engine_args"] == {
         "worker_cls": "backend.lab.bench.paced_worker.PacedCpuWorker",
         "speculative_config": {"draft_sample_method": "probabilistic"},
     }
-    plain = verifier_settings(dataclasses.replace(bench, pace=None), Configuration("equal_verifier", "off", 0, (0,)), 1)
+    plain = verifier_settings(dataclasses.replace(bench, pace=None), Configuration("off", 0, (0,)), 1)
     assert plain["verifier"]["engine_args"] == {}

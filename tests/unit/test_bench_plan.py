@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.config.settings import REMOTE_MODES, Mode
+from backend.config.settings import Mode
 from backend.lab.bench import options as options_module
 from backend.lab.bench.options import MODES, PROBABILISTIC, Options
-from backend.lab.bench.plan import LOCAL_MODES, cells, configurations, points, split_cores
+from backend.lab.bench.plan import cells, configurations, points, split_cores
 
 
 def parsed(*arguments: str) -> Options:
@@ -21,8 +21,6 @@ def parsed(*arguments: str) -> Options:
 
 def test_modes_are_the_settings_own_and_the_rivals_variants() -> None:
     assert set(MODES) == {*get_args(Mode), PROBABILISTIC}
-    assert set(MODES) - LOCAL_MODES == REMOTE_MODES
-    assert {"off", "native", PROBABILISTIC} == LOCAL_MODES
     assert parsed().modes == MODES
     assert parsed("--modes", "native,off").modes == ("off", "native")
 
@@ -74,22 +72,13 @@ def test_cores_as_asked_and_no_more_than_there_are() -> None:
         split_cores([0, 1], 2, None)
 
 
-def test_local_modes_also_get_all_cores_and_remote_ones_the_drafters() -> None:
+def test_every_mode_runs_on_the_verifiers_cores_with_every_k() -> None:
     split = split_cores([0, 1], None, None)
     found = configurations(parsed("--k", "2,4"), split)
-    assert len({c.name for c in found}) == len(found)
-    assert [(c.mode, c.k) for c in found if c.layout == "equal_total"] == [
-        ("off", 0),
-        *((mode, k) for mode in ("native", PROBABILISTIC) for k in (2, 4)),
-    ]
-    assert all(c.cores == split.verifier for c in found if c.layout == "equal_verifier")
-    assert {c.mode for c in found if c.layout == "equal_verifier"} == set(MODES)
+    assert [(c.mode, c.k) for c in found] == [("off", 0), *((mode, k) for mode in MODES if mode != "off" for k in (2, 4))]
+    assert len({c.label for c in found}) == len(found)
+    assert all(c.cores == split.verifier for c in found)
     assert {c.served for c in found} == set(get_args(Mode))
-
-
-def test_one_core_has_no_second_layout() -> None:
-    found = configurations(parsed(), split_cores([3], None, None))
-    assert {c.layout for c in found} == {"equal_verifier"}
 
 
 def test_rounds_alternate_and_everyone_is_first_in_turn() -> None:

@@ -68,9 +68,9 @@ class Processes:
             client.close()
         close_all(self._children)
 
-    def verifier(self, name: str, settings: Mapping[str, Any], cores: Sequence[int] | None = None) -> Child:
-        """Starts a verifier, by default on the verifier's cores, and does not wait.  `settings` override the defaults here."""
-        cores = cores or self.bench.split.verifier
+    def verifier(self, name: str, settings: Mapping[str, Any]) -> Child:
+        """Starts a verifier, and does not wait.  `settings` override the defaults here."""
+        cores = self.bench.split.verifier
         own = {"cores": len(cores)} | settings["verifier"]
         job = {"role": "verifier", "name": name, "cores": cores, "paths": msgspec.to_builtins(self.bench.models)}
         return self._child(job | {"settings": {**settings, "verifier": own}}, 0)
@@ -203,7 +203,7 @@ class TargetFleet(Processes):
             refs.append(ref)
         for at in range(0, len(self._configurations), LOADING_AT_ONCE):
             batch = self._configurations[at : at + LOADING_AT_ONCE]
-            self._say(f"loading {', '.join(c.name for c in batch)}")
+            self._say(f"loading {', '.join(c.label for c in batch)}")
             loading = [(each, self._load(each)) for each in batch]
             for configuration, child in loading:
                 self._verifiers[configuration] = child, self.client(child)
@@ -212,7 +212,7 @@ class TargetFleet(Processes):
 
     def _load(self, configuration: Configuration) -> Child:
         settings = verifier_settings(self.bench, configuration, len(self._configurations))
-        return self.verifier(configuration.name, settings, configuration.cores)
+        return self.verifier(configuration.label, settings)
 
 
 def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int) -> dict[str, Any]:

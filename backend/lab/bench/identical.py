@@ -30,17 +30,16 @@ class Difference(msgspec.Struct, frozen=True):
 class GreedyCheck:
     """Collects greedy answers, and compares them with those of plain decoding (or the first configuration) to the same prompts.
 
-    Configurations are compared only within a layout.  Another number of threads, or another batch, adds floats in another
-    order, so near ties may be decided differently in any mode.
+    Another batch adds floats in another order, so near ties may be decided differently in any mode.
     """
 
     def __init__(self) -> None:
-        self._answers: dict[tuple[str, str, Point, int], dict[Configuration, list[list[int]]]] = {}
+        self._answers: dict[tuple[str, Point, int], dict[Configuration, list[list[int]]]] = {}
 
     def add(self, target: str, configuration: Configuration, point: Point, number: int, answers: list[list[int]]) -> None:
         """Adds one measurement's token ids, in the order of its prompts; ignores answers that are not greedy."""
         if point.temperature == 0:
-            self._answers.setdefault((target, configuration.layout, point, number), {})[configuration] = answers
+            self._answers.setdefault((target, point, number), {})[configuration] = answers
 
     @property
     def compared(self) -> int:
@@ -50,13 +49,13 @@ class GreedyCheck:
     def differences(self) -> list[Difference]:
         """The first difference of every configuration at every point."""
         found = []
-        for (target, _, point, number), each in self._answers.items():
+        for (target, point, number), each in self._answers.items():
             reference = next((c for c in each if c.mode == PLAIN), next(iter(each)))
             for configuration, answers in each.items():
                 where = first_difference(each[reference], answers)
                 if where is None:
                     continue
-                found.append(Difference(target, configuration.name, point.name, number, *where, reference.label))
+                found.append(Difference(target, configuration.label, point.name, number, *where, reference.label))
         return found
 
 

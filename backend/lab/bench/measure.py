@@ -82,7 +82,6 @@ class Row(Figures, frozen=True, kw_only=True):
     """One configuration at one point: medians over the rounds, and in `spread` `[minimum, maximum]` by name."""
 
     target: str
-    layout: str
     mode: str
     k: int
     concurrency: int

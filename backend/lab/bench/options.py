@@ -17,7 +17,6 @@ PROBABILISTIC = "native-probabilistic"
 MODES: tuple[str, ...] = ("off", "native", PROBABILISTIC, *(mode for mode in get_args(Mode) if mode not in ("off", "native")))
 """The modes of the settings, and a variant of `native` to compare with."""
 TARGETS = ("demo", "S", "L")
-LAYOUTS = ("equal_verifier", "equal_total")
 DOMAINS = ("code", "prose", "chat", "random")
 Name = TypeVar("Name", bound=str)
 Number = TypeVar("Number", int, float)
@@ -38,7 +37,6 @@ class Options:
 
     output: Path | None
     targets: tuple[str, ...]
-    layouts: tuple[str, ...]
     modes: tuple[str, ...]
     ks: tuple[int, ...]
     concurrency: tuple[int, ...]
@@ -92,7 +90,6 @@ def _parser() -> argparse.ArgumentParser:
     paced = f"let steps last as long as an accelerator's: {', '.join(PROFILES)}, or MS,US per target step and token"
     say("--pace", type=_pace, metavar="PACE", help=f"{paced}[, draft pass and token[, in mode native]]")
     say("--targets", type=_names(TARGETS), metavar="LIST", help=f"of {', '.join(TARGETS)} (default: all)")
-    say("--layouts", type=_names(LAYOUTS), metavar="LIST", default=LAYOUTS, help=f"of {', '.join(LAYOUTS)} (default: both)")
     say("--modes", type=_names(MODES), metavar="LIST", default=MODES, help=f"of {', '.join(MODES)} (default: all)")
     say("--domains", type=_names(DOMAINS), metavar="LIST", help=f"of {', '.join(DOMAINS)}; the first is swept (default: all)")
     say(

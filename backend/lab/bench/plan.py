@@ -9,10 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backend.config.settings import REMOTE_MODES
-from backend.lab.bench.options import MODES, PROBABILISTIC, Options
-
-LOCAL_MODES: frozenset[str] = frozenset(MODES) - REMOTE_MODES
-"""Modes without a drafter process, whose verifier can use all cores."""
+from backend.lab.bench.options import PROBABILISTIC, Options
 
 
 @dataclass(frozen=True)
@@ -31,20 +28,14 @@ class CoreSplit:
 class Configuration:
     """One verifier process."""
 
-    layout: str
     mode: str
     k: int
     """0: no drafting."""
     cores: tuple[int, ...]
 
     @property
-    def name(self) -> str:
-        """Unique within a target; also a part of file names."""
-        return f"{self.layout}-{self.label}"
-
-    @property
     def label(self) -> str:
-        """Mode and K."""
+        """Mode and K: unique within a target, and a part of file names."""
         return label(self.mode, self.k)
 
     @property
@@ -53,7 +44,7 @@ class Configuration:
 
     @property
     def is_remote(self) -> bool:
-        return self.mode not in LOCAL_MODES
+        return self.mode in REMOTE_MODES
 
 
 @dataclass(frozen=True)
@@ -93,15 +84,7 @@ def split_cores(available: Sequence[int], verifier: int | None, drafter: int | N
 
 def configurations(options: Options, split: CoreSplit) -> list[Configuration]:
     """Everything measured for one target, plain decoding first."""
-    found = []
-    for layout in options.layouts:
-        whole = layout == "equal_total"
-        for mode in options.modes:
-            if whole and (mode not in LOCAL_MODES or split.all == split.verifier):
-                continue
-            cores = split.all if whole else split.verifier
-            found += [Configuration(layout, mode, k, cores) for k in (options.ks if mode != "off" else (0,))]
-    return found
+    return [Configuration(mode, k, split.verifier) for mode in options.modes for k in (options.ks if mode != "off" else (0,))]
 
 
 def label(mode: str, k: int) -> str:

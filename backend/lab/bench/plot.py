@@ -12,8 +12,6 @@ from backend.models.resolve import Say
 
 COLOURS = ("#8c8c8c", "#4878a8", "#d98b3a", "#5a9e6f", "#a05a9e", "#c44e52", "#7f7f2f", "#2f8f9f")
 GROUP_WIDTH = 0.82
-Series = tuple[str, str]
-"""Layout and mode with K."""
 
 
 def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) -> bool:
@@ -28,8 +26,7 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
     own = [row for row in rows if row.domain == swept]
     targets = list(dict.fromkeys(row.target for row in own))
     temperatures = sorted({row.temperature for row in own})
-    series = list(dict.fromkeys((row.layout, row.label) for row in own))
-    labels = list(dict.fromkeys(label for _, label in series))
+    labels = list(dict.fromkeys(row.label for row in own))
     # The reference is plain decoding, or the first row's way of decoding if plain decoding was not measured.
     reference = "off" if "off" in labels else labels[0]
     colours = dict(zip(labels, itertools.cycle(COLOURS), strict=False))
@@ -40,7 +37,7 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
     for line, temperature in enumerate(temperatures):
         for column, target in enumerate(targets):
             shown = [row for row in own if row.target == target and row.temperature == temperature]
-            _panel(panels[line][column], shown, series, reference, colours)
+            _panel(panels[line][column], shown, reference, colours)
             panels[line][column].set_title(f"{target}, {'greedy' if not temperature else f'temperature {temperature:g}'}")
         panels[line][0].set_ylabel(f"throughput / {reference}")
     for panel in panels[-1]:
@@ -52,27 +49,24 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
     return True
 
 
-def _panel(axes: Any, rows: Sequence[Row], series: Sequence[Series], reference: str, colours: Mapping[str, str]) -> None:
-    """Draws bars in groups by concurrency; a series has the same place in every group."""
+def _panel(axes: Any, rows: Sequence[Row], reference: str, colours: Mapping[str, str]) -> None:
+    """Draws bars in groups by concurrency; a way of decoding has the same place and colour in every group."""
     levels = sorted({row.concurrency for row in rows})
-    width = GROUP_WIDTH / len(series)
-    for place, (layout, label) in enumerate(series):
+    width = GROUP_WIDTH / len(colours)
+    for place, (label, colour) in enumerate(colours.items()):
         xs, values = [], []
         for group, concurrency in enumerate(levels):
-            value = _relative([row for row in rows if row.concurrency == concurrency], layout, label, reference)
+            value = _relative([row for row in rows if row.concurrency == concurrency], label, reference)
             if value is not None:
-                xs.append(group + (place - (len(series) - 1) / 2) * width)
+                xs.append(group + (place - (len(colours) - 1) / 2) * width)
                 values.append(value)
-        whole = layout == "equal_total"
         axes.bar(
             xs,
             [value.median for value in values],
             width * 0.92,
             yerr=[[v.median - v.least for v in values], [v.greatest - v.median for v in values]],
-            label=label + (", all cores" if whole else ""),
-            color=colours[label],
-            hatch="///" if whole else None,
-            edgecolor="white" if whole else None,
+            label=label,
+            color=colour,
             error_kw={"elinewidth": 0.8, "capsize": 1.5, "ecolor": "#333333"},
         )
     axes.axhline(1.0, color="#333333", linewidth=0.8, linestyle="--", zorder=0)
@@ -81,9 +75,7 @@ def _panel(axes: Any, rows: Sequence[Row], series: Sequence[Series], reference: 
     axes.tick_params(axis="x", length=0)
 
 
-def _relative(rows: Sequence[Row], layout: str, label: str, reference: str) -> Ratio | None:
-    """Throughput relative to the reference on the verifier's cores, also for rows that ran on all cores."""
-    found = next((row for row in rows if (row.layout, row.label) == (layout, label)), None)
-    plain = [row for row in rows if row.label == reference]
-    base = next((row for row in plain if row.layout == "equal_verifier"), plain[0] if plain else None)
+def _relative(rows: Sequence[Row], label: str, reference: str) -> Ratio | None:
+    """Throughput of a way of decoding relative to the reference."""
+    found, base = (next((row for row in rows if row.label == wanted), None) for wanted in (label, reference))
     return ratio(found, base) if found is not None else None

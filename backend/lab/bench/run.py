@@ -115,7 +115,7 @@ def _progress(target: str, cell: Cell, measured: Sample, place: str, left_s: flo
     if cell.configuration.is_remote:
         facts.append(f"awaiting drafts {measured.idle_awaiting_draft:.0%}")
     left = f"{left_s / 60:.0f} min left" if left_s > 90 else f"{left_s:.0f} s left"
-    return f"[{place}] {target} {cell.configuration.name} {cell.point.name}: {', '.join(facts)}; {left}"
+    return f"[{place}] {target} {cell.configuration.label} {cell.point.name}: {', '.join(facts)}; {left}"
 
 
 @contextmanager

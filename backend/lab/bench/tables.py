@@ -16,11 +16,10 @@ from backend.lab.bench.identical import PLAIN, Difference
 from backend.lab.bench.markdown import NOTHING, number, table
 from backend.lab.bench.measure import Row, ratio, together
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, Options
-from backend.lab.bench.plan import LOCAL_MODES, CoreSplit, Point
+from backend.lab.bench.plan import CoreSplit, Point
 from backend.lab.bench.run import WARM_UP_TOKENS, Results
 from backend.models.resolve import Say
 
-EQUAL_VERIFIER, EQUAL_TOTAL = "equal_verifier", "equal_total"
 NATIVES = ("native", PROBABILISTIC)
 SHOWN_DIFFERENCES = 20
 Columns = Mapping[str, Callable[[Row], str]]
@@ -60,9 +59,9 @@ def document(about: Mapping[str, Any], options: Options, split: CoreSplit, resul
     }
 
 
-def find(rows: Iterable[Row], target: str, layout: str, point: Point, mode: str, k: int | None = None) -> Row | None:
+def find(rows: Iterable[Row], target: str, point: Point, mode: str, k: int | None = None) -> Row | None:
     """The row of a mode, with this K if there is one."""
-    found = [r for r in rows if (r.target, r.layout, r.mode, r.point) == (target, layout, mode, point)]
+    found = [r for r in rows if (r.target, r.mode, r.point) == (target, mode, point)]
     return next((r for r in found if r.k == k), found[0] if found else None)
 
 
@@ -131,7 +130,7 @@ def _spread(name: str, digits: int) -> Callable[[Row], str]:
 
 _WHAT: Columns = {
     "point": lambda row: row.point.name,
-    "mode": lambda row: row.label + (" (all cores)" if row.layout == EQUAL_TOTAL else ""),
+    "mode": lambda row: row.label,
 }
 CYCLES: Columns = {
     **_WHAT,
@@ -169,24 +168,19 @@ def _section(title: str, columns: Columns, rows: Sequence[Row]) -> list[str]:
 
 
 def _throughput(rows: Sequence[Row]) -> list[str]:
-    """Throughput with an equal verifier, with equal total cores, and per busy core."""
+    """Throughput with an equal verifier, and per busy core."""
     columns = {**_WHAT, "tok/s": _spread("tokens_per_s", 0)}
-    ratios = ["x off", "x best native", "x off, all cores", "x best native, all cores", "x off, per busy core"]
+    ratios = ["x off", "x best native", "x off, per busy core"]
     body = [[*(cell(row) for cell in columns.values()), *_ratios(rows, row)] for row in rows]
-    return ["### Throughput: equal verifier, equal total, per busy core", "", *table([*columns, *ratios], body), ""]
+    return ["### Throughput: equal verifier, per busy core", "", *table([*columns, *ratios], body), ""]
 
 
 def _ratios(rows: Sequence[Row], row: Row) -> list[str]:
-    def over(layout: str, modes: Sequence[str], name: str = "tokens_per_s") -> str:
-        found = [base for mode in modes if (base := find(rows, row.target, layout, row.point, mode, row.k)) is not None]
+    def over(modes: Sequence[str], name: str = "tokens_per_s") -> str:
+        found = [base for mode in modes if (base := find(rows, row.target, row.point, mode, row.k)) is not None]
         return str(ratio(row, max(found, key=lambda base: base.tokens_per_s, default=None), name) or NOTHING)
 
-    per_core = over(EQUAL_VERIFIER, [PLAIN], "tokens_per_busy_core_s")
-    if row.layout == EQUAL_TOTAL:
-        return [NOTHING, NOTHING, over(EQUAL_TOTAL, [PLAIN]), over(EQUAL_TOTAL, NATIVES), per_core]
-    # A local mode on the verifier's cores alone leaves cores unused: its equal-total figure is its own row.
-    whole = [NOTHING] * 2 if row.mode in LOCAL_MODES else [over(EQUAL_TOTAL, [PLAIN]), over(EQUAL_TOTAL, NATIVES)]
-    return [over(EQUAL_VERIFIER, [PLAIN]), over(EQUAL_VERIFIER, NATIVES), *whole, per_core]
+    return [over([PLAIN]), over(NATIVES), over([PLAIN], "tokens_per_busy_core_s")]
 
 
 def _foretold(rows: Sequence[Row]) -> list[str]:

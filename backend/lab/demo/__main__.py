@@ -16,7 +16,6 @@ from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 def parse(arguments: Sequence[str]) -> tuple[DemoOptions, Path | None]:
     """The options, and the directory for a draft model if only a draft model is to be trained."""
     parser = argparse.ArgumentParser(prog="outrider train-demo", description=__doc__)
-    parser.add_argument("--run-dir", type=Path, default=Path("demo-run"), help="checkpoints and data of this run")
     parser.add_argument("--target-dir", type=Path, default=TARGET_DIR)
     parser.add_argument("--drafter-dir", type=Path, default=DRAFTER_DIR)
     parser.add_argument("--target-minutes", type=float, default=TargetOptions().minutes)
@@ -35,7 +34,6 @@ def parse(arguments: Sequence[str]) -> tuple[DemoOptions, Path | None]:
     parser.add_argument("--no-compile", action="store_true", help="run without torch.compile")
     given = parser.parse_args(arguments)
     options = DemoOptions(
-        run_dir=given.run_dir,
         target_dir=given.target_dir,
         drafter_dir=given.drafter_dir,
         device=given.device,

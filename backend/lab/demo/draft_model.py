@@ -45,7 +45,7 @@ def distillation_loss(
 
 
 def train_draft_model(options: DemoOptions, directory: Path) -> float:
-    """Trains until the budget is spent, resuming from `run_dir`, and writes the model to `directory`.
+    """Trains until the budget is spent, and writes the model to `directory`.
 
     Returns the recent share of positions at which its first choice was the target's.
     """
@@ -70,7 +70,7 @@ def train_draft_model(options: DemoOptions, directory: Path) -> float:
         hits += (0.05 if progress.step else 1.0) * (float(hit) - hits)
         return loss, tokens.numel(), f"first choices {hits:.3f}"
 
-    progress = train("draft-model", options, settings, model, optimizers, step)
+    progress = train("draft-model", device, settings, optimizers, step)
     description = {
         "command": f"python -m backend.lab.demo --draft-model --draft-model-minutes {settings.minutes:g}"
         f" --draft-model-domain {settings.domain} --seed {options.seed}",

@@ -24,7 +24,6 @@ from backend.learning.optimizers import Optimizers
 from backend.models.writing import speculators_config, write_checkpoint
 
 LOGGER = logging.getLogger(__name__)
-ROWS = "drafter-rows.pt"
 STEP_WEIGHT = 0.9
 EMBEDDING_SCALE = 0.3  # of the new attention inputs, against the full scale of the copied ones
 BATCH = 128
@@ -128,13 +127,10 @@ def unrolled_loss(
 
 
 def train_drafter(options: DemoOptions, target: LlamaForCausalLM, stream: Stream) -> tuple[Drafter, Progress]:
-    """Train a drafter for `target` until the budget is spent, resuming from `run_dir`."""
+    """Trains a drafter for `target` until the budget is spent."""
     settings, device = options.drafter, resolve_device(options.device)
     target = target.to(device).eval().requires_grad_(False)
-    kept = Path(options.run_dir) / ROWS
-    if not kept.exists():
-        torch.save(training_rows(target, stream, options), kept)
-    short, long = torch.load(kept)
+    short, long = training_rows(target, stream, options)
     torch.manual_seed(options.seed)
     drafter = new_drafter(target)
     optimizers = Optimizers(drafter.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
@@ -151,4 +147,4 @@ def train_drafter(options: DemoOptions, target: LlamaForCausalLM, stream: Stream
         hits[:depth] += 0.05 * (hit.cpu() - hits[:depth])
         return loss, tokens.numel(), "first choices " + " ".join(f"{each:.3f}" for each in hits.tolist())
 
-    return drafter, train("drafter", options, settings, drafter, optimizers, step)
+    return drafter, train("drafter", device, settings, optimizers, step)

@@ -79,20 +79,14 @@ class DraftModelOptions(Budget):
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """Options of a whole run.
+    """Options of a whole run.  `device` is `auto` (CUDA if available), `cpu` or `cuda`."""
 
-    `run_dir` keeps checkpoints, so that an interrupted run can continue; it may be deleted afterwards.  `device` is `auto`
-    (CUDA if available), `cpu` or `cuda`.
-    """
-
-    run_dir: Path
     target_dir: Path = TARGET_DIR
     drafter_dir: Path = DRAFTER_DIR
     vocab_size: int = 2048
     seed: int = 0
     device: str = "auto"
     compile: bool = True
-    checkpoint_s: float = 120.0
     target: TargetOptions = field(default_factory=TargetOptions)
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
     draft_model: DraftModelOptions = field(default_factory=DraftModelOptions)

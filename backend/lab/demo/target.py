@@ -34,7 +34,7 @@ def validation_loss(model: LlamaForCausalLM, stream: Stream, length: int) -> flo
 
 
 def train_target(options: DemoOptions, stream: Stream) -> tuple[LlamaForCausalLM, Progress]:
-    """Train until the budget is spent, resuming from a checkpoint in `run_dir` if there is one."""
+    """Trains until the budget is spent."""
     settings, device = options.target, resolve_device(options.device)
     torch.manual_seed(options.seed)
     config = llama_config(options.vocab_size, settings.hidden, settings.layers, 64, settings.positions)
@@ -48,4 +48,4 @@ def train_target(options: DemoOptions, stream: Stream) -> tuple[LlamaForCausalLM
         tokens = windows(stream, length, count, (options.seed, progress.step)).to(device)
         return loss_of(model, tokens), count * length, ""
 
-    return model, train("target", options, settings, model, optimizers, step)
+    return model, train("target", device, settings, optimizers, step)

@@ -1,13 +1,9 @@
-"""`train_demo`: trains a target and its drafter on Python source, measures them, and writes both to their directories.
-
-Owns the order of the stages.  Every stage leaves its result in `run_dir`, so a call continues where an interrupted one stopped.
-"""
+"""`train_demo`: trains a target and its drafter on Python source, measures them, and writes both to their directories."""
 
 import logging
 import platform
 from dataclasses import asdict
 
-import numpy as np
 from transformers import PreTrainedTokenizerFast
 
 from backend.lab.demo.drafter import save_drafter, train_drafter
@@ -60,14 +56,7 @@ def train_demo(options: DemoOptions) -> None:
 
 
 def prepare_data(options: DemoOptions) -> tuple[PreTrainedTokenizerFast, Stream, Stream]:
-    """The tokenizer, and the tokens to train on and to validate with; made once per run directory."""
-    directory = options.run_dir / "data"
-    if not directory.exists():
-        corpus = load_corpus()
-        tokenizer = train_tokenizer((document.text for document in corpus.train), options.vocab_size, options.target.positions)
-        with replacing(directory) as fresh:
-            save_tokenizer(tokenizer, fresh)
-            np.save(fresh / "train.npy", token_stream(tokenizer, corpus.train))
-            np.save(fresh / "validation.npy", token_stream(tokenizer, corpus.validation))
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
-    return tokenizer, np.load(directory / "train.npy"), np.load(directory / "validation.npy")
+    """The tokenizer, and the tokens to train on and to validate with."""
+    corpus = load_corpus()
+    tokenizer = train_tokenizer((document.text for document in corpus.train), options.vocab_size, options.target.positions)
+    return tokenizer, token_stream(tokenizer, corpus.train), token_stream(tokenizer, corpus.validation)

@@ -1,23 +1,21 @@
-"""Shared parts of the demo trainings: windows of tokens, the training loop with its learning rates, and checkpoints.
+"""Shared parts of the demo trainings: windows of tokens, and the training loop with its learning rates.
 
-All randomness depends only on the seed and the step.  So a run that was interrupted and resumed makes the same steps as an
-uninterrupted one, if its length is given in steps and not in minutes.
+All randomness depends only on the seed and the step.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from backend.lab.demo.options import Budget, DemoOptions
+from backend.lab.demo.options import Budget
 from backend.lab.demo.tokenizer import BEGIN_ID
 from backend.learning.optimizers import Optimizers
 
@@ -83,48 +81,19 @@ class Progress:
         return {"steps": self.step, "tokens_seen": self.tokens, "minutes": round(self.elapsed_s / 60, 1)}
 
 
-def save_state(path: Path, model: nn.Module, optimizers: Optimizers, progress: Progress) -> None:
-    """Write a checkpoint atomically."""
-    state = {
-        "model": dict(model.state_dict()),
-        "optimizers": [part.state_dict() for part in optimizers.parts],
-        "progress": asdict(progress),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".writing")
-    torch.save(state, temporary)
-    temporary.replace(path)
-
-
-def load_state(path: Path, model: nn.Module, optimizers: Optimizers) -> Progress:
-    """Load the checkpoint at `path` into model and optimizers, and return its progress; without one, start at 0."""
-    if not path.exists():
-        return Progress()
-    state: Mapping[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    model.load_state_dict(state["model"])
-    for part, saved in zip(optimizers.parts, state["optimizers"], strict=True):
-        part.load_state_dict(saved)
-    progress = Progress(**state["progress"])
-    LOGGER.info("resuming at step %d, %.1f minutes in", progress.step, progress.elapsed_s / 60)
-    return progress
-
-
 def train(
     name: str,
-    options: DemoOptions,
+    device: torch.device,
     budget: Budget,
-    model: nn.Module,
     optimizers: Optimizers,
     step: Callable[[Progress, float], tuple[Tensor, int, str]],
 ) -> Progress:
-    """Trains until the budget is spent, resuming from a checkpoint in `run_dir` if there is one.
+    """Trains until the budget is spent.
 
     `step` gets the run's progress and the share of the run that is done.  It returns the loss, the number of tokens it read,
     and a text for the log.
     """
-    path, device = Path(options.run_dir) / f"{name}.pt", resolve_device(options.device)
-    progress = load_state(path, model, optimizers)
-    reported = saved = time.monotonic()
+    progress, reported = Progress(), time.monotonic()
     while (fraction := progress.fraction(budget)) < 1.0:
         began = time.monotonic()
         with torch.autocast(device.type, torch.bfloat16):
@@ -138,9 +107,5 @@ def train(
             speed = progress.tokens / max(progress.elapsed_s, 1e-9)
             line = "%s %5.1f%%  step %d  %.2fM tokens  %.0f tokens/s  loss %.4f  %s"
             LOGGER.info(line, name, 100 * fraction, progress.step, progress.tokens / 1e6, speed, loss.item(), told)
-        if began - saved > options.checkpoint_s:
-            saved = began
-            save_state(path, model, optimizers, progress)
         progress.elapsed_s += time.monotonic() - began
-    save_state(path, model, optimizers, progress)
     return progress
