@@ -34,7 +34,6 @@ class Entry:
     drain: bool = False
     migrate_at: float | None = None
     """When to move the requests of a draining verifier elsewhere; None: never."""
-    seen_version: int = 0
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
     rates: VerifierRates = field(default_factory=VerifierRates)
@@ -54,7 +53,7 @@ class Entry:
         state = "draining" if self.state == "ready" and self.drain else self.state
         shown = msgspec.structs.replace(self.member, state=state)
         heard = max(0.0, now - self.heard)
-        return MemberView(shown, heard, self.verifier, self.drafter, self._drain(now), self.seen_version)
+        return MemberView(shown, heard, self.verifier, self.drafter, self._drain(now))
 
     def _drain(self, now: float) -> Draining | None:
         if self.drain:
