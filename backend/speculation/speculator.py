@@ -47,8 +47,6 @@ class Attached:
     """By request."""
     lost: list[str] = field(default_factory=list)
     """Drafters that missed a deadline, once for each draft that is no longer waited for."""
-    features_needed: bool = False
-    """Whether drafters need the features of this step at once."""
 
 
 class Speculator:
@@ -197,9 +195,9 @@ class Speculator:
         self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped()
         self._probed = self._probed + 1 if self._probing else 0
         self._probes += self._probed == 1
-        attached.features_needed = self._probing or self.choice.ask != Ask.PLAIN or self.candidates.forced > 0
+        asking = self._probing or self.choice.ask != Ask.PLAIN or self.candidates.forced > 0
         present = self.candidates.present(decoding)
-        self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
+        self._verifying = {each for each, _ in present} if self.preference.has_choice and asking else set()
         self._base = max(len(present) + prefill, 1)
         candidates, spent = self._spend(present, self._base)
         for (_, request), candidate in zip(present, candidates, strict=True):
