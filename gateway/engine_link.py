@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from backend.engine.front import EngineCoreOutputs, EngineCoreRequest
-from backend.engine.speech import EngineCodec, Taken, UnknownKind
+from backend.engine.speech import EngineCodec, Taken
 from backend.fleet import Member, VerifierStats
 from backend.fleet.stats import Weights
 from backend.transport import Buffer
@@ -170,8 +170,6 @@ class VerifierLink:
             self._heard_at = time.monotonic()
             try:
                 self._handle(frames)
-            except UnknownKind as error:
-                logger.warning("verifier %s sent an unknown frame kind: %s", self.member.id, error)
             except (msgspec.DecodeError, msgspec.ValidationError, IndexError, UnicodeError) as error:
                 logger.warning("verifier %s sent what we cannot read: %s", self.member.id, type(error).__name__)
                 self.close(INCOMPATIBLE)

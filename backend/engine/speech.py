@@ -58,10 +58,6 @@ class Taken(NamedTuple):
     request_id: str
 
 
-class UnknownKind(Exception):
-    """A frame kind that this version does not know."""
-
-
 class EngineCodec:
     """One client's encoder and decoder; not thread-safe."""
 
@@ -108,7 +104,7 @@ class EngineCodec:
         """Decodes vLLM's outputs, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`, `Refusal`, `RowBatch`; None
         for a ping's echo.
 
-        Raises `UnknownKind`, and `msgspec.DecodeError`, `IndexError` or `UnicodeError` for an unreadable message.
+        Raises `msgspec.DecodeError`, `IndexError` or `UnicodeError` for an unreadable message.
         """
         kind, rest = bytes(frames[0]), frames[1:]
         if kind == OUTPUTS:
@@ -118,5 +114,5 @@ class EngineCodec:
         if kind == PING:
             return None
         if kind not in _DECODERS:
-            raise UnknownKind(repr(kind))
+            raise msgspec.DecodeError(f"unknown kind of message {kind!r}")
         return _DECODERS[kind].decode(rest[0])
