@@ -33,8 +33,9 @@ from gateway.admission.room import Rooms
 from gateway.directory import Directory
 from gateway.engine_link import Loss, VerifierLink
 from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
-from gateway.in_flight import Cut, InFlight, Sequences, TrafficObserver
+from gateway.in_flight import Cut, InFlight, Sequences
 from gateway.inquiry import AwaitedAccounts
+from gateway.metrics import GatewayMetrics
 from gateway.verifiers import Verifiers
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         self,
         directory: Directory,
         wire: Wire,
-        observer: TrafficObserver,
+        metrics: GatewayMetrics,
         *,
         router: Router,
         slots: int,
@@ -65,7 +66,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         self.on_interactive: Callable[[], None] = lambda: None
         # AsyncLLM checks whether its engine core is dead.  A fleet never counts as dead.
         self.resources = SimpleNamespace(engine_dead=False)
-        self._observer = observer
+        self._metrics = metrics
         self.choosing = Choosing(router)
         self.draining = False
         """No new requests are taken."""
@@ -178,7 +179,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         output.request_id = record.request.request_id
         record.claim.heard_at = now
         if output.new_token_ids:
-            self._observer.on_tokens(record, len(output.new_token_ids), now)
+            self._metrics.on_tokens(record, now)
             record.cut = None
             self.sequences.grown(record, output.new_token_ids, now)
         if output.finish_reason is not None:
@@ -193,7 +194,7 @@ class FleetCore(Verifiers, EngineCoreClient):
             return
         record.said += tokens
         record.claim.output_tokens += tokens
-        self._observer.on_said(tokens)
+        self._metrics.on_said(tokens)
         if last and reason:
             self._end(record, reason)
 
@@ -207,7 +208,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         """Forgets a sequence that has ended, and settles its claim."""
         self.sequences.remove(record)
         self._ending.pop(record.request.request_id, None)
-        self._observer.on_finished(record, reason)
+        self._metrics.on_finished(record, reason)
         record.claim.ended()
         if not record.claim.running:
             self.gate.settle(record.claim)
@@ -330,7 +331,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         record.claim.verifier = link.member.id
         self.choosing.given(link.member.id)
         if record.cut is not None:
-            self._observer.on_moved(record, record.cut)
+            self._metrics.on_moved(record, record.cut)
 
     # EngineCoreClient: requests
 
@@ -391,10 +392,6 @@ class FleetCore(Verifiers, EngineCoreClient):
 
     async def remove_lora_async(self, lora_id: int) -> bool:
         return all(await self.everywhere("remove_lora", lora_id))
-
-    async def reset_prefix_cache_async(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        self.choosing.emptied(self.links)
-        return all(await self.everywhere("reset_prefix_cache", reset_running_requests, reset_connector))
 
     def shutdown(self, timeout: float | None = None) -> None:
         self.fail_all(ShuttingDown)

@@ -1,4 +1,4 @@
-"""This gateway's sequences in flight, and the protocol of observers of their progress.  Pure data; event loop."""
+"""This gateway's sequences in flight.  Pure data; event loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import secrets
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from backend.engine.front import EngineCoreRequest
 from backend.routing.routers import Ask
@@ -213,23 +213,3 @@ class Sequences:
         if self._by_place.pop(record.place_id, None) is not None and record.link is not None:
             self._placed[record.link.member.id] -= 1
             self._tokens[record.link.member.id] -= record.tokens
-
-
-class TrafficObserver(Protocol):
-    """Observes every sequence's progress; `gateway.metrics` implements it."""
-
-    def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
-        """`count` tokens arrived in one chunk; called before `sequence` takes them in."""
-        ...
-
-    def on_said(self, count: int) -> None:
-        """`count` tokens are in an answer."""
-        ...
-
-    def on_finished(self, sequence: InFlight, reason: str) -> None:
-        """The sequence ended: `stop`, `length`, ..., `aborted` here, `lost` with its verifier, or `poisoned`."""
-        ...
-
-    def on_moved(self, sequence: InFlight, cut: Cut) -> None:
-        """The sequence goes on at another verifier (or, after a failover, at the same one)."""
-        ...

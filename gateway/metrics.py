@@ -216,7 +216,7 @@ def kind_of(name: str) -> Literal["counter", "gauge", "histogram"]:
 
 
 class GatewayMetrics:
-    """Metrics of this gateway's own observations.  Also the observer of `FleetCore`."""
+    """Metrics of this gateway's own observations.  `FleetCore` calls the methods `on_...` about its sequences."""
 
     def __init__(self) -> None:
         # A gauge with the creation time of each series is useless.  The library can disable it only for the whole process.
@@ -276,14 +276,17 @@ class GatewayMetrics:
         self._disconnects.inc()
 
     def on_moved(self, sequence: InFlight, cut: Cut) -> None:
+        """The sequence goes on at another verifier (or, after a failover, at the same one)."""
         if sequence.link is not None:
             self.moves[cut.kind, cut.cause, sequence.link.member.id] += 1
         (self._failovers if cut.kind == "failover" else self._migrations).labels(cut.cause).inc()
 
     def on_said(self, count: int) -> None:
+        """`count` tokens are in an answer."""
         self._tokens.inc(count)
 
-    def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
+    def on_tokens(self, sequence: InFlight, now: float) -> None:
+        """Tokens arrived in one chunk; called before `sequence` takes them in."""
         if sequence.cut is not None:
             since = sequence.cut.at if sequence.last_token is None else sequence.last_token
             self._recovery.labels(sequence.cut.kind).observe(now - since)
@@ -298,6 +301,7 @@ class GatewayMetrics:
             self._inter_chunk.observe(now - sequence.last_token)
 
     def on_finished(self, sequence: InFlight, reason: str) -> None:
+        """The sequence ended: `stop`, `length`, ..., `aborted` here, `lost` with its verifier, or `poisoned`."""
         self._finished.labels(reason).inc()
         if reason == "poisoned":
             self._poisoned.inc()

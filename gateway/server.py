@@ -33,14 +33,13 @@ from gateway.directory import Directory
 from gateway.errors import ApiError, ShuttingDown
 from gateway.fleet_core import FleetCore
 from gateway.fleet_metrics import FleetCollector, GatewayCollector
-from gateway.in_flight import TrafficObserver
 from gateway.metrics import GatewayMetrics
 from gateway.peers import Peers
 from gateway.protocol import BoundedProtocol
 from gateway.reload import Reloader, queueing_of, reload_all
 from gateway.responses.serving import Responses
 from gateway.responses.store import Store
-from gateway.spans import SequenceSpans
+from gateway.spans import TracedMetrics
 from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
@@ -62,13 +61,12 @@ def build_gateway(
     `model_dir` has the target model's tokenizer and configuration; `model_name` is the user's name for the model.  Raises
     `ValueError` or `OSError` when vLLM cannot read tokenizer or configuration.
     """
-    metrics = GatewayMetrics()
     tracing = open_tracing(settings.tracing, "gateway", f"gateway-{os.getpid()}")
+    metrics = GatewayMetrics() if tracing is None else TracedMetrics(tracing)
     vllm_config = build_vllm_config(settings, model_dir)
-    observer: TrafficObserver = metrics if tracing is None else SequenceSpans(tracing, metrics)
     slots, queueing = settings.verifier.max_num_seqs, queueing_of(settings)
     router = make_router(settings.gateway)
-    core = FleetCore(directory, wire or Wire(), observer, router=router, slots=slots, queueing=queueing)
+    core = FleetCore(directory, wire or Wire(), metrics, router=router, slots=slots, queueing=queueing)
     client = FleetClient(vllm_config, core)
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
     services = build_services(client, settings, served_names, ApiError)

@@ -9,7 +9,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backend.tracing import Span, Tracing
-from gateway.in_flight import Cut, InFlight, TrafficObserver
+from gateway.in_flight import Cut, InFlight
+from gateway.metrics import GatewayMetrics
 from gateway.rights import Right
 
 
@@ -64,29 +65,26 @@ def _finish(span: Span, scope: Scope, status: int, request_id: str) -> None:
     span.end(failed=str(status) if status >= 500 else "")
 
 
-class SequenceSpans:
-    """A `TrafficObserver` that makes a span per sequence, from arrival to end, and passes calls on to `inner`."""
+class TracedMetrics(GatewayMetrics):
+    """Metrics, and a span per sequence, from arrival to end."""
 
-    def __init__(self, tracing: Tracing, inner: TrafficObserver) -> None:
+    def __init__(self, tracing: Tracing) -> None:
+        super().__init__()
         self._tracing = tracing
-        self._inner = inner
         self._spans: dict[str, Span] = {}
 
-    def on_tokens(self, sequence: InFlight, count: int, now: float) -> None:
-        self._inner.on_tokens(sequence, count, now)
+    def on_tokens(self, sequence: InFlight, now: float) -> None:
+        super().on_tokens(sequence, now)
         if sequence.first_token is None and (span := self._span(sequence)) is not None:
             span.event("first token", _where(sequence))
 
     def on_moved(self, sequence: InFlight, cut: Cut) -> None:
-        self._inner.on_moved(sequence, cut)
+        super().on_moved(sequence, cut)
         if (span := self._span(sequence)) is not None:
             span.event(cut.kind, {**_where(sequence), "outrider.cause": cut.cause, "outrider.tokens": len(sequence.emitted)})
 
-    def on_said(self, count: int) -> None:
-        self._inner.on_said(count)
-
     def on_finished(self, sequence: InFlight, reason: str) -> None:
-        self._inner.on_finished(sequence, reason)
+        super().on_finished(sequence, reason)
         span = self._span(sequence)
         if span is None:
             return

@@ -26,7 +26,7 @@ BACKGROUND_AT_ONCE = 16
 BACKGROUND_QUEUED = 1000
 """Most background responses in all; further ones are refused."""
 FLUSH_S = 0.2
-"""Seconds between two writes of a background response's events to the store."""
+"""Seconds between two writes of a background response's events to the store, and between two looks of those that follow it."""
 LAST = ("response.completed", "response.incomplete", "response.failed")
 """Events that end a response."""
 
@@ -39,7 +39,6 @@ class Responses:
         self._context = context
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._turns = asyncio.Semaphore(BACKGROUND_AT_ONCE)
-        self._news: dict[str, asyncio.Event] = {}
         self.cancel_elsewhere: Callable[[str, str], Awaitable[None]] | None = None
         """Has the other processes end the background response with this id and owner."""
 
@@ -132,10 +131,9 @@ class Responses:
             raise TooManyRequests(f"{BACKGROUND_QUEUED} responses are being made in the background. Try again.")
         body = turn.shown({"status": "queued", "output": [], "model": model, "created_at": created})
         await self.store.put(turn.kept(body))
-        self._news[turn.id] = asyncio.Event()
         task = asyncio.create_task(self._make(turn, made, body), name=turn.id)
         self._tasks[turn.id] = task
-        task.add_done_callback(lambda done: self._done(turn.id))
+        task.add_done_callback(lambda done: self._tasks.pop(turn.id))
         return body
 
     async def _make(self, turn: Turn, made: AsyncGenerator[Any, None], queued: dict[str, Any]) -> None:
@@ -153,20 +151,10 @@ class Responses:
                         await self.store.add_events(turn.id, _rows(waiting))
                         waiting.clear()
                         written = now
-                        self._tell(turn.id)
         except Exception as error:
             await self.store.put(turn.kept(failed(queued, translate(error))))
         finally:
             await made.aclose()
-
-    def _tell(self, response_id: str) -> None:
-        """Wakes those that follow a response."""
-        news, self._news[response_id] = self._news[response_id], asyncio.Event()
-        news.set()
-
-    def _done(self, response_id: str) -> None:
-        self._tasks.pop(response_id, None)
-        self._news.pop(response_id).set()
 
     async def cancel(self, response_id: str, owner: str) -> dict[str, Any]:
         """Cancels a background response; one that has ended is not changed.  Raises `ApiError`."""
@@ -201,19 +189,15 @@ class Responses:
 
     async def follow(self, response_id: str, after: int) -> AsyncGenerator[str, None]:
         """The events of a background response with numbers greater than `after`, as JSON, until it has ended."""
-        while True:
-            news = self._news.get(response_id)
-            # Checked before the events are read, so that no event that comes in between is missed.
-            elsewhere = news is None and await self.store.unfinished(response_id)
+        unfinished = True
+        while unfinished:
+            # Asked before the events are read, so that no event that comes in between is missed.
+            unfinished = await self.store.unfinished(response_id)
             for number, each in await self.store.events(response_id, after):
                 after = number
                 yield each
-            if news is not None:
-                await news.wait()
-            elif elsewhere:
+            if unfinished:
                 await asyncio.sleep(FLUSH_S)
-            else:
-                return
 
 
 def _rows(events: list[Event]) -> list[Row]:

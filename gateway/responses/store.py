@@ -6,7 +6,6 @@ that link to it cannot be continued.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sqlite3
@@ -40,6 +39,7 @@ CREATE TABLE IF NOT EXISTS outputs (id TEXT PRIMARY KEY, response TEXT, owner TE
 CREATE INDEX IF NOT EXISTS outputs_response ON outputs (response);
 CREATE TABLE IF NOT EXISTS events (response TEXT, number INTEGER, event TEXT, PRIMARY KEY (response, number));
 CREATE TABLE IF NOT EXISTS conversations (id TEXT PRIMARY KEY, owner TEXT, created REAL, metadata TEXT, used REAL);
+CREATE INDEX IF NOT EXISTS conversations_used ON conversations (used);
 CREATE TABLE IF NOT EXISTS items (
     number INTEGER PRIMARY KEY, conversation TEXT, id TEXT, item TEXT, UNIQUE (conversation, id));
 """
@@ -61,12 +61,6 @@ class Store(Database):
 
     def __init__(self, path: Path, max_bytes: int) -> None:
         super().__init__(path, _SCHEMA)
-        with contextlib.suppress(sqlite3.OperationalError):
-            # The file of an earlier version lacks the column.
-            self._connection.execute("ALTER TABLE conversations ADD COLUMN used REAL")
-            self._connection.execute("UPDATE conversations SET used = created")
-            self._connection.commit()
-        self._connection.execute("CREATE INDEX IF NOT EXISTS conversations_used ON conversations (used)")
         self._max_bytes = max_bytes
 
     # Responses

@@ -122,7 +122,7 @@ async def test_one_unreadable_message_leaves_the_connection_alone():
         request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
         await eventually(lambda: any(record.emitted for record in running.core.sequences))
         running.verifier.refuse("unreadable")
-        await running.core.reset_prefix_cache_async()
+        await running.core.remove_lora_async(7)
         assert running.core.ready_links == [link]
         assert len(running.core.sequences) == 1
         request.cancel()
@@ -185,8 +185,8 @@ async def test_connections_come_and_go_without_harming_each_other(tmp_path):
 
 async def test_utilities_reach_every_verifier_and_fail_when_it_goes():
     async with running_gateway(verifiers=2) as running:
-        assert await running.core.reset_prefix_cache_async()
-        assert [verifier.utilities for verifier in running.verifiers] == [[("reset_prefix_cache", [False, False])]] * 2
+        assert await running.core.remove_lora_async(7)
+        assert [verifier.utilities for verifier in running.verifiers] == [[("remove_lora", [7])]] * 2
         (link, _) = running.core.ready_links
         call = asyncio.ensure_future(link.call("never_answered"))
         await asyncio.sleep(0)

@@ -68,7 +68,7 @@ def test_every_metric_is_defined_with_its_kind_and_labels(metrics):
         moved = sequence(0.0, 1)
         moved.cut = Cut(kind, "cause", 1.0)
         metrics.on_moved(moved, moved.cut)
-        metrics.on_tokens(moved, 1, 2.0)
+        metrics.on_tokens(moved, 2.0)
     families = exposed(metrics)
     by_name = {name.removesuffix("_total"): each for name, each in DEFINITIONS.items()}
     kinds = {name.removesuffix("_total"): kind_of(name) for name in DEFINITIONS}
@@ -182,11 +182,11 @@ def test_only_counters_are_summed():
 def test_timing_definitions():
     metrics = GatewayMetrics()
     one = sequence(arrived=10.0, tokens=0)
-    metrics.on_tokens(one, 2, 12.0)
+    metrics.on_tokens(one, 12.0)
     metrics.on_said(5)
     one.first_token = one.last_token = 12.0
     one.emitted = [1, 2]
-    metrics.on_tokens(one, 3, 13.0)
+    metrics.on_tokens(one, 13.0)
     one.last_token, one.emitted = 13.0, [1, 2, 3, 4, 5]
     metrics.on_finished(one, "stop")
     families = exposed(metrics)
@@ -208,7 +208,7 @@ def test_recovery_is_the_time_without_tokens():
     begun.first_token, begun.last_token = 11.0, 12.0
     for one in (begun, fresh):
         one.cut = Cut("failover", "silent", 20.0)
-        metrics.on_tokens(one, 1, 21.5)
+        metrics.on_tokens(one, 21.5)
     (family,) = [each for each in metrics.registry.collect() if each.name == "outrider_recovery_seconds"]
     (total,) = [sample.value for sample in family.samples if sample.name.endswith("_sum")]
     assert total == (21.5 - 12.0) + (21.5 - 20.0)

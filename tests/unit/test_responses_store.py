@@ -1,7 +1,6 @@
 """What is kept of responses and conversations: for how long, and what of makers that are gone."""
 
 import os
-import sqlite3
 
 import pytest
 
@@ -10,11 +9,6 @@ from gateway.errors import BadRequest, NotFound
 from gateway.responses.store import INTERRUPTED, LIFETIME_S, Kept, Store, _process
 
 DAY = 86400.0
-OLD = """
-CREATE TABLE responses (
-    id TEXT PRIMARY KEY, owner TEXT, created REAL, previous TEXT, conversation TEXT, input TEXT, body TEXT, maker INTEGER);
-CREATE TABLE conversations (id TEXT PRIMARY KEY, owner TEXT, created REAL, metadata TEXT);
-"""
 
 
 @pytest.fixture
@@ -104,15 +98,3 @@ async def test_another_process_that_runs_is_left_alone(store):
     claim(store, "theirs", _process(os.getppid()))
     assert await store.fail_interrupted() == 0
     assert await store.unfinished("theirs")
-
-
-async def test_the_file_of_an_earlier_version_is_taken_over(tmp_path, now):
-    path = tmp_path / "old.sqlite"
-    with sqlite3.connect(path) as db:
-        db.executescript(OLD)
-        db.execute("INSERT INTO conversations VALUES ('c', 'me', ?, '{}')", (now[0],))
-    store = Store(path, 1 << 30)
-    now[0] += DAY
-    await store.put(kept("r"))
-    assert (await store.conversation("c", "me"))["created_at"] == 1e9
-    store.close()
