@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from backend.config import Settings
 from backend.engine.front import (
     EngineCoreClient,
     EngineCoreOutput,
@@ -24,11 +25,11 @@ from backend.engine.front import (
 )
 from backend.fleet import FleetSnapshot, VerifierStats
 from backend.routing.choosing import Choosing
-from backend.routing.routers import Router
+from backend.routing.routers import make_router
 from backend.transport.sockets import Wire
 from backend.wire.engine import PAUSED, Account, RequestOptions
 from gateway.admission.claim import current_claim
-from gateway.admission.gate import Gate, Queueing
+from gateway.admission.gate import Gate
 from gateway.admission.room import Rooms
 from gateway.directory import Directory
 from gateway.engine_link import Loss, VerifierLink
@@ -51,30 +52,21 @@ class FleetCore(Verifiers, EngineCoreClient):
     submits a sequence outside of batches.
     """
 
-    def __init__(
-        self,
-        directory: Directory,
-        wire: Wire,
-        metrics: GatewayMetrics,
-        *,
-        router: Router,
-        slots: int,
-        queueing: Queueing,
-    ) -> None:
+    def __init__(self, directory: Directory, wire: Wire, metrics: GatewayMetrics, settings: Settings) -> None:
         super().__init__(directory, wire)
         self.on_failed: Callable[[list[str], Unavailable], None] = lambda ids, error: None
         self.on_interactive: Callable[[], None] = lambda: None
         # AsyncLLM checks whether its engine core is dead.  A fleet never counts as dead.
         self.resources = SimpleNamespace(engine_dead=False)
         self._metrics = metrics
-        self.choosing = Choosing(router)
+        self.choosing = Choosing(make_router(settings.gateway))
         self.draining = False
         """No new requests are taken."""
         self.sequences = Sequences()
         # Over at their verifiers, for these reasons, while vLLM has yet to put their last tokens into answers.
         self._ending: dict[str, tuple[InFlight, str]] = {}
-        self._rooms = Rooms(slots)
-        self.gate = Gate(self._room, queueing)
+        self._rooms = Rooms(settings.verifier.max_num_seqs)
+        self.gate = Gate(self._room, settings.gateway.max_in_flight, settings.gateway.queue_wait_s)
         # A lost verifier's incarnation, and the place ids of sequences that may still run there.  Aborted if it comes back.
         self._strays: dict[str, tuple[str, list[str]]] = {}
         self._accounts = AwaitedAccounts()

@@ -15,7 +15,6 @@ from backend.config import Settings
 from backend.config.sources import ConfigError
 from backend.routing.routers import make_router
 from gateway.access import ring_of
-from gateway.admission.gate import Queueing
 from gateway.keys.ring import KeyFileError, KeyRing
 from gateway.state import Gateway
 
@@ -49,10 +48,6 @@ class Reloaded:
     """Settings with a new value that takes effect only after a restart."""
     keys: int
     """Number of keys in the keys file."""
-
-
-def queueing_of(settings: Settings) -> Queueing:
-    return Queueing(settings.gateway.max_in_flight, settings.gateway.queue_wait_s)
 
 
 async def reload_all(gateway: Gateway) -> Reloaded:
@@ -107,7 +102,7 @@ class Reloader:
             gateway.client.core.choosing.reroute(make_router(section))
         gateway.settings = new
         gateway.doors.ring, gateway.doors.max_in_flight = ring, section.max_in_flight
-        gateway.client.core.gate.limit(queueing_of(new))
+        gateway.client.core.gate.limit(section.max_in_flight, section.queue_wait_s)
         logger.info("reloaded: %d keys; changed: %s", done.keys, ", ".join(done.changed) or "nothing else")
         if done.needs_restart:
             logger.warning("these need a restart: %s", ", ".join(done.needs_restart))

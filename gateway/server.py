@@ -23,7 +23,6 @@ from backend.config import Settings, environment
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
 from backend.engine.front.serving import build_services
-from backend.routing.routers import make_router
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.access import AccessRules
@@ -36,7 +35,7 @@ from gateway.fleet_metrics import FleetCollector, GatewayCollector
 from gateway.metrics import GatewayMetrics
 from gateway.peers import Peers
 from gateway.protocol import BoundedProtocol
-from gateway.reload import Reloader, queueing_of, reload_all
+from gateway.reload import Reloader, reload_all
 from gateway.responses.serving import Responses
 from gateway.responses.store import Store
 from gateway.spans import TracedMetrics
@@ -64,9 +63,7 @@ def build_gateway(
     tracing = open_tracing(settings.tracing, "gateway", f"gateway-{os.getpid()}")
     metrics = GatewayMetrics() if tracing is None else TracedMetrics(tracing)
     vllm_config = build_vllm_config(settings, model_dir)
-    slots, queueing = settings.verifier.max_num_seqs, queueing_of(settings)
-    router = make_router(settings.gateway)
-    core = FleetCore(directory, wire or Wire(), metrics, router=router, slots=slots, queueing=queueing)
+    core = FleetCore(directory, wire or Wire(), metrics, settings)
     client = FleetClient(vllm_config, core)
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
     services = build_services(client, settings, served_names, ApiError)

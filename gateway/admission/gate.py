@@ -36,23 +36,17 @@ class _Waiting(Item):
     """Turns it away; None: it waits without limit."""
 
 
-@dataclass(frozen=True)
-class Queueing:
-    max_sequences: int = 1024
-    wait_s: float = 60.0
-    """A request that waits longer, or is expected to, is turned away."""
-
-
 class Gate:
     """Admits claims while there is room, else queues them.  `room()` is how many more sequences verifiers can take now.
 
+    At most `max_sequences` wait.  A request that waits longer than `wait_s`, or is expected to, is turned away.
     An admitted claim has room reserved.  `placed` uses it up for one sequence; `abandon` frees the rest.
     """
 
-    def __init__(self, room: Callable[[], float], queueing: Queueing) -> None:
+    def __init__(self, room: Callable[[], float], max_sequences: int, wait_s: float) -> None:
         self._room = room
-        self._queue: FairQueue[_Waiting] = FairQueue(queueing.max_sequences, MAX_QUEUED_TOKENS)
-        self.wait_s = queueing.wait_s
+        self._queue: FairQueue[_Waiting] = FairQueue(max_sequences, MAX_QUEUED_TOKENS)
+        self.wait_s = wait_s
         self._waiting: dict[Claim, _Waiting] = {}
         self._promised = 0
         self.shed = 0
@@ -68,9 +62,9 @@ class Gate:
         """Tokens of waiting requests, expected outputs included."""
         return self._queue.tokens
 
-    def limit(self, queueing: Queueing) -> None:
+    def limit(self, max_sequences: int, wait_s: float) -> None:
         """Sets new bounds, from the next request on."""
-        self._queue.max_sequences, self.wait_s = queueing.max_sequences, queueing.wait_s
+        self._queue.max_sequences, self.wait_s = max_sequences, wait_s
 
     async def enter(self, claim: Claim) -> None:
         """Waits until the claim's sequences may go to the verifiers.  Raises `Overloaded`."""

@@ -21,11 +21,11 @@ class _Reported:
 
 
 class Rooms:
-    """`slots` is how many sequences a verifier runs at once; None: no limit, so that none waits here."""
+    """`slots` is how many sequences a verifier runs at once."""
 
-    def __init__(self, slots: int | None) -> None:
-        self._slots = float("inf") if slots is None else slots
-        self._spare = 0 if slots is None else max(1, slots // SPARE)
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._spare = max(1, slots // SPARE)
         self._reported: dict[str, _Reported] = {}
 
     def observe(self, stats: VerifierStats, own: int) -> None:

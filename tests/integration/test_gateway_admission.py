@@ -5,7 +5,6 @@ import asyncio
 import openai
 import pytest
 
-from gateway.admission.gate import Queueing
 from gateway.keys.ring import make_key
 from tests.support.fake_verifier import count_up, eventually, gated
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -122,7 +121,7 @@ async def test_keys_share_and_priorities_go_first(tmp_path):
 
 async def test_who_would_wait_too_long_or_finds_it_full_is_told_when_to_come_again():
     async with running_gateway(slots=SLOTS) as running:
-        running.core.gate.limit(Queueing(2))
+        running.core.gate.limit(2, 60.0)
         filled = Filled(running)
         await filled.fill()
         for stream in (False, True):

@@ -5,16 +5,16 @@ import asyncio
 import pytest
 
 from gateway.admission.claim import Claim
-from gateway.admission.gate import Gate, Queueing
+from gateway.admission.gate import Gate
 from gateway.errors import Overloaded, ShuttingDown
 
 
 class Held:
     """A gate whose room a test sets."""
 
-    def __init__(self, **queueing):
+    def __init__(self, max_sequences=1024, wait_s=60.0):
         self.room = 0.0
-        self.gate = Gate(lambda: self.room, Queueing(**queueing))
+        self.gate = Gate(lambda: self.room, max_sequences, wait_s)
 
     def enter(self, **fields):
         claim = Claim(**fields)

@@ -232,4 +232,3 @@ def test_room_is_what_slots_reports_and_a_spare_one_leave():
     assert rooms.left("v", 6) == 1
     rooms.gone("v")
     assert rooms.left("v", 0) == 18
-    assert Rooms(None).left("v", 10**6) == float("inf")
