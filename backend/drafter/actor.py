@@ -14,6 +14,7 @@ from backend.config import Settings
 from backend.fleet import Member, MemberKind
 from backend.member.actor import MemberActor, MemberProcess
 from backend.models.head_config import CheckpointError
+from backend.models.kinds import KINDS
 from backend.models.resolve import ResolvedModels
 from backend.tracing import open_tracing
 from backend.transport import ServerKeys, Wire
@@ -54,10 +55,11 @@ class DrafterActor(MemberActor):
 
         if member.cores:
             torch.set_num_threads(len(member.cores))
-        fleet_head = paths.drafter_dir if paths.drafter_kind == "eagle" else None
+        fleet_head = paths.drafter_dir if KINDS[paths.drafter_kind].takes_features else None
+        own = paths.drafter(member.id)
         return DrafterProcess(
             member.id,
-            DrafterModel(paths.target_dir, paths.drafter(member.id).directory, fleet_head, paths.learning_dir),
+            DrafterModel(paths.target_dir, own.directory, fleet_head, paths.learning_dir, kind=own.kind),
             settings.drafting,
             member.address,
             Wire(fleet_keys),
@@ -73,7 +75,7 @@ class DrafterActor(MemberActor):
     def _head(self, paths: ResolvedModels, member_id: str) -> tuple[str, bool]:
         own = paths.drafter(member_id)
         is_fleets = (own.directory, own.kind) == (paths.drafter_dir, paths.drafter_kind)
-        return "" if is_fleets else own.directory or own.kind, own.kind == "eagle"
+        return "" if is_fleets else own.directory or own.kind, own.takes_features
 
 
 def _exit() -> None:

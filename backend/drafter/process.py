@@ -6,6 +6,7 @@ The owner of the process (the Ray actor, or a test) calls `start`, `stop` and `s
 from __future__ import annotations
 
 import logging
+import pkgutil
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,18 +17,16 @@ import torch
 from torch import Tensor
 
 from backend.config.settings import DraftingSettings
-from backend.drafter.draft_model import ModelProposer
-from backend.drafter.eagle import EagleProposer
 from backend.drafter.following import Following
 from backend.drafter.learner import Learner
 from backend.drafter.loop import DrafterLoop
-from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
 from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
 from backend.models.checkpoint import drafter_config, load_drafter
-from backend.models.head_config import DRAFT_MODEL, CheckpointError, read_config, same_features, text_config
+from backend.models.head_config import CheckpointError, HeadConfig, read_config, same_features, text_config
+from backend.models.kinds import KINDS, DrafterKind
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
 from backend.transport.sockets import ServerKeys, Wire, unlink_ipc_on_exit
@@ -47,10 +46,11 @@ IDLE_TTL_S = 120.0
 class DrafterModel:
     """What a drafter drafts with, and for which target.
 
-    `head_dir`: the directory of an EAGLE head or a draft model; None for prompt lookup.
+    `head_dir`: the directory of an EAGLE head or a draft model; None: `kind` has no weights.
     `fleet_head`: the head whose features verifiers send; None: they send none.
     `learning_dir`: where drafters keep the heads they learn (features are raw then); None: they do not learn.
     `newer`: target tensors that replace those in the target's directory.
+    `kind`: what drafts without a `head_dir`.
     """
 
     target_dir: str
@@ -58,20 +58,29 @@ class DrafterModel:
     fleet_head: str | None = None
     learning_dir: str | None = None
     newer: Mapping[str, Tensor] = field(default_factory=dict)
+    kind: DrafterKind = "ngram"
 
 
 def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
-    """Loads the model's weights; for prompt lookup, reads the target's configuration.  Raises `CheckpointError`."""
+    """Loads the model's weights; without weights, reads the target's configuration.  Raises `CheckpointError`."""
     if model.head_dir is None:
         target = text_config(read_config(model.target_dir))
         try:
             vocab, longest = int(target["vocab_size"]), int(target["max_position_embeddings"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"{model.target_dir}/config.json: {type(error).__name__}: {error}") from error
-        return NgramProposer(vocab, longest, settings.cache_tokens)
+        return _proposer_of(model.kind)(vocab, longest, settings.cache_tokens)
     weights = load_drafter(model.head_dir, model.target_dir, model.learning_dir is not None, model.newer)
-    kind = ModelProposer if weights.config.kind == DRAFT_MODEL else EagleProposer
-    return kind(weights, settings.cache_tokens, _device(settings))
+    return _proposer_of(weights.config.drafter_kind)(weights, settings.cache_tokens, _device(settings))
+
+
+def _proposer_of(kind: DrafterKind) -> Callable[..., Proposer]:
+    found: Callable[..., Proposer] = pkgutil.resolve_name(KINDS[kind].proposer)
+    return found
+
+
+def _reads_features(config: HeadConfig) -> bool:
+    return KINDS[config.drafter_kind].takes_features
 
 
 def _device(settings: DraftingSettings) -> str:
@@ -100,7 +109,7 @@ class DrafterProcess:
         self._tracing = tracing
         self._on_crash = on_crash
         self._learner: Learner | None = None
-        is_head = model.head_dir is not None and drafter_config(model.head_dir, model.target_dir).kind != DRAFT_MODEL
+        is_head = model.head_dir is not None and _reads_features(drafter_config(model.head_dir, model.target_dir))
         if model.learning_dir is not None and model.head_dir is not None and is_head:
             directory = Path(model.learning_dir) / drafter_id
             self._learner = Learner(directory, model.target_dir, model.head_dir, settings, self._exchange)
@@ -166,7 +175,7 @@ class DrafterProcess:
             raise CheckpointError(f"{head_dir}: no such directory")
         target_dir, fleet_head = self._model.target_dir, self._model.fleet_head
         new = drafter_config(head_dir, target_dir)
-        if new.kind != DRAFT_MODEL:
+        if _reads_features(new):
             if fleet_head is None:
                 raise CheckpointError(f"{head_dir}: an EAGLE head, and this fleet's verifiers send no features")
             if reason := same_features(new, drafter_config(fleet_head, target_dir)):

@@ -22,8 +22,8 @@ from backend.engine.arguments import EngineSetupError, common_arguments, remote_
 from backend.engine.tensor_transfer import NAME
 from backend.models.checkpoint import drafter_config
 from backend.models.head_config import load_config, read_config, text_config
+from backend.models.kinds import KINDS
 from backend.models.resolve import DEMO, ResolvedModels
-from backend.speculation.lookup import LONGEST, SHORTEST
 
 SUPPORTED_VLLM = "0.32."
 CPU_KV_CACHE_BYTES = 256 << 20
@@ -107,10 +107,9 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
     if settings.mode == "off":
         return None
     if settings.mode == "native":
-        if paths.drafter_kind == "ngram":
-            lookup = {"prompt_lookup_max": LONGEST, "prompt_lookup_min": SHORTEST}
-            return {"method": "ngram", "num_speculative_tokens": k, **lookup}
-        assert paths.drafter_dir is not None, "`resolve` finds a model for mode native unless drafts come from n-grams"
+        if (native := KINDS[paths.drafter_kind].native) is not None:
+            return {"num_speculative_tokens": k, **native}
+        assert paths.drafter_dir is not None, "`resolve` finds a model for mode native"
         config = drafter_config(paths.drafter_dir, paths.target_dir)
         if config.is_mtp:
             return {"method": "mtp", "num_speculative_tokens": k}
@@ -121,7 +120,7 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
 def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str) -> dict[str, Any]:
     """Options that scheduler and worker read from `additional_config` (which is part of vLLM's compile-cache key)."""
     remote = settings.mode in REMOTE_MODES
-    head_dir = paths.drafter_dir if remote and paths.drafter_kind == "eagle" else None
+    head_dir = paths.drafter_dir if remote and KINDS[paths.drafter_kind].takes_features else None
     return {
         "remote": remote,
         "mode": settings.mode,

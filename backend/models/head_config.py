@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from backend.models.kinds import DrafterKind
+
 HeadKind = Literal["eagle", "eagle3", "draft_model"]
 
 DRAFT_MODEL: Literal["draft_model"] = "draft_model"
@@ -72,6 +74,11 @@ class HeadConfig:
     norm_output: bool = False
     is_mtp: bool = False
     """Whether it is the first MTP layer of the target's own checkpoint."""
+
+    @property
+    def drafter_kind(self) -> DrafterKind:
+        """What drafts with it."""
+        return "draft_model" if self.kind == DRAFT_MODEL else "eagle"
 
 
 def read_config(directory: str) -> dict[str, Any]:

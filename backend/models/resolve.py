@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -22,11 +22,9 @@ from backend.models.check import find_misfits, reads_last_state, why_not_learnin
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import MTP_ARCHITECTURES, CheckpointError, load_config, mtp_layers, same_features, text_config
 from backend.models.initial_head import write_initial_head, write_widened_head
-
-DrafterKind = Literal["eagle", "draft_model", "ngram", "none"]
+from backend.models.kinds import KINDS, WEIGHTLESS, DrafterKind
 
 DEMO = "demo"
-NGRAM = "ngram"
 GROW = "grow"
 MTP = "mtp"
 MODES_WITH_DRAFTS = REMOTE_MODES | {"native"}
@@ -45,10 +43,15 @@ class OwnDrafter(msgspec.Struct, frozen=True):
     """The model of one drafter."""
 
     directory: str | None
-    """None for prompt lookup."""
+    """None for a kind without weights."""
     kind: DrafterKind
     name: str = ""
     """The name given in `--drafter`; empty: all of `--drafter`."""
+
+    @property
+    def takes_features(self) -> bool:
+        """Whether verifiers send features to this drafter."""
+        return KINDS[self.kind].takes_features
 
 
 class ResolvedModels(msgspec.Struct, frozen=True):
@@ -60,7 +63,7 @@ class ResolvedModels(msgspec.Struct, frozen=True):
 
     target_dir: str
     drafter_dir: str | None
-    """The directory of the EAGLE head or draft model; None if `drafter_kind` is neither."""
+    """The directory of the EAGLE head or draft model; None if `drafter_kind` has no weights."""
     drafter_kind: DrafterKind
     name: str = ""
     """The target's name: a Hugging Face id, the name of its directory, or `demo`."""
@@ -97,7 +100,7 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
     learning_dir = None
     if GROW in names or settings.drafting.learning != "off":
         found, learning_dir = _learn(found, target, settings), str(_learning_dir(settings, target))
-    first = next((each for each in found if each.kind == "eagle"), found[0])
+    first = next((each for each in found if each.takes_features), found[0])
     _check_features(found, first, target)
     in_turn = tuple(found) if len(found) > 1 else ()
     return ResolvedModels(str(target), first.directory, first.kind, name, in_turn, learning_dir)
@@ -109,8 +112,8 @@ def drafter_names(settings: Settings) -> list[str]:
 
 
 def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafter:
-    if name == NGRAM:
-        return OwnDrafter(None, "ngram", name)
+    if name in WEIGHTLESS:
+        return OwnDrafter(None, WEIGHTLESS[name], name)
     if name == MTP:
         directory = _with_mtp_layers(target)
     else:
@@ -120,7 +123,7 @@ def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafte
 
 def _check_features(found: Sequence[OwnDrafter], first: OwnDrafter, target: Path) -> None:
     """Refuses heads that need other features than the first one."""
-    heads = [each.directory for each in found if each.kind == "eagle" and each.directory != first.directory]
+    heads = [each.directory for each in found if each.takes_features and each.directory != first.directory]
     if heads and first.directory is not None:
         own = load_config(first.directory, str(target))
         for head in heads:
@@ -137,9 +140,11 @@ def check_combination(settings: Settings) -> None:
         raise ModelError("--mode native drafts with one model: give --drafter one name")
     if len(names) > 1 and settings.mode in REMOTE_MODES and settings.drafters != "auto" and settings.drafters < len(names):
         raise ModelError(f"--drafter names {len(names)} models, and --drafters is {settings.drafters}")
+    if settings.mode == "native" and names[0] in WEIGHTLESS and KINDS[WEIGHTLESS[names[0]]].native is None:
+        raise ModelError(f"--mode native cannot draft with {names[0]}, which drafters alone can: give another mode")
     if GROW in names and settings.mode == "native":
         raise ModelError("--drafter grow learns on drafters of its own, which --mode native has not: give another mode")
-    if settings.drafting.learning != "off" and (names == [NGRAM] or settings.mode not in REMOTE_MODES):
+    if settings.drafting.learning != "off" and (set(names) <= WEIGHTLESS.keys() or settings.mode not in REMOTE_MODES):
         raise ModelError("--drafting-learning needs an EAGLE head on a drafter of its own: another --drafter or --mode")
     if DEMO in names and settings.model != DEMO and settings.mode in MODES_WITH_DRAFTS:
         raise ModelError(
@@ -150,7 +155,7 @@ def check_combination(settings: Settings) -> None:
 
 def check_without_download(settings: Settings, say: Say) -> None:
     """Checks as much as possible without network access and without writing anything.  Raises `ModelError`."""
-    if all(name in (DEMO, NGRAM, MTP) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
+    if all(name in (DEMO, MTP, *WEIGHTLESS) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
         resolve(settings, say)
     else:
         check_combination(settings)
@@ -215,7 +220,7 @@ def check_drafter(name: str, drafter: Path, target: Path, settings: Settings, sa
 
 def _learn(found: Sequence[OwnDrafter], target: Path, settings: Settings) -> list[OwnDrafter]:
     """Refuses heads that cannot learn.  Returns the drafters with the heads that learning begins with."""
-    heads = [each.directory for each in found if each.kind == "eagle" and each.directory is not None]
+    heads = [each.directory for each in found if each.takes_features and each.directory is not None]
     for head in heads:
         if reason := why_not_learning(head, str(target)):
             raise ModelError(f"--drafting-learning: {head}: {reason}")
@@ -223,7 +228,7 @@ def _learn(found: Sequence[OwnDrafter], target: Path, settings: Settings) -> lis
         raise ModelError("--drafting-learning: only EAGLE heads learn, and --drafter names none")
     return [
         msgspec.structs.replace(each, directory=str(_wide_head(Path(each.directory), target, settings)))
-        if each.directory is not None and each.kind == "eagle"
+        if each.directory is not None and each.takes_features
         else each
         for each in found
     ]

@@ -27,6 +27,7 @@ from backend.engine.spans import EngineSpans
 from backend.engine.warm_up import warm_up
 from backend.engine.weights import WeightControl
 from backend.fleet import DrafterRef, VerifierStats
+from backend.models.kinds import KINDS
 from backend.models.resolve import ResolvedModels
 from backend.tracing import open_tracing
 from backend.transport import Hub, ServerKeys, Wire, unlink_ipc_on_exit
@@ -154,7 +155,7 @@ class VerifierProcess:
 
     def _make_loop(self, config: Any, core: Any, hub: Hub, stats: VerifierStats, files: FileRecorder | None) -> EngineLoop:
         core.scheduler.counters = Counters(stats)
-        core.scheduler.source_name = "ngram" if self._paths.drafter_kind == "ngram" else "native"
+        core.scheduler.source_name = self._paths.drafter_kind if KINDS[self._paths.drafter_kind].native else "native"
         router = hub.router(self.address, self._server_keys, self._local_address)
         self.address = router.address
         welcome = EngineWelcome(

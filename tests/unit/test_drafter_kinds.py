@@ -1,0 +1,69 @@
+"""The table of kinds of drafters: a new kind without weights is an entry and a file of its own."""
+
+from __future__ import annotations
+
+import pkgutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.config import DraftingSettings, Settings
+from backend.drafter.ngram import NgramProposer
+from backend.drafter.process import DrafterModel, build_proposer
+from backend.launch.plan import Hardware, plan
+from backend.models.demo import TARGET_DIR
+from backend.models.kinds import KINDS, WEIGHTLESS, Kind
+from backend.models.resolve import ModelError, resolve
+from backend.speculation.lookup import LONGEST, SHORTEST
+
+
+class Silent(NgramProposer):
+    """A kind that the fleet does not know."""
+
+    kind = "silent"
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KINDS, "silent", Kind(f"{__name__}:Silent"))  # type: ignore[arg-type]
+    monkeypatch.setitem(WEIGHTLESS, "silent", "silent")  # type: ignore[arg-type]
+
+
+def given(**changes: Any) -> Settings:
+    return Settings.model_validate(changes)
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_new_kind_is_resolved_placed_and_built(tmp_path: Path) -> None:
+    settings = given(mode="sync", drafter="silent")
+    models = resolve(settings, print)
+    assert (models.drafter_kind, models.drafter_dir) == ("silent", None)
+    decided = plan(settings, models, Hardware(cores=[0, 1], gpus=1.0, local=True), tmp_path)
+    assert [member.num_gpus for member in decided.members] == [1.0, 0.0], "it computes on no device"
+    own = models.drafter("drafter-0")
+    assert not own.takes_features
+    assert isinstance(build_proposer(DrafterModel(str(TARGET_DIR), own.directory, kind=own.kind), DraftingSettings()), Silent)
+
+
+@pytest.mark.usefixtures("silent")
+def test_mode_native_and_learning_refuse_a_kind_that_they_cannot_use() -> None:
+    for changes, line in (
+        ({"mode": "native", "drafter": "silent"}, "native cannot draft with silent"),
+        ({"drafter": "silent,ngram", "drafters": 2, "drafting": {"learning": "on"}}, "needs an EAGLE head"),
+    ):
+        with pytest.raises(ModelError, match=line):
+            resolve(given(**changes), print)
+
+
+def test_every_entry_names_a_proposer_that_exists() -> None:
+    for name, kind in KINDS.items():
+        assert bool(kind.proposer) == (name != "none")
+        if kind.proposer:
+            assert callable(pkgutil.resolve_name(kind.proposer))
+
+
+def test_vllm_looks_up_suffixes_as_long_as_the_drafter_does() -> None:
+    native = KINDS["ngram"].native
+    assert native is not None
+    assert (native["prompt_lookup_min"], native["prompt_lookup_max"]) == (SHORTEST, LONGEST)
