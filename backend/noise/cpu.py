@@ -13,10 +13,7 @@ from typing import Any, TypeVar
 
 import numba
 import numpy as np
-from llvmlite import ir
 from llvmlite.binding import ffi
-from numba.core import types
-from numba.extending import intrinsic
 
 # vLLM's search for its kernels (0.32, `vllm/triton_utils/dispatcher.py`, `_rebind_kernels`) reads `__dict__` of every object in
 # every module.  llvmlite's library handle takes `__dict__` for a function's name and raises: the verifier could not start.
@@ -26,9 +23,6 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 TILE = 256
 """Tokens handled together: enough for vector instructions, few enough that their words stay in the L1 cache."""
-
-LANES = 16
-"""Counters whose words are computed together: two of the widest registers hide each other's latency."""
 
 _ONES = np.uint32(0xFFFFFFFF)
 
@@ -54,62 +48,22 @@ def _compiled(kernel: Kernel) -> Kernel:
     return compiled
 
 
-@intrinsic
-def fill_lanes(typing: Any, counters: Any, at: Any, position: Any, seed: Any, words: Any) -> Any:
-    """Philox 4x32-10 for the counters `(counters[i], position, 0, 0)`, `i` from `at` to `at + LANES`, into `words[4 * i :]`.
-
-    Written in vectors, because LLVM does not vectorize a loop of these products: it treats them as full 64-bit ones.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        first, place, time, key, target = arguments
-        data = context.make_array(signature.args[0])(context, builder, first).data
-        out = context.make_array(signature.args[4])(context, builder, target).data
-        wide = ir.VectorType(ir.IntType(64), LANES)
-
-        def constant(value: int) -> Any:
-            return ir.Constant(wide, [value] * LANES)
-
-        def spread(scalar: Any) -> Any:
-            one = builder.insert_element(ir.Constant(wide, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
-            return builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES))
-
-        low, half = constant(0xFFFFFFFF), constant(32)
-        c0 = builder.load(builder.bitcast(builder.gep(data, [place]), wide.as_pointer()), align=8)
-        c1, c2, c3, k0 = spread(time), constant(0), constant(0), spread(key)
-        k1 = builder.lshr(k0, half)
-        for turn in range(10):
-            # The upper 32 bits may hold garbage: products use only the lower 32.
-            p0 = builder.mul(constant(0xD2511F53), builder.and_(c0, low))
-            p1 = builder.mul(constant(0xCD9E8D57), builder.and_(c2, low))
-            r0 = builder.add(k0, constant(0x9E3779B9 * turn))
-            r1 = builder.add(k1, constant(0xBB67AE85 * turn))
-            c0 = builder.xor(builder.xor(builder.lshr(p1, half), c1), r0)
-            c2 = builder.xor(builder.xor(builder.lshr(p0, half), c3), r1)
-            c1, c3 = p1, p0
-        narrow = ir.VectorType(ir.IntType(32), LANES)
-        parts = [builder.trunc(part, narrow) for part in (c0, c1, c2, c3)]
-        pairs = [_join(builder, parts[0], parts[1]), _join(builder, parts[2], parts[3])]
-        order = [4 * LANES // 2 * pair + 2 * lane + word for lane in range(LANES) for pair in range(2) for word in range(2)]
-        every = builder.shuffle_vector(*pairs, ir.Constant(ir.VectorType(ir.IntType(32), 4 * LANES), order))
-        begin = builder.gep(out, [builder.mul(place, ir.Constant(ir.IntType(64), 4))])
-        builder.store(every, builder.bitcast(begin, every.type.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(counters, types.int64, types.uint64, types.uint64, words), generate
-
-
-def _join(builder: Any, left: Any, right: Any) -> Any:
-    """Interleaves the lanes of two vectors."""
-    order = [side * LANES + lane for lane in range(LANES) for side in range(2)]
-    return builder.shuffle_vector(left, right, ir.Constant(ir.VectorType(ir.IntType(32), 2 * LANES), order))
-
-
 @_compiled
 def fill_words(counters: Any, count: int, position: Any, seed: Any, words: Any) -> None:
-    """Writes four `words` for each of the first `count` counters; both arrays must be padded to whole `LANES`."""
-    for at in range(0, count, LANES):
-        fill_lanes(counters, at, position, seed, words)
+    """Philox 4x32-10: writes the four `words` of each counter `(counters[i], position, 0, 0)`, `i` below `count`.
+
+    Unsigned 64-bit integers hold the 32-bit values, so that LLVM vectorizes the loop.
+    """
+    low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+    for i in range(count):
+        c0, c1, c2, c3 = counters[i], position, np.uint64(0), np.uint64(0)
+        k0, k1 = seed & low, seed >> half
+        for _ in range(10):
+            p0, p1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
+            c0, c2 = (p1 >> half) ^ c1 ^ k0, (p0 >> half) ^ c3 ^ k1
+            c1, c3 = p1 & low, p0 & low
+            k0, k1 = (k0 + np.uint64(0x9E3779B9)) & low, (k1 + np.uint64(0xBB67AE85)) & low
+        words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = c0, c1, c2, c3
 
 
 @_compiled
@@ -122,8 +76,8 @@ def noise_of(word: Any) -> Any:
 @_compiled
 def gumbel(seeds: Any, positions: Any, tokens: Any, noise: Any) -> None:
     """Writes the noise of `tokens` `[R, M]` into `noise` `[R, M]`."""
-    words = np.empty(4 * LANES, np.uint32)
-    counter = np.zeros(LANES, np.uint64)
+    words = np.empty(4, np.uint32)
+    counter = np.empty(1, np.uint64)
     for row in range(tokens.shape[0]):
         for column in range(tokens.shape[1]):
             token = tokens[row, column]
