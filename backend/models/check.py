@@ -6,11 +6,12 @@ say so.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from tokenizers import Tokenizer
 
 from backend.models.head_config import (
     CheckpointError,
@@ -90,13 +91,10 @@ def _check_tokenizers(own: Path, target: Path, found: Misfits) -> None:
 def _vocabulary(file: Path) -> dict[str, int]:
     """A fast tokenizer's tokens and their ids, added tokens included.  Raises `CheckpointError`."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-        listed = content["model"]["vocab"]
-        # Unigram models list pairs of token and score, in the order of their ids.
-        known = dict(listed) if isinstance(listed, dict) else {token: number for number, (token, _) in enumerate(listed)}
-        return known | {added["content"]: int(added["id"]) for added in content.get("added_tokens") or []}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{file}: cannot be read as a tokenizer ({type(error).__name__}: {error})") from error
+        found: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab()
+    except Exception as error:  # the library raises this class itself
+        raise CheckpointError(f"{file}: cannot be read as a tokenizer ({error})") from error
+    return found
 
 
 def _check_sizes(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:

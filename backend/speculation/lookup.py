@@ -32,33 +32,26 @@ class Lookup:
             self._indexed = self._first
 
     def draft(self, k: int) -> list[int]:
-        """A draft of at most `k` tokens."""
-        return self.draft_after([], k)
-
-    def draft_after(self, assumed: list[int], k: int) -> list[int]:
-        """A draft of at most `k` tokens behind `assumed` ones, which are not in the index themselves."""
+        """A draft of at most `k` tokens, after indexing the tokens that have come."""
         self.index()
-        return self.look_up(assumed, k)
+        return self.look_up(k)
 
-    def look_up(self, assumed: list[int], k: int) -> list[int]:
-        """A draft of at most `k` tokens behind `assumed` ones, without indexing new tokens first."""
-        ending = self.tokens[-self._sizes[-1] :] + assumed
+    def look_up(self, k: int) -> list[int]:
+        """A draft of at most `k` tokens, without indexing new tokens first."""
+        tokens, count = self.tokens, len(self.tokens)
         for size in reversed(self._sizes):
-            follows = self._after.get(tuple(ending[-size:])) if len(ending) >= size else None
-            if follows is not None:
-                self.found = size
-                return self._continue(follows, k, assumed)
+            follows = self._after.get(tuple(tokens[-size:])) if count >= size else None
+            if follows is None:
+                continue
+            self.found = size
+            drafted: list[int] = []
+            for at in range(follows, follows + k):
+                token = tokens[at] if at < count else drafted[at - count]
+                if token == UNKNOWN:
+                    break
+                drafted.append(token)
+            return drafted
         return []
-
-    def _continue(self, follows: int, k: int, assumed: list[int]) -> list[int]:
-        drafted = list(assumed)
-        count = len(self.tokens)
-        for at in range(follows, follows + k):
-            token = self.tokens[at] if at < count else drafted[at - count]
-            if token == UNKNOWN:
-                break
-            drafted.append(token)
-        return drafted[len(assumed) :]
 
     def index(self, most: int | None = None) -> int:
         """Indexes tokens that came since the last call, at most `most`; returns how many."""

@@ -26,7 +26,7 @@ class OwnText(TextSource):
         if lookup is None:
             return [], []
         lookup.tokens.extend(text[len(lookup.tokens) :])
-        tokens = lookup.look_up([], k)
+        tokens = lookup.look_up(k)
         return tokens, self._signs(lookup.found, len(tokens))
 
     def advance(self, text: Sequence[int], most: int) -> int:

@@ -283,9 +283,9 @@ def test_wishes_come_from_their_own_socket(service: DrafterService) -> None:
     assert "drafts socket" in message.reason
 
 
-def test_prompt_lookup_looks_ahead() -> None:
+def test_prompt_lookup_drafts_afresh_only() -> None:
     verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 1000), 60.0))
     handle(verifier.service, verifier.features, [encode(Round(1, "float32", 0, [Open("a", 8, [1, 2, 3, 4, 5, 6, 1, 2], 0)]))])
     messages = verifier.next(NextItem("a", 8, 2, [], 8))
     assert drafts_of(messages) == [Draft("a", 8, [3, 4])]
-    assert blocks_of(messages) == [Block("a", 8, [3, 4], [Outcome(2, 5, [6, 1])])]
+    assert blocks_of(messages) == [Block("a", 8, [3, 4], [])]

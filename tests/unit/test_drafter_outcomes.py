@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import MAX_OUTCOMES, Ask, Premise, Until
 from backend.wire.drafting import Outcome
 from tests.support.drafter_heads import Reference, Request, TinyHead, make_proposer, tokens_of
@@ -183,12 +182,3 @@ def test_half_precision_enumerates_within_the_vocabulary(tmp_path: Path) -> None
     found = proposer.draft_outcomes([request.premise(request.fresh(), 8)])[0]
     assert len(found) == 8
     assert all(0 <= token < head.vocab for o in found for token in (o.token, *o.tokens))
-
-
-def test_prompt_lookup_imagines_that_the_text_goes_on() -> None:
-    lookup = NgramProposer(100, 64, 1000)
-    lookup.open("r", [1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], 0, 0.0)
-    assert lookup.draft_outcomes([Premise("r", 11, Until(2), [3, 4], 8)]) == [[Outcome(2, 5, [6, 7])]]
-    assert lookup.draft_outcomes([Premise("r", 11, Until(2), [3, 50], 8), Premise("r", 10, Until(2), [3, 4], 8)]) == [[], []]
-    assert lookup.draft_outcomes([Premise("r", 11, Until(2), [3, 4], 0), Premise("ghost", 11, Until(2), [3, 4], 8)]) == [[], []]
-    assert lookup.draft([Ask("r", 11, 0, None, Until(3))])[0].tokens == [3, 4, 5], "nothing stays of what was assumed"
