@@ -200,7 +200,7 @@ class GatewayPort:
             call_id, method, arguments = self._plain.decode(payload)
             self._utility(gateway, call_id, method, arguments)
         elif kind == SHARE and self._welcome.looks_up:
-            self._core.scheduler.speculator.share(msgspec.msgpack.decode(payload[0], type=Said))
+            self._core.scheduler.speculator.candidates.share(msgspec.msgpack.decode(payload[0], type=Said))
         elif kind == ROWS:
             batch = self._kept.take() if self._kept is not None else RowBatch()
             self._router.send(gateway.identity, ROWS, msgspec.msgpack.encode(batch))

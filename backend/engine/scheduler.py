@@ -141,7 +141,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         plan, at, speculator = self.plan_in_force(), self.speculator.step_times.at, self.speculator
         stats.drafters_down = speculator.questions.down()
         stats.plan_k, stats.plan_outcomes, stats.plan_changes = plan.k, plan.outcomes, speculator.changes
-        stats.reliability = speculator.reliability()
+        stats.reliability = speculator.candidates.reliability()
         if not speculator.step_times.known:
             return
         load = speculator.load(stats.running)
@@ -155,7 +155,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def add_request(self, request: Any) -> None:
         """vLLM's method of the same name."""
         asked = (getattr(request, "outrider", None) or RequestOptions()).salted(request.cache_salt)
-        self.speculator.asked(request.request_id, asked, request.num_prompt_tokens)
+        self.speculator.candidates.asked(request.request_id, asked, request.num_prompt_tokens)
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:

@@ -115,7 +115,7 @@ class Candidates:
         return [(request_id, requests[request_id]) for request_id in request_ids if request_id in requests]
 
     def asked(self, request_id: str, asked: RequestOptions, prompt_len: int) -> None:
-        """Notes what a coming request asks about drafting."""
+        """Notes what a coming request, with a prompt of so many tokens, asks about drafting."""
         self._asked[request_id] = asked, prompt_len
         self.forced += asked.mode in ("sync", "ahead")
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
-from backend.fleet import Reliability
 from backend.speculation.budget import Spent, spend
 from backend.speculation.candidates import Candidate, Candidates, Request
 from backend.speculation.deadlines import Questions
@@ -26,7 +25,6 @@ from backend.speculation.preference import Preference
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Load, Pending, Plan, Prospect, Times, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
-from backend.wire.engine import RequestOptions, Said
 
 RECONSIDER_EVERY = 16
 """Steps between two choices of what to ask for; a choice costs some hundred microseconds."""
@@ -133,14 +131,6 @@ class Speculator:
             self._enumeration_times.observe(rows, depth + k, draft_s, draft_s)
 
     # -- requests ------------------------------------------------------------------------------------------------------
-
-    def asked(self, request_id: str, asked: RequestOptions, prompt_len: int) -> None:
-        """Notes what a coming request, with a prompt of so many tokens, asks about drafting."""
-        self.candidates.asked(request_id, asked, prompt_len)
-
-    def share(self, said: Said) -> None:
-        """Takes the text of a request that has ended at another verifier, for look-ups."""
-        self.candidates.share(said)
 
     def ended(self, request_id: str, text: list[int], began: int, greedy: bool) -> None:
         """A step added tokens to a request that goes on.  `text`: all its tokens; `began`: its length before the step."""
@@ -331,10 +321,6 @@ class Speculator:
         """What drafts are expected to add to a step over so many requests."""
         n, at, candidates = max(requests, 1), self.step_times.at, self.candidates
         return Load(n, n, candidates.alone.prospect(n, n, at), candidates.drafted.prospect(n, n, at), candidates.foresight)
-
-    def reliability(self) -> dict[str, Reliability]:
-        """How well chances were predicted, by kind of source."""
-        return self.candidates.reliability()
 
     def _reconsider(self) -> None:
         load = self.load(min(self._base, len(self.candidates.requests)))

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import zmq
@@ -62,7 +63,8 @@ class Wire:
         authenticator = zmq.auth.thread.ThreadAuthenticator(self.context)
         authenticator.start()
         allowed = self.fleet_keys.public.encode()
-        authenticator.configure_curve_callback(domain="*", credentials_provider=_OneKey(allowed))
+        only_fleet = SimpleNamespace(callback=lambda domain, key: key == allowed)
+        authenticator.configure_curve_callback(domain="*", credentials_provider=only_fleet)
         self._authenticator = authenticator
 
     def route(self, member: Member) -> str:
@@ -77,16 +79,6 @@ class Wire:
         if self._authenticator is not None:
             self._authenticator.stop()
         self.context.term()
-
-
-class _OneKey:
-    """A credentials provider for `zmq.auth` that accepts a single client key."""
-
-    def __init__(self, public: bytes) -> None:
-        self._public = public
-
-    def callback(self, domain: str, key: bytes) -> bool:
-        return key == self._public
 
 
 def _common(socket: zmq.Socket[bytes], address: str, high_water_mark: int) -> None:

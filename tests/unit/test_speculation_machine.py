@@ -67,7 +67,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.decoding.add(name)
         self.asked[name] = asked or RequestOptions()
         if asked is not None:
-            self.speculator.asked(name, asked, 5)
+            self.speculator.candidates.asked(name, asked, 5)
         self.speculator.ended(name, self.texts[name], 5, not sampled)
         self._ask()
 
