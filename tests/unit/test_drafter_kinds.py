@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -26,8 +26,8 @@ class Silent(NgramProposer):
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(KINDS, "silent", Kind(f"{__name__}:Silent"))  # type: ignore[arg-type]
-    monkeypatch.setitem(WEIGHTLESS, "silent", "silent")  # type: ignore[arg-type]
+    monkeypatch.setitem(cast(dict[str, Kind], KINDS), "silent", Kind(f"{__name__}:Silent"))
+    monkeypatch.setitem(cast(dict[str, str], WEIGHTLESS), "silent", "silent")
 
 
 def given(**changes: Any) -> Settings:

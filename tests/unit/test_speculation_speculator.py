@@ -73,7 +73,7 @@ def test_what_is_not_verified_is_learned_from() -> None:
     made.ended("r", text, 7, True)
     made.ask(100.22)
     made.learn(0.0)
-    reliability = made.reliability()
+    reliability = made.candidates.reliability()
     assert (sum(reliability["fresh"].seen), sum(reliability["fresh"].right)) == (2, 1), "seven was right, nine was not"
 
 
