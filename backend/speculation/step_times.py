@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import accumulate
 
 NOISE = 0.1**2
 """Variance of one measurement.  On a quieter machine the estimates are no better than this allows, which is enough."""
@@ -110,7 +109,7 @@ class StepTimes:
         for i, doubt in enumerate(doubts):
             off = start + slope * xs[i] - ys[i]
             ys[i] += off if off < 0 and doubt > UNFITTED else off * doubt / (doubt + UNFITTED)
-        ys = list(accumulate(ys, max))
+        ys = _rising(ys, [1 / (y * y * doubt) for y, doubt in zip(ys, doubts, strict=True)])
         # Outside the points the line's slope holds, but time grows at most in proportion to tokens.
         first, last = min(slope, ys[0] / xs[0]), min(slope, ys[-1] / xs[-1])
         self._xs, self._ys = [0.0, *xs], [max(ys[0] - first * xs[0], 0.0), *ys]
@@ -152,3 +151,15 @@ def _line(xs: list[float], ys: list[float], doubts: list[float]) -> tuple[float,
     slope = (together + 1 / usual) / (spread + 1 / (usual * usual))
     slope = max(0.0, min(slope, y / x))
     return y - slope * x, slope
+
+
+def _rising(ys: list[float], weights: list[float]) -> list[float]:
+    """The nearest values to `ys` that never fall (pool adjacent violators)."""
+    pools: list[tuple[float, float, int]] = []
+    for y, weight in zip(ys, weights, strict=True):
+        count = 1
+        while pools and pools[-1][0] > y:
+            before, other, more = pools.pop()
+            y, weight, count = (weight * y + other * before) / (weight + other), weight + other, count + more
+        pools.append((y, weight, count))
+    return [y for y, _, count in pools for _ in range(count)]
