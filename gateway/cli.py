@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -23,6 +22,7 @@ from gateway.processes import (
     GATEWAY_PROCESS,
     further_processes,
     gateway_process,
+    import_in_background,
     joined_fleet,
     prepare_vllm,
     run_gateway,
@@ -106,8 +106,7 @@ def serve(arguments: list[str]) -> int:
         try:
             fleet = Fleet.launch(settings, models, progress.say)
             prepare_vllm()
-            preparing = threading.Thread(target=importlib.import_module, args=("gateway.server",), daemon=True)
-            preparing.start()
+            preparing = import_in_background("gateway.server")
             fleet.wait_ready(progress.say)
             fleet.operate(progress.say)
             preparing.join()

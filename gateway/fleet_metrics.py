@@ -1,6 +1,6 @@
 """The fleet's reports as Prometheus metrics and as the `/fleet` document.
 
-Reads `FleetCore` at scrape time.  Owns only the last counters of each verifier's processes, so that sums survive a restart.
+Reads `FleetCore` at scrape time.  Owns only the last counters of each verifier, so that totals survive a verifier's restart.
 """
 
 from __future__ import annotations
@@ -43,6 +43,28 @@ Sums = Counter[tuple[str, ...]]
 """By a metric's name and its labels."""
 
 
+class FleetTotals:
+    """Counters summed over verifiers.  They include earlier incarnations, so that they never decrease."""
+
+    def __init__(self) -> None:
+        self._gone: Sums = Counter()
+        self._last: dict[str, VerifierStats] = {}
+
+    def update(self, stats: VerifierStats) -> None:
+        """Takes in a verifier's latest counters; a new `started_at` means a new incarnation."""
+        last = self._last.get(stats.verifier_id)
+        if last is not None and last.started_at != stats.started_at:
+            self._gone.update(_sums(last))
+        self._last[stats.verifier_id] = stats
+
+    def sums(self) -> Sums:
+        """Of every metric that is summed; 0 where nothing was reported and there is no label."""
+        total: Sums = Counter({(name,): 0 for name in _summed() if not DEFINITIONS[name].labels})
+        for each in (self._gone, *map(_sums, self._last.values())):
+            total.update(each)
+        return total
+
+
 def _summed() -> dict[str, str]:
     """The metrics that are summed over the fleet: their fields by their names."""
     return {
@@ -64,12 +86,12 @@ class FleetCollector(Collector):
 
     def __init__(self, core: FleetCore) -> None:
         self._core = core
-        self._reports: dict[tuple[str, float], VerifierStats] = {}
-        """The last report of every verifier since each of its starts, so that sums never decrease."""
+        self._totals = FleetTotals()
 
     def collect(self) -> Iterator[Metric]:
         stats, snapshot = self._core.stats(), self._core.snapshot or UNKNOWN
-        self._reports |= {(each.verifier_id, each.started_at): each for each in stats}
+        for each in stats:
+            self._totals.update(each)
         views = snapshot.members
         members = Counter((view.member.kind, view.member.state) for view in views)
         yield _family("outrider_fleet_members", _all_of(members, MemberKind, MemberState))
@@ -88,9 +110,7 @@ class FleetCollector(Collector):
         yield from _reported(("verifier", "drafter"), pairs)
         lengths = [(labels, length) for labels, counters in pairs if (length := acceptance_length(counters)) is not None]
         yield _family("outrider_acceptance_length", lengths)
-        sums: Sums = Counter({(name,): 0 for name in _summed() if not DEFINITIONS[name].labels})
-        for each in self._reports.values():
-            sums.update(_sums(each))
+        sums = self._totals.sums()
         for summed in _summed():
             yield _family(summed, [(labels, value) for (name, *labels), value in sums.items() if name == summed])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -47,10 +48,24 @@ def ready(url: str, settings: Settings, models: ResolvedModels) -> str:
     """The URL, with a command to paste into a shell."""
     base = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
     name = (settings.gateway.served_model_name or [models.name])[0]
+    body: dict[str, Any]
+    if models.name != "demo" and _has_chat_template(settings, Path(models.target_dir)):
+        path, body = "chat/completions", {"model": name, "messages": [{"role": "user", "content": "Hello!"}]}
+    else:
+        path, body = "completions", {"model": name, "prompt": "def read_lines(path):\n    ", "max_tokens": 64}
     key = " -H 'Authorization: Bearer API-KEY'" if settings.gateway.api_key else ""
-    data = json.dumps({"model": name, "prompt": "def read_lines(path):\n    ", "max_tokens": 64, "stream": True})
-    command = f"curl -N {base}/v1/completions{key} -H 'Content-Type: application/json' -d '{data}'"
+    data = json.dumps({**body, "stream": True})
+    command = f"curl -N {base}/v1/{path}{key} -H 'Content-Type: application/json' -d '{data}'"
     return f"serving at {url}/v1 - try:\n{command}\nthe fleet is at {base}/ - Ctrl-C stops everything"
+
+
+def _has_chat_template(settings: Settings, directory: Path) -> bool:
+    if settings.gateway.chat_template or any(directory.glob("chat_template.*")):
+        return True
+    try:
+        return "chat_template" in json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def settings_yaml(loaded: Loaded) -> str:

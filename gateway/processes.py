@@ -5,6 +5,7 @@ The heavy imports are inside the functions, so that configuration errors come at
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
 import signal
@@ -131,6 +132,20 @@ def prepare_vllm() -> None:
 
     environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
     environment.export(member_environment(offline=True))
+
+
+def import_in_background(module: str) -> threading.Thread:
+    """Imports `module` in a thread.  An import error is raised again where the module is used."""
+
+    def work() -> None:
+        try:
+            importlib.import_module(module)
+        except Exception:
+            logging.getLogger(__name__).debug("importing %s failed", module, exc_info=True)
+
+    thread = threading.Thread(target=work, name="import", daemon=True)
+    thread.start()
+    return thread
 
 
 def _end_with_input() -> None:

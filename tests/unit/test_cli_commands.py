@@ -148,10 +148,13 @@ def test_the_table_shows_how_right_a_learned_head_and_the_one_before_are() -> No
     assert "head version 2, 90 steps" in line(version=2)
 
 
-def test_the_command_to_paste_shows_no_key() -> None:
+def test_the_command_to_paste_fits_the_model(tmp_path: Path) -> None:
+    assert "/v1/completions" in present.ready("http://0.0.0.0:8000", Settings(), DEMO)
     assert "the fleet is at http://127.0.0.1:8000/ " in present.ready("http://0.0.0.0:8000", Settings(), DEMO)
-    text = present.ready("http://0.0.0.0:8000", Settings.model_validate({"gateway": {"api_key": "hush"}}), DEMO)
-    assert "curl -N http://127.0.0.1:8000/v1/completions" in text
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    chat = ResolvedModels(str(tmp_path), None, "none", "some/model")
+    text = present.ready("http://0.0.0.0:8000", Settings.model_validate({"gateway": {"api_key": "hush"}}), chat)
+    assert "curl -N http://127.0.0.1:8000/v1/chat/completions" in text
     assert "Authorization" in text
     assert "hush" not in text
 
