@@ -2,7 +2,7 @@
 
 Each member is one bundle, all its tensor-parallel ranks included, and a bundle lies on one node.  Ray reserves a group's
 bundles all at once or not at all.  It keeps them while members are restarted, so other users of the cluster cannot take a
-restarting member's room.  A member that is added has the first free name, and with it the bundle of a removed one of that name.
+restarting member's room.
 
 The launcher's process: the main thread until the fleet serves, then the operator's thread, at the end the main thread again.
 """
@@ -49,6 +49,11 @@ def text(resources: dict[str, float]) -> str:
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
+def fits(member: MemberPlan, bundle: dict[str, float]) -> bool:
+    """Whether a member can run in `bundle`, the room of a member that was removed."""
+    return all(amount <= bundle.get(name, 0.0) for name, amount in needs(member).items() if amount > NEXT_TO_NOTHING["CPU"])
+
+
 def arrange(members: Sequence[MemberPlan], placement: Literal["spread", "near", "free"]) -> list[Group]:
     """Groups that hold every member exactly once; there is a verifier among them.
 
@@ -66,11 +71,11 @@ def arrange(members: Sequence[MemberPlan], placement: Literal["spread", "near", 
 
 @dataclass
 class _Reserved:
-    """One placement group.  Bundle i is for the member `names[i]`; `present` are those that were not removed."""
+    """One placement group.  `occupants[i]` is the member in bundle i, None after it was removed."""
 
     group: Any
-    names: list[str]
-    present: set[str]
+    bundles: list[dict[str, float]]
+    occupants: list[str | None]
 
 
 class Rooms:
@@ -84,9 +89,9 @@ class Rooms:
         made: list[_Reserved] = []
         try:
             for group in groups:
-                handle = placement_group([needs(member) for member in group.members], strategy=group.strategy)
-                names = [member.member_id for member in group.members]
-                made.append(_Reserved(handle, names, set(names)))
+                bundles = [needs(member) for member in group.members]
+                handle = placement_group(bundles, strategy=group.strategy)
+                made.append(_Reserved(handle, bundles, [member.member_id for member in group.members]))
             for group, reserved in zip(groups, made, strict=True):
                 if not reserved.group.wait(timeout_s):
                     raise LaunchError(_no_room(group))
@@ -97,23 +102,24 @@ class Rooms:
         self._reserved += made
 
     def place(self, member: MemberPlan) -> Any:
-        """The scheduling strategy that starts a member in the bundle of its name, or in a new one.  Raises `LaunchError`."""
-        name = member.member_id
-        if not any(name in each.names for each in self._reserved):
+        """The scheduling strategy that starts a member in its bundle.
+
+        A member without a bundle takes the first vacant one that is large enough, or a new one.  Raises `LaunchError`.
+        """
+        if (found := self._room_of(member)) is None:
             self.reserve([Group("PACK", (member,))])
-        reserved = next(each for each in self._reserved if name in each.names)
-        reserved.present.add(name)
+            found = self._reserved[-1], 0
+        reserved, number = found
+        reserved.occupants[number] = member.member_id
         return PlacementGroupSchedulingStrategy(
-            reserved.group,
-            placement_group_bundle_index=reserved.names.index(name),
-            placement_group_capture_child_tasks=False,
+            reserved.group, placement_group_bundle_index=number, placement_group_capture_child_tasks=False
         )
 
     def vacate(self, member_id: str) -> None:
-        """Takes note of a removed member.  A group without members is given back to the cluster."""
+        """Frees the bundle of a removed member.  A group without members is given back to the cluster."""
         for reserved in self._reserved:
-            reserved.present.discard(member_id)
-        for empty in [each for each in self._reserved if not each.present]:
+            reserved.occupants = [None if occupant == member_id else occupant for occupant in reserved.occupants]
+        for empty in [each for each in self._reserved if not any(each.occupants)]:
             self._reserved.remove(empty)
             _remove(empty)
 
@@ -121,6 +127,16 @@ class Rooms:
         for reserved in self._reserved:
             _remove(reserved)
         self._reserved.clear()
+
+    def _room_of(self, member: MemberPlan) -> tuple[_Reserved, int] | None:
+        vacant = None
+        for reserved in self._reserved:
+            for number, occupant in enumerate(reserved.occupants):
+                if occupant == member.member_id:
+                    return reserved, number
+                if occupant is None and vacant is None and fits(member, reserved.bundles[number]):
+                    vacant = reserved, number
+        return vacant
 
 
 def _remove(reserved: _Reserved) -> None:

@@ -1,4 +1,4 @@
-"""Which members share a placement group, and which room a member gets."""
+"""Which members share a placement group, and who moves into a room that became vacant."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from backend.fleet import MemberKind
 from backend.launch import rooms
 from backend.launch.plan import LaunchError, MemberPlan
-from backend.launch.rooms import Group, Rooms, arrange, needs
+from backend.launch.rooms import Group, Rooms, arrange, fits, needs
 
 
 def member(name: str, cpus: float = 1, gpus: float = 0, **resources: float) -> MemberPlan:
@@ -51,6 +51,13 @@ def test_all_ranks_of_a_verifier_are_one_bundle() -> None:
     assert needs(member("drafter-0", cpus=0)) == {"CPU": 0.01}, "Ray takes no empty bundle"
 
 
+def test_a_vacant_room_is_for_those_who_need_no_more() -> None:
+    assert fits(member("drafter-0", cpus=0, gpus=1), {"GPU": 4})
+    assert fits(member("drafter-0", cpus=0), {"GPU": 4})
+    assert not fits(member("verifier-1", cpus=0, gpus=4), {"GPU": 1})
+    assert not fits(member("verifier-1", cpus=0, gpus=1, big=1), {"GPU": 1})
+
+
 class FakeGroup:
     """A placement group of Ray's, which has room or not."""
 
@@ -81,7 +88,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return state
 
 
-def test_a_member_that_comes_again_has_its_room_and_a_new_one_gets_a_new_one(cluster: SimpleNamespace) -> None:
+def test_a_member_that_comes_again_has_its_room_and_a_new_one_takes_a_vacant_one(cluster: SimpleNamespace) -> None:
     reserved = Rooms()
     members = fleet(1, 2)
     reserved.reserve(arrange(members, "spread"))
@@ -89,7 +96,7 @@ def test_a_member_that_comes_again_has_its_room_and_a_new_one_gets_a_new_one(clu
     assert [reserved.place(each) for each in members] == [(whole, 0), (whole, 1), (whole, 2)]
     assert reserved.place(members[1]) == (whole, 1)
     reserved.vacate("drafter-0")
-    assert reserved.place(member("drafter-0")) == (whole, 1)
+    assert reserved.place(member("drafter-7")) == (whole, 1)
     own, number = reserved.place(member("drafter-8"))
     assert (own, number) == (cluster.made[1], 0)
     assert not cluster.removed
