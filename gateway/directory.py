@@ -72,9 +72,12 @@ class CoordinatorDirectory:
     def __init__(self, handle: CoordinatorHandle, member: Member | None = None) -> None:
         self._handle = handle
         self._member = member
+        self._seen_version = 0
 
     async def snapshot(self) -> FleetSnapshot:
-        return await asyncio.to_thread(self._ask)
+        answer = await asyncio.to_thread(self._ask)
+        self._seen_version = answer.version
+        return answer
 
     async def look(self) -> FleetSnapshot:
         return await _reached(self._handle.snapshot)
@@ -85,7 +88,7 @@ class CoordinatorDirectory:
     def _ask(self) -> FleetSnapshot:
         if self._member is not None:
             member = self._member
-            orders = self._handle.report(member.id, member.incarnation, None, "ready")
+            orders = self._handle.report(member.id, member.incarnation, None, "ready", self._seen_version)
             if not orders.known:
                 self._handle.register(member)
         return self._handle.snapshot()

@@ -133,11 +133,15 @@ class CoordinatorHandle:
         incarnation: str,
         stats: VerifierStats | DrafterStats | None,
         state: MemberState,
+        seen_version: int = 0,
     ) -> Orders:
-        """Renews this member's lease.  `known=False` in the answer: register again."""
+        """Renews this member's lease.  `known=False` in the answer: register again.
+
+        `seen_version`: from a gateway, the version of the snapshot that it acts on.
+        """
         verifier = stats if isinstance(stats, VerifierStats) else None
         drafter = stats if isinstance(stats, DrafterStats) else None
-        payload = _encode(Report(member_id, incarnation, state, verifier, drafter))
+        payload = _encode(Report(member_id, incarnation, state, verifier, drafter, seen_version))
         return msgspec.msgpack.decode(self._call("report", payload), type=Orders)
 
     def deregister(self, member_id: str, incarnation: str) -> None:

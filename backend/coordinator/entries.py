@@ -34,6 +34,7 @@ class Entry:
     drain: bool = False
     migrate_at: float | None = None
     """When to move the requests of a draining verifier elsewhere; None: never."""
+    seen_version: int = 0
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
     rates: VerifierRates = field(default_factory=VerifierRates)
@@ -53,7 +54,7 @@ class Entry:
         state = "draining" if self.state == "ready" and self.drain else self.state
         shown = msgspec.structs.replace(self.member, state=state)
         heard = max(0.0, now - self.heard)
-        return MemberView(shown, heard, self.verifier, self.drafter, self._drain(now))
+        return MemberView(shown, heard, self.verifier, self.drafter, self._drain(now), self.seen_version)
 
     def _drain(self, now: float) -> Draining | None:
         if self.drain:

@@ -32,6 +32,8 @@ class Report(msgspec.Struct, frozen=True):
     state: MemberState
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
+    seen_version: int = 0
+    """From a gateway: the version of the snapshot that it acts on."""
 
 
 class Progress(msgspec.Struct, frozen=True):

@@ -89,6 +89,7 @@ class Coordinator:
             self.tick(now)
             return UNKNOWN
         entry.heard = now
+        entry.seen_version = max(entry.seen_version, sent.seen_version)
         if entry.state != sent.state:
             entry.state = sent.state
             self.changed()

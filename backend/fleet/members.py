@@ -14,10 +14,6 @@ from backend.fleet.stats import DrafterStats, VerifierStats
 MemberKind = Literal["verifier", "drafter", "gateway"]
 MemberState = Literal["starting", "ready", "draining", "lost"]
 
-SETTLED_S = 1.5
-"""Seconds without work after which a draining member may end.  Gateways ask for the fleet twice a second, so all know of the
-drain then."""
-
 NODE_HOST = "node"
 """Host part of a member's tcp address that stands for "the Ray address of the node you run on"."""
 
@@ -109,6 +105,8 @@ class MemberView(msgspec.Struct, frozen=True):
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
     drain: Draining | None = None
+    seen_version: int = 0
+    """Gateways only: version of the last snapshot that the gateway has acted upon; else 0."""
 
 
 OperationKind = Literal["add", "remove", "restart", "swap-drafter"]

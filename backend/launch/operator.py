@@ -1,8 +1,8 @@
 """Carries out administrators' operations: members added, removed, restarted; heads swapped.
 
 A thread of the launcher's process.  It fetches the oldest operation from the coordinator, carries it out while reporting its
-progress, then fetches the next: one change at a time.  It ends a member when it has drained for `SETTLED_S` without work.  A
-request that comes later goes on elsewhere, as after any member's end.
+progress, then fetches the next: one change at a time.  It ends a member only when every gateway knows of the drain and the
+member's own counters show no work left, so no request is lost.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import ray.exceptions
 from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.messages import Progress
 from backend.fleet import FleetSnapshot, Operation
-from backend.fleet.members import SETTLED_S
+from backend.launch.emptying import Emptying
 from backend.launch.plan import LaunchError
 from backend.launch.processes import Started, cause
 from backend.launch.standing import Standing
@@ -138,14 +138,13 @@ class Operator:
         self._tell(operation, f"draining {member_id}")
         migrate_after_s = 0.0 if operation.migrate else operation.deadline_s
         self._patiently(lambda: self._coordinator.drain(member_id, migrate_after_s))
-        idle_since = began = time.monotonic()
+        emptying = Emptying(member_id, self._patiently(self._coordinator.snapshot).version)
+        deadline = time.monotonic() + operation.deadline_s
         while True:
-            left = _work_of(member_id, self._patiently(self._remind))
-            now = time.monotonic()
-            idle_since = idle_since if left == 0 else now
-            if now - idle_since > SETTLED_S or (operation.force and now - began > operation.deadline_s):
+            snapshot = self._patiently(self._remind)
+            if emptying.is_over(snapshot, time.monotonic()) or (operation.force and time.monotonic() > deadline):
                 return
-            self._tell(operation, f"draining {member_id}: {left or 0} left")
+            self._tell(operation, f"draining {member_id}: {emptying.requests(snapshot)} requests left")
             if self._stopping.wait(POLL_S):
                 raise _Stopped
 
@@ -186,13 +185,3 @@ class Operator:
     def _end(self, operation: Operation, done: bool, note: str) -> None:
         self._say(note if done else f"{operation.kind}: {note}")
         self._patiently(lambda: self._coordinator.progress(Progress(operation.id, "done" if done else "failed", note)))
-
-
-def _work_of(member_id: str, snapshot: FleetSnapshot) -> int | None:
-    """What a member still has: a verifier its requests, a drafter its verifiers.  None: not known yet."""
-    view = snapshot.view(member_id)
-    if view is None or view.member.state == "lost":
-        return 0
-    if view.member.kind == "drafter":
-        return sum(each.drafter_id == member_id for each in snapshot.assignments)
-    return view.verifier.running + view.verifier.waiting if view.verifier is not None else None

@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable
 
-from backend.fleet.members import SETTLED_S
 from backend.member.membership import Membership
 
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+SETTLED_S = 1.5
+"""Seconds without work after which a member ends.  Gateways ask for the fleet twice a second, so all know of the drain then."""
 
 
 def depart_on_sigterm(

@@ -225,8 +225,8 @@ async def test_the_coordinator_directory_keeps_its_own_membership():
             self.known = False
             self.calls = []
 
-        def report(self, member_id, incarnation, stats, state):
-            self.calls.append(("report", member_id, incarnation, stats, state))
+        def report(self, member_id, incarnation, stats, state, seen_version):
+            self.calls.append(("report", member_id, incarnation, stats, state, seen_version))
             return type("Orders", (), {"known": self.known})
 
         def register(self, member):
@@ -242,4 +242,5 @@ async def test_the_coordinator_directory_keeps_its_own_membership():
     for _ in range(2):
         assert (await directory.snapshot()).version == 1
     report = ("report", "gateway-0", "i", None, "ready")
-    assert handle.calls == [report, ("register", "gateway-0"), report]
+    # Asking again says that the first answer has been acted upon.
+    assert handle.calls == [(*report, 0), ("register", "gateway-0"), (*report, 1)]
