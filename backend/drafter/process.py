@@ -50,7 +50,7 @@ class DrafterModel:
     `fleet_head`: the head whose features verifiers send; None: they send none.
     `learning_dir`: where drafters keep the heads they learn (features are raw then); None: they do not learn.
     `newer`: target tensors that replace those in the target's directory.
-    `kind`: what drafts without a `head_dir`.
+    `kind`: what drafts without a `head_dir`; with one, its configuration says what it is.
     """
 
     target_dir: str

@@ -32,8 +32,8 @@ ROOM = 0.5
 """Drafters stop below this share of the survival that just paid in the last step.  At 1 the budget could not grow."""
 FEW = 4
 """Outcomes drafted ahead until it is known how many pay."""
-CAUGHT_UP = 3
-"""Step of a probe from which on times count: drafters have caught up on the tokens of the time without asking."""
+TELLING = 3
+"""Step of a probe from which on times and hits count.  Outcomes of the draft that the first step asks for can be hit then."""
 NOTHING = Choice(Ask.PLAIN, 0, 0.0)
 
 
@@ -161,8 +161,8 @@ class Speculator:
 
     @property
     def _is_telling(self) -> bool:
-        """Whether times and hits are typical.  In a probe's first steps they are not: the drafter catches up."""
-        return self.choice.ask != Ask.PLAIN or self._probed >= CAUGHT_UP
+        """Whether times and hits are typical.  In a probe's first steps they are not: nothing was drafted ahead yet."""
+        return self.choice.ask != Ask.PLAIN or self._probed >= TELLING
 
     @property
     def plan(self) -> Plan:

@@ -121,9 +121,10 @@ class Meanwhile:
     def __init__(self, fleet: ServedFleet, http: httpx.Client, length: int = LONG) -> None:
         self._ending = threading.Event()
         self._pool = ThreadPoolExecutor(RUNNING)
+        self._begun: set[int] = set()
         self._clients = [self._pool.submit(self._ask, http, length, length * i // RUNNING) for i in range(RUNNING)]
         # The counter may still miss what was generated before: only its second step is of these alone.
-        wait_for(lambda: fleet.metric("outrider_requests_in_flight") >= RUNNING, what="requests are there")
+        wait_for(lambda: len(self._begun) == RUNNING, what="requests of the whole length are there")
         steps = {fleet.metric("outrider_verifier_tokens_total")}
 
         def two_steps() -> bool:
@@ -135,6 +136,7 @@ class Meanwhile:
     def _ask(self, http: httpx.Client, length: int, first: int) -> list[dict[str, Any]]:
         # Of the same length they would all end at once, and nothing would run for a moment.
         found = [choice for choice in ([generate(http, first)] if first else []) if choice["finish_reason"] == "abort"]
+        self._begun.add(first)
         found.append(generate(http, length))
         while not self._ending.is_set():
             found.append(generate(http, length))

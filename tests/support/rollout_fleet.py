@@ -57,8 +57,12 @@ class Fleet:
         self.call(self.verifiers.pop(name).kill)
 
     def call(self, what: Callable[[], None]) -> None:
-        """Where the verifiers live."""
-        self._loop.call_soon_threadsafe(what)
+        """Does it where the verifiers live, before it returns."""
+
+        async def done() -> None:
+            what()
+
+        asyncio.run_coroutine_threadsafe(done(), self._loop).result(10)
 
     def snapshot(self) -> FleetSnapshot:
         self.on_look()

@@ -7,13 +7,38 @@ from fastapi import APIRouter
 
 from gateway.openapi import described
 from gateway.rights import Right, rights
-from gateway.routes import generate, messages, models, operations, page, pooling, responses, tokens, weights
-
-ASKED = rights(
-    route
-    for module in (generate, messages, models, operations, page, pooling, responses, tokens, weights)
-    for route in module.router.routes
+from gateway.routes import (
+    admin,
+    batches,
+    conversations,
+    files,
+    generate,
+    messages,
+    models,
+    operations,
+    page,
+    pooling,
+    responses,
+    tokens,
+    weights,
 )
+
+MODULES = (
+    admin,
+    batches,
+    conversations,
+    files,
+    generate,
+    messages,
+    models,
+    operations,
+    page,
+    pooling,
+    responses,
+    tokens,
+    weights,
+)
+ASKED = rights(route for module in MODULES for route in module.router.routes)
 
 
 def of(right: Right) -> set[str]:
