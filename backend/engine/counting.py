@@ -28,6 +28,8 @@ class StepOrders:
 
     resumed: dict[str, list[int]]
     """Output tokens of requests that another verifier has begun (`runner.ResumedOutputs`)."""
+    features_needed: bool
+    """Whether drafters need this step's features at once."""
     heads: dict[str, str] = field(default_factory=dict)
     """The head chosen for each new request, if drafters differ (`speculation/preference.py`)."""
 
@@ -115,6 +117,8 @@ class CountingScheduler:
     """Seconds that the last step waited for drafts."""
     _emitted: int = 0
     """Tokens emitted since the last step that was noted."""
+    features_needed: bool = True
+    """See `StepOrders.features_needed`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -132,7 +136,7 @@ class CountingScheduler:
             for new in output.scheduled_new_reqs
             if requests[new.req_id].num_output_tokens
         }
-        output.outrider = StepOrders(resumed)
+        output.outrider = StepOrders(resumed, self.features_needed)
         self.counters.stats.resumed += len(resumed)
         if self.spans is not None:
             self.spans.scheduled(output.num_scheduled_tokens)

@@ -19,12 +19,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from backend.engine.feature_link import FeatureLink, Projection
 from backend.engine.feature_store import FeatureStore
+from backend.engine.postponed import Postponed, Span, pick_rows
 from backend.fleet import DraftCounters, DrafterRef
 from backend.models.head_config import CheckpointError
 from backend.speculation.pairing import drafter_for, having
@@ -41,32 +41,6 @@ DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
     torch.bfloat16: "bfloat16",
     torch.float16: "float16",
 }
-
-
-class Span(NamedTuple):
-    """The rows that one request computed in a step.
-
-    Rows `offset .. offset + rows - 1` of the hidden states are the features of positions `start .. start + rows - 1`.  All of
-    them are final: positions of rejected draft tokens are excluded.  `tokens(a, b)` gives the request's token ids `a .. b-1`;
-    it is valid only during the step.
-    """
-
-    request_id: str
-    start: int
-    offset: int
-    rows: int
-    tokens: Callable[[int, int], list[int]]
-
-
-def pick_rows(spans: list[Span], hidden: torch.Tensor) -> torch.Tensor:
-    """The spans' rows, concatenated; a view of `hidden` if they are contiguous there.  `hidden`: `[num_tokens, width]`."""
-    at = 0
-    for span in spans:
-        if span.offset != at:
-            places = [row for span in spans for row in range(span.offset, span.offset + span.rows)]
-            return hidden[torch.tensor(places, device=hidden.device, dtype=torch.long)]
-        at += span.rows
-    return hidden[:at]
 
 
 @dataclass(frozen=True)
@@ -93,6 +67,8 @@ class _Rows:
 class FeatureShipper:
     """The `features` sockets to all drafters, and which rows each drafter has of each request."""
 
+    features_needed: bool = True
+    """Whether drafters need the rows now, not later."""
     opening: Callable[[str, list[int], int], Open] = staticmethod(
         lambda name, tokens, rows: Open(name, len(tokens), tokens, rows)
     )
@@ -116,6 +92,7 @@ class FeatureShipper:
         self.chosen: dict[str, str] = {}
         """The head that the scheduler has chosen for a request, if drafters differ."""
         self._store = FeatureStore(handover_bytes)
+        self._postponed = Postponed()
         self._links: dict[str, FeatureLink] = {}
         self._epoch = 0
         self._shipped = Shipped()
@@ -133,6 +110,7 @@ class FeatureShipper:
                 del self._links[drafter_id]
         if weights != self._weights:
             self._store.clear()
+            self._postponed = Postponed()
         self._epoch, self._weights = epoch, weights
         self._assigned = {ref.id: ref.head for ref in refs}
         for ref in refs:
@@ -154,6 +132,7 @@ class FeatureShipper:
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forgets requests that have ended; drafters learn of it with the next round."""
         over = list(request_ids)
+        self._postponed.forget(over)
         for request_id in over:
             self._store.forget(request_id)
             self.chosen.pop(request_id, None)
@@ -168,7 +147,15 @@ class FeatureShipper:
                 link.closed.append(Close(request_id, reason))
 
     def ship(self, spans: list[Span], hidden: torch.Tensor | None) -> None:
-        """Sends this step's rows.  `hidden`: `[num_tokens, width]`, before `fc`; None if drafters need no features."""
+        """Sends this step's rows, or postpones them if drafters are in no hurry.
+
+        `hidden`: `[num_tokens, width]`, before `fc`; None if drafters need no features.
+        """
+        if hidden is not None:
+            if not self.features_needed and not self._postponed.is_full:
+                self._postponed.add(spans, hidden)
+                return
+            spans, hidden = self._postponed.with_present(spans, hidden)
         by_drafter: dict[str, list[Span]] = {drafter_id: [] for drafter_id in self._assigned}
         for span in spans:
             chosen = self._drafter_of(span.request_id)

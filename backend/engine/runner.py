@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from backend.engine.counting import StepOrders
-from backend.engine.features import FeatureShipper, Span
+from backend.engine.features import FeatureShipper
 from backend.engine.fixed import fixed_response
+from backend.engine.postponed import Span
 from backend.engine.spans import TRACE_ARGUMENT
 from backend.wire.drafting import Open
 from backend.wire.engine import GREEDY_BELOW, NOISE_SEED, NOT_LEARNED
@@ -160,6 +161,7 @@ class RemoteDrafting:
         """vLLM's method of the same name.  `hidden_states`, and the aux tensor of each layer, is `[num_tokens, hidden]`."""
         if self.shipper is not None:
             spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
+            self.shipper.features_needed = scheduler_output.outrider.features_needed
             self.shipper.chosen.update(scheduler_output.outrider.heads)
             self.shipper.ship(spans, self._drafter_input(hidden_states, aux_hidden_states))
         return [[] for _ in sampled_token_ids]

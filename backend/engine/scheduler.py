@@ -171,6 +171,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             super().update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
         for drafter_id in attached.lost:
             self.counters.dropped(drafter_id, "lost")
+        self.features_needed = attached.features_needed
         output = super().schedule(throttle_prefills)
         if self.speculator.preference.has_choice:
             output.outrider.heads.update(self._choose_heads(output.scheduled_new_reqs))

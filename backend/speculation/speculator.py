@@ -32,8 +32,8 @@ ROOM = 0.5
 """Drafters stop below this share of the survival that just paid in the last step.  At 1 the budget could not grow."""
 FEW = 4
 """Outcomes drafted ahead until it is known how many pay."""
-TELLING = 3
-"""Step of a probe from which on times and hits count.  Outcomes of the draft that the first step asks for can be hit then."""
+CAUGHT_UP = 3
+"""Step of a probe from which on times count: drafters have caught up on the tokens of the time without asking."""
 NOTHING = Choice(Ask.PLAIN, 0, 0.0)
 
 
@@ -45,6 +45,8 @@ class Attached:
     """By request."""
     lost: list[str] = field(default_factory=list)
     """Drafters that missed a deadline, once for each draft that is no longer waited for."""
+    features_needed: bool = False
+    """Whether drafters need the features of this step at once."""
 
 
 class Speculator:
@@ -161,8 +163,8 @@ class Speculator:
 
     @property
     def _is_telling(self) -> bool:
-        """Whether times and hits are typical.  In a probe's first steps they are not: nothing was drafted ahead yet."""
-        return self.choice.ask != Ask.PLAIN or self._probed >= TELLING
+        """Whether times and hits are typical.  In a probe's first steps they are not: the drafter catches up."""
+        return self.choice.ask != Ask.PLAIN or self._probed >= CAUGHT_UP
 
     @property
     def plan(self) -> Plan:
@@ -185,9 +187,9 @@ class Speculator:
         self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped()
         self._probed = self._probed + 1 if self._probing else 0
         self._probes += self._probed == 1
-        asking = self._probing or self.choice.ask != Ask.PLAIN or self.candidates.forced > 0
+        attached.features_needed = self._probing or self.choice.ask != Ask.PLAIN or self.candidates.forced > 0
         present = self.candidates.present(decoding)
-        self._verifying = {each for each, _ in present} if self.preference.has_choice and asking else set()
+        self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
         self._base = max(len(present) + prefill, 1)
         candidates, spent = self._spend(present, self._base)
         for (_, request), candidate in zip(present, candidates, strict=True):

@@ -16,7 +16,8 @@ from backend.config.settings import DraftingSettings
 from backend.drafter.loop import DrafterLoop
 from backend.drafter.process import DrafterModel, DrafterProcess
 from backend.engine import feature_link
-from backend.engine.features import FeatureShipper, Span
+from backend.engine.features import FeatureShipper
+from backend.engine.postponed import Span
 from backend.fleet import DrafterRef
 from backend.models.head_config import CheckpointError
 from backend.transport import RingWriter

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from backend.drafter.service import DrafterService
 from backend.engine import feature_link
-from backend.engine.features import FeatureShipper, Span
+from backend.engine.features import FeatureShipper
+from backend.engine.postponed import Span
 from backend.fleet import DrafterRef
 from backend.transport import RingReader, RingWriter, Wire
 from backend.wire.drafting import (

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from backend.drafter.service import DrafterService
 from backend.engine import feature_link, features
 from backend.engine.feature_store import FeatureStore
-from backend.engine.features import FeatureShipper, Span, pick_rows
+from backend.engine.features import FeatureShipper
+from backend.engine.postponed import Span
 from backend.fleet import DrafterRef
 from backend.models.head_config import CheckpointError
 from backend.speculation.pairing import drafter_for
@@ -287,10 +288,3 @@ def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_
     assert 0 < len(mine) < 4
     assert set(bench.lines["d0"].drafts) == mine
     assert not bench.lines["d1"].drafts
-
-
-def test_rows_of_rejected_draft_tokens_are_left_out() -> None:
-    hidden = torch.arange(6).unsqueeze(1)
-    first, second = Span("a", 0, 0, 2, partial(_part, [])), Span("b", 7, 4, 1, partial(_part, []))
-    assert pick_rows([first, second], hidden).flatten().tolist() == [0, 1, 4]
-    assert pick_rows([first], hidden).data_ptr() == hidden.data_ptr()

@@ -16,7 +16,8 @@ from backend.config.settings import DraftingSettings
 from backend.drafter.process import DrafterModel, build_proposer
 from backend.drafter.service import DrafterService
 from backend.engine import feature_link
-from backend.engine.features import FeatureShipper, Span
+from backend.engine.features import FeatureShipper
+from backend.engine.postponed import Span
 from backend.fleet import DraftCounters, DrafterRef
 from backend.lab.demo.llama import features, generate, load_llama
 from backend.models.checkpoint import load_fc

@@ -40,7 +40,7 @@ class Resuming(ResumedOutputs, Runner):
 
 
 def step(requests: list[tuple[str, list[int]]], resumed: dict[str, list[int]], fails: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(requests=requests, outrider=StepOrders(resumed), fails=fails)
+    return SimpleNamespace(requests=requests, outrider=StepOrders(resumed, True), fails=fails)
 
 
 def test_outputs_are_there_before_a_request_enters_the_batch() -> None:

@@ -1,0 +1,111 @@
+"""Feature rows that are sent later, because no drafter waits for them.  Pure bookkeeping of spans and tensors.
+
+Worker process, on the model's thread.  While no drafts are asked for, projecting and sending every step's rows would make plain
+steps slower than without speculation.  So rows are set aside unprojected.  They are sent together when drafts are asked for
+again, or when there are many; the drafter then extends its cache in one round.  Rows of requests that end first are never sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+MOST_ROWS = 4096
+"""Rows of running requests at which all are sent: a drafter must take them in before it can draft."""
+MOST_BYTES = 64 * 2**20
+"""Bytes at which all are sent, those of ended requests included: they occupy memory of the target's device."""
+
+
+class Span(NamedTuple):
+    """The rows that one request computed in a step, or in several.
+
+    Rows `offset .. offset + rows - 1` of the hidden states are the features of positions `start .. start + rows - 1`.  All of
+    them are final: positions of rejected draft tokens are excluded.  `tokens(a, b)` gives the request's token ids `a .. b-1`;
+    it is valid only during the span's own step.
+    """
+
+    request_id: str
+    start: int
+    offset: int
+    rows: int
+    tokens: Callable[[int, int], list[int]]
+
+
+def pick_rows(spans: list[Span], hidden: torch.Tensor) -> torch.Tensor:
+    """The spans' rows, concatenated; a view of `hidden` if they are contiguous there.  `hidden`: `[num_tokens, width]`."""
+    at = 0
+    for span in spans:
+        if span.offset != at:
+            places = [row for span in spans for row in range(span.offset, span.offset + span.rows)]
+            return hidden[torch.tensor(places, device=hidden.device, dtype=torch.long)]
+        at += span.rows
+    return hidden[:at]
+
+
+@dataclass
+class _Aside:
+    """One request's rows of the positions `start .. end - 1`: a tensor per step, each a view of the step's copy."""
+
+    start: int
+    end: int
+    rows: list[torch.Tensor] = field(default_factory=list)
+
+
+class Postponed:
+    """The rows of all steps since rows were last sent."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        """Rows of requests that still run."""
+        self._bytes = 0
+        self._asides: dict[str, _Aside] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the rows must be sent now."""
+        return self.rows >= MOST_ROWS or self._bytes >= MOST_BYTES
+
+    def add(self, spans: list[Span], hidden: torch.Tensor) -> None:
+        """Sets a step's rows aside.  `hidden` `[num_tokens, width]` is copied, because the runner reuses its memory."""
+        block = pick_rows(spans, hidden)
+        block = block.clone() if block.data_ptr() == hidden.data_ptr() else block
+        self._bytes += block.numel() * block.element_size()
+        for span, rows in zip(spans, torch.split(block, [span.rows for span in spans]), strict=True):
+            aside = self._asides.get(span.request_id)
+            if aside is None or aside.end != span.start:
+                # After a preemption, recomputed rows replace the earlier ones.
+                self.forget([span.request_id])
+                aside = self._asides[span.request_id] = _Aside(span.start, span.start)
+            aside.rows.append(rows)
+            aside.end += span.rows
+            self.rows += span.rows
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Drops the rows of requests that have ended."""
+        for request_id in request_ids:
+            aside = self._asides.pop(request_id, None)
+            self.rows -= aside.end - aside.start if aside is not None else 0
+
+    def with_present(self, spans: list[Span], hidden: torch.Tensor) -> tuple[list[Span], torch.Tensor]:
+        """Takes out all postponed rows, merged with the current step's as if all had been computed in it.
+
+        Rows of requests that are not in this step are dropped: these have ended or will be recomputed.
+        """
+        if not self._bytes:
+            return spans, hidden
+        parts: list[torch.Tensor] = [hidden[:0]]
+        merged: list[Span] = []
+        offset = 0
+        for span in spans:
+            aside, start = self._asides.get(span.request_id), span.start
+            if aside is not None and aside.end == start:
+                start = aside.start
+                parts += aside.rows
+            parts.append(hidden[span.offset : span.offset + span.rows])
+            merged.append(span._replace(start=start, offset=offset, rows=span.start + span.rows - start))
+            offset += merged[-1].rows
+        self._asides, self.rows, self._bytes = {}, 0, 0
+        return merged, torch.cat(parts)
