@@ -28,8 +28,9 @@ def gateway(job: dict[str, Any], pipe: Connection) -> None:
     from tests.support.static_directory import StaticDirectory
 
     member = Member("verifier-0", "verifier", "one", job["engine"], "", "node", os.getpid(), "bench", state="ready")
-    asked = {"port": 0, "max_in_flight": 100_000}
-    settings = Settings.model_validate({"mode": "sync", "gateway": asked})
+    # Room for all, so that no stream waits at the gateway.
+    asked = {"gateway": {"port": 0, "max_in_flight": 100_000}, "verifier": {"max_num_seqs": 2048}}
+    settings = Settings.model_validate({"mode": "sync", **asked})
     directory = StaticDirectory([member])
     server = GatewayServer(settings, directory, job["model"], model_name="bench", on_ready=pipe.send)
     _end_with(pipe)
