@@ -190,12 +190,17 @@ class Batches:
         batch = kept.batch
         done = await self.store.answered(batch.id)
         to_read = lines.read(self.store.path(batch.input_file_id), self._max_body_bytes)
-        waiting = asyncio.Semaphore(LINES_READ)
+        waiting, writing = asyncio.Semaphore(LINES_READ), asyncio.Lock()
+        unwritten: list[tuple[int, Answer]] = []
 
         async def answer(number: int, text: bytes) -> None:
             try:
-                result = await self._answer(text, kept.owner)
-                await self.store.add_answers(batch.id, [(number, result)])
+                unwritten.append((number, await self._answer(text, kept.owner)))
+                async with writing:
+                    # Answers that came during the last write are written together, so that few are lost if this process dies.
+                    together = unwritten.copy()
+                    unwritten.clear()
+                    await self.store.add_answers(batch.id, together)
             finally:
                 waiting.release()
 
