@@ -2,43 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 import pytest
 from fastapi import APIRouter
 
+import gateway.routes
 from gateway.openapi import described
 from gateway.rights import Right, rights
-from gateway.routes import (
-    admin,
-    batches,
-    conversations,
-    files,
-    generate,
-    messages,
-    models,
-    operations,
-    page,
-    pooling,
-    responses,
-    tokens,
-    weights,
-)
+from gateway.routes import page, weights
 
-MODULES = (
-    admin,
-    batches,
-    conversations,
-    files,
-    generate,
-    messages,
-    models,
-    operations,
-    page,
-    pooling,
-    responses,
-    tokens,
-    weights,
-)
-ASKED = rights(route for module in MODULES for route in module.router.routes)
+MODULES = [importlib.import_module(f"gateway.routes.{each.name}") for each in pkgutil.iter_modules(gateway.routes.__path__)]
+ASKED = rights(route for module in MODULES if hasattr(module, "router") for route in module.router.routes)
 
 
 def of(right: Right) -> set[str]:
