@@ -198,9 +198,9 @@ class Batches:
                 unwritten.append((number, await self._answer(text, kept.owner)))
                 async with writing:
                     # Answers that came during the last write are written together, so that few are lost if this process dies.
-                    together = unwritten.copy()
-                    unwritten.clear()
-                    await self.store.add_answers(batch.id, together)
+                    if together := unwritten.copy():
+                        unwritten.clear()
+                        await self.store.add_answers(batch.id, together)
             finally:
                 waiting.release()
 
