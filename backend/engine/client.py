@@ -100,8 +100,8 @@ class EngineClient:
         """When `stats` arrived, in `time.monotonic()` seconds."""
         self.rows = RowBatch()
         """Rows received in answer to `ask_rows`."""
-        self.rows_awaited = 0
-        """Calls of `ask_rows` that have no answer yet."""
+        self._rows_asked = self._rows_answered = 0
+        """Numbers of the last call of `ask_rows`, and of the last one that has its answer or waits for none."""
         self.is_cut = False
         """Messages may have been lost: the connection was cut, or the verifier has forgotten its requests or calls."""
         self.heard_at = time.monotonic()
@@ -159,8 +159,17 @@ class EngineClient:
 
     def ask_rows(self) -> None:
         """Asks for the rows that the verifier keeps; they are added to `rows`."""
-        self.dealer.send(*self._speech.ask_rows())
-        self.rows_awaited += 1
+        self._rows_asked += 1
+        self.dealer.send(*self._speech.ask_rows(self._rows_asked))
+
+    @property
+    def rows_awaited(self) -> bool:
+        """Whether the last call of `ask_rows` has no answer yet."""
+        return self._rows_answered < self._rows_asked
+
+    def mend(self) -> None:
+        """Goes on after messages were lost: the client is no longer `is_cut`, and waits for no rows."""
+        self.is_cut, self._rows_answered = False, self._rows_asked
 
     def fetch_rows(self, timeout_s: float = 120.0) -> RowBatch:
         """Waits for and returns all rows up to now.  Raises `TimeoutError`."""
@@ -242,7 +251,7 @@ class EngineClient:
             self.stats, self.stats_at = heard, now
         elif isinstance(heard, RowBatch):
             self.rows.add(heard)
-            self.rows_awaited -= 1
+            self._rows_answered = max(self._rows_answered, heard.asked)
         elif isinstance(heard, EngineWelcome):
             # Counters from before the greeting name weights that may have changed since.
             self.welcome, self.stats, self._greeting = heard, None, False
@@ -251,7 +260,7 @@ class EngineClient:
                 self.refusals.append(heard.message)
             elif not self._greeting:
                 # Silent for longer than the lease, as between two rounds of a rollout: the verifier has forgotten all.
-                self.rows_awaited = 0
+                self._rows_answered = self._rows_asked
                 self.is_cut |= any(answer.finish_reason is None for answer in self.answers.values()) or bool(self._unanswered)
                 self._unanswered.clear()
                 self._greeting = True

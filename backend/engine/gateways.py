@@ -203,6 +203,7 @@ class GatewayPort:
             self._core.scheduler.speculator.candidates.share(msgspec.msgpack.decode(payload[0], type=Said))
         elif kind == ROWS:
             batch = self._kept.take() if self._kept is not None else RowBatch()
+            batch.asked = msgspec.msgpack.decode(payload[0], type=int)
             self._router.send(gateway.identity, ROWS, msgspec.msgpack.encode(batch))
         elif kind == PING:
             self._router.send(gateway.identity, PING)

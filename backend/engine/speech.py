@@ -93,9 +93,9 @@ class EngineCodec:
         """Calls a method of the engine core; the result comes with `EngineCoreOutputs`."""
         return [UTILITY, *self._encoder.encode([call_id, method, list(args)])]
 
-    def ask_rows(self) -> list[Buffer]:
-        """Asks for the rows that the verifier keeps."""
-        return [ROWS]
+    def ask_rows(self, number: int) -> list[Buffer]:
+        """Asks for the rows that the verifier keeps; the answer has this number."""
+        return [ROWS, _pack(number)]
 
     def ping(self) -> list[Buffer]:
         return [PING]

@@ -180,7 +180,7 @@ class RoundRunner:
 
     def _mend(self, worker: Worker) -> None:
         """Messages of a worker that may still live were lost: its requests go on after the tokens that have arrived."""
-        worker.client.is_cut, worker.client.rows_awaited = False, 0
+        worker.client.mend()
         worker.client.ask_rows()
         running = [request_id for request_id, sent in self._running.items() if sent.worker is worker]
         for request_id in running:

@@ -153,7 +153,7 @@ class Workers:
             for worker in self.present.values():
                 if worker.client.is_cut:
                     # The call or its answer may be lost.
-                    worker.client.is_cut, worker.client.rows_awaited = False, 0
+                    worker.client.mend()
                     asked.pop(worker, None)
                 if worker not in asked:
                     asked[worker] = worker.client.call("reload_weights", wanted.path, wanted.version, wanted.update)

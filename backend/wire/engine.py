@@ -4,11 +4,12 @@ A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what fo
 `EngineCoreRequest` and `EngineCoreOutputs`, encoded by vLLM's `MsgpackEncoder` (which may add raw frames for tensors).
 
 gateway -> verifier   HELLO EngineHello | ADD Addition EngineCoreRequest... | ABORT list of request ids | UTILITY (call id,
-                      method, args) | SHARE Said | ROWS | PING
+                      method, args) | SHARE Said | ROWS number | PING
 verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineCoreOutputs... | ACCOUNTS list of Account |
                       STATS VerifierStats | ROWS RowBatch | REFUSED Refusal | PING
 
-ROWS fetches the rows that the verifier keeps for clients that want them.  All earlier messages are answered before it.
+ROWS fetches the rows that the verifier keeps for clients that want them; the answer repeats the number.  All earlier messages
+are answered before it.
 
 A gateway sends PING every second and the verifier echoes it.  A verifier aborts the requests of a client that has been silent
 for `EngineHello.lease_s`, and asks that client to greet it again (`Refusal.reason == "unknown"`).
@@ -32,7 +33,7 @@ import msgspec
 
 from backend.fleet.stats import Weights
 
-ENGINE_WIRE_VERSION = 8
+ENGINE_WIRE_VERSION = 9
 
 HELLO, ADD, ABORT, UTILITY, SHARE, ROWS, PING = b"h", b"a", b"x", b"u", b"e", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"

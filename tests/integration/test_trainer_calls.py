@@ -3,6 +3,7 @@ sources have them, and vLLM's own."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -84,11 +85,14 @@ def target() -> dict[str, torch.Tensor]:
     return load_file(TARGET / "model.safetensors")
 
 
-def generate(http: httpx.Client, length: int = 64, **fields: Any) -> dict[str, Any]:
+def asking(length: int, **fields: Any) -> dict[str, Any]:
     """SkyRL's body."""
     sampling = {"max_tokens": length, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
-    body = {"token_ids": [5, 6, 7], "sampling_params": sampling, "cache_salt": "run", **fields}
-    answer = http.post("/inference/v1/generate", json=body, headers={"X-Session-ID": "episode-1"})
+    return {"token_ids": [5, 6, 7], "sampling_params": sampling, "cache_salt": "run", **fields}
+
+
+def generate(http: httpx.Client, length: int = 64, **fields: Any) -> dict[str, Any]:
+    answer = http.post("/inference/v1/generate", json=asking(length, **fields), headers={"X-Session-ID": "episode-1"})
     assert answer.status_code == 200, answer.text
     choice: dict[str, Any] = answer.json()["choices"][0]
     assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
@@ -163,15 +167,20 @@ def test_skyrl(fleet: ServedFleet, http: httpx.Client, others: Path, before: lis
 
     wait_for(lambda: accepted("0"), what="accepted tokens of the first version")
     meanwhile = Meanwhile(fleet, http)
-    began = time.monotonic()
-    assert said(http, "/pause", params={"mode": "keep", "clear_cache": "false"})["status"] == "paused"
-    assert http.get("/is_paused").json() == {"is_paused": True}
-    said(http, "/update_weights", json={"weight_dir": str(others), "weight_version": 1})
-    assert said(http, "/resume")["status"] == "resumed"
-    print(f"pause to resume: {1e3 * (time.monotonic() - began):.0f} ms with {RUNNING} requests")
-    generate(http, 1)
-    print(f"pause to the first token of a new request: {1e3 * (time.monotonic() - began):.0f} ms")
-    choices = meanwhile.choices()
+    with http.stream("POST", "/inference/v1/generate", json=asking(LONG, stream=True)) as streamed:
+        chunks = (json.loads(line[6:])["choices"][0] for line in streamed.iter_lines() if line.startswith("data: {"))
+        # Its first tokens have come: this one is cut in the middle, whatever becomes of the others.
+        told = [next(chunks)]
+        began = time.monotonic()
+        assert said(http, "/pause", params={"mode": "keep", "clear_cache": "false"})["status"] == "paused"
+        assert http.get("/is_paused").json() == {"is_paused": True}
+        said(http, "/update_weights", json={"weight_dir": str(others), "weight_version": 1})
+        assert said(http, "/resume")["status"] == "resumed"
+        print(f"pause to resume: {1e3 * (time.monotonic() - began):.0f} ms with {RUNNING} requests")
+        generate(http, 1)
+        print(f"pause to the first token of a new request: {1e3 * (time.monotonic() - began):.0f} ms")
+        told += chunks
+    choices = [*meanwhile.choices(), {**told[-1], "token_ids": [token for chunk in told for token in chunk["token_ids"]]}]
     assert all((choice["finish_reason"], len(choice["token_ids"])) == ("length", LONG) for choice in choices)
     crossing = [choice for choice in choices if len(choice["weight_versions"]) == 2]
     assert crossing

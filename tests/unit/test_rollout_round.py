@@ -20,6 +20,7 @@ from backend.engine.front.offline import Responses
 from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
 from backend.records.kept import RowBatch
+from backend.records.rows import RequestRow
 from backend.rollout import run as run_module
 from backend.rollout.outcome import Round
 from backend.rollout.requests import Request
@@ -28,6 +29,7 @@ from backend.rollout.trace import Case
 from backend.rollout.workers import STARVED_S, Workers
 from backend.routing.balance import Limits
 from tests.support.fake_verifier import FakeVerifier, Sequence
+from tests.support.fleet_process import wait_for
 from tests.support.rollout_fleet import Fleet, respond, rollout_fleet, run, stall
 
 LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
@@ -159,6 +161,24 @@ def test_requests_go_on_after_the_connection_was_cut(fleet: Fleet) -> None:
     check(finished)
     assert not finished.deaths
     assert any(sequence.request_id.endswith("-2") for sequence in verifier.sequences)
+
+
+def test_an_answer_from_before_a_cut_is_not_taken_for_the_last_one(fleet: Fleet) -> None:
+    """Rows are awaited until the rows come that were asked for after it."""
+    verifier = fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        ((worker,), _) = workers.look()
+        verifier.rows.requests.append(RequestRow("0", 0.0, 0.0, 1.0, 3, 1, 1, 0, 0, "length", True, 0))
+        worker.client.ask_rows()
+        wait_for(lambda: not verifier.rows, what="the rows are on their way")
+        verifier.hung = True
+        worker.client.mend()
+        worker.client.ask_rows()
+        worker.client.run_until(lambda: bool(worker.client.rows))
+        assert worker.client.rows_awaited
+    finally:
+        workers.close()
 
 
 def test_the_only_worker_comes_back(fleet: Fleet) -> None:
