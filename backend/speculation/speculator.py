@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -67,7 +68,8 @@ class Speculator:
             self._asking.choice = Choice(self._fixed, longest, 0.0, self._few if self._fixed == Ask.AHEAD else 0)
         self._fresh_times, self._enumeration_times = DraftTimes(), DraftTimes()
         self._miss_times = DraftTimes(self._fresh_times.passes)
-        self._times = Times(self.step_times.at, self._fresh_times.at, self._miss_times.at, self._enumeration_times.at)
+        plain, asked = (partial(self.step_times.at, asking=asking) for asking in (False, True))
+        self._times = Times(plain, asked, self._fresh_times.at, self._miss_times.at, self._enumeration_times.at)
         self._prospect: Prospect | None = None
         self._unlearned: dict[str, int] = {}
         self._ended: dict[str, int] = {}
@@ -188,6 +190,7 @@ class Speculator:
         self._probed = self._probed + 1 if self._probing else 0
         self._probes += self._probed == 1
         attached.features_needed = self._probing or self.choice.ask != Ask.PLAIN or self.candidates.forced > 0
+        self.step_times.asking = attached.features_needed
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
         self._base = max(len(present) + prefill, 1)
@@ -296,7 +299,8 @@ class Speculator:
 
     def stepped(self, tokens: int, seconds: float) -> None:
         """Notes the time of a step over `tokens` tokens, without prefill."""
-        self.step_times.observe(tokens, seconds)
+        if self._is_telling or not self._probing:
+            self.step_times.observe(tokens, seconds)
         self._step_s = seconds
 
     def learn(self, waited_s: float) -> None:
@@ -315,7 +319,8 @@ class Speculator:
             self.candidates.index_shared()
         self._unlearned.clear()
         self._step_s = None
-        if self.candidates.steps >= self._reconsider_at and self._drafter_ids and self.candidates.requests:
+        is_due = self.candidates.steps >= self._reconsider_at and self.step_times.known
+        if is_due and self._drafter_ids and self.candidates.requests:
             self._reconsider_at = self.candidates.steps + RECONSIDER_EVERY
             self._reconsider()
 

@@ -1,7 +1,8 @@
 """Learns how long a step takes by its tokens, and how long a draft takes.  Pure; scheduler's process and thread.
 
-The curve has a point for each size of step.  The logarithm of a step's time is its point's level plus the machine's speed,
-which all points share.  A Kalman filter with two states splits each surprise between both by their variances, here called
+The curve has a point for each size of step.  The logarithm of a step's time is its point's level, plus the machine's speed,
+which all points share, plus what asking drafters costs, if they are asked: messages, features, and the cores and memory that
+drafters on the same machine use.  A Kalman filter splits each surprise between these states by their variances, here called
 doubts: the speed wanders and takes most of it, but a new point takes all.  So old points keep their relation to the others.
 """
 
@@ -21,6 +22,8 @@ UNFITTED = 0.05**2
 """Variance of true points about the straight line through all.  A point in more doubt is unproven: it may be slow by chance."""
 HICCUP = 3.0
 """Surprises are cut to 3 standard deviations, so that one hiccup does not move the curve far."""
+ASKING = 0.1**2
+"""Variance at first of what asking costs: steps may be 10 % longer, or more; they are never shorter."""
 SHARE = 0.25
 """Assumed share of a step's time that grows with its tokens, until steps of several sizes were measured."""
 
@@ -38,10 +41,13 @@ class StepTimes:
 
     def __init__(self, unknown_s: float = 1e-3) -> None:
         """`unknown_s`: the answer before anything was measured."""
+        self.asking = False
+        """Whether drafters are asked in the steps that are observed, and in those that are predicted."""
         self._points: dict[int, _Point] = {}
+        self._cost, self._cost_doubt = 0.0, ASKING
         self._speed, self._speed_doubt, self._clock = 0.0, NOISE, 0
         self._xs, self._ys, self._slopes = [0.0], [unknown_s], [0.0]
-        self._factor, self._stale = 1.0, False
+        self._factors, self._stale = (1.0, 1.0), False
 
     @property
     def known(self) -> bool:
@@ -55,14 +61,15 @@ class StepTimes:
         self._clock += 1
         self._stale = True
         self._speed_doubt = min(self._speed_doubt + WANDER, 1.0)
-        place, level = round(2 * math.log2(tokens)), math.log(seconds) - self._speed
+        cost, cost_doubt = (self._cost, self._cost_doubt) if self.asking else (0.0, 0.0)
+        place, level = round(2 * math.log2(tokens)), math.log(seconds) - self._speed - cost
         point = self._points.get(place)
         if point is None:
-            self._points[place] = _Point(tokens, level, NOISE + self._speed_doubt, self._clock)
+            self._points[place] = _Point(tokens, level, NOISE + self._speed_doubt + cost_doubt, self._clock)
             return
         point.doubt += AGEING * (self._clock - point.at)
         point.at = self._clock
-        surprise, total = level - point.level, self._speed_doubt + point.doubt + NOISE
+        surprise, total = level - point.level, self._speed_doubt + point.doubt + cost_doubt + NOISE
         most = HICCUP * math.sqrt(total)
         if surprise < -most and point.doubt > UNFITTED:
             # Noise only makes steps slower: the unproven point was too high.
@@ -75,13 +82,17 @@ class StepTimes:
         point.doubt *= 1 - gain
         self._speed += speed_gain * surprise
         self._speed_doubt *= 1 - speed_gain
+        if self.asking:
+            self._cost = max(self._cost + cost_doubt / total * surprise, 0.0)
+            self._cost_doubt += AGEING - cost_doubt * cost_doubt / total
 
-    def at(self, tokens: float) -> float:
-        """The predicted seconds of a step."""
+    def at(self, tokens: float, asking: bool | None = None) -> float:
+        """The predicted seconds of a step; with `asking`, of one in which drafters are asked, or are not."""
         if self._stale:
             self._draw()
         i = bisect_right(self._xs, tokens) - 1
-        return self._factor * (self._ys[i] + self._slopes[i] * (tokens - self._xs[i]))
+        factor = self._factors[self.asking if asking is None else asking]
+        return factor * (self._ys[i] + self._slopes[i] * (tokens - self._xs[i]))
 
     def row(self, first: int, count: int) -> list[float]:
         """The predictions for `first`, `first` + 1, ... tokens: `count` of them."""
@@ -89,9 +100,10 @@ class StepTimes:
             self._draw()
         found: list[float] = []
         i, tokens, end = bisect_right(self._xs, first) - 1, first, first + count
+        factor = self._factors[self.asking]
         while tokens < end:
             stop = min(math.ceil(self._xs[i + 1]), end) if i + 1 < len(self._xs) else end
-            start, slope = self._factor * (self._ys[i] - self._slopes[i] * self._xs[i]), self._factor * self._slopes[i]
+            start, slope = factor * (self._ys[i] - self._slopes[i] * self._xs[i]), factor * self._slopes[i]
             found += [start + slope * n for n in range(tokens, stop)]
             i, tokens = i + 1, max(stop, tokens)
         return found
@@ -101,7 +113,7 @@ class StepTimes:
 
         An unproven point above the line is put on it, else the budget would avoid such steps and never learn better.
         """
-        self._stale, self._factor = False, math.exp(self._speed)
+        self._stale, self._factors = False, (math.exp(self._speed), math.exp(self._speed + self._cost))
         points = sorted(self._points.values(), key=lambda point: point.tokens)
         xs, ys = [point.tokens for point in points], [math.exp(point.level) for point in points]
         doubts = [point.doubt + AGEING * (self._clock - point.at) for point in points]

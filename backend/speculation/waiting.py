@@ -199,8 +199,10 @@ class Choice:
 class Times(NamedTuple):
     """Predictions from measured times, in seconds."""
 
+    plain: Callable[[float], float]
+    """A step in which no drafter is asked, by its tokens."""
     step: Callable[[float], float]
-    """A step, by its tokens."""
+    """A step in which drafters are asked."""
     draft: DraftSeconds
     """Fresh drafts, where nothing is drafted ahead."""
     miss: DraftSeconds
@@ -213,7 +215,7 @@ def goodputs(load: Load, times: Times) -> dict[Ask, Choice]:
     """The choice of each kind that emits the most tokens per second."""
     n, alone, drafted, step_s = load.requests, load.alone, load.drafted, times.step
     plain_tokens, plain_gain = alone.tokens[-1], alone.gains[-1]
-    plain = n * (1 + plain_gain) / step_s(load.base + n * plain_tokens)
+    plain = n * (1 + plain_gain) / times.plain(load.base + n * plain_tokens)
     best = {Ask.PLAIN: Choice(Ask.PLAIN, 0, plain)}
 
     def consider(ask: Ask, k: int, tokens_per_s: float, outcomes: int = 0) -> None:

@@ -1,4 +1,7 @@
-"""`outrider rollout` end to end on a real verifier (two: `tests/campaign`): files are where scripts look, numbers add up."""
+"""`outrider rollout` end to end on a verifier of its own: files are where scripts look, numbers add up.
+
+`test_trainer_calls.py` has one that joins a fleet, `tests/campaign` one of several verifiers.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ import pytest
 
 from backend.models.demo import TARGET_DIR
 from backend.rollout.requests import Tokenizer
-from tests.support.fleet_process import ServedFleet, wait_for
 from tests.support.processes import ENGINE_ENV, ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -121,60 +123,3 @@ def test_the_report_calls_acceptance_what_it_is(out: Path) -> None:
     assert [worker["worker"] for worker in report["workers"]] == [0]
     assert report["wall_s"] > 0
     assert "teacher-forced" in (out / "step5" / "round1" / "report.md").read_text()
-
-
-OWN = (
-    {"stop": ["e"], "logprobs": 2, "structured_outputs": {"regex": "[abc]{1,8}e[abc]"}},
-    {"structured_outputs": {"choice": ["yes", "no"]}},
-    {"seed": 11, "temperature": 1},
-)
-"""Sampling parameters of the first prompts."""
-
-
-def test_a_fleet_that_is_joined_gives_each_prompt_its_own_sampling_and_new_weights(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    # Sockets have short paths.
-    tmp_path = tmp_path_factory.mktemp("j")
-    trace, prompts = tmp_path / "train.5.parquet", tmp_path / "prompts.jsonl"
-    made = outrider(tmp_path, "trace", "make", "stdlib", "--out", str(trace), "--limit", "4", "--max-prompt", "40")
-    assert made.returncode == 0, made.stderr
-    texts = [row["prompt"] for row in pq.read_table(trace).to_pylist()]
-    lines = [{"prompt": text, "sampling_params": own} for text, own in zip(texts, (*OWN, {}), strict=True)]
-    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (tmp_path / "w").mkdir()
-    (tmp_path / "w" / "step-8").symlink_to(TARGET_DIR)
-    environment = ENGINE_ENV | {"XDG_RUNTIME_DIR": str(tmp_path)}
-    fleet = ServedFleet("--verifiers", "2", "--drafters", "1", env=environment)
-    try:
-        wait_for(lambda: [each["state"] for each in fleet.fleet()["verifiers"]] == ["ready", "ready"], 120, "two verifiers")
-        run = ["--join", str(fleet.process.pid), "--trace", str(trace), "--prompts", str(prompts), "--out", str(tmp_path)]
-        run += ["--sampling", '{"max_tokens": 40}', "--temperature", "0.7", "--n", "2", "--repeat", "2"]
-        done = outrider(tmp_path, "rollout", *run, "--weights-dir", str(tmp_path / "w"))
-        assert done.returncode == 0, done.stderr
-        asked = {"model": "demo", "prompt": texts[2], "max_tokens": 40, **OWN[2]}
-        answer = fleet.http.post("/v1/completions", json=asked).json()["choices"][0]["text"]
-        wait_for(lambda: fleet.http.get("/weight_info").json()["weight_version"] == "step-8", 30, "the gateway to know")
-    finally:
-        fleet.stop()
-    for number, version in enumerate(("0", "step-8")):
-        directory = tmp_path / "step5" / f"round{number}"
-        assert json.loads((directory / "report.json").read_text())["weights"] == version
-        rows = [json.loads(line) for line in (directory / "responses.jsonl").read_text().splitlines()]
-        assert [row["req_id"] for row in rows] == list(range(8))
-        lengths = {
-            int(row["req_id"]): int(row["response_length"]) for each in (0, 1) for row in table(directory, each, "request")
-        }
-        assert lengths == {row["req_id"]: len(row["token_ids"]) for row in rows}
-        for row in rows[:2]:
-            assert "e" not in row["text"]
-            assert (row["finish_reason"], row["stop_reason"]) == ("stop", "e")
-            content = row["logprobs"]["content"]
-            assert [each["token_id"] for each in content] == row["token_ids"]
-            assert all(2 <= len(each["top_logprobs"]) <= 3 and each["logprob"] <= 0 for each in content)
-        assert {row["text"] for row in rows[2:4]} <= {"yes", "no"}
-        assert rows[4]["text"] == answer, "as a gateway answers with this seed"
-        assert rows[5]["text"] != answer, "the second response has the next seed"
-        assert all("logprobs" not in row for row in rows[2:])
-    cases = pq.read_table(tmp_path / "cases" / "train.5.parquet").to_pylist()
-    assert [case["gen"] for case in cases] == [row["text"] for row in rows]

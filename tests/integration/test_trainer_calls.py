@@ -3,10 +3,13 @@ sources have them, and vLLM's own."""
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
 import backend.models.demo
+from backend.rollout.trace import Case, write_cases
 from tests.support.fleet_process import ServedFleet, wait_for
 from tests.support.lora import write_adapter
+from tests.support.processes import ENGINE_ENV, ROOT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TARGET = Path(backend.models.demo.__file__).parent / "target"
@@ -369,3 +375,56 @@ def test_a_verifier_that_is_started_anew_during_a_pause_is_paused(http: httpx.Cl
     assert http.get("/is_paused", params={"verifier": "verifier-1"}).json() == {"is_paused": True}
     said(http, "/resume")
     assert tokens(http)[:8] == after
+
+
+OWN = (
+    {"stop": ["e"], "logprobs": 2, "structured_outputs": {"regex": "[abc]{1,8}e[abc]"}},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"seed": 11, "temperature": 1},
+    {},
+)
+"""Sampling parameters of a rollout's prompts."""
+
+
+def test_a_rollout_that_joins_gives_each_prompt_its_own_sampling_and_new_weights(
+    fleet: ServedFleet, http: httpx.Client, tmp_path: Path
+) -> None:
+    earlier = http.get("/weight_info").json()["weight_version"]
+    trace, prompts = tmp_path / "train.5.parquet", tmp_path / "prompts.jsonl"
+    cases = [Case(number, f"def part_{number}(lines):\n    ", "return lines") for number in range(len(OWN))]
+    write_cases(trace, cases)
+    lines = [{"prompt": case.prompt, "sampling_params": own} for case, own in zip(cases, OWN, strict=True)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "w").mkdir()
+    (tmp_path / "w" / "step-8").symlink_to(TARGET)
+    run = ["--join", str(fleet.process.pid), "--trace", str(trace), "--prompts", str(prompts), "--out", str(tmp_path)]
+    run += ["--sampling", '{"max_tokens": 40}', "--temperature", "0.7", "--n", "2", "--repeat", "2"]
+    run += ["--weights-dir", str(tmp_path / "w")]
+    command = [sys.executable, "-m", "gateway.cli", "rollout", *run]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENGINE_ENV, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    asked = {"model": "demo", "prompt": cases[2].prompt, "max_tokens": 40, **OWN[2]}
+    answer = said(http, "/v1/completions", json=asked)["choices"][0]["text"]
+    wait_for(lambda: http.get("/weight_info").json()["weight_version"] == "step-8", 30, "the gateway to know")
+    for number, version in enumerate((earlier, "step-8")):
+        directory = tmp_path / "step5" / f"round{number}"
+        assert json.loads((directory / "report.json").read_text())["weights"] == version
+        rows = [json.loads(line) for line in (directory / "responses.jsonl").read_text().splitlines()]
+        assert [row["req_id"] for row in rows] == list(range(8))
+        lengths = {}
+        for worker in (0, 1):
+            with (directory / f"worker_{worker}_request.csv").open(newline="", encoding="utf-8") as stream:
+                lengths.update({int(row["req_id"]): int(row["response_length"]) for row in csv.DictReader(stream)})
+        assert lengths == {row["req_id"]: len(row["token_ids"]) for row in rows}
+        for row in rows[:2]:
+            assert "e" not in row["text"]
+            assert (row["finish_reason"], row["stop_reason"]) == ("stop", "e")
+            content = row["logprobs"]["content"]
+            assert [each["token_id"] for each in content] == row["token_ids"]
+            assert all(2 <= len(each["top_logprobs"]) <= 3 and each["logprob"] <= 0 for each in content)
+        assert {row["text"] for row in rows[2:4]} <= {"yes", "no"}
+        assert all("logprobs" not in row for row in rows[2:])
+    assert rows[4]["text"] == answer, "as a gateway answers with this seed"
+    assert rows[5]["text"] != answer, "the second response has the next seed"
+    written = pq.read_table(tmp_path / "cases" / "train.5.parquet").to_pylist()
+    assert [case["gen"] for case in written] == [row["text"] for row in rows]

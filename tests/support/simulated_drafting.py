@@ -197,4 +197,4 @@ class Verifier:
         self.load, at = n, self.times.at
         self.prospect = self.drafted.prospect(n, n, at)
         load = Load(n, n, self.alone.prospect(n, n, at), self.prospect, self.hits)
-        self.asking.choose(load, Times(at, self.draft_times.at, self.miss_times.at, lambda rows, k: 0.0))
+        self.asking.choose(load, Times(at, at, self.draft_times.at, self.miss_times.at, lambda rows, k: 0.0))

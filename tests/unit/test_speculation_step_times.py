@@ -123,6 +123,26 @@ def test_it_never_falls_and_beyond_the_points_grows_in_proportion_at_most(measur
     assert times.at(3 * most) <= 3 * times.at(most) * (1 + 1e-9)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_what_asking_costs_is_told_from_a_slow_machine(seed: int) -> None:
+    """Steps are a fifth longer while drafters are asked.  Each kind is still known after a long time of the other."""
+    times, dice = StepTimes(), random.Random(seed)
+
+    def run(count: int, asking: bool) -> None:
+        times.asking = asking
+        for _ in range(count):
+            tokens = dice.choice((16, 18, 22, 26, 30, 36) if asking else (14, 15, 16, 18, 22))
+            times.observe(tokens, affine(tokens) * (1.2 if asking else 1.0) * dice.gauss(1, 0.1))
+
+    for _ in range(4):
+        run(124, False)
+        run(2, True)
+    run(2000, True)
+    assert times.at(16, asking=False) == pytest.approx(affine(16), rel=0.12)
+    run(500, False)
+    assert times.at(32, asking=True) == pytest.approx(1.2 * affine(32), rel=0.12)
+
+
 def test_one_size_alone_makes_others_neither_free_nor_in_proportion() -> None:
     times = StepTimes()
     times.observe(16, 8e-3)

@@ -139,7 +139,7 @@ def draft_s(rows: float, k: int) -> float:
     return 1e-3 + 3e-4 * (k + 1) if rows else 0.0
 
 
-TIMES = Times(flat, draft_s, draft_s, at_once)
+TIMES = Times(flat, flat, draft_s, draft_s, at_once)
 
 
 def test_nothing_pays_more_than_what_is_promised() -> None:
@@ -160,9 +160,9 @@ def test_ahead_waits_whenever_one_outcome_of_all_was_missed() -> None:
     def by_row(rows: float, k: int) -> float:
         return 3e-4 * rows
 
-    offer = goodputs(Load(4, 4, NONE, GOOD, seeing(0.5)), Times(flat, draft_s, by_row, at_once))[Ask.AHEAD]
+    offer = goodputs(Load(4, 4, NONE, GOOD, seeing(0.5)), Times(flat, flat, draft_s, by_row, at_once))[Ask.AHEAD]
     assert offer.tokens_per_s == pytest.approx(16 / (6e-3 + 2 * 3e-4))
-    dear = goodputs(Load(4, 4, NONE, GOOD, seeing(0.5)), Times(flat, draft_s, lambda rows, k: 2e-3, at_once))[Ask.AHEAD]
+    dear = goodputs(Load(4, 4, NONE, GOOD, seeing(0.5)), Times(flat, flat, draft_s, lambda rows, k: 2e-3, at_once))[Ask.AHEAD]
     assert dear.tokens_per_s == pytest.approx(16 / (6e-3 + 15 / 16 * 2e-3))
 
 
@@ -171,7 +171,7 @@ def test_slow_passes_ask_for_short_drafts() -> None:
         return 4e-3 * (k + 1)
 
     fast = goodputs(Load(1, 1, NONE, GOOD, seeing(0.0)), TIMES)[Ask.DRAFT].k
-    assert goodputs(Load(1, 1, NONE, GOOD, seeing(0.0)), Times(flat, slow, slow, at_once))[Ask.DRAFT].k < fast
+    assert goodputs(Load(1, 1, NONE, GOOD, seeing(0.0)), Times(flat, flat, slow, slow, at_once))[Ask.DRAFT].k < fast
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_what_is_asked_for(drafted: Prospect, hit_rate: float, ask: Ask) -> None
     def later(rows: float, k: int) -> float:
         return draft_s(rows, k) + 2e-3
 
-    assert Asking().choose(Load(4, 4, NONE, drafted, seeing(hit_rate)), Times(flat, draft_s, later, at_once)).ask == ask
+    assert Asking().choose(Load(4, 4, NONE, drafted, seeing(hit_rate)), Times(flat, flat, draft_s, later, at_once)).ask == ask
 
 
 def test_a_small_promise_changes_nothing_and_ties_ask_nobody() -> None:
@@ -222,7 +222,7 @@ def test_how_often_the_first_few_suffice_is_known_from_where_hits_were() -> None
 
 
 def test_outcomes_that_take_longer_than_the_step_come_too_late() -> None:
-    slow = Times(flat, draft_s, draft_s, lambda rows, k: rows * 1e-2)
+    slow = Times(flat, flat, draft_s, draft_s, lambda rows, k: rows * 1e-2)
     few = goodputs(Load(4, 4, NONE, GOOD, Foresight(8)), slow)[Ask.AHEAD]
     many = goodputs(Load(4, 4, NONE, GOOD, Foresight(8)), slow._replace(enumerate=at_once))[Ask.AHEAD]
     assert few.outcomes < many.outcomes
@@ -272,7 +272,7 @@ def test_chances_are_calibrated_by_drafts_that_nobody_verifies() -> None:
 def test_a_kind_that_does_not_keep_its_promises_is_left_and_later_tried_again() -> None:
     """Its parts are measured well, and together they bring half."""
     asking, load = Asking(), Load(4, 4, NONE, GOOD, seeing(0.0))
-    times = Times(flat, draft_s, lambda rows, k: 1.0, at_once)
+    times = Times(flat, flat, draft_s, lambda rows, k: 1.0, at_once)
     first = asking.choose(load, times)
     assert first.ask == Ask.DRAFT
     windows = 0
@@ -286,7 +286,7 @@ def test_a_kind_that_does_not_keep_its_promises_is_left_and_later_tried_again() 
 
 
 def test_what_was_promised_to_many_is_not_asked_of_few() -> None:
-    asking, times = Asking(), Times(flat, draft_s, lambda rows, k: 1.0, at_once)
+    asking, times = Asking(), Times(flat, flat, draft_s, lambda rows, k: 1.0, at_once)
     ask = asking.choose(Load(16, 16, NONE, GOOD, seeing(0.0)), times).ask
     asking.choose(Load(1, 1, NONE, GOOD, seeing(0.0)), times, None, 1.0, 1000)
     assert asking.promises.kept(ask) == 1.0
