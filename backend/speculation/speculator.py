@@ -299,8 +299,7 @@ class Speculator:
 
     def stepped(self, tokens: int, seconds: float) -> None:
         """Notes the time of a step over `tokens` tokens, without prefill."""
-        if self._is_telling or not self._probing:
-            self.step_times.observe(tokens, seconds)
+        self.step_times.observe(tokens, seconds)
         self._step_s = seconds
 
     def learn(self, waited_s: float) -> None:
@@ -319,8 +318,7 @@ class Speculator:
             self.candidates.index_shared()
         self._unlearned.clear()
         self._step_s = None
-        is_due = self.candidates.steps >= self._reconsider_at and self.step_times.known
-        if is_due and self._drafter_ids and self.candidates.requests:
+        if self.candidates.steps >= self._reconsider_at and self._drafter_ids and self.candidates.requests:
             self._reconsider_at = self.candidates.steps + RECONSIDER_EVERY
             self._reconsider()
 

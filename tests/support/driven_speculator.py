@@ -49,6 +49,9 @@ class Driven:
     period: int = 0
     """Number of tokens after which texts repeat; 0: random texts."""
     now: float = 100.0
+    token_s: float = TOKEN_S
+    asking: float = 1.0
+    """How many times as long steps are while drafters are asked."""
     dice: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
@@ -79,7 +82,8 @@ class Driven:
         waited_s = self.now - began
         attached = self.speculator.attach(list(self.texts), 0, self.now)
         drafted = sum(len(tokens) for tokens in attached.tokens.values())
-        step_s = STEP_S + TOKEN_S * (len(self.texts) + drafted)
+        step_s = STEP_S + self.token_s * (len(self.texts) + drafted)
+        step_s *= self.asking if attached.features_needed else 1.0
         self.now += step_s
         self.speculator.stepped(len(self.texts) + drafted, step_s)
         accepted = 0

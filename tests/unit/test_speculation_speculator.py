@@ -13,7 +13,7 @@ from backend.speculation.candidates import rank_of
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
 from backend.wire.drafting import Block, Draft, Outcome
-from tests.support.driven_speculator import LONGEST_WAIT_S, Drafter, Driven, K, Turn, speculator
+from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, Drafter, Driven, K, Turn, speculator
 
 
 @given(
@@ -133,6 +133,19 @@ def test_a_useless_drafter_is_only_probed_and_never_waited_for() -> None:
     assert all(item.floor == 0 for turn in turns for item in turn.asks), "a probe wants to see the whole draft"
     assert all(turn.waited_s == 0 for turn in turns)
     assert sum(len(turn.attached.tokens) for turn in turns) < len(turns) // 10
+
+
+@pytest.mark.parametrize("right", [0.5, 0.6, 0.7])
+def test_drafting_that_lengthens_steps_too_much_is_left_alone(right: float) -> None:
+    """Where a row costs as much as on a CPU, drafts gain nothing in a batch of 16, and asking for them costs a fifth."""
+    made, token_s = speculator("auto"), 3e-4
+    for tokens in (1, 4, 16, 32, 64, 80) * 2:
+        made.step_times.observe(tokens, STEP_S + token_s * tokens)
+    driven = Driven(made, Drafter(right), requests=16, token_s=token_s, asking=1.2)
+    driven.run(200)
+    began, steps = driven.now, 4 * PROBE_EVERY
+    emitted = sum(turn.accepted for turn in driven.run(steps)) + 16 * steps
+    assert emitted / (driven.now - began) > 0.97 * 16 / (STEP_S + token_s * 16)
 
 
 def test_a_drafter_that_got_better_is_found_by_its_probes() -> None:
