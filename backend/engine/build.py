@@ -21,9 +21,10 @@ from backend.config import REMOTE_MODES, Settings, environment
 from backend.engine.arguments import EngineSetupError, common_arguments, remote_speculation
 from backend.engine.tensor_transfer import NAME
 from backend.models.checkpoint import drafter_config
-from backend.models.head_config import load_config, read_config, text_config
+from backend.models.head_config import DRAFT_MODEL, load_config, read_config, text_config
 from backend.models.kinds import KINDS
 from backend.models.resolve import DEMO, ResolvedModels
+from backend.models.vocabulary import shared_tokens
 
 SUPPORTED_VLLM = "0.32."
 CPU_KV_CACHE_BYTES = 256 << 20
@@ -113,7 +114,11 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
         config = drafter_config(paths.drafter_dir, paths.target_dir)
         if config.is_mtp:
             return {"method": "mtp", "num_speculative_tokens": k}
-        return {"method": config.kind, "model": paths.drafter_dir, "num_speculative_tokens": k}
+        model = {"method": config.kind, "model": paths.drafter_dir, "num_speculative_tokens": k}
+        if config.kind != DRAFT_MODEL:
+            return model
+        shared = shared_tokens(config, paths.drafter_dir, paths.target_dir)
+        return model | {"use_heterogeneous_vocab": shared is not None and shared.differ}
     return remote_speculation(k)
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tokenizers import Tokenizer
-
 from backend.models.head_config import (
     CheckpointError,
     HeadConfig,
@@ -25,6 +23,7 @@ from backend.models.head_config import (
 )
 from backend.models.layout import canonical_names, is_draft_model, required_tensors
 from backend.models.tensor_files import TensorFiles
+from backend.models.vocabulary import shared_tokens
 
 EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
@@ -65,36 +64,20 @@ def _check_model(model_dir: str, target_dir: str, found: Misfits) -> None:
     model, files = load_model_config(model_dir, target_dir), TensorFiles(model_dir)
     found.errors.extend(model.unsupported)
     found.errors.extend(misshapen(model, files))
-    _check_tokenizers(Path(model_dir), Path(target_dir), found)
+    _check_tokenizers(model, model_dir, target_dir, found)
     longest = text_config(read_config(target_dir)).get("max_position_embeddings")
     if longest is not None and model.max_position < longest:
         found.warnings.append(f"it knows {model.max_position} positions, the target {longest}: nothing is drafted beyond")
 
 
-def _check_tokenizers(own: Path, target: Path, found: Misfits) -> None:
-    """Compares the tokenizers: a draft is token ids, so both models must give them the same meaning."""
-    files = [directory / "tokenizer.json" for directory in (own, target)]
-    if not all(file.is_file() for file in files):
+def _check_tokenizers(model: HeadConfig, own: str, target: str, found: Misfits) -> None:
+    """Compares the tokenizers: a draft is token ids, so both models must give them the same meaning, or ids are mapped."""
+    shared = shared_tokens(model, own, target)
+    if not all((Path(directory) / "tokenizer.json").is_file() for directory in (own, target)):
         found.warnings.append("without a tokenizer.json in both directories nobody knows whether their tokens are the same")
-        return
-    if files[0].read_bytes() == files[1].read_bytes():
-        return
-    ours, theirs = (_vocabulary(file) for file in files)
-    differing = [token for token, number in ours.items() if theirs.get(token, number) != number]
-    if differing or not ours.keys() & theirs.keys():
-        example = f": {differing[0]!r} is {ours[differing[0]]} there and {theirs[differing[0]]} here" if differing else ""
-        found.errors.append(f"it has another tokenizer{example}")
-    elif missing := len(theirs.keys() - ours.keys()):
-        found.warnings.append(f"{missing} of the target's {len(theirs)} tokens are unknown to it and never drafted")
-
-
-def _vocabulary(file: Path) -> dict[str, int]:
-    """A fast tokenizer's tokens and their ids, added tokens included.  Raises `CheckpointError`."""
-    try:
-        found: dict[str, int] = Tokenizer.from_file(str(file)).get_vocab()
-    except Exception as error:  # the library raises this class itself
-        raise CheckpointError(f"{file}: cannot be read as a tokenizer ({error})") from error
-    return found
+    elif shared is not None and (shared.differ or len(shared.ids) < shared.target_size):
+        mapped = ", under other ids, which are mapped" if shared.differ else ""
+        found.warnings.append(f"it knows {len(shared.ids)} of the target's {shared.target_size} tokens{mapped}")
 
 
 def _check_sizes(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:

@@ -26,6 +26,7 @@ from backend.models.head_config import (
 )
 from backend.models.layout import canonical_names, is_draft_model, required_tensors
 from backend.models.tensor_files import TensorFiles
+from backend.models.vocabulary import shared_tokens
 from backend.wire.drafting import TargetTensor
 
 BORROWED: frozenset[TargetTensor] = frozenset(("embed_tokens.weight", "lm_head.weight"))
@@ -38,7 +39,8 @@ class HeadWeights:
     """A drafter's tensors under canonical names (`layers.0.self_attn.q_proj.weight`, ...), on the CPU, as stored.
 
     `embedding` is `[vocab, hidden]`, `lm_head` `[draft_vocab, hidden]`.  `draft_to_target` `[draft_vocab]`, int64, maps ids of
-    the draft vocabulary to the target's; None if both vocabularies are the same.
+    the draft vocabulary to the target's; None if both vocabularies are the same.  A draft model with another vocabulary is
+    brought into this form: its embedding in the order of the target's ids, its output matrix cut down to the shared tokens.
     """
 
     config: HeadConfig
@@ -86,20 +88,27 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
     embedding = tensors.pop(EMBEDDING, None)
     lm_head = tensors.pop(LM_HEAD, None)
     offsets = tensors.pop("d2t", None)
+    mapping = _target_ids(offsets, config) if offsets is not None else None
     longest = int(text_config(read_config(target_dir)).get("max_position_embeddings") or config.max_position)
     if config.kind == DRAFT_MODEL:
         assert embedding is not None, "`is_draft_model` saw it"
-        _expect(EMBEDDING, embedding, config.draft_vocab_size, config.hidden_size)
+        _expect(EMBEDDING, embedding, config.own_vocab_size, config.hidden_size)
         lm_head = embedding if lm_head is None else lm_head
         borrowed = frozenset()
-        # The target may have tokens beyond the draft model's vocabulary: their embeddings are zero.
-        embedding = functional.pad(embedding, (0, 0, 0, max(config.vocab_size - len(embedding), 0)))
+        # The target may have tokens that the draft model has nothing for: their embeddings are zero.
+        shared = shared_tokens(config, head_dir, target_dir)
+        if shared is not None and shared.differ:
+            _expect(LM_HEAD, lm_head, config.own_vocab_size, config.hidden_size)
+            mapping, lm_head = torch.tensor(list(shared.ids)), lm_head[list(shared.ids.values())]
+            embedding = functional.pad(embedding, (0, 0, 0, 1))[shared.inputs()]
+            config = replace(config, draft_vocab_size=len(mapping))
+        else:
+            embedding = functional.pad(embedding, (0, 0, 0, max(config.vocab_size - len(embedding), 0)))
         longest = min(longest, config.max_position)
     embedding = borrow(target_dir, EMBEDDING, newer) if embedding is None else embedding
     lm_head = borrow(target_dir, LM_HEAD, newer) if lm_head is None else lm_head
     _expect(EMBEDDING, embedding, config.vocab_size, config.hidden_size)
     _expect(LM_HEAD, lm_head, config.draft_vocab_size, config.hidden_size)
-    mapping = _target_ids(offsets, config) if offsets is not None else None
     projection = load_fc(head_dir) if raw and config.uses_aux else None
     return HeadWeights(config, tensors, embedding, lm_head[: config.draft_vocab_size], mapping, longest, borrowed, projection)
 

@@ -62,7 +62,7 @@ class HeadConfig:
     unsupported: tuple[str, ...]
     """Settings in the configuration that our drafter does not support, one line each."""
     own_vocab_size: int = 0
-    """The target's vocabulary size according to the head's own configuration; 0: it names none."""
+    """The vocabulary size in its own configuration: for a head, the target's; 0: it names none."""
     aux_layers: tuple[int, ...] = ()
     """Target layers whose inputs `fc` joins to a feature; empty if `uses_aux` is False, or if neither the head nor a known
     target says which."""
@@ -170,6 +170,7 @@ def _parse_model(own: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         head_dim=int(own.get("head_dim") or hidden // heads),
         vocab_size=vocab,
         draft_vocab_size=min(int(own["vocab_size"]), vocab),
+        own_vocab_size=int(own["vocab_size"]),
         max_position=longest,
         rms_norm_eps=float(own.get("rms_norm_eps", 1e-6)),
         rope=rope_of(own),

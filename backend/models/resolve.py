@@ -149,7 +149,7 @@ def check_combination(settings: Settings) -> None:
     if DEMO in names and settings.model != DEMO and settings.mode in MODES_WITH_DRAFTS:
         raise ModelError(
             f"--drafter demo fits only the demo model, not {settings.model}: "
-            "give --drafter an EAGLE head or a small model with the same tokenizer, or --drafter ngram, or --mode off"
+            "give --drafter an EAGLE head or a small model with a similar tokenizer, or --drafter ngram, or --mode off"
         )
 
 

@@ -24,6 +24,7 @@ from backend.engine.client import Answer
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.noise import choose, gumbel
 from backend.wire.engine import Account, RequestOptions
+from tests.support.other_vocabulary import write_permuted
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.statistics import chi_square, chi_square_tail
 
@@ -266,7 +267,10 @@ def test_with_a_draft_model_every_mode_says_the_same(
     assert mode != "sync" or sum(right for _, right in found) > 0
 
 
+@pytest.mark.parametrize(("renamed", "least"), [(None, 0.98), (range(1900, 2048), 0.7)])
 def test_a_draft_model_that_is_the_target_is_always_right(
+    renamed: range | None,
+    least: float,
     engines: dict[str, Verifier],
     plain: Verifier,
     said: dict[str, Future[Said]],
@@ -274,13 +278,15 @@ def test_a_draft_model_that_is_the_target_is_always_right(
     drafter: Drafter,
     tmp_path: Path,
 ) -> None:
+    """With other ids, too; but if some of its tokens have other names, then it does not know them in the text."""
     said["sync"].result()
-    itself = Drafter(tmp_path, draft_model=str(TARGET_DIR))
+    model = TARGET_DIR if renamed is None else write_permuted(TARGET_DIR, tmp_path / "permuted", renamed)
+    itself = Drafter(tmp_path, draft_model=str(model))
     try:
         for temperature in (0.0, 1.0):
             drafted, right = drafted_by(itself, drafter, engines["sync"], plain, expected, temperature)
             # But for near ties: the noise is the same too.
-            assert right > 0.98 * drafted > FEW_PROMPTS
+            assert right > least * drafted > FEW_PROMPTS
     finally:
         itself.close()
 

@@ -23,10 +23,11 @@ from transformers import (
 
 from backend.drafter.draft_model import BATCH_ROWS, ModelProposer
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import Ask, Premise, Until
+from backend.drafter.proposer import Ask, Premise, Sampling, Until
 from backend.models.checkpoint import drafter_config, load_drafter
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError
+from tests.support.other_vocabulary import write_permuted, write_tokenizer
 from tests.support.properties import examples
 
 VOCAB = 61
@@ -105,6 +106,10 @@ def by_the_book(model: PreTrainedModel, tokens: list[int], k: int) -> list[int]:
     for _ in range(k):
         said.append(int(model(torch.tensor([said])).logits[0, -1].argmax()))
     return said[len(tokens) :]
+
+
+def names(count: int) -> dict[str, int]:
+    return {f"t{number}": number for number in range(count)}
 
 
 def text(seed: int, count: int) -> list[int]:
@@ -197,8 +202,11 @@ def test_a_long_prompt_lets_others_draft_meanwhile(llama: tuple[str, str, PreTra
 
 def test_a_vocabulary_of_another_size_serves_its_common_part(tmp_path: Path) -> None:
     path, model = save(tmp_path / "draft", "llama")
+    write_tokenizer(Path(path), names(VOCAB))
     for vocab in (VOCAB - 20, VOCAB + 20):
-        proposer = make(path, write_target(tmp_path / f"target{vocab}", vocab))
+        target = write_target(tmp_path / f"target{vocab}", vocab)
+        write_tokenizer(Path(target), names(vocab))
+        proposer = make(path, target)
         assert proposer.hidden == 0, "verifiers send it no features"
         tokens = [token % (VOCAB - 20) for token in text(1, 12)] + [vocab - 1]
         proposer.open("a", list(tokens), 0, 0.0)
@@ -206,6 +214,38 @@ def test_a_vocabulary_of_another_size_serves_its_common_part(tmp_path: Path) -> 
         assert len(drafted) == 3
         assert max(drafted) < min(vocab, VOCAB)
     assert model.config.vocab_size == VOCAB
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("renamed", [range(0), range(9)])
+def test_with_other_ids_it_drafts_the_same_shared_tokens(tmp_path: Path, name: str, renamed: range) -> None:
+    """With the same noise, up to where the plain one drafts a token that is not shared.  One model has tied embeddings."""
+    path, _ = save(tmp_path / "draft", name)
+    target = write_target(tmp_path / "target")
+    for directory in (path, target):
+        write_tokenizer(Path(directory), names(VOCAB))
+    plain, permuted = make(path, target), make(str(write_permuted(Path(path), tmp_path / "permuted", renamed)), target)
+    assert (permuted._head.draft_to_target is None) == (not renamed), "a mere permutation costs nothing"
+    cut = whole = 0
+    for seed in range(30):
+        tokens = [token if token not in renamed else 60 for token in text(seed, 12)]
+        drafts = []
+        for proposer in (plain, permuted):
+            proposer.open(str(seed), list(tokens), 0, 0.0, Sampling(seed, 1.0 if seed % 3 else 0.0))
+            (drafted,) = proposer.draft([Ask(str(seed), len(tokens), 0, None, Until(4))])
+            drafts.append(drafted.tokens)
+            (ahead,) = proposer.draft_outcomes([Premise(str(seed), len(tokens), Until(2), drafted.tokens, 4)])
+            drafts.append([token for outcome in ahead for token in (outcome.token, *outcome.tokens)])
+        expected, expected_ahead, found, found_ahead = drafts
+        assert not {*found, *found_ahead} & {*renamed}
+        same = next((i for i, token in enumerate(expected) if token in renamed), len(expected))
+        assert found[:same] == expected[:same]
+        cut, whole = cut + (same < 4), whole + (same == 4)
+        assert renamed or found_ahead == expected_ahead
+    assert whole > 3
+    assert (cut > 3) == bool(renamed)
+    permuted.open("strange", [*renamed, 60], 0, 0.0)
+    assert len(draft(permuted, "strange", len(renamed) + 1, 4)) == 4, "tokens that it does not know stop nothing"
 
 
 def test_what_it_is_is_seen_in_its_weights(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from backend.engine import feature_link
 from backend.engine.features import FeatureShipper
 from backend.engine.postponed import Span
 from backend.fleet import DrafterRef
+from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError
 from backend.transport import RingWriter
 from backend.transport.hub import Dealer, Hub
@@ -40,6 +41,7 @@ from backend.wire.drafting import (
     encode,
 )
 from tests.support.drafter_heads import TinyHead, write_head, write_target
+from tests.support.other_vocabulary import write_permuted
 
 HEAD = TinyHead()
 SETTINGS = DraftingSettings(gpus=0, cache_tokens=1024)
@@ -228,6 +230,31 @@ def test_another_head_is_loaded_while_it_serves(process: DrafterProcess, tmp_pat
     process.swap_head(write_head(tmp_path / "other", replace(HEAD, seed=5), "speculators"))
     peer.greet()
     assert peer.ask(1, Open("a", 5, tokens, 4)).items[0].tokens != before
+
+
+def test_a_draft_model_with_other_ids_drafts_the_same_once_loaded_and_one_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    model = DrafterModel(str(TARGET_DIR), str(DRAFT_MODEL_DIR))
+    process = DrafterProcess("drafter-0", model, SETTINGS, f"ipc://{tmp_path}/m.sock")
+    process.start()
+    peer = Peer(process.address, "v")
+    try:
+        drafts = []
+        permuted = write_permuted(DRAFT_MODEL_DIR, tmp_path / "permuted")
+        strange = write_permuted(DRAFT_MODEL_DIR, tmp_path / "strange", range(1100))
+        for directory in (None, permuted, strange):
+            if directory == strange:
+                with pytest.raises(CheckpointError, match="strange: another vocabulary"):
+                    process.swap_head(str(directory))
+            elif directory is not None:
+                process.swap_head(str(directory))
+            peer.greet()
+            peer.features.send(encode(Round(1, "float32", 0, [Open("r", 6, [0, 271, 300, 290, 310, 280], 0)])), b"")
+            drafts.append(peer.wish("r", 6, 4).items[0].tokens)
+        assert len(drafts[0]) == 4
+        assert drafts == [drafts[0]] * 3
+    finally:
+        peer.hub.close()
+        process.stop()
 
 
 @pytest.mark.parametrize("wrong", ["missing", "hidden", "layers", "empty"])

@@ -10,6 +10,7 @@ import pytest
 
 from backend.config import Settings
 from backend.models.resolve import ModelError, find, resolve
+from tests.support.other_vocabulary import write_tokenizer
 
 
 def settings(**changes: Any) -> Settings:
@@ -137,13 +138,13 @@ def test_ranks_must_divide_the_attention_heads(tmp_path: Path) -> None:
     assert resolve(settings(model=str(nested), mode="off", verifier={"tensor_parallel": 3}), quiet).name == "m"
 
 
-def draft_model(directory: Path, **tokenizer: int) -> Path:
+def draft_model(directory: Path, rows: int = 2100, **tokenizer: int) -> Path:
     """A tiny draft model for the demo target; `tokenizer`: tokens with other ids than the target's."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     from backend.models.demo import TARGET_DIR
 
-    sizes = {"vocab_size": 2100, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes = {"vocab_size": rows, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(directory)
     content = json.loads((TARGET_DIR / "tokenizer.json").read_text())
     content["model"]["vocab"] |= tokenizer
@@ -157,19 +158,26 @@ def test_a_model_with_the_same_tokenizer_drafts(tmp_path: Path) -> None:
     assert (models.drafter_kind, models.drafter_dir, models.in_turn) == ("draft_model", str(directory), ())
 
 
-def test_a_model_with_another_tokenizer_is_refused(tmp_path: Path) -> None:
-    directory = draft_model(tmp_path / "d", **{"import": 7})
-    with pytest.raises(ModelError, match=r"another tokenizer: 'import' is 7 there and [0-9]+ here") as error:
-        resolve(settings(drafter=str(directory)), quiet)
+def test_with_another_vocabulary_the_shared_tokens_are_counted(tmp_path: Path) -> None:
+    said: list[str] = []
+    resolve(settings(drafter=str(draft_model(tmp_path / "d", **{"import": 2060}))), said.append)
+    assert [line.partition(" it ")[2] for line in said if "tokens" in line] == [
+        "knows 2048 of the target's 2048 tokens, under other ids, which are mapped"
+    ]
+    write_tokenizer(tmp_path / "d", {"import": 0, "def": 1, "class": 2, **{f"t{i}": 3 + i for i in range(4)}})
+    with pytest.raises(ModelError, match=r"does not fit .* shares 3 tokens .* less than 50% of the smaller one's 7") as error:
+        resolve(settings(drafter=str(tmp_path / "d")), quiet)
     assert "\n" not in str(error.value)
 
 
-def test_tokenizers_nobody_can_compare_are_a_warning(tmp_path: Path) -> None:
-    directory = draft_model(tmp_path / "d")
+def test_tokenizers_nobody_can_compare_are_a_warning_unless_sizes_differ(tmp_path: Path) -> None:
     said: list[str] = []
-    (directory / "tokenizer.json").unlink()
-    resolve(settings(drafter=str(directory)), said.append)
+    (draft_model(tmp_path / "d", 2048) / "tokenizer.json").unlink()
+    resolve(settings(drafter=str(tmp_path / "d")), said.append)
     assert ["nobody knows whether their tokens are the same" in line for line in said] == [True]
+    (draft_model(tmp_path / "e") / "tokenizer.json").unlink()
+    with pytest.raises(ModelError, match="it has 2100 tokens, the target 2048; to map them, both directories must have"):
+        resolve(settings(drafter=str(tmp_path / "e")), quiet)
 
 
 def test_several_drafters_take_their_models_in_turn(tmp_path: Path) -> None:

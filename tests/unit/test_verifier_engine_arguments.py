@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from vllm.config.utils import replace
 
@@ -10,6 +12,9 @@ from backend.engine.arguments import EngineSetupError
 from backend.engine.build import build_config, engine_arguments
 from backend.engine.fixed import takes_fixed
 from backend.engine.front.config import build_vllm_config
+from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
+from backend.models.resolve import ResolvedModels
+from tests.support.other_vocabulary import write_permuted
 from tests.support.processes import demo_models
 
 
@@ -28,6 +33,14 @@ def test_speculation_is_ours_with_what_is_said_of_it() -> None:
         **ours,
         "draft_sample_method": "probabilistic",
     }
+
+
+def test_vllm_is_told_of_a_draft_model_with_other_ids(tmp_path: Path) -> None:
+    settings = Settings(mode="native")
+    for directory, differs in ((DRAFT_MODEL_DIR, False), (write_permuted(DRAFT_MODEL_DIR, tmp_path), True)):
+        paths = ResolvedModels(str(TARGET_DIR), str(directory), "draft_model")
+        given = engine_arguments(settings, paths, "v")["speculative_config"]
+        assert (given["method"], given["use_heterogeneous_vocab"]) == ("draft_model", differs)
 
 
 def test_of_any_dictionary_only_what_is_said_differs() -> None:
