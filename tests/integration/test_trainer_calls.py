@@ -377,7 +377,7 @@ def test_a_verifier_that_is_started_anew_during_a_pause_is_paused(http: httpx.Cl
     assert tokens(http)[:8] == after
 
 
-OWN = (
+OWN: tuple[dict[str, Any], ...] = (
     {"stop": ["e"], "logprobs": 2, "structured_outputs": {"regex": "[abc]{1,8}e[abc]"}},
     {"structured_outputs": {"choice": ["yes", "no"]}},
     {"seed": 11, "temperature": 1},
