@@ -117,7 +117,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             choice, load = self.speculator.choice, self.speculator.load(len(self._decoding))
             logger.info("%d requests: %s, K %d, %.0f tokens/s", load.requests, choice.ask, choice.k, choice.tokens_per_s)
             if self.records is not None:
-                self.records.decided(self.plan_in_force(), load, choice, self.speculator.step_times.at(load.requests))
+                plain_step_s = self.speculator.step_times.at(load.requests, asking=False)
+                self.records.decided(self.plan_in_force(), load, choice, plain_step_s)
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
@@ -146,9 +147,10 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             return
         load = speculator.load(stats.running)
         n = load.requests
-        stats.plain_step_s = at(n)
-        stats.drafted_step_s = at(n * (1 + load.drafted.tokens[plan.k or self.num_spec_tokens]))
-        stats.lookup_step_s, stats.lookup_length = at(n * (1 + load.alone.tokens[-1])), 1 + load.alone.gains[-1]
+        stats.plain_step_s = at(n, asking=False)
+        stats.drafted_step_s = at(n * (1 + load.drafted.tokens[plan.k or self.num_spec_tokens]), asking=True)
+        stats.lookup_step_s = at(n * (1 + load.alone.tokens[-1]), asking=False)
+        stats.lookup_length = 1 + load.alone.gains[-1]
 
     # -- vLLM's hooks --------------------------------------------------------------------------------------------------
 
