@@ -120,7 +120,6 @@ class Sequences:
         self._by_id: dict[str, InFlight] = {}
         self._by_place: dict[str, InFlight] = {}
         self._batches: dict[str, InFlight] = {}
-        self._expecting: set[str] = set()
         self._placed: Counter[str] = Counter()
         self._tokens: Counter[str] = Counter()
 
@@ -162,11 +161,6 @@ class Sequences:
         """Sequences of batches that have given way to others."""
         return sum(record.held for record in self.batches)
 
-    @property
-    def expecting(self) -> bool:
-        """Whether a sequence that belongs to no batch has no token yet."""
-        return bool(self._expecting)
-
     def placed(self, verifier_id: str) -> int:
         """How many sequences run at this verifier."""
         return self._placed[verifier_id]
@@ -184,14 +178,11 @@ class Sequences:
         self._by_id[request_id] = self._by_place[record.place_id] = record
         if record.batched:
             self._batches[request_id] = record
-        elif record.first_token is None:
-            self._expecting.add(request_id)
 
     def grown(self, record: InFlight, tokens: Sequence[int], now: float) -> None:
         record.first_token = record.first_token or now
         record.last_token = now
         record.emitted.extend(tokens)
-        self._expecting.discard(record.request.request_id)
         if record.link is not None:
             self._tokens[record.link.member.id] += len(tokens)
 
@@ -204,7 +195,6 @@ class Sequences:
         request_id = record.request.request_id
         self._by_id.pop(request_id, None)
         self._batches.pop(request_id, None)
-        self._expecting.discard(request_id)
         self._displace(record)
         if record.giving_up is not None:
             record.giving_up.cancel()

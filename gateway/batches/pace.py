@@ -27,11 +27,10 @@ KEPT_FREE = 0.25
 LOOK_S = 0.1
 
 
-def room(foreground: float, quiet: bool, expecting: bool, verifiers: int, slots: int, speed: Speed | None) -> int:
+def room(foreground: float, quiet: bool, verifiers: int, slots: int, speed: Speed | None) -> int:
     """How many sequences batches may have at `verifiers`, each with `slots`, beside `foreground` others.
 
-    At least one, so that batches end.  But 0 if others fill the slots, or if one is too much and others are `expecting` a first
-    token.
+    At least one, so that batches end; 0 if others fill the slots.
     """
     if not verifiers:
         return 0
@@ -40,10 +39,10 @@ def room(foreground: float, quiet: bool, expecting: bool, verifiers: int, slots:
     if free <= 0:
         return 0
     if speed is None:
-        return 0 if expecting else verifiers
+        return verifiers
     spare_s = (QUIET_STRETCH - 1) * speed.step_s(1) if quiet else (BUSY_STRETCH - 1) * speed.step_s(max(others, 1))
     within = spare_s / speed.per_request_s if speed.per_request_s > 0 else math.inf
-    return max(0 if expecting else 1, int(verifiers * min(free, within)))
+    return max(1, int(verifiers * min(free, within)))
 
 
 class Pace:
@@ -69,7 +68,7 @@ class Pace:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Waits for room for one line; the block carries it out."""
-        while self._core.draining or self._taken >= self._room(self._core.sequences.expecting):
+        while self._core.draining or self._taken >= self._room():
             await self._changed.wait()
         self._lines += 1
         try:
@@ -91,21 +90,21 @@ class Pace:
     def _someone_comes(self) -> None:
         self._busy_at = time.monotonic()
         if self._core.sequences.batched:
-            self._core.hold_batches(self._room(True))
+            self._core.hold_batches(self._room())
 
     def look(self) -> None:
         """Applies the present limit to the sequences of batches."""
         if len(self._core.sequences) > self._core.sequences.batched + self._core.sequences.held:
             self._busy_at = time.monotonic()
-        self._core.hold_batches(self._room(self._core.sequences.expecting))
+        self._core.hold_batches(self._room())
         self._tell()
 
-    def _room(self, expecting: bool) -> int:
+    def _room(self) -> int:
         core = self._core
         batched, own = core.sequences.batched, len(core.sequences) - core.sequences.batched - core.sequences.held
         reported = sum(stats.running + stats.waiting for stats in core.stats()) - batched
         speed = mean_speed([stats.speed for stats in core.stats() if stats.speed is not None])
-        return room(max(own, reported), self.quiet, expecting, len(core.routable()), self._slots, speed)
+        return room(max(own, reported), self.quiet, len(core.routable()), self._slots, speed)
 
     def _tell(self) -> None:
         self._changed.set()

@@ -340,7 +340,7 @@ async def test_people_go_first(monkeypatch):
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(8))))
         await eventually(lambda: bool(running.core.sequences.batched))
         pace = running.server.gateway.batches._pace
-        pace._room = lambda expecting: 3 if pace.quiet else 1
+        pace._room = lambda: 3 if pace.quiet else 1
         await eventually(lambda: running.core.sequences.batched == 3 == len(running.verifier.sequences))
         running.verifier.behaviour = count_up
         talk = await client.chat.completions.create(**CHAT)

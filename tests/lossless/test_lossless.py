@@ -328,7 +328,7 @@ def test_what_requests_ask_of_speculation_changes_no_token(
     true = [tally for each in accounts[5::count] for tally in each.tallies if tally.source == "prediction"]
     assert sum(tally.accepted for tally in true) == sum(tally.drafted for tally in true) > 0, "of it, all is accepted"
     shared = [tally for each in accounts[8::count] for tally in each.tallies if tally.source == "shared"]
-    assert sum(tally.accepted for tally in shared) > EACH * TOKENS / 4, "the first answers to these prompts draft"
+    assert sum(tally.accepted for tally in shared) > EACH * TOKENS / 8, "the first answers to these prompts draft"
 
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
