@@ -204,7 +204,10 @@ class EngineClient:
         """Takes everything that has arrived, without waiting."""
         while (frames := self.dealer.receive()) is not None:
             self._take(frames)
-        self.is_cut |= self.dealer.was_cut()
+        if self.dealer.was_cut():
+            self.is_cut = True
+            if self._greeting:
+                self.dealer.send(*self._hello)
 
     def finish_all(self, timeout_s: float = 300.0) -> None:
         """Waits until every request has ended."""

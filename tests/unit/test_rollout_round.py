@@ -28,6 +28,7 @@ from backend.rollout.run import RolloutError, RoundRunner
 from backend.rollout.trace import Case
 from backend.rollout.workers import STARVED_S, Workers
 from backend.routing.balance import Limits
+from backend.wire.engine import HELLO
 from tests.support.fake_verifier import FakeVerifier, Sequence
 from tests.support.fleet_process import wait_for
 from tests.support.rollout_fleet import Fleet, respond, rollout_fleet, run, stall
@@ -177,6 +178,33 @@ def test_an_answer_from_before_a_cut_is_not_taken_for_the_last_one(fleet: Fleet)
         worker.client.ask_rows()
         worker.client.run_until(lambda: bool(worker.client.rows))
         assert worker.client.rows_awaited
+    finally:
+        workers.close()
+
+
+def test_a_greeting_that_a_cut_has_lost_is_sent_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier = fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        ((worker,), _) = workers.look()
+        dealer, lost, cuts = worker.client.dealer, list[bytes](), list[bool]()
+        send = dealer.send
+
+        def send_but_lose_a_greeting(*frames: bytes) -> bool:
+            if frames[0] == HELLO and not lost:
+                lost.append(frames[0])
+                cuts.append(True)
+                return True
+            return send(*frames)
+
+        monkeypatch.setattr(dealer, "send", send_but_lose_a_greeting)
+        monkeypatch.setattr(dealer, "was_cut", lambda: bool(cuts) and cuts.pop())
+        fleet.call(verifier.clients.clear)
+        with pytest.raises(ConnectionError):
+            worker.client.fetch_rows()
+        worker.client.mend()
+        assert lost
+        assert not worker.client.fetch_rows(timeout_s=5.0)
     finally:
         workers.close()
 
