@@ -6,6 +6,7 @@ Turns arguments into a command, sends it to the coordinator, and follows the res
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -136,5 +137,8 @@ def _command(name: str, given: argparse.Namespace) -> AnyCommand:
         raise ConfigError("restart: name members, or give --rolling for all of them")
     command = COMMANDS[name]
     fields = {each: getattr(given, each) for each in command.__struct_fields__}
+    if "path" in fields:
+        # The drafter runs in another directory.
+        fields["path"] = os.path.abspath(given.path)
     # argparse gives an empty list where none are named; then the command's default holds.
     return command(**{each: value for each, value in fields.items() if value != []})

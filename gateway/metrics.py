@@ -45,7 +45,7 @@ DEFINITIONS: dict[str, Definition] = {
     # What this gateway saw
     "outrider_requests_total": Definition("HTTP requests by route and status; 499: the client left first", ("route", "code")),
     "outrider_requests_in_flight": Definition("generation requests being served"),
-    "outrider_client_disconnects_total": Definition("generation requests whose client left early"),
+    "outrider_client_disconnects_total": Definition("requests whose client left early"),
     "outrider_sequences_finished_total": Definition(
         "sequences by how they ended: vLLM's reasons, `aborted` by this gateway, `lost` or `poisoned`", ("reason",)
     ),
@@ -153,7 +153,7 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_learning_acceptance_length": Definition(
         "acceptance length of the `present` head and the `candidate` on held-out sequences", ("drafter", "head")
     ),
-    "outrider_verifier_busy_seconds_total": _verifier("busy_s", "time in steps; busy + idle = wall"),
+    "outrider_verifier_busy_seconds_total": _verifier("busy_s", "time in steps and other work; busy + idle = wall"),
     "outrider_verifier_idle_seconds_total": _verifier(
         "idle_s", "time the verifier could have computed but did not, by cause", "cause"
     ),

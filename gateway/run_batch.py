@@ -21,7 +21,7 @@ from backend.config.runtime import StateError
 from backend.config.sources import CommandError, ConfigError, Parser
 from backend.launch import state
 from gateway.batches import lines
-from gateway.batches.calls import RETRIED
+from gateway.batches.calls import again
 from gateway.batches.objects import Answer, Line
 
 CONCURRENCY = 32
@@ -134,7 +134,7 @@ class _Work:
                 after = 0.0
             else:
                 since = since or time.monotonic()
-                if response.status_code not in RETRIED or time.monotonic() - since > PATIENCE_S:
+                if not again(response.status_code, response.headers) or time.monotonic() - since > PATIENCE_S:
                     return Answer(line.custom_id, response.status_code, _json(response.content), request_id)
                 after = _seconds(response.headers.get("retry-after"))
             await asyncio.sleep(max(after, random.uniform(0.5, 1) * wait_s))

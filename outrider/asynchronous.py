@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import itertools
+import os
 import shutil
 import tempfile
 import uuid
@@ -73,7 +74,8 @@ class AsyncFleet:
         return fleet
 
     def _prepare(self, weights_dir: str | Path | None) -> None:
-        self._weights_dir = weights_dir
+        # Verifiers run in other directories.
+        self._weights_dir = weights_dir and os.path.abspath(weights_dir)
         self._model = ""
         self._directories: list[str] = []
         """Of state dicts: the last one that verifiers surely have loaded, and later ones."""
@@ -181,7 +183,7 @@ class AsyncFleet:
         update's number.  Tensors with other names or shapes are refused, and nothing changes.  Raises `OutriderError`.
         """
         if not isinstance(weights, Mapping):
-            return await self._load(str(weights), version)
+            return await self._load(os.path.abspath(weights), version)
         directory = tempfile.mkdtemp(prefix="outrider-weights-", dir=self._weights_dir)
         self._directories.append(directory)
         try:

@@ -64,7 +64,8 @@ class Connection:
             else:
                 if answer.is_success:
                     return answer.json()
-                if answer.status_code not in RETRIED or attempt >= self._retries:
+                final = answer.status_code not in RETRIED or answer.headers.get("x-should-retry") == "false"
+                if final or attempt >= self._retries:
                     raise _error(answer)
                 wait_s = _retry_after_s(answer, wait_s)
             await asyncio.sleep(wait_s)

@@ -58,6 +58,7 @@ class Entry:
 
     def _drain(self, now: float) -> Draining | None:
         if self.drain:
-            return Draining(self.migrate_at is not None and now >= self.migrate_at)
+            left_s = None if self.migrate_at is None else max(0.0, self.migrate_at - now)
+            return Draining(left_s == 0, deadline_s=left_s)
         # A member that reports itself as draining, without an order, is about to be ended from outside.
         return Draining(migrate=True, ordered=False) if self.state == "draining" else None

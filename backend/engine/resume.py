@@ -61,9 +61,9 @@ def _complete(params: Any, shares_noise: bool, emitted: int, noise_seed: int | N
         # The prompt's log probabilities were sent with the first token.
         params.prompt_logprobs = None
     if params.extra_args:
-        # Clients may pass extra arguments (`vllm_xargs`), but these two belong to the verifier.
+        # Clients may pass extra arguments (`vllm_xargs`), but these belong to the verifier.
         theirs = params.extra_args
-        params.extra_args = {name: theirs[name] for name in theirs.keys() - {NOISE_SEED, LOGPROBS_MODE}}
+        params.extra_args = {name: theirs[name] for name in theirs.keys() - {NOISE_SEED, LOGPROBS_MODE, NOT_LEARNED}}
     if shares_noise:
         _seed(params, noise_seed)
     elif emitted and params.seed is not None:

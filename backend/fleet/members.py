@@ -94,6 +94,8 @@ class Draining(msgspec.Struct, frozen=True):
     """Whether gateways move its requests elsewhere now: ordered, or the time to finish is over."""
     ordered: bool = True
     """False: the member's process is about to end by itself."""
+    deadline_s: float | None = None
+    """Seconds until its requests are moved; None: they may take as long as they need."""
 
 
 class MemberView(msgspec.Struct, frozen=True):

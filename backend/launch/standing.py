@@ -40,7 +40,7 @@ def _about(command: Drain | Assign) -> set[str]:
 
 def _standing(snapshot: FleetSnapshot) -> dict[str, Drain | Assign]:
     held: dict[str, Drain | Assign] = {
-        view.member.id: Drain(member=view.member.id, migrate=view.drain.migrate, force=True)
+        view.member.id: Drain(member=view.member.id, migrate=view.drain.migrate, deadline_s=view.drain.deadline_s, force=True)
         for view in snapshot.members
         if view.drain is not None and view.drain.ordered
     }

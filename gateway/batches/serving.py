@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from backend.config import Settings
 from gateway.access import AccessRules
 from gateway.batches import lines
-from gateway.batches.calls import RETRIED, Calls
+from gateway.batches.calls import Calls
 from gateway.batches.objects import Answer, Batch, Counts, Errors, Status
 from gateway.batches.pace import Pace
 from gateway.batches.store import Kept, Store
@@ -234,7 +234,7 @@ class Batches:
             except Exception:
                 logger.exception("a line of a batch failed")
                 answer = Answer(line.custom_id, 500, None, "", FAILED)
-            if answer.status not in RETRIED:
+            if answer is not None:
                 self._metrics.batch_line(answer.status)
                 return answer
             await asyncio.sleep(random.uniform(0.5, 1) * wait_s)

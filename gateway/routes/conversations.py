@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
+from gateway.bounds import check_bounds
 from gateway.errors import NotFound
 from gateway.openapi import CONVERSATION, DELETED, ITEM, LIST, described
 from gateway.requests import Body, ModelT, fitted, read_json
@@ -106,4 +107,6 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> R
 
 
 async def _read(request: Request, model: type[ModelT]) -> ModelT:
-    return fitted(model, await read_json(request, gateway_of(request).max_body_bytes), {})
+    data = await read_json(request, gateway_of(request).max_body_bytes)
+    check_bounds(data)
+    return fitted(model, data, {})

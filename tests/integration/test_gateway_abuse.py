@@ -201,6 +201,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("2,048 items", RESPONSES, made_from([ITEM] * 2048), 400, None, CONTEXT),
     ("2,048 calls", RESPONSES, made_from([CALL] * 2048), 200, None, None),
     ("2,048 outputs", RESPONSES, made_from([RESULT] * 2048), 400, None, CONTEXT),
+    ("a conversation's long metadata", "/v1/conversations", {"metadata": {"k": "x" * MIB}}, 400, "metadata", None),
     ("as many in a conversation", "/v1/conversations", {"items": [ITEM] * 2048}, 400, "items", None),
     # Tokens
     ("a text of 15 MB to tokenize", "/tokenize", {"prompt": "abc " * (15 * MIB // 4)}, 400, "prompt", CONTEXT),

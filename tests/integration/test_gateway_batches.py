@@ -14,6 +14,7 @@ import pytest
 from gateway.batches import serving as batching
 from gateway.batches.lines import LONGEST_ID
 from tests.support.fake_verifier import count_up, eventually
+from tests.support.keys_file import Keys
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
@@ -331,6 +332,19 @@ async def test_lines_that_the_fleet_cannot_serve_now_are_tried_again(monkeypatch
         running.directory.set_members([before])
         batch = await until(client, batch, "completed")
         assert batch.request_counts.completed == 1
+
+
+async def test_a_line_that_is_too_large_for_its_key_is_not_tried_again(tmp_path):
+    keys = Keys(tmp_path)
+    mine = keys.put("mine", tokens_per_minute=300)
+    large = {**COMPLETION, "prompt": ["x" * 1000] * 2, "max_tokens": 1}
+    async with serving(keys_file=str(keys.file), state_dir=str(tmp_path / "state")) as (_, client):
+        client = client.with_options(api_key=mine["authorization"].removeprefix("Bearer "))
+        batch = await begin(client, jsonl(request("a", large, TEXTS), request("b", COMPLETION, TEXTS)), TEXTS)
+        batch = await until(client, batch, "completed")
+        assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+        (line,) = await lines_of(client, batch.error_file_id)
+        assert (line["custom_id"], line["response"]["status_code"]) == ("a", 429)
 
 
 async def test_people_go_first(monkeypatch):

@@ -10,26 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.keys.ring import make_key
 from tests.support.fake_verifier import eventually, gated
+from tests.support.keys_file import Keys
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
-
-
-class Keys:
-    """A keys file that a test writes."""
-
-    def __init__(self, folder):
-        self.file = folder / "keys.yaml"
-        self._entries = {}
-        self._keys = {}
-
-    def put(self, name, **fields):
-        if name not in self._keys:
-            self._keys[name], self._entries[name] = make_key(name)
-        entry = self._entries[name] + "".join(f"    {field}: {json.dumps(value)}\n" for field, value in fields.items())
-        self._entries[name] = entry
-        self.file.write_text("keys:\n" + "".join(self._entries.values()))
-        return {"authorization": f"Bearer {self._keys[name]}"}
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from gateway.administer import AdministrationError, parse, run
         ("restart --rolling", Restart()),
         ("restart v0 d0 --finish --deadline-s 9", Restart(members=["v0", "d0"], migrate=False, deadline_s=9)),
         ("swap-drafter d0 /head", SwapDrafter(drafter="d0", path="/head")),
+        ("swap-drafter d0 ./head", SwapDrafter(drafter="d0", path=str(Path.cwd() / "head"))),
     ],
 )
 def test_arguments_become_commands(line: str, command: AnyCommand) -> None:

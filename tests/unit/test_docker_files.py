@@ -105,7 +105,7 @@ def test_the_installer_finds_all_it_reads() -> None:
     needed = set(re.findall(r'ROOT / "([\w.-]+\.(?:txt|toml))"', (ROOT / "scripts/setup.py").read_text()))
     assert needed <= there
     licences = re.findall(r'^(?:license-files|readme) = .*?"([\w.]+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
-    assert {*licences, "scripts/setup.py", "backend", "gateway"} <= there
+    assert {*licences, "scripts/setup.py", "backend", "gateway", "outrider"} <= there
     (install,) = [line for line in STAGES["build"].all("RUN") if "setup.py" in line]
     assert "scripts/setup.py --${VARIANT}" in install
     for variant in ("cpu", "cuda"):

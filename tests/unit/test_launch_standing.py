@@ -40,6 +40,14 @@ def test_a_coordinator_that_dies_before_the_repetition_took_effect_is_told_again
     assert len(standing.repeat(fleet("c", "v0"))) == 1
 
 
+def test_a_deadline_is_repeated() -> None:
+    standing = Standing()
+    view = fleet("a", "v0").members[0]
+    draining = MemberView(view.member, 0.1, drain=Draining(migrate=False, deadline_s=40.0))
+    standing.repeat(FleetSnapshot(1, [draining], [], {}, coordinator="a"))
+    assert standing.repeat(fleet("b", "v0")) == [Drain(member="v0", deadline_s=40.0, force=True)]
+
+
 def test_members_that_drain_of_themselves_are_their_own_affair() -> None:
     standing = Standing()
     view = fleet("a", "v0").members[0]

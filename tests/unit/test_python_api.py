@@ -204,6 +204,30 @@ def test_of_state_dicts_the_last_stays_on_disk(tmp_path: Path) -> None:
     assert last.exists()
 
 
+def test_a_directory_of_weights_is_named_in_full() -> None:
+    """Verifiers run in other directories."""
+    named: list[str] = []
+
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        named.append(body["weight_dir"])
+        return httpx.Response(200, json={"weight_version": "1"})
+
+    with joined(answer) as fleet:
+        fleet.update_weights("weights/step_1")
+    assert named == [str(Path.cwd() / "weights/step_1")]
+
+
+def test_what_must_not_be_tried_again_is_not() -> None:
+    asked: list[httpx.Request] = []
+
+    def answer(body: dict[str, Any]) -> httpx.Response:
+        return httpx.Response(429, headers={"x-should-retry": "false"}, json={"error": {"message": "no", "code": "too_large"}})
+
+    with joined(answer, asked) as fleet, pytest.raises(OutriderError, match="no"):
+        list(fleet.generate([[1]], {}))
+    assert sum(request.url.path == "/inference/v1/generate" for request in asked) == 1
+
+
 def test_a_loop_that_is_left_cancels_the_rest() -> None:
     """The others would never be answered."""
     cancelled: list[int] = []
