@@ -171,7 +171,8 @@ def count_prompts(prompt: Any) -> int:
 def grammar_field(data: Mapping[str, Any]) -> str:
     """The name of the request's field that constrains the form of its output."""
     for name in ("structured_outputs", "response_format", "text"):
-        if data.get(name) and (name != "text" or "format" in data[name]):
+        value = data.get(name)
+        if value and (name != "text" or (isinstance(value, dict) and "format" in value)):
             return name
     return "tools" if data.get("tools") else "structured_outputs"
 

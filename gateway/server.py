@@ -125,6 +125,8 @@ class GatewayServer:
             log_config=None,
             access_log=False,
             lifespan="on",
+            # A pipelined request would have the context of the one before it.
+            reset_contextvars=True,
             server_header=False,
             http=BoundedProtocol,
             ws="none",

@@ -43,7 +43,9 @@ class Claim:
     inquiry: SpeculationOptions | None = None
     """The request's options for speculation."""
     closed: bool = False
-    """The HTTP request is over.  Then tokens are charged as each sequence ends."""
+    """The request is over.  Then tokens are charged as each sequence ends."""
+    in_background: bool = False
+    """Its work goes on after its HTTP request, and closes the claim in the end."""
     granted: bool = False
     """Its sequences may go to the verifiers."""
     retry_after_s: int | None = None
@@ -82,7 +84,10 @@ class Claim:
             self.charged_tokens = self.tokens
 
     def close(self) -> None:
-        """Called at the end of the HTTP request."""
+        """Called at the end of the HTTP request; for work in the background, once more at its end."""
+        if self.in_background:
+            self.in_background = False
+            return
         self.closed = True
         self.settle()
 

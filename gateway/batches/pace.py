@@ -54,6 +54,8 @@ class Pace:
         self._lines = 0
         self._busy_at = float("-inf")
         self._changed = asyncio.Event()
+        self._first = asyncio.Lock()
+        """Of all lines that wait, one looks for room: each look costs time."""
 
     async def keep(self) -> None:
         """Applies the limit again and again, until it is cancelled."""
@@ -68,9 +70,10 @@ class Pace:
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
         """Waits for room for one line; the block carries it out."""
-        while self._core.draining or self._taken >= self._room():
-            await self._changed.wait()
-        self._lines += 1
+        async with self._first:
+            while self._core.draining or self._taken >= self._room():
+                await self._changed.wait()
+            self._lines += 1
         try:
             yield
         finally:

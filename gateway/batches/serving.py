@@ -85,10 +85,12 @@ class Batches:
         self._pace = Pace(core, self._settings.verifier.max_num_seqs)
         self._max_body_bytes = self._settings.gateway.max_body_mib << 20
         self.endpoints = self._calls.endpoints
+        # Sequences of keys with the priority `batch` are paced too.
+        self._tasks = [asyncio.create_task(self._pace.keep())]
         if self.folder is not None:
             digest = hashlib.sha256(self.model.encode()).hexdigest()[:16]
             self._lock_path = self.folder / f"batches-{digest}.lock"
-            self._tasks = [asyncio.create_task(self._pace.keep()), asyncio.create_task(self._run())]
+            self._tasks.append(asyncio.create_task(self._run()))
 
     async def close(self) -> None:
         """Stops lines that are being carried out.  The next gateway carries them out again."""

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
 from backend.engine.front import ResponseRequest
+from gateway.admission.claim import Claim
 from gateway.bounds import check_bounds, check_items
 from gateway.calling import check_kinds, named_tools, only_allowed
 from gateway.errors import BadRequest, TooManyRequests, translate
@@ -124,7 +125,9 @@ class Responses:
 
     # In the background
 
-    async def begin(self, turn: Turn, made: AsyncGenerator[Any, None], model: str, created: int) -> dict[str, Any]:
+    async def begin(
+        self, turn: Turn, made: AsyncGenerator[Any, None], model: str, created: int, claim: Claim
+    ) -> dict[str, Any]:
         """Starts a background response and returns its present state.  Raises `TooManyRequests`."""
         if len(self._tasks) >= BACKGROUND_QUEUED:
             await made.aclose()
@@ -134,6 +137,8 @@ class Responses:
         task = asyncio.create_task(self._make(turn, made, body), name=turn.id)
         self._tasks[turn.id] = task
         task.add_done_callback(lambda done: self._tasks.pop(turn.id))
+        claim.in_background = True
+        task.add_done_callback(lambda done: claim.close())
         return body
 
     async def _make(self, turn: Turn, made: AsyncGenerator[Any, None], queued: dict[str, Any]) -> None:

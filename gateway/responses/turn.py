@@ -92,7 +92,9 @@ def as_items(value: Any) -> list[Item]:
 
 
 def _whole(item: Item) -> Item:
-    """An item, completed by the fields that clients may leave out."""
+    """An item, completed by the fields that clients may leave out.  Raises `BadRequest`."""
+    if not isinstance(item.get("id"), str | None):
+        raise BadRequest("The `id` of an item must be a string.", param="input")
     if isinstance(item.get("role"), str) and item.get("type", "message") == "message":
         kind = "output_text" if item["role"] == "assistant" else "input_text"
         text = item.get("content")

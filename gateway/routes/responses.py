@@ -42,7 +42,7 @@ async def create_response(request: Request) -> Response:
     made = await generate(gateway, request, turn.asked, gateway.services.responses.create_responses, turn.inquiry)
     if turn.background:
         model = turn.asked.model or gateway.services.models.model_name()
-        body = await responses.begin(turn, made, model, int(time.time()))
+        body = await responses.begin(turn, made, model, int(time.time()), request.scope["state"]["claim"])
         return _follow(gateway, turn.id, -1) if turn.streamed else JSONResponse(body)
     if isinstance(made, AsyncGenerator):
         written = (event(each, each["type"]).decode() async for each in responses.stream(turn, made))

@@ -370,6 +370,44 @@ async def test_people_go_first(monkeypatch):
         assert batch.request_counts.completed == 8
 
 
+async def test_keys_of_batches_go_last_without_a_folder_too(tmp_path):
+    keys = Keys(tmp_path)
+    nightly, other = keys.put("nightly", priority="batch"), keys.put("other")
+    async with serving("none", keys_file=str(keys.file)) as (running, _):
+        running.verifier.behaviour = silent
+        running.server.gateway.batches._pace._room = lambda: 1
+        nights = [asyncio.ensure_future(running.http.post(CHATS, json=CHAT, headers=nightly)) for _ in range(3)]
+        await eventually(lambda: running.core.sequences.held == 2)
+        running.verifier.behaviour = count_up
+        assert (await running.http.post(CHATS, json=CHAT, headers=other)).status_code == 200
+        for night in nights:
+            night.cancel()
+        await asyncio.gather(*nights, return_exceptions=True)
+        await eventually(lambda: not running.core.sequences)
+
+
+async def test_of_many_lines_that_wait_one_looks():
+    async with serving() as (running, _):
+        pace, looks = running.server.gateway.batches._pace, 0
+
+        def full():
+            nonlocal looks
+            looks += 1
+            return 0
+
+        pace._room = full
+
+        async def wait():
+            async with pace.turn():
+                pass
+
+        waiting = [asyncio.ensure_future(wait()) for _ in range(100)]
+        await eventually(lambda: looks >= 20)
+        assert looks < 50
+        pace._room = lambda: 100
+        await asyncio.wait_for(asyncio.gather(*waiting), 30)
+
+
 async def test_batches_take_no_places_of_others():
     async with serving(max_in_flight=1) as (running, client):
 

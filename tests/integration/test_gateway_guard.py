@@ -369,3 +369,16 @@ async def test_while_streams_finish_probes_and_new_requests_are_told():
 async def test_an_unknown_url_is_named(running):
     error = (await running.http.post("/v1/no/such")).json()["error"]
     assert error["message"] == "Unknown URL: POST /v1/no/such"
+
+
+async def test_a_request_that_is_sent_before_the_answer_to_the_one_before_stands_for_itself(running: Running) -> None:
+    def post(**fields: Any) -> bytes:
+        body = json.dumps({**COMPLETION, "stream": True, **fields}).encode()
+        stays = b"close" if fields else b"keep-alive"
+        return POST + b"connection: %s\r\ncontent-length: %d\r\n\r\n" % (stays, len(body)) + body
+
+    async with wire(running) as line:
+        await line.send(post() + post(outrider={"stats": True}))
+        said = await line.rest()
+    assert said.count(b" 200 OK") == 2
+    assert len(running.verifier.sequences) == 2, "the first one's prompt is generated from once"

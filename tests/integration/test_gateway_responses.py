@@ -8,7 +8,8 @@ import pytest
 
 from gateway.bounds import MAX_TEXT_PER_TOKEN, MIN_TEXT
 from tests.integration.test_gateway_streams import stall
-from tests.support.fake_verifier import eventually
+from tests.support.fake_verifier import eventually, gated
+from tests.support.keys_file import Keys
 from tests.support.running_gateway import running_gateway
 from tests.support.saying import saying
 
@@ -187,6 +188,37 @@ async def test_cancelling_aborts_at_the_verifier(running):
     assert running.idle
 
 
+@pytest.mark.parametrize("background", [False, True])
+async def test_an_answer_that_is_aborted_is_incomplete(running, background):
+    running.verifier.behaviour = stall
+    responses = client(running).responses
+    asked = asyncio.ensure_future(responses.create(model="demo", input="hi", background=background))
+    await eventually(lambda: bool(running.core.sequences) and any(each.emitted for each in running.core.sequences))
+    assert (await running.http.post("/abort_requests", json={})).json()["aborted"] == 1
+    made = await ended(responses, await asked)
+    assert (made.status, made.incomplete_details) == ("incomplete", None)
+    assert (await responses.retrieve(made.id)).status == "incomplete"
+
+
+async def test_what_is_made_in_the_background_is_charged_from_the_start(tmp_path):
+    keys = Keys(tmp_path)
+    mine = keys.put("mine", tokens_per_minute=300)
+    ask = {"model": "demo", "input": "hi", "background": True, "max_output_tokens": 200}
+    async with running_gateway(keys_file=str(keys.file), state_dir=str(tmp_path)) as running:
+        gate = asyncio.Event()
+        running.verifier.behaviour = gated(gate)
+        assert (await running.http.post("/v1/responses", json=ask, headers=mine)).status_code == 200
+        assert (await running.http.post("/v1/responses", json=ask, headers=mine)).status_code == 429
+        gate.set()
+        await eventually(lambda: not running.core.sequences)
+
+        async def left():
+            return int((await running.http.get("/v1/models", headers=mine)).headers["x-ratelimit-remaining-tokens"])
+
+        while await left() < 200:
+            await asyncio.sleep(0.01)
+
+
 async def test_what_a_gateway_left_unfinished_has_failed(tmp_path):
     async def silent(verifier, sequence):
         await sequence.aborted.wait()
@@ -295,6 +327,9 @@ BAD = [
     ({"input": "x", "background": True, "store": False}, 400, "background"),
     ({"input": "x", "background": "yes"}, 400, "background"),
     ({"input": "x", "moderation": {}}, 400, "moderation"),
+    ({"input": "x", "text": True}, 400, "text"),
+    ({"input": [{"type": "item_reference", "id": ["x"]}]}, 400, "input"),
+    ({"input": [{"role": "user", "content": "x", "id": 5}]}, 400, "input"),
 ]
 
 

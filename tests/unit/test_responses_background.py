@@ -10,6 +10,7 @@ from typing import Any
 
 import pydantic
 
+from gateway.admission.claim import Claim
 from gateway.responses.serving import Responses
 from gateway.responses.store import Kept, Store
 
@@ -41,8 +42,12 @@ async def test_a_follower_in_another_process_gets_the_last_event_however_late_it
     turn: Any = SimpleNamespace(
         id="r", shown=dict, kept=lambda body: Kept("r", "me", None, [], body), inquiry=None, conversation=None, store=True
     )
-    await ours.begin(turn, made(), "m", 0)
+    claim = Claim()
+    await ours.begin(turn, made(), "m", 0, claim)
+    claim.close()
+    assert not claim.closed, "only its HTTP request has ended"
     await asyncio.gather(*ours._tasks.values())
+    assert claim.closed
     assert len(followed[0]) == 4
     assert "response.completed" in followed[0][-1]
     await ours.close()

@@ -15,6 +15,8 @@ from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.openai.responses.context import SimpleContext
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
@@ -52,6 +54,20 @@ class Tokens(ServingTokens):
         if request.sampling_params.logprobs is None:
             return await full(request, result_generator, *args, **kwargs)
         return await deferred(result_generator, lambda results: full(request, results, *args, **kwargs))
+
+
+class Responses(OpenAIServingResponses):
+    """vLLM's serving class, except that an answer which was aborted is `incomplete`, not `completed` or `cancelled`."""
+
+    async def responses_full_generator(
+        self, request: Any, sampling_params: Any, result_generator: Any, context: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """vLLM's answer, or the end of its stream."""
+        made = await super().responses_full_generator(request, sampling_params, result_generator, context, *args, **kwargs)
+        ended = context.final_output.outputs[0] if isinstance(context, SimpleContext) and context.final_output else context
+        if isinstance(made, ResponsesResponse) and getattr(ended, "finish_reason", None) == "abort":
+            made.status = "incomplete"
+        return made
 
 
 @dataclass(frozen=True)
@@ -106,7 +122,7 @@ def build_services(
         chat=Chat(client, models, "assistant", **chatting),
         chat_of_many=ChatOfMany(client, models, "assistant", **chatting),
         completion=Completion(client, models, online_renderer=renderer, request_logger=None, **counted),
-        responses=OpenAIServingResponses(client, models, **chatting),
+        responses=Responses(client, models, **chatting),
         messages=Messages(client, models, "assistant", **chatting),
         tokens=Tokens(client, models, renderer, request_logger=None, **counted),
         tokenization=ServingTokenization(models, renderer, **common),
