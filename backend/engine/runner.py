@@ -117,6 +117,7 @@ class RemoteDrafting:
     aux_layers: tuple[int, ...]
 
     ships_features: bool
+    cudagraph_dispatcher: Any
 
     def set_up_drafting(self, shipper: FeatureShipper | None, aux_layers: tuple[int, ...], ships_features: bool) -> None:
         """Must be called between construction and `load_model`.
@@ -130,6 +131,9 @@ class RemoteDrafting:
         self.aux_layers = aux_layers
         self.ships_features = ships_features
         self.use_aux_hidden_state_outputs = bool(aux_layers)
+        # vLLM captures whole steps as CUDA graphs for batches in which every request has this number of tokens.  Our drafts
+        # differ in length, so only plain steps are such batches.  (vLLM 0.32 assumes 1 + K.)
+        self.uniform_decode_query_len = self.cudagraph_dispatcher.uniform_decode_query_len = 1
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """vLLM's method of the same name; first reports finished requests to drafters, also in a step that runs nothing."""

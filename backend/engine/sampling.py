@@ -141,7 +141,8 @@ def _processed(
     """
     kept = logits.to(torch.float32, copy=True) if raw is not None and raw.any() else None
     logits = logits.to(torch.float32)
-    logits = _constrain(logits, metadata, rows) if rows.deepest else sampler.apply_logits_processors(logits, metadata, False)
+    # True: with an engine that may draft, vLLM places forced ends of thinking right only in rows that no draft follows.
+    logits = _constrain(logits, metadata, rows) if rows.deepest else sampler.apply_logits_processors(logits, metadata, True)
     if not metadata.all_greedy:
         assert metadata.temperature is not None
         temperature = metadata.temperature

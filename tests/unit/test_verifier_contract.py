@@ -10,6 +10,7 @@ import torch
 import vllm  # must be the first of vLLM's modules
 from vllm.triton_utils.dispatcher import _rebind_kernels
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.request import Request
 from vllm.v1.sample import rejection_sampler, sampler
@@ -97,6 +98,15 @@ def test_the_runner_still_samples_where_fixed_responses_replace_the_outcome() ->
     source = inspect.getsource(GPUModelRunner.sample_tokens)
     assert source.index("self._sample(logits, spec_decode_metadata)") < source.index("self._bookkeeping_sync(")
     assert "discard_request_mask" in inspect.getsource(GPUModelRunner._bookkeeping_sync)
+
+
+def test_whole_steps_are_captured_for_the_query_length_that_the_runner_names() -> None:
+    made = inspect.getsource(GPUModelRunner.__init__)
+    assert "self.uniform_decode_query_len = 1 + self.num_spec_tokens" in made
+    assert "self.cudagraph_dispatcher = CudagraphDispatcher(" in made
+    checked = inspect.getsource(GPUModelRunner._check_and_update_cudagraph_mode)
+    assert checked.count("self.uniform_decode_query_len") == 2, "for the sizes and for the keys"
+    assert "self.uniform_decode_query_len" in inspect.getsource(CudagraphDispatcher._create_padded_batch_descriptor)
 
 
 def test_a_request_with_output_is_scheduled_and_run_as_resumed() -> None:

@@ -22,6 +22,7 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
 from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.worker import gpu_model_runner
 
 from backend.engine import sampling
@@ -31,6 +32,9 @@ from tests.support.no_repeat import NoRepeat
 from tests.support.properties import examples
 
 VOCAB, DEEPEST = 24, 4
+THINK, THOUGHTS = 22, 14
+"""The token that begins thinking, and how many tokens are compared.  The next token ends thinking."""
+THOUGHT: Any = SimpleNamespace(reasoning_start_token_ids=[THINK], reasoning_end_token_ids=[THINK + 1])
 CPU = torch.device("cpu")
 
 
@@ -116,15 +120,17 @@ class Runner(SharedNoise):
         )
 
 
-def sample(requests: list[Request], logprobs: int | None = None, mode: str = "raw_logprobs") -> SamplerOutput:
-    """One step."""
+def sample(
+    requests: list[Request], logprobs: int | None = None, mode: str = "raw_logprobs", holder: Any = None
+) -> SamplerOutput:
+    """One step; `holder` has the thinking budgets."""
     logits = torch.cat([request.logits[: len(request.draft) + 1] for request in requests])
     drafted = [len(request.draft) for request in requests]
     tokens = torch.tensor([token for request in requests for token in request.draft], dtype=torch.int32)
     before = [list(request.output) for request in requests]
-    output = Runner(requests, logprobs, mode)._sample(
-        logits.clone(), SimpleNamespace(num_draft_tokens=drafted, draft_token_ids=tokens)
-    )
+    runner = Runner(requests, logprobs, mode)
+    runner.input_batch.sampling_metadata.thinking_budget_state_holder = holder
+    output = runner._sample(logits.clone(), SimpleNamespace(num_draft_tokens=drafted, draft_token_ids=tokens))
     assert [request.output for request in requests] == before, "outputs are as they were"
     return output
 
@@ -261,6 +267,40 @@ def test_seeds_and_positions_decide_and_greedy_requests_have_no_noise() -> None:
     assert len({one(seed, 3, 1.0) for seed in range(20)}) > 5
     assert len({one(1, length, 1.0) for length in range(1, 20)}) > 5
     assert one(2**64 - 1, 3, 1.0) == one(2**64 - 1, 3, 1.0)
+
+
+def think(seed: int, longest_draft: int, plain: list[list[int]] | None = None) -> list[list[int]]:
+    """Outputs of a batch of which some requests have a thinking budget; drafts are mostly what `plain` says."""
+    dice = random.Random(seed)
+    budgets = [dice.choice([None, 0, 2, 5, 8]) for _ in range(4)]
+    holder = ThinkingBudgetStateHolder(THOUGHT, 8, longest_draft, CPU, False)
+    requests = [
+        Request(SamplingParams(temperature=0, thinking_token_budget=budget), [1, THINK], [], torch.empty(0))
+        for budget in budgets
+    ]
+    added = [(i, each.params, each.prompt, each.output) for i, each in enumerate(requests)]
+    holder.sync_batch(BatchUpdate(len(requests), [], added, []))
+    while min(len(each.output) for each in requests) < THOUGHTS:
+        for i, each in enumerate(requests):
+            at = len(each.output)
+            right = plain[i][at : at + dice.choice([0, 1, longest_draft])] if plain and budgets[i] is None else []
+            each.draft = [token if dice.random() < 0.8 else dice.randrange(THINK) for token in right]
+            places = range(at, at + len(each.draft) + 1)
+            each.logits = torch.stack([torch.randn(VOCAB, generator=torch.Generator().manual_seed(97 * i + p)) for p in places])
+            each.logits[:, THINK:] -= 50
+        for each, row in zip(requests, sample(requests, holder=holder).sampled_token_ids.tolist(), strict=True):
+            each.output.extend(token for token in row if token >= 0)
+    return [each.output[:THOUGHTS] for each in requests]
+
+
+def test_thinking_ends_where_its_budget_says() -> None:
+    ended = 0
+    for seed in range(20):
+        plain = think(seed, 0)
+        ended += sum(THINK + 1 in output for output in plain)
+        assert think(seed, 4) == plain, "an engine that may draft, and does not"
+        assert think(seed, 4, plain) == plain
+    assert ended > 20
 
 
 @examples(200)
