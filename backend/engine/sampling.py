@@ -12,7 +12,7 @@ emitted.  vLLM's rejection sampler is not used; what it does not support (`min_p
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker import gpu_model_runner
 
+from backend.engine import thinking
 from backend.noise import choose
 from backend.wire.engine import GREEDY_BELOW, LOGPROBS_MODE, NOISE_SEED
 
@@ -141,8 +142,8 @@ def _processed(
     """
     kept = logits.to(torch.float32, copy=True) if raw is not None and raw.any() else None
     logits = logits.to(torch.float32)
-    # True: with an engine that may draft, vLLM places forced ends of thinking right only in rows that no draft follows.
-    logits = _constrain(logits, metadata, rows) if rows.deepest else sampler.apply_logits_processors(logits, metadata, True)
+    thinking.settle(metadata)
+    logits = _constrain(logits, metadata, rows) if rows.deepest else sampler.apply_logits_processors(logits, metadata, False)
     if not metadata.all_greedy:
         assert metadata.temperature is not None
         temperature = metadata.temperature
@@ -193,12 +194,7 @@ def _constrain(logits: Tensor, metadata: SamplingMetadata, rows: Rows) -> Tensor
         )
     holder = metadata.thinking_budget_state_holder
     if holder is not None and holder.has_tracked_requests():
-        # vLLM handles the last row of each request and those before it in two calls.
-        holder.update_state(metadata.output_token_ids, spec, repeat_indices=None)
-        is_last = rows.depth == np.asarray(rows.drafted)[rows.request]
-        for predict_bonus, where in ((True, np.nonzero(is_last)[0]), (False, np.nonzero(~is_last)[0])):
-            at = async_tensor_h2d(where, device=logits.device)
-            logits[at] = holder.apply_to_logits(logits[at], predict_bonus, spec)
+        logits = _by_depth(logits, metadata, rows, lambda depth, of: thinking.count(metadata, depth, of))
     return logits
 
 
@@ -218,10 +214,15 @@ def _apply_by_depth(processor: Any, logits: Tensor, metadata: SamplingMetadata, 
         return logits
     if not rows.deepest:
         return processor.apply(logits)  # type: ignore[no-any-return]
+    return _by_depth(logits, metadata, rows, lambda depth, of: processor.apply(of))
+
+
+def _by_depth(logits: Tensor, metadata: SamplingMetadata, rows: Rows, apply: Callable[[int, Tensor], Tensor]) -> Tensor:
+    """Logits after `apply(depth, logits)` at each depth, with one row per request, as in a plain step at that depth."""
     table, drafted = rows.table(), np.asarray(rows.drafted)
     for depth in range(rows.deepest + 1):
         with _emitted(metadata, depth):
-            applied = processor.apply(logits[table[:, depth]])
+            applied = apply(depth, logits[table[:, depth]])
         there = np.nonzero(drafted >= depth)[0]
         at = async_tensor_h2d(there, device=logits.device)
         logits[table[at, depth]] = applied[at]

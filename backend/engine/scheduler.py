@@ -10,7 +10,6 @@ import logging
 import time
 from typing import Any
 
-import msgspec
 from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
@@ -158,9 +157,6 @@ class DraftingScheduler(CountingScheduler, Scheduler):
     def add_request(self, request: Any) -> None:
         """vLLM's method of the same name."""
         asked = (getattr(request, "outrider", None) or RequestOptions()).salted(request.cache_salt)
-        if request.sampling_params is not None and request.sampling_params.thinking_token_budget is not None:
-            # vLLM counts thinking step by step; a step that verifies drafts would count otherwise.
-            asked = msgspec.structs.replace(asked, mode="off")
         self.speculator.candidates.asked(request.request_id, asked, request.num_prompt_tokens)
         super().add_request(request)
 

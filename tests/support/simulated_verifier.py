@@ -132,8 +132,6 @@ class SimulatedCore:
         self._hasher = get_request_block_hasher(BLOCK, lambda value: hash(value).to_bytes(8, "big", signed=True))
         self._world, self._network = world, network
         self.texts: dict[str, Text] = {}
-        self.thinking_token_budget: int | None = None
-        """Of further requests."""
         self.decided = 0
         """Number of tokens that the target has emitted, before truncation at a stop."""
         self.fresh_drafts = 0
@@ -156,7 +154,6 @@ class SimulatedCore:
     def add(self, request_id: str, text: Text) -> None:
         params = SamplingParams(temperature=0, max_tokens=len(text.tokens) - text.prompt - 8, ignore_eos=True)
         params.update_from_generation_config({}, 1)
-        params.thinking_token_budget = self.thinking_token_budget
         self.texts[request_id] = text
         prompt = text.tokens[: text.prompt]
         request = Request(request_id, prompt, params, None, block_hasher=self._hasher)

@@ -105,18 +105,6 @@ def test_without_faults_the_drafter_sees_everything(usual: dict[str, float]) -> 
     assert all(0.7 < share < 0.9 for share in usual.values()), usual
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_requests_with_a_thinking_budget_are_not_drafted_for(directory: Path, texts: list[Text], mode: str) -> None:
-    with fleet(directory, 0, mode) as calm:
-        calm.assign(0)
-        core = calm.verifier.core
-        core.thinking_token_budget = 50
-        calm.rate(named(texts, "budgeted"), must_draft=False)
-        assert not core.fresh_drafts
-        core.thinking_token_budget = None
-        calm.rate(named(texts, "free"))
-
-
 faults = st.builds(
     Faults,
     drop=st.sampled_from([0.0, 0.05, 0.3]),

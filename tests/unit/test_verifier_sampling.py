@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
-from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors
+from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MoveDirectionality
 from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
@@ -32,9 +32,8 @@ from tests.support.no_repeat import NoRepeat
 from tests.support.properties import examples
 
 VOCAB, DEEPEST = 24, 4
-THINK, THOUGHTS = 22, 14
+THINK, THOUGHTS = 22, 20
 """The token that begins thinking, and how many tokens are compared.  The next token ends thinking."""
-THOUGHT: Any = SimpleNamespace(reasoning_start_token_ids=[THINK], reasoning_end_token_ids=[THINK + 1])
 CPU = torch.device("cpu")
 
 
@@ -269,38 +268,45 @@ def test_seeds_and_positions_decide_and_greedy_requests_have_no_noise() -> None:
     assert one(2**64 - 1, 3, 1.0) == one(2**64 - 1, 3, 1.0)
 
 
-def think(seed: int, longest_draft: int, plain: list[list[int]] | None = None) -> list[list[int]]:
+def think(seed: int, end: list[int], longest_draft: int, plain: list[list[int]] | None = None) -> list[list[int]]:
     """Outputs of a batch of which some requests have a thinking budget; drafts are mostly what `plain` says."""
     dice = random.Random(seed)
     budgets = [dice.choice([None, 0, 2, 5, 8]) for _ in range(4)]
-    holder = ThinkingBudgetStateHolder(THOUGHT, 8, longest_draft, CPU, False)
-    requests = [
-        Request(SamplingParams(temperature=0, thinking_token_budget=budget), [1, THINK], [], torch.empty(0))
-        for budget in budgets
-    ]
+    thought: Any = SimpleNamespace(reasoning_start_token_ids=[THINK], reasoning_end_token_ids=end)
+    holder = ThinkingBudgetStateHolder(thought, 8, longest_draft, CPU, False)
+    params = [SamplingParams(temperature=0, thinking_token_budget=budget) for budget in budgets]
+    requests = [Request(each, [1, THINK], [], torch.empty(0)) for each in params]
     added = [(i, each.params, each.prompt, each.output) for i, each in enumerate(requests)]
     holder.sync_batch(BatchUpdate(len(requests), [], added, []))
+    places = list(range(len(requests)))
     while min(len(each.output) for each in requests) < THOUGHTS:
+        if plain:
+            # As vLLM's batch does: places change.
+            one, other = dice.sample(range(len(places)), 2)
+            places[one], places[other] = places[other], places[one]
+            holder.sync_batch(BatchUpdate(len(requests), [], [], [(one, other, MoveDirectionality.SWAP)]))
         for i, each in enumerate(requests):
             at = len(each.output)
-            right = plain[i][at : at + dice.choice([0, 1, longest_draft])] if plain and budgets[i] is None else []
-            each.draft = [token if dice.random() < 0.8 else dice.randrange(THINK) for token in right]
-            places = range(at, at + len(each.draft) + 1)
-            each.logits = torch.stack([torch.randn(VOCAB, generator=torch.Generator().manual_seed(97 * i + p)) for p in places])
+            right = plain[i][at : at + dice.choice([0, 1, longest_draft])] if plain else []
+            each.draft = [token if dice.random() < 0.8 else dice.randrange(VOCAB) for token in right]
+            generators = [torch.Generator().manual_seed(97 * i + at + depth) for depth in range(len(each.draft) + 1)]
+            each.logits = torch.stack([torch.randn(VOCAB, generator=generator) for generator in generators])
             each.logits[:, THINK:] -= 50
-        for each, row in zip(requests, sample(requests, holder=holder).sampled_token_ids.tolist(), strict=True):
+        present = [requests[i] for i in places]
+        for each, row in zip(present, sample(present, holder=holder).sampled_token_ids.tolist(), strict=True):
             each.output.extend(token for token in row if token >= 0)
     return [each.output[:THOUGHTS] for each in requests]
 
 
-def test_thinking_ends_where_its_budget_says() -> None:
+@pytest.mark.parametrize("end", [[THINK + 1], [THINK + 1, 5, 7]], ids=["one", "three"])
+def test_thinking_ends_where_its_budget_says(end: list[int]) -> None:
     ended = 0
-    for seed in range(20):
-        plain = think(seed, 0)
-        ended += sum(THINK + 1 in output for output in plain)
-        assert think(seed, 4) == plain, "an engine that may draft, and does not"
-        assert think(seed, 4, plain) == plain
-    assert ended > 20
+    for seed in range(6):
+        plain = think(seed, end, 0)
+        ended += sum(end[0] in output for output in plain)
+        assert think(seed, end, 4) == plain, "an engine that may draft, and does not"
+        assert think(seed, end, 4, plain) == plain
+    assert ended > 5
 
 
 @examples(200)
