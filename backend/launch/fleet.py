@@ -144,8 +144,8 @@ class Fleet:
     def add(self, kind: MemberKind) -> Started:
         """Starts one more member.  Raises `LaunchError` where there is no room for it."""
         member = self.plan.further(kind, [each.plan for each in self.members.values()])
-        if self.cluster.ours and not self.cluster.has_room(member.num_cpus, member.num_gpus):
-            raise LaunchError(f"the Ray cluster has no room for another {kind}")
+        if self.cluster.ours:
+            self.rooms.check(member)
         return self.start(member)
 
     def start(self, member: MemberPlan) -> Started:
