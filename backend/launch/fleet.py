@@ -199,21 +199,22 @@ def gateway_member(model: str) -> Member:
 def _plan_when_there_is_room(
     settings: Settings, models: ResolvedModels, cluster: RayCluster, runtime_dir: Path, say: Say
 ) -> FleetPlan:
-    """The plan.  A cluster that nodes are still joining gets `ray.wait_s` seconds to become large enough."""
+    """The plan.  A cluster that may still grow gets `ray.wait_s` seconds to be large enough, before GPUs are shared."""
     deadline = time.monotonic() + (0.0 if cluster.ours else settings.ray.wait_s)
     waiting = False
     while True:
+        growing = time.monotonic() < deadline
         try:
-            hardware = Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, local=cluster.ours)
+            hardware = Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, cluster.ours, growing)
             decided = plan(settings, models, hardware, runtime_dir)
             need = sum(member.num_cpus for member in decided.members)
             if need > cluster.cpus:
                 raise LaunchError(f"the fleet needs {need:g} CPUs and the Ray cluster has {cluster.cpus:g}")
             return decided
         except LaunchError as error:
-            if time.monotonic() >= deadline:
+            if not growing:
                 raise
             if not waiting:
-                say(f"waiting for the cluster to grow: {error}")
+                say(f"waiting up to {settings.ray.wait_s:g} s for the cluster to grow: {error}")
             waiting = True
         time.sleep(POLL_S)

@@ -40,6 +40,8 @@ class Hardware:
     gpus: float
     local: bool
     """True: the cluster is this host, and ours alone.  False: a joined cluster, whose nodes may come and go."""
+    growing: bool = False
+    """True: further GPUs may join in time, so a plan that shares them is refused."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ def _fill(
     need = verifier * verifiers + _taken(drafters, drafter)
     engine_args = dict(settings.verifier.engine_args)
     if need > hardware.gpus:
-        if verifier > 1 or settings.drafting.gpus is not None or not hardware.gpus:
+        if verifier > 1 or settings.drafting.gpus is not None or not hardware.gpus or hardware.growing:
             raise LaunchError(f"the fleet needs {need:g} GPUs and the cluster has {hardware.gpus:g}")
         verifier, drafter = share_gpus(int(hardware.gpus), verifiers, drafters if drafter else 0)
         if min(verifier, drafter or 1) < SMALLEST_PART:
