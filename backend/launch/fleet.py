@@ -205,11 +205,11 @@ def _plan_when_there_is_room(
     while True:
         growing = time.monotonic() < deadline
         try:
-            hardware = Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, cluster.ours, growing)
+            hardware = Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, cluster.ours, cluster.cpus, growing)
             decided = plan(settings, models, hardware, runtime_dir)
             need = sum(member.num_cpus for member in decided.members)
-            if need > cluster.cpus:
-                raise LaunchError(f"the fleet needs {need:g} CPUs and the Ray cluster has {cluster.cpus:g}")
+            if need > hardware.cpus:
+                raise LaunchError(f"the fleet needs {need:g} CPUs and the Ray cluster has {hardware.cpus:g}")
             return decided
         except LaunchError as error:
             if not growing:

@@ -40,6 +40,8 @@ class Hardware:
     gpus: float
     local: bool
     """True: the cluster is this host, and ours alone.  False: a joined cluster, whose nodes may come and go."""
+    cpus: float = 0.0
+    """CPUs of a joined cluster, on all its nodes."""
     growing: bool = False
     """True: further GPUs may join in time, so a plan that shares them is refused."""
 
@@ -142,7 +144,7 @@ def _counts(settings: Settings, models: ResolvedModels, hardware: Hardware) -> t
         devices: float = hardware.gpus
         verifier, drafter = float(settings.verifier.tensor_parallel), _drafter_gpus(settings, models, hardware)
     else:
-        devices = len(hardware.cores)
+        devices = len(hardware.cores) if hardware.local else hardware.cpus
         verifier, drafter = (float(_cores_wanted(settings, models, hardware, kind)) for kind in ("verifier", "drafter"))
     verifiers = settings.verifiers
     drafters: int | Literal["auto"] = settings.drafters if settings.mode in REMOTE_MODES else 0

@@ -188,6 +188,8 @@ def test_resources_of_ones_own_put_members_somewhere() -> None:
         ({"drafters": 4}, {"gpus": 8.0}, (4, 4)),
         ({"verifiers": 2, "verifier": {"tensor_parallel": 2}}, {"gpus": 8.0}, (2, 4)),
         ({"mode": "off"}, {"gpus": 8.0}, (8, 0)),
+        ({}, {"cores": list(range(8)), "local": False, "cpus": 16.0}, (15, 1)),
+        ({}, {"cores": list(range(64)), "local": False, "cpus": 8.0}, (7, 1)),
         ({"drafter": "ngram"}, {"gpus": 8.0}, (8, 1)),
     ],
 )

@@ -79,3 +79,9 @@ def test_gpus_are_shared_only_when_the_wait_is_over() -> None:
 def test_without_patience_gpus_are_shared_at_once(ours: bool, wait_s: float) -> None:
     cluster = Growing(ours, gpus=[1, 2])
     assert [member.num_gpus for member in attempt(cluster, wait_s, []).members] == [0.501, 0.499]
+
+
+def test_auto_counts_the_cpus_of_all_nodes() -> None:
+    cluster = Growing()
+    cluster.looks = 16
+    assert len(attempt(cluster, 0, [], verifiers="auto").members) == 16
