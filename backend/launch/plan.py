@@ -139,7 +139,7 @@ def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime
 
 
 def _counts(settings: Settings, models: ResolvedModels, hardware: Hardware) -> tuple[int, int]:
-    """Numbers of verifiers and drafters; `auto`: as many as the GPUs, or else the CPU cores, hold."""
+    """Numbers of verifiers and drafters; `auto`: as many as the GPUs, or else the CPU cores, hold, and a drafter per model."""
     if hardware.gpus:
         devices: float = hardware.gpus
         verifier, drafter = float(settings.verifier.tensor_parallel), _drafter_gpus(settings, models, hardware)
@@ -148,10 +148,12 @@ def _counts(settings: Settings, models: ResolvedModels, hardware: Hardware) -> t
         verifier, drafter = (float(_cores_wanted(settings, models, hardware, kind)) for kind in ("verifier", "drafter"))
     verifiers = settings.verifiers
     drafters: int | Literal["auto"] = settings.drafters if settings.mode in REMOTE_MODES else 0
+    least = max(1, len(models.in_turn))
     if isinstance(verifiers, str):
-        verifiers = max(1, _held(devices - _taken(1 if isinstance(drafters, str) else drafters, drafter), verifier))
+        drafting = _taken(least if isinstance(drafters, str) else drafters, drafter)
+        verifiers = int(max(1, _held(devices - drafting, verifier)))
     if isinstance(drafters, str):
-        drafters = max(1, _held(devices - verifiers * verifier, drafter) if drafter else 1)
+        drafters = int(max(least, _held(devices - verifiers * verifier, drafter) if drafter else 0))
     return verifiers, drafters
 
 

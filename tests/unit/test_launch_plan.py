@@ -12,7 +12,7 @@ from hypothesis import given
 
 from backend.config import Settings
 from backend.launch.plan import FleetPlan, Hardware, LaunchError, MemberPlan, plan, share_cores
-from backend.models.resolve import ResolvedModels
+from backend.models.resolve import OwnDrafter, ResolvedModels
 
 EAGLE = ResolvedModels("/t", "/d", "eagle", "demo")
 RUNTIME = Path("/run/x")
@@ -196,4 +196,15 @@ def test_resources_of_ones_own_put_members_somewhere() -> None:
 def test_counts_follow_from_the_devices(changes: dict[str, Any], hardware: dict[str, Any], counts: tuple[int, int]) -> None:
     models = ResolvedModels("/t", None, "ngram") if changes.get("drafter") == "ngram" else EAGLE
     kinds = [m.kind for m in decide({"verifiers": "auto", "drafters": "auto", **changes}, models, **hardware).members]
+    assert (kinds.count("verifier"), kinds.count("drafter")) == counts
+
+
+@pytest.mark.parametrize(
+    ("verifiers", "hardware", "counts"),
+    [("auto", {"gpus": 8.0}, (6, 2)), (7, {"gpus": 8.0}, (7, 2)), ("auto", {"gpus": 1.0}, (1, 2)), ("auto", {}, (1, 2))],
+)
+def test_every_model_has_a_drafter(verifiers: Any, hardware: dict[str, Any], counts: tuple[int, int]) -> None:
+    two = tuple(OwnDrafter(directory, "eagle", directory) for directory in ("/a", "/b"))
+    models = ResolvedModels("/t", "/a", "eagle", "demo", two)
+    kinds = [m.kind for m in decide({"verifiers": verifiers, "drafters": "auto"}, models, **hardware).members]
     assert (kinds.count("verifier"), kinds.count("drafter")) == counts
