@@ -1,7 +1,8 @@
 """Starts, watches and stops a fleet: coordinator, verifiers and drafters as Ray actors.  The launcher's process.
 
-`Fleet.launch` starts all actors at once, `wait_ready` waits until every one of them serves, `stop` ends everything.  Ray
-restarts an actor that dies.  It does not restart an actor whose constructor raises; then `wait_ready` says why in one line.
+`Fleet.launch` starts all actors, those that share a verifier's GPU after that verifier serves.  `wait_ready` waits until
+every one of them serves, `stop` ends everything.  Ray restarts an actor that dies.  It does not restart an actor whose
+constructor raises; then `wait_ready` says why in one line.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Fleet:
 
     @classmethod
     def launch(cls, settings: Settings, models: ResolvedModels, say: Say) -> Fleet:
-        """Starts Ray, the coordinator and every member, and returns while the members load.
+        """Starts Ray, the coordinator and every member, and returns while the last of them load.
 
         Raises a `CommandError`; then nothing is left running.
         """
@@ -94,11 +95,21 @@ class Fleet:
             if not cluster.ours:
                 patience_s = max(RESERVE_TIMEOUT_S, settings.ray.wait_s)
                 fleet.rooms.reserve(arrange(decided.members, settings.ray.placement), patience_s)
-            for member in decided.members:
-                fleet.start(member)
+            fleet._start_members(say)
             coordinator.wait_started()
             fleet._ending = ending.pop_all()
         return fleet
+
+    def _start_members(self, say: Say) -> None:
+        """Starts all members; one that may share a verifier's GPU waits until that verifier serves.
+
+        A starting vLLM takes all memory that vanishes from its GPU for its own, and so has less for its KV cache.
+        """
+        for member in self.plan.members:
+            if verifiers := [each for each in self.members.values() if _may_share(each.plan, member)]:
+                self.coordinator.wait_started()
+                self.wait_ready(say, verifiers)
+            self.start(member)
 
     @property
     def settings(self) -> Settings:
@@ -171,6 +182,11 @@ class Fleet:
         stop(list(self.members.values()))
         self.members.clear()
         self.rooms.close()
+
+
+def _may_share(verifier: MemberPlan, member: MemberPlan) -> bool:
+    """Whether Ray may place `member` on the GPU of `verifier`, if that is a verifier."""
+    return verifier.kind == "verifier" and member.num_gpus > 0 and verifier.num_gpus + member.num_gpus <= 1
 
 
 def joined() -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -48,3 +49,28 @@ def test_a_member_is_added_only_where_ray_has_room_for_it(started: list[str]) ->
     with pytest.raises(LaunchError, match="no room for verifier-0"):
         served.add("verifier")
     assert not started
+
+
+@pytest.mark.parametrize(
+    ("gpus", "verifiers", "drafters", "told"),
+    [
+        (1, 2, 2, ["verifier-0", "wait", "verifier-1", "wait", "drafter-0", "drafter-1"]),
+        (2, 2, 1, ["verifier-0", "verifier-1", "wait", "drafter-0"]),
+        (2, 1, 2, ["verifier-0", "drafter-0", "drafter-1"]),
+        (0, 2, 1, ["verifier-0", "verifier-1", "drafter-0"]),
+    ],
+)
+def test_who_shares_a_gpu_starts_after_its_verifier_serves(
+    started: list[str], monkeypatch: pytest.MonkeyPatch, gpus: float, verifiers: int, drafters: int, told: list[str]
+) -> None:
+    """vLLM would count the memory that a neighbour takes meanwhile."""
+
+    def wait_ready(self: Fleet, say: Any, members: Sequence[Any]) -> None:
+        if not all(each.ready for each in members):
+            started.append("wait")
+        for each in members:
+            each.ready = True
+
+    monkeypatch.setattr(Fleet, "wait_ready", wait_ready)
+    make(gpus, verifiers=verifiers, drafters=drafters)._start_members(lambda line: None)
+    assert started == told
