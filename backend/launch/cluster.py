@@ -100,11 +100,6 @@ class RayCluster:
     def cpus(self) -> float:
         return float(ray.cluster_resources().get("CPU", 0))
 
-    def has_room(self, cpus: float, gpus: float) -> bool:
-        """Whether the cluster has enough free CPUs and GPUs for one more process."""
-        free = ray.available_resources()
-        return bool(cpus <= free.get("CPU", 0) and gpus <= free.get("GPU", 0))
-
     @property
     def node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())

@@ -1,7 +1,8 @@
 """Starts, watches and stops a fleet: coordinator, verifiers and drafters as Ray actors.  The launcher's process.
 
-`Fleet.launch` starts all actors at once, `wait_ready` waits until every one of them serves, `stop` ends everything.  Ray
-restarts an actor that dies.  It does not restart an actor whose constructor raises; then `wait_ready` says why in one line.
+`Fleet.launch` starts all actors, those that share a verifier's GPU after that verifier serves.  `wait_ready` waits until
+every one of them serves, `stop` ends everything.  Ray restarts an actor that dies.  It does not restart an actor whose
+constructor raises; then `wait_ready` says why in one line.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Fleet:
 
     @classmethod
     def launch(cls, settings: Settings, models: ResolvedModels, say: Say) -> Fleet:
-        """Starts Ray, the coordinator and every member, and returns while the members load.
+        """Starts Ray, the coordinator and every member, and returns while the last of them load.
 
         Raises a `CommandError`; then nothing is left running.
         """
@@ -94,11 +95,21 @@ class Fleet:
             if not cluster.ours:
                 patience_s = max(RESERVE_TIMEOUT_S, settings.ray.wait_s)
                 fleet.rooms.reserve(arrange(decided.members, settings.ray.placement), patience_s)
-            for member in decided.members:
-                fleet.start(member)
+            fleet._start_members(say)
             coordinator.wait_started()
             fleet._ending = ending.pop_all()
         return fleet
+
+    def _start_members(self, say: Say) -> None:
+        """Starts all members; one that may share a verifier's GPU waits until that verifier serves.
+
+        A starting vLLM takes all memory that vanishes from its GPU for its own, and so has less for its KV cache.
+        """
+        for member in self.plan.members:
+            if verifiers := [each for each in self.members.values() if _may_share(each.plan, member)]:
+                self.coordinator.wait_started()
+                self.wait_ready(say, verifiers)
+            self.start(member)
 
     @property
     def settings(self) -> Settings:
@@ -144,8 +155,8 @@ class Fleet:
     def add(self, kind: MemberKind) -> Started:
         """Starts one more member.  Raises `LaunchError` where there is no room for it."""
         member = self.plan.further(kind, [each.plan for each in self.members.values()])
-        if self.cluster.ours and not self.cluster.has_room(member.num_cpus, member.num_gpus):
-            raise LaunchError(f"the Ray cluster has no room for another {kind}")
+        if self.cluster.ours:
+            self.rooms.check(member)
         return self.start(member)
 
     def start(self, member: MemberPlan) -> Started:
@@ -171,6 +182,11 @@ class Fleet:
         stop(list(self.members.values()))
         self.members.clear()
         self.rooms.close()
+
+
+def _may_share(verifier: MemberPlan, member: MemberPlan) -> bool:
+    """Whether Ray may place `member` on the GPU of `verifier`, if that is a verifier."""
+    return verifier.kind == "verifier" and member.num_gpus > 0 and verifier.num_gpus + member.num_gpus <= 1
 
 
 def joined() -> tuple[str, str]:
@@ -199,21 +215,22 @@ def gateway_member(model: str) -> Member:
 def _plan_when_there_is_room(
     settings: Settings, models: ResolvedModels, cluster: RayCluster, runtime_dir: Path, say: Say
 ) -> FleetPlan:
-    """The plan.  A cluster that nodes are still joining gets `ray.wait_s` seconds to become large enough."""
+    """The plan.  A cluster that may still grow gets `ray.wait_s` seconds to be large enough, before GPUs are shared."""
     deadline = time.monotonic() + (0.0 if cluster.ours else settings.ray.wait_s)
     waiting = False
     while True:
+        growing = time.monotonic() < deadline
         try:
-            hardware = Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, local=cluster.ours)
+            hardware = Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, cluster.ours, cluster.cpus, growing)
             decided = plan(settings, models, hardware, runtime_dir)
             need = sum(member.num_cpus for member in decided.members)
-            if need > cluster.cpus:
-                raise LaunchError(f"the fleet needs {need:g} CPUs and the Ray cluster has {cluster.cpus:g}")
+            if need > hardware.cpus:
+                raise LaunchError(f"the fleet needs {need:g} CPUs and the Ray cluster has {hardware.cpus:g}")
             return decided
         except LaunchError as error:
-            if time.monotonic() >= deadline:
+            if not growing:
                 raise
             if not waiting:
-                say(f"waiting for the cluster to grow: {error}")
+                say(f"waiting up to {settings.ray.wait_s:g} s for the cluster to grow: {error}")
             waiting = True
         time.sleep(POLL_S)

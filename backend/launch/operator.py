@@ -2,7 +2,7 @@
 
 A thread of the launcher's process.  It fetches the oldest operation from the coordinator, carries it out while reporting its
 progress, then fetches the next: one change at a time.  It ends a member only when every gateway knows of the drain and the
-member's own counters show no work left, so no request is lost.
+member's own counters show no work left, so no request is lost.  Between operations it starts lost members again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ JOIN_S = 5.0
 SWAP_TIMEOUT_S = 300.0
 AWAY_LIMIT_S = 30.0
 """Seconds that the coordinator may be unreachable in the middle of an operation before the operation fails."""
+ABSENT_S = 30.0
+"""Seconds between two looks at a member that has left the fleet, so also between two attempts to start it again."""
 
 
 class _Stopped(Exception):
@@ -52,6 +54,8 @@ class Operator:
         self._coordinator = fleet.coordinator
         self._say = say
         self._standing = Standing()
+        self._looked_at: dict[str, float] = {}
+        """When each absent member was last looked at."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="operator", daemon=True)
 
@@ -66,7 +70,7 @@ class Operator:
     def _run(self) -> None:
         while not self._stopping.wait(POLL_S):
             try:
-                self._remind()
+                self._revive(self._remind(), time.monotonic())
                 operation = self._coordinator.progress()
                 if operation is not None:
                     self._carry_out(operation)
@@ -177,6 +181,24 @@ class Operator:
             logger.info("the coordinator was restarted; asking again: %s", command)
             self._coordinator.submit(command)
         return snapshot
+
+    def _revive(self, snapshot: FleetSnapshot, now: float) -> None:
+        """Starts members again, in their rooms, whose constructors raised when Ray restarted them.
+
+        Ray has given such an actor up.  It is looked for only once the coordinator has forgotten it.
+        """
+        for member_id, member in list(self._fleet.members.items()):
+            if snapshot.view(member_id) is not None or now < self._looked_at.get(member_id, -ABSENT_S) + ABSENT_S:
+                continue
+            self._looked_at[member_id] = now
+            if (why := member.death()) is None:
+                continue
+            self._say(f"{member_id} was lost, and is started again: {why}")
+            try:
+                # It counts as ready, so that it may leave the fleet in order when it is ended.
+                self._fleet.start(member.plan).ready = True
+            except (LaunchError, ray.exceptions.RayError, ValueError) as error:
+                self._say(f"{member_id} cannot be started again: {cause(error)}")
 
     def _tell(self, operation: Operation, note: str, members: list[str] | None = None) -> None:
         with contextlib.suppress(CoordinatorUnavailable):

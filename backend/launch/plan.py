@@ -1,7 +1,7 @@
 """Plans the members of a fleet: cores, GPUs, addresses and environment of each.
 
-Pure; the launcher calls it at the start, and for each member that is added later.  With fewer GPUs than processes, each process
-gets an equal part of a GPU, and vLLM takes no more than that part of its memory.
+Pure; the launcher calls it at the start, and for each member that is added later.  With fewer GPUs than processes, drafters
+share the GPUs that verifiers leave.  If none is left, all share, and vLLM takes only its part of a GPU's memory.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from backend.models.kinds import KINDS
 from backend.models.resolve import ResolvedModels
 
 GPU_MEMORY_USABLE = 0.9
+SMALLEST_PART = 0.05
+"""Of a GPU; where a process would get less, the launch is refused."""
 LONGEST_IPC_PATH = 100
 """Bytes.  Linux allows 107 in a socket's path, and members may append a few."""
 
@@ -38,6 +40,10 @@ class Hardware:
     gpus: float
     local: bool
     """True: the cluster is this host, and ours alone.  False: a joined cluster, whose nodes may come and go."""
+    cpus: float = 0.0
+    """CPUs of a joined cluster, on all its nodes."""
+    growing: bool = False
+    """True: further GPUs may join in time, so a plan that shares them is refused."""
 
 
 @dataclass(frozen=True)
@@ -133,21 +139,40 @@ def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime
 
 
 def _counts(settings: Settings, models: ResolvedModels, hardware: Hardware) -> tuple[int, int]:
-    """Numbers of verifiers and drafters; `auto`: as many as the GPUs, or else the CPU cores, hold."""
+    """Numbers of verifiers and drafters; `auto`: as many as the GPUs, or else the CPU cores, hold, and a drafter per model."""
     if hardware.gpus:
         devices: float = hardware.gpus
         verifier, drafter = float(settings.verifier.tensor_parallel), _drafter_gpus(settings, models, hardware)
     else:
-        devices = len(hardware.cores)
+        devices = len(hardware.cores) if hardware.local else hardware.cpus
         verifier, drafter = (float(_cores_wanted(settings, models, hardware, kind)) for kind in ("verifier", "drafter"))
     verifiers = settings.verifiers
     drafters: int | Literal["auto"] = settings.drafters if settings.mode in REMOTE_MODES else 0
+    least = max(1, len(models.in_turn))
     if isinstance(verifiers, str):
-        drafting = drafter if isinstance(drafters, str) else drafter * drafters
-        verifiers = int(max(1, (devices - drafting) / verifier))
+        drafting = _taken(least if isinstance(drafters, str) else drafters, drafter)
+        verifiers = int(max(1, _held(devices - drafting, verifier)))
     if isinstance(drafters, str):
-        drafters = int(max(1, (devices - verifiers * verifier) / drafter)) if drafter else 1
+        drafters = int(max(least, _held(devices - verifiers * verifier, drafter) if drafter else 0))
     return verifiers, drafters
+
+
+def _held(devices: float, each: float) -> int:
+    """How many processes of `each` devices there is room for; Ray gives a process a part of one GPU, never of several.
+
+    >>> _held(5, 2), _held(2, 0.4)
+    (2, 4)
+    """
+    return int(devices / each) if each >= 1 else int(devices) * int(1 / each + 1e-9)
+
+
+def _taken(count: int, each: float) -> float:
+    """Devices in use by `count` processes of `each` devices.
+
+    >>> _taken(2, 2), _taken(5, 0.4)
+    (4, 3)
+    """
+    return math.ceil(count / _held(1, each)) if 0 < each < 1 else count * each
 
 
 def _drafter_gpus(settings: Settings, models: ResolvedModels, hardware: Hardware) -> float:
@@ -179,6 +204,25 @@ def share_cores(available: Sequence[int], counts: Sequence[int]) -> list[list[in
     return result
 
 
+def share_gpus(gpus: int, verifiers: int, drafters: int) -> tuple[float, float]:
+    """The parts of a GPU for each verifier and each drafter that share GPUs; verifiers must be placed first.
+
+    Ray gives a part on one GPU, and takes the fullest GPU with room.  So drafters share the GPUs that verifiers leave.  If
+    verifiers leave none, at most n are to be on one GPU: each gets a little more than 1/(n + 1), so that no further one fits.
+    The rest of every GPU is for drafters.
+
+    >>> share_gpus(4, 2, 4), share_gpus(2, 2, 1), share_gpus(1, 2, 0)
+    ((1.0, 0.5), (0.501, 0.499), (0.5, 0.0))
+    """
+    if verifiers < gpus:
+        return 1.0, 1000 // math.ceil(drafters / (gpus - verifiers)) / 1000
+    on_one = math.ceil(verifiers / gpus)
+    if not drafters:
+        return 1000 // on_one / 1000, 0.0
+    part = 1000 // (on_one + 1) + 1
+    return part / 1000, (1000 - on_one * part) // math.ceil(drafters / gpus) / 1000
+
+
 def _fill(
     settings: Settings, models: ResolvedModels, hardware: Hardware, verifiers: int, drafters: int, notes: list[str]
 ) -> tuple[Settings, float]:
@@ -188,17 +232,18 @@ def _fill(
     """
     verifier: float = settings.verifier.tensor_parallel if hardware.gpus else 0
     drafter = _drafter_gpus(settings, models, hardware)
-    need = verifier * verifiers + drafter * drafters
+    need = verifier * verifiers + _taken(drafters, drafter)
     engine_args = dict(settings.verifier.engine_args)
     if need > hardware.gpus:
-        if verifier > 1 or settings.drafting.gpus is not None or not hardware.gpus:
+        if verifier > 1 or settings.drafting.gpus is not None or not hardware.gpus or hardware.growing:
             raise LaunchError(f"the fleet needs {need:g} GPUs and the cluster has {hardware.gpus:g}")
-        share = math.floor(100 * hardware.gpus / (verifiers + (drafters if drafter else 0))) / 100
-        if share < 0.05:
+        verifier, drafter = share_gpus(int(hardware.gpus), verifiers, drafters if drafter else 0)
+        if min(verifier, drafter or 1) < SMALLEST_PART:
             raise LaunchError(f"{verifiers + drafters} processes are too many for {hardware.gpus:g} GPUs")
-        verifier, drafter = share, share if drafter else 0.0
-        memory = engine_args.setdefault("gpu_memory_utilization", round(GPU_MEMORY_USABLE * share, 2))
-        notes.append(f"{hardware.gpus:g} GPU(s) shared: {share:g} of one per process, gpu_memory_utilization {memory:g}")
+        notes.append(f"{hardware.gpus:g} GPU(s) shared: {verifier:g} of one per verifier, {drafter:g} per drafter")
+        if verifier < 1:
+            memory = engine_args.setdefault("gpu_memory_utilization", round(GPU_MEMORY_USABLE * verifier, 2))
+            notes[-1] += f", gpu_memory_utilization {memory:g}"
     filled = {
         "verifiers": verifiers,
         "drafters": drafters,

@@ -1,6 +1,6 @@
 """Starts one member's process, watches it until it serves, and stops it.  The launcher's process.
 
-Ray restarts an actor that dies.  It does not restart an actor whose constructor raises; then `check` says why in one line.
+Ray restarts an actor that dies.  It gives up an actor whose constructor raises; `check` and `death` say why in one line.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ STARTS_ALLOWED = 3
 STOP_TIMEOUT_S = 10.0
 NAME_TIMEOUT_S = 10.0
 """Seconds to wait for an actor's name: Ray frees the name of an ended actor only a moment later."""
+ANSWER_TIMEOUT_S = 1.0
 LONGEST_CAUSE = 500
 EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failure): ")
 
@@ -55,6 +56,16 @@ class Started:
             self.ready_ref = self.actor.__ray_ready__.remote()
         except ray.exceptions.RayError as error:
             raise LaunchError(f"{self.member_id} failed to start: {cause(error)}") from error
+
+    def death(self) -> str | None:
+        """Why Ray has given the actor up, on one line; None: it has not, as far as is known."""
+        try:
+            ray.get(self.actor.__ray_ready__.remote(), timeout=ANSWER_TIMEOUT_S)
+        except ray.exceptions.ActorDiedError as error:
+            return cause(error)
+        except ray.exceptions.RayError:
+            pass
+        return None
 
     def progress(self, snapshot: FleetSnapshot) -> str | None:
         """A line about the actor's progress since the last call, if there is any; sets `ready`.

@@ -23,6 +23,7 @@ from backend.launch.plan import LaunchError, MemberPlan
 
 RESERVE_TIMEOUT_S = 20.0
 """Seconds.  Ray places a group that fits in well under one second, and tries for ever to place one that does not."""
+CHECK_TIMEOUT_S = 5.0
 NEXT_TO_NOTHING = {"CPU": 0.01}
 """Bundle of a member that needs no resources: Ray refuses empty bundles."""
 
@@ -101,6 +102,11 @@ class Rooms:
             raise
         self._reserved += made
 
+    def check(self, member: MemberPlan) -> None:
+        """Raises `LaunchError` if Ray has no room for one more such member; reserves nothing."""
+        self.reserve([Group("PACK", (member,))], CHECK_TIMEOUT_S)
+        self.vacate(member.member_id)
+
     def place(self, member: MemberPlan) -> Any:
         """The scheduling strategy that starts a member in its bundle.
 
@@ -151,7 +157,8 @@ def _no_room(group: Group) -> str:
     for node in ray.nodes():
         if node["Alive"]:
             there = {name: amount for name, amount in free.get(node["NodeID"], {}).items() if _counts(name)}
-            nodes.append(f"{node['NodeManagerAddress']} has {text(there) or 'nothing'} free")
+            over = " over all its GPUs" if "GPU" in there else ""
+            nodes.append(f"{node['NodeManagerAddress']} has {text(there) or 'nothing'} free{over}")
     together = " on one node" if group.strategy == "STRICT_PACK" and len(group.members) > 1 else ""
     return f"the Ray cluster has no room for {group}{together}: {'; '.join(nodes)}"
 

@@ -1,15 +1,20 @@
-"""What an administrator is told of an operation that cannot be carried out."""
+"""What an administrator is told of an operation that cannot be carried out, and how lost members come back."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
+import ray
+import ray.exceptions
 
 from backend.coordinator.messages import Progress
-from backend.fleet import Operation, OperationKind
-from backend.launch.operator import Operator
+from backend.fleet import FleetSnapshot, Member, MemberView, Operation, OperationKind
+from backend.launch.operator import ABSENT_S, Operator
+from backend.launch.plan import LaunchError
+from backend.launch.processes import Started
 
 
 @pytest.mark.parametrize("kind", ["remove", "restart", "swap-drafter"])
@@ -19,3 +24,57 @@ def test_members_of_another_launcher_are_left_alone(kind: OperationKind) -> None
     operator = Operator(cast(Any, fleet), lambda line: None)
     operator._carry_out(Operation(7, kind, ["verifier-9"]))
     assert told[-1] == Progress(7, "failed", "verifier-9 is not one of this launcher's members")
+
+
+class Lost:
+    """A member's actor that is `dead`, or is still being restarted."""
+
+    def __init__(self, dead: bool) -> None:
+        self.plan, self.dead, self.ready = object(), dead, False
+
+    def death(self) -> str | None:
+        return "ValueError: no GPU" if self.dead else None
+
+
+def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
+    dead, restarting, serving = Lost(True), Lost(False), Lost(True)
+    members = {"verifier-0": dead, "drafter-0": restarting, "drafter-1": serving}
+    told: list[str] = []
+    attempts: list[Any] = []
+
+    def start(plan: Any) -> Any:
+        attempts.append(plan)
+        if len(attempts) == 1:
+            raise LaunchError("no room")
+        members["verifier-0"] = Lost(False)
+        return members["verifier-0"]
+
+    operator = Operator(cast(Any, SimpleNamespace(coordinator=None, members=members, start=start)), told.append)
+    view = MemberView(Member("drafter-1", "drafter", "i", "", "", "n", 1, "m", "ready"), 0.1)
+    snapshot = FleetSnapshot(1, [view], [], {})
+    counts = []
+    for now in (0.0, 1.0, ABSENT_S, ABSENT_S + 1, 2 * ABSENT_S):
+        operator._revive(snapshot, now)
+        counts.append(len(attempts))
+    assert counts == [1, 1, 2, 2, 2]
+    lost = "verifier-0 was lost, and is started again: ValueError: no GPU"
+    assert told == [lost, "verifier-0 cannot be started again: no room", lost]
+    assert attempts == [dead.plan, dead.plan]
+    assert members["verifier-0"].ready
+
+
+@pytest.mark.parametrize(
+    ("error", "dead"),
+    [
+        (ray.exceptions.ActorDiedError(), True),
+        (ray.exceptions.ActorUnavailableError("", None), False),
+        (ray.exceptions.GetTimeoutError(), False),
+        (None, False),
+    ],
+)
+def test_only_an_actor_that_ray_has_given_up_is_dead(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, dead: bool
+) -> None:
+    actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: "ready"))
+    monkeypatch.setattr(ray, "get", Mock(side_effect=error))
+    assert (Started(cast(Any, None), actor, None, 0.0).death() is not None) == dead

@@ -102,6 +102,16 @@ def test_a_member_that_comes_again_has_its_room_and_a_new_one_takes_a_vacant_one
     assert not cluster.removed
 
 
+def test_room_that_is_only_asked_about_is_given_back(cluster: SimpleNamespace) -> None:
+    reserved = Rooms()
+    reserved.check(member("verifier-1", cpus=0, gpus=1))
+    assert [group.bundles for group in cluster.made] == [[{"GPU": 1}]]
+    cluster.room = False
+    with pytest.raises(LaunchError, match="no room"):
+        reserved.check(member("verifier-1", cpus=0, gpus=1))
+    assert cluster.removed == cluster.made
+
+
 def test_a_group_without_members_is_given_back(cluster: SimpleNamespace) -> None:
     reserved = Rooms()
     reserved.reserve(arrange(fleet(2, 2), "near"))

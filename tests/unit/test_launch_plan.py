@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 from hypothesis import given
 
 from backend.config import Settings
-from backend.launch.plan import FleetPlan, Hardware, LaunchError, plan, share_cores
-from backend.models.resolve import ResolvedModels
+from backend.launch.plan import FleetPlan, Hardware, LaunchError, MemberPlan, plan, share_cores
+from backend.models.resolve import OwnDrafter, ResolvedModels
 
 EAGLE = ResolvedModels("/t", "/d", "eagle", "demo")
 RUNTIME = Path("/run/x")
@@ -49,9 +50,61 @@ def test_with_gpus_nothing_is_bound_to_cores() -> None:
 
 def test_one_gpu_is_shared_and_memory_with_it() -> None:
     decided = decide({}, gpus=1.0)
-    assert [m.num_gpus for m in decided.members] == [0.5, 0.5]
+    assert [m.num_gpus for m in decided.members] == [0.501, 0.499]
     assert decided.settings.verifier.engine_args == {"gpu_memory_utilization": 0.45}
-    assert "shared" in decided.notes[0]
+    assert decided.notes == ["1 GPU(s) shared: 0.501 of one per verifier, 0.499 per drafter, gpu_memory_utilization 0.45"]
+
+
+def test_drafters_share_what_verifiers_leave() -> None:
+    decided = decide({"verifiers": 2, "drafters": 3}, gpus=3.0)
+    assert [m.num_gpus for m in decided.members] == [1, 1, 0.333, 0.333, 0.333]
+    assert decided.settings.verifier.engine_args == {}, "a verifier with a GPU of its own has all its memory"
+    assert decided.notes == ["3 GPU(s) shared: 1 of one per verifier, 0.333 per drafter"]
+
+
+def packed(members: Iterable[MemberPlan], gpus: int) -> list[list[str]]:
+    """Who is on which GPU, as Ray places members in this order; fails where one does not fit.
+
+    A member that takes whole GPUs gets unused ones, a part of a GPU comes from the fullest that has room.
+    """
+    free, held = [10_000] * gpus, [list[str]() for _ in range(gpus)]
+    for member in members:
+        want = round(10_000 * member.num_gpus)
+        fitting = sorted((i for i in range(gpus) if free[i] >= min(want, 10_000)), key=free.__getitem__)
+        count = max(1, want // 10_000)
+        assert not want or len(fitting) >= count, f"{member.member_id} does not fit beside {held}"
+        for gpu in fitting[:count] if want else []:
+            free[gpu] -= min(want, 10_000)
+            held[gpu].append(member.member_id)
+    return held
+
+
+@given(st.integers(1, 8), st.integers(1, 12), st.integers(0, 12), st.sampled_from([None, 0.2, 0.34, 0.4, 0.7, 1.0]))
+def test_every_planned_member_fits_on_a_gpu(gpus: int, verifiers: int, drafters: int, each: float | None) -> None:
+    changes = {"verifiers": verifiers, "drafters": drafters, "mode": "auto" if drafters else "off", "drafting": {"gpus": each}}
+    try:
+        decided = decide(changes, gpus=float(gpus))
+    except LaunchError:
+        assert each is not None or verifiers + drafters > 6 * gpus
+        return
+    verified = [sum(name.startswith("verifier") for name in held) for held in packed(decided.members, gpus)]
+    assert max(verified) <= -(-verifiers // gpus), "verifiers have a GPU of their own where there are as many GPUs"
+    if decided.verifier_gpus == 1:
+        packed(reversed(decided.members), gpus)
+
+
+def test_with_a_gpu_for_each_verifier_the_drafter_is_a_guest() -> None:
+    assert packed(decide({"verifiers": 2}, gpus=2.0).members, 2) == [["verifier-0", "drafter-0"], ["verifier-1"]]
+
+
+@pytest.mark.parametrize("each", [0.1, 0.3, 0.4, 0.5, 0.7, 1.0])
+def test_auto_counts_parts_that_lie_on_one_gpu(each: float) -> None:
+    for gpus in range(2, 9):
+        for verifiers in ["auto", *range(1, gpus)]:
+            changes = {"verifiers": verifiers, "drafters": "auto", "drafting": {"gpus": each}}
+            assert all(packed(decide(changes, gpus=float(gpus)).members, gpus)), "a GPU is left unused"
+    decided = decide({"drafters": "auto", "drafting": {"gpus": 0.4}}, gpus=3.0)
+    assert decided.settings.drafters == 4
 
 
 def test_an_ngram_drafter_needs_no_gpu() -> None:
@@ -135,10 +188,23 @@ def test_resources_of_ones_own_put_members_somewhere() -> None:
         ({"drafters": 4}, {"gpus": 8.0}, (4, 4)),
         ({"verifiers": 2, "verifier": {"tensor_parallel": 2}}, {"gpus": 8.0}, (2, 4)),
         ({"mode": "off"}, {"gpus": 8.0}, (8, 0)),
+        ({}, {"cores": list(range(8)), "local": False, "cpus": 16.0}, (15, 1)),
+        ({}, {"cores": list(range(64)), "local": False, "cpus": 8.0}, (7, 1)),
         ({"drafter": "ngram"}, {"gpus": 8.0}, (8, 1)),
     ],
 )
 def test_counts_follow_from_the_devices(changes: dict[str, Any], hardware: dict[str, Any], counts: tuple[int, int]) -> None:
     models = ResolvedModels("/t", None, "ngram") if changes.get("drafter") == "ngram" else EAGLE
     kinds = [m.kind for m in decide({"verifiers": "auto", "drafters": "auto", **changes}, models, **hardware).members]
+    assert (kinds.count("verifier"), kinds.count("drafter")) == counts
+
+
+@pytest.mark.parametrize(
+    ("verifiers", "hardware", "counts"),
+    [("auto", {"gpus": 8.0}, (6, 2)), (7, {"gpus": 8.0}, (7, 2)), ("auto", {"gpus": 1.0}, (1, 2)), ("auto", {}, (1, 2))],
+)
+def test_every_model_has_a_drafter(verifiers: Any, hardware: dict[str, Any], counts: tuple[int, int]) -> None:
+    two = tuple(OwnDrafter(directory, "eagle", directory) for directory in ("/a", "/b"))
+    models = ResolvedModels("/t", "/a", "eagle", "demo", two)
+    kinds = [m.kind for m in decide({"verifiers": verifiers, "drafters": "auto"}, models, **hardware).members]
     assert (kinds.count("verifier"), kinds.count("drafter")) == counts
