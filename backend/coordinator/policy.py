@@ -6,7 +6,8 @@ left or was pinned, else every `DECIDE_EVERY_S`.  The decision is a pure functio
 `water_filling.py`).
 
 Every change takes the next value of one counter.  That is the snapshot's version, and the generation of assignments made by the
-change.  So generations only grow; they do so even over a restart of the coordinator if `first_version` comes from a clock.
+change, and the id of an operation that it queues.  So these only grow, even over a restart of the coordinator if
+`first_version` comes from a clock.
 """
 
 from __future__ import annotations
