@@ -34,8 +34,8 @@ SILENCE_LIMIT_S = 60.0
 """Seconds without any message after which a verifier counts as hung; it publishes counters four times a second."""
 
 STARVED_S = 10.0
-"""Seconds.  A verifier whose lease has expired may merely be starved of CPU time, so it is kept while its last message to this
-client is not older."""
+"""Seconds.  A verifier whose lease has expired may merely be starved of CPU time, and a restarted coordinator knows nobody at
+first.  So such a verifier is kept while its last message to this client is not older."""
 
 DRAINED = "was drained"
 ANSWER_S = 5.0
@@ -53,6 +53,8 @@ class Worker:
     client: EngineClient
     rows: RowBatch = field(default_factory=RowBatch)
     """Rows of the current round."""
+    coordinator: str = ""
+    """The last `FleetSnapshot.coordinator` that knew this verifier."""
     first_step: int = 0
     """Added to this incarnation's step numbers, so that they go on after those of the incarnation before."""
 
@@ -101,14 +103,17 @@ class Workers:
     def look(self) -> tuple[list[Worker], list[tuple[Worker, str]]]:
         """Updates `present` from the coordinator.  Returns the new workers, and those that have left with the reason."""
         try:
-            seen = [view.member for view in self._coordinator.snapshot().members]
+            snapshot = self._coordinator.snapshot()
         except CoordinatorUnavailable:
             return [], self._leave(self._silent())
-        verifiers = {member.id: member for member in seen if member.kind == "verifier"}
+        verifiers = {view.member.id: view.member for view in snapshot.members if view.member.kind == "verifier"}
         ready = {name: member for name, member in verifiers.items() if member.state == "ready"}
         gone = self._silent()
         for worker in self.present.values():
-            reason = _reason_to_leave(worker, verifiers.get(worker.name))
+            member = verifiers.get(worker.name)
+            if member is not None:
+                worker.coordinator = snapshot.coordinator
+            reason = _reason_to_leave(worker, member, snapshot.coordinator)
             if reason is not None and worker not in [each for each, _ in gone]:
                 gone.append((worker, reason))
         left = self._leave(gone)
@@ -257,11 +262,11 @@ class Workers:
             raise EngineRefused(fault)
 
 
-def _reason_to_leave(worker: Worker, member: Member | None) -> str | None:
+def _reason_to_leave(worker: Worker, member: Member | None, coordinator: str) -> str | None:
     """Why a worker leaves, given the coordinator's entry for its name (None: no entry); None if it stays."""
-    if member is None or member.incarnation != worker.member.incarnation:
+    if member is not None and member.incarnation != worker.member.incarnation:
         return "died"
-    if member.state == "draining":
-        return DRAINED
-    starved = member.state == "lost" and time.monotonic() - worker.client.heard_at < STARVED_S
-    return None if member.state == "ready" or starved else "died"
+    if member is not None and member.state != "lost":
+        return DRAINED if member.state == "draining" else None
+    is_doubtful = member is not None or worker.coordinator != coordinator
+    return None if is_doubtful and time.monotonic() - worker.client.heard_at < STARVED_S else "died"

@@ -158,6 +158,24 @@ def test_a_starved_worker_stays(fleet: Fleet) -> None:
         workers.close()
 
 
+def test_a_coordinator_that_knows_no_verifiers_yet_ends_no_worker(fleet: Fleet) -> None:
+    """It was restarted.  A verifier that leaves a coordinator that knew it is gone."""
+    verifier = fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        (worker,), _ = workers.look()
+        assert workers.look() == ([], [])
+        del fleet.verifiers["verifier-0"]
+        fleet.coordinator = "restarted"
+        assert workers.look() == ([], [])
+        fleet.verifiers["verifier-0"] = verifier
+        assert workers.look() == ([], [])
+        del fleet.verifiers["verifier-0"]
+        assert workers.look() == ([], [(worker, "died")])
+    finally:
+        workers.close()
+
+
 def test_fixed_responses_are_refused_where_a_verifier_takes_none(fleet: Fleet) -> None:
     fleet.start("verifier-0", respond)
     workers = Workers(fleet, None)  # type: ignore[arg-type]
