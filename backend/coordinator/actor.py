@@ -43,7 +43,7 @@ class CoordinatorActor:
         known = msgspec.msgpack.decode(info, type=FleetInfo)
         self._fleet_keys = known.fleet_keys
         settings = Settings.model_validate_json(known.settings_json)
-        # The first version is the wall clock in milliseconds, so generations go on growing when Ray restarts this actor.
+        # The first version is the wall clock in milliseconds, so versions go on growing when Ray restarts this actor.
         self._policy = Coordinator(first_version=time.time_ns() // 1_000_000)
         drain_s = settings.gateway.drain_s
         self._administration = Administration(self._policy, drain_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)

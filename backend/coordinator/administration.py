@@ -54,7 +54,6 @@ class Administration:
         self._deadline_s = deadline_s
         self._has_drafters = has_drafters
         self._operations: dict[int, Operation] = {}
-        self._next_id = 1
 
     @property
     def operations(self) -> list[Operation]:
@@ -197,11 +196,11 @@ class Administration:
     def _queue(self, command: AnyCommand, fleet: FleetSnapshot, effects: list[str], **fields: Any) -> Done:
         if command.dry_run:
             return Done(fleet.version, effects)
-        operation = Operation(self._next_id, **fields)
-        self._next_id += 1
-        self._operations[operation.id] = operation
         # The version changes, since a command based on the earlier one does not take this operation into account.
-        return Done(self._policy.changed(), effects, operation.id)
+        version = self._policy.changed()
+        # A restarted coordinator has higher versions, so reports on its predecessor's operations name none of its own.
+        self._operations[version] = Operation(version, **fields)
+        return Done(version, effects, version)
 
     def _manner(self, command: Remove | Restart) -> dict[str, Any]:
         _check_deadline(command.deadline_s)

@@ -6,7 +6,8 @@ left or was pinned, else every `DECIDE_EVERY_S`.  The decision is a pure functio
 `water_filling.py`).
 
 Every change takes the next value of one counter.  That is the snapshot's version, and the generation of assignments made by the
-change.  So generations only grow; they do so even over a restart of the coordinator if `first_version` comes from a clock.
+change, and the id of an operation that it queues.  So these only grow, even over a restart of the coordinator if
+`first_version` comes from a clock.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ class Coordinator:
     """The pins in force: drafter -> verifiers."""
     counters: Counters = field(default_factory=Counters, init=False)
     _entries: dict[str, Entry] = field(default_factory=dict, init=False)
+    _drains: dict[str, float | None] = field(default_factory=dict, init=False)
+    """The drains in force: member id -> `Entry.migrate_at`.  They outlive the member's process."""
     _since: dict[Pair, float] = field(default_factory=dict, init=False)
     """When each assigned pair was bound."""
     _generations: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
@@ -73,10 +76,8 @@ class Coordinator:
             self._unbind_member(member.id)
         if entry is None or entry.member.incarnation != member.incarnation:
             entry = self._entries[member.id] = Entry(member, now, member.state)
-            if known is not None:
-                # A drain belongs to the member's id: it holds for the next process with this id, until the drain is ended.
-                entry.drain, entry.migrate_at = known.drain, known.migrate_at
-                self.counters.restarts += 1
+            entry.drain, entry.migrate_at = member.id in self._drains, self._drains.get(member.id)
+            self.counters.restarts += known is not None
         entry.member, entry.heard, entry.state = member, now, member.state
         self._next_expiry = min(self._next_expiry, now + self._lease_of(entry))
         self.tick(now)
@@ -113,18 +114,17 @@ class Coordinator:
         """Orders a member to take no new work; ignored if there is no such member.
 
         A verifier's requests are moved elsewhere after `migrate_after_s`; None: never.  A later call replaces an earlier one.
+        The drain belongs to the member's id: it holds for later processes with this id, until it is ended.
         """
-        self._set_drain(member_id, True, None if migrate_after_s is None else now + migrate_after_s, now)
+        if member_id in self._entries:
+            self._drains[member_id] = None if migrate_after_s is None else now + migrate_after_s
+            self._apply_drain(member_id)
+        self.tick(now)
 
     def resume(self, member_id: str, now: float) -> None:
-        """Ends a drain; ignored if there is no such member."""
-        self._set_drain(member_id, False, None, now)
-
-    def _set_drain(self, member_id: str, drain: bool, migrate_at: float | None, now: float) -> None:
-        entry = self._entries.get(member_id)
-        if entry is not None and (entry.drain, entry.migrate_at) != (drain, migrate_at):
-            entry.drain, entry.migrate_at = drain, migrate_at
-            self.changed()
+        """Ends a drain, if there is one; the member may be away."""
+        self._drains.pop(member_id, None)
+        self._apply_drain(member_id)
         self.tick(now)
 
     def pin(self, drafter_id: str, verifier_ids: Sequence[str] | None, now: float) -> None:
@@ -206,6 +206,12 @@ class Coordinator:
     def _current(self, member_id: str, incarnation: str) -> Entry | None:
         entry = self._entries.get(member_id)
         return entry if entry is not None and entry.member.incarnation == incarnation else None
+
+    def _apply_drain(self, member_id: str) -> None:
+        entry, drain = self._entries.get(member_id), (member_id in self._drains, self._drains.get(member_id))
+        if entry is not None and (entry.drain, entry.migrate_at) != drain:
+            entry.drain, entry.migrate_at = drain
+            self.changed()
 
     def _lease_of(self, entry: Entry) -> float:
         """Seconds without a report after which the member is lost, or a lost one is removed."""

@@ -114,6 +114,8 @@ class Operator:
         (member_id,) = operation.members
         self._empty(operation, member_id)
         self._fleet.end(member_id)
+        # A drain holds for later processes of this name, and `add` may use the name again.
+        self._patiently(partial(self._coordinator.resume, member_id))
         return f"{member_id} removed"
 
     def _restart(self, operation: Operation) -> str:

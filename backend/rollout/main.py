@@ -154,6 +154,7 @@ def _own_fleet(settings: Settings, models: ResolvedModels, say: Say) -> Iterator
     fleet = Fleet.launch(settings, models, say)
     try:
         fleet.wait_ready(say)
+        fleet.operate(say)
         yield _Place(fleet.coordinator, fleet.settings, models, fleet.cluster.node_id)
     finally:
         say("stopping")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Death(msgspec.Struct, frozen=True):
-    """A worker lost during a round."""
+    """A worker that was lost or drained during a round."""
 
     worker: int
     reason: str

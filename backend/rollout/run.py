@@ -1,9 +1,9 @@
 """Runs one round of a rollout: sends the batch to the fleet and gathers answers and rows.  The command's process, main thread.
 
-A request is complete when its last token has arrived.  When a worker is lost, its unfinished requests go on at other workers,
-after the tokens that have arrived.  When only the connection to it was cut, they go on there.  When no request waits any more,
-requests move from slow workers to fast ones where that pays (`backend.routing.balance`).  The round ends when all workers that
-live have sent their rows.
+A request is complete when its last token has arrived.  When a worker is lost or drained, its unfinished requests go on at other
+workers, after the tokens that have arrived.  When only the connection to it was cut, they go on there.  When no request waits
+any more, requests move from slow workers to fast ones where that pays (`backend.routing.balance`).  The round ends when all
+workers that live have sent their rows.
 """
 
 from __future__ import annotations
@@ -161,6 +161,15 @@ class RoundRunner:
     def _receive(self) -> None:
         for worker in self._workers.present.values():
             worker.client.receive()
+        self._take_outputs()
+        for worker in list(self._workers.present.values()):
+            batch = worker.take_rows()
+            if batch.lost:
+                raise RolloutError(f"{worker.name} lost {batch.lost} rows: they came faster than they could be fetched")
+            if worker.client.is_cut:
+                self._mend(worker)
+
+    def _take_outputs(self) -> None:
         for request_id, sent in list(self._running.items()):
             answer = sent.worker.client.answers[request_id]
             if not answer.outputs:
@@ -171,12 +180,6 @@ class RoundRunner:
                 self._end(request_id, sent, response)
             elif answer.finish_reason == "abort":
                 self._again(request_id, sent)
-        for worker in list(self._workers.present.values()):
-            batch = worker.take_rows()
-            if batch.lost:
-                raise RolloutError(f"{worker.name} lost {batch.lost} rows: they came faster than they could be fetched")
-            if worker.client.is_cut:
-                self._mend(worker)
 
     def _mend(self, worker: Worker) -> None:
         """Messages of a worker that may still live were lost: its requests go on after the tokens that have arrived."""
@@ -198,7 +201,7 @@ class RoundRunner:
         if request.fixed is not None and output.token_ids != request.fixed:
             raise RolloutError(f"{where} did not keep to the response")
         answer = self._take_answer(request_id, sent)
-        if answer.finish_reason is None:
+        if answer.finish_reason is None and sent.worker in self._workers.present.values():
             # The worker knows nothing of stop strings.
             sent.worker.client.abort(request_id)
         since, tokens = time.time() - time.monotonic(), len(output.token_ids)
@@ -277,6 +280,7 @@ class RoundRunner:
             raise RolloutError(f"no verifier is left, and none has come back for {NOBODY_S:g} s")
 
     def _bury(self, worker: Worker, reason: str, now: float) -> None:
+        self._take_outputs()  # A drained worker's last ones came before its rows.
         for request_id in [each for each, sent in self._running.items() if sent.worker is worker]:
             self._keep(request_id, self._running.pop(request_id))
         lost = self._dispatcher.leave(worker.name)

@@ -96,7 +96,7 @@ def read_json_lines(file: Path) -> list[dict[str, Any]]:
     except UnicodeDecodeError as error:
         raise TraceError(f"{file}: not UTF-8 text") from error
     found = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # `splitlines` would also split at U+2028 in a string.
         if not line.strip():
             continue
         try:

@@ -1,7 +1,8 @@
 """Finds a rollout's verifiers through the coordinator, and talks to them over the engine wire.
 
-The command's process, its main thread.  A worker is one incarnation of a verifier.  When the incarnation ends, its worker is
-removed and its rows are kept.  A verifier that Ray starts again becomes another worker with the same number.
+The command's process, its main thread.  A worker is one incarnation of a verifier.  When it ends or is drained, the worker is
+removed and its rows are kept.  A verifier that is started again, or takes requests again, becomes another worker with the same
+number.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ SILENCE_LIMIT_S = 60.0
 """Seconds without any message after which a verifier counts as hung; it publishes counters four times a second."""
 
 STARVED_S = 10.0
-"""Seconds.  A verifier whose lease has expired may merely be starved of CPU time, so it is kept while its last message to this
-client is not older."""
+"""Seconds.  A verifier whose lease has expired may merely be starved of CPU time, and a restarted coordinator knows nobody at
+first.  So such a verifier is kept while its last message to this client is not older."""
 
+DRAINED = "was drained"
 ANSWER_S = 5.0
 LOAD_S = 600.0
 """Seconds that a restarted verifier may take to load the weights that the others have."""
@@ -51,6 +53,8 @@ class Worker:
     client: EngineClient
     rows: RowBatch = field(default_factory=RowBatch)
     """Rows of the current round."""
+    coordinator: str = ""
+    """The last `FleetSnapshot.coordinator` that knew this verifier."""
     first_step: int = 0
     """Added to this incarnation's step numbers, so that they go on after those of the incarnation before."""
 
@@ -88,23 +92,30 @@ class Workers:
         self._coordinator = coordinator
         self._lease_s = lease_s
         self._next_step: dict[str, int] = {}
+        """By verifier name."""
+        self._first_step: dict[str, int] = {}
+        """`Worker.first_step` by incarnation."""
 
     def close(self) -> None:
         self.present.clear()
         self.hub.close()
 
     def look(self) -> tuple[list[Worker], list[tuple[Worker, str]]]:
-        """Updates `present` from the coordinator.  Returns the new workers, and the lost ones with the reason."""
+        """Updates `present` from the coordinator.  Returns the new workers, and those that have left with the reason."""
         try:
-            seen = [view.member for view in self._coordinator.snapshot().members]
+            snapshot = self._coordinator.snapshot()
         except CoordinatorUnavailable:
             return [], self._leave(self._silent())
-        verifiers = {member.id: member for member in seen if member.kind == "verifier"}
+        verifiers = {view.member.id: view.member for view in snapshot.members if view.member.kind == "verifier"}
         ready = {name: member for name, member in verifiers.items() if member.state == "ready"}
         gone = self._silent()
         for worker in self.present.values():
-            if not _is_there(worker, verifiers.get(worker.name)) and worker not in [each for each, _ in gone]:
-                gone.append((worker, "died"))
+            member = verifiers.get(worker.name)
+            if member is not None:
+                worker.coordinator = snapshot.coordinator
+            reason = _reason_to_leave(worker, member, snapshot.coordinator)
+            if reason is not None and worker not in [each for each, _ in gone]:
+                gone.append((worker, reason))
         left = self._leave(gone)
         come = [self._join(member) for name, member in sorted(ready.items()) if name not in self.present]
         return [worker for worker in come if worker is not None], left
@@ -178,9 +189,12 @@ class Workers:
     def fetch_rows(self) -> None:
         """Fetches all rows that verifiers have kept so far.  A verifier that does not answer is skipped."""
         for worker in self.present.values():
-            with contextlib.suppress(TimeoutError, ConnectionError):
-                worker.client.rows = worker.client.fetch_rows(ANSWER_S)
-            worker.take_rows()
+            self._fetch_rows(worker)
+
+    def _fetch_rows(self, worker: Worker) -> None:
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            worker.client.rows = worker.client.fetch_rows(ANSWER_S)
+        worker.take_rows()
 
     def ask_rows(self) -> None:
         """Asks for rows, except from verifiers that have not answered the last request for rows yet."""
@@ -204,7 +218,11 @@ class Workers:
         return [(each, f"was silent for {SILENCE_LIMIT_S:g} s") for each in speaking if each.client.heard_at < late]
 
     def _leave(self, gone: Sequence[tuple[Worker, str]]) -> list[tuple[Worker, str]]:
-        for worker, _ in gone:
+        for worker, reason in gone:
+            if reason == DRAINED:
+                for request_id in worker.client.answers:
+                    worker.client.abort(request_id)
+                self._fetch_rows(worker)
             worker.take_rows()
             steps = [row.step for row in worker.rows.steps]
             self._next_step[worker.name] = max([self._next_step.get(worker.name, 0), *(step + 1 for step in steps)])
@@ -220,7 +238,8 @@ class Workers:
         except (EngineRefused, TimeoutError, ConnectionError) as error:
             logger.warning("%s cannot be used: %s", member.id, error)
             return None
-        worker = Worker(int(member.id.rpartition("-")[2]), member, client, first_step=self._next_step.get(member.id, 0))
+        first_step = self._first_step.setdefault(member.incarnation, self._next_step.get(member.id, 0))
+        worker = Worker(int(member.id.rpartition("-")[2]), member, client, first_step=first_step)
         self.present[member.id] = worker
         return worker
 
@@ -243,8 +262,11 @@ class Workers:
             raise EngineRefused(fault)
 
 
-def _is_there(worker: Worker, member: Member | None) -> bool:
-    """Whether a worker is alive, given the coordinator's entry for its name (None: no entry)."""
-    if member is None or member.incarnation != worker.member.incarnation:
-        return False
-    return member.state == "ready" or (member.state == "lost" and time.monotonic() - worker.client.heard_at < STARVED_S)
+def _reason_to_leave(worker: Worker, member: Member | None, coordinator: str) -> str | None:
+    """Why a worker leaves, given the coordinator's entry for its name (None: no entry); None if it stays."""
+    if member is not None and member.incarnation != worker.member.incarnation:
+        return "died"
+    if member is not None and member.state != "lost":
+        return DRAINED if member.state == "draining" else None
+    is_doubtful = member is not None or worker.coordinator != coordinator
+    return None if is_doubtful and time.monotonic() - worker.client.heard_at < STARVED_S else "died"

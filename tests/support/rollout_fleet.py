@@ -36,6 +36,7 @@ class Fleet:
         self.verifiers: dict[str, FakeVerifier] = {}
         self.states: dict[str, MemberState] = {}
         """Of those that are not ready."""
+        self.coordinator = ""
         self.workers: Workers | None = None
         self._all: list[FakeVerifier] = []
         self.on_look: Callable[[], None] = lambda: None
@@ -67,7 +68,7 @@ class Fleet:
     def snapshot(self) -> FleetSnapshot:
         self.on_look()
         members = [replace(each.member, state=self.states.get(name, "ready")) for name, each in self.verifiers.items()]
-        return FleetSnapshot(1, [MemberView(each, 0.0) for each in members], [], {})
+        return FleetSnapshot(1, [MemberView(each, 0.0) for each in members], [], {}, coordinator=self.coordinator)
 
     def close(self) -> None:
         async def end() -> None:

@@ -199,6 +199,18 @@ def test_operations_are_worked_on_one_after_the_other_and_the_last_are_kept() ->
     admin.progress(Progress(first.operation or 0, "done", "forgotten long since"))
 
 
+def test_a_report_on_an_operation_from_before_a_restart_changes_no_operation_since() -> None:
+    before, _ = administration()
+    told = before.submit(Restart(force=True), 0.0)
+    assert isinstance(told, Done)
+    assert told.operation is not None
+    after = Administration(Coordinator(first_version=1000), 30.0, True)
+    added = after.submit(Add(kind="verifier"), 1.0)
+    assert isinstance(added, Done)
+    after.progress(Progress(told.operation, "done", "everyone restarted"))
+    assert [(each.id, each.state, each.note) for each in after.operations] == [(added.operation, "waiting", "")]
+
+
 def test_pins_hold_until_they_are_given_back() -> None:
     admin, policy = administration()
     answer = admin.submit(Assign(drafter="d0", verifiers=["v1", "v0", "v1"]), 0.0)

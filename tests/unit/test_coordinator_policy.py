@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend.coordinator.assignment import VerifierLoad
 from backend.coordinator.messages import Report
 from backend.coordinator.policy import DECIDE_EVERY_S, FORGET_LOST_S, START_LEASE_S, Coordinator
-from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, MemberState, Orders, VerifierStats
+from backend.fleet import DraftCounters, DrafterStats, Draining, Member, MemberKind, MemberState, Orders, VerifierStats
 from backend.fleet.speed import Speed
 from tests.support.properties import examples
 
@@ -249,6 +249,29 @@ def test_draining_is_ordered_and_frees_the_drafter() -> None:
     policy.drain("nobody", 0.2)
     policy.resume("nobody", 0.2)
     assert policy.snapshot(0.2) == before
+
+
+def test_a_drain_outlives_a_member_that_has_left_or_was_lost_long_ago() -> None:
+    policy = fleet(2, 1)
+    policy.drain("v0", 0.1, migrate_after_s=5.0)
+    policy.deregister("v0", "i0", 0.2)
+    policy.register(member("v0", "verifier", "i1"), 0.3)
+    assert report(policy, "v0", 0.4, incarnation="i1").drain
+    assert pairs(policy, 0.4) == {("v1", "d0")}
+    late = 2 * FORGET_LOST_S
+    assert policy.snapshot(late).members[0].member.id != "v0"
+    policy.register(member("v0", "verifier", "i2"), late)
+    (view,) = [view for view in policy.snapshot(late).members if view.member.id == "v0"]
+    assert view.drain == Draining(migrate=True, deadline_s=0.0)
+
+
+def test_the_drain_of_a_member_that_is_away_can_be_ended() -> None:
+    policy = fleet(2, 0)
+    policy.drain("v0", 0.1)
+    policy.deregister("v0", "i0", 0.2)
+    policy.resume("v0", 0.3)
+    policy.register(member("v0", "verifier", "i1"), 0.4)
+    assert not report(policy, "v0", 0.5, incarnation="i1").drain
 
 
 @dataclass

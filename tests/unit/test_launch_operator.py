@@ -1,4 +1,4 @@
-"""What an administrator is told of an operation that cannot be carried out, and how lost members come back."""
+"""Operations: what one that cannot be carried out says, and what one leaves behind; and how lost members come back."""
 
 from __future__ import annotations
 
@@ -78,3 +78,12 @@ def test_only_an_actor_that_ray_has_given_up_is_dead(
     actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: "ready"))
     monkeypatch.setattr(ray, "get", Mock(side_effect=error))
     assert (Started(cast(Any, None), actor, None, 0.0).death() is not None) == dead
+
+
+def test_the_name_of_a_removed_member_is_free_of_its_drain() -> None:
+    """`add` may use the name again."""
+    fleet = Mock(members={"verifier-1": None})
+    fleet.coordinator.snapshot.return_value = FleetSnapshot(1, [], [], {})
+    Operator(fleet, lambda line: None)._carry_out(Operation(7, "remove", ["verifier-1"]))
+    done = [(name, arguments[0]) for name, arguments, _ in fleet.mock_calls if name.endswith(("drain", "end", "resume"))]
+    assert done == [("coordinator.drain", "verifier-1"), ("end", "verifier-1"), ("coordinator.resume", "verifier-1")]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock, call
 
 import pytest
 
 from backend.config import Settings, sources
 from backend.config.sources import ConfigError
 from backend.lab.bench.rollouts import STAY, WAYS
+from backend.launch.fleet import Fleet
+from backend.rollout import main
 from backend.rollout.options import fleet_settings, rollout_options, slices
 from gateway import cli
 
@@ -122,3 +125,11 @@ def test_sampling_parameters_of_the_command(tmp_path: Path) -> None:
 
 def test_requests_move_in_only_one_way_of_the_benchmark() -> None:
     assert [way for way, flags in WAYS.items() if not set(STAY) <= set(flags)] == ["disaggregated, moving"]
+
+
+def test_a_fleet_of_its_own_carries_out_administrators_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    fleet, say = Mock(), Mock()
+    monkeypatch.setattr(Fleet, "launch", lambda *given: fleet)
+    with main._own_fleet(Settings(), Mock(), say):
+        assert fleet.method_calls == [call.wait_ready(say), call.operate(say)]
+    assert fleet.method_calls[-1] == call.stop()

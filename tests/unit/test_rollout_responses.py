@@ -91,6 +91,29 @@ def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, fr
     assert row_of_request.tokens == kept
 
 
+def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
+    fleet: Fleet, front: Front, tokenizer: Tokenizer
+) -> None:
+    prompt, written = tokenizer.prompt("def add(value, other):\n"), tokenizer.response("    return value + other\n\n\n")
+    params = front.params(prompt, {"stop": ["other"], "max_tokens": 200})
+
+    async def begin(verifier: FakeVerifier, sequence: Sequence) -> None:
+        sequence.emit(written[:2])
+
+    verifier = fleet.start("verifier-0", begin)
+
+    def drain_once_begun() -> None:
+        known = fleet.workers.present.get("verifier-0") if fleet.workers is not None else None
+        if known is not None and any(answer.tokens for answer in known.client.answers.values()):
+            fleet.call(lambda: verifier.sequences[0].emit(written[2:]))
+            fleet.states["verifier-0"] = "draining"
+
+    fleet.on_look = drain_once_begun
+    finished = run(fleet, [Request(0, Case(0, "p", ""), prompt, None, params, 50)], front.responses())
+    assert finished.responses[0].outputs[0].text == "    return value + "
+    assert [(left.reason, left.requests_resumed) for left in finished.deaths] == [("was drained", 0)]
+
+
 def test_a_seed_makes_a_seed_of_every_free_response(fleet: Fleet, front: Front) -> None:
     verifier = fleet.start("verifier-0", count_up)
     params = front.params([1, 2], {"max_tokens": 2})

@@ -20,7 +20,7 @@ from backend.engine.front.offline import Responses
 from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
 from backend.records.kept import RowBatch
-from backend.records.rows import RequestRow
+from backend.records.rows import RequestRow, StepRow
 from backend.rollout import run as run_module
 from backend.rollout.outcome import Round
 from backend.rollout.requests import Request
@@ -99,6 +99,48 @@ def test_a_worker_that_dies_is_replaced_by_the_others(fleet: Fleet) -> None:
     assert all(not part.ended for part in finished.parts if part.number == 1)
 
 
+def test_a_drained_worker_gives_back_its_requests_and_all_its_rows(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Workers, "tend", lambda workers: None)  # No rows are fetched before.
+    fleet.start("verifier-0", respond)
+    drained = fleet.start("verifier-1", stall)
+
+    def drain_once_busy() -> None:
+        if len(drained.rows.verifications) >= 3:
+            fleet.states["verifier-1"] = "draining"
+
+    fleet.on_look = drain_once_busy
+    finished = play(fleet)
+    check(finished)
+    (left,) = finished.deaths
+    assert (left.worker, left.reason, left.requests_resumed) == (1, "was drained", 3)
+    assert all(sequence.aborted.is_set() for sequence in drained.sequences)
+    verified = sum(row.tokens for part in finished.parts for row in part.rows.verifications)
+    assert verified == sum(LENGTHS), "no row is missing, and no token was computed twice"
+
+
+def test_steps_are_counted_by_incarnation(fleet: Fleet) -> None:
+    """One that takes requests again after a drain has gone on counting; one that was started again has begun anew."""
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+
+    def shown(step: int) -> int:
+        workers.look()
+        fleet.verifiers["verifier-0"].rows.steps.append(StepRow(step, 1.0, 1.0, 1, 0, 1, 1, 1, 4, 0, 1.0, 1.0, 2.0, {}))
+        worker = workers.present["verifier-0"]
+        fleet.states["verifier-0"] = "draining"
+        assert workers.look() == ([], [(worker, "was drained")])
+        del fleet.states["verifier-0"]
+        return worker.rows.steps[-1].step
+
+    try:
+        fleet.start("verifier-0", respond)
+        assert [shown(600), shown(601)] == [600, 601]
+        fleet.kill("verifier-0")
+        fleet.start("verifier-0", respond)
+        assert [shown(0), shown(1)] == [602, 603]
+    finally:
+        workers.close()
+
+
 def test_a_starved_worker_stays(fleet: Fleet) -> None:
     """Its lease runs out while it answers; one that says nothing is gone."""
     fleet.start("verifier-0", respond)
@@ -111,6 +153,24 @@ def test_a_starved_worker_stays(fleet: Fleet) -> None:
         fleet.states["verifier-0"] = "lost"
         assert workers.look() == ([], [])
         worker.client.heard_at -= STARVED_S
+        assert workers.look() == ([], [(worker, "died")])
+    finally:
+        workers.close()
+
+
+def test_a_coordinator_that_knows_no_verifiers_yet_ends_no_worker(fleet: Fleet) -> None:
+    """It was restarted.  A verifier that leaves a coordinator that knew it is gone."""
+    verifier = fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        (worker,), _ = workers.look()
+        assert workers.look() == ([], [])
+        del fleet.verifiers["verifier-0"]
+        fleet.coordinator = "restarted"
+        assert workers.look() == ([], [])
+        fleet.verifiers["verifier-0"] = verifier
+        assert workers.look() == ([], [])
+        del fleet.verifiers["verifier-0"]
         assert workers.look() == ([], [(worker, "died")])
     finally:
         workers.close()

@@ -96,6 +96,12 @@ def test_prompts_take_their_responses_from_the_trace(tmp_path: Path) -> None:
         match(read_prompts(file), cases, file, Path("t"))
 
 
+def test_only_a_newline_ends_a_line_of_prompts(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_bytes('{"prompt": "a\u2028b\u2029c\u0085d"}\r\n{"prompt": "e"}'.encode())
+    assert [case.prompt for case in read_prompts(file)] == ["a\u2028b\u2029c\u0085d", "e"]
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
