@@ -94,7 +94,7 @@ class Lessons:
             return
         features = torch.cat(record.parts)
         said = torch.tensor(tokens, dtype=torch.int32)
-        self._writer.put(Replay(said, features, record.first, record.prompt, record.temperature))
+        self._writer.put(Replay(said, features, record.first, record.prompt, record.temperature).last(LONGEST))
 
     def forget(self, keys: Sequence[Hashable]) -> None:
         """Drops these sequences; they do not go to the ring."""

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from backend.config import Settings
 from backend.config.settings import DraftingSettings
+from backend.drafter import learner as learner_module
 from backend.drafter.learner import Learner
 from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
 from backend.drafter.proposer import Ask, Until
@@ -239,6 +240,20 @@ def test_a_trainer_keeps_what_it_learned_when_the_target_has_other_weights(start
 def learner(start: str, directory: Path, swap, learning: str = "always") -> Learner:
     settings = DraftingSettings(ring_dir=str(directory / "rings"), learning=learning)
     return Learner(directory / "drafter-0", str(TARGET_DIR), start, settings, swap)
+
+
+def test_a_learners_ring_has_room_for_a_comparison_however_wide_rows_are(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_module, "RING_BYTES", 4096)
+    own = learner(start, tmp_path, lambda head: None)
+    ring, replay = own._writer._ring, Replay(torch.zeros(33, dtype=torch.int32), torch.zeros(32, 8), 0, 4, 0.0)
+    try:
+        for number in range(1, 200):
+            ring.write(number, replay)
+        assert sum(map(is_held_out, ring.numbers())) >= FEWEST
+    finally:
+        own.stop()
 
 
 def test_a_spoiled_head_is_taken_back_by_live_acceptance(start: str, tmp_path: Path) -> None:
