@@ -122,6 +122,10 @@ class Lessons:
         self.forget(list(self._texts))
         self._watch.exchanged()
 
+    def retargeted(self) -> None:
+        """The target has other weights, or the present head now has the target's new tensors."""
+        self._watch.retargeted()
+
     def _add(self, text: _Text, base_len: int, rows: int, features: Tensor | None) -> None:
         """Takes rows into the record; gives it up where there is a gap."""
         record = text.record

@@ -98,6 +98,22 @@ def test_a_head_that_was_hardly_used_is_nothing_to_compare_with() -> None:
     assert watch.has_fallen, "it is compared with the one before"
 
 
+def test_other_weights_of_the_target_take_no_head_back_but_may_make_it_learn() -> None:
+    watch = Watch()
+    for _ in range(2):
+        live(watch, 15, KEPT + FEWEST_SEQUENCES)
+        watch.exchanged()
+    live(watch, 15, KEPT + FEWEST_SEQUENCES)
+    watch.retargeted()
+    assert watch.acceptance is None
+    live(watch, 12, KEPT)
+    assert not watch.has_fallen
+    assert watch.needs_learning
+    watch.exchanged()
+    live(watch, 6, FEWEST_SEQUENCES)
+    assert watch.has_fallen, "the next head is compared under the new weights"
+
+
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
