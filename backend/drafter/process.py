@@ -184,7 +184,11 @@ class DrafterProcess:
             self._put(replace(self._model, head_dir=head_dir))
 
     def _put(self, model: DrafterModel, retargeted: bool = False) -> None:
-        self._loop.replace(build_proposer(model, self._settings), SWAP_TIMEOUT_S, retargeted)
+        try:
+            proposer = build_proposer(model, self._settings)
+        except torch.OutOfMemoryError as error:
+            raise CheckpointError(f"{model.head_dir}: the device has no memory for it beside the present model") from error
+        self._loop.replace(proposer, SWAP_TIMEOUT_S, retargeted)
         self._model = model
 
     def _follow(self, newer: dict[str, Tensor]) -> None:
