@@ -172,8 +172,8 @@ class Trainer:
             number = numbers.pop(self._random.randrange(len(numbers)))
             replay = self._ring.read(number)
             if replay is not None and len(replay.features) > DEPTH + 1:
-                replays.append(replay)
-                rows += min(len(replay.features), LONGEST)
+                replays.append(replay.last(min(limit - rows, LONGEST)))
+                rows += len(replays[-1].features)
         self._credit -= max(rows, 1)
         if not replays:
             return False

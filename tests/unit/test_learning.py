@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from backend.drafter import learner as learner_module
 from backend.drafter.learner import Learner
 from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
 from backend.drafter.proposer import Ask, Until
+from backend.learning import trainer as trainer_module
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, is_held_out
 from backend.learning.rules import FEWEST, FEWEST_SEQUENCES, KEPT, LEAST_GAIN, Watch, bound_of_gain
@@ -230,6 +232,20 @@ def test_a_trainer_sleeps_when_all_has_been_learned(start: str, tmp_path: Path) 
         steps += 1
         assert steps <= PASSES * 12 * 48 / 400
     assert steps
+
+
+def test_a_step_has_no_more_rows_and_scores_than_it_may(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teach(tmp_path / "ring", 12)
+    monkeypatch.setattr(trainer_module, "ROWS", 100)
+    trainer = Trainer(Job(str(TARGET_DIR), start, str(tmp_path / "own"), str(tmp_path / "ring")))
+    with (
+        patch.object(trainer_module, "collate", side_effect=collate) as collated,
+        patch.object(trainer._pupil, "goals", side_effect=trainer._pupil.goals) as goals,
+    ):
+        assert trainer.step()
+    assert [len(replay.features) for replay in collated.call_args.args[0]] == [48, 48, 4]
+    # Three rows of each whole sequence say only what follows within its prompt.
+    assert goals.call_args.args[0].shape == (45 + 45 + 4, 3 * 256)
 
 
 def test_a_trainer_keeps_what_it_learned_when_the_target_has_other_weights(start: str, tmp_path: Path) -> None:
