@@ -11,6 +11,7 @@ rows of the query and key projections are reordered once, so that pairs lie side
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,8 @@ TABLE_CHUNK = 8192
 """Embeddings converted at a time; bounds memory."""
 QUERY_CHUNK = 512
 """Query rows per attention call of an inner layer; bounds the size of its mask."""
+GATHERED_ROWS = 1 << 17
+"""Cache rows copied for an attention call, with padding, unless one sequence has more: 512 MiB where a row has 4 KiB."""
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ class Head:
         """Attention of one query row per sequence to all rows of its sequence.  Queries, result: `[sequences, query_width]`."""
         folded = queries.view(-1, 1, self.kv_heads, self.group, self.head_dim)
         if self.gather and len(rows.starts) > 1:
-            return self._attend_padded(index, folded.squeeze(1), rows).reshape(-1, self.query_width)
+            return self._attend_gathered(index, folded.squeeze(1), rows).reshape(-1, self.query_width)
         keys, values = self._keys[index], self._values[index]
         attended = [
             functional.scaled_dot_product_attention(folded[i], keys.narrow(2, start, length), values.narrow(2, start, length))
@@ -201,10 +204,23 @@ class Head:
         ]
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
-    def _attend_padded(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
+    def _attend_gathered(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
+        """Attention in one call; in several, of sequences of similar length, where the padded rows would be too many.
+
+        In and out: `[sequences, kv_heads, group, head_dim]`.
+        """
+        if len(rows.lengths) * max(rows.lengths) <= GATHERED_ROWS:
+            return self._attend_padded(index, queries, rows.starts, rows.lengths)
+        attended = torch.empty_like(queries)
+        for part in similar(rows.lengths, GATHERED_ROWS):
+            starts, lengths = [rows.starts[i] for i in part], [rows.lengths[i] for i in part]
+            attended[part] = self._attend_padded(index, queries[part], starts, lengths)
+        return attended
+
+    def _attend_padded(self, index: int, queries: Tensor, first: list[int], counts: list[int]) -> Tensor:
         """Attention in one call over rows padded to the longest.  In and out: `[sequences, kv_heads, group, head_dim]`."""
-        starts, lengths = torch.tensor([rows.starts, rows.lengths], device=self.device).unsqueeze(-1)
-        longest = torch.arange(max(rows.lengths), device=self.device)
+        starts, lengths = torch.tensor([first, counts], device=self.device).unsqueeze(-1)
+        longest = torch.arange(max(counts), device=self.device)
         visible = longest < lengths
         places = torch.where(visible, starts + longest, starts)
         gathered = self.cache[index].index_select(0, places.flatten())
@@ -322,6 +338,17 @@ class Head:
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+
+def similar(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Indices of sequences in parts.  Padded to its longest, a part has at most `most` rows, or is one sequence."""
+    parts: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if parts and (len(parts[-1]) + 1) * lengths[i] <= most:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+    return parts
 
 
 def _affine(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

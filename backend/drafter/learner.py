@@ -44,7 +44,9 @@ SHARED_MEMORY = Path("/dev/shm")
 KEPT_VERSIONS = 4
 PROVEN = "proven.json"
 RING_BYTES = 256 << 20
-"""Size of the replay ring; the oldest sequences are removed first."""
+"""Size of the replay ring."""
+RING_ROWS = 32768
+"""Rows that it has room for, however wide they are: twice the eight held-out sequences of a comparison fit into half of it."""
 
 
 class Proven(msgspec.Struct, frozen=True):
@@ -83,7 +85,7 @@ class Learner:
         self._trains = settings.learning != "on" or self._version > 0
         """A head that the user gave is trained from when its acceptance is low or has fallen."""
         self._watch = Watch(proven.shares)
-        self._writer = ReplayWriter(ReplayRing(self._ring_dir, RING_BYTES))
+        self._writer = ReplayWriter(ReplayRing(self._ring_dir, RING_BYTES, RING_ROWS))
         self.lessons = Lessons(self._writer, self._watch)
         """For the drafting thread."""
         self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()

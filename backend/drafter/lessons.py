@@ -94,7 +94,7 @@ class Lessons:
             return
         features = torch.cat(record.parts)
         said = torch.tensor(tokens, dtype=torch.int32)
-        self._writer.put(Replay(said, features, record.first, record.prompt, record.temperature))
+        self._writer.put(Replay(said, features, record.first, record.prompt, record.temperature).last(LONGEST))
 
     def forget(self, keys: Sequence[Hashable]) -> None:
         """Drops these sequences; they do not go to the ring."""
@@ -121,6 +121,10 @@ class Lessons:
         """Another head drafts from now on; all sequences will be opened anew."""
         self.forget(list(self._texts))
         self._watch.exchanged()
+
+    def retargeted(self) -> None:
+        """The target has other weights, or the present head now has the target's new tensors."""
+        self._watch.retargeted()
 
     def _add(self, text: _Text, base_len: int, rows: int, features: Tensor | None) -> None:
         """Takes rows into the record; gives it up where there is a gap."""

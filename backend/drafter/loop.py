@@ -55,8 +55,8 @@ class DrafterLoop:
         self._stopping = True
         self._hub.wake()
 
-    def replace(self, proposer: Proposer, timeout_s: float) -> None:
-        """Exchanges the proposer between two batches.
+    def replace(self, proposer: Proposer, timeout_s: float, retargeted: bool = False) -> None:
+        """Exchanges the proposer between two batches; `retargeted` as in `DrafterService.replace`.
 
         Raises `TimeoutError` when that does not happen in time; it does not happen later either.
         """
@@ -64,7 +64,7 @@ class DrafterLoop:
 
         def exchange() -> None:
             if done.set_running_or_notify_cancel():
-                self._service.replace(proposer)
+                self._service.replace(proposer, retargeted)
                 done.set_result(None)
 
         self._orders.put(exchange)

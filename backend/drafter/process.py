@@ -183,8 +183,12 @@ class DrafterProcess:
         with self._exchanging:
             self._put(replace(self._model, head_dir=head_dir))
 
-    def _put(self, model: DrafterModel) -> None:
-        self._loop.replace(build_proposer(model, self._settings), SWAP_TIMEOUT_S)
+    def _put(self, model: DrafterModel, retargeted: bool = False) -> None:
+        try:
+            proposer = build_proposer(model, self._settings)
+        except torch.OutOfMemoryError as error:
+            raise CheckpointError(f"{model.head_dir}: the device has no memory for it beside the present model") from error
+        self._loop.replace(proposer, SWAP_TIMEOUT_S, retargeted)
         self._model = model
 
     def _follow(self, newer: dict[str, Tensor]) -> None:
@@ -197,7 +201,7 @@ class DrafterProcess:
             if newer is not self._newest:
                 return
             try:
-                self._put(replace(self._model, newer=newer))
+                self._put(replace(self._model, newer=newer), retargeted=True)
             except (CheckpointError, TimeoutError) as error:
                 logger.warning("drafter %s does not follow its target's new weights: %s", self._drafter_id, error)
                 return

@@ -133,14 +133,19 @@ class DrafterService:
         unknown = [(listener, encode(Unknown(requests))) for listener, requests in lost.items()]
         return self._answer(fresh, drafts, started, finished) + unknown
 
-    def replace(self, proposer: Proposer) -> None:
-        """Drafts with another proposer from now on.  Verifiers have to greet again and open their requests again."""
+    def replace(self, proposer: Proposer, retargeted: bool = False) -> None:
+        """Drafts with another proposer from now on.  Verifiers have to greet again and open their requests again.
+
+        `retargeted`: it is the present head, with new tensors of the target.
+        """
         for session in self._sessions.values():
             self._end(session)
         self._sessions.clear()
         self._following.reset()
         self._exchanges += 1
-        if self._lessons is not None:
+        if self._lessons is not None and retargeted:
+            self._lessons.retargeted()
+        elif self._lessons is not None:
             self._lessons.exchanged()
         self.proposer = proposer
 
@@ -178,6 +183,8 @@ class DrafterService:
         if hello.weights != self._weights.get(hello.verifier_id, 0):
             self._weights[hello.verifier_id] = hello.weights
             self.proposer.invalidate()
+            if self._lessons is not None:
+                self._lessons.retargeted()
         session = self._sessions.get(hello.verifier_id)
         if session is None or session.epoch != hello.epoch:
             if session is not None:

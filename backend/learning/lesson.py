@@ -46,38 +46,34 @@ class Batch:
 
 def collate(replays: Sequence[Replay], device: torch.device) -> Batch:
     """A batch of the replays' last `LONGEST` rows."""
-    parts = [_cut(replay) for replay in replays]
-    rows = max(len(features) for _, features, _ in parts)
-    width = parts[0][1].shape[1]
+    parts = [replay.last(LONGEST) for replay in replays]
+    rows, width = max(len(part.features) for part in parts), parts[0].features.shape[1]
     tokens = torch.zeros(len(parts), rows + 1, dtype=torch.int64)
     features = torch.zeros(len(parts), rows, width)
     answers = torch.zeros(len(parts), rows + 1, dtype=torch.bool)
-    for i, (own_tokens, own_features, said_from) in enumerate(parts):
-        count = len(own_features)
-        tokens[i, : count + 1], features[i, :count] = own_tokens[: count + 1], own_features
-        answers[i, max(said_from, 0) : count + 1] = True
+    for i, part in enumerate(parts):
+        count = len(part.features)
+        tokens[i, : count + 1], features[i, :count] = part.tokens[: count + 1], part.features
+        answers[i, max(part.prompt - part.first, 0) : count + 1] = True
     temperatures = torch.tensor([replay.temperature for replay in replays])
     return Batch(tokens.to(device), features.to(device), answers.to(device), temperatures.to(device))
-
-
-def _cut(replay: Replay) -> tuple[Tensor, Tensor, int]:
-    """The last `LONGEST` rows: tokens, features, and where in the tokens the answer begins."""
-    start = max(len(replay.features) - LONGEST, 0)
-    return replay.tokens[start:], replay.features[start:], replay.prompt - replay.first - start
 
 
 def loss_of(pupil: Pupil, batch: Batch, depth: int) -> Tensor:
     """The loss of `depth` unrolled steps, a scalar."""
     outputs, rows = _unroll(pupil, batch, depth)
+    # Scores take most of the memory: none are computed for prompts and padding.
+    answered = batch.answers[:, 1:]
+    places = answered.flatten().cumsum(0).view(answered.shape) - 1
     with torch.no_grad():
-        goals = pupil.goals(batch.features)
+        goals = pupil.goals(batch.features[answered])
     losses = []
     for step, output in enumerate(outputs):
         wanted = batch.answers[:, step + 2 : step + 2 + rows]
         if not bool(wanted.any()):
             break
         drafted = pupil.drafter.logits(output[wanted]).float()
-        goal = goals[:, step + 1 : step + 1 + rows][wanted]
+        goal = goals[places[:, step + 1 : step + 1 + rows][wanted]]
         warmth = batch.temperatures[:, None].expand_as(wanted)[wanted]
         overlap = _overlap(drafted, goal, warmth)
         cross = -(goal.softmax(-1) * drafted.log_softmax(-1)).sum(-1)

@@ -1,7 +1,7 @@
 """The replay ring: sequences of live traffic for a drafter to learn from, one file each, in a directory of bounded size.
 
 The drafter's writer thread writes, its trainer's process reads.  A file appears whole or not at all, so that either may be
-killed at any time.  File names are ascending numbers; the oldest files are removed first.
+killed at any time.  File names are ascending numbers.  The oldest files are removed first; the latest held-out ones are spared.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import logging
 import queue
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -26,6 +26,8 @@ PATIENCE_S = 5.0
 """How long the writer's end waits for room in its queue, and then for its thread."""
 HELD_OUT = 10
 """Every tenth sequence is never trained on; heads are compared on these."""
+EXAMINED = 32
+"""Held-out sequences of a comparison, the latest."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,11 @@ class Replay:
     prompt: int
     temperature: float
 
+    def last(self, rows: int) -> Replay:
+        """Its last `rows` rows; all if it has fewer."""
+        start = max(len(self.features) - rows, 0)
+        return replace(self, tokens=self.tokens[start:], features=self.features[start:], first=self.first + start)
+
 
 def is_held_out(number: int) -> bool:
     """Whether file `number` is for comparing heads."""
@@ -51,9 +58,10 @@ def is_held_out(number: int) -> bool:
 class ReplayRing:
     """The ring's directory, for one writer and any number of readers."""
 
-    def __init__(self, directory: Path, max_bytes: int) -> None:
+    def __init__(self, directory: Path, max_bytes: int, least_rows: int = 0) -> None:
+        """It may take more than `max_bytes` where `least_rows` rows need it."""
         self._directory = directory
-        self._max_bytes = max_bytes
+        self._max_bytes, self._least_rows = max_bytes, least_rows
         # Files hold clients' texts: nobody else may read them.
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
 
@@ -76,13 +84,19 @@ class ReplayRing:
         except SafetensorError as error:
             raise OSError(str(error)) from error
         part.replace(self._path(number))
-        sizes = [(each, self._path(each).stat().st_size) for each in self.numbers()]
-        excess = sum(size for _, size in sizes) - self._max_bytes
-        for each, size in sizes:
-            if excess <= 0:
-                break
-            self._path(each).unlink(missing_ok=True)
-            excess -= size
+        self._make_room(max(self._max_bytes, self._least_rows * replay.features[0].nbytes))
+
+    def _make_room(self, most: int) -> None:
+        """Removes the oldest files until `most` bytes are left.  Held-out files of a comparison may keep half of that."""
+        sizes = {each: self._path(each).stat().st_size for each in self.numbers()}
+        spared = list(filter(is_held_out, sizes))[-EXAMINED:]
+        while sum(sizes[each] for each in spared) > most / 2:
+            spared.pop(0)
+        excess = sum(sizes.values()) - most
+        for each, size in sizes.items():
+            if excess > 0 and each not in spared:
+                self._path(each).unlink(missing_ok=True)
+                excess -= size
 
     def read(self, number: int) -> Replay | None:
         """A file's content; None when it is gone or cannot be read as a replay."""

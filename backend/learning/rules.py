@@ -77,6 +77,10 @@ class Watch:
         self._counts = {}
         self._first = []
 
+    def retargeted(self) -> None:
+        """The target has other weights.  Acceptance under the earlier ones says nothing about which head is better."""
+        self._counts, self.before = {}, []
+
     @property
     def has_fallen(self) -> bool:
         """Whether the present head is accepted clearly less than the one before."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from backend.learning.lesson import acceptance_lengths, collate, loss_of
 from backend.learning.optimizers import Optimizers
-from backend.learning.ring import Replay, ReplayRing, is_held_out
+from backend.learning.ring import EXAMINED, Replay, ReplayRing, is_held_out
 from backend.learning.rules import FEWEST, LEAST_GAIN, bound_of_gain
 from backend.learning.trainable import LONGEST, load_pupil, save_pupil, trained_tensors
 
@@ -52,8 +52,6 @@ RECENT = 0.1
 """Weight of a step's loss in the reported mean."""
 EXAMINED_EVERY = 40
 """Steps between two comparisons."""
-EXAMINED = 32
-"""Held-out sequences of a comparison, the latest."""
 CHECKPOINT_S = 60.0
 POLL_S = 1.0
 CHECKPOINT = "trainer.pt"
@@ -127,6 +125,7 @@ class Trainer:
         self._credit = 0.0
         self._newest = 0
         self._sizes: dict[int, int] = {}
+        """Rows to train on of each present file: none of a held-out one."""
         self._begin(job.head_dir)
         self._resume()
 
@@ -173,8 +172,8 @@ class Trainer:
             number = numbers.pop(self._random.randrange(len(numbers)))
             replay = self._ring.read(number)
             if replay is not None and len(replay.features) > DEPTH + 1:
-                replays.append(replay)
-                rows += min(len(replay.features), LONGEST)
+                replays.append(replay.last(min(limit - rows, LONGEST)))
+                rows += len(replays[-1].features)
         self._credit -= max(rows, 1)
         if not replays:
             return False
@@ -259,10 +258,9 @@ class Trainer:
         numbers = self._ring.numbers()
         for number in numbers:
             if number > self._newest:
-                replay = self._ring.read(number)
-                rows = 0 if replay is None else min(len(replay.features), LONGEST)
-                self._sizes[number] = rows
-                self._credit += 0 if is_held_out(number) else PASSES * rows
+                replay = None if is_held_out(number) else self._ring.read(number)
+                self._sizes[number] = 0 if replay is None else min(len(replay.features), LONGEST)
+                self._credit += PASSES * self._sizes[number]
                 self._newest = number
         there = set(numbers)
         self._sizes = {number: rows for number, rows in self._sizes.items() if number in there}

@@ -18,6 +18,9 @@ from torch import Tensor
 
 BLOCK = 1024
 
+_kernel = triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["seeds", "positions", "ids"])
+"""Otherwise a kernel is compiled again once a size or an address is divisible by 16, or is not, and a request waits."""
+
 
 @triton.jit
 def noise_of(seed, position, token):
@@ -40,7 +43,7 @@ def noise_of(seed, position, token):
     return -tl.log(tl.where(lower, -tl.log(u), 2.0 * s * series))
 
 
-@triton.jit
+@_kernel
 def gumbel_kernel(seeds, positions, tokens, noise, size, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -63,7 +66,7 @@ def scores_of(logits, seeds, positions, betas, scales, ids, row, columns, size, 
     return scores
 
 
-@triton.jit
+@_kernel
 def scores_kernel(logits, seeds, positions, betas, scales, ids, found, size, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -71,7 +74,7 @@ def scores_kernel(logits, seeds, positions, betas, scales, ids, found, size, HAS
     tl.store(found + row.to(tl.int64) * size + columns, scores, mask=columns < size)
 
 
-@triton.jit
+@_kernel
 def choose_kernel(
     logits, seeds, positions, betas, scales, ids, best, second, chosen, size, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr
 ):

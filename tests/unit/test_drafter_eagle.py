@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from backend.drafter import head as head_module
 from backend.drafter.eagle import EagleProposer
+from backend.drafter.head import Rows, similar
 from backend.drafter.proposer import MAX_DRAFT, Ask, Until
 from backend.models.checkpoint import load_drafter
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
@@ -91,10 +94,13 @@ def assert_drafts(reference: Reference, session: Session, drafts: list[int], k: 
         assert drafts == expected
 
 
-@pytest.mark.parametrize("gather", [False, True], ids=["in place", "gathered"])
+@pytest.mark.parametrize("gathered", [0, 1 << 17, 60], ids=["in place", "gathered", "gathered in parts"])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead, gather: bool) -> None:
-    proposer, reference = make_proposer(tmp_path, head, gather=gather), Reference(head)
+def test_ragged_batches_draft_by_the_book(
+    tmp_path: Path, head: TinyHead, gathered: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposer, reference = make_proposer(tmp_path, head, gather=bool(gathered)), Reference(head)
+    monkeypatch.setattr(head_module, "GATHERED_ROWS", gathered)
     sessions = [Session(proposer, Target(head), i) for i in range(4)]
     lengths, k = (9, 2, 40, 5), 4
     asks = [s.open(tokens_of(i, n), k) for i, (s, n) in enumerate(zip(sessions, lengths, strict=True))]
@@ -104,6 +110,24 @@ def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead, gather
             assert_drafts(reference, session, drafts, k)
         # Between one and three tokens were decided, rarely those that were drafted: all else is rolled back.
         asks = [s.commit(tokens_of(100 * step + i, 1 + (i + step) % 3), k) for i, s in enumerate(sessions)]
+
+
+@examples(50)
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=20), st.integers(1, 2000))
+def test_parts_of_a_batch_have_each_sequence_once_and_few_rows(lengths: list[int], most: int) -> None:
+    parts = similar(lengths, most)
+    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
+    assert all(len(part) == 1 or len(part) * max(lengths[i] for i in part) <= most for part in parts)
+    assert len(parts) == 1 or len(lengths) * max(lengths) > most
+
+
+def test_one_long_sequence_does_not_make_the_copies_of_short_ones_long(tmp_path: Path) -> None:
+    head = make_proposer(tmp_path, TinyHead(), gather=True)._head
+    none = torch.zeros(64)
+    rows = Rows(none, none, none, [0] * 64, [500] * 40 + [32_000] + [500] * 23, [1] * 64)
+    with mock.patch.object(head, "_attend_padded", side_effect=lambda _, queries, starts, lengths: queries) as padded:
+        head._attend_last(0, torch.zeros(64, head.query_width), rows)
+    assert [call.args[3] for call in padded.call_args_list] == [[500] * 63, [32_000]]
 
 
 def test_rollback_after_rejection_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -183,18 +184,22 @@ def test_drafts_are_those_of_a_drafter_started_with_the_new_weights(
         peer.hub.close()
 
         peer = Peer(process, 2)
+        lessons = process._service._lessons = Mock()
         assert peer.greet(1, "1 one ").exchanges == 0
+        lessons.retargeted.assert_called_once()
         asked = peer.give(target_of(new_target))
         shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if head.kind == "eagle" else set())
         assert set(asked) == shared
         assert len(asked) == 9 * len(shared)
         assert peer.greet(1, "1 one ").exchanges == 1
+        assert (lessons.retargeted.call_count, lessons.exchanged.call_count) == (2, 0)
         assert peer.draft(head.hidden) == wanted
 
         # Another head of this drafter's takes them too, and so does the next one.
         assert model.head_dir is not None
         process.swap_head(model.head_dir)
         assert peer.greet(1, "1 one ").exchanges == 2
+        assert (lessons.retargeted.call_count, lessons.exchanged.call_count) == (2, 1)
         assert peer.draft(head.hidden) == wanted
     finally:
         peer.hub.close()

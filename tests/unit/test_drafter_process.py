@@ -279,6 +279,17 @@ def test_a_head_that_does_not_fit_is_refused_and_the_present_one_kept(
     assert peer.ask(1, Open("b", 5, [1, 2, 3, 4, 5], 4)).items[0].tokens == before
 
 
+def test_what_does_not_fit_into_memory_beside_the_present_model_is_refused(
+    process: DrafterProcess, model: DrafterModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("backend.drafter.process.build_proposer", Mock(side_effect=torch.OutOfMemoryError("CUDA")))
+    assert model.head_dir is not None
+    with pytest.raises(CheckpointError, match="no memory"):
+        process.swap_head(model.head_dir)
+    process._adopt(process._newest)
+    assert "does not follow its target's new weights" in caplog.text
+
+
 def test_without_features_a_head_is_refused(tmp_path: Path, model: DrafterModel) -> None:
     process = DrafterProcess("d", DrafterModel(model.target_dir, None), SETTINGS, f"ipc://{tmp_path}/n.sock")
     process.start()

@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,9 +14,11 @@ from safetensors.torch import save_file
 
 from backend.config import Settings
 from backend.config.settings import DraftingSettings
+from backend.drafter import learner as learner_module
 from backend.drafter.learner import Learner
 from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
 from backend.drafter.proposer import Ask, Until
+from backend.learning import trainer as trainer_module
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, is_held_out
 from backend.learning.rules import FEWEST, FEWEST_SEQUENCES, KEPT, LEAST_GAIN, Watch, bound_of_gain
@@ -95,6 +98,22 @@ def test_a_head_that_was_hardly_used_is_nothing_to_compare_with() -> None:
         assert watch.knows_previous == (right == 15)
     live(watch, 8, FEWEST_SEQUENCES)
     assert watch.has_fallen, "it is compared with the one before"
+
+
+def test_other_weights_of_the_target_take_no_head_back_but_may_make_it_learn() -> None:
+    watch = Watch()
+    for _ in range(2):
+        live(watch, 15, KEPT + FEWEST_SEQUENCES)
+        watch.exchanged()
+    live(watch, 15, KEPT + FEWEST_SEQUENCES)
+    watch.retargeted()
+    assert watch.acceptance is None
+    live(watch, 12, KEPT)
+    assert not watch.has_fallen
+    assert watch.needs_learning
+    watch.exchanged()
+    live(watch, 6, FEWEST_SEQUENCES)
+    assert watch.has_fallen, "the next head is compared under the new weights"
 
 
 # -- heads -------------------------------------------------------------------------------------------------------------
@@ -215,6 +234,20 @@ def test_a_trainer_sleeps_when_all_has_been_learned(start: str, tmp_path: Path) 
     assert steps
 
 
+def test_a_step_has_no_more_rows_and_scores_than_it_may(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    teach(tmp_path / "ring", 12)
+    monkeypatch.setattr(trainer_module, "ROWS", 100)
+    trainer = Trainer(Job(str(TARGET_DIR), start, str(tmp_path / "own"), str(tmp_path / "ring")))
+    with (
+        patch.object(trainer_module, "collate", side_effect=collate) as collated,
+        patch.object(trainer._pupil, "goals", side_effect=trainer._pupil.goals) as goals,
+    ):
+        assert trainer.step()
+    assert [len(replay.features) for replay in collated.call_args.args[0]] == [48, 48, 4]
+    # Three rows of each whole sequence say only what follows within its prompt.
+    assert goals.call_args.args[0].shape == (45 + 45 + 4, 3 * 256)
+
+
 def test_a_trainer_keeps_what_it_learned_when_the_target_has_other_weights(start: str, tmp_path: Path) -> None:
     teach(tmp_path / "ring", 12)
     trainer = Trainer(Job(str(TARGET_DIR), start, str(tmp_path / "own"), str(tmp_path / "ring")))
@@ -239,6 +272,20 @@ def test_a_trainer_keeps_what_it_learned_when_the_target_has_other_weights(start
 def learner(start: str, directory: Path, swap, learning: str = "always") -> Learner:
     settings = DraftingSettings(ring_dir=str(directory / "rings"), learning=learning)
     return Learner(directory / "drafter-0", str(TARGET_DIR), start, settings, swap)
+
+
+def test_a_learners_ring_has_room_for_a_comparison_however_wide_rows_are(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learner_module, "RING_BYTES", 4096)
+    own = learner(start, tmp_path, lambda head: None)
+    ring, replay = own._writer._ring, Replay(torch.zeros(33, dtype=torch.int32), torch.zeros(32, 8), 0, 4, 0.0)
+    try:
+        for number in range(1, 200):
+            ring.write(number, replay)
+        assert sum(map(is_held_out, ring.numbers())) >= FEWEST
+    finally:
+        own.stop()
 
 
 def test_a_spoiled_head_is_taken_back_by_live_acceptance(start: str, tmp_path: Path) -> None:

@@ -10,8 +10,9 @@ import torch
 
 from backend.drafter.lessons import CONTEXT, Lessons
 from backend.learning import ring as ring_module
-from backend.learning.ring import Replay, ReplayRing, ReplayWriter
-from backend.learning.rules import COMPARED, Watch
+from backend.learning.ring import EXAMINED, Replay, ReplayRing, ReplayWriter, is_held_out
+from backend.learning.rules import COMPARED, FEWEST, Watch
+from backend.learning.trainable import LONGEST
 from backend.wire.drafting import Commit, Open, Outcome
 
 WIDTH = 6
@@ -42,6 +43,28 @@ def test_a_ring_gives_back_what_it_got_and_drops_the_oldest(tmp_path: Path) -> N
     assert torch.equal(found.features, written.features)
     assert (found.first, found.prompt, found.temperature) == (4, 9, 0.8)
     assert ring.read(first) is None
+
+
+@pytest.mark.parametrize(("rows", "spared"), [(200, EXAMINED), (1024, FEWEST)])
+def test_a_small_ring_spares_enough_held_out_sequences_for_a_comparison(tmp_path: Path, rows: int, spared: int) -> None:
+    room = 2 * FEWEST * 30_000
+    ring, numbers = ReplayRing(tmp_path, room), range(1, 11 * EXAMINED)
+    for number in numbers:
+        ring.write(number, replay(rows))
+    kept = ring.numbers()
+    held_out, others = list(filter(is_held_out, kept)), [number for number in kept if not is_held_out(number)]
+    assert len(held_out) == spared
+    assert len(others) >= spared - 1
+    assert held_out == list(filter(is_held_out, numbers))[-len(held_out) :]
+    assert others == [number for number in numbers if not is_held_out(number)][-len(others) :]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= room
+
+
+def test_a_ring_grows_with_the_width_of_its_rows(tmp_path: Path) -> None:
+    ring = ReplayRing(tmp_path, 4096, least_rows=2000)
+    for number in range(1, 200):
+        ring.write(number, replay(20, width=64))
+    assert 90 <= len(ring.numbers()) <= 100
 
 
 def test_a_killed_writer_leaves_nothing_that_a_reader_takes_for_a_sequence(tmp_path: Path) -> None:
@@ -103,6 +126,18 @@ def test_sequences_are_recorded_with_their_rows_and_the_end_of_a_long_prompt() -
     assert (found.first, found.prompt, found.temperature) == (100, prompt, 0.7)
     assert torch.equal(found.features[:, 0], torch.arange(100.0, prompt + 30))
     assert found.tokens.tolist() == [5] * (CONTEXT + 1) + [7] * 30
+
+
+def test_of_a_long_sequence_the_end_is_kept() -> None:
+    kept = Kept()
+    lessons = Lessons(kept, Watch())
+    rows = LONGEST + 300
+    lessons.opened("r", Open("r", rows + 1, [*range(rows + 1)], rows, prompt=10), feature(0, rows))
+    lessons.closed("r")
+    (found,) = kept.replays
+    assert (found.first, found.prompt) == (300, 10)
+    assert torch.equal(found.features[:, 0], torch.arange(300.0, rows))
+    assert found.tokens.tolist() == [*range(300, rows + 1)]
 
 
 def test_recomputed_rows_replace_earlier_ones_and_a_gap_ends_the_record() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -369,6 +370,38 @@ def test_the_gpu_kernels_compile() -> None:
     if "SKIP" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert done.stdout.strip() == "compiled", done.stderr[-2000:]
+
+
+def test_what_was_compiled_at_the_start_serves_all_sizes_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, jit = pytest.importorskip("triton.backends.compiler"), pytest.importorskip("triton.runtime.jit")
+    from triton.compiler import make_backend
+
+    from backend.noise import cuda
+
+    target, variants = make_backend(compiler.GPUTarget("cuda", 90, 32)), set()
+    for kernel in (cuda.choose_kernel, cuda.scores_kernel, cuda.gumbel_kernel):
+        bind = jit.create_function_from_signature(kernel.signature, kernel.params, target)
+
+        def note(*inputs: Any, grid: Any, warmup: bool, kernel: Any = kernel, bind: Any = bind, **options: Any) -> None:
+            variants.add((kernel, str(bind(*inputs, **options)[1])))
+
+        monkeypatch.setattr(kernel, "run", note)
+
+    def ask(rows: int, size: int) -> None:
+        # With an odd number of rows, the positions' address is not divisible by 16.
+        seeds, positions = torch.zeros(2, rows, dtype=torch.int64)
+        asked = torch.zeros(rows, size), seeds, positions, torch.ones(rows), torch.ones(rows)
+        cuda.gumbel(seeds, positions, torch.zeros(rows, 1, dtype=torch.int64))
+        for ids in (None, torch.arange(size)):
+            cuda.choose(*asked, ids)
+            cuda.rank(*asked, 2, ids)
+
+    ask(2, 2)
+    compiled = set(variants)
+    assert len(compiled) == 5
+    for rows, size in ((1, 151_936), (2, 151_936), (3, 151_936), (3, 32_001)):
+        ask(rows, size)
+    assert variants == compiled
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
