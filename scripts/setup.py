@@ -25,6 +25,8 @@ LOCK = ROOT / "constraints-cpu.txt"
 DEV_LOCK = ROOT / "constraints-dev.txt"
 LOAD_LOCK = ROOT / "constraints-load.txt"
 OLDEST, NEWEST, LOCKED = (3, 11), (3, 13), (3, 11)
+OLDEST_DRIVER = 580
+"""NVIDIA driver for CUDA 13, which the torch of vLLM 0.32 is built for."""
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 REACHABLE_TIMEOUT_S = 5
 CUDA_ONLY = ["torchvision", "torchaudio", "torchcodec"]
@@ -61,7 +63,10 @@ def main():
     parser.add_argument("--cuda", action="store_true", help="for NVIDIA GPUs, without looking for one")
     given = parser.parse_args()
     try:
-        install(cuda=given.cuda or (not given.cpu and has_cuda()), dev=given.dev, load=given.load)
+        found = not given.cpu and not given.cuda and has_cuda()
+        if found:
+            check_cuda()
+        install(cuda=given.cuda or found, dev=given.dev, load=given.load)
     except SetupError as error:
         print(f"setup: {error}", file=sys.stderr)
         return 1
@@ -116,6 +121,16 @@ def has_cuda():
     except (OSError, subprocess.TimeoutExpired):
         return False
     return listed.returncode == 0 and b"GPU" in listed.stdout
+
+
+def check_cuda():
+    """Raises `SetupError` where vLLM's CUDA build could be installed and would not run.  `--cuda` skips this."""
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=False).stdout.decode().split(".")[0]
+    if driver.isdigit() and int(driver) < OLDEST_DRIVER:
+        raise SetupError(f"CUDA 13 needs an NVIDIA driver of {OLDEST_DRIVER} or newer; this is {driver}")
+    if not os.environ.get("CC") and not shutil.which("gcc") and not shutil.which("clang"):
+        raise SetupError("Triton compiles kernels with a C compiler: install gcc")
 
 
 # Python.
@@ -200,6 +215,9 @@ def install_torch(pin):
 
 def install_cuda(steps, version):
     """vLLM as PyPI has it: its torch is a CUDA build already."""
+    header = "import os, sysconfig; os.stat(os.path.join(sysconfig.get_path('include'), 'Python.h'))"
+    if not succeeds([str(PYTHON), "-c", header]):
+        raise SetupError("Triton compiles kernels with Python.h: install the development files of this Python (python3-dev)")
     steps.run("vLLM, Ray and what they need (several GB)", pip, ["install", "setuptools>=77,<81", f"{ROOT}[cuda]"])
 
 

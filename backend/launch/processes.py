@@ -55,7 +55,9 @@ class Started:
         except ray.exceptions.ActorUnavailableError:
             self.ready_ref = self.actor.__ray_ready__.remote()
         except ray.exceptions.RayError as error:
-            raise LaunchError(f"{self.member_id} failed to start: {cause(error)}") from error
+            why = cause(error)
+            hint = ". CUDA_VISIBLE_DEVICES names other GPUs" if "Free memory on device" in why else ""
+            raise LaunchError(f"{self.member_id} failed to start: {why}{hint}") from error
 
     def death(self) -> str | None:
         """Why Ray has given the actor up, on one line; None: it has not, as far as is known."""

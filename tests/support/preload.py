@@ -12,9 +12,11 @@ gc.disable()
 
 import vllm  # must be the first of vLLM's modules
 
+import vllm.v1.worker.cpu_worker  # before all that binds what it replaces
+
 import backend.drafter.process
 import backend.verifier.process
-import backend.engine.worker
+import backend.engine.cpu_worker
 import torch._dynamo.convert_frame
 import torch._inductor.compile_fx
 import vllm.lora.lora_model
@@ -23,7 +25,6 @@ import vllm.model_executor.models.llama
 import vllm.v1.attention.backends.cpu_attn
 import vllm.v1.engine.core
 import vllm.v1.structured_output.backend_xgrammar
-import vllm.v1.worker.cpu_worker
 
 gc.enable()
 gc.freeze()

@@ -100,3 +100,27 @@ def test_an_up_to_date_environment_is_left_alone(setup: ModuleType, monkeypatch:
     stamp.write_text(setup.fingerprint("cpu", [setup.LOCK]) + "\n")
     monkeypatch.setattr(setup, "find_python", lambda: pytest.fail("installed again"))
     setup.install(cuda=False, dev=False)
+
+
+@pytest.mark.parametrize(
+    ("driver", "programs", "complaint"),
+    [
+        ("575.57.08", ["gcc"], "driver of 580 or newer; this is 575"),
+        ("580.65.06", [], "install gcc"),
+        ("580.65.06", ["gcc"], None),
+    ],
+)
+def test_what_cuda_needs_is_asked_for_before_anything_is_installed(
+    setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, driver: str, programs: list[str], complaint: str | None
+) -> None:
+    for name in ("nvidia-smi", *programs):
+        program = tmp_path / name
+        program.write_text(f"#!/bin/sh\necho {driver}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    if complaint is None:
+        setup.check_cuda()
+    else:
+        with pytest.raises(setup.SetupError, match=complaint):
+            setup.check_cuda()

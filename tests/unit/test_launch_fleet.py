@@ -11,6 +11,7 @@ import pytest
 
 from backend.config import Settings
 from backend.launch import fleet
+from backend.launch.cluster import RayCluster
 from backend.launch.fleet import Fleet
 from backend.launch.plan import Hardware, LaunchError, MemberPlan, plan
 from backend.launch.rooms import Rooms
@@ -74,3 +75,20 @@ def test_who_shares_a_gpu_starts_after_its_verifier_serves(
     monkeypatch.setattr(Fleet, "wait_ready", wait_ready)
     make(gpus, verifiers=verifiers, drafters=drafters)._start_members(lambda line: None)
     assert started == told
+
+
+def test_the_logs_of_a_member_that_cannot_start_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    logs = tmp_path / "own" / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker.err").write_text("NCCL")
+
+    def check() -> None:
+        raise LaunchError("verifier-0 failed to start")
+
+    served = make(1.0)
+    served.cluster = RayCluster("", "x", tmp_path / "own")
+    failing: Any = SimpleNamespace(member_id="verifier-0", ready=False, check=check)
+    with pytest.raises(LaunchError, match=r"failed to start .logs: .*failed-start"):
+        served.wait_ready(lambda line: None, [failing])
+    assert (tmp_path / "state" / "outrider" / "failed-start" / "worker.err").read_text() == "NCCL"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import vllm.platforms
 from vllm.config.utils import replace
+from vllm.platforms.interface import UnspecifiedPlatform
 
 from backend.config import Settings
 from backend.engine.arguments import EngineSetupError
@@ -15,7 +19,7 @@ from backend.engine.front.config import build_vllm_config
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.models.resolve import ResolvedModels
 from tests.support.other_vocabulary import write_permuted
-from tests.support.processes import demo_models
+from tests.support.processes import ROOT, demo_models
 
 
 def arguments(**engine_args: object) -> dict[str, object]:
@@ -89,3 +93,16 @@ def test_vllm_can_make_a_drafters_configuration_of_the_demos() -> None:
     """It does so in mode native, and checks everything anew."""
     config = build_config(Settings.model_validate({"mode": "native"}), demo_models(), "v")
     assert replace(config).structured_outputs_config.disable_any_whitespace
+
+
+def test_a_gateway_of_the_cuda_build_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm.platforms, "_current_platform", UnspecifiedPlatform())
+    monkeypatch.setattr(UnspecifiedPlatform, "device_type", "")
+    config = build_vllm_config(Settings(), demo_models().target_dir)
+    assert config.device_config.device_type == "cpu"
+
+
+def test_a_process_with_a_gpu_never_loads_what_replaces_cudas_functions() -> None:
+    code = "import sys, backend.verifier.process, backend.engine.worker; print('vllm.v1.worker.cpu.shm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split()[-1] == "False"

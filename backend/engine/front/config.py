@@ -8,6 +8,7 @@ from __future__ import annotations
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.platforms import current_platform
 
 from backend.config import Settings
 from backend.engine.arguments import common_arguments, remote_speculation
@@ -38,6 +39,9 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
 
     Raises `EngineSetupError` for engine arguments that vLLM does not have.
     """
+    if not current_platform.device_type:
+        # vLLM's CUDA build where there is no GPU: no engine runs here, but a configuration must name a device.
+        type(current_platform).device_type = "cpu"
     # In mode `native`, requests that vLLM's rejection sampler cannot serve must be refused.  Our own sampler serves all.
     speculation = remote_speculation(settings.num_speculative_tokens) if settings.mode == "native" else None
     arguments = common_arguments(settings, model_dir) | {
