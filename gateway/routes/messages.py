@@ -31,6 +31,8 @@ async def messages(request: Request) -> Response:
     gateway = gateway_of(request)
     data = await read_json(request, gateway.max_body_bytes)
     asked = parse(AnthropicMessagesRequest, data, MESSAGING)
+    # Clients ask for as much as Anthropic's models can write.
+    asked.max_tokens = min(asked.max_tokens, gateway.client.model_config.max_model_len)
     inquiry = await inquire(gateway, request, data)
     return await respond(gateway, request, asked, gateway.services.messages.create_messages, MESSAGES, _shown, inquiry)
 

@@ -68,7 +68,6 @@ async def test_tokens_are_counted(running):
         ({"messages": 5}, 400, "invalid_request_error"),
         ({"max_tokens": None}, 400, "invalid_request_error"),
         ({"mcp_servers": []}, 400, "invalid_request_error"),
-        ({"max_tokens": 99999}, 400, "invalid_request_error"),
     ],
 )
 async def test_errors_have_anthropics_shape(running, fields, status, kind):
@@ -77,6 +76,28 @@ async def test_errors_have_anthropics_shape(running, fields, status, kind):
     assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", kind)
     assert "max_completion_tokens" not in answer.json()["error"]["message"]
     assert running.idle
+
+
+async def test_an_answer_has_at_most_the_rest_of_the_context(running):
+    answer = await running.http.post("/v1/messages", json={**HI, "max_tokens": 10**6})
+    assert answer.status_code == 200, answer.text
+    asked = running.verifier.sequences[-1].request
+    context = running.server.gateway.client.model_config.max_model_len
+    assert len(asked.prompt_token_ids) + asked.sampling_params.max_tokens == context
+
+
+@pytest.mark.parametrize("text", ["x y z " * 3000, "x" * 10**6])
+async def test_a_prompt_that_is_too_long_is_called_so(running, text):
+    answer = await running.http.post("/v1/messages", json={**HI, "messages": [{"role": "user", "content": text}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("prompt is too long: ")
+
+
+async def test_a_model_that_does_not_think_keeps_to_any_budget(running):
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    answer = await running.http.post("/v1/messages", json={**HI, "max_tokens": 2000, "thinking": thinking})
+    assert answer.status_code == 200, answer.text
+    assert running.verifier.sequences[-1].request.sampling_params.thinking_token_budget is None
 
 
 async def test_a_lost_verifier_ends_a_stream_with_an_error_event():
