@@ -1,4 +1,4 @@
-"""Parts of OpenAI's tool calling that vLLM lacks: kinds of tools, `allowed_tools`, grammars, the chunk that ends a call.  Pure."""
+"""What vLLM lacks of OpenAI's tool calling: kinds of tools, `allowed_tools`, grammars, the chunk that ends a call.  Pure."""
 
 from __future__ import annotations
 

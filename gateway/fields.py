@@ -22,7 +22,9 @@ def _one_of(*values: Any) -> Fits:
 def _only_clears(value: Any) -> bool:
     """Whether Anthropic's `context_management` only clears old parts of the prompt.  Without that the prompt is longer."""
     edits = value.get("edits", []) if isinstance(value, dict) else None
-    return isinstance(edits, list) and all(isinstance(each, dict) and str(each.get("type")).startswith("clear_") for each in edits)
+    return isinstance(edits, list) and all(
+        isinstance(each, dict) and str(each.get("type")).startswith("clear_") for each in edits
+    )
 
 
 NO_EFFECT: Mapping[str, Fits] = {

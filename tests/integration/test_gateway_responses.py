@@ -52,7 +52,9 @@ CODEX = {
             "type": "namespace",
             "name": "mcp__notes",
             "description": "Notes.",
-            "tools": [{"type": "function", "name": "read", "strict": False, "parameters": {"type": "object", "properties": {}}}],
+            "tools": [
+                {"type": "function", "name": "read", "strict": False, "parameters": {"type": "object", "properties": {}}}
+            ],
         },
         {
             "type": "custom",

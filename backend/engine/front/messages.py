@@ -1,4 +1,4 @@
-"""vLLM's serving class for Anthropic's API, with repairs of stream errors and truncated tool calls."""
+"""vLLM's serving class for Anthropic's API, with repairs of stream errors, truncated tool calls and thinking budgets."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
-from starlette.requests import Request
 import vllm  # noqa: F401  (first: its submodules do not import alone)
+from starlette.requests import Request
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
