@@ -82,7 +82,7 @@ FIELDS: Mapping[str, Bound] = {
     "token_ids": Bound(items=None, values=MAX_STRUCTURE),
     "tokens": Bound(items=None, values=MAX_STRUCTURE),
     "tool_choice": Bound(chars=4096),
-    "tools": Bound(items=128, chars=1 << 20, values=50_000),
+    "tools": Bound(chars=1 << 20, values=50_000),
     "user": Bound(chars=512),
 }
 """Bounds by field name; a field that is not listed has the bounds `Bound()`."""

@@ -1,4 +1,4 @@
-"""Parts of OpenAI's tool calling that vLLM lacks: kinds of tools, `allowed_tools`, the chunk that ends a call.  Pure."""
+"""What vLLM lacks of OpenAI's tool calling: kinds of tools, `allowed_tools`, grammars, the chunk that ends a call.  Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,32 @@ from gateway.errors import BadRequest
 
 CLIENTS = ("function", "custom", "namespace")
 """Kinds of tools that clients run themselves; tools of other kinds would run on the server."""
+DISPENSABLE = ("web_search", "image_generation")
+"""Tools of the server that agents offer by default, and do without where the model does not call them."""
+
+
+def callable_tools(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` of a response with the tools that can be called: without `DISPENSABLE`, and without the grammars of inputs.
+
+    A tool is left out only beside tools of the client, and only where no call is forced.  Raises `BadRequest` for others.
+    """
+    tools = data.get("tools")
+    if not isinstance(tools, list):
+        return data
+    kept = [each for each in tools if not (isinstance(each, dict) and each.get("type") in DISPENSABLE)]
+    tools = kept if kept and data.get("tool_choice") in (None, "auto", "none") else tools
+    check_kinds(tools)
+    return {**data, "tools": [_with_free_input(each) for each in tools]}
+
+
+def _with_free_input(tool: Any) -> Any:
+    """A custom tool whose grammar, which vLLM cannot enforce, is part of its description."""
+    form = tool.get("format") if isinstance(tool, dict) and tool.get("type") == "custom" else None
+    if not isinstance(form, dict) or form.get("type") != "grammar" or not isinstance(tool.get("description"), str | None):
+        return tool
+    advice = f"The input must match this {form.get('syntax')} grammar:\n{form.get('definition')}"
+    said = "\n\n".join(filter(None, (tool.get("description"), advice)))
+    return {**tool, "format": {"type": "text"}, "description": said}
 
 
 def check_kinds(tools: Any) -> None:

@@ -125,8 +125,13 @@ class ApiError(Exception):
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
     def anthropic_body(self) -> dict[str, object]:
-        """The error object in the format of Anthropic's API, with `max_tokens` where vLLM names the chat completion's field."""
+        """The error object in the format of Anthropic's API, with `max_tokens` where vLLM names the chat completion's field.
+
+        Clients shorten a conversation when the message says "prompt is too long".
+        """
         message = self.message.replace("max_completion_tokens", "max_tokens")
+        if self.code == ContextTooLong.code:
+            message = f"prompt is too long: {message}"
         return {"type": "error", "error": {"type": _ANTHROPIC.get(self.status, "api_error"), "message": message}}
 
     def body_for(self, path: str) -> dict[str, Any]:

@@ -19,6 +19,14 @@ def _one_of(*values: Any) -> Fits:
     return lambda value: value in values
 
 
+def _only_clears(value: Any) -> bool:
+    """Whether Anthropic's `context_management` only clears old parts of the prompt.  Without that the prompt is longer."""
+    edits = value.get("edits", []) if isinstance(value, dict) else None
+    return isinstance(edits, list) and all(
+        isinstance(each, dict) and str(each.get("type")).startswith("clear_") for each in edits
+    )
+
+
 NO_EFFECT: Mapping[str, Fits] = {
     "metadata": _anything,
     "modalities": _one_of(["text"]),
@@ -37,6 +45,7 @@ GENERATING: Mapping[str, Fits] = {**NO_EFFECT, "outrider": _anything, "predictio
 """Fields that chat and text completions accept besides vLLM's.  `gateway/asking.py` reads `outrider` and `prediction`."""
 
 RESPONSES_NO_EFFECT: Mapping[str, Fits] = {
+    "client_metadata": _anything,
     "context_management": _one_of([]),
     "prompt_cache_options": _anything,
     "prompt_cache_retention": _anything,
@@ -48,8 +57,11 @@ RESPONDING: Mapping[str, Fits] = {**RESPONSES_NO_EFFECT, "outrider": _anything}
 
 MESSAGES_NO_EFFECT: Mapping[str, Fits] = {
     "cache_control": _anything,
+    "context_management": _only_clears,
+    "diagnostics": _anything,
     "inference_geo": _anything,
     "service_tier": _one_of("auto", "standard_only"),
+    "speed": _one_of("standard"),
 }
 """Fields of /v1/messages without effect, as in `NO_EFFECT`."""
 MESSAGING: Mapping[str, Fits] = {**MESSAGES_NO_EFFECT, "outrider": _anything}

@@ -12,7 +12,7 @@ from typing import Any
 from backend.engine.front import ResponseRequest
 from gateway.admission.claim import Claim
 from gateway.bounds import check_bounds, check_items
-from gateway.calling import check_kinds, named_tools, only_allowed
+from gateway.calling import callable_tools, named_tools, only_allowed
 from gateway.errors import BadRequest, TooManyRequests, translate
 from gateway.fields import RESPONDING
 from gateway.requests import fitted
@@ -80,8 +80,8 @@ class Responses:
         if background and not stored:
             raise BadRequest("`background` needs a response that is stored.", param="background")
         own = as_items(data.get("input"))
-        if self._store is not None:
-            own = await self._store.resolve(own, owner)
+        if self._store is not None or any(item.get("type") == "item_reference" for item in own):
+            own = await self.store.resolve(own, owner)
         history: list[Item] = []
         if previous is not None:
             history = await self.store.history(previous, owner)
@@ -89,7 +89,7 @@ class Responses:
             history = await self.store.items(conversation, owner)
         if not history and not own:
             raise BadRequest("`input` must not be empty.", param="input")
-        check_kinds(data.get("tools"))
+        data = callable_tools(data)
         ours = ("conversation", "input", "previous_response_id")
         theirs = {name: value for name, value in only_allowed(data).items() if name not in ours}
         check_bounds(theirs)

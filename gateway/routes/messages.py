@@ -11,14 +11,16 @@ from starlette.responses import JSONResponse, Response
 from backend.engine.front import AnthropicCountTokensRequest, AnthropicMessagesRequest, AnthropicMessagesResponse
 from gateway.admission.admit import check_model
 from gateway.asking import inquire
+from gateway.blocks import readable
+from gateway.bounds import check_bounds, check_text
 from gateway.errors import checked
 from gateway.fields import MESSAGES_NO_EFFECT, MESSAGING
 from gateway.openapi import described, shape
-from gateway.requests import parse, read_json
+from gateway.requests import fitted, read_json
 from gateway.rights import Right
 from gateway.routes.generate import respond
 from gateway.sse import MESSAGES, unless_disconnected
-from gateway.state import gateway_of
+from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
 
@@ -29,8 +31,10 @@ router = APIRouter()
 async def messages(request: Request) -> Response:
     """Anthropic's messages."""
     gateway = gateway_of(request)
-    data = await read_json(request, gateway.max_body_bytes)
-    asked = parse(AnthropicMessagesRequest, data, MESSAGING)
+    data = await _read(gateway, request)
+    asked = fitted(AnthropicMessagesRequest, data, MESSAGING)
+    # Clients ask for as much as Anthropic's models can write.
+    asked.max_tokens = min(asked.max_tokens, gateway.client.model_config.max_model_len)
     inquiry = await inquire(gateway, request, data)
     return await respond(gateway, request, asked, gateway.services.messages.create_messages, MESSAGES, _shown, inquiry)
 
@@ -39,11 +43,21 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens of messages."""
     gateway = gateway_of(request)
-    asked = parse(AnthropicCountTokensRequest, await read_json(request, gateway.max_body_bytes), MESSAGES_NO_EFFECT)
+    asked = fitted(AnthropicCountTokensRequest, await _read(gateway, request), MESSAGES_NO_EFFECT)
     check_model(gateway, request, asked)
     async with gateway.tokenizing:
         counted = checked(await unless_disconnected(request, gateway.services.messages.count_tokens(asked, request)))
     return JSONResponse({"input_tokens": counted.input_tokens})
+
+
+async def _read(gateway: Gateway, request: Request) -> dict[str, Any]:
+    """The body, within its bounds, as `readable` makes it."""
+    data = await read_json(request, gateway.max_body_bytes)
+    check_bounds(data)
+    data = readable(data)
+    # A document's text, which was media until now, counts too.
+    check_text(data, gateway.client.model_config.max_model_len)
+    return data
 
 
 def _shown(answer: pydantic.BaseModel) -> dict[str, Any]:

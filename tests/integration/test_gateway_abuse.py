@@ -136,7 +136,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("many allowed tokens", COMPLETIONS, completion(allowed_token_ids=[5] * 200_000), 400, "allowed_token_ids", None),
     ("an allowed token that is none", COMPLETIONS, completion(allowed_token_ids=[-1]), 400, "allowed_token_ids", None),
     ("many stop tokens", COMPLETIONS, completion(stop_token_ids=[5] * 200_000), 400, "stop_token_ids", None),
-    ("many tools", CHATS, chat(tools=tools(129, {})), 400, "tools", None),
+    ("many tools", CHATS, chat(tools=tools(1025, {})), 400, "tools", None),
     ("large tools", CHATS, chat(tools=tools(100, {"description": "x" * 100_000})), 400, "tools", CONTEXT),
     ("deep tools", CHATS, chat(tools=tools(1, nested(100))), 400, "tools", None),
     ("a tool that is a number", CHATS, chat(tools=[5]), 400, "tools", None),
@@ -215,7 +215,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("512 prompts", COMPLETIONS, completion(prompt=["a"] * 512, max_tokens=2), 200, None, None),
     ("2,000 messages", CHATS, chat(messages=[{"role": "user", "content": ""}] * 2000), 400, None, CONTEXT),
     ("four stops", COMPLETIONS, completion(stop=list("wxyz")), 200, None, None),
-    ("128 tools, not to be called", CHATS, chat(tools=tools(128, {"type": "object"}), tool_choice="none"), 200, None, None),
+    ("1,024 tools, not to be called", CHATS, chat(tools=tools(1024, {"type": "object"}), tool_choice="none"), 200, None, None),
     ("a regex that repeats", COMPLETIONS, grammar(regex="((a{0,1000}){0,1000}){0,100000}"), 200, None, None),
     ("a thousand choices", COMPLETIONS, grammar(choice=[f"v{i}" for i in range(1000)]), 200, None, None),
 ]  # fmt: skip

@@ -68,7 +68,6 @@ async def test_tokens_are_counted(running):
         ({"messages": 5}, 400, "invalid_request_error"),
         ({"max_tokens": None}, 400, "invalid_request_error"),
         ({"mcp_servers": []}, 400, "invalid_request_error"),
-        ({"max_tokens": 99999}, 400, "invalid_request_error"),
     ],
 )
 async def test_errors_have_anthropics_shape(running, fields, status, kind):
@@ -77,6 +76,147 @@ async def test_errors_have_anthropics_shape(running, fields, status, kind):
     assert (answer.json()["type"], answer.json()["error"]["type"]) == ("error", kind)
     assert "max_completion_tokens" not in answer.json()["error"]["message"]
     assert running.idle
+
+
+async def test_an_answer_has_at_most_the_rest_of_the_context(running):
+    answer = await running.http.post("/v1/messages", json={**HI, "max_tokens": 10**6})
+    assert answer.status_code == 200, answer.text
+    asked = running.verifier.sequences[-1].request
+    context = running.server.gateway.client.model_config.max_model_len
+    assert len(asked.prompt_token_ids) + asked.sampling_params.max_tokens == context
+
+
+@pytest.mark.parametrize("text", ["x y z " * 3000, "x" * 10**6])
+async def test_a_prompt_that_is_too_long_is_called_so(running, text):
+    answer = await running.http.post("/v1/messages", json={**HI, "messages": [{"role": "user", "content": text}]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].startswith("prompt is too long: ")
+
+
+async def test_a_model_that_does_not_think_keeps_to_any_budget(running):
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    answer = await running.http.post("/v1/messages", json={**HI, "max_tokens": 2000, "thinking": thinking})
+    assert answer.status_code == 200, answer.text
+    assert running.verifier.sequences[-1].request.sampling_params.thinking_token_budget is None
+
+
+CLAUDE_CODE = {
+    "model": "demo",
+    "max_tokens": 64000,
+    "stream": True,
+    "system": [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1"},
+        {"type": "text", "text": "You are a coding agent.", "cache_control": {"type": "ephemeral"}},
+    ],
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "list the files"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "I look.", "signature": "5f0c"},
+                {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "toolu_1",
+                    "content": "a.py",
+                    "is_error": False,
+                    "cache_control": {"type": "ephemeral"},
+                }
+            ],
+        },
+    ],
+    "tools": [
+        {
+            "name": "Bash",
+            "description": "Runs a command.",
+            "input_schema": {
+                "$schema": "https://json-schema.org/draft/2020-12/schema",
+                "type": "object",
+                "properties": {"command": {"type": "string"}},
+                "required": ["command"],
+                "additionalProperties": False,
+            },
+        }
+    ],
+    "metadata": {"user_id": "user_5f0c_account__session_5f0c"},
+    "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+}
+"""What Claude Code sends."""
+
+
+@pytest.mark.parametrize("thinking", [{"type": "adaptive"}, {"type": "enabled", "budget_tokens": 31999}])
+async def test_claude_code_is_answered(running, thinking):
+    events = []
+    asked = {**CLAUDE_CODE, "thinking": thinking}
+    async with running.http.stream("POST", "/v1/messages?beta=true", json=asked) as answer:
+        async for line in answer.aiter_lines():
+            events += [json.loads(line.removeprefix("data: "))] if line.startswith("data: ") else []
+    assert events[-1]["type"] == "message_stop", events
+    assert "".join(each["delta"]["text"] for each in events if each["type"] == "content_block_delta") == "def f(x):"
+    counted = {name: value for name, value in asked.items() if name not in ("max_tokens", "metadata", "stream")}
+    answer = await running.http.post("/v1/messages/count_tokens?beta=true", json=counted)
+    assert answer.status_code == 200, answer.text
+
+
+def result_of(*blocks):
+    return [{"type": "tool_result", "tool_use_id": "toolu_1", "content": list(blocks)}]
+
+
+FOUND = {
+    "type": "search_result",
+    "title": "Rome",
+    "source": "https://rome.example",
+    "content": [{"type": "text", "text": "old"}, {"type": "text", "text": "city"}],
+}
+DOCUMENT = {"type": "document", "title": "Notes", "source": {"type": "text", "media_type": "text/plain", "data": "old city"}}
+NESTED = {"type": "document", "context": "Notes", "source": {"type": "content", "content": FOUND["content"]}}
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        (FOUND, "Rome\nhttps://rome.example\nold\ncity"),
+        (DOCUMENT, "Notes\nold city"),
+        (NESTED, "Notes\nold\ncity"),
+    ],
+)
+async def test_what_a_document_says_is_read(running, block, text):
+    for content in ([block], result_of(block)):
+        answer = await running.http.post("/v1/messages", json={**HI, "messages": [{"role": "user", "content": content}]})
+        assert answer.status_code == 200, answer.text
+        tokenizer = running.server.gateway.client.renderer.tokenizer
+        assert text in tokenizer.decode(running.verifier.sequences[-1].request.prompt_token_ids)
+
+
+PDF = {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}}
+TOO_LONG = {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "x" * 10**6}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"messages": [{"role": "user", "content": [PDF]}]}, "block of the type `document` without text"),
+        ({"messages": [{"role": "user", "content": result_of(PDF)}]}, "block of the type `document` without text"),
+        ({"messages": [{"role": "user", "content": result_of({"type": "browser_state"})}]}, "type `browser_state`"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}]}, "type `server_tool_use`"),
+        ({"messages": [{"role": "user", "content": [{"type": ["x"]}]}]}, "is not supported"),
+        ({"messages": [{"role": "user", "content": [TOO_LONG]}]}, "prompt is too long"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tool of the type `bash_20250124`"),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+async def test_what_the_model_would_not_see_is_refused_by_its_type(running, path, fields, said):
+    asked = {**HI, **fields}
+    if path.endswith("count_tokens"):
+        del asked["max_tokens"]
+    answer = await running.http.post(path, json=asked)
+    assert answer.status_code == 400
+    assert said in answer.json()["error"]["message"]
 
 
 async def test_a_lost_verifier_ends_a_stream_with_an_error_event():

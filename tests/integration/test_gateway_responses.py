@@ -24,6 +24,59 @@ def client(running):
     return openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0)
 
 
+CODEX = {
+    "model": "demo",
+    "instructions": "You are a coding agent.",
+    "input": [
+        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be brief"}]},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "list the files"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None},
+        {"type": "function_call", "name": "shell", "arguments": '{"command": ["ls"]}', "call_id": "call_1"},
+        {"type": "function_call_output", "call_id": "call_1", "output": "a.py"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "go on"}]},
+    ],
+    "tools": [
+        {
+            "type": "function",
+            "name": "shell",
+            "description": "Runs a command.",
+            "strict": False,
+            "parameters": {
+                "type": "object",
+                "properties": {"command": {"type": "array", "items": {"type": "string"}}},
+                "required": ["command"],
+                "additionalProperties": False,
+            },
+        },
+        {
+            "type": "namespace",
+            "name": "mcp__notes",
+            "description": "Notes.",
+            "tools": [
+                {"type": "function", "name": "read", "strict": False, "parameters": {"type": "object", "properties": {}}}
+            ],
+        },
+        {
+            "type": "custom",
+            "name": "apply_patch",
+            "description": "Edits files.",
+            "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
+        },
+        {"type": "web_search", "external_web_access": False},
+    ],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning": {"effort": "medium", "summary": "auto"},
+    "store": False,
+    "stream": True,
+    "include": ["reasoning.encrypted_content"],
+    "prompt_cache_key": "5f0c",
+    "text": {"verbosity": "medium"},
+    "client_metadata": {"x-codex-installation-id": "5f0c"},
+}
+"""What Codex sends."""
+
+
 def prompt_of(running):
     """The text of the last prompt that the verifier got."""
     tokenizer = running.server.gateway.client.renderer.tokenizer
@@ -133,6 +186,15 @@ async def test_events_come_in_order_and_end(running):
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "def f(x):"
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert (await client(running).responses.retrieve(final.id)).output_text == "def f(x):"
+
+
+async def test_codex_is_answered(running):
+    async with running.http.stream("POST", "/v1/responses", json=CODEX) as answer:
+        lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
+    last = json.loads(lines[-1].removeprefix("data: "))
+    assert last["type"] == "response.completed", last
+    assert [tool["type"] for tool in last["response"]["tools"]] == ["function", "namespace", "custom"]
+    assert last["response"]["output"][-1]["content"][0]["text"] == "def f(x):"
 
 
 async def test_a_cut_answer_is_incomplete(running):
@@ -354,6 +416,9 @@ async def test_without_a_folder_nothing_is_kept():
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_stored")
         answer = await running.http.post("/v1/responses", json={"model": "demo", "input": "x", "background": True})
         assert answer.status_code == 400
+        reference = [{"type": "item_reference", "id": "msg_1"}]
+        answer = await running.http.post("/v1/responses", json={"model": "demo", "input": reference})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_stored")
 
 
 async def test_a_stream_that_fails_says_so_and_is_kept_as_failed():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from gateway.calling import check_kinds, ended_apart, only_allowed
+from gateway.calling import callable_tools, check_kinds, ended_apart, only_allowed
 from gateway.errors import BadRequest
 
 PAINT = {"type": "function", "function": {"name": "paint"}}
@@ -56,6 +56,42 @@ def test_tools_of_the_server_are_refused():
     with pytest.raises(BadRequest, match="no tools on the server"):
         check_kinds([{"type": {}}])
     assert caught.value.param == "tools"
+
+
+SEARCH = {"type": "web_search", "external_web_access": False}
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+def test_a_search_beside_tools_of_the_client_is_left_out(choice):
+    offered = {"tools": [SEARCH, *FLAT, {"type": "image_generation"}], **choice}
+    assert callable_tools(offered) == {"tools": FLAT, **choice}
+
+
+@pytest.mark.parametrize(
+    "offered",
+    [
+        {"tools": [SEARCH]},
+        {"tools": [*FLAT, SEARCH], "tool_choice": "required"},
+        {"tools": [*FLAT, SEARCH], "tool_choice": {"type": "web_search"}},
+        {"tools": [*FLAT, SEARCH, {"type": "code_interpreter"}]},
+    ],
+)
+def test_a_search_is_refused_where_its_lack_would_tell(offered):
+    with pytest.raises(BadRequest, match="no tools on the server"):
+        callable_tools(offered)
+
+
+def test_the_grammar_of_an_input_becomes_advice():
+    grammar = {"type": "grammar", "syntax": "lark", "definition": "start: /x+/"}
+    tool = {"type": "custom", "name": "patch", "description": "Edits files.", "format": grammar}
+    (kept,) = callable_tools({"tools": [tool]})["tools"]
+    assert kept == {
+        **tool,
+        "format": {"type": "text"},
+        "description": "Edits files.\n\nThe input must match this lark grammar:\nstart: /x+/",
+    }
+    others = [{"type": "custom", "name": "a", "format": {"type": "text"}}, {**tool, "description": 5}, 5]
+    assert callable_tools({"tools": others})["tools"] == others
 
 
 async def said(*choices):

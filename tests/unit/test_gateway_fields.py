@@ -6,14 +6,23 @@ from typing import get_args
 
 import pydantic
 import pytest
+from anthropic.types import message_count_tokens_params, message_create_params
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses import ResponseIncludable
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 
-from backend.engine.front import ChatCompletionRequest, ResponseRequest, VLLMClientError
+from backend.engine.front import (
+    AnthropicCountTokensRequest,
+    AnthropicMessagesRequest,
+    ChatCompletionRequest,
+    ResponseRequest,
+    VLLMClientError,
+)
+from gateway.errors import BadRequest
 from gateway.fields import (
     GENERATING,
     MESSAGES_NO_EFFECT,
+    MESSAGING,
     NO_EFFECT,
     REFUSED,
     RESPONDING,
@@ -74,6 +83,48 @@ def test_the_docs_say_of_each_value_of_include_what_it_does():
         else:
             works = parse(ResponseRequest, asked, RESPONDING).is_include_output_logprobs()
             assert rows()[value][1].startswith("works" if works else "no effect"), value
+
+
+@pytest.mark.parametrize(
+    ("params", "model"),
+    [
+        (message_create_params.MessageCreateParamsBase, AnthropicMessagesRequest),
+        (message_count_tokens_params.MessageCountTokensParams, AnthropicCountTokensRequest),
+    ],
+)
+def test_each_of_anthropics_fields_is_known(params, model):
+    headers = {"user_profile_id", "workspace_id"}
+    assert params.__annotations__.keys() - headers <= {*model.model_fields, *MESSAGING, *REFUSED}
+
+
+SAID = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_management", {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+        ("context_management", {}),
+        ("diagnostics", {"previous_message_id": None}),
+        ("speed", "standard"),
+    ],
+)
+def test_what_anthropics_clients_send_without_effect(name, value):
+    assert name not in parse(AnthropicMessagesRequest, {**SAID, name: value}, MESSAGING).model_fields_set
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("context_management", {"edits": [{"type": "clear_thinking_20251015"}, {"type": "compact_20260112"}]}),
+        ("context_management", {"edits": "clear_all"}),
+        ("context_management", ["clear_all"]),
+        ("speed", "fast"),
+    ],
+)
+def test_what_would_change_a_message_is_refused(name, value):
+    with pytest.raises(BadRequest, match=name):
+        parse(AnthropicMessagesRequest, {**SAID, name: value}, MESSAGING)
 
 
 def test_null_means_absent():

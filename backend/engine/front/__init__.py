@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import vllm  # first: its submodules do not import alone
 from vllm.entrypoints.anthropic.protocol import (
+    AnthropicContentBlock,
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
     AnthropicMessagesResponse,

@@ -1,4 +1,4 @@
-"""vLLM's serving class for Anthropic's API, with repairs of stream errors and truncated tool calls."""
+"""vLLM's serving class for Anthropic's API, with repairs of stream errors, truncated tool calls and thinking budgets."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
+from starlette.requests import Request
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 
 _ERROR_PREFIX = 'data: {"error"'
 
@@ -23,7 +24,14 @@ class StreamFailed(Exception):
 
 
 class Messages(AnthropicServingMessages):
-    """vLLM's class with two repairs; `tests/integration/test_gateway_messages.py` tests both."""
+    """vLLM's class with three repairs; `tests/integration/test_gateway_messages.py` tests them."""
+
+    async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request | None = None) -> Any:
+        """Drops a thinking budget, an upper bound, for a model that does not think; vLLM would refuse the request."""
+        reasoning = self.engine_client.vllm_config.reasoning_config
+        if reasoning is None or not reasoning.enabled:
+            request.thinking_token_budget = None
+        return await super().create_chat_completion(request, raw_request)
 
     async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
         """Raises `StreamFailed` where vLLM's method would write an error event that lacks the kind of error."""
