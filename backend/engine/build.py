@@ -118,7 +118,9 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
         if config.kind != DRAFT_MODEL:
             return model
         shared = shared_tokens(config, paths.drafter_dir, paths.target_dir)
-        return model | {"use_heterogeneous_vocab": shared is not None and shared.differ}
+        # vLLM refuses vocabularies of two sizes even where tokenizers are the same and only the padding differs.
+        differs = config.own_vocab_size != config.vocab_size or (shared is not None and shared.differ)
+        return model | {"use_heterogeneous_vocab": differs}
     return remote_speculation(k)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,17 @@ def test_vllm_is_told_of_a_draft_model_with_other_ids(tmp_path: Path) -> None:
         paths = ResolvedModels(str(TARGET_DIR), str(directory), "draft_model")
         given = engine_arguments(settings, paths, "v")["speculative_config"]
         assert (given["method"], given["use_heterogeneous_vocab"]) == ("draft_model", differs)
+
+
+def test_vllm_maps_ids_where_only_the_padding_of_vocabularies_differs(tmp_path: Path) -> None:
+    """Qwen2.5's models have one tokenizer, and 151,936 or 152,064 rows."""
+    for file in DRAFT_MODEL_DIR.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((DRAFT_MODEL_DIR / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 128}))
+    paths = ResolvedModels(str(TARGET_DIR), str(tmp_path), "draft_model")
+    assert engine_arguments(Settings(mode="native"), paths, "v")["speculative_config"]["use_heterogeneous_vocab"]
 
 
 def test_of_any_dictionary_only_what_is_said_differs() -> None:
