@@ -24,6 +24,8 @@ from backend.models.rope import inverse_frequencies
 
 TABLE_BYTES = 64 * 2**20
 """Largest table of embeddings projected beforehand by layer 0; larger ones are projected when used."""
+ROTATION_BYTES = 256 * 2**20
+"""Largest table of rotations, of 524,288 positions where heads have 128 dimensions; others are computed when used."""
 TABLE_CHUNK = 8192
 """Embeddings converted at a time; bounds memory."""
 QUERY_CHUNK = 512
@@ -83,10 +85,11 @@ class Head:
         self.query_width = self.heads * self.head_dim
         self._source = weights.tensors
         self._paired_order = torch.arange(self.head_dim).view(2, -1).t().flatten()
-        angles = torch.outer(torch.arange(positions, dtype=torch.float64), inverse_frequencies(config.rope, self.head_dim))
-        rotations = torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
-        self.rotations = rotations.unsqueeze(1).to(device)
-        """The rotation of every position: `[positions, 1, head_dim / 2]`."""
+        self.positions = positions
+        frequencies = inverse_frequencies(config.rope, self.head_dim)
+        self._frequencies = frequencies.to(device)
+        fits = positions * self.head_dim // 2 * torch.complex64.itemsize <= ROTATION_BYTES
+        self._rotations = _rotations(torch.arange(positions), frequencies).to(device) if fits else None
         self.is_eagle3 = config.kind == "eagle3"
         self.takes_features = config.kind != DRAFT_MODEL
         # A head's row p reads the feature at p and the token at p + 1; a draft model's row p reads the token at p.
@@ -121,7 +124,8 @@ class Head:
         sequence, in the sequences' order.  None: all rows; each must then be its sequence's only new row or a branch.
         """
         part = self._embed(rows.ids)
-        rotations = self.rotations.index_select(0, rows.positions)
+        table = self._rotations
+        rotations = _rotations(rows.positions, self._frequencies) if table is None else table.index_select(0, rows.positions)
         if self.feature_norm is not None and features is not None:
             # MTP layers were trained without the embedding at position 0, and on normed features.
             part = part.masked_fill((rows.positions == 0).unsqueeze(1), 0.0)
@@ -353,6 +357,12 @@ def similar(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 def _affine(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return values @ weight if bias is None else torch.addmm(bias, values, weight)
+
+
+def _rotations(positions: Tensor, frequencies: Tensor) -> Tensor:
+    """The rotation at each position, `[positions, 1, head_dim / 2]`."""
+    angles = torch.outer(positions.double(), frequencies)
+    return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).unsqueeze(1)
 
 
 def _rotate_pairs(vectors: Tensor, rotations: Tensor) -> None:

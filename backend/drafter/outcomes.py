@@ -198,9 +198,9 @@ class Imagination:
         stride = torch.arange(count, device=device).unsqueeze(1) * (shape.depth + 1)
         feature = head.feature(outputs.flatten(0, 1).index_select(0, (stride + branches.stops).flatten()))
         last, places = steps_behind(sequences, shape.depth + 1, device)
-        # Tokens beyond the last position are cut off later; until then positions must stay within the table.
+        # Tokens beyond the last position are cut off later; until then positions must stay within the head's.
         positions = (last[0].unsqueeze(1) + branches.stops).flatten()
-        furthest = len(head.rotations) - 1
+        furthest = head.positions - 1
         first = (places[-1].unsqueeze(1) + torch.arange(width, device=device)).flatten()
         starts, counts = [s.start for s in sequences], [width] * count
         masks = self._masks(sequences, branches.stops, shape)

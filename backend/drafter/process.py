@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 JOIN_S = 10.0
 SWAP_TIMEOUT_S = 60.0
+UNLIMITED = 2**31
+"""Vocabulary size and longest position of a target whose configuration leaves them to its class, as Gemma 3's does."""
 TAUGHT: frozenset[TargetTensor] = frozenset(("lm_head.weight", "norm.weight"))
 """The target's tensors that a head is trained against."""
 IDLE_TTL_S = 120.0
@@ -66,8 +68,8 @@ def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
     if model.head_dir is None:
         target = text_config(read_config(model.target_dir))
         try:
-            vocab, longest = int(target["vocab_size"]), int(target["max_position_embeddings"])
-        except (KeyError, TypeError, ValueError) as error:
+            vocab, longest = (int(target.get(key) or UNLIMITED) for key in ("vocab_size", "max_position_embeddings"))
+        except (TypeError, ValueError) as error:
             raise CheckpointError(f"{model.target_dir}/config.json: {type(error).__name__}: {error}") from error
         return _proposer_of(model.kind)(vocab, longest, settings.cache_tokens)
     weights = load_drafter(model.head_dir, model.target_dir, model.learning_dir is not None, model.newer)

@@ -12,6 +12,8 @@ import vllm
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.utils import get_model_cls
+from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
@@ -64,7 +66,10 @@ def merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) -> VllmConfig:
-    """vLLM's configuration; raises `EngineSetupError` when vLLM's version is not the one our hooks were written for."""
+    """vLLM's configuration.
+
+    Raises `EngineSetupError` when vLLM's version is not the one our hooks were written for, or cannot serve model and drafter.
+    """
     if not vllm.__version__.startswith(SUPPORTED_VLLM):
         raise EngineSetupError(f"vLLM {vllm.__version__} is installed; this release works with {SUPPORTED_VLLM}*")
     if settings.mode == "off" or settings.verifier.engine_args.get("async_scheduling") is False:
@@ -76,6 +81,7 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
         raise EngineSetupError(
             "the model embeds or scores text, and has nothing to draft: serve it with --mode off --drafters 0"
         )
+    _check_hidden_states(config, paths)
     structured = config.structured_outputs_config
     if settings.model == DEMO and structured.backend in ("auto", "xgrammar", "guidance"):
         # The demo model knows Python: where JSON allows whitespace, it would indent for ever.  In mode `native` vLLM makes the
@@ -86,6 +92,16 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
         name = "PlainAsyncScheduler" if config.scheduler_config.async_scheduling else "PlainScheduler"
         config.scheduler_config.scheduler_cls = f"backend.engine.scheduler.{name}"
     return config
+
+
+def _check_hidden_states(config: VllmConfig, paths: ResolvedModels) -> None:
+    """Refuses a head for hidden states that the target's class does not give; vLLM would say so after loading the weights."""
+    head_dir = paths.drafter_dir if KINDS[paths.drafter_kind].takes_features else None
+    if head_dir is None or not load_config(head_dir, paths.target_dir).uses_aux:
+        return
+    model = get_model_cls(config.model_config)
+    if not supports_eagle3(model):
+        raise EngineSetupError(f"vLLM's {model.__name__} gives no hidden states: take an EAGLE-1 head, a draft model or ngram")
 
 
 def build_core(config: VllmConfig, on_lost_rank: Callable[[], None]) -> EngineCore:
@@ -118,7 +134,9 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
         if config.kind != DRAFT_MODEL:
             return model
         shared = shared_tokens(config, paths.drafter_dir, paths.target_dir)
-        return model | {"use_heterogeneous_vocab": shared is not None and shared.differ}
+        # vLLM refuses vocabularies of two sizes even where tokenizers are the same and only the padding differs.
+        differs = config.own_vocab_size != config.vocab_size or (shared is not None and shared.differ)
+        return model | {"use_heterogeneous_vocab": differs}
     return remote_speculation(k)
 
 

@@ -22,10 +22,9 @@ from backend.models.head_config import (
     text_config,
 )
 from backend.models.layout import canonical_names, is_draft_model, required_tensors
-from backend.models.tensor_files import TensorFiles
+from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.vocabulary import shared_tokens
 
-EMBEDDING = "embed_tokens.weight"
 LM_HEAD = "lm_head.weight"
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.models.check import EMBEDDING, LM_HEAD, misshapen
+from backend.models.check import LM_HEAD, misshapen
 from backend.models.head_config import (
     DRAFT_MODEL,
     CheckpointError,
@@ -25,7 +25,7 @@ from backend.models.head_config import (
     text_config,
 )
 from backend.models.layout import canonical_names, is_draft_model, required_tensors
-from backend.models.tensor_files import TensorFiles
+from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.vocabulary import shared_tokens
 from backend.wire.drafting import TargetTensor
 

@@ -1,4 +1,4 @@
-"""Reads the `config.json` of a drafter: of an EAGLE head in either layout, or of a draft model.  Pure data; imports no torch.
+"""Reads the `config.json` of a drafter: of an EAGLE head in either layout, or of a draft model.  Imports no torch.
 
 Heads have two layouts.  SafeAILab's is a Llama configuration with a few extra keys; speculators' wraps one in
 `transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.  A draft model is a
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from backend.models.kinds import DrafterKind
+from backend.models.tensor_files import EMBEDDING, TensorFiles
+from backend.models.tensor_files import CheckpointError as CheckpointError
 
 HeadKind = Literal["eagle", "eagle3", "draft_model"]
 
@@ -25,10 +27,6 @@ MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys under which configurations give the number of MTP layers."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Supported values of a draft model's `model_type`."""
-
-
-class CheckpointError(Exception):
-    """A checkpoint cannot be used; the message is one line for the user."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +114,8 @@ def rope_of(config: dict[str, Any]) -> Rope:
 
 def load_config(head_dir: str, target_dir: str | None = None) -> HeadConfig:
     """Reads a head's configuration; values that it leaves to the target come from `target_dir`.  Raises `CheckpointError`."""
-    return _load(_parse, head_dir, target_dir)
+    config = _load(_parse, head_dir, target_dir)
+    return replace(config, num_layers=1) if config.num_layers > 1 and _is_midlayer_alone(head_dir) else config
 
 
 def load_model_config(model_dir: str, target_dir: str) -> HeadConfig:
@@ -127,10 +126,27 @@ def load_model_config(model_dir: str, target_dir: str) -> HeadConfig:
 def _load(parse: Callable[[dict[str, Any], dict[str, Any]], HeadConfig], directory: str, target_dir: str | None) -> HeadConfig:
     own = read_config(directory)
     target = text_config(read_config(target_dir)) if target_dir else {}
+    if target_dir and target.get("vocab_size") is None:
+        target = target | {"vocab_size": _embedding_rows(target_dir)}
     try:
         return parse(own, target)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{directory}/config.json: {type(error).__name__}: {error}") from error
+
+
+def _embedding_rows(target_dir: str) -> int:
+    """The vocabulary size of a target whose configuration leaves it to its class, as Gemma 3's does."""
+    files = TensorFiles(target_dir)
+    name = files.find(EMBEDDING)
+    if name is None:
+        raise CheckpointError(f"{target_dir}/config.json: no vocab_size, and no embedding in the weights tells it")
+    return files.tensors[name].shape[0]
+
+
+def _is_midlayer_alone(head_dir: str) -> bool:
+    """Whether the head has SafeAILab's one layer.  Its configuration may repeat the target's number of layers."""
+    parts = {name.removeprefix("model.").partition(".")[0] for name in TensorFiles(head_dir).tensors}
+    return "midlayer" in parts and "layers" not in parts
 
 
 def mtp_layers(config: dict[str, Any]) -> int:
@@ -174,7 +190,7 @@ def _parse_model(own: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         max_position=longest,
         rms_norm_eps=float(own.get("rms_norm_eps", 1e-6)),
         rope=rope_of(own),
-        dtype=str(own.get("torch_dtype") or own.get("dtype") or "float32"),
+        dtype=str(_dtype(own) or "float32"),
         unsupported=tuple(dict.fromkeys(problems)),
     )
 
@@ -219,9 +235,14 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         fc_norm=bool(outer.get("fc_norm", False)),
         norm_output=is_mtp or bool(outer.get("norm_output", False)),
         is_mtp=is_mtp,
-        dtype=str(outer.get("torch_dtype") or layer.get("torch_dtype") or layer.get("dtype") or "float32"),
+        dtype=str(_dtype(outer) or _dtype(layer) or "float32"),
         unsupported=tuple(_unsupported(outer, layer)),
     )
+
+
+def _dtype(config: dict[str, Any]) -> Any:
+    """The type of the weights; `dtype` is the key since transformers 4.56."""
+    return config.get("torch_dtype") or config.get("dtype")
 
 
 def _kind(config: dict[str, Any]) -> HeadKind:

@@ -46,7 +46,10 @@ def feature_layers(layers: int) -> tuple[int, int, int]:
 
 def write_initial_head(target_dir: str, directory: Path, name: str) -> None:
     """Writes a head for the target `name` to `directory`, in speculators' layout.  Raises `CheckpointError`, `OSError`."""
-    target = text_config(read_config(target_dir))
+    target = text_config(outer := read_config(target_dir))
+    quantised = outer.get("quantization_config") or target.get("quantization_config")
+    if quantised or (Path(target_dir) / "hf_quant_config.json").is_file():
+        raise CheckpointError(f"{target_dir}: no head can be made of quantised layers: give an unquantised copy of the model")
     try:
         config = _config(target, name)
         tensors = _tensors(target, TensorFiles(target_dir), target_dir)

@@ -20,7 +20,7 @@ class Kind:
     """`module:class` of its `Proposer`, which only drafters import; empty: nothing drafts.
 
     The class is called with a model's weights, the size of the cache in tokens, and the device.  Without weights it is called
-    with the target's vocabulary size, its longest position, and the size of the cache in tokens.
+    with the target's vocabulary size, its longest position (2**31 where unknown), and the size of the cache in tokens.
     """
     has_weights: bool = False
     """Whether `--drafter` names a directory.  Without weights it names the kind, and the drafter needs no device."""

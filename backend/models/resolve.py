@@ -30,6 +30,8 @@ MTP = "mtp"
 MODES_WITH_DRAFTS = REMOTE_MODES | {"native"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
 DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+OTHER_COPIES = ("original/*", "metal/*")
+"""Weights once more, in formats that vLLM does not read (Llama's, gpt-oss's)."""
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 Say = Callable[[str], None]
@@ -88,8 +90,9 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
     if not _is_path(settings.model):
         # Checked before anything is downloaded.
         check_combination(settings)
-    target = find("--model", settings.model, TARGET_DIR, say)
+    target = find("--model", settings.model, TARGET_DIR, say, _trusts_code(settings))
     check_target(target)
+    check_code(target, settings)
     check_ranks(target, settings)
     check_combination(settings)
     name = settings.model if not _is_path(settings.model) else target.name
@@ -117,7 +120,8 @@ def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafte
     if name == MTP:
         directory = _with_mtp_layers(target)
     else:
-        directory = _initial_head(target, settings) if name == GROW else find("--drafter", name, DRAFTER_DIR, say)
+        code = _trusts_code(settings)
+        directory = _initial_head(target, settings) if name == GROW else find("--drafter", name, DRAFTER_DIR, say, code)
     return OwnDrafter(str(directory), check_drafter(name, directory, target, settings, say), name)
 
 
@@ -161,8 +165,8 @@ def check_without_download(settings: Settings, say: Say) -> None:
         check_combination(settings)
 
 
-def find(option: str, name: str, demo: Path, say: Say) -> Path:
-    """The directory a model name stands for.  Raises `ModelError`."""
+def find(option: str, name: str, demo: Path, say: Say, code: bool = False) -> Path:
+    """The directory a model name stands for; a download brings its Python files with `code`.  Raises `ModelError`."""
     if name == DEMO:
         if not (demo / "config.json").is_file():
             raise ModelError(f"{option} demo: the built-in model is not there; make it with `outrider train-demo`")
@@ -178,7 +182,7 @@ def find(option: str, name: str, demo: Path, say: Say) -> Path:
     if _is_path(name):
         shown = name if str(path) == name else f"{name} (that is {path})"
         raise ModelError(f"{option} {shown}: no such directory")
-    return _download(option, name, say)
+    return _download(option, name, say, code)
 
 
 def check_target(directory: Path) -> None:
@@ -191,6 +195,19 @@ def check_target(directory: Path) -> None:
         raise ModelError(f"--model {directory}: {missing}")
     if not any((directory / file).is_file() for file in TOKENIZER_FILES):
         raise ModelError(f"--model {directory}: no tokenizer ({', '.join(TOKENIZER_FILES[:2])})")
+
+
+def check_code(directory: Path, settings: Settings) -> None:
+    """Refuses a MiMo model, whose configuration vLLM reads by the checkpoint's own code, unless that code is trusted."""
+    config = read_json(directory / "config.json", "--model")
+    has_code = "AutoConfig" in (config.get("auto_map") or {})
+    if has_code and set(MTP_ARCHITECTURES) & set(config["architectures"]) and not _trusts_code(settings):
+        trust = "--verifier-engine-args '{\"trust_remote_code\": true}'"
+        raise ModelError(f"--model {settings.model}: vLLM needs the checkpoint's own code; if you trust that: {trust}")
+
+
+def _trusts_code(settings: Settings) -> bool:
+    return bool(settings.verifier.engine_args.get("trust_remote_code"))
 
 
 def check_ranks(target: Path, settings: Settings) -> None:
@@ -313,7 +330,7 @@ def _is_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or Path(name).exists()
 
 
-def _download(option: str, name: str, say: Say) -> Path:
+def _download(option: str, name: str, say: Say, code: bool) -> Path:
     """The hub's snapshot of a repository; from the local cache if it is complete there or the hub cannot be reached."""
     if not REPOSITORY.fullmatch(name):
         raise ModelError(f"{option} {name}: neither a directory nor a Hugging Face id")
@@ -324,11 +341,12 @@ def _download(option: str, name: str, say: Say) -> Path:
     offline = environment.huggingface_offline()
     if not offline:
         say(f"{name}: fetching from the Hugging Face hub (what is cached is not fetched again)")
-    fetch = partial(snapshot_download, name, local_files_only=offline)
+    fetch = partial(snapshot_download, name, local_files_only=offline, ignore_patterns=[*OTHER_COPIES])
+    wanted = [*DOWNLOADED, "*.py"] if code else [*DOWNLOADED]
     try:
-        directory = Path(fetch(allow_patterns=[*DOWNLOADED]))
+        directory = Path(fetch(allow_patterns=wanted))
         if missing_weights(directory):
-            directory = Path(fetch(allow_patterns=[*DOWNLOADED, "*.bin"]))
+            directory = Path(fetch(allow_patterns=[*wanted, "*.bin"]))
     except GatedRepoError as error:
         raise ModelError(f"{option} {name}: the hub asks for permission (accept its terms, then set HF_TOKEN)") from error
     except RepositoryNotFoundError as error:

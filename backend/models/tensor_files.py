@@ -13,10 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from backend.models.head_config import CheckpointError
-
 if TYPE_CHECKING:
     import torch
+
+EMBEDDING = "embed_tokens.weight"
+
+
+class CheckpointError(Exception):
+    """A checkpoint cannot be used; the message is one line for the user."""
 
 
 @dataclass(frozen=True)

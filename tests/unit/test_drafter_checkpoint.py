@@ -151,13 +151,28 @@ def test_misfits_of_the_configuration(tmp_path: Path) -> None:
 
 
 def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
-    head_dir, target_dir = pair(tmp_path, TinyHead(draft_vocab=23))
-    edit(head_dir, draft_vocab_size=22, num_hidden_layers=2)
+    head_dir, target_dir = pair(tmp_path, TinyHead(draft_vocab=23), layout="speculators")
+    layer = json.loads((Path(head_dir) / "config.json").read_text())["transformer_layer_config"]
+    edit(head_dir, draft_vocab_size=22, transformer_layer_config=layer | {"num_hidden_layers": 2})
     lines = check(head_dir, target_dir)
     assert "tensor lm_head.weight: shape [23, 32], expected [22, 32]" in lines
     assert "missing tensor: layers.1.mlp.down_proj.weight" in lines
     with pytest.raises(CheckpointError):
         load_drafter(head_dir, target_dir)
+
+
+def test_a_midlayer_is_one_layer_although_the_configuration_repeats_the_targets_number(tmp_path: Path) -> None:
+    head_dir, target_dir = pair(tmp_path, TinyHead())
+    edit(head_dir, num_hidden_layers=40)
+    assert check(head_dir, target_dir) == []
+    assert load_drafter(head_dir, target_dir).config.num_layers == 1
+
+
+@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
+def test_the_type_of_a_speculators_head_is_outside_its_layer(tmp_path: Path, key: str) -> None:
+    head_dir = write_head(tmp_path, TinyHead(), "speculators")
+    edit(head_dir, **{key: "bfloat16"})
+    assert load_config(head_dir).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 40, (2**62).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"[]"])

@@ -14,7 +14,7 @@ from torch import Tensor
 from backend.drafter import head as head_module
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.head import Rows, similar
-from backend.drafter.proposer import MAX_DRAFT, Ask, Until
+from backend.drafter.proposer import MAX_DRAFT, Ask, Premise, Until
 from backend.models.checkpoint import load_drafter
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from tests.support.drafter_heads import Reference, TinyHead, make_proposer, tokens_of
@@ -128,6 +128,25 @@ def test_one_long_sequence_does_not_make_the_copies_of_short_ones_long(tmp_path:
     with mock.patch.object(head, "_attend_padded", side_effect=lambda _, queries, starts, lengths: queries) as padded:
         head._attend_last(0, torch.zeros(64, head.query_width), rows)
     assert [call.args[3] for call in padded.call_args_list] == [[500] * 63, [32_000]]
+
+
+def test_without_a_table_of_rotations_drafts_are_the_same(tmp_path: Path) -> None:
+    head, found = TinyHead(layers=2, rope={"rope_type": "linear", "factor": 3.0}), []
+    for limit in (head_module.ROTATION_BYTES, 0):
+        with mock.patch.object(head_module, "ROTATION_BYTES", limit):
+            proposer = make_proposer(tmp_path / str(limit), head)
+        assert (proposer._head._rotations is None) == (limit == 0)
+        drafts = proposer.draft([Session(proposer, Target(head), "r").open(tokens_of(1, 400), 6)])
+        verifying = drafts[0].tokens[:4]
+        found.append((drafts, proposer.draft_outcomes([Premise("r", 400, Until(4), verifying, 8)])))
+    assert found[0] == found[1]
+    assert len(found[0][1][0]) == 8
+
+
+def test_ten_million_positions_take_no_table(tmp_path: Path) -> None:
+    proposer = make_proposer(tmp_path, TinyHead(max_position=10_485_760))
+    sizes = [part.numel() * part.element_size() for part in vars(proposer._head).values() if isinstance(part, Tensor)]
+    assert sum(sizes) < 16 * 2**20
 
 
 def test_rollback_after_rejection_leaves_nothing_behind(tmp_path: Path) -> None:

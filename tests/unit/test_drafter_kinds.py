@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pkgutil
 from pathlib import Path
 from typing import Any, cast
@@ -11,6 +12,7 @@ import pytest
 from backend.config import DraftingSettings, Settings
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.process import DrafterModel, build_proposer
+from backend.drafter.proposer import Ask, Until
 from backend.launch.plan import Hardware, plan
 from backend.models.demo import TARGET_DIR
 from backend.models.kinds import KINDS, WEIGHTLESS, Kind
@@ -54,6 +56,15 @@ def test_mode_native_and_learning_refuse_a_kind_that_they_cannot_use() -> None:
     ):
         with pytest.raises(ModelError, match=line):
             resolve(given(**changes), print)
+
+
+def test_look_ups_need_no_sizes_of_the_target(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    proposer = build_proposer(DrafterModel(str(tmp_path), None), DraftingSettings())
+    assert (proposer.vocab_size, proposer.max_position) == (2**31, 2**31)
+    proposer.open("r", [262_207, 5, 6, 7, 262_207, 5, 6], 0, 0.0)
+    assert proposer.draft([Ask("r", 7, 0, None, Until(2))])[0].tokens == [7, 262_207]
 
 
 def test_every_entry_names_a_proposer_that_exists() -> None:

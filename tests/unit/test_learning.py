@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 import time
@@ -138,6 +139,17 @@ def test_the_initial_head_fits_and_repeats_the_target(start: str) -> None:
     proposer.open("r", [5] * 9, 8, 0.0)
     (drafted,) = proposer.draft([Ask("r", 9, 8, torch.randn(8, 768), Until(4))])
     assert len(drafted.tokens) == 4
+
+
+@pytest.mark.parametrize("where", ["config.json", "hf_quant_config.json"])
+def test_no_head_is_made_of_quantised_layers(tmp_path: Path, where: str) -> None:
+    for file in TARGET_DIR.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((TARGET_DIR / "config.json").read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / where).unlink(missing_ok=True)
+    (tmp_path / where).write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="quantised layers: give an unquantised copy"):
+        write_initial_head(str(tmp_path), tmp_path / "start", "m")
 
 
 def test_heads_that_cannot_learn_are_refused() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from backend.config import Settings
 from backend.models.resolve import ModelError, find, resolve
@@ -120,6 +121,34 @@ def test_a_repository_is_looked_for_in_the_cache_when_offline(tmp_path: Path, mo
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="not in the local cache, and HF_HUB_OFFLINE is set"):
         find("--model", "outrider-tests/not-there", tmp_path, quiet)
+
+
+@pytest.mark.parametrize("code", [False, True])
+def test_a_download_brings_weights_once_and_code_only_if_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: bool
+) -> None:
+    listed = ["config.json", "model-1.safetensors", "original/model.safetensors", "metal/model.safetensors", "m.py"]
+    fetched: list[str] = []
+
+    def snapshot(name: str, allow_patterns: list[str], ignore_patterns: list[str], local_files_only: bool) -> str:
+        fetched.extend(filter_repo_objects(listed, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns))
+        return str(target(tmp_path / "snapshot"))
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    trust = {"verifier": {"engine_args": {"trust_remote_code": True}}} if code else {}
+    resolve(settings(model="some/model", mode="off", **trust), lambda line: None)
+    assert fetched == ["config.json", "model-1.safetensors", *(["m.py"] if code else [])]
+
+
+def test_a_model_that_vllm_reads_by_the_checkpoints_code_names_the_setting(tmp_path: Path) -> None:
+    auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
+    directory = target(tmp_path / "m", architectures=["MiMoForCausalLM"], model_type="mimo", auto_map=auto_map)
+    asked = {"model": str(directory), "drafter": "ngram"}
+    with pytest.raises(ModelError, match="if you trust that: --verifier-engine-args") as error:
+        resolve(settings(**asked), quiet)
+    assert "\n" not in str(error.value)
+    assert resolve(settings(**asked, verifier={"engine_args": {"trust_remote_code": True}}), quiet).name == "m"
 
 
 def test_a_file_is_not_a_directory(tmp_path: Path) -> None:

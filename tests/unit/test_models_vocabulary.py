@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError, load_model_config
@@ -92,6 +94,21 @@ def test_a_strange_token_is_read_as_the_last_part_of_its_text(tmp_path: Path) ->
     read, names = shared.inputs(), {i: token for token, i in vocabulary.items()}
     assert read[:1200] == list(range(1200))
     assert all(token.endswith(names[read[i]]) for token, i in whole.items() if i >= 1200)
+
+
+def test_the_embedding_tells_the_size_of_a_vocabulary_that_the_target_does_not_name(tmp_path: Path) -> None:
+    own, target = tmp_path / "own", tmp_path / "target"
+    sizes = {"hidden_size": 4, "num_attention_heads": 1, "intermediate_size": 4, "num_hidden_layers": 1}
+    for directory in (own, target):
+        directory.mkdir()
+    (own / "config.json").write_text(json.dumps(sizes | {"vocab_size": 9, "max_position_embeddings": 8, "model_type": "qwen2"}))
+    (target / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 4}}))
+    save_file({"language_model.model.embed_tokens.weight": torch.zeros(12, 4)}, target / "model.safetensors")
+    found = load_model_config(str(own), str(target))
+    assert (found.vocab_size, found.draft_vocab_size, found.own_vocab_size) == (12, 9, 9)
+    save_file({"other.weight": torch.zeros(1)}, target / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{target}/config.json: no vocab_size"):
+        load_model_config(str(own), str(target))
 
 
 def test_without_both_files_sizes_must_be_equal(tmp_path: Path) -> None:

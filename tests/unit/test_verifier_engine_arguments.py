@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from backend.engine.arguments import EngineSetupError
 from backend.engine.build import build_config, engine_arguments
 from backend.engine.fixed import takes_fixed
 from backend.engine.front.config import build_vllm_config
-from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
+from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 from backend.models.resolve import ResolvedModels
 from tests.support.other_vocabulary import write_permuted
 from tests.support.processes import ROOT, demo_models
@@ -45,6 +46,28 @@ def test_vllm_is_told_of_a_draft_model_with_other_ids(tmp_path: Path) -> None:
         paths = ResolvedModels(str(TARGET_DIR), str(directory), "draft_model")
         given = engine_arguments(settings, paths, "v")["speculative_config"]
         assert (given["method"], given["use_heterogeneous_vocab"]) == ("draft_model", differs)
+
+
+def test_vllm_maps_ids_where_only_the_padding_of_vocabularies_differs(tmp_path: Path) -> None:
+    """Qwen2.5's models have one tokenizer, and 151,936 or 152,064 rows."""
+    for file in DRAFT_MODEL_DIR.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    config = json.loads((DRAFT_MODEL_DIR / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 128}))
+    paths = ResolvedModels(str(TARGET_DIR), str(tmp_path), "draft_model")
+    assert engine_arguments(Settings(mode="native"), paths, "v")["speculative_config"]["use_heterogeneous_vocab"]
+
+
+def test_a_head_is_refused_where_vllms_class_gives_no_hidden_states(tmp_path: Path) -> None:
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).symlink_to(TARGET_DIR / file)
+    names = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "dtype": "float32", "head_dim": 64}
+    sizes = {"hidden_size": 256, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(names | sizes | {"max_position_embeddings": 2048}))
+    with pytest.raises(EngineSetupError, match="Gemma3ForCausalLM gives no hidden states: take an EAGLE-1 head") as error:
+        build_config(Settings(mode="sync"), ResolvedModels(str(tmp_path), str(DRAFTER_DIR), "eagle"), "v")
+    assert "\n" not in str(error.value)
 
 
 def test_of_any_dictionary_only_what_is_said_differs() -> None:
