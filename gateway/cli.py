@@ -113,7 +113,7 @@ def serve(arguments: list[str]) -> int:
 
             def announce(url: str) -> None:
                 assert fleet is not None
-                fleet.announce(url)
+                fleet.announce(present.here(url))
                 progress.say(present.ready(url, settings, models))
 
             with further_processes(fleet.settings, arguments) as peers:

@@ -1,12 +1,14 @@
-"""Checks the port, keys and certificates before anything heavy starts."""
+"""Checks the port, keys, certificates and where state is kept, before anything heavy starts."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from backend.config import environment
 from backend.config.sources import ConfigError
 
 if TYPE_CHECKING:
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_gateway(settings: Settings) -> None:
-    """Checks port, keys file and certificate now, not only after the models are loaded.  Raises `ConfigError`."""
+    """Makes all checks now, not only after the models are loaded.  Raises `ConfigError`."""
     check_files(settings)
     if settings.gateway.uds:
         return
@@ -29,8 +31,9 @@ def check_gateway(settings: Settings) -> None:
 
 
 def check_files(settings: Settings) -> None:
-    """Checks the keys file and the certificate.  Raises `ConfigError`."""
+    """Checks the keys file, the certificate, and where state and quotas are kept.  Raises `ConfigError`."""
     from gateway.keys.ring import KeyFileError, read_entries
+    from gateway.keys.sharing import open_store
 
     asked = settings.gateway
     try:
@@ -47,3 +50,17 @@ def check_files(settings: Settings) -> None:
     except OSError as error:
         # ssl.SSLError, for a wrong certificate, is an OSError too.
         raise ConfigError(f"gateway.tls_cert, tls_key: {error.strerror or error}") from None
+    for name, url, folder in (("quota_url", asked.quota_url, None), ("state_dir", None, state_folder(settings))):
+        try:
+            if (store := open_store(url, folder)) is not None:
+                asyncio.run(store.close())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"gateway.{name}: {error}") from None
+
+
+def state_folder(settings: Settings) -> Path | None:
+    """Where responses, batches and shared quotas are kept; None: nowhere."""
+    asked = settings.gateway.state_dir
+    if asked == "none":
+        return None
+    return environment.state_dir() if asked == "auto" else Path(asked).expanduser()

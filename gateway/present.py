@@ -46,7 +46,7 @@ def plan_line(settings: Settings, models: ResolvedModels) -> str:
 
 def ready(url: str, settings: Settings, models: ResolvedModels) -> str:
     """The URL, with a command to paste into a shell."""
-    base = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+    base = here(url)
     name = (settings.gateway.served_model_name or [models.name])[0]
     body: dict[str, Any]
     if models.name != "demo" and _has_chat_template(settings, Path(models.target_dir)):
@@ -57,6 +57,11 @@ def ready(url: str, settings: Settings, models: ResolvedModels) -> str:
     data = json.dumps({**body, "stream": True})
     command = f"curl -N {base}/v1/{path}{key} -H 'Content-Type: application/json' -d '{data}'"
     return f"serving at {url}/v1 - try:\n{command}\nthe fleet is at {base}/ - Ctrl-C stops everything"
+
+
+def here(url: str) -> str:
+    """The URL at which this machine reaches a gateway that listens at `url`, perhaps on all its addresses."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _has_chat_template(settings: Settings, directory: Path) -> bool:

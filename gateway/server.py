@@ -19,7 +19,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 
-from backend.config import Settings, environment
+from backend.config import Settings
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
 from backend.engine.front.serving import build_services
@@ -34,6 +34,7 @@ from gateway.fleet_core import FleetCore
 from gateway.fleet_metrics import FleetCollector, GatewayCollector
 from gateway.metrics import GatewayMetrics
 from gateway.peers import Peers
+from gateway.preflight import state_folder
 from gateway.protocol import BoundedProtocol
 from gateway.reload import Reloader, reload_all
 from gateway.responses.serving import Responses
@@ -69,19 +70,12 @@ def build_gateway(
     services = build_services(client, settings, served_names, ApiError)
     metrics.fleet.register(FleetCollector(core))
     metrics.own.register(GatewayCollector(core))
-    folder = _state_folder(settings)
+    folder = state_folder(settings)
     store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.responses_bytes)
     responses = Responses(store, vllm_config.model_config.max_model_len)
     doors = AccessRules.of(settings, core.gateway_id, folder)
     batches = Batches(folder, settings, served_names[0])
     return Gateway(settings, client, services, metrics, responses, doors, batches, tracing)
-
-
-def _state_folder(settings: Settings) -> Path | None:
-    asked = settings.gateway.state_dir
-    if asked == "none":
-        return None
-    return environment.state_dir() if asked == "auto" else Path(asked).expanduser()
 
 
 class GatewayServer:

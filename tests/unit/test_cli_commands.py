@@ -6,8 +6,10 @@ import errno
 import hashlib
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -82,6 +84,17 @@ def test_wrong_files_are_found_before_anything_starts(name: str, tmp_path: Path,
     file.write_text("keys: 5")
     assert cli.main(["serve", f"--gateway-{name}", str(file), "--port", "0"]) == 2
     assert name.replace("-", "_") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("state-dir", "{file}/state"), ("quota-url", "redis://host")])
+def test_where_state_cannot_be_kept_is_found_before_anything_starts(
+    name: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)  # The package is not installed.
+    file = tmp_path / "file"
+    file.touch()
+    assert cli.main(["serve", f"--gateway-{name}", value.format(file=file), "--port", "0"]) == 2
+    assert f"gateway.{name.replace('-', '_')}: " in capsys.readouterr().err
 
 
 def test_a_busy_port_is_found_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +174,19 @@ def test_the_command_to_paste_fits_the_model(tmp_path: Path) -> None:
 
 def fleet_file(pid: int, namespace: str = "outrider", directories: tuple[str, ...] = ()) -> state.FleetFile:
     return state.FleetFile(pid, namespace, "127.0.0.1:1", "", list(directories))
+
+
+def test_a_fleet_that_listens_everywhere_is_announced_by_a_loopback_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A gateway without an admin key takes commands under such names only.
+    for name in ("check_gateway", "import_in_background", "prepare_vllm"):
+        monkeypatch.setattr(cli, name, Mock())
+    fleet = Mock(settings=Settings())
+    monkeypatch.setattr("backend.launch.fleet.Fleet.launch", lambda *_: fleet)
+    monkeypatch.setattr("backend.models.resolve.resolve", lambda *_: DEMO)
+    monkeypatch.setattr(cli, "run_gateway", lambda settings, info, handle, announce, *_: announce("https://0.0.0.0:8000"))
+    assert cli.main(["serve"]) == 0
+    fleet.announce.assert_called_once_with("https://127.0.0.1:8000")
+    assert present.here("http://[::]:8000") == "http://[::1]:8000"
 
 
 def test_fleets_are_found_by_namespace_or_pid(runtime: Path) -> None:
