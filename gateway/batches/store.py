@@ -169,9 +169,16 @@ class Store(Database):
 
     async def finish(self, kept: Kept, last: Status) -> None:
         """Writes the answers into files, and sets the batch's last status."""
-        output = await self._write_answers(kept, "output", failed=False)
-        error = await self._write_answers(kept, "error", failed=True)
-        await self._end(kept, last, output, error)
+        output = error = None
+        try:
+            output = await self._write_answers(kept, "output", failed=False)
+            error = await self._write_answers(kept, "error", failed=True)
+            await self._end(kept, last, output, error)
+        except Exception:
+            # The next attempt writes others.
+            for file in filter(None, (output, error)):
+                self.path(file.id).unlink(missing_ok=True)
+            raise
 
     @exclusive
     def _end(self, db: sqlite3.Connection, kept: Kept, last: Status, output: File | None, error: File | None) -> None:
@@ -249,8 +256,15 @@ def _write(db: sqlite3.Connection, batch: Batch) -> None:
     db.execute("UPDATE batches SET status = ?, body = ? WHERE id = ?", row)
 
 
-def _new(path: Path) -> BinaryIO:
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")
+@contextlib.contextmanager
+def _new(path: Path) -> Iterator[BinaryIO]:
+    """A new file to write; removed if that fails, because a part of it would keep a full disk full."""
+    try:
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as target:
+            yield target
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
 
 
 def _copy(source: BinaryIO, path: Path) -> int:

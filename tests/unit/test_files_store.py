@@ -1,8 +1,9 @@
-"""An upload whose client leaves is stored whole or not at all."""
+"""Files are stored whole or not at all, whether a client leaves or the disk is full."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import sqlite3
 import threading
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from gateway.batches.objects import Answer, Batch
 from gateway.batches.store import Store
 
 
@@ -35,4 +37,47 @@ async def test_a_row_never_lacks_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     left.set()
     (file,) = await store.files("me", None)
     assert store.path(file["id"]).read_bytes() == b"{}"
+    store.close()
+
+
+class Full(io.BytesIO):
+    """Reads until the disk that it is copied to is full."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if self.tell():
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().read(1)
+
+
+async def test_no_part_of_an_upload_keeps_a_full_disk_full(tmp_path: Path) -> None:
+    store = Store(tmp_path, 1 << 30)
+    with pytest.raises(OSError, match="No space left"):
+        await store.add_file(Full(b"{}"), "in.jsonl", "me", 3600.0)
+    assert not list((tmp_path / "files").iterdir())
+    store.close()
+
+
+async def test_attempts_to_end_a_batch_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path, 1 << 30)
+    file = await store.add_file(io.BytesIO(b"{}"), "in.jsonl", "me", 3600.0)
+    batch = Batch(
+        id="batch_1",
+        endpoint="/v1/completions",
+        input_file_id=file.id,
+        completion_window="24h",
+        status="finalizing",
+        created_at=0,
+        expires_at=1,
+    )
+    await store.add_batch(batch, "me", "demo", 3600.0)
+    await store.add_answers(batch.id, [(0, Answer("a", 200, None, "", None))])
+
+    async def full(*_: Any) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(store, "_end", full)
+    for _ in range(2):
+        with pytest.raises(sqlite3.OperationalError):
+            await store.finish(await store.batch(batch.id), "completed")
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [file.id]
     store.close()
