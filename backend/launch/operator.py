@@ -74,7 +74,8 @@ class Operator:
                 operation = self._coordinator.progress()
                 if operation is not None:
                     self._carry_out(operation)
-            except CoordinatorUnavailable as error:
+            except (CoordinatorUnavailable, LaunchError) as error:
+                # A `LaunchError`: the coordinator could not be told how an operation ended.
                 logger.debug("no operations: %s", error)
             except _Stopped:
                 return

@@ -10,7 +10,7 @@ import pytest
 import ray
 import ray.exceptions
 
-from backend.coordinator.messages import Progress
+from backend.coordinator.messages import CoordinatorUnavailable, Progress
 from backend.fleet import FleetSnapshot, Member, MemberView, Operation, OperationKind
 from backend.launch.operator import ABSENT_S, Operator
 from backend.launch.plan import LaunchError
@@ -24,6 +24,28 @@ def test_members_of_another_launcher_are_left_alone(kind: OperationKind) -> None
     operator = Operator(cast(Any, fleet), lambda line: None)
     operator._carry_out(Operation(7, kind, ["verifier-9"]))
     assert told[-1] == Progress(7, "failed", "verifier-9 is not one of this launcher's members")
+
+
+def test_an_end_that_cannot_be_told_does_not_end_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backend.launch.operator.AWAY_LIMIT_S", -1.0)
+    monkeypatch.setattr("backend.launch.operator.POLL_S", 0.0)
+    operations = [Operation(7, "remove", ["verifier-9"]), Operation(8, "remove", ["verifier-9"])]
+
+    def progress(told: Progress | None = None) -> Operation | None:
+        if told is None:
+            return operations[0]
+        if told.state == "failed" and len(operations) == 1:
+            operator._stopping.set()
+        elif told.state == "failed":
+            # The coordinator is restarted after this, and takes another operation.
+            operations.pop(0)
+            raise CoordinatorUnavailable("away")
+        return None
+
+    coordinator = SimpleNamespace(progress=progress, snapshot=lambda: FleetSnapshot(1, [], [], {}))
+    operator = Operator(cast(Any, SimpleNamespace(coordinator=coordinator, members={})), lambda line: None)
+    operator._run()
+    assert [each.id for each in operations] == [8]
 
 
 class Lost:
