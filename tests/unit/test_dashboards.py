@@ -103,6 +103,13 @@ def test_variables_are_filled_in():
     assert all("$" not in each.promql for each in [*of_panels(), *of_variables(), *of_rules()])
 
 
+def test_what_waits_at_gateways_is_waiting():
+    # Verifiers hold at most an eighth more than they run: their counts alone would never look like a queue.
+    rules = [rule for group in yaml.safe_load((RULES / "recording.yml").read_text())["groups"] for rule in group["rules"]]
+    (waiting,) = (each["expr"] for each in rules if each["record"] == "job:outrider_waiting:sum")
+    assert "sum by (job) (outrider_queue_sequences)" in waiting
+
+
 def test_every_metric_and_label_exists():
     known = {"up": BY_PROMETHEUS, "ALERTS": BY_PROMETHEUS | {"alertname", "alertstate"}}
     for name, of_name in DEFINITIONS.items():
