@@ -12,12 +12,13 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from backend.config import sources
 from backend.config.sources import CommandError, ConfigError
 from gateway import administer, present, tools
 from gateway.logs import configure_logging
-from gateway.preflight import check_files, check_gateway
+from gateway.preflight import check_gateway
 from gateway.processes import (
     GATEWAY_PROCESS,
     further_processes,
@@ -140,7 +141,9 @@ def gateway(arguments: list[str]) -> int:
 
     with joined_fleet(loaded) as (settings, info, coordinator):
         tracing.check(settings.tracing)
-        check_files(settings)
+        check_gateway(settings)
+        if not Path(info.models.target_dir).is_dir():
+            return fail(f"this machine has no {info.models.target_dir}, the directory of the fleet's model", FAILED)
 
         def announce(url: str) -> None:
             progress.say(present.ready(url, settings, info.models))

@@ -132,9 +132,11 @@ def is_loopback(host: str) -> bool:
     if host.lower() == "localhost":
         return True
     try:
-        return ipaddress.ip_address(host).is_loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    # Behind `::`, a client of IPv4 has such an address.
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
 
 
 def is_local_origin(origin: str | None) -> bool:

@@ -382,3 +382,10 @@ async def test_a_request_that_is_sent_before_the_answer_to_the_one_before_stands
         said = await line.rest()
     assert said.count(b" 200 OK") == 2
     assert len(running.verifier.sequences) == 2, "the first one's prompt is generated from once"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_local"), [("127.0.0.1", True), ("::1", True), ("::ffff:127.0.0.1", True), ("::ffff:10.0.0.1", False)]
+)
+def test_an_address_of_ipv4_may_come_as_one_of_ipv6(host: str, is_local: bool) -> None:
+    assert guard.is_loopback(host) == is_local
