@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from outrider import AsyncFleet, Episode, Fleet, OutriderError
 from outrider.parameters import fields_of
+from outrider.process import FleetProcess
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
 
@@ -257,6 +258,22 @@ def test_a_fleet_that_does_not_start_says_why() -> None:
     with pytest.raises(OutriderError, match="verifers") as raised, Fleet(verifers=2):
         pass
     assert raised.value.code == "fleet_not_started"
+
+
+def test_a_fleet_that_torchrun_starts_has_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch waits for a store on the verifier's port, which nobody opens."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    given: dict[str, Any] = {}
+
+    def start(_: list[str], **options: Any) -> None:
+        given.update(options["env"])
+        raise OSError("not today")
+
+    monkeypatch.setattr("outrider.process.subprocess.Popen", start)
+    with pytest.raises(OSError, match="not today"):
+        FleetProcess({})
+    assert given.keys() >= {"PATH", "PYTHONUNBUFFERED"}
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in given
 
 
 def test_importing_it_imports_nothing_heavy() -> None:
