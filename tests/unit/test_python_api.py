@@ -113,6 +113,15 @@ def test_what_passes_is_tried_again(fault: str) -> None:
     assert len(tries) == 2
 
 
+def test_a_sample_waits_for_room_as_long_as_it_takes() -> None:
+    """A verifier that is busy with long outputs turns the others away again and again."""
+    answers = iter([refusal("overloaded", 503), refusal("rate_limit_exceeded", 429)] * 10)
+    with joined(lambda body: next(answers, output(body)), retries=1) as fleet:
+        assert len(list(fleet.generate([[1]]))) == 1
+    with joined(lambda body: refusal("no_verifier_ready", 503), retries=1) as fleet, pytest.raises(OutriderError):
+        list(fleet.generate([[1]]))
+
+
 def test_a_refusal_is_raised_at_once_with_its_code() -> None:
     tries: list[int] = []
 

@@ -320,7 +320,7 @@ def test_a_tensor_that_is_sent_again_is_loaded_once(
     loaded: list[str] = []
     transfer = object.__new__(WireTransfer)
     transfer.device = torch.device("cpu")
-    transfer.model = SimpleNamespace(load_weights=lambda found: loaded.extend(name for name, _ in found))  # type: ignore[assignment]
+    transfer.model = SimpleNamespace(load_weights=lambda found: loaded.extend(name for name, _ in found))
     control.start_weight_update()
     monkeypatch.setattr(core, "collective_rpc", lambda method, kwargs: transfer.update_weights(**kwargs))
     for part in (tensors(a=(2, 3)), tensors(a=(2, 3)), tensors(a=(2, 3), b=(4,))):
