@@ -55,6 +55,10 @@ class UtilityError(Exception):
     """A verifier answered a utility call with a failure, or was lost before it answered."""
 
 
+class VerifierGone(UtilityError):
+    """The verifier was lost before it answered."""
+
+
 class LinkListener(Protocol):
     """Receives what a link hears from its verifier.  Called in the event loop; must not block."""
 
@@ -156,13 +160,13 @@ class VerifierLink:
             if task is not current:
                 task.cancel()
         self._dealer.close()
-        self._drop_calls()
+        self._drop_calls(VerifierGone)
         self._listener.on_lost(self, loss)
 
-    def _drop_calls(self) -> None:
+    def _drop_calls(self, error: type[UtilityError]) -> None:
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(UtilityError(f"verifier {self.member.id} went away"))
+                future.set_exception(error(f"verifier {self.member.id} went away"))
 
     async def _receive_loop(self) -> None:
         while self.state != "lost":
@@ -211,7 +215,7 @@ class VerifierLink:
         elif self.state == "ready":
             # The verifier has dropped this gateway, or was restarted behind the same address.  More refusals may follow.
             self.state = "connecting"
-            self._drop_calls()
+            self._drop_calls(UtilityError)
             self._greet()
             self._listener.on_forgotten(self)
 

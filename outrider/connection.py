@@ -11,13 +11,18 @@ from outrider.process import FleetProcess
 from outrider.types import OutriderError
 
 RETRIED = frozenset({429, 502, 503, 504})
+FULL = frozenset({"overloaded", "rate_limit_exceeded"})
+"""Codes of a fleet that works, but has no room for the request, or whose key has used up its quota of this minute."""
 LONGEST_WAIT_S = 30.0
 CONNECT_S = 10.0
 """Seconds for connecting.  Answers have no time limit."""
 
 
 class Connection:
-    """The connection to one gateway.  `concurrency` bounds the requests at a time, `retries` how often one is sent again."""
+    """The connection to one gateway.  `concurrency` bounds the requests at a time, `retries` how often one is sent again.
+
+    A request for which there is no room yet is sent until there is: long outputs may occupy the verifiers for hours.
+    """
 
     def __init__(
         self, url: str, api_key: str | None, concurrency: int, retries: int, transport: httpx.AsyncBaseTransport | None = None
@@ -65,9 +70,12 @@ class Connection:
                 if answer.is_success:
                     return answer.json()
                 final = answer.status_code not in RETRIED or answer.headers.get("x-should-retry") == "false"
-                if final or attempt >= self._retries:
-                    raise _error(answer)
+                refused = _error(answer)
+                full = refused.code in FULL
+                if final or (attempt >= self._retries and not full):
+                    raise refused
                 wait_s = _retry_after_s(answer, wait_s)
+                attempt -= full
             await asyncio.sleep(wait_s)
             attempt += 1
 

@@ -23,12 +23,14 @@ class FleetProcess:
     def __init__(self, settings: dict[str, object], *given: str) -> None:
         """`given` are further settings, written as on the command line."""
         flags = [f"--{name.replace('_', '-')}={_text(value)}" for name, value in settings.items() if value is not None]
+        # For torchrun's own processes: torch would look for the store of a verifier's group in the trainer's, and find none.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
         self.url = ""
         self._log: deque[str] = deque(maxlen=SHOWN_LINES)
         self._known = threading.Event()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outrider.child", "serve", "--port=0", *flags, *given],
-            env=os.environ | {"PYTHONUNBUFFERED": "1"},
+            env=environment | {"PYTHONUNBUFFERED": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -26,6 +26,8 @@ class Tensors(WeightTransferUpdateInfo):
     """Some of the checkpoint's tensors, as a safetensors file holds them."""
 
     tensors: bytes
+    skipped: list[str]
+    """Those of them that have come before."""
 
 
 class WireTransfer(WeightTransferEngine[WeightTransferInitInfo, Tensors]):
@@ -49,7 +51,8 @@ class WireTransfer(WeightTransferEngine[WeightTransferInitInfo, Tensors]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Tensors) -> None:
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in load(update_info.tensors).items())
+        tensors = {name: each for name, each in load(update_info.tensors).items() if name not in update_info.skipped}
+        self.model.load_weights((name, each.to(self.device)) for name, each in tensors.items())
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 

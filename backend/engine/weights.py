@@ -101,7 +101,9 @@ class WeightControl:
 
     def resume(self) -> None:
         """Ends a pause."""
-        self._refuse_unless_whole()
+        self._refuse_during_update()
+        if self._core.model_executor.is_sleeping:
+            raise ValueError("wake it up first")
         self._core.resume_scheduler()
         self.on_changed()
         if self._draining is not None:
@@ -128,6 +130,7 @@ class WeightControl:
         """Undoes `sleep`, for all or only the `tags` (`weights`, `kv_cache`); returns whether requests go on."""
         if set(tags or ()) - {"weights", "kv_cache"}:
             raise ValueError("tags are weights and kv_cache")
+        self._refuse_during_update()
         # With other tags, vLLM logs a warning if only the scheduler has to be woken.
         awake = self._core.wake_up(tags if self._core.model_executor.is_sleeping else ["scheduling"])
         self.on_changed()
@@ -138,8 +141,8 @@ class WeightControl:
     def reload_weights(self, path: str | None = None, version: str | None = None, update: int | None = None) -> None:
         """Loads a checkpoint of the same architecture from `path`, or again from the directory last loaded.
 
-        The engine stays paused if it was; its weights must not sleep.  If loading fails although all shapes fit, the earlier
-        weights are loaded again.  If that fails too, the process ends: a half-loaded model must not answer.
+        The engine stays paused if it was; its weights must not sleep, its KV cache may.  If loading fails although all shapes
+        fit, the earlier weights are loaded again.  If that fails too, the process ends: a half-loaded model must not answer.
         """
         self._refuse_unless_whole()
         wanted = path or self._directory
@@ -190,7 +193,8 @@ class WeightControl:
         if isinstance(update_info, bytes):
             found = shapes_in(update_info)
             check_shapes({name: self._shapes.get(name) for name in found}, found)
-            update_info = {"tensors": update_info}
+            # vLLM counts what has come of a layer: a tensor that is sent again would make it seem complete.
+            update_info = {"tensors": update_info, "skipped": sorted(found.keys() & self._received)}
             self._received |= found.keys()
         self._touched = True
         self._go_on_with_update("update_weights", update_info=update_info)
@@ -223,13 +227,17 @@ class WeightControl:
         self._received = None
         self._fall_back(self._was_paused, self._touched)
 
-    def _refuse_unless_whole(self) -> None:
-        """Raises `ValueError` while an update by tensors is under way, or the weights sleep."""
+    def _refuse_during_update(self) -> None:
+        """Raises `ValueError` while an update by tensors is under way."""
         if self._received is not None:
             raise ValueError(
                 f"a weight update is under way; finish_weight_update ends it, or {UPDATE_PATIENCE_S:g} s without tensors"
             )
-        if self._core.model_executor.is_sleeping:
+
+    def _refuse_unless_whole(self) -> None:
+        """Raises `ValueError` while an update by tensors is under way, or the weights sleep."""
+        self._refuse_during_update()
+        if "weights" in self._core.model_executor.sleeping_tags:
             raise ValueError("wake the weights up first")
 
     # How

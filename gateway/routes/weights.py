@@ -1,8 +1,9 @@
 """Routes that pause verifiers and exchange their weights: vLLM's control plane for trainers, for one verifier or all.
 
 Calls go straight to the verifiers and answer when it is done.  All are asked at once; if one refuses, that is the answer,
-whatever the others did: ask again, with `verifier`.  A verifier that missed an update of all of them by directory loads it
-before it is given requests (`WeightsInForce`).  Pauses are remembered: a verifier that becomes ready later is paused, too.
+whatever the others did: ask again, with `verifier`.  One that is lost meanwhile is left out.  A verifier that missed an update
+of all of them by directory loads it before it is given requests (`WeightsInForce`).  Pauses are remembered: a verifier that
+becomes ready later is paused, too.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import VLLM_VERSION
-from gateway.engine_link import UtilityError, VerifierLink
-from gateway.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported
+from gateway.engine_link import UtilityError, VerifierGone, VerifierLink
+from gateway.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported, NoVerifier, VerifierLost
 from gateway.openapi import described, shape
 from gateway.pauses import Pauses
 from gateway.requests import media_type, read_bytes, read_json
@@ -228,7 +229,7 @@ async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: st
     await _remember(gateway, before.after(verifier, paused))
     try:
         return await _results(gateway, verifier, method, *arguments)
-    except (BadRequest, NotFound, NotSupported):
+    except (BadRequest, NotFound, NotSupported, NoVerifier):
         await _remember(gateway, before)
         raise
 
@@ -256,8 +257,10 @@ def _said(results: dict[str, Any], **said: str | int) -> Response:
 
 def _links(gateway: Gateway, verifier: str | None) -> list[VerifierLink]:
     links = [link for link in gateway.client.core.ready_links if verifier in (None, link.member.id)]
+    if not links and verifier:
+        raise NotFound("There is no such verifier.")
     if not links:
-        raise NotFound("There is no such verifier." if verifier else "There is no verifier.")
+        raise NoVerifier
     return links
 
 
@@ -267,22 +270,32 @@ async def _results(gateway: Gateway, verifier: str | None, method: str, *argumen
 
 
 async def _gather(links: list[VerifierLink], method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, Any]:
-    """The results of a call to each verifier, by its id.  Raises the first error when all calls have ended."""
+    """The results of a call to each verifier that is not lost meanwhile, by its id.
+
+    Raises the first error when all calls have ended, and `VerifierLost` if no verifier is left.
+    """
     calls = (link.call(method, *each) for link, each in zip(links, arguments, strict=True))
-    found = await asyncio.gather(*calls, return_exceptions=True)
-    results = {link.member.id: result for link, result in zip(links, found, strict=True)}
-    for verifier_id, result in results.items():
+    ended = await asyncio.gather(*calls, return_exceptions=True)
+    found = {link.member.id: result for link, result in zip(links, ended, strict=True) if not isinstance(result, VerifierGone)}
+    if not found:
+        raise VerifierLost
+    results = {verifier_id: result for verifier_id, result in found.items() if not isinstance(result, BaseException)}
+    for verifier_id, result in found.items():
         if isinstance(result, UtilityError):
-            raise _translated(verifier_id, str(result))
+            raise _translated(verifier_id, str(result), partly=bool(results))
         if isinstance(result, BaseException):
             raise result
     return results
 
 
-def _translated(verifier_id: str, message: str) -> ApiError:
+def _translated(verifier_id: str, message: str, partly: bool) -> ApiError:
+    """The error for a verifier's failure; `partly`: others have done what was asked."""
     kind, _, text = message.partition(": ")
     if kind == "NotImplementedError":
         return NotSupported(f"{verifier_id}: {text}.")
+    if kind == "ValueError" and partly:
+        # A 400 would say that nothing has changed, and that the directory can be deleted.
+        return EngineFailed(f"{verifier_id}: {text}; other verifiers have done it.")
     if kind == "ValueError":
         return BadRequest(f"{verifier_id}: {text}.")
     return EngineFailed(f"{verifier_id}: {message}.")

@@ -125,6 +125,33 @@ async def test_when_an_update_has_failed_everywhere_the_fleet_serves_with_what_i
         assert routable(running) == []
 
 
+async def test_a_verifier_that_dies_during_an_update_is_left_out():
+    async with running_gateway(verifiers=2) as running:
+        dying, other = running.verifiers
+        dying.hung = True
+        update = asyncio.ensure_future(post(running, "/update_weights", json={"weight_dir": "/x"}))
+        await eventually(lambda: other.weights.path == "/x")
+        dying.kill()
+        assert (await update)["verifiers"] == {"verifier-1": True}
+        other.hung = True
+        update = asyncio.ensure_future(post(running, "/update_weights", 503, json={"weight_dir": "/y"}))
+        await asyncio.sleep(0)
+        other.kill()
+        assert (await update)["error"]["code"] in ("verifier_lost", "no_verifier_ready")
+        await eventually(lambda: not running.core.ready_links)
+        await post(running, "/pause", 503)
+        assert not running.core.pauses.holds("verifier-0")
+
+
+async def test_an_update_that_some_have_loaded_is_not_answered_as_if_nothing_had_changed():
+    async with running_gateway(verifiers=2) as running:
+        running.verifiers[1].failure = "ValueError: no such directory"
+        answer = await post(running, "/update_weights", 500, json={"weight_dir": "/x"})
+        assert "verifier-1: no such directory; other verifiers" in answer["error"]["message"]
+        running.verifiers[0].failure = running.verifiers[1].failure
+        await post(running, "/update_weights", 400, json={"weight_dir": "/x"})
+
+
 async def test_each_verifier_has_ranks_of_its_own_in_a_trainers_group():
     async with running_gateway(verifiers=2) as running:
         info = {"master_address": "trainer", "master_port": 1, "rank_offset": 1, "world_size": 3}

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 from outrider import AsyncFleet, Episode, Fleet, OutriderError
 from outrider.parameters import fields_of
+from outrider.process import FleetProcess
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
 
@@ -110,6 +111,15 @@ def test_what_passes_is_tried_again(fault: str) -> None:
     with joined(answer) as fleet:
         assert len(list(fleet.generate([[1]]))) == 1
     assert len(tries) == 2
+
+
+def test_a_sample_waits_for_room_as_long_as_it_takes() -> None:
+    """A verifier that is busy with long outputs turns the others away again and again."""
+    answers = iter([refusal("overloaded", 503), refusal("rate_limit_exceeded", 429)] * 10)
+    with joined(lambda body: next(answers, output(body)), retries=1) as fleet:
+        assert len(list(fleet.generate([[1]]))) == 1
+    with joined(lambda body: refusal("no_verifier_ready", 503), retries=1) as fleet, pytest.raises(OutriderError):
+        list(fleet.generate([[1]]))
 
 
 def test_a_refusal_is_raised_at_once_with_its_code() -> None:
@@ -257,6 +267,22 @@ def test_a_fleet_that_does_not_start_says_why() -> None:
     with pytest.raises(OutriderError, match="verifers") as raised, Fleet(verifers=2):
         pass
     assert raised.value.code == "fleet_not_started"
+
+
+def test_a_fleet_that_torchrun_starts_has_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch waits for a store on the verifier's port, which nobody opens."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    given: dict[str, Any] = {}
+
+    def start(_: list[str], **options: Any) -> None:
+        given.update(options["env"])
+        raise OSError("not today")
+
+    monkeypatch.setattr("outrider.process.subprocess.Popen", start)
+    with pytest.raises(OSError, match="not today"):
+        FleetProcess({})
+    assert given.keys() >= {"PATH", "PYTHONUNBUFFERED"}
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in given
 
 
 def test_importing_it_imports_nothing_heavy() -> None:

@@ -15,7 +15,7 @@ from vllm.v1.engine import FinishReason
 
 from backend.engine import weights
 from backend.engine.counting import Counters
-from backend.engine.tensor_transfer import NAME
+from backend.engine.tensor_transfer import NAME, WireTransfer
 from backend.engine.weights import WeightControl, check_same_shapes
 from backend.fleet import VERSIONS, Verified, VerifierStats
 from backend.fleet.stats import Weights
@@ -31,6 +31,7 @@ class Core:
         self.scheduler = self
         self.model_executor = self
         self.is_sleeping_deep = False
+        self.sleeping_tags: set[str] = set()
         self.batch_queue: list[str] = ["a", "b"]
         self.broken: set[str] = set()
         self.pause_state = PauseState.UNPAUSED
@@ -203,6 +204,26 @@ def test_sleep_needs_an_engine_that_can(core: Core, control: WeightControl) -> N
     assert core.log[-1] == ("wake", ["weights"])
 
 
+def test_weights_that_are_awake_are_updated_while_the_kv_cache_sleeps(core: Core, control: WeightControl) -> None:
+    """A trainer on the same GPU has room for both only afterwards."""
+    core.batch_queue.clear()
+    core.paused = core.is_sleeping_deep = True
+    core.sleeping_tags = {"weights", "kv_cache"}
+    for call in (control.reload_weights, control.start_weight_update):
+        with pytest.raises(ValueError, match="wake the weights up"):
+            call()
+    core.sleeping_tags = {"kv_cache"}
+    control.reload_weights()
+    control.start_weight_update()
+    control.update_weights(tensors(a=(2, 3), b=(4,)))
+    with pytest.raises(ValueError, match="under way"):
+        control.wake_up()
+    control.finish_weight_update()
+    assert "resume" not in core.log
+    with pytest.raises(ValueError, match="wake it up"):
+        control.resume()
+
+
 def test_shapes_are_compared_by_name(tmp_path: Path) -> None:
     check_same_shapes(checkpoint(tmp_path / "one", a=(1,)), {"a": (1,)})
     with pytest.raises(ValueError, match="a: "):
@@ -291,6 +312,20 @@ def test_tensors_come_in_parts(core: Core, control: WeightControl) -> None:
     assert control.loaded == Weights(3, "7", None)
     updates = ["start_weight_update", "update_weights", "update_weights", "finish_weight_update"]
     assert core.log == ["begin", *updates, "reset", "renewed", "resume", "on"]
+
+
+def test_a_tensor_that_is_sent_again_is_loaded_once(
+    core: Core, control: WeightControl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[str] = []
+    transfer = object.__new__(WireTransfer)
+    transfer.device = torch.device("cpu")
+    transfer.model = SimpleNamespace(load_weights=lambda found: loaded.extend(name for name, _ in found))
+    control.start_weight_update()
+    monkeypatch.setattr(core, "collective_rpc", lambda method, kwargs: transfer.update_weights(**kwargs))
+    for part in (tensors(a=(2, 3)), tensors(a=(2, 3)), tensors(a=(2, 3), b=(4,))):
+        control.update_weights(part)
+    assert loaded == ["a", "b"]
 
 
 def test_an_update_that_stays_incomplete_or_fails_leaves_the_weights_of_a_directory(core: Core, control: WeightControl) -> None:
