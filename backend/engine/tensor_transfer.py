@@ -49,7 +49,8 @@ class WireTransfer(WeightTransferEngine[WeightTransferInitInfo, Tensors]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Tensors) -> None:
-        self.model.load_weights((name, tensor.to(self.device)) for name, tensor in load(update_info.tensors).items())
+        # Of a layer, vLLM keeps what has come until all has.  A GPU whose memory the KV cache fills has no room for that.
+        self.model.load_weights(iter(load(update_info.tensors).items()))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 

@@ -102,6 +102,8 @@ class WeightControl:
     def resume(self) -> None:
         """Ends a pause."""
         self._refuse_unless_whole()
+        if self._core.model_executor.is_sleeping:
+            raise ValueError("wake the verifier up first")
         self._core.resume_scheduler()
         self.on_changed()
         if self._draining is not None:
@@ -229,7 +231,8 @@ class WeightControl:
             raise ValueError(
                 f"a weight update is under way; finish_weight_update ends it, or {UPDATE_PATIENCE_S:g} s without tensors"
             )
-        if self._core.model_executor.is_sleeping:
+        # The KV cache may sleep on: after level 2, weights must be there before `wake_up` lets requests go on.
+        if "weights" in self._core.model_executor.sleeping_tags:
             raise ValueError("wake the weights up first")
 
     # How
