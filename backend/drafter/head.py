@@ -78,6 +78,9 @@ class Head:
         config = weights.config
         self.config = config
         self.device, self.dtype = device, dtype
+        # Where torch 2.13 prefers cuDNN's attention (compute capability 9.0 and 10.0), each new number of rows takes a plan of
+        # some 30 ms, which is kept for ever; here every step has another number.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         # A GPU is faster with one padded call per step, a CPU with reads in place, sequence by sequence.
         self.gather = device.type == "cuda"
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim

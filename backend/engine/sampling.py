@@ -58,7 +58,8 @@ class Rows:
     def table(self) -> Tensor:
         """The row of each request and depth, `[requests, deepest + 1]`; a request's last row fills up missing depths."""
         depths = np.minimum(np.arange(self.deepest + 1), np.asarray(self.drafted)[:, None])
-        return torch.as_tensor(self.starts[:, None] + depths, device=self.device)
+        table: Tensor = async_tensor_h2d(self.starts[:, None] + depths, device=self.device)
+        return table
 
 
 class SharedNoise:

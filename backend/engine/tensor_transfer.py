@@ -51,8 +51,10 @@ class WireTransfer(WeightTransferEngine[WeightTransferInitInfo, Tensors]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Tensors) -> None:
-        tensors = {name: each for name, each in load(update_info.tensors).items() if name not in update_info.skipped}
-        self.model.load_weights((name, each.to(self.device)) for name, each in tensors.items())
+        # Of a layer, vLLM keeps what has come until all has.  A GPU whose memory the KV cache fills has no room for that.
+        self.model.load_weights(
+            (name, tensor) for name, tensor in load(update_info.tensors).items() if name not in update_info.skipped
+        )
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 

@@ -237,6 +237,7 @@ class WeightControl:
     def _refuse_unless_whole(self) -> None:
         """Raises `ValueError` while an update by tensors is under way, or the weights sleep."""
         self._refuse_during_update()
+        # The KV cache may sleep on: after level 2, weights must be there before `wake_up` lets requests go on.
         if "weights" in self._core.model_executor.sleeping_tags:
             raise ValueError("wake the weights up first")
 

@@ -117,6 +117,8 @@ class Trainer:
         """Raises `CheckpointError`."""
         self._job = job
         self._device = torch.device(job.device)
+        # As in `backend/drafter/head.py`: almost every step has another number of rows.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self._ring = ReplayRing(Path(job.ring_dir), 0)
         self._random = random.Random(0)
         self.steps = 0

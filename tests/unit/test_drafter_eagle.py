@@ -37,6 +37,12 @@ HEADS = {
 CLOSE_CALL = 1e-3
 
 
+def test_attention_needs_no_plan_per_number_of_rows(tmp_path: Path) -> None:
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    make_proposer(tmp_path, TinyHead())
+    assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
 class Target:
     """Features as functions of the token prefix, as a target model's are."""
 

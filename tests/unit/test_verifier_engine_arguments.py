@@ -125,6 +125,15 @@ def test_a_gateway_of_the_cuda_build_needs_no_gpu(monkeypatch: pytest.MonkeyPatc
     assert config.device_config.device_type == "cpu"
 
 
+@pytest.mark.parametrize("mode", ["auto", "off", "native"])
+def test_a_gateway_beside_a_gpu_checks_requests_for_the_v1_runner(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the verifiers have it: the V2 runner's check refuses the V1 runner's custom logits processors."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    assert not build_vllm_config(Settings.model_validate({"mode": mode}), demo_models().target_dir).use_v2_model_runner
+
+
 def test_a_process_with_a_gpu_never_loads_what_replaces_cudas_functions() -> None:
     code = "import sys, backend.verifier.process, backend.engine.worker; print('vllm.v1.worker.cpu.shm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)

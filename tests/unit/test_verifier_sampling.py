@@ -327,6 +327,15 @@ def test_what_agrees_is_accepted_and_one_token_more(drafts: list[list[int]], see
     assert spread.tolist() == rows.request.tolist()
 
 
+def test_nothing_waits_for_the_device_before_all_of_the_sampling_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, an ordinary copy to it ends only when all that was launched before has run."""
+    rows = Rows([2, 0], CPU)
+    chosen, drafts = torch.tensor([5, 6, 7, 8]), torch.tensor([5, 9])
+    monkeypatch.setattr(torch, "tensor", None)
+    monkeypatch.setattr(torch, "as_tensor", None)
+    assert _accepted(chosen, drafts, rows).tolist() == [[5, 6, -1], [8, -1, -1]]
+
+
 def test_processors_are_all_built_where_speculation_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(gpu_model_runner, "build_logitsprocs", lambda config, *rest: seen.append((config, rest)))

@@ -15,7 +15,7 @@ from vllm.v1.engine import FinishReason
 
 from backend.engine import weights
 from backend.engine.counting import Counters
-from backend.engine.tensor_transfer import NAME, WireTransfer
+from backend.engine.tensor_transfer import NAME, Tensors, WireTransfer
 from backend.engine.weights import WeightControl, check_same_shapes
 from backend.fleet import VERSIONS, Verified, VerifierStats
 from backend.fleet.stats import Weights
@@ -30,7 +30,6 @@ class Core:
         self.paused = False
         self.scheduler = self
         self.model_executor = self
-        self.is_sleeping_deep = False
         self.sleeping_tags: set[str] = set()
         self.batch_queue: list[str] = ["a", "b"]
         self.broken: set[str] = set()
@@ -43,7 +42,7 @@ class Core:
     @property
     def is_sleeping(self) -> Any:
         # vLLM's core has a method and its executor a property of this name.
-        return _Callable(self.is_sleeping_deep or self.paused, self.is_sleeping_deep)
+        return _Callable(bool(self.sleeping_tags) or self.paused, bool(self.sleeping_tags))
 
     def set_pause_state(self, state: PauseState) -> None:
         self.pause_state = state
@@ -199,7 +198,7 @@ def test_sleep_needs_an_engine_that_can(core: Core, control: WeightControl) -> N
     able = WeightControl(core, "", can_sleep=True)
     able.sleep(2)
     assert core.log[-1] == "sleep 2"
-    core.is_sleeping_deep = True
+    core.sleeping_tags = {"weights", "kv_cache"}
     able.wake_up(["weights"])
     assert core.log[-1] == ("wake", ["weights"])
 
@@ -207,7 +206,7 @@ def test_sleep_needs_an_engine_that_can(core: Core, control: WeightControl) -> N
 def test_weights_that_are_awake_are_updated_while_the_kv_cache_sleeps(core: Core, control: WeightControl) -> None:
     """A trainer on the same GPU has room for both only afterwards."""
     core.batch_queue.clear()
-    core.paused = core.is_sleeping_deep = True
+    core.paused = True
     core.sleeping_tags = {"weights", "kv_cache"}
     for call in (control.reload_weights, control.start_weight_update):
         with pytest.raises(ValueError, match="wake the weights up"):
@@ -290,6 +289,15 @@ def test_a_wait_ends_when_it_is_resumed(core: Core, control: WeightControl) -> N
 
 def tensors(**shapes: tuple[int, ...]) -> bytes:
     return save({name: torch.zeros(shape) for name, shape in shapes.items()})
+
+
+def test_tensors_wait_in_host_memory_for_the_rest_of_their_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: None)
+    loaded: list[tuple[str, torch.Tensor]] = []
+    engine = WireTransfer.__new__(WireTransfer)
+    engine.device, engine.model = torch.device("cuda"), SimpleNamespace(load_weights=loaded.extend)
+    engine.receive_weights(Tensors(tensors(a=(2, 3)), []))
+    assert [(name, tensor.device.type) for name, tensor in loaded] == [("a", "cpu")]
 
 
 def test_tensors_come_in_parts(core: Core, control: WeightControl) -> None:

@@ -10,7 +10,7 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from backend.config import Settings
+from backend.config import Settings, environment
 from backend.engine.arguments import common_arguments, remote_speculation
 
 ENGINE_ONLY = frozenset(
@@ -44,6 +44,10 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
         type(current_platform).device_type = "cpu"
     # In mode `native`, requests that vLLM's rejection sampler cannot serve must be refused.  Our own sampler serves all.
     speculation = remote_speculation(settings.num_speculative_tokens) if settings.mode == "native" else None
+    if settings.mode != "native":
+        # The verifiers have the V1 runner.  On CUDA vLLM would choose the V2 runner without speculation, and refuse the V1
+        # runner's custom logits processors.
+        environment.export({"VLLM_USE_V2_MODEL_RUNNER": "0"})
     arguments = common_arguments(settings, model_dir) | {
         "speculative_config": speculation,
         # No engine: keep vLLM from compiling, or measuring memory for a cache, while it checks the configuration.
