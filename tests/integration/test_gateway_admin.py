@@ -197,7 +197,11 @@ async def test_weights_are_administered_at_the_verifiers():
         answer = await call("/sleep")
         assert (answer.status_code, answer.json()["error"]["code"]) == (501, "not_supported")
         first.failure = "ValueError: no such directory on the verifier's machine"
+        # The other one has loaded them, so a 400, as if nothing had changed, would be wrong.
+        assert (await call("/update_weights", json={"weight_dir": "/nowhere"})).status_code == 500
+        second.failure = first.failure
         assert (await call("/update_weights", json={"weight_dir": "/nowhere"})).status_code == 400
+        second.failure = None
         first.failure = "RuntimeError: torn"
         answer = await call("/wake_up")
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
