@@ -34,7 +34,7 @@ AHEAD_OUTCOMES = 8
 """Most outcomes drafted ahead per request and step."""
 
 
-def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str) -> dict[str, Any]:
+def engine_arguments(settings: Settings, paths: ResolvedModels) -> dict[str, Any]:
     """vLLM's engine arguments for these settings, by name."""
     on_cpu = current_platform.is_cpu()
     verifier = settings.verifier
@@ -47,7 +47,7 @@ def engine_arguments(settings: Settings, paths: ResolvedModels, verifier_id: str
         "speculative_config": _speculative_config(settings, paths),
         "weight_transfer_config": WeightTransferConfig(backend=NAME),
         "worker_cls": f"backend.engine.{'cpu_worker.OutriderCpuWorker' if on_cpu else 'worker.OutriderGpuWorker'}",
-        "additional_config": {"outrider": _worker_options(settings, paths, verifier_id)},
+        "additional_config": {"outrider": _worker_options(settings, paths)},
     }
     if settings.mode in REMOTE_MODES:
         arguments["async_scheduling"] = False
@@ -65,7 +65,7 @@ def merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
     return ours | {name: value(name) for name in theirs}
 
 
-def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) -> VllmConfig:
+def build_config(settings: Settings, paths: ResolvedModels) -> VllmConfig:
     """vLLM's configuration.
 
     Raises `EngineSetupError` when vLLM's version is not the one our hooks were written for, or cannot serve model and drafter.
@@ -76,7 +76,7 @@ def build_config(settings: Settings, paths: ResolvedModels, verifier_id: str) ->
         # The hooks are in the V1 runner; on CUDA vLLM would choose the V2 runner for modes `off` and `native`.  Who switches
         # asynchronous scheduling off may want fixed responses.
         environment.export({"VLLM_USE_V2_MODEL_RUNNER": "0"})
-    config = EngineArgs(**engine_arguments(settings, paths, verifier_id)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    config = EngineArgs(**engine_arguments(settings, paths)).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if config.model_config.runner_type == "pooling" and settings.mode != "off":
         raise EngineSetupError(
             "the model embeds or scores text, and has nothing to draft: serve it with --mode off --drafters 0"
@@ -140,14 +140,16 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
     return remote_speculation(k)
 
 
-def _worker_options(settings: Settings, paths: ResolvedModels, verifier_id: str) -> dict[str, Any]:
-    """Options that scheduler and worker read from `additional_config` (which is part of vLLM's compile-cache key)."""
+def _worker_options(settings: Settings, paths: ResolvedModels) -> dict[str, Any]:
+    """Options that scheduler and worker read from `additional_config`.
+
+    They are part of vLLM's compile-cache key (`aux_layers` must be): what differs between verifiers is not among them.
+    """
     remote = settings.mode in REMOTE_MODES
     head_dir = paths.drafter_dir if remote and KINDS[paths.drafter_kind].takes_features else None
     return {
         "remote": remote,
         "mode": settings.mode,
-        "verifier_id": verifier_id,
         "head_dir": head_dir,
         "aux_layers": list(load_config(head_dir, paths.target_dir).aux_layers) if head_dir is not None else [],
         "raw_features": paths.learning_dir is not None,

@@ -97,7 +97,8 @@ class DraftLinks:
                 )
                 self._links[ref.id] = _Link(ref, dealer, encode(hello))
                 self._links[ref.id].greet(time.monotonic())
-        self._core.collective_rpc("set_drafters", args=(refs, self._epoch, self._hub.wire.fleet_keys, self._weights))
+        orders = self._verifier_id, refs, self._epoch, self._hub.wire.fleet_keys, self._weights
+        self._core.collective_rpc("set_drafters", args=orders)
         self._scheduler.set_drafters(refs)
         logger.info("drafters: %s", ", ".join(sorted(self._links)) or "none")
 

@@ -74,15 +74,8 @@ class FeatureShipper:
     )
     """Makes the message that opens a request on a drafter, with its tokens and number of rows."""
 
-    def __init__(
-        self,
-        verifier_id: str,
-        projection: Callable[[str], Projection | None],
-        ring_bytes: int = 0,
-        handover_bytes: int = 0,
-    ) -> None:
+    def __init__(self, projection: Callable[[str], Projection | None], ring_bytes: int = 0, handover_bytes: int = 0) -> None:
         """`projection(head)` is applied to features for drafters with that head (`DrafterRef.head`)."""
-        self._verifier_id = verifier_id
         self._ring_bytes = ring_bytes
         self._projection = projection
         self._weights = 0
@@ -98,7 +91,7 @@ class FeatureShipper:
         self._shipped = Shipped()
         """Counts since the last `take_counters`."""
 
-    def set_drafters(self, wire: Wire, refs: list[DrafterRef], epoch: int, weights: int = 0) -> None:
+    def set_drafters(self, wire: Wire, verifier_id: str, refs: list[DrafterRef], epoch: int, weights: int = 0) -> None:
         """Connects to new drafters and leaves those no longer assigned.  The scheduler's sockets have the same `epoch`.
 
         After a change of `weights`, all drafters are connected to anew, and features of the old weights are dropped.
@@ -115,19 +108,19 @@ class FeatureShipper:
         self._assigned = {ref.id: ref.head for ref in refs}
         for ref in refs:
             if ref.id not in self._links:
-                self._connect(wire, ref)
+                self._connect(wire, verifier_id, ref)
         for drafter_id, link in self._links.items():
             # A request that comes back is opened again, because this drafter has missed what happened meanwhile.
             self._close(link, [r for r in link.next_row if self._drafter_of(r) != drafter_id], "moved")
 
-    def _connect(self, wire: Wire, ref: DrafterRef) -> None:
+    def _connect(self, wire: Wire, verifier_id: str, ref: DrafterRef) -> None:
         try:
             project = self._projection(ref.head) if ref.takes_features else None
         except CheckpointError as error:
             # Without its projection the drafter would get wrong features; no drafts are better.
             logger.error("drafter %s is not used: %s", ref.id, error)
             return
-        self._links[ref.id] = FeatureLink(wire, ref, project, self._verifier_id, self._epoch, self._weights, self._ring_bytes)
+        self._links[ref.id] = FeatureLink(wire, ref, project, verifier_id, self._epoch, self._weights, self._ring_bytes)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forgets requests that have ended; drafters learn of it with the next round."""

@@ -78,16 +78,18 @@ class Mixed:
 
         # An unreadable head of the fleet's own must fail the start.
         projection("")
-        return FeatureShipper(options["verifier_id"], projection, options["ring_bytes"], HANDOVER_BYTES)
+        return FeatureShipper(projection, options["ring_bytes"], HANDOVER_BYTES)
 
-    def set_drafters(self, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None, weights: int = 0) -> None:
+    def set_drafters(
+        self, verifier_id: str, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None, weights: int = 0
+    ) -> None:
         """Applies a new assignment; called between two steps, on every rank."""
         shipper = self.model_runner.shipper
         if shipper is None:
             return
         if self.wire is None:
             self.wire = Wire(fleet_keys)
-        shipper.set_drafters(self.wire, refs, epoch, weights)
+        shipper.set_drafters(self.wire, verifier_id, refs, epoch, weights)
 
     def abandon_weight_update(self) -> None:
         """Ends whatever vLLM is loading, and its update session; layers that were loaded wholly keep the new weights."""

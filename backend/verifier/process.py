@@ -107,7 +107,7 @@ class VerifierProcess:
             self._crash()
 
     def _serve(self) -> None:
-        config = build_config(self._settings, self._paths, self.verifier_id)
+        config = build_config(self._settings, self._paths)
         core = build_core(config, self._lose_rank)
         self._segments = _segments_of_ranks(core.model_executor)
         warm_up(core)

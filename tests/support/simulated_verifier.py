@@ -91,7 +91,7 @@ def _vllm(mode: str, k: int, lookup: bool) -> tuple[Any, StructuredOutputManager
             },
         }
     )
-    config = build_config(settings, demo_models(), "v")
+    config = build_config(settings, demo_models())
     return config, StructuredOutputManager(config)
 
 
@@ -149,7 +149,7 @@ class SimulatedCore:
         self.scheduler.speculator.arrived = noted  # type: ignore[method-assign]
         self.runner = _Runner()
         self.runner.requests = self.scheduler.requests
-        self.runner.set_up_drafting(FeatureShipper("v", lambda head: None), (), True)
+        self.runner.set_up_drafting(FeatureShipper(lambda head: None), (), True)
 
     def add(self, request_id: str, text: Text) -> None:
         params = SamplingParams(temperature=0, max_tokens=len(text.tokens) - text.prompt - 8, ignore_eos=True)
@@ -167,8 +167,8 @@ class SimulatedCore:
         if name == "take_drafting_counters":
             return [shipper.take_counters()]
         assert name == "set_drafters"
-        refs, epoch, _, weights = args
-        shipper.set_drafters(None, refs, epoch, weights)  # type: ignore[arg-type]
+        verifier_id, refs, epoch, _, weights = args
+        shipper.set_drafters(None, verifier_id, refs, epoch, weights)  # type: ignore[arg-type]
         return [None]
 
     def post_step(self, executed: bool) -> None:

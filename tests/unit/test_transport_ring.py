@@ -221,8 +221,8 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
     monkeypatch.setattr(feature_link, "connect_dealer", lambda *_: None)
     monkeypatch.setattr(feature_link, "Dealer", lambda _: peer)
     monkeypatch.setattr(feature_link, "RING_FROM_BYTES", 1024)
-    shipper = FeatureShipper("v", lambda head: None, ring_bytes=2048)
-    shipper.set_drafters(Wire(), [DrafterRef("d0", "i", "ipc:///nowhere", "", 1)], 1)
+    shipper = FeatureShipper(lambda head: None, ring_bytes=2048)
+    shipper.set_drafters(Wire(), "v", [DrafterRef("d0", "i", "ipc:///nowhere", "", 1)], 1)
     hello = decode_to_drafter(peer.sent.pop()[0])
     assert isinstance(hello, Hello)
     assert hello.ring is not None
@@ -255,15 +255,15 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
     assert again.ring != hello.ring, "a fresh ring for a drafter that forgot"
     assert shipper.take_counters().greeted == {"d0"}
     reader.close()
-    shipper.set_drafters(Wire(), [], 2)
+    shipper.set_drafters(Wire(), "v", [], 2)
 
 
 def test_between_hosts_no_ring_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     peer = _Peer()
     monkeypatch.setattr(feature_link, "connect_dealer", lambda *_: None)
     monkeypatch.setattr(feature_link, "Dealer", lambda _: peer)
-    shipper = FeatureShipper("v", lambda head: None, ring_bytes=2048)
-    shipper.set_drafters(Wire(), [DrafterRef("d0", "i", "tcp://127.0.0.1:1", "", 1)], 1)
+    shipper = FeatureShipper(lambda head: None, ring_bytes=2048)
+    shipper.set_drafters(Wire(), "v", [DrafterRef("d0", "i", "tcp://127.0.0.1:1", "", 1)], 1)
     hello = decode_to_drafter(peer.sent[0][0])
     assert isinstance(hello, Hello)
     assert hello.ring is None

@@ -27,7 +27,7 @@ def arguments(**engine_args: object) -> dict[str, object]:
     settings = Settings.model_validate(
         {"mode": "native", "num_speculative_tokens": 3, "verifier": {"engine_args": engine_args}}
     )
-    return engine_arguments(settings, demo_models(), "v")
+    return engine_arguments(settings, demo_models())
 
 
 def test_speculation_is_ours_with_what_is_said_of_it() -> None:
@@ -44,7 +44,7 @@ def test_vllm_is_told_of_a_draft_model_with_other_ids(tmp_path: Path) -> None:
     settings = Settings(mode="native")
     for directory, differs in ((DRAFT_MODEL_DIR, False), (write_permuted(DRAFT_MODEL_DIR, tmp_path), True)):
         paths = ResolvedModels(str(TARGET_DIR), str(directory), "draft_model")
-        given = engine_arguments(settings, paths, "v")["speculative_config"]
+        given = engine_arguments(settings, paths)["speculative_config"]
         assert (given["method"], given["use_heterogeneous_vocab"]) == ("draft_model", differs)
 
 
@@ -56,7 +56,7 @@ def test_vllm_maps_ids_where_only_the_padding_of_vocabularies_differs(tmp_path: 
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 128}))
     paths = ResolvedModels(str(TARGET_DIR), str(tmp_path), "draft_model")
-    assert engine_arguments(Settings(mode="native"), paths, "v")["speculative_config"]["use_heterogeneous_vocab"]
+    assert engine_arguments(Settings(mode="native"), paths)["speculative_config"]["use_heterogeneous_vocab"]
 
 
 def test_a_head_is_refused_where_vllms_class_gives_no_hidden_states(tmp_path: Path) -> None:
@@ -66,13 +66,13 @@ def test_a_head_is_refused_where_vllms_class_gives_no_hidden_states(tmp_path: Pa
     sizes = {"hidden_size": 256, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 2048}
     (tmp_path / "config.json").write_text(json.dumps(names | sizes | {"max_position_embeddings": 2048}))
     with pytest.raises(EngineSetupError, match="Gemma3ForCausalLM gives no hidden states: take an EAGLE-1 head") as error:
-        build_config(Settings(mode="sync"), ResolvedModels(str(tmp_path), str(DRAFTER_DIR), "eagle"), "v")
+        build_config(Settings(mode="sync"), ResolvedModels(str(tmp_path), str(DRAFTER_DIR), "eagle"))
     assert "\n" not in str(error.value)
 
 
 def test_of_any_dictionary_only_what_is_said_differs() -> None:
     ours, theirs = (
-        engine_arguments(Settings.model_validate({"verifier": {"engine_args": each}}), demo_models(), "v")["additional_config"]
+        engine_arguments(Settings.model_validate({"verifier": {"engine_args": each}}), demo_models())["additional_config"]
         for each in ({}, {"additional_config": {"x": 1, "outrider": {"ahead_outcomes": 3}}})
     )
     assert ours["outrider"]["ahead_outcomes"] == 8
@@ -105,7 +105,7 @@ def test_fixed_responses_need_the_v1_runner_and_synchronous_scheduling(
 ) -> None:
     exported: dict[str, str] = {}
     monkeypatch.setattr("backend.engine.build.environment.export", exported.update)
-    config = build_config(Settings.model_validate({"mode": mode, "verifier": {"engine_args": engine_args}}), demo_models(), "v")
+    config = build_config(Settings.model_validate({"mode": mode, "verifier": {"engine_args": engine_args}}), demo_models())
     assert exported == ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if v1 else {})
     assert takes_fixed(config), "on a CPU vLLM always schedules so"
     config.scheduler_config.async_scheduling = True
@@ -114,7 +114,7 @@ def test_fixed_responses_need_the_v1_runner_and_synchronous_scheduling(
 
 def test_vllm_can_make_a_drafters_configuration_of_the_demos() -> None:
     """It does so in mode native, and checks everything anew."""
-    config = build_config(Settings.model_validate({"mode": "native"}), demo_models(), "v")
+    config = build_config(Settings.model_validate({"mode": "native"}), demo_models())
     assert replace(config).structured_outputs_config.disable_any_whitespace
 
 

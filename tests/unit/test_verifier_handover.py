@@ -96,7 +96,7 @@ class Bench:
         for name in ("d0", "d1"):
             service = DrafterService(name, make_proposer(directory / name, HEAD), 60.0)
             self.lines[name] = Line(service)
-        self.shipper = FeatureShipper("v", lambda head: None, handover_bytes=handover_bytes)
+        self.shipper = FeatureShipper(lambda head: None, handover_bytes=handover_bytes)
         self.epoch = 0
         generator = torch.Generator().manual_seed(3)
         self.tokens = torch.randint(HEAD.vocab, (4, 400), generator=generator).tolist()
@@ -105,7 +105,7 @@ class Bench:
 
     def assign(self, *names: str) -> None:
         self.epoch += 1
-        self.shipper.set_drafters(Wire(), [DrafterRef(name, "i", name, "", 1) for name in names], self.epoch)
+        self.shipper.set_drafters(Wire(), "v", [DrafterRef(name, "i", name, "", 1) for name in names], self.epoch)
 
     def step(self, advance: dict[int, int]) -> None:
         """Each of these requests advances by so many rows."""
@@ -259,14 +259,14 @@ def test_nothing_is_handed_over_to_another_head_nor_of_other_weights(tmp_path: P
     bench = Bench(tmp_path, monkeypatch, 1 << 20)
     bench.assign("d0")
     bench.live(10)
-    bench.shipper.set_drafters(Wire(), [DrafterRef("d1", "i", "d1", "", 2, head="/other")], 7)
+    bench.shipper.set_drafters(Wire(), "v", [DrafterRef("d1", "i", "d1", "", 2, head="/other")], 7)
     bench.live(2)
     assert not handed_to(bench.shipper)
-    bench.shipper.set_drafters(Wire(), [DrafterRef("d0", "i", "d0", "", 3)], 8, weights=1)
+    bench.shipper.set_drafters(Wire(), "v", [DrafterRef("d0", "i", "d0", "", 3)], 8, weights=1)
     bench.live(1)
     assert not handed_to(bench.shipper)
     bench.live(5)
-    bench.shipper.set_drafters(Wire(), [DrafterRef("d1", "i", "d1", "", 4)], 9, weights=1)
+    bench.shipper.set_drafters(Wire(), "v", [DrafterRef("d1", "i", "d1", "", 4)], 9, weights=1)
     bench.live(1)
     assert handed_to(bench.shipper) == {"d1"}
 
@@ -282,7 +282,7 @@ def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_
 
     monkeypatch.setattr(bench.shipper, "_projection", projection)
     refs = [DrafterRef("d0", "i", "d0", "", 1), DrafterRef("d1", "i", "d1", "", 1, head="/other")]
-    bench.shipper.set_drafters(Wire(), refs, 1)
+    bench.shipper.set_drafters(Wire(), "v", refs, 1)
     bench.live(3, requests=(0, 1, 2, 3))
     mine = {f"r{i}" for i in range(4) if drafter_for(f"r{i}", ["d0", "d1"]) == "d0"}
     assert 0 < len(mine) < 4

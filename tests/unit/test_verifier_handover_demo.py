@@ -64,18 +64,18 @@ def serve(
     monkeypatch.setattr(feature_link, "connect_dealer", lambda wire, address, *_: address)
     monkeypatch.setattr(feature_link, "Dealer", lambda address: lines[address])
     project = load_fc(str(DRAFTER_DIR))
-    shipper = FeatureShipper("v", lambda head: project, handover_bytes=handover_bytes)
+    shipper = FeatureShipper(lambda head: project, handover_bytes=handover_bytes)
     drafts, accepted = [0, 0], [0, 0]
     lengths = [PROMPT + 1] * REQUESTS
     shipped = [0] * REQUESTS
     name, phase = "d0", 0
-    shipper.set_drafters(Wire(), [DrafterRef(name, "i", name, "", 1)], 1)
+    shipper.set_drafters(Wire(), "v", [DrafterRef(name, "i", name, "", 1)], 1)
     while min(lengths) < PROMPT + TOKENS - K:
         if not phase and min(lengths) >= PROMPT + CHANGE_AT:
             phase = 1
             if changes:
                 name = "d1"
-                shipper.set_drafters(Wire(), [DrafterRef(name, "i", name, "", 2)], 2)
+                shipper.set_drafters(Wire(), "v", [DrafterRef(name, "i", name, "", 2)], 2)
         live = [i for i in range(REQUESTS) if lengths[i] < PROMPT + TOKENS - K]
         spans, rows, offset = [], [], 0
         for i in live:
