@@ -86,6 +86,8 @@ def _reads_features(config: HeadConfig) -> bool:
 
 
 def _device(settings: DraftingSettings) -> str:
+    if settings.gpus and torch.backends.cuda.is_built():
+        torch.cuda.init()  # raises, with the cause, where CUDA does not come up: a reserved GPU must not idle unnoticed
     return "cuda" if settings.gpus != 0 and torch.cuda.is_available() else "cpu"
 
 

@@ -125,8 +125,8 @@ def test_a_shipper_and_a_drafter_agree_on_a_ring(process: DrafterProcess, monkey
     monkeypatch.setattr(feature_link, "RING_FROM_BYTES", 1)
     monkeypatch.setattr(RingWriter, "write", noted)
     peer, wire = Peer(process.address, "listener"), Wire()
-    shipper = FeatureShipper("v", lambda head: None, ring_bytes=1 << 20)
-    shipper.set_drafters(wire, [DrafterRef("drafter-0", "i", process.address, "", 1)], 1)
+    shipper = FeatureShipper(lambda head: None, ring_bytes=1 << 20)
+    shipper.set_drafters(wire, "v", [DrafterRef("drafter-0", "i", process.address, "", 1)], 1)
     try:
         peer.drafts.send(encode(Hello(PROTOCOL_VERSION, "v", "drafts", 1)))
         assert isinstance(peer.receive(peer.drafts), Welcome)
@@ -140,7 +140,7 @@ def test_a_shipper_and_a_drafter_agree_on_a_ring(process: DrafterProcess, monkey
         assert used, "the drafter has said that it reads the ring"
         assert min(used) >= 0
     finally:
-        shipper.set_drafters(wire, [], 2)
+        shipper.set_drafters(wire, "v", [], 2)
         peer.hub.close()
         wire.close()
 
@@ -220,6 +220,15 @@ def test_prompt_lookup_needs_no_head(tmp_path: Path, model: DrafterModel) -> Non
     finally:
         peer.hub.close()
         process.stop()
+
+
+def test_a_drafter_with_a_gpu_says_why_it_cannot_use_it(
+    tmp_path: Path, model: DrafterModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.backends.cuda.is_built", lambda: True)
+    monkeypatch.setattr("torch.cuda.init", Mock(side_effect=RuntimeError("no driver")))
+    with pytest.raises(RuntimeError, match="no driver"):
+        DrafterProcess("drafter-0", model, SETTINGS.model_copy(update={"gpus": 0.5}), f"ipc://{tmp_path}/g.sock")
 
 
 def test_another_head_is_loaded_while_it_serves(process: DrafterProcess, tmp_path: Path) -> None:
