@@ -49,7 +49,9 @@ from backend.wire.engine import (
 
 logger = logging.getLogger(__name__)
 
-UTILITIES = frozenset({"add_lora", "is_scheduler_paused", "is_sleeping", "remove_lora", "reset_prefix_cache"})
+LORA = frozenset({"add_lora", "remove_lora"})
+"""Methods that write into memory that the weights give up while they sleep."""
+UTILITIES = LORA | {"is_scheduler_paused", "is_sleeping", "reset_prefix_cache"}
 """Methods of vLLM's engine core that a gateway may call."""
 SWAPPING = frozenset(
     {
@@ -231,6 +233,8 @@ class GatewayPort:
         else:
             began = time.monotonic()
             try:
+                if method in LORA:
+                    self._weights.refuse_unless_whole()
                 function = getattr(self._weights if swapping else self._core, method)
                 result = function(*EngineCoreProc._convert_msgspec_args(function, arguments))
                 if isinstance(result, Future):

@@ -144,7 +144,7 @@ class WeightControl:
         The engine stays paused if it was; its weights must not sleep, its KV cache may.  If loading fails although all shapes
         fit, the earlier weights are loaded again.  If that fails too, the process ends: a half-loaded model must not answer.
         """
-        self._refuse_unless_whole()
+        self.refuse_unless_whole()
         wanted = path or self._directory
         check_same_shapes(wanted, self._shapes)
         was_paused = self.is_paused
@@ -171,7 +171,7 @@ class WeightControl:
 
     def start_weight_update(self) -> None:
         """Pauses the engine and begins an update by tensors."""
-        self._refuse_unless_whole()
+        self.refuse_unless_whole()
         self._was_paused = self.is_paused
         self._pause()
         self._received, self._touched = set(), False
@@ -234,7 +234,7 @@ class WeightControl:
                 f"a weight update is under way; finish_weight_update ends it, or {UPDATE_PATIENCE_S:g} s without tensors"
             )
 
-    def _refuse_unless_whole(self) -> None:
+    def refuse_unless_whole(self) -> None:
         """Raises `ValueError` while an update by tensors is under way, or the weights sleep."""
         self._refuse_during_update()
         # The KV cache may sleep on: after level 2, weights must be there before `wake_up` lets requests go on.

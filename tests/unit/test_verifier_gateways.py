@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ import vllm  # noqa: F401  (must be the first of vLLM's modules)
 from backend.engine.counting import CountingScheduler
 from backend.engine.gateways import GatewayPort
 from backend.engine.speech import EngineCodec
+from backend.engine.weights import WeightControl
 from backend.records.kept import RowBatch
 from backend.records.rows import RequestRow, Row
 from backend.wire.engine import ENGINE_WIRE_VERSION, GATEWAY_LEASE_S, REFUSED, ROWS, EngineWelcome
@@ -57,6 +59,19 @@ class Verifier:
         _, kind, payload = self.sent[-1]
         assert kind == ROWS
         return msgspec.msgpack.decode(payload, type=RowBatch)
+
+
+@pytest.mark.parametrize("method", ["add_lora", "remove_lora"])
+def test_adapters_are_refused_while_the_weights_sleep(method: str) -> None:
+    """They would be written into memory that has been given up."""
+    core: Any = Mock()
+    core.model_executor.sleeping_tags = {"weights"}
+    port = GatewayPort(Mock(), core, Mock(), None, WeightControl(core, "/t", True))
+    port.send_outputs = Mock()  # type: ignore[method-assign]
+    port._utility(Mock(index=1), 7, method, [3])
+    (sent,) = port.send_outputs.call_args.args
+    assert sent[1].utility_output.failure_message == "ValueError: wake the weights up first"
+    getattr(core, method).assert_not_called()
 
 
 @pytest.mark.parametrize(("lease_s", "known"), [(GATEWAY_LEASE_S, False), (60.0, True), (math.inf, True)])
