@@ -106,7 +106,7 @@ class Fleet:
         A starting vLLM takes all memory that vanishes from its GPU for its own, and so has less for its KV cache.
         """
         for member in self.plan.members:
-            if verifiers := [each for each in self.members.values() if _may_share(each.plan, member)]:
+            if verifiers := [each for each in self.members.values() if each.plan.may_share(member)]:
                 self.coordinator.wait_started()
                 self.wait_ready(say, verifiers)
             self.start(member)
@@ -189,11 +189,6 @@ class Fleet:
         stop(list(self.members.values()))
         self.members.clear()
         self.rooms.close()
-
-
-def _may_share(verifier: MemberPlan, member: MemberPlan) -> bool:
-    """Whether Ray may place `member` on the GPU of `verifier`, if that is a verifier."""
-    return verifier.kind == "verifier" and member.num_gpus > 0 and verifier.num_gpus + member.num_gpus <= 1
 
 
 def joined() -> tuple[str, str]:

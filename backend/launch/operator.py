@@ -102,8 +102,10 @@ class Operator:
         try:
             for _ in operation.members:
                 started.append(self._fleet.add(operation.add))
-            names = [member.member_id for member in started]
-            self._tell(operation, f"starting {', '.join(names)}", names)
+                names = [member.member_id for member in started]
+                self._tell(operation, f"starting {', '.join(names)}", names)
+                if started[-1].plan.may_share(started[-1].plan):
+                    self._wait_ready(started)  # the next one would count the memory that this one still takes
             self._wait_ready(started)
         except LaunchError:
             for member in started:
@@ -121,12 +123,15 @@ class Operator:
 
     def _restart(self, operation: Operation) -> str:
         for member_id in operation.members:
-            self._empty(operation, member_id)
             plan = self._own(member_id).plan
-            self._tell(operation, f"starting {member_id} again")
-            self._fleet.end(member_id, keep_room=True)
-            self._wait_ready([self._fleet.start(plan)])
-            self._patiently(partial(self._coordinator.resume, member_id))
+            try:
+                self._empty(operation, member_id)
+                self._tell(operation, f"starting {member_id} again")
+                self._fleet.end(member_id, keep_room=True)
+                self._wait_ready([self._fleet.start(plan)])
+            finally:
+                # A drain holds for later processes of this name: one that comes back after a failure gets requests too.
+                self._patiently(partial(self._coordinator.resume, member_id))
         return f"{', '.join(operation.members)} restarted"
 
     def _swap(self, operation: Operation) -> str:

@@ -61,6 +61,10 @@ class MemberPlan:
     resources: dict[str, float] = field(default_factory=dict)
     """Further Ray resources, by name."""
 
+    def may_share(self, other: MemberPlan) -> bool:
+        """Whether this is a verifier on whose GPU Ray may place `other`."""
+        return self.kind == "verifier" and other.num_gpus > 0 and self.num_gpus + other.num_gpus <= 1
+
 
 @dataclass(frozen=True)
 class FleetPlan:

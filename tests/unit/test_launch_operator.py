@@ -11,9 +11,9 @@ import ray
 import ray.exceptions
 
 from backend.coordinator.messages import CoordinatorUnavailable, Progress
-from backend.fleet import FleetSnapshot, Member, MemberView, Operation, OperationKind
+from backend.fleet import FleetSnapshot, Member, MemberKind, MemberView, Operation, OperationKind
 from backend.launch.operator import ABSENT_S, Operator
-from backend.launch.plan import LaunchError
+from backend.launch.plan import LaunchError, MemberPlan
 from backend.launch.processes import Started
 
 
@@ -109,3 +109,42 @@ def test_the_name_of_a_removed_member_is_free_of_its_drain() -> None:
     Operator(fleet, lambda line: None)._carry_out(Operation(7, "remove", ["verifier-1"]))
     done = [(name, arguments[0]) for name, arguments, _ in fleet.mock_calls if name.endswith(("drain", "end", "resume"))]
     assert done == [("coordinator.drain", "verifier-1"), ("end", "verifier-1"), ("coordinator.resume", "verifier-1")]
+
+
+def test_a_member_that_could_not_be_restarted_gets_work_when_it_is_back() -> None:
+    fleet = Mock(members={"verifier-1": Mock()})
+    fleet.coordinator.snapshot.return_value = FleetSnapshot(1, [], [], {})
+    fleet.wait_ready.side_effect = LaunchError("no GPU")
+    Operator(fleet, lambda line: None)._carry_out(Operation(7, "restart", ["verifier-1"]))
+    assert fleet.coordinator.progress.call_args.args == (Progress(7, "failed", "no GPU"),)
+    fleet.coordinator.resume.assert_called_once_with("verifier-1")
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpus", "told"),
+    [
+        ("verifier", 0.4, ["0", "wait", "1", "wait"]),
+        ("verifier", 1.0, ["0", "1", "wait"]),
+        ("verifier", 0.0, ["0", "1", "wait"]),
+        ("drafter", 0.4, ["0", "1", "wait"]),
+    ],
+)
+def test_added_verifiers_of_one_gpu_start_one_after_the_other(kind: MemberKind, gpus: float, told: list[str]) -> None:
+    """vLLM would count the memory that a neighbour takes meanwhile."""
+    done: list[str] = []
+    ready: set[str] = set()
+
+    def add(kind: MemberKind) -> Any:
+        name = str(len(done) - done.count("wait"))
+        done.append(name)
+        return SimpleNamespace(plan=MemberPlan(name, kind, [], 0, gpus, ""), member_id=name)
+
+    def wait_ready(say: Any, members: list[Any], unless: Any) -> None:
+        names = {each.member_id for each in members}
+        if names - ready:
+            done.append("wait")
+        ready.update(names)
+
+    fleet = Mock(add=add, wait_ready=wait_ready)
+    Operator(fleet, lambda line: None)._carry_out(Operation(7, "add", ["", ""], add=kind))
+    assert done == told
