@@ -196,7 +196,9 @@ class VerifierSettings(Section):
 class DraftingSettings(Section):
     """A drafter process."""
 
-    gpus: float | None = Field(None, ge=0, description="GPUs per drafter; default: 1 with CUDA, else 0")
+    gpus: float | None = Field(
+        None, ge=0, description="GPUs per drafter, a part of one or a whole number; default: 1 with CUDA, else 0"
+    )
     cores: int = Field(1, ge=1, description="CPU cores per drafter where it runs on the CPU")
     ray_resources: Resources = Field(default_factory=dict, description="as verifier.ray_resources, of a drafter")
     cache_tokens: int = Field(131072, ge=256, description="rows of the drafter's KV cache, over all sequences")
@@ -211,6 +213,14 @@ class DraftingSettings(Section):
     ring_dir: Folder = Field(
         None, description="folder of the sequences that drafters learn from; default: in memory, gone when the fleet ends"
     )
+
+    @field_validator("gpus")
+    @classmethod
+    def _part_or_whole(cls, value: float | None) -> float | None:
+        """Refuses what Ray would refuse when the drafter starts."""
+        if value is not None and value > 1 and value % 1:
+            raise ValueError("beyond 1 it must be whole")
+        return value
 
 
 class TransportSettings(Section):

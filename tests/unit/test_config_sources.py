@@ -101,6 +101,8 @@ def test_a_wrong_flag_is_one_line(arguments: list[str], line: str) -> None:
             "unknown environment variable OUTRIDER_GATEWAY_PORT; did you mean OUTRIDER_GATEWAY__PORT?",
         ),
         ("OUTRIDER_VERIFIERS", "0", "OUTRIDER_VERIFIERS: input should be greater than or equal to 1, not '0'"),
+        ("OUTRIDER_DRAFTING__GPUS", "1.5", "OUTRIDER_DRAFTING__GPUS: value error, beyond 1 it must be whole, not '1.5'"),
+        ("OUTRIDER_DRAFTING__GPUS", "-1", "OUTRIDER_DRAFTING__GPUS: input should be greater than or equal to 0, not '-1'"),
     ],
 )
 def test_a_wrong_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str, value: str, line: str) -> None:
