@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import socket
+import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from socketserver import TCPServer
 from threading import Thread
 from typing import Any
 
@@ -256,13 +258,17 @@ def test_services_hang_together(fleet: dict[str, Any]) -> None:
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
             assert source in fleet["volumes"] or source.startswith("../dashboards/"), volume
-    models = "models:/home/outrider/.cache/huggingface"
-    assert models in services["gateway"]["volumes"]
-    assert models in services["worker"]["volumes"], "the launcher hands workers the path of the model it found"
+    (made,) = (line for line in STAGES["runtime"].all("RUN") if "install -d -o outrider" in line)
+    for volume in ("models:/home/outrider/.cache/huggingface", "state:/home/outrider/.local/state"):
+        assert volume in services["gateway"]["volumes"]
+        assert volume in services["worker"]["volumes"], "the launcher hands workers the path of the model or head it found"
+        assert volume.split(":")[1] in made, "Docker would make it as root's"
+    assert all(service["logging"]["driver"] == "local" for service in services.values()), "json-file keeps logs without end"
 
 
 def test_gpus_go_to_workers_only() -> None:
     services = filled(compose(*FLEETS["gpu"]), SECRETS)["services"]
+    assert services["worker"]["container_name"], "it cannot be scaled: Docker would give all workers the same GPUs"
     assert services["worker"]["deploy"]["resources"]["reservations"]["devices"][0]["capabilities"] == ["gpu"]
     assert [name for name, service in services.items() if "deploy" in service] == ["worker"]
     assert {services[name]["build"]["args"]["VARIANT"] for name in ("ray-head", "worker", "gateway")} == {"cuda"}
@@ -298,8 +304,8 @@ def test_mounted_dashboards_exist(fleet: dict[str, Any]) -> None:
 def test_health_checks_ask_what_the_gateway_answers() -> None:
     check = exec_form((STAGES["gateway"].last("HEALTHCHECK") or "").partition("CMD ")[2])
     assert check[1] == "/opt/outrider/docker/healthy.py"
-    assert check[2:] == ["http", "8000", "/readyz"]
-    probed = {check[4]}
+    assert check[2:] == ["gateway", "/readyz"]
+    probed = {check[3]}
     for pod in kubernetes_pods():
         container = pod["containers"][0]
         probes = [container[name] for name in ("startupProbe", "readinessProbe", "livenessProbe") if name in container]
@@ -310,25 +316,46 @@ def test_health_checks_ask_what_the_gateway_answers() -> None:
     assert "--node-manager-port=6380" in exec_form(STAGES["worker"].last("CMD") or "")
 
 
-def test_the_health_check_tells_healthy_from_not() -> None:
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/readyz" else 503)
-            self.end_headers()
+class Answers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/readyz" else 503)
+        self.end_headers()
 
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
 
-    def healthy(*arguments: str) -> bool:
-        return subprocess.run([sys.executable, DOCKER / "healthy.py", *arguments], stderr=subprocess.DEVNULL).returncode == 0
 
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+class UnixServer(HTTPServer):
+    address_family = socket.AF_UNIX
+    server_bind = TCPServer.server_bind
+
+
+def healthy(*arguments: str, **gateway: str) -> bool:
+    variables = {"PYTHONPATH": str(ROOT)} | {f"OUTRIDER_GATEWAY__{name}": value for name, value in gateway.items()}
+    command = [sys.executable, DOCKER / "healthy.py", *arguments]
+    return subprocess.run(command, env=os.environ | variables, stderr=subprocess.DEVNULL).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["http", "https", "unix"])
+def test_the_health_check_tells_healthy_from_not(kind: str, tmp_path: Path) -> None:
+    cert, path = str(tmp_path / "cert.pem"), str(tmp_path / "s")
+    with UnixServer(path, Answers) if kind == "unix" else HTTPServer(("127.0.0.1", 0), Answers) as server:  # type: ignore[arg-type]
+        place = {"UDS": path} if kind == "unix" else {"HOST": "0.0.0.0", "PORT": str(server.server_address[1])}
+        if kind == "https":
+            make = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 1 -subj /CN=x"
+            subprocess.run([*make.split(), "-keyout", cert, "-out", cert + ".crt"], check=True, capture_output=True)
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(cert + ".crt", cert)
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+            place["TLS_CERT"] = cert
         Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-        port = str(server.server_address[1])
-        assert healthy("http", port, "/readyz")
-        assert not healthy("http", port, "/livez")
+        assert healthy("gateway", "/readyz", **place)
+        assert not healthy("gateway", "/livez", **place)
         server.shutdown()
-    assert not healthy("http", port, "/readyz")
+    assert not healthy("gateway", "/readyz", **place)
+
+
+def test_a_workers_health_is_rays_port() -> None:
     own = socket.gethostbyname(socket.gethostname())
     with socket.create_server((own, 0)) as listener:
         port = str(listener.getsockname()[1])
