@@ -66,7 +66,10 @@ async def pause(
     verifier: str | None = None,
 ) -> Response:
     """Requests at hand end (`abort`), are waited for (`wait`), or stand still (`keep`); new ones wait."""
-    return _said(await _hold(gateway_of(request), verifier, True, "pause", mode, clear_cache), status="paused")
+    gateway = gateway_of(request)
+    if mode == "abort" and _links(gateway, verifier) and verifier is None:
+        await _abort(gateway, None, None)  # Verifiers do not know of those that wait in gateways.
+    return _said(await _hold(gateway, verifier, True, "pause", mode, clear_cache), status="paused")
 
 
 @router.post("/resume", **described(gives=shape("status", "verifiers"), right=Right.ADMINISTER))
@@ -160,10 +163,13 @@ async def abort_requests(request: Request, verifier: str | None = None) -> Respo
     gateway, asked = await _read(request, AbortRequests)
     if verifier is not None:
         _links(gateway, verifier)
-    texts = gateway.abort(asked.request_ids, verifier)
-    if gateway.peers is not None:
-        texts |= await gateway.peers.abort(asked.request_ids, verifier)
+    texts = await _abort(gateway, asked.request_ids, verifier)
     return JSONResponse({"status": "aborted", "aborted": len(texts), "token_ids": texts})
+
+
+async def _abort(gateway: Gateway, request_ids: list[str] | None, verifier: str | None) -> dict[str, list[list[int]]]:
+    texts = gateway.abort(request_ids, verifier)
+    return texts if gateway.peers is None else texts | await gateway.peers.abort(request_ids, verifier)
 
 
 @router.get("/weight_info", **described(gives=shape("weight_version", "verifiers")))
