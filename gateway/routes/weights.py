@@ -17,7 +17,8 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import VLLM_VERSION
-from gateway.engine_link import UtilityError, VerifierGone, VerifierLink
+from backend.wire.engine import NOT_BEGUN
+from gateway.engine_link import UtilityError, VerifierForgot, VerifierGone, VerifierLink
 from gateway.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported, NoVerifier, VerifierLost
 from gateway.openapi import described, shape
 from gateway.pauses import Pauses
@@ -278,7 +279,8 @@ async def _results(gateway: Gateway, verifier: str | None, method: str, *argumen
 async def _gather(links: list[VerifierLink], method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """The results of a call to each verifier that is not lost meanwhile, by its id.
 
-    Raises the first error when all calls have ended, and `VerifierLost` if no verifier is left.
+    One that became ready during an update by tensors has no part in it: it stays behind, without requests.  Raises the first
+    error when all calls have ended, and `VerifierLost` if no verifier is left or one has forgotten this gateway.
     """
     calls = (link.call(method, *each) for link, each in zip(links, arguments, strict=True))
     ended = await asyncio.gather(*calls, return_exceptions=True)
@@ -287,6 +289,10 @@ async def _gather(links: list[VerifierLink], method: str, arguments: Sequence[Se
         raise VerifierLost
     results = {verifier_id: result for verifier_id, result in found.items() if not isinstance(result, BaseException)}
     for verifier_id, result in found.items():
+        if isinstance(result, VerifierForgot):
+            raise VerifierLost
+        if isinstance(result, UtilityError) and results and str(result) == f"ValueError: {NOT_BEGUN}":
+            continue
         if isinstance(result, UtilityError):
             raise _translated(verifier_id, str(result), partly=bool(results))
         if isinstance(result, BaseException):
