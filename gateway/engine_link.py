@@ -59,6 +59,10 @@ class VerifierGone(UtilityError):
     """The verifier was lost before it answered."""
 
 
+class VerifierForgot(UtilityError):
+    """The verifier has forgotten this gateway; whether it did what was asked is not known."""
+
+
 class LinkListener(Protocol):
     """Receives what a link hears from its verifier.  Called in the event loop; must not block."""
 
@@ -215,7 +219,7 @@ class VerifierLink:
         elif self.state == "ready":
             # The verifier has dropped this gateway, or was restarted behind the same address.  More refusals may follow.
             self.state = "connecting"
-            self._drop_calls(UtilityError)
+            self._drop_calls(VerifierForgot)
             self._greet()
             self._listener.on_forgotten(self)
 

@@ -345,6 +345,9 @@ class FleetCore(Verifiers, EngineCoreClient):
             self.on_interactive()
         if claim.inquiry is not None:
             claim.inquiry.follow(record)
+        if claim.aborted:
+            self._put_aborted([record])
+            return
         try:
             if not self._place(record):
                 raise NoVerifier
@@ -364,6 +367,9 @@ class FleetCore(Verifiers, EngineCoreClient):
     def finish(self, records: Sequence[InFlight]) -> None:
         """Ends sequences as aborted, after all tokens that have arrived for them."""
         self._abort(records, self._leave)
+        self._put_aborted(records)
+
+    def _put_aborted(self, records: Sequence[InFlight]) -> None:
         ended = [EngineCoreOutput(each.request.request_id, [], finish_reason=FinishReason.ABORT) for each in records]
         self._outputs.put_nowait(EngineCoreOutputs(outputs=ended))
 

@@ -53,6 +53,11 @@ class Gateway:
         With `verifier` only sequences that run there.
         """
         tokens: dict[str, list[list[int]]] = {}
+        if verifier is None:
+            asked = None if request_ids is None else set().union(*map(_names, request_ids))
+            # First, because the others' ends make room.
+            for claim in self.client.core.gate.abort(lambda claim: asked is None or claim.request_id in asked):
+                tokens.setdefault(claim.request_id, []).extend([] for _ in range(claim.sequences))
         ended = []
         for record in self.client.core.sequences:
             named = record.request.external_req_id or record.request.request_id

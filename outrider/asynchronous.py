@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, SupportsFloat, TypeVar
 
 import httpx
 
@@ -24,7 +24,7 @@ from outrider.types import Episode, OutriderError, Sample, WeightSpan
 T = TypeVar("T")
 Prompt = str | list[int] | list[dict[str, Any]]
 """Text, token ids, or messages for the model's chat template."""
-Reply = str | list[int] | float | None
+Reply = str | list[int] | SupportsFloat | None
 """An environment's reply: text or token ids continue the episode; a number, its reward, ends it; None ends it without one."""
 Step = Callable[[Episode], Reply | Awaitable[Reply]]
 
@@ -162,14 +162,20 @@ class AsyncFleet:
 
         Raises `OutriderError`, or `KeyError` for an id that is not known.
         """
-        if not self._tasks[number].done():
+        if not self._submitted(number).done():
             return None
         return self._tasks.pop(number).result()
 
     async def wait(self, number: int) -> list[Sample]:
         """As `poll`, but waits for the samples."""
-        await asyncio.wait([self._tasks[number]])
+        await asyncio.wait([self._submitted(number)])
+        self._submitted(number)  # Another caller may have taken or cancelled them meanwhile.
         return self._tasks.pop(number).result()
+
+    def _submitted(self, number: int) -> asyncio.Task[list[Sample]]:
+        if number not in self._tasks:
+            raise KeyError(f"no samples have the id {number}: it is not of `submit`, or they were taken or cancelled")
+        return self._tasks[number]
 
     async def cancel(self, number: int) -> None:
         """Ends samples that `submit` has started; ignores an id that is not known."""
@@ -185,11 +191,15 @@ class AsyncFleet:
         if not isinstance(weights, Mapping):
             return await self._load(os.path.abspath(weights), version)
         directory = tempfile.mkdtemp(prefix="outrider-weights-", dir=self._weights_dir)
-        self._directories.append(directory)
         try:
             if self._weights_dir is not None:
                 Path(directory).chmod(0o755)  # Verifiers on other machines may run as another user.
             await asyncio.to_thread(_write, weights, Path(directory) / "model.safetensors")
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        self._directories.append(directory)
+        try:
             version = await self._load(directory, version)
         except OutriderError as error:
             if 400 <= error.status < 500:
@@ -275,8 +285,8 @@ class AsyncFleet:
             reply = step(episode) if inspect.iscoroutinefunction(step) else await asyncio.to_thread(step, episode)
             if inspect.isawaitable(reply):
                 reply = await reply
-            if reply is None or isinstance(reply, int | float):
-                episode.reward = reply
+            if reply is None or isinstance(reply, SupportsFloat):
+                episode.reward = None if reply is None else float(reply)
                 return episode
             added = await self._tokens(reply, begins=False)
             episode.token_ids += added

@@ -25,7 +25,7 @@ from backend.engine.tensor_transfer import NAME, Shape, shapes_in
 from backend.fleet.stats import Weights
 from backend.models.head_config import CheckpointError
 from backend.models.tensor_files import TensorFiles
-from backend.wire.engine import PAUSED
+from backend.wire.engine import NOT_BEGUN, PAUSED
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +73,12 @@ class WeightControl:
         """Pauses: new requests wait.  Present requests end (`abort`), finish (`wait`), or stop where they are (`keep`).
 
         The future of `wait` is done when all have finished.  `clear_cache` empties the prefix cache, except with `keep`.
+        During an update by tensors, `wait` is `keep`.
         """
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}")
-        if mode == "wait":
+        self._was_paused = True  # An update by tensors, if there is one, ends paused.
+        if mode == "wait" and self._received is None:
             self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
             self._draining = self._draining or Future()
             self._clears = clear_cache
@@ -141,13 +143,14 @@ class WeightControl:
     def reload_weights(self, path: str | None = None, version: str | None = None, update: int | None = None) -> None:
         """Loads a checkpoint of the same architecture from `path`, or again from the directory last loaded.
 
-        The engine stays paused if it was; its weights must not sleep, its KV cache may.  If loading fails although all shapes
-        fit, the earlier weights are loaded again.  If that fails too, the process ends: a half-loaded model must not answer.
+        The engine stays paused if it was; a pause that waits for requests begins.  Its weights must not sleep; its KV cache
+        may.  If loading fails although all shapes fit, the earlier weights are loaded again.  If that fails too, the process
+        ends: a half-loaded model must not answer.
         """
         self.refuse_unless_whole()
         wanted = path or self._directory
         check_same_shapes(wanted, self._shapes)
-        was_paused = self.is_paused
+        was_paused = bool(self._core.is_sleeping())
         self._pause()
         try:
             self._load(wanted)
@@ -172,7 +175,7 @@ class WeightControl:
     def start_weight_update(self) -> None:
         """Pauses the engine and begins an update by tensors."""
         self.refuse_unless_whole()
-        self._was_paused = self.is_paused
+        self._was_paused = bool(self._core.is_sleeping())
         self._pause()
         self._received, self._touched = set(), False
         self._go_on_with_update("start_weight_update")
@@ -183,7 +186,7 @@ class WeightControl:
         After bytes that do not fit, the update goes on.  If vLLM fails, the last weights from a directory are loaded again.
         """
         if self._received is None:
-            raise ValueError("start_weight_update comes first")
+            raise ValueError(NOT_BEGUN)
         if self._takes_bytes != isinstance(update_info, bytes):
             raise ValueError(
                 "tensors come as safetensors' bytes; verifier.engine_args.weight_transfer_config names no other way"
@@ -202,7 +205,7 @@ class WeightControl:
     def finish_weight_update(self, version: str | None = None, update: int | None = None) -> None:
         """Ends an update by tensors; resumes, unless paused before.  On failure, the last weights from a directory are back."""
         if self._received is None:
-            raise ValueError("start_weight_update comes first")
+            raise ValueError(NOT_BEGUN)
         missing = sorted(self._shapes.keys() - self._received) if self._takes_bytes else []
         if missing:
             self._give_up()

@@ -90,7 +90,7 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
     if not _is_path(settings.model):
         # Checked before anything is downloaded.
         check_combination(settings)
-    target = find("--model", settings.model, TARGET_DIR, say, _trusts_code(settings))
+    target = find("--model", settings.model, TARGET_DIR, say, trusts_code(settings))
     check_target(target)
     check_code(target, settings)
     check_ranks(target, settings)
@@ -120,7 +120,7 @@ def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafte
     if name == MTP:
         directory = _with_mtp_layers(target)
     else:
-        code = _trusts_code(settings)
+        code = trusts_code(settings)
         directory = _initial_head(target, settings) if name == GROW else find("--drafter", name, DRAFTER_DIR, say, code)
     return OwnDrafter(str(directory), check_drafter(name, directory, target, settings, say), name)
 
@@ -201,12 +201,13 @@ def check_code(directory: Path, settings: Settings) -> None:
     """Refuses a MiMo model, whose configuration vLLM reads by the checkpoint's own code, unless that code is trusted."""
     config = read_json(directory / "config.json", "--model")
     has_code = "AutoConfig" in (config.get("auto_map") or {})
-    if has_code and set(MTP_ARCHITECTURES) & set(config["architectures"]) and not _trusts_code(settings):
+    if has_code and set(MTP_ARCHITECTURES) & set(config["architectures"]) and not trusts_code(settings):
         trust = "--verifier-engine-args '{\"trust_remote_code\": true}'"
         raise ModelError(f"--model {settings.model}: vLLM needs the checkpoint's own code; if you trust that: {trust}")
 
 
-def _trusts_code(settings: Settings) -> bool:
+def trusts_code(settings: Settings) -> bool:
+    """Whether code that comes with a checkpoint may be run."""
     return bool(settings.verifier.engine_args.get("trust_remote_code"))
 
 

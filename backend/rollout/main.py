@@ -17,7 +17,7 @@ from tqdm import tqdm
 from backend.config import REMOTE_MODES, Settings, environment, sources
 from backend.config.sources import CommandError, ConfigError, Loaded
 from backend.models.head_config import load_config
-from backend.models.resolve import ResolvedModels, resolve
+from backend.models.resolve import ResolvedModels, resolve, trusts_code
 from backend.rollout.log import RoundLog
 from backend.rollout.make import make_trace
 from backend.rollout.options import RolloutOptions, check_joined, fleet_settings, rollout_options, slices, trace_options
@@ -81,7 +81,7 @@ def _prepare(options: RolloutOptions, settings: Settings, models: Callable[[], R
         _check_out(options.out)
         found = models()
         _prepare_process()
-        front, tokenizer = _front(options, settings, found), Tokenizer(found.target_dir)
+        front, tokenizer = _front(options, settings, found), Tokenizer(found.target_dir, trusts_code(settings))
         named = options.prompts or file
         parts = [make_requests(cases[each.start : each.stop], tokenizer, named, options, front) for each in rows]
         logs = [RoundLog(wanted) for wanted in options.log]

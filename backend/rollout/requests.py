@@ -35,12 +35,12 @@ class Request:
 
 
 class Tokenizer:
-    """The target's tokenizer."""
+    """The target's tokenizer; it runs code of the checkpoint's own only if that is trusted."""
 
-    def __init__(self, target_dir: str) -> None:
+    def __init__(self, target_dir: str, trusts_code: bool = False) -> None:
         from transformers import AutoTokenizer
 
-        self._hugging_face: Any = AutoTokenizer.from_pretrained(target_dir)
+        self._hugging_face: Any = AutoTokenizer.from_pretrained(target_dir, trust_remote_code=trusts_code)
 
     def prompt(self, text: str) -> list[int]:
         """A prompt's tokens, as the completions endpoint makes them."""

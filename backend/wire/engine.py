@@ -44,6 +44,9 @@ GATEWAY_LEASE_S = 10.0
 PAUSED = "outrider_paused"
 """Stop reason of a request that a pause has aborted: the request ends and does not move to another verifier."""
 
+NOT_BEGUN = "start_weight_update comes first"
+"""The failure of a verifier that has no update by tensors under way."""
+
 FIXED_RESPONSE = "outrider_fixed_response"
 """Key of `SamplingParams.extra_args`: the token ids that a request must emit (`backend/engine/fixed.py`)."""
 

@@ -38,6 +38,7 @@ def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
     claim: Claim = request.scope["state"]["claim"]
     if claim.wait_s is not None:
         claim.wait_s = _wait_s(request.headers.get(WAIT_HEADER), gateway.settings.gateway.queue_wait_s)
+    claim.request_id = request.headers.get("x-request-id", "")
     claim.session = (request.headers.get(SESSION_HEADER) or getattr(asked, "user", None) or "")[:LONGEST_SESSION] or None
     claim.learn = caller.learn and _flag(request, LEARN_HEADER)
     claim.choices = getattr(asked, "n", None) or 1

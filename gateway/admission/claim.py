@@ -36,6 +36,7 @@ class Claim:
     """Charged to the caller's quota so far."""
     accounts: Quotas | None = None
     """Where its tokens are charged."""
+    request_id: str = ""
     session: str | None = None
     """The client's name for a session, for routing."""
     learn: bool = True
@@ -48,6 +49,8 @@ class Claim:
     """Its work goes on after its HTTP request, and closes the claim in the end."""
     granted: bool = False
     """Its sequences may go to the verifiers."""
+    aborted: bool = False
+    """They end instead, without a token."""
     retry_after_s: int | None = None
     """It was turned away, and may come again in so many seconds."""
     promised: int = 0

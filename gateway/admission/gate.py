@@ -120,6 +120,15 @@ class Gate:
                 self._grant(waiting.claim)
                 self._release(waiting)
 
+    def abort(self, wanted: Callable[[Claim], bool]) -> list[Claim]:
+        """Admits those `wanted` of the waiting claims as aborted: they need no room."""
+        found = [waiting for claim, waiting in self._waiting.items() if wanted(claim)]
+        for waiting in found:
+            self._queue.remove(waiting)
+            waiting.claim.granted = waiting.claim.aborted = True
+            self._release(waiting)
+        return [waiting.claim for waiting in found]
+
     def fail_all(self, error: type[Unavailable]) -> None:
         for waiting in list(self._waiting.values()):
             self._queue.remove(waiting)

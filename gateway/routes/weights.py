@@ -17,7 +17,8 @@ from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import VLLM_VERSION
-from gateway.engine_link import UtilityError, VerifierGone, VerifierLink
+from backend.wire.engine import NOT_BEGUN
+from gateway.engine_link import UtilityError, VerifierForgot, VerifierGone, VerifierLink
 from gateway.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported, NoVerifier, VerifierLost
 from gateway.openapi import described, shape
 from gateway.pauses import Pauses
@@ -66,7 +67,10 @@ async def pause(
     verifier: str | None = None,
 ) -> Response:
     """Requests at hand end (`abort`), are waited for (`wait`), or stand still (`keep`); new ones wait."""
-    return _said(await _hold(gateway_of(request), verifier, True, "pause", mode, clear_cache), status="paused")
+    gateway = gateway_of(request)
+    if mode == "abort" and _links(gateway, verifier) and verifier is None:
+        await _abort(gateway, None, None)  # Verifiers do not know of those that wait in gateways.
+    return _said(await _hold(gateway, verifier, True, "pause", mode, clear_cache), status="paused")
 
 
 @router.post("/resume", **described(gives=shape("status", "verifiers"), right=Right.ADMINISTER))
@@ -160,10 +164,13 @@ async def abort_requests(request: Request, verifier: str | None = None) -> Respo
     gateway, asked = await _read(request, AbortRequests)
     if verifier is not None:
         _links(gateway, verifier)
-    texts = gateway.abort(asked.request_ids, verifier)
-    if gateway.peers is not None:
-        texts |= await gateway.peers.abort(asked.request_ids, verifier)
+    texts = await _abort(gateway, asked.request_ids, verifier)
     return JSONResponse({"status": "aborted", "aborted": len(texts), "token_ids": texts})
+
+
+async def _abort(gateway: Gateway, request_ids: list[str] | None, verifier: str | None) -> dict[str, list[list[int]]]:
+    texts = gateway.abort(request_ids, verifier)
+    return texts if gateway.peers is None else texts | await gateway.peers.abort(request_ids, verifier)
 
 
 @router.get("/weight_info", **described(gives=shape("weight_version", "verifiers")))
@@ -272,7 +279,8 @@ async def _results(gateway: Gateway, verifier: str | None, method: str, *argumen
 async def _gather(links: list[VerifierLink], method: str, arguments: Sequence[Sequence[Any]]) -> dict[str, Any]:
     """The results of a call to each verifier that is not lost meanwhile, by its id.
 
-    Raises the first error when all calls have ended, and `VerifierLost` if no verifier is left.
+    One that became ready during an update by tensors has no part in it: it stays behind, without requests.  Raises the first
+    error when all calls have ended, and `VerifierLost` if no verifier is left or one has forgotten this gateway.
     """
     calls = (link.call(method, *each) for link, each in zip(links, arguments, strict=True))
     ended = await asyncio.gather(*calls, return_exceptions=True)
@@ -281,6 +289,10 @@ async def _gather(links: list[VerifierLink], method: str, arguments: Sequence[Se
         raise VerifierLost
     results = {verifier_id: result for verifier_id, result in found.items() if not isinstance(result, BaseException)}
     for verifier_id, result in found.items():
+        if isinstance(result, VerifierForgot):
+            raise VerifierLost
+        if isinstance(result, UtilityError) and results and str(result) == f"ValueError: {NOT_BEGUN}":
+            continue
         if isinstance(result, UtilityError):
             raise _translated(verifier_id, str(result), partly=bool(results))
         if isinstance(result, BaseException):

@@ -163,6 +163,29 @@ async def test_who_leaves_the_queue_leaves_nothing_behind():
         assert len(running.verifier.sequences) == ROOM
 
 
+@pytest.mark.parametrize(("path", "asked"), [("/abort_requests", ["b"]), ("/abort_requests", None), ("/pause", None)])
+async def test_those_who_wait_are_aborted_with_nothing_generated(path, asked):
+    async with running_gateway(slots=SLOTS) as running:
+        filled = Filled(running)
+        await filled.fill()
+        waiting = [ask(running, "b", {"x-request-id": "b"}, n=2, outrider={"stats": True}), ask(running, "c", stream=True)]
+        await filled.queue(3)
+        answer = await running.http.post(path, json={"request_ids": asked})
+        told, streamed = (await waiting[0]).json(), waiting[1]
+        assert [(each["text"], each["finish_reason"]) for each in told["choices"]] == [("", "abort")] * 2
+        assert told["usage"]["completion_tokens"] == 0
+        if asked:
+            assert answer.json() == {"status": "aborted", "aborted": 1, "token_ids": {"b": [[], []]}}
+            assert not streamed.done()
+            filled.requests.append(streamed)
+        else:
+            assert (await streamed).text == "data: [DONE]\n\n", "as vLLM's stream of an output without tokens"
+        assert await filled.finish() == [200] * len(filled.requests)
+        await eventually(lambda: running.idle)
+        assert (running.core.gate.sequences, running.core.gate.tokens, running.core.gate._promised) == (0, 0, 0)
+        assert len(running.verifier.sequences) == len(filled.requests)
+
+
 async def test_those_who_wait_are_told_when_the_gateway_stops():
     async with running_gateway(slots=SLOTS, drain_s=0) as running:
         filled = Filled(running)

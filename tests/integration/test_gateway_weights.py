@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from backend.fleet.stats import Weights
+from backend.wire.engine import NOT_BEGUN
 from gateway.pauses import Pauses
 from gateway.peers import Peers
 from gateway.weights_in_force import WeightsInForce
@@ -150,6 +151,27 @@ async def test_an_update_that_some_have_loaded_is_not_answered_as_if_nothing_had
         assert "verifier-1: no such directory; other verifiers" in answer["error"]["message"]
         running.verifiers[0].failure = running.verifiers[1].failure
         await post(running, "/update_weights", 400, json={"weight_dir": "/x"})
+
+
+async def test_a_verifier_that_comes_during_an_update_by_tensors_is_left_out():
+    async with running_gateway(verifiers=2) as running:
+        running.verifiers[1].failure = f"ValueError: {NOT_BEGUN}"
+        bodies: dict[str, Any] = {"/update_weights": {"update_info": {}}, "/finish_weight_update": {}}
+        for path, body in bodies.items():
+            assert (await post(running, path, json=body))["verifiers"] == {"verifier-0": True}
+        running.verifiers[0].failure = running.verifiers[1].failure
+        await post(running, "/update_weights", 400, json={"update_info": {}})
+
+
+async def test_a_call_to_a_verifier_that_has_forgotten_the_gateway_may_be_made_again(running: Running):
+    running.verifier.hung = True
+    call = asyncio.ensure_future(post(running, "/resume", 503))
+    await eventually(lambda: any(link._calls for link in running.core.ready_links))
+    running.verifier.refuse("unknown")
+    running.verifier.hung = False
+    assert (await call)["error"]["code"] == "verifier_lost"
+    await eventually(lambda: running.core.ready_links != [])
+    await post(running, "/resume")
 
 
 async def test_each_verifier_has_ranks_of_its_own_in_a_trainers_group():

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -142,8 +143,9 @@ def test_what_was_submitted_is_given_once() -> None:
             pass
         assert [s.token_ids for s in samples] == [[1], [2]]
         assert [s.token_ids for s in fleet.wait(second)] == [[5], [6]]
-        with pytest.raises(KeyError):
-            fleet.poll(first)
+        for take in (fleet.poll, fleet.wait):
+            with pytest.raises(KeyError, match="no samples have the id 0"):
+                take(first)
         fleet.cancel(first)
 
 
@@ -168,6 +170,13 @@ def test_the_turns_of_an_episode_are_one_session(step: Callable[[Episode], Any])
     assert second.turns[2].prompt_token_ids == [0, 65, 9, 120, 9, 120]
     sessions = [each.headers.get("x-session-id") for each in requests if each.url.path == "/inference/v1/generate"]
     assert sorted(map(sessions.count, set(sessions))) == [3, 3]
+
+
+@pytest.mark.parametrize("reward", [np.float32(0.5), np.array(0.5), torch.tensor(0.5), torch.tensor([0.5])])
+def test_a_reward_may_be_numpys_or_torchs(reward: Any) -> None:
+    with joined(output) as fleet:
+        (episode,) = fleet.episodes([[1]], lambda episode: reward)
+    assert (episode.reward, type(episode.reward)) == (0.5, float)
 
 
 def test_an_episode_that_outgrows_the_context_ends() -> None:
@@ -212,6 +221,17 @@ def test_of_state_dicts_the_last_stays_on_disk(tmp_path: Path) -> None:
         fleet.update_weights({"a": tied}, "four")
         (last,) = tmp_path.iterdir()
     assert last.exists()
+
+
+def test_of_a_state_dict_that_cannot_be_written_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(_: Any, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr("outrider.asynchronous._write", write)
+    with joined(output, weights_dir=tmp_path) as fleet, pytest.raises(OSError, match="No space"):
+        fleet.update_weights({"a": torch.ones(2)})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_of_weights_is_named_in_full() -> None:

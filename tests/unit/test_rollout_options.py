@@ -127,6 +127,22 @@ def test_requests_move_in_only_one_way_of_the_benchmark() -> None:
     assert [way for way, flags in WAYS.items() if not set(STAY) <= set(flags)] == ["disaggregated, moving"]
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_a_tokenizers_own_code_runs_only_if_the_fleet_trusts_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trusted: bool
+) -> None:
+    load = Mock(side_effect=ConfigError("enough"))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    for name in ("_cases", "_front", "_prepare_process"):
+        monkeypatch.setattr(main, name, Mock(return_value=[None]))
+    (tmp_path / "train.3.parquet").touch()
+    options, _ = rollout_options(["--trace", str(tmp_path / "train.3.parquet"), "--out", str(tmp_path)])
+    given = Settings.model_validate({"verifier": {"engine_args": {"trust_remote_code": trusted}}})
+    with pytest.raises(ConfigError, match="enough"):
+        main._prepare(options, given, Mock(), print)
+    assert load.call_args.kwargs == {"trust_remote_code": trusted}
+
+
 def test_a_fleet_of_its_own_carries_out_administrators_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, say = Mock(), Mock()
     monkeypatch.setattr(Fleet, "launch", lambda *given: fleet)

@@ -279,6 +279,35 @@ def test_a_pause_keeps_aborts_or_waits(core: Core, control: WeightControl) -> No
         control.pause("never")
 
 
+def update_by_tensors(control: WeightControl, pause: Callable[[], Any]) -> None:
+    control.start_weight_update()
+    pause()
+    control.update_weights(tensors(a=(2, 3), b=(4,)))
+    control.finish_weight_update()
+
+
+@pytest.mark.parametrize("mode", weights.PAUSE_MODES)
+def test_an_update_leaves_a_pause_alone(core: Core, control: WeightControl, mode: str) -> None:
+    def pause() -> None:
+        core.requests = [SimpleNamespace(request_id="one", client_index=3)]
+        control.pause(mode)
+
+    def by_tensors() -> None:
+        update_by_tensors(control, control.look)
+
+    for update in (control.reload_weights, by_tensors):
+        core.batch_queue.clear()
+        pause()
+        update()
+        control.look()
+        assert control.is_paused
+        control.resume()
+    update_by_tensors(control, pause)
+    assert control.is_paused
+    control.resume()
+    assert not control.is_paused
+
+
 def test_a_wait_ends_when_it_is_resumed(core: Core, control: WeightControl) -> None:
     core.requests = [SimpleNamespace(request_id="one", client_index=3)]
     waiting = control.pause("wait")
