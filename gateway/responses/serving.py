@@ -9,9 +9,10 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import ResponseRequest
+from backend.engine.front.deferred import Deferred
 from gateway import answers
 from gateway.admission.claim import Claim
 from gateway.bounds import check_bounds, check_items
@@ -105,8 +106,16 @@ class Responses:
         return Turn(asked, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
 
     async def answer(self, turn: Turn, made: Any) -> Response:
-        """Makes the response, from vLLM's whole answer, and stores it without log probabilities."""
-        pieces = await answers.in_pieces(made, lambda answer: turn.shown(answer.model_dump(mode="json", by_alias=True)))
+        """Makes the response, from vLLM's whole answer, and stores it; of a `Deferred`, without log probabilities."""
+
+        def shown(answer: Any) -> dict[str, Any]:
+            return turn.shown(answer.model_dump(mode="json", by_alias=True))
+
+        if not isinstance(made, Deferred):
+            body = shown(made)
+            await self._keep(turn, body)
+            return JSONResponse(body)
+        pieces = await answers.in_pieces(made, shown)
         await self._keep(turn, pieces.body)
         return pieces.response(pieces.body)
 

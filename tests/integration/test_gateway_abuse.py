@@ -380,6 +380,18 @@ async def test_many_log_probabilities_of_a_response_hold_nobody_up(running, prob
         assert not last, f"the loop stalled for {stalls.longest_s:.3f} s"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_few_log_probabilities_of_a_response_are_kept(running, stream, monkeypatch):
+    monkeypatch.setattr(running.verifier, "behaviour", likely(20))
+    include = ["message.output_text.logprobs"]
+    body = made_from("x", max_output_tokens=50, include=include, top_logprobs=20, stream=stream)
+    answer = await running.http.post(RESPONSES, json=body)
+    response = json.loads(answer.text.rpartition("data: ")[2])["response"] if stream else answer.json()
+    kept = (await running.http.get(f"{RESPONSES}/{response['id']}")).json()
+    for each in (response, kept):
+        assert len(each["output"][0]["content"][0]["logprobs"]) == 50
+
+
 @pytest.mark.parametrize(
     ("path", "body", "serving", "name"),
     [

@@ -48,6 +48,10 @@ class _NoTracebackForTheExpected(logging.Filter):
         return not (record.exc_info and isinstance(record.exc_info[1], self._expected))
 
 
+FEW_LOGPROBS = 5_000
+"""Log probabilities, tokens times alternatives, that the event loop can make and serialize in some 50 ms."""
+
+
 class Tokens(ServingTokens):
     """vLLM's serving class, except that an answer with log probabilities is a `Deferred`."""
 
@@ -62,8 +66,8 @@ class Tokens(ServingTokens):
 class Responses(OpenAIServingResponses):
     """vLLM's serving class with two differences.
 
-    An answer that was aborted is `incomplete`, not `completed` or `cancelled`.  A whole answer with log probabilities is a
-    `Deferred`; a stream's last events, which repeat the whole text, have none.
+    An answer that was aborted is `incomplete`, not `completed` or `cancelled`.  A whole answer with more than
+    `FEW_LOGPROBS` is a `Deferred`; the last events of such a stream, which repeat the whole text, have none.
     """
 
     async def responses_full_generator(
@@ -80,31 +84,36 @@ class Responses(OpenAIServingResponses):
             return made
 
         async def outputs() -> AsyncGenerator[Any, None]:
-            async for _ in result_generator:
-                pass
             yield context.final_output
 
         if request.stream or not is_simple or not request.is_include_output_logprobs():
             return await answer(result_generator)
-        return await deferred([outputs()], answer)
+        async for _ in result_generator:
+            pass
+        return await (deferred([outputs()], answer) if _are_many(request, context) else answer(outputs()))
 
     async def responses_stream_generator(
         self, request: Any, sampling_params: Any, result_generator: Any, context: Any, *args: Any, **kwargs: Any
     ) -> AsyncGenerator[Any, None]:
         """vLLM's events."""
         made = super().responses_stream_generator(request, sampling_params, result_generator, context, *args, **kwargs)
+        many = False
         async with aclosing(made) as events:
             async for each in events:
-                if isinstance(context, SimpleContext):
-                    # Only a whole answer needs them.
+                many = many or (isinstance(context, SimpleContext) and _are_many(request, context))
+                if many:
                     context._accumulated_logprobs.clear()
-                if isinstance(each, ResponseContentPartDoneEvent) and isinstance(each.part, ResponseOutputText):
+                if many and isinstance(each, ResponseContentPartDoneEvent) and isinstance(each.part, ResponseOutputText):
                     # The two events that follow have the same part.
                     logprobs, each.part.logprobs = each.part.logprobs or [], None
                     for token in logprobs:
                         token.top_logprobs.clear()
                         await asyncio.sleep(0)
                 yield each
+
+
+def _are_many(request: Any, context: SimpleContext) -> bool:
+    return len(context._accumulated_logprobs) * (request.top_logprobs + 1) > FEW_LOGPROBS
 
 
 @dataclass(frozen=True)
