@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
+import msgspec
 import pydantic
+from pydantic_core import to_json
 from starlette.responses import Response
 
-from backend.engine.front.deferred import discard
+from backend.engine.front.deferred import Deferred, discard, in_turns
 from backend.engine.front.usage import detailed
+from gateway.errors import checked
 
 _SILENT_WHEN_NULL = frozenset(
     {
@@ -55,35 +58,51 @@ def body(answer: pydantic.BaseModel) -> dict[str, Any]:
 class InPieces:
     """An answer whose log probabilities were serialized apart, because they may be many.
 
-    A call that serializes holds the interpreter, and with it all other requests.  So there is one call per token.
+    A call that serializes holds the interpreter, and with it all other requests.  So each call has few tokens.
     """
 
     def __init__(self, answer: Any, shown: Callable[[Any], dict[str, Any]]) -> None:
-        self._pieces: dict[str, bytes] = {}
-        marks: list[str | None] = []
-        for choice in answer.choices:
-            marks.append(None if choice.logprobs is None else secrets.token_hex(8))
-            if marks[-1]:
-                self._pieces[marks[-1]] = _text(choice.logprobs).encode()
-                choice.logprobs = None
+        self._pieces: list[list[bytes] | None] = []
+        for each, name in _bearers(answer, getattr):
+            values = getattr(each, name, None)
+            self._pieces.append(None if values is None else _text(values))
+            if values is not None:
+                setattr(each, name, None)
         self.body = shown(answer)
-        """The answer's JSON object, with random marks in place of log probabilities."""
-        for choice, mark in zip(self.body["choices"], marks, strict=True):
-            choice["logprobs"] = mark
+        """The answer's JSON object, without log probabilities."""
 
     def response(self, body: dict[str, Any]) -> Response:
         """The whole response.  `body` is `self.body`, perhaps with fields added."""
-        rest = json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+        marked: dict[bytes, list[bytes]] = {}
+        for (each, name), pieces in zip(_bearers(body, dict.get), self._pieces, strict=True):
+            if pieces is not None:
+                each[name] = secrets.token_hex(8)
+                marked[each[name].encode()] = pieces
+        rest = msgspec.json.encode(body)
+        if not marked:
+            return Response(rest, media_type="application/json")
         parts = []
-        for mark, piece in self._pieces.items():
-            before, _, rest = rest.partition(f'"{mark}"')
-            parts += [before.encode(), piece]
-        return Response(b"".join([*parts, rest.encode()]), media_type="application/json")
+        for mark in sorted(marked, key=rest.index):
+            before, _, rest = rest.partition(b'"%b"' % mark)
+            parts += [before, *marked[mark]]
+        return in_turns([*parts, rest])
 
 
-async def in_pieces(make: Callable[[], Any], shown: Callable[[Any], dict[str, Any]]) -> InPieces:
-    """The answer of `make`, serialized in a thread; `shown` makes its JSON object."""
-    return await asyncio.get_running_loop().run_in_executor(_MAKING, _made, make, shown)
+def _bearers(answer: Any, get: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
+    """What may have log probabilities in an answer, or in its JSON, and under which name."""
+    yield answer, "prompt_logprobs"
+    for choice in get(answer, "choices", None) or ():
+        yield choice, "logprobs"
+        yield choice, "prompt_logprobs"
+    for item in get(answer, "output", None) or ():
+        yield from ((part, "logprobs") for part in get(item, "content", None) or () if get(part, "type", None) == "output_text")
+
+
+async def in_pieces(answer: Any, shown: Callable[[Any], dict[str, Any]]) -> InPieces:
+    """vLLM's answer, in a thread if it is `Deferred`; `shown` makes its JSON object."""
+    if not isinstance(answer, Deferred):
+        return InPieces(answer, shown)
+    return await asyncio.get_running_loop().run_in_executor(_MAKING, _made, answer, shown)
 
 
 _MAKING = ThreadPoolExecutor(1, "answers")
@@ -92,30 +111,32 @@ _TURN, _PAUSE_S = 128, 1e-4
 """After so many tokens the thread sleeps so many seconds, so that the event loop gets the interpreter."""
 
 
-def _made(make: Callable[[], Any], shown: Callable[[Any], dict[str, Any]]) -> InPieces:
+def _made(answer: Deferred, shown: Callable[[Any], dict[str, Any]]) -> InPieces:
     # A garbage collection over so many new objects would also hold the interpreter for long.
     gc.disable()
     try:
-        return InPieces(make(), shown)
+        return InPieces(checked(answer.make()), shown)
     finally:
         gc.enable()
 
 
-def _text(logprobs: pydantic.BaseModel) -> str:
-    fields = (f'"{name}":{_list(values)}' for name, values in logprobs)
-    return "{" + ",".join(fields) + "}"
+def _text(logprobs: Any) -> list[bytes]:
+    if isinstance(logprobs, list):
+        return _list(logprobs)
+    fields = [[f',"{name}":'.encode(), *_list(values)] for name, values in logprobs]
+    fields[0][0] = b"{" + fields[0][0][1:]
+    return [*chain.from_iterable(fields), b"}"]
 
 
-def _list(values: Any) -> str:
+def _list(values: list[Any] | None) -> list[bytes]:
     if values is None:
-        return "null"
-    each = []
-    for at, one in enumerate(values):
-        each.append(one.model_dump_json() if isinstance(one, pydantic.BaseModel) else json.dumps(one))
-        if at % _TURN == 0:
-            time.sleep(_PAUSE_S)
+        return [b"null"]
+    pieces = []
+    for start in range(0, len(values), _TURN):
+        pieces.append((b"," if start else b"") + to_json(values[start : start + _TURN])[1:-1])
+        time.sleep(_PAUSE_S)
     discard(values)
-    return "[" + ",".join(each) + "]"
+    return [b"[", *pieces, b"]"]
 
 
 def _spoken(value: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from starlette.routing import Route
 from backend.engine.front import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from gateway.errors import ApiError, Unavailable, checked
 from gateway.pauses import Pauses
-from gateway.reload import ReloadError
+from gateway.reload import Reloader, ReloadError
 from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
@@ -77,6 +77,8 @@ class Peers:
         self._serving = asyncio.create_task(self._server._serve(), name="peers")
         if self._command is not None:
             self._keepers = [asyncio.create_task(self._keep(number, port)) for number in self._others]
+        elif not self.is_first and gateway.reloader is not None:
+            self._keepers = [asyncio.create_task(self._catch_up(self._server, gateway.reloader))]
 
     def stop(self) -> None:
         """Has the processes that this one started drain.  A second call ends them at once."""
@@ -123,7 +125,7 @@ class Peers:
 
     async def prepare_reload(self) -> None:
         """Has all other processes read keys, limits and routing again.  Raises `ReloadError` when one refuses them."""
-        # One that is being started reads the settings then.
+        # One that does not answer yet reads them again once it does.
         for number, answer in (await self._ask("prepare_reload", timeout_s=6 * ASK_TIMEOUT_S)).items():
             if answer.status_code != 200:
                 logger.error("reload refused by gateway process %d, nothing has changed: %s", number, answer.text)
@@ -200,6 +202,14 @@ class Peers:
     def _path(self, index: int) -> Path:
         return self._folder / f"gateway-{index}.sock"
 
+    async def _catch_up(self, server: uvicorn.Server, reloader: Reloader) -> None:
+        """Reloads once the other processes can ask for it: what they asked for before has missed this process."""
+        while not server.started:
+            await asyncio.sleep(LOOK_S)
+        with contextlib.suppress(ReloadError):
+            await reloader.prepare()
+            reloader.apply()
+
     async def _keep(self, index: int, port: int) -> None:
         """Starts one process, again whenever it has ended."""
         assert self._command is not None
@@ -208,18 +218,23 @@ class Peers:
             began = time.monotonic()
             # In a session of its own, because a Ctrl-C in the terminal must reach only the first process.  The child reads the
             # pipe, and so notices when the first process is gone.
-            child = await asyncio.create_subprocess_exec(
-                *self._command(index, port), stdin=asyncio.subprocess.PIPE, start_new_session=True
-            )
-            self._children[index] = child
-            if self._stopping.is_set():
-                child.terminate()
-            await child.wait()
+            ended: int | OSError
+            try:
+                child = await asyncio.create_subprocess_exec(
+                    *self._command(index, port), stdin=asyncio.subprocess.PIPE, start_new_session=True
+                )
+                self._children[index] = child
+                if self._stopping.is_set():
+                    child.terminate()
+                ended = await child.wait()
+            except OSError as error:
+                # For example, too many files are open.
+                ended = error
             if self._stopping.is_set():
                 return
             if time.monotonic() - began > LIVED_S:
                 wait_s = BACKOFF_S[0]
-            logger.error("gateway process %d ended with %s; another starts in %g s", index, child.returncode, wait_s)
+            logger.error("gateway process %d ended with %s; another starts in %g s", index, ended, wait_s)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, most_s)
 

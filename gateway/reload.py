@@ -69,12 +69,17 @@ class Reloader:
     def __init__(self, gateway: Gateway, read: Callable[[], Settings]) -> None:
         self.turn = asyncio.Lock()
         """Of the reloads that this process was asked for."""
+        self._preparing = asyncio.Lock()
         self._gateway = gateway
         self._read = read
         self._prepared: tuple[Settings, KeyRing, Reloaded] | None = None
 
     async def prepare(self) -> Reloaded:
         """Makes everything new; `apply` does what is returned.  Raises `ReloadError`."""
+        async with self._preparing:
+            return await self._prepare()
+
+    async def _prepare(self) -> Reloaded:
         self._prepared = None
         old = self._gateway.settings
         try:

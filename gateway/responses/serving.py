@@ -9,7 +9,11 @@ import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
+from starlette.responses import JSONResponse, Response
+
 from backend.engine.front import ResponseRequest
+from backend.engine.front.deferred import Deferred
+from gateway import answers
 from gateway.admission.claim import Claim
 from gateway.bounds import check_bounds, check_items
 from gateway.calling import callable_tools, named_tools, only_allowed
@@ -101,11 +105,19 @@ class Responses:
         echo = asked.model_dump(mode="json", by_alias=True, exclude={"input"}) | named_tools(data)
         return Turn(asked, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
 
-    async def answer(self, turn: Turn, made: Any) -> dict[str, Any]:
-        """Makes and stores the response object, from vLLM's whole answer."""
-        body = turn.shown(made.model_dump(mode="json", by_alias=True))
-        await self._keep(turn, body)
-        return body
+    async def answer(self, turn: Turn, made: Any) -> Response:
+        """Makes the response, from vLLM's whole answer, and stores it; of a `Deferred`, without log probabilities."""
+
+        def shown(answer: Any) -> dict[str, Any]:
+            return turn.shown(answer.model_dump(mode="json", by_alias=True))
+
+        if not isinstance(made, Deferred):
+            body = shown(made)
+            await self._keep(turn, body)
+            return JSONResponse(body)
+        pieces = await answers.in_pieces(made, shown)
+        await self._keep(turn, pieces.body)
+        return pieces.response(pieces.body)
 
     async def stream(self, turn: Turn, made: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
         """Makes the response's events from vLLM's.  The response is stored before its last event."""
@@ -201,6 +213,8 @@ class Responses:
             for number, each in await self.store.events(response_id, after):
                 after = number
                 yield each
+                # A fast client takes thousands without a pause.
+                await asyncio.sleep(0)
             if unfinished:
                 await asyncio.sleep(FLUSH_S)
 

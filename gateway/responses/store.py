@@ -6,9 +6,12 @@ that link to it cannot be continued.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import secrets
 import sqlite3
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,6 +65,15 @@ class Store(Database):
     def __init__(self, path: Path, max_bytes: int) -> None:
         super().__init__(path, _SCHEMA)
         self._max_bytes = max_bytes
+        # The system frees the lock when this process ends.  Pids would not do: containers that share a folder have the same.
+        self._maker = str(secrets.randbits(62))
+        self._makers = path.with_suffix(".makers").open("w")
+        fcntl.fcntl(self._makers, fcntl.F_OFD_SETLK, _byte_of(self._maker))
+
+    def close(self) -> None:
+        """Waits for pending transactions, and closes the file."""
+        super().close()
+        self._makers.close()
 
     # Responses
 
@@ -69,7 +81,7 @@ class Store(Database):
     def put(self, db: sqlite3.Connection, kept: Kept, events: Sequence[Row] = ()) -> None:
         """Stores a response or its new state, with `events`.  Drops what is too old, or too much for the file."""
         now = time.time()
-        maker, items, body = _process(os.getpid()), json.dumps(kept.input), json.dumps(kept.body)
+        maker, items, body = self._maker, json.dumps(kept.input), json.dumps(kept.body)
         insert = "INSERT INTO responses (id, owner, created, previous, input, body, maker) VALUES (?,?,?,?,?,?,?)"
         row = (kept.id, kept.owner, now, kept.previous, items, body, maker)
         db.execute(f"{insert} ON CONFLICT (id) DO UPDATE SET body = excluded.body", row)
@@ -81,18 +93,18 @@ class Store(Database):
     @transaction
     def get(self, db: sqlite3.Connection, response_id: str, owner: str) -> Kept:
         """Raises `NotFound`."""
-        return _response(db, response_id, owner)
+        return self._response(db, response_id, owner)
 
     @transaction
     def unfinished(self, db: sqlite3.Connection, response_id: str) -> bool:
         """Whether some gateway generates it."""
         row = db.execute(f"SELECT maker FROM responses WHERE id = ? AND {_IS_UNFINISHED}", (response_id,)).fetchone()
-        return row is not None and not _is_over(row[0])
+        return row is not None and not self._is_over(row[0])
 
     @transaction
     def delete(self, db: sqlite3.Connection, response_id: str, owner: str) -> None:
         """Raises `NotFound`."""
-        _response(db, response_id, owner)
+        self._response(db, response_id, owner)
         _forget_responses(db, [response_id])
 
     @transaction
@@ -103,7 +115,7 @@ class Store(Database):
         while at is not None:
             if len(turns) == LONGEST_CHAIN:
                 raise NotFound(f"More than {LONGEST_CHAIN} responses lie before this one.", param="previous_response_id")
-            kept = _response(db, at, owner, "previous_response_id")
+            kept = self._response(db, at, owner, "previous_response_id")
             turns.append([*kept.input, *kept.body["output"]])
             at = kept.previous
         return [item for turn in reversed(turns) for item in turn]
@@ -116,9 +128,8 @@ class Store(Database):
     @transaction
     def fail_interrupted(self, db: sqlite3.Connection) -> int:
         """Marks responses that a gateway left unfinished when it ended as `failed`; returns how many."""
-        here = _process(os.getpid())
         rows = db.execute(f"SELECT id, body, maker FROM responses WHERE {_IS_UNFINISHED}")
-        dead = [(each, json.loads(body)) for each, body, maker in rows if maker == here or _is_over(maker)]
+        dead = [(each, json.loads(body)) for each, body, maker in rows if maker == self._maker or self._is_over(maker)]
         changes = [(json.dumps(_interrupted(body)), each) for each, body in dead]
         db.executemany("UPDATE responses SET body = ? WHERE id = ?", changes)
         return len(changes)
@@ -194,6 +205,22 @@ class Store(Database):
         if not gone.rowcount:
             raise NotFound("There is no such item in this conversation.", param="item_id")
 
+    def _is_over(self, maker: str) -> bool:
+        """Whether the gateway `maker` has ended."""
+        found = fcntl.fcntl(self._makers, fcntl.F_OFD_GETLK, _byte_of(maker))
+        return maker != self._maker and struct.unpack_from("h", found) == (fcntl.F_UNLCK,)
+
+    def _response(self, db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> Kept:
+        query = "SELECT previous, input, body, maker FROM responses WHERE id = ? AND owner = ?"
+        row = db.execute(query, (response_id, owner)).fetchone()
+        if row is None:
+            raise NotFound("There is no such response, or it is not kept any more.", param=param)
+        previous, items, text, maker = row
+        body = json.loads(text)
+        if body["status"] in UNFINISHED and self._is_over(maker):
+            body = _interrupted(body)
+        return Kept(response_id, owner, previous, json.loads(items), body)
+
     def _make_room(self, db: sqlite3.Connection, now: float) -> None:
         """Drops what is too old.  Then drops the oldest tenth, again and again, while the file uses more bytes than allowed."""
         _drop(db, now - LIFETIME_S)
@@ -206,18 +233,9 @@ class Store(Database):
             _drop(db, times[len(times) // 10])
 
 
-def _process(pid: int) -> str:
-    """A process, told from others of its pid by when it started (field 22 of proc_pid_stat(5)); empty: there is none."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return ""
-    return f"{pid} {stat.rpartition(')')[2].split()[19]}"
-
-
-def _is_over(maker: str) -> bool:
-    """Whether the process `maker`, which was a gateway, has ended."""
-    return _process(int(str(maker).partition(" ")[0])) != maker
+def _byte_of(maker: str) -> bytes:
+    """A lock of the byte at the offset `maker`: a `struct flock` (fcntl(2)).  Older stores have pids, which nobody locks."""
+    return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, int(str(maker).partition(" ")[0]), 1, 0)
 
 
 def _interrupted(body: dict[str, Any]) -> dict[str, Any]:
@@ -239,18 +257,6 @@ def _forget_responses(db: sqlite3.Connection, ids: list[str]) -> None:
 def _forget_conversation(db: sqlite3.Connection, conversation_id: str) -> None:
     db.execute("DELETE FROM items WHERE conversation = ?", (conversation_id,))
     db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
-
-
-def _response(db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> Kept:
-    query = "SELECT previous, input, body, maker FROM responses WHERE id = ? AND owner = ?"
-    row = db.execute(query, (response_id, owner)).fetchone()
-    if row is None:
-        raise NotFound("There is no such response, or it is not kept any more.", param=param)
-    previous, items, text, maker = row
-    body = json.loads(text)
-    if body["status"] in UNFINISHED and _is_over(maker):
-        body = _interrupted(body)
-    return Kept(response_id, owner, previous, json.loads(items), body)
 
 
 def _output(db: sqlite3.Connection, reference: Item, owner: str) -> Item:

@@ -47,7 +47,7 @@ async def create_response(request: Request) -> Response:
     if isinstance(made, AsyncGenerator):
         written = (event(each, each["type"]).decode() async for each in responses.stream(turn, made))
         return await stream_response(request, Generated(written), DIALECT, gateway.metrics.client_left)
-    return JSONResponse(await responses.answer(turn, made))
+    return await responses.answer(turn, made)
 
 
 @router.post("/v1/responses/input_tokens", **described(ResponsesRequest, shape("object", "input_tokens")))

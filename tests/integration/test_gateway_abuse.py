@@ -342,6 +342,7 @@ def likely(count: int) -> Behaviour:
     [
         (COMPLETIONS, completion(logprobs=20, n=32, max_tokens=200)),
         (CHATS, chat(logprobs=True, top_logprobs=20, n=32, max_tokens=100)),
+        (f"{CHATS}/batch", chat(messages=[CHAT["messages"]] * 32, logprobs=True, top_logprobs=20, max_tokens=100)),
         ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"logprobs": 20, "n": 32, "max_tokens": 200}}),
     ],
 )
@@ -357,6 +358,38 @@ async def test_many_log_probabilities_of_an_answer_hold_nobody_up(running, probe
         if stalls.longest_s < STALL_S:
             break
         assert not last, f"the loop stalled for {stalls.longest_s:.3f} s"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_many_log_probabilities_of_a_response_hold_nobody_up(running, probe, stream, monkeypatch):
+    monkeypatch.setattr(running.verifier, "behaviour", likely(20))
+    monkeypatch.setattr(running.server.gateway.client.model_config, "max_model_len", 4096)
+    include = ["message.output_text.logprobs"]
+    body = made_from("x", max_output_tokens=3000, include=include, top_logprobs=20, stream=stream)
+    for last in (False, False, False, False, True):
+        with Stalls().watched() as stalls:
+            answer = await running.http.post(RESPONSES, json=body)
+        assert answer.text.count('"top_logprobs":[{') == 3000
+        response = json.loads(answer.text.rpartition("data: ")[2])["response"] if stream else answer.json()
+        kept = (await running.http.get(f"{RESPONSES}/{response['id']}")).json()
+        assert kept["output"][0]["content"][0]["text"] == response["output"][0]["content"][0]["text"]
+        assert kept["output"][0]["content"][0]["logprobs"] is None
+        # Garbage collections over what vLLM keeps of a stream may take as long.
+        if stream or stalls.longest_s < STALL_S:
+            break
+        assert not last, f"the loop stalled for {stalls.longest_s:.3f} s"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_few_log_probabilities_of_a_response_are_kept(running, stream, monkeypatch):
+    monkeypatch.setattr(running.verifier, "behaviour", likely(20))
+    include = ["message.output_text.logprobs"]
+    body = made_from("x", max_output_tokens=50, include=include, top_logprobs=20, stream=stream)
+    answer = await running.http.post(RESPONSES, json=body)
+    response = json.loads(answer.text.rpartition("data: ")[2])["response"] if stream else answer.json()
+    kept = (await running.http.get(f"{RESPONSES}/{response['id']}")).json()
+    for each in (response, kept):
+        assert len(each["output"][0]["content"][0]["logprobs"]) == 50
 
 
 @pytest.mark.parametrize(

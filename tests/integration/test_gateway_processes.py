@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -17,7 +19,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from backend.config.sources import ConfigError, load
 from gateway.keys.ring import make_key
-from gateway.peers import merged
+from gateway.peers import Peers, merged
+from tests.support.fake_verifier import eventually
 from tests.support.fleet_process import ServedFleet, wait_for
 from tests.support.lora import write_adapter
 
@@ -188,6 +191,21 @@ def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
     assert fleet.process.wait(60) == 0
     assert time.monotonic() - began < 60
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+async def test_a_process_that_cannot_be_started_now_is_started_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = []
+
+    async def start(*args: str, **_: object) -> None:
+        began.append(args)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    monkeypatch.setattr("gateway.peers.BACKOFF_S", (0.001, 0.001))
+    keeping = asyncio.create_task(Peers(tmp_path, 0, 2, command=lambda *_: ["x"])._keep(1, 0))
+    await eventually(lambda: len(began) > 1 or keeping.done())
+    assert not keeping.done()
+    keeping.cancel()
 
 
 def test_families_of_several_processes_stand_together() -> None:

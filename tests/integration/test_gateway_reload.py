@@ -135,6 +135,7 @@ async def test_what_one_of_several_processes_refuses_none_has(tmp_path):
             stack.push_async_callback(peers.close, 1)
             http = running.http
         await eventually(lambda: len(list(tmp_path.glob("*.sock"))) == 2)
+        await asyncio.gather(*peers._keepers)
 
         def limits() -> list[int]:
             return [gateway.doors.max_in_flight for gateway in gateways]
@@ -149,3 +150,15 @@ async def test_what_one_of_several_processes_refuses_none_has(tmp_path):
         all_files[0].write([entry], max_in_flight=7)
         assert (await http.post("/admin/reload", json={}, headers=ADMIN)).status_code == 200
         assert limits() == [7, 7]
+
+
+async def test_a_process_that_is_starting_misses_no_reload(tmp_path):
+    files = Files(tmp_path)
+    files.write([make_key("one")[1]])
+    async with running_gateway(read_settings=files.read, **files.first) as running:
+        # It has read the settings, and does not answer the other process, which reloads now.
+        files.write([make_key("one")[1]], max_in_flight=7)
+        peers = Peers(tmp_path, 1, 2)
+        peers.start(running.server.gateway, 0)
+        await eventually(lambda: running.server.gateway.doors.max_in_flight == 7)
+        await peers.close(1)

@@ -219,7 +219,7 @@ async def test_adapters_are_those_of_all_verifiers(running: Running):
 
 async def test_processes_of_one_port_share_pauses_and_the_numbers_of_updates(tmp_path: Path):
     gateways = [
-        SimpleNamespace(client=SimpleNamespace(core=SimpleNamespace(weights=WeightsInForce(), pauses=Pauses())))
+        SimpleNamespace(client=SimpleNamespace(core=SimpleNamespace(weights=WeightsInForce(), pauses=Pauses())), reloader=None)
         for _ in range(2)
     ]
     peers = [Peers(tmp_path, number, 2) for number in range(2)]

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from fastapi.responses import JSONResponse
 from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatCompletionLogProb,
     ChatCompletionLogProbs,
@@ -16,9 +20,14 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
     ChatMessage,
 )
 from vllm.entrypoints.openai.completion.protocol import CompletionLogProbs, CompletionResponse, CompletionResponseChoice
+from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
+from vllm.entrypoints.pooling.embed.serving import ServingEmbedding
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
+from vllm.logprobs import Logprob
 
+from backend.engine.front.pooling import Embedding
 from gateway import answers
+from tests.support.watchers import Stalls
 
 USAGE = UsageInfo(prompt_tokens=1, completion_tokens=2, total_tokens=3)
 
@@ -45,10 +54,64 @@ def of_text() -> CompletionResponse:
     return CompletionResponse(model="demo", choices=[choice], usage=USAGE)
 
 
-@pytest.mark.parametrize("answer", [of_chat(), of_text()], ids=["chat", "text"])
-def test_in_pieces_it_says_the_same(answer: Any) -> None:
-    whole = answers.body(copy.deepcopy(answer))
-    pieces = answers.InPieces(answer, answers.body)
-    response = pieces.response({**pieces.body, "outrider": {"choices": []}})
-    assert response.media_type == "application/json"
-    assert json.loads(bytes(response.body)) == {**whole, "outrider": {"choices": []}}
+def of_prompts() -> CompletionResponse:
+    logprobs = [None, *({5: Logprob(-0.5, 1, '"'), at: Logprob(-1.0, 2, "é")} for at in range(300))]
+    choices = [CompletionResponseChoice(index=i, text="a", prompt_logprobs=logprobs) for i in range(2)]
+    return CompletionResponse(model="demo", choices=choices, usage=USAGE)
+
+
+def of_response() -> ResponsesResponse:
+    token = {"token": "é", "logprob": -0.5, "bytes": [1], "top_logprobs": [{"token": '"', "logprob": -1.0, "bytes": [2]}]}
+    text = {"type": "output_text", "text": "é", "annotations": [], "logprobs": [token] * 300}
+    message = {"id": "m", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
+    thought = {"id": "r", "type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "b"}]}
+    fields = {"parallel_tool_calls": True, "temperature": 1, "tool_choice": "auto", "tools": [], "top_p": 1}
+    more = {"background": False, "max_output_tokens": 5, "service_tier": "auto", "status": "completed", "truncation": "auto"}
+    return ResponsesResponse.model_validate({"model": "demo", "output": [thought, message], **fields, **more})
+
+
+def dumped(answer: Any) -> dict[str, Any]:
+    made: dict[str, Any] = answer.model_dump(mode="json", by_alias=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [(of_chat(), answers.body), (of_text(), answers.body), (of_prompts(), answers.body), (of_response(), dumped)],
+    ids=["chat", "text", "prompts", "response"],
+)
+async def test_in_pieces_it_says_the_same(answer: Any, shown: Any) -> None:
+    whole = shown(copy.deepcopy(answer))
+    pieces = answers.InPieces(answer, shown)
+    assert '"logprob":' not in json.dumps(pieces.body)
+    response: Any = pieces.response({**pieces.body, "outrider": {"choices": []}})
+    written = b"".join([piece async for piece in response.body_iterator])
+    assert (response.headers["content-type"], response.headers["content-length"]) == ("application/json", str(len(written)))
+    assert json.loads(written) == {**whole, "outrider": {"choices": []}}
+
+
+def embedded(count: int, size: int) -> list[Any]:
+    vectors = torch.rand(count, size)
+    return [SimpleNamespace(outputs=SimpleNamespace(data=each), prompt_token_ids=[1, 2]) for each in vectors]
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+async def test_vectors_one_by_one_say_the_same(form: Any) -> None:
+    ours, theirs = Embedding.__new__(Embedding), ServingEmbedding.__new__(ServingEmbedding)
+    theirs.json_response_cls = JSONResponse
+    asked = (embedded(3, 4), "id", 1, "demo", form, "float32", "native")
+    whole = json.loads(bytes(theirs._openai_json_response(*asked).body))
+    assert json.loads(b"".join([piece async for piece in ours._openai_json_response(*asked).body_iterator])) == whole
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+async def test_many_vectors_hold_nobody_up(form: Any) -> None:
+    ours, results = Embedding.__new__(Embedding), embedded(2048, 1024)
+    for last in (False, False, False, True):
+        with Stalls().watched() as stalls:
+            made = await asyncio.to_thread(ours._openai_json_response, results, "id", 1, "demo", form, "float32", "native")
+        async for piece in made.body_iterator:
+            assert len(piece) < 1 << 20
+        if stalls.longest_s < 0.05:
+            break
+        assert not last, f"the loop stalled for {stalls.longest_s:.3f} s"

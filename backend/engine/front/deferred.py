@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
+
+import vllm  # noqa: F401  (first: its submodules do not import alone)
+from starlette.responses import StreamingResponse
+from vllm.utils.async_utils import merge_async_iterators
 
 
 class Deferred:
@@ -16,20 +20,35 @@ class Deferred:
     def make(self) -> Any:
         """Builds the answer, and empties the log probabilities of vLLM's results.  Raises what vLLM raises."""
         answer = self._make()
-        for output in (output for result in self._results for output in result.outputs):
-            discard(output.logprobs)
+        for result in self._results:
+            for each in (result.prompt_logprobs, *(output.logprobs for output in result.outputs)):
+                discard(each)
         return answer
 
 
-async def deferred(results: AsyncIterator[Any], answer: Callable[[AsyncGenerator[Any, None]], Any]) -> Deferred:
-    """A `Deferred` that applies vLLM's `answer` to the last of `results`, which has the whole output."""
-    last = [result async for result in results][-1:]
+async def deferred(results: Sequence[AsyncIterator[Any]], answer: Callable[..., Any]) -> Deferred:
+    """A `Deferred` that applies vLLM's `answer` to the last of each of `results`, which has the whole output."""
+    last: dict[int, Any] = {}
+    async for index, result in merge_async_iterators(*results):
+        last[index] = result
 
-    async def again() -> AsyncGenerator[Any, None]:
-        for result in last:
-            yield result
+    async def again(index: int) -> AsyncGenerator[Any, None]:
+        if index in last:
+            yield last[index]
 
-    return Deferred(lambda: asyncio.run(answer(again())), last)
+    return Deferred(lambda: asyncio.run(answer(*map(again, range(len(results))))), list(last.values()))
+
+
+def in_turns(pieces: Sequence[bytes]) -> StreamingResponse:
+    """A JSON answer that is sent piece by piece: joining hundreds of megabytes would hold up the event loop."""
+
+    async def each() -> AsyncGenerator[bytes, None]:
+        for piece in pieces:
+            yield piece
+            await asyncio.sleep(0)
+
+    length = {"content-length": str(sum(map(len, pieces)))}
+    return StreamingResponse(each(), media_type="application/json", headers=length)
 
 
 def discard(values: Any) -> None:

@@ -226,7 +226,8 @@ def _is_parsed(parser: type[Parser] | None, request: Any) -> bool:
 
 def _asks_logprobs(request: Any) -> bool:
     # `logprobs` is a bool in chats, a number in completions, where 0 asks too.
-    return request.logprobs not in (None, False) or type(request.logprobs) is int
+    own = request.logprobs not in (None, False) or type(request.logprobs) is int
+    return own or request.prompt_logprobs is not None
 
 
 def is_plain(serving: Any, request: Any) -> bool:
@@ -235,7 +236,6 @@ def is_plain(serving: Any, request: Any) -> bool:
         _asks_logprobs(request)
         or request.echo
         or request.use_beam_search
-        or request.prompt_logprobs is not None
         or request.stream_interval not in (None, 1)
         or getattr(request, "return_prompt_text", False)
         or _is_parsed(getattr(serving, "parser_cls", None), request)
@@ -261,6 +261,13 @@ class Refusals:
 
 class ChatOfMany(Refusals, OpenAIServingChatBatch):
     """vLLM's chat completions of several conversations in one request."""
+
+    async def chat_completion_full_generator_batch(self, request: Any, generators: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's answer, or a `Deferred` that will make it."""
+        full = super().chat_completion_full_generator_batch
+        if not request.logprobs:
+            return await full(request, generators, *args, **kwargs)
+        return await deferred(generators, lambda *results: full(request, list(results), *args, **kwargs))
 
 
 class Chat(Refusals, OpenAIServingChat):
@@ -305,7 +312,7 @@ class Chat(Refusals, OpenAIServingChat):
         full = super().chat_completion_full_generator
         if not _asks_logprobs(request):
             return await full(request, result_generator, *args, **kwargs)
-        return await deferred(result_generator, lambda results: full(request, results, *args, **kwargs))
+        return await deferred([result_generator], lambda results: full(request, results, *args, **kwargs))
 
 
 class Completion(OpenAIServingCompletion):

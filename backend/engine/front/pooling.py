@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
-from vllm.entrypoints.pooling.embed.protocol import EmbeddingChatRequest, EmbeddingCompletionRequest
+from vllm.entrypoints.pooling.embed.protocol import EmbeddingChatRequest, EmbeddingCompletionRequest, EmbeddingResponse
 from vllm.entrypoints.pooling.embed.serving import ServingEmbedding
 from vllm.entrypoints.pooling.scoring.protocol import (
     RerankRequest,
@@ -17,10 +18,11 @@ from vllm.entrypoints.pooling.scoring.protocol import (
     ScoreTextRequest,
 )
 from vllm.entrypoints.pooling.scoring.serving import ServingScores
-from vllm.entrypoints.pooling.utils import enable_scoring_api
+from vllm.entrypoints.pooling.utils import enable_scoring_api, get_pooling_output_encoder, get_pooling_usage
 from vllm.renderers.chat_utils import ChatTemplateConfig
 
 from backend.engine.front.client import FleetClient
+from backend.engine.front.deferred import in_turns
 
 __all__ = [
     "EmbeddingChatRequest",
@@ -32,6 +34,25 @@ __all__ = [
     "ScoreQueriesItemsRequest",
     "ScoreTextRequest",
 ]
+
+
+class Embedding(ServingEmbedding):
+    """vLLM's serving class, except that JSON is made vector by vector: one call for thousands would hold up the event loop."""
+
+    def _openai_json_response(
+        self, final_res_batch: Any, request_id: str, created_time: int, model_name: str, encoding_format: Any, *args: Any
+    ) -> Any:
+        # Runs in a thread.
+        encoded = get_pooling_output_encoder(encoding_format, *args)
+        usage = get_pooling_usage(final_res_batch)
+        around = EmbeddingResponse(id=request_id, created=created_time, model=model_name, data=[], usage=usage)
+        before, data, after = around.model_dump_json().encode().partition(b'"data":[')
+        vectors = [
+            (b"," if index else b"")
+            + msgspec.json.encode({"index": index, "object": "embedding", "embedding": encoded(result)})
+            for index, result in enumerate(final_res_batch)
+        ]
+        return in_turns([before + data, *vectors, after])
 
 
 class Pooling:
@@ -48,11 +69,11 @@ class Pooling:
         return bool(self._client.model_config.runner_type == "pooling")
 
     @cached_property
-    def embedding(self) -> ServingEmbedding | None:
+    def embedding(self) -> Embedding | None:
         """None if the model does not embed."""
         if self._client.model_config.get_pooling_task(self._tasks) != "embed":
             return None
-        return ServingEmbedding(self._client, self._models, request_logger=None, chat_template_config=self._template)
+        return Embedding(self._client, self._models, request_logger=None, chat_template_config=self._template)
 
     @cached_property
     def scores(self) -> ServingScores | None:

@@ -5,12 +5,15 @@ They get no request logger, so prompts and outputs stay out of the logs.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
+from openai.types.responses import ResponseContentPartDoneEvent, ResponseOutputText
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
@@ -45,29 +48,72 @@ class _NoTracebackForTheExpected(logging.Filter):
         return not (record.exc_info and isinstance(record.exc_info[1], self._expected))
 
 
+FEW_LOGPROBS = 5_000
+"""Log probabilities, tokens times alternatives, that the event loop can make and serialize in some 50 ms."""
+
+
 class Tokens(ServingTokens):
     """vLLM's serving class, except that an answer with log probabilities is a `Deferred`."""
 
     async def serve_tokens_full_generator(self, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's answer, or a `Deferred` that will make it."""
         full = super().serve_tokens_full_generator
-        if request.sampling_params.logprobs is None:
+        if request.sampling_params.logprobs is None and request.sampling_params.prompt_logprobs is None:
             return await full(request, result_generator, *args, **kwargs)
-        return await deferred(result_generator, lambda results: full(request, results, *args, **kwargs))
+        return await deferred([result_generator], lambda results: full(request, results, *args, **kwargs))
 
 
 class Responses(OpenAIServingResponses):
-    """vLLM's serving class, except that an answer which was aborted is `incomplete`, not `completed` or `cancelled`."""
+    """vLLM's serving class with two differences.
+
+    An answer that was aborted is `incomplete`, not `completed` or `cancelled`.  A whole answer with more than
+    `FEW_LOGPROBS` is a `Deferred`; the last events of such a stream, which repeat the whole text, have none.
+    """
 
     async def responses_full_generator(
         self, request: Any, sampling_params: Any, result_generator: Any, context: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """vLLM's answer, or the end of its stream."""
-        made = await super().responses_full_generator(request, sampling_params, result_generator, context, *args, **kwargs)
-        ended = context.final_output.outputs[0] if isinstance(context, SimpleContext) and context.final_output else context
-        if isinstance(made, ResponsesResponse) and getattr(ended, "finish_reason", None) == "abort":
-            made.status = "incomplete"
-        return made
+        """vLLM's answer, a `Deferred` that will make it, or the end of vLLM's stream."""
+        full, is_simple = super().responses_full_generator, isinstance(context, SimpleContext)
+
+        async def answer(results: Any) -> Any:
+            made = await full(request, sampling_params, results, context, *args, **kwargs)
+            ended = context.final_output.outputs[0] if is_simple and context.final_output else context
+            if isinstance(made, ResponsesResponse) and getattr(ended, "finish_reason", None) == "abort":
+                made.status = "incomplete"
+            return made
+
+        async def outputs() -> AsyncGenerator[Any, None]:
+            yield context.final_output
+
+        if request.stream or not is_simple or not request.is_include_output_logprobs():
+            return await answer(result_generator)
+        async for _ in result_generator:
+            pass
+        return await (deferred([outputs()], answer) if _are_many(request, context) else answer(outputs()))
+
+    async def responses_stream_generator(
+        self, request: Any, sampling_params: Any, result_generator: Any, context: Any, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[Any, None]:
+        """vLLM's events."""
+        made = super().responses_stream_generator(request, sampling_params, result_generator, context, *args, **kwargs)
+        many = False
+        async with aclosing(made) as events:
+            async for each in events:
+                many = many or (isinstance(context, SimpleContext) and _are_many(request, context))
+                if many:
+                    context._accumulated_logprobs.clear()
+                if many and isinstance(each, ResponseContentPartDoneEvent) and isinstance(each.part, ResponseOutputText):
+                    # The two events that follow have the same part.
+                    logprobs, each.part.logprobs = each.part.logprobs or [], None
+                    for token in logprobs:
+                        token.top_logprobs.clear()
+                        await asyncio.sleep(0)
+                yield each
+
+
+def _are_many(request: Any, context: SimpleContext) -> bool:
+    return len(context._accumulated_logprobs) * (request.top_logprobs + 1) > FEW_LOGPROBS
 
 
 @dataclass(frozen=True)
