@@ -20,7 +20,7 @@ or all verifiers of that drafter together lose more than `min_gain`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from backend.coordinator.assignment import Pair, Situation, VerifierLoad
@@ -164,17 +164,28 @@ class Assigning:
                     if self._total(ends) < before:
                         self._bind(verifier, drafter)
         free = [each for each in of_drafter if each not in self._pins]
-        while free:
-            least, most = min(free, key=self._sharers), max(free, key=self._sharers)
+        while free and self._even_out(free, bound_before):
+            pass
+
+    def _even_out(self, drafters: Sequence[str], bound_before: float) -> bool:
+        """Moves one verifier from the drafter with the most to that with the fewest, if they differ by 2; says whether it did.
+
+        The numbers of busy verifiers are evened out first, then those of all, by idle ones.
+        """
+        active, of_drafter = self._active, self.of_drafter
+        for movers, counted in ((active, active), (self._loads.keys() - active, self._loads.keys())):
+            numbers = {each: len(of_drafter[each] & counted) for each in drafters}
+            least, most = min(drafters, key=numbers.__getitem__), max(drafters, key=numbers.__getitem__)
             may = [
                 verifier
-                for verifier in sorted(of_drafter[most] - of_drafter[least])
+                for verifier in sorted((of_drafter[most] - of_drafter[least]) & movers)
                 if least not in self._loads[verifier].down and most in self._movable(verifier, bound_before)
             ]
-            if len(of_drafter[most]) - len(of_drafter[least]) < 2 or not may:
-                return
-            self._unbind(may[-1], most)
-            self._bind(may[-1], least)
+            if may and numbers[most] - numbers[least] > 1:
+                self._unbind(may[-1], most)
+                self._bind(may[-1], least)
+                return True
+        return False
 
     # -- what it is worth ----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 import time
@@ -178,6 +179,19 @@ def test_nobody_is_handed_to_a_drafter_that_is_down_for_it() -> None:
     after = settle(situation_of(loads, speeds), {(f"v{i}", "d0"): 0.0 for i in range(4)})
     assert ("v3", "d1") not in after
     assert [sum(d == drafter for _, d in after) for drafter in ("d0", "d1")] == [2, 2]
+
+
+def test_busy_verifiers_share_evenly_whatever_the_idle_ones_have() -> None:
+    """5 verifiers on 2 drafters: after an idle phase, any of them become busy."""
+    speeds = [Speed(0.01, 0.001)] * 2
+    idle = VerifierLoad(0, 0.02, 0.025, 2.5)
+    before = dict.fromkeys(settle(situation_of([idle] * 5, speeds)), 0.0)
+    for busy in itertools.product([0, 8], repeat=5):
+        situation = situation_of([replace(idle, requests=requests) for requests in busy], speeds)
+        pairs = settle(situation, before)
+        for counted in (lambda requests: requests > 0, lambda requests: True):
+            numbers = [sum(drafter == each and counted(busy[int(v[1:])]) for v, drafter in pairs) for each in ("d0", "d1")]
+            assert abs(numbers[0] - numbers[1]) <= 1, (busy, sorted(pairs))
 
 
 def test_no_change_without_the_gain_that_was_asked_for() -> None:
