@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import ssl
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -17,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from backend.config.sources import ConfigError, load
 from gateway.keys.ring import make_key
-from gateway.peers import merged
+from gateway.peers import Peers, merged
 from tests.support.fleet_process import ServedFleet, wait_for
 from tests.support.lora import write_adapter
 
@@ -193,6 +195,13 @@ def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
 def test_families_of_several_processes_stand_together() -> None:
     one = '# HELP a_total x\n# TYPE a_total counter\na_total{gateway="1"} 1\n# HELP b y\n# TYPE b gauge\nb 2\n'
     assert merged([one, one.replace('"1"', '"2"').partition("# HELP b")[0]]).count("# TYPE a_total") == 1
+
+
+async def test_asking_another_process_reads_no_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **named: loaded.append(named))
+    assert not await Peers(tmp_path, 0, 2).ready()
+    assert not loaded
 
 
 def test_a_unix_socket_is_not_shared() -> None:
