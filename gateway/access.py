@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backend.config import Settings
 from gateway.admission.claim import Claim
-from gateway.errors import Forbidden, TooManyRequests, Unauthorized
+from gateway.errors import Forbidden, RateLimited, TooManyRequests, Unauthorized
 from gateway.guard import host_of, is_local_origin, is_loopback, whole_body
 from gateway.keys.caller import ANYBODY, Caller
 from gateway.keys.quotas import Quotas
@@ -94,14 +94,18 @@ class Access:
         receive = await whole_body(scope, receive)
         if self._metrics.in_flight >= self._doors.max_in_flight:
             raise TooManyRequests(f"More than {self._doors.max_in_flight} requests are in flight. Try again.")
-        await quotas.begin(caller)
-        claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
-        try:
-            with self._metrics.one_in_flight():
+        with self._metrics.one_in_flight():
+            await quotas.begin(caller)
+            claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
+            refused = False
+            try:
                 await self._app(scope, receive, send)
-        finally:
-            quotas.end(caller)
-            claim.close()
+            except RateLimited:
+                refused = True
+                raise
+            finally:
+                quotas.end(caller, refused=refused)
+                claim.close()
 
     def _caller(self, scope: Scope, right: Right) -> Caller:
         ring = self._doors.ring

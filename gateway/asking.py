@@ -13,7 +13,7 @@ from backend.config import Settings
 from backend.wire.engine import RequestOptions
 from gateway.errors import BadRequest
 from gateway.inquiry import SpeculationOptions
-from gateway.requests import Body, ModelT, read_object
+from gateway.requests import Body, ModelT, flag, read_object
 from gateway.state import Gateway
 
 STATS_HEADER = "x-outrider-stats"
@@ -67,7 +67,8 @@ async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -
     """
     options = _object(Options, data, "outrider") or Options()
     _check(options, gateway.settings)
-    stats = _stats(options.stats, request.headers.get(STATS_HEADER))
+    by_header = flag(request, STATS_HEADER)
+    stats = bool(by_header if options.stats is None else options.stats)
     predicted = _object(Prediction, data, "prediction")
     prediction = await _tokens(gateway, predicted.text) if predicted and predicted.text else []
     account = stats or bool(prediction)
@@ -90,12 +91,6 @@ def with_usage(data: dict[str, Any], inquiry: SpeculationOptions | None) -> dict
 
 def _object(kind: type[ModelT], data: Mapping[str, Any], name: str) -> ModelT | None:
     return None if data.get(name) is None else read_object(kind, data[name], name)
-
-
-def _stats(field: bool | None, header: str | None) -> bool:
-    if header not in (None, "0", "1"):
-        raise BadRequest(f"The header `{STATS_HEADER}` must be 0 or 1.", param=STATS_HEADER)
-    return header == "1" if field is None else field
 
 
 def _check(options: Options, settings: Settings) -> None:

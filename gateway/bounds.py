@@ -51,12 +51,13 @@ TEXT = Bound(items=MAX_ITEMS, chars=None, values=25_000)
 FIELDS: Mapping[str, Bound] = {
     "allowed_token_ids": Bound(items=4096),
     "bad_words": Bound(items=128, longest=256, chars=4096),
-    "chat_template": Bound(chars=1 << 16),
     "chat_template_kwargs": Bound(items=64),
-    "data": TEXT,
+    "data_1": TEXT,
+    "data_2": TEXT,
     "documents": TEXT,
     "input": Bound(items=4096, chars=None, values=MAX_STRUCTURE),
     "instructions": TEXT,
+    "items": TEXT,
     "logit_bias": Bound(items=1024),
     "logprob_token_ids": Bound(items=128),
     "messages": TEXT,
@@ -87,6 +88,10 @@ FIELDS: Mapping[str, Bound] = {
 }
 """Bounds by field name; a field that is not listed has the bounds `Bound()`."""
 
+SCORED = frozenset({"data_1", "queries", "query", "text_1"})
+"""One of these is in each request that scores pairs of texts."""
+TEXTS = ("messages", "input", "items", "system", "instructions", "tools", "documents", "suffix", "prompt", "data_2", "text_2")
+"""The other fields of text that is tokenized."""
 TAKEN_TEMPLATE_ARGUMENTS = frozenset({"chat_template", "conversation", "messages", "self", "tokenize"})
 """Forbidden in `chat_template_kwargs`, because the renderer passes these itself."""
 MEDIA = frozenset({"audio_url", "file", "image_url", "input_audio", "source", "video_url"})
@@ -180,12 +185,15 @@ def grammar_field(data: Mapping[str, Any]) -> str:
 def check_text(data: Mapping[str, Any], context: int) -> None:
     """Refuses text that is far beyond `context` tokens, before it is tokenized.  Raises `ContextTooLong`."""
     limit = max(MIN_TEXT, MAX_TEXT_PER_TOKEN * context)
-    prompt = data.get("prompt")
-    for text in prompt if isinstance(prompt, list) and count_prompts(prompt) > 1 else (prompt,):
-        # Each prompt may fill the context.
-        _check_length("prompt", text, limit)
-    for name in ("messages", "input", "items", "system", "instructions", "tools", "documents", "suffix"):
-        _check_length(name, data.get(name), limit)
+    scores = not SCORED.isdisjoint(data)
+    for name in (*TEXTS, *SCORED):
+        value = data.get(name)
+        if isinstance(value, list) and set(map(type, value)) == {str}:
+            # Each text is a prompt, and may fill the context.
+            value = max(value, key=len)
+        # So may each object, where pairs are scored.  Longer lists are refused elsewhere.
+        for each in value if scores and isinstance(value, list) and len(value) <= MAX_ITEMS else (value,):
+            _check_length(name, each, limit)
 
 
 def check_items(items: list[Any], context: int, *, history: bool) -> None:

@@ -56,6 +56,14 @@ def media_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
+def flag(request: Request, header: str) -> bool | None:
+    """What the header says; None without it.  Raises `BadRequest` unless it is 0 or 1."""
+    value = request.headers.get(header)
+    if value not in (None, "0", "1"):
+        raise BadRequest(f"The header `{header}` must be 0 or 1.", param=header)
+    return None if value is None else value == "1"
+
+
 async def read_bytes(request: Request, max_bytes: int) -> bytearray:
     """The request's body.  Raises what `read_body` does."""
     return await read_body(request.scope, request.receive, max_bytes)

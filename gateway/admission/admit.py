@@ -14,6 +14,7 @@ from gateway.admission.claim import Claim, enter_claim
 from gateway.bounds import count_prompts
 from gateway.errors import BadRequest, ModelNotFound
 from gateway.keys.caller import caller_of
+from gateway.requests import flag
 from gateway.state import Gateway
 
 BYTES_PER_TOKEN = 4
@@ -40,7 +41,7 @@ def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
         claim.wait_s = _wait_s(request.headers.get(WAIT_HEADER), gateway.settings.gateway.queue_wait_s)
     claim.request_id = request.headers.get("x-request-id", "")
     claim.session = (request.headers.get(SESSION_HEADER) or getattr(asked, "user", None) or "")[:LONGEST_SESSION] or None
-    claim.learn = caller.learn and _flag(request, LEARN_HEADER)
+    claim.learn = caller.learn and flag(request, LEARN_HEADER) is not False
     claim.choices = getattr(asked, "n", None) or 1
     prompts = max(count_prompts(getattr(asked, name, None)) for name in _MANY)
     claim.sequences = claim.choices * prompts
@@ -61,14 +62,6 @@ def check_model(gateway: Gateway, request: Request, asked: Any) -> None:
     """Raises `ModelNotFound` if the caller may not use the model.  The error does not tell whether the model exists."""
     if not caller_of(request).may_use(getattr(asked, "model", None) or gateway.services.models.model_name()):
         raise ModelNotFound("The model does not exist, or this key has no access to it.", param="model")
-
-
-def _flag(request: Request, header: str) -> bool:
-    """Whether the header is 1 or absent.  Raises `BadRequest` unless it is 0 or 1."""
-    value = request.headers.get(header)
-    if value not in (None, "0", "1"):
-        raise BadRequest(f"The header `{header}` must be 0 or 1.", param=header)
-    return value != "0"
 
 
 def _longest(asked: Any) -> int | None:

@@ -1,7 +1,8 @@
 """How much each key has used, and whether it may use more.  Pure: callers pass the time.
 
 A limit per minute is a bucket that holds one minute's limit and drains evenly.  After a pause a key may use a minute's limit at
-once, then as much as drains: in any T seconds at most (1 + T / 60) limits.  Refused requests do not count.
+once, then as much as drains: in any T seconds at most (1 + T / 60) limits, and what older requests give back in that time.
+Refused requests do not count.
 
 Several gateways share buckets: at each exchange, every gateway adds what it has used since the last one (`take`, `absorb`).
 In between they may together admit too much.  The excess stays in the bucket, and delays later requests.
@@ -110,8 +111,12 @@ class Ledger:
         account.open += 1
         return None
 
-    def end(self, name: str) -> None:
-        self._accounts[name].open -= 1
+    def end(self, name: str, refused_at: float | None = None) -> None:
+        """Ends a request; one that was refused after `begin` does not count."""
+        account = self._accounts[name]
+        account.open -= 1
+        if refused_at is not None and account.limits.requests_per_minute is not None:
+            account.requests.add(-1, account.limits.requests_per_minute, refused_at)
 
     def spend(self, name: str, limits: Limits, tokens: int, now: float) -> Refusal | None:
         """Counts a request's estimated tokens, unless they exceed the limit."""

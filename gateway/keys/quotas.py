@@ -8,7 +8,7 @@ import time
 
 from gateway.errors import RateLimited
 from gateway.keys.caller import UNLIMITED, Caller
-from gateway.keys.quota import Kind, Ledger, Refusal, duration
+from gateway.keys.quota import Account, Kind, Ledger, Refusal, duration
 from gateway.keys.sharing import Store
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,9 @@ class Quotas:
         if self._store is None:
             return
         if self._task is not None:
-            self._task.cancel()
+            async with self._exchanging:
+                # Not during an exchange: its transaction may be committed already, and would be counted again.
+                self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             await self._exchange()
         await self._store.close()
@@ -51,13 +53,14 @@ class Quotas:
             return
         if self._store is not None:
             account = self._ledger.account(caller.name, limits, time.monotonic())
-            if time.monotonic() - account.synced_at > 10 * EXCHANGE_S and not self._failing:
-                await self._exchange()
+            if self._outdated(account):
+                await self._exchange(account)
         self._refuse(self._ledger.begin(caller.name, limits, time.monotonic()))
 
-    def end(self, caller: Caller) -> None:
+    def end(self, caller: Caller, *, refused: bool = False) -> None:
+        """Ends a request.  One that was `refused` after `begin` does not count."""
         if caller.limits != UNLIMITED:
-            self._ledger.end(caller.name)
+            self._ledger.end(caller.name, time.monotonic() if refused else None)
 
     def spend(self, caller: Caller, tokens: int) -> None:
         """Counts the tokens that a request will probably use.  Raises `RateLimited`."""
@@ -79,9 +82,15 @@ class Quotas:
             await asyncio.sleep(EXCHANGE_S)
             await self._exchange()
 
-    async def _exchange(self) -> None:
+    def _outdated(self, account: Account) -> bool:
+        return time.monotonic() - account.synced_at > 10 * EXCHANGE_S and not self._failing
+
+    async def _exchange(self, asked: Account | None = None) -> None:
+        """Exchanges all counts.  With `asked`, only if no exchange has succeeded or failed while this one waited."""
         assert self._store is not None
         async with self._exchanging:
+            if asked is not None and not self._outdated(asked):
+                return
             uses = self._ledger.take(time.monotonic())
             if not uses:
                 return

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from gateway import answers
 from gateway.admission.claim import Claim
 from gateway.bounds import check_bounds, check_items
 from gateway.calling import callable_tools, named_tools, only_allowed
-from gateway.errors import BadRequest, TooManyRequests, translate
+from gateway.errors import BadRequest, RateLimited, translate
 from gateway.fields import RESPONDING
 from gateway.requests import fitted
 from gateway.responses.events import Event, complete, failed
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 BACKGROUND_AT_ONCE = 16
 """Most background responses at a time; further ones are `queued`."""
 BACKGROUND_QUEUED = 1000
-"""Most background responses in all; further ones are refused."""
+"""Most background responses in all.  One owner may have as many as there are free places, so that some stay free for others."""
 FLUSH_S = 0.2
 """Seconds between two writes of a background response's events to the store, and between two looks of those that follow it."""
 LAST = ("response.completed", "response.incomplete", "response.failed")
@@ -43,6 +44,8 @@ class Responses:
         self._store = store
         self._context = context
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._open: Counter[str] = Counter()
+        """Background responses by owner."""
         self._turns = asyncio.Semaphore(BACKGROUND_AT_ONCE)
         self.cancel_elsewhere: Callable[[str, str], Awaitable[None]] | None = None
         """Has the other processes end the background response with this id and owner."""
@@ -140,17 +143,21 @@ class Responses:
     async def begin(
         self, turn: Turn, made: AsyncGenerator[Any, None], model: str, created: int, claim: Claim
     ) -> dict[str, Any]:
-        """Starts a background response and returns its present state.  Raises `TooManyRequests`."""
-        if len(self._tasks) >= BACKGROUND_QUEUED:
+        """Starts a background response and returns its present state.  Raises `RateLimited`."""
+        own, most = self._open[turn.owner], claim.caller.limits.concurrent_requests or BACKGROUND_QUEUED
+        if own >= min(most, BACKGROUND_QUEUED - len(self._tasks)):
             await made.aclose()
-            raise TooManyRequests(f"{BACKGROUND_QUEUED} responses are being made in the background. Try again.")
+            raise RateLimited(f"No more than {own} of your responses can be made in the background now.", "concurrency")
         body = turn.shown({"status": "queued", "output": [], "model": model, "created_at": created})
-        await self.store.put(turn.kept(body))
         task = asyncio.create_task(self._make(turn, made, body), name=turn.id)
         self._tasks[turn.id] = task
+        self._open[turn.owner] += 1
         task.add_done_callback(lambda done: self._tasks.pop(turn.id))
+        task.add_done_callback(lambda done: self._open.subtract([turn.owner]))
         claim.in_background = True
         task.add_done_callback(lambda done: claim.close())
+        # Only now, because a burst could pass the check above while it is awaited.  The task's own writes come after it.
+        await self.store.put(turn.kept(body))
         return body
 
     async def _make(self, turn: Turn, made: AsyncGenerator[Any, None], queued: dict[str, Any]) -> None:

@@ -112,6 +112,28 @@ async def test_requests_at_once(keys):
         assert (await running.http.post("/v1/completions", json=COMPLETION, headers=mine)).status_code == 200
 
 
+async def test_a_burst_that_waits_for_shared_counts_takes_no_more_than_its_places(keys, tmp_path, monkeypatch):
+    mine = keys.put("mine", requests_per_minute=100, tokens_per_minute=50)
+    async with running_gateway(keys_file=str(keys.file), state_dir=str(tmp_path), max_in_flight=1) as running:
+        quotas, gate = running.server.gateway.doors.quotas, asyncio.Event()
+        store: Any = quotas._store
+        exchange = store.exchange
+
+        async def slow(*asked):
+            await gate.wait()
+            return await exchange(*asked)
+
+        monkeypatch.setattr(store, "exchange", slow)
+        ask = {**COMPLETION, "max_tokens": 100}
+        burst = [asyncio.ensure_future(running.http.post("/v1/completions", json=ask, headers=mine)) for _ in range(2)]
+        await asyncio.wait(burst, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        gate.set()
+        refused = sorted([(await each).json()["error"] for each in burst], key=lambda each: each["type"])
+        assert [each["type"] for each in refused] == ["rate_limit_error", "tokens"]
+        answer = await running.http.get("/v1/models", headers=mine)
+        assert answer.headers["x-ratelimit-remaining-requests"] == "100", "what was refused does not count"
+
+
 async def test_rights_and_the_log_of_what_administrators_did(keys, caplog):
     caplog.set_level(logging.INFO, "outrider.audit")
     plain, admin, scraper = (

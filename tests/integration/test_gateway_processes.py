@@ -7,11 +7,13 @@ import contextlib
 import errno
 import os
 import signal
+import ssl
 import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -211,6 +213,13 @@ async def test_a_process_that_cannot_be_started_now_is_started_later(tmp_path: P
 def test_families_of_several_processes_stand_together() -> None:
     one = '# HELP a_total x\n# TYPE a_total counter\na_total{gateway="1"} 1\n# HELP b y\n# TYPE b gauge\nb 2\n'
     assert merged([one, one.replace('"1"', '"2"').partition("# HELP b")[0]]).count("# TYPE a_total") == 1
+
+
+async def test_asking_another_process_reads_no_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **named: loaded.append(named))
+    assert not await Peers(tmp_path, 0, 2).ready()
+    assert not loaded
 
 
 def test_a_unix_socket_is_not_shared() -> None:

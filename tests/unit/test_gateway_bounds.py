@@ -85,6 +85,18 @@ def test_text_is_bounded_by_the_context_each_prompt_by_itself():
     check_text({"messages": [{"role": "user", "content": [picture]}]}, 256)
 
 
+@pytest.mark.parametrize("name", ["input", "documents", "queries", "text_2", "data_1", "items"])
+def test_each_text_to_be_embedded_or_scored_counts_by_itself(name: str) -> None:
+    check_text({name: ["x" * MIN_TEXT] * 20}, 256)
+    check_text({"query": "x", "documents": [{"content": [{"type": "text", "text": "x" * (MIN_TEXT - 99)}]}] * 20}, 256)
+    for long in (["x", "x" * (MIN_TEXT + 1)], "x" * (MIN_TEXT + 1)):
+        with pytest.raises(ContextTooLong):
+            check_text({name: long}, 256)
+    # What a chat is given is one prompt.
+    with pytest.raises(ContextTooLong):
+        check_text({"messages": [], "documents": [{"text": "x" * MIN_TEXT}] * 2}, 256)
+
+
 def test_a_body_is_scanned_before_it_is_parsed():
     check_structure(b"x" * 20_000_000)
     check_structure(b"," * MAX_STRUCTURE)

@@ -68,6 +68,17 @@ def test_concurrent_requests():
     assert ledger.begin("a", limits, 0.0) is None
 
 
+def test_what_was_refused_later_does_not_count():
+    ledger, limits = Ledger(), Limits(requests_per_minute=1, tokens_per_minute=100)
+    for _ in range(3):
+        assert ledger.begin("a", limits, 0.0) is None
+        assert ledger.spend("a", limits, 101, 0.0) is not None
+        ledger.end("a", 0.0)
+    assert ledger.begin("a", limits, 0.0) is None
+    ledger.end("a")
+    assert ledger.begin("a", limits, 0.0) is not None
+
+
 def test_what_is_used_during_an_exchange_is_not_forgotten():
     ledger, limits = Ledger(), Limits(tokens_per_minute=100)
     ledger.spend("a", limits, 40, 0.0)

@@ -125,6 +125,52 @@ async def test_a_store_that_fails_leaves_each_to_itself(caplog):
     assert store.seen == 3
 
 
+class Slow(FileStore):
+    """Each exchange waits until it is released, and then fails if it is `broken`."""
+
+    def __init__(self, path, broken=False):
+        super().__init__(path)
+        self.released, self.broken, self.begun = asyncio.Event(), broken, 0
+
+    async def exchange(self, gateway, uses):
+        self.begun += 1
+        shared = await super().exchange(gateway, uses)
+        await self.released.wait()
+        if self.broken:
+            raise OSError("no")
+        return shared
+
+
+@pytest.mark.parametrize("broken", [False, True])
+async def test_a_burst_of_an_idle_key_waits_for_one_exchange(tmp_path, broken):
+    store = Slow(tmp_path / "quotas.sqlite", broken)
+    quotas = Quotas("g1", store)
+    burst = [asyncio.create_task(quotas.begin(CALLER)) for _ in range(3)]
+    while not store.begun:
+        await asyncio.sleep(0)
+    store.released.set()
+    await asyncio.gather(*burst)
+    assert store.begun == 1
+    await quotas.close()
+
+
+async def test_the_end_counts_nothing_twice(tmp_path):
+    store, other = Slow(tmp_path / "quotas.sqlite"), FileStore(tmp_path / "quotas.sqlite")
+    quotas = Quotas("g1", store)
+    store.released.set()
+    await quotas.begin(CALLER)
+    store.released.clear()
+    quotas.start()
+    while store.begun < 2:
+        await asyncio.sleep(0.01)
+    closing = asyncio.create_task(quotas.close())
+    await asyncio.sleep(0)
+    store.released.set()
+    await closing
+    assert (await other.exchange("g2", [Use("team", 0, 0, 0, 0, 0)]))["team"].requests == pytest.approx(1, abs=0.5)
+    await other.close()
+
+
 def test_without_a_place_nothing_is_shared(tmp_path):
     assert open_store(None, None) is None
     (tmp_path / "quotas.sqlite").write_text("no database" * 100)

@@ -9,8 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pydantic
+import pytest
 
 from gateway.admission.claim import Claim
+from gateway.errors import RateLimited
+from gateway.keys.caller import Caller, Limits
+from gateway.responses import serving
 from gateway.responses.serving import Responses
 from gateway.responses.store import Kept, Store
 
@@ -27,6 +31,13 @@ async def made() -> AsyncGenerator[Made, None]:
         yield Made(type=name, sequence_number=number, **status)
 
 
+def turn(name: str, owner: str) -> Any:
+    def kept(body: dict[str, Any]) -> Kept:
+        return Kept(name, owner, None, [], body)
+
+    return SimpleNamespace(id=name, owner=owner, shown=dict, kept=kept, inquiry=None, conversation=None, store=True)
+
+
 async def test_a_follower_in_another_process_gets_the_last_event_however_late_it_looks(tmp_path: Path) -> None:
     opened = [Store(tmp_path / "responses.sqlite", 1 << 30) for _ in range(2)]
     ours, other = (Responses(store, 4096) for store in opened)
@@ -39,11 +50,8 @@ async def test_a_follower_in_another_process_gets_the_last_event_however_late_it
             followed.append([each async for each in other.follow("r", -1)])
 
     opened[0].put = put_and_look  # type: ignore[method-assign, assignment]
-    turn: Any = SimpleNamespace(
-        id="r", shown=dict, kept=lambda body: Kept("r", "me", None, [], body), inquiry=None, conversation=None, store=True
-    )
     claim = Claim()
-    await ours.begin(turn, made(), "m", 0, claim)
+    await ours.begin(turn("r", "me"), made(), "m", 0, claim)
     claim.close()
     assert not claim.closed, "only its HTTP request has ended"
     await asyncio.gather(*ours._tasks.values())
@@ -52,3 +60,25 @@ async def test_a_follower_in_another_process_gets_the_last_event_however_late_it
     assert "response.completed" in followed[0][-1]
     await ours.close()
     await other.close()
+
+
+async def test_a_key_has_its_share_of_the_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "BACKGROUND_QUEUED", 8)
+    responses = Responses(Store(tmp_path / "responses.sqlite", 1 << 30), 4096)
+
+    async def begun(owner: str, limits: Limits) -> int:
+        """How many of a burst are taken."""
+        claims = [Claim(Caller(owner, owner, limits=limits)) for _ in range(8)]
+        burst = (responses.begin(turn(f"{owner}{at}", owner), made(), "m", 0, claim) for at, claim in enumerate(claims))
+        done = await asyncio.gather(*burst, return_exceptions=True)
+        assert all(isinstance(each, dict | RateLimited) for each in done)
+        return sum(isinstance(each, dict) for each in done)
+
+    responses._turns = asyncio.Semaphore(0)
+    assert await begun("limited", Limits(concurrent_requests=1)) == 1
+    assert await begun("greedy", Limits()) == 4
+    assert await begun("other", Limits()) == 2
+    responses._turns.release()
+    await asyncio.gather(*responses._tasks.values())
+    assert await begun("limited", Limits(concurrent_requests=1)) == 1
+    await responses.close()
