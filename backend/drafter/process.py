@@ -86,8 +86,9 @@ def _reads_features(config: HeadConfig) -> bool:
 
 
 def _device(settings: DraftingSettings) -> str:
-    if settings.gpus and torch.backends.cuda.is_built():
-        torch.cuda.init()  # raises, with the cause, where CUDA does not come up: a reserved GPU must not idle unnoticed
+    if settings.gpus and torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        # Raises, with the cause, where CUDA does not come up: a reserved GPU must not idle unnoticed.
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     return "cuda" if settings.gpus != 0 and torch.cuda.is_available() else "cpu"
 
 

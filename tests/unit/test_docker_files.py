@@ -332,7 +332,7 @@ class UnixServer(HTTPServer):
 
 def healthy(*arguments: str, **gateway: str) -> bool:
     variables = {"PYTHONPATH": str(ROOT)} | {f"OUTRIDER_GATEWAY__{name}": value for name, value in gateway.items()}
-    command = [sys.executable, DOCKER / "healthy.py", *arguments]
+    command = [sys.executable, str(DOCKER / "healthy.py"), *arguments]
     return subprocess.run(command, env=os.environ | variables, stderr=subprocess.DEVNULL).returncode == 0
 
 

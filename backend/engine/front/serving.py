@@ -113,7 +113,8 @@ class Responses(OpenAIServingResponses):
 
 
 def _are_many(request: Any, context: SimpleContext) -> bool:
-    return len(context._accumulated_logprobs) * (request.top_logprobs + 1) > FEW_LOGPROBS
+    alternatives: int = request.top_logprobs + 1
+    return len(context._accumulated_logprobs) * alternatives > FEW_LOGPROBS
 
 
 @dataclass(frozen=True)
