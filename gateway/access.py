@@ -54,7 +54,7 @@ class AccessRules:
 def ring_of(settings: Settings) -> KeyRing:
     """The keys of the settings and the keys file.  Raises `KeyFileError`."""
     asked = settings.gateway
-    entries = read_entries(Path(asked.keys_file).expanduser()) if asked.keys_file else []
+    entries = read_entries(Path(asked.keys_file)) if asked.keys_file else []
     return KeyRing(asked.api_key, asked.admin_key, entries)
 
 

@@ -124,9 +124,9 @@ class GatewayServer:
             server_header=False,
             http=BoundedProtocol,
             ws="none",
-            ssl_certfile=_path(self._settings.tls_cert),
-            ssl_keyfile=_path(self._settings.tls_key),
-            uds=_path(self._settings.uds),
+            ssl_certfile=self._settings.tls_cert,
+            ssl_keyfile=self._settings.tls_key,
+            uds=self._settings.uds,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CANCEL_GRACE_S) + 1,
         )
@@ -174,7 +174,7 @@ class GatewayServer:
         watchers = [asyncio.create_task(self._announce()), asyncio.create_task(self._drain())]
         try:
             if self._settings.uds:
-                self.url = f"unix:{_path(self._settings.uds)}"
+                self.url = f"unix:{self._settings.uds}"
                 await self._server.serve()
             else:
                 peers = self._peers
@@ -217,10 +217,6 @@ class GatewayServer:
             await asyncio.sleep(DRAIN_LOOK_S)
         core.fail_all(ShuttingDown)
         self._server.should_exit = True
-
-
-def _path(setting: str | None) -> str | None:
-    return None if setting is None else str(Path(setting).expanduser())
 
 
 class _Server(uvicorn.Server):
