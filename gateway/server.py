@@ -122,6 +122,8 @@ class GatewayServer:
             # A pipelined request would have the context of the one before it.
             reset_contextvars=True,
             server_header=False,
+            # Otherwise uvicorn reads FORWARDED_ALLOW_IPS, and with `*` there every client could pass as local.
+            forwarded_allow_ips=["127.0.0.1", "::1"],
             http=BoundedProtocol,
             ws="none",
             ssl_certfile=self._settings.tls_cert,
