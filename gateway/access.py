@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -52,7 +54,7 @@ class AccessRules:
 def ring_of(settings: Settings) -> KeyRing:
     """The keys of the settings and the keys file.  Raises `KeyFileError`."""
     asked = settings.gateway
-    entries = read_entries(Path(asked.keys_file).expanduser()) if asked.keys_file else []
+    entries = read_entries(Path(asked.keys_file)) if asked.keys_file else []
     return KeyRing(asked.api_key, asked.admin_key, entries)
 
 
@@ -128,7 +130,8 @@ class Access:
 
         async def heard() -> Message:
             message = await receive()
-            asked.extend(message.get("body", b"")[: AUDITED_BYTES - len(asked)])
+            # Without runs of blanks, behind which the rest would not be seen.
+            asked[:] = re.sub(rb"\s+", b" ", asked + message.get("body", b""))[:AUDITED_BYTES]
             return message
 
         async def answered(message: Message) -> None:
@@ -147,7 +150,7 @@ class Access:
         finally:
             if scope["method"] not in ("GET", "HEAD"):
                 query = scope["query_string"].decode("latin-1")
-                what = f"{scope['method']} {scope['path']}{'?' if query else ''}{query}"
+                what = f"{scope['method']} {quote(scope['path'])}{'?' if query else ''}{query}"
                 said = {"by": who, "what": what, "fields": _fields(asked), "status": status}
                 audit.info("%s", " ".join(f"{name}={value}" for name, value in said.items()), extra={"fields": said})
 
@@ -178,8 +181,8 @@ class Access:
 
 
 def _fields(body: bytearray) -> str:
-    """A command's body on one line, for the log."""
+    """A command's body on one line, for the log; as a string where it is no JSON, or too long to be read whole."""
     try:
         return json.dumps(json.loads(body or b"{}"), separators=(",", ":"))
-    except ValueError:
-        return "unreadable"
+    except (ValueError, RecursionError):
+        return json.dumps(body.decode(errors="replace"))

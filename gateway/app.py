@@ -40,7 +40,11 @@ from gateway.state import Gateway
 
 EXPOSED_HEADERS = (
     "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
     "x-request-id",
+    "openai-processing-ms",
+    "x-outrider-gateway-ms",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 )
 """Response headers that web pages of other origins may read, beyond those always exposed."""

@@ -38,11 +38,9 @@ def check_files(settings: Settings) -> None:
     asked = settings.gateway
     try:
         if asked.keys_file:
-            read_entries(Path(asked.keys_file).expanduser())
+            read_entries(Path(asked.keys_file))
         if asked.tls_cert:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
-                Path(asked.tls_cert).expanduser(), Path(asked.tls_key).expanduser() if asked.tls_key else None
-            )
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(asked.tls_cert, asked.tls_key)
         elif asked.tls_key:
             raise ConfigError("gateway.tls_key needs gateway.tls_cert")
     except KeyFileError as error:

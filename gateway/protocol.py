@@ -53,7 +53,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = False
-        self._head_bytes = 0
+        self._pending = 0
         self._refusal: ApiError | None = None
         self._data = b""
         self._late: asyncio.TimerHandle | None = None
@@ -85,22 +85,24 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         idle = not self._in_head
         self._data = data
+        self._pending += len(data)
         super().data_received(data)
         self._data = b""
-        if self.parser is None or self.transport.is_closing() or self._answering:
+        if self.parser is None or self.transport.is_closing():
             return
-        if self._in_head:
-            # httptools calls `on_header` only for complete headers, so incomplete ones are counted here.
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_URL_BYTES + MAX_HEADER_BYTES:
-                self._refuse(HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes."))
-            elif idle:
-                self._stop_waiting()
+        # httptools calls `on_header` only for complete headers, so incomplete ones are counted here; trailers too.
+        if self._pending > MAX_URL_BYTES + MAX_HEADER_BYTES:
+            self._refuse(HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes."))
+            return
+        if self._answering:
+            return
+        if self._in_head and idle:
+            self._stop_waiting()
         self._wait_for_head(HEAD_TIMEOUT_S)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._in_head, self._head_bytes = True, 0
+        self._in_head = True
 
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
@@ -115,12 +117,18 @@ class BoundedProtocol(HttpToolsProtocol):
             raise _Refused
 
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._pending = False, 0
         self._stop_waiting()
         if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
             self._refusal = HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
             raise _Refused
         super().on_headers_complete()
+        # Trailers are counted, but are no headers of the request.
+        self.headers = self.headers.copy()
+
+    def on_body(self, body: bytes) -> None:
+        self._pending = 0
+        super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(self._refusal or BadRequest(msg, code="invalid_http"))
@@ -190,7 +198,9 @@ class BoundedProtocol(HttpToolsProtocol):
             self._reading = None
 
     def _refuse(self, error: ApiError) -> None:
-        self._answer(error)
+        # An answer that has begun is cut off: a second one would be taken for a part of it.
+        if not (self._answering and (self.pipeline or self.cycle.response_started)):
+            self._answer(error)
         self.transport.close()
 
     def _answer(self, error: ApiError) -> None:

@@ -106,6 +106,7 @@ class Reloader:
         if section.affinity != old.affinity:
             gateway.client.core.choosing.reroute(make_router(section))
         gateway.settings = new
+        gateway.batches.max_body_bytes = gateway.max_body_bytes
         gateway.doors.ring, gateway.doors.max_in_flight = ring, section.max_in_flight
         gateway.client.core.gate.limit(section.max_in_flight, section.queue_wait_s)
         logger.info("reloaded: %d keys; changed: %s", done.keys, ", ".join(done.changed) or "nothing else")

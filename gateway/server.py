@@ -122,11 +122,13 @@ class GatewayServer:
             # A pipelined request would have the context of the one before it.
             reset_contextvars=True,
             server_header=False,
+            # Otherwise uvicorn reads FORWARDED_ALLOW_IPS, and with `*` there every client could pass as local.
+            forwarded_allow_ips=["127.0.0.1", "::1"],
             http=BoundedProtocol,
             ws="none",
-            ssl_certfile=_path(self._settings.tls_cert),
-            ssl_keyfile=_path(self._settings.tls_key),
-            uds=_path(self._settings.uds),
+            ssl_certfile=self._settings.tls_cert,
+            ssl_keyfile=self._settings.tls_key,
+            uds=self._settings.uds,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CANCEL_GRACE_S) + 1,
         )
@@ -174,7 +176,7 @@ class GatewayServer:
         watchers = [asyncio.create_task(self._announce()), asyncio.create_task(self._drain())]
         try:
             if self._settings.uds:
-                self.url = f"unix:{_path(self._settings.uds)}"
+                self.url = f"unix:{self._settings.uds}"
                 await self._server.serve()
             else:
                 peers = self._peers
@@ -217,10 +219,6 @@ class GatewayServer:
             await asyncio.sleep(DRAIN_LOOK_S)
         core.fail_all(ShuttingDown)
         self._server.should_exit = True
-
-
-def _path(setting: str | None) -> str | None:
-    return None if setting is None else str(Path(setting).expanduser())
 
 
 class _Server(uvicorn.Server):

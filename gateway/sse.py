@@ -157,7 +157,7 @@ class Source(Protocol):
     """A maker of events."""
 
     async def start(self, events: Events) -> None:
-        """Begins to put events; raises if it cannot."""
+        """Begins to put events; raises if it cannot.  Runs in a task of its own, which is cancelled before `close`."""
         ...
 
     async def close(self) -> None:
@@ -170,27 +170,17 @@ class Generated:
 
     def __init__(self, chunks: AsyncGenerator[str, None]) -> None:
         self._chunks = chunks
-        self._task: asyncio.Task[None] | None = None
 
     async def start(self, events: Events) -> None:
-        self._task = asyncio.create_task(self._pump(events))
+        """Puts all events, and returns at the end."""
+        async for chunk in self._chunks:
+            if chunk.startswith(_ERROR_PREFIX):
+                raise from_vllm(json.loads(chunk.removeprefix("data: "))["error"])
+            events.put(chunk.encode())
+        events.end()
 
     async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _pump(self, events: Events) -> None:
-        try:
-            async for chunk in self._chunks:
-                if chunk.startswith(_ERROR_PREFIX):
-                    raise from_vllm(json.loads(chunk.removeprefix("data: "))["error"])
-                events.put(chunk.encode())
-            events.end()
-        except Exception as error:
-            events.end(error)
-        finally:
-            await self._chunks.aclose()
+        await self._chunks.aclose()
 
 
 async def stream_response(request: Request, source: Source, dialect: Dialect, on_disconnect: Callable[[], None]) -> EventStream:
@@ -203,7 +193,6 @@ async def stream_response(request: Request, source: Source, dialect: Dialect, on
     leaving.add_done_callback(lambda _: events.wake())
     stream = EventStream(source, events, dialect, leaving, on_disconnect)
     try:
-        await source.start(events)
         while events.empty and not events.ended:
             if leaving.done():
                 raise ClientGone
@@ -239,10 +228,21 @@ class EventStream(Response):
         self._dialect = dialect
         self._leaving = leaving
         self._on_disconnect = on_disconnect
+        # A task, because a request may wait for room: meanwhile comments are written, and its client may leave.
+        self._starting = asyncio.create_task(self._start())
+
+    async def _start(self) -> None:
+        try:
+            await self._source.start(self._events)
+        except Exception as error:
+            self._events.end(error)
 
     async def close(self) -> None:
         self._events.close()
         self._leaving.cancel()
+        if not self._starting.done():
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
         await self._source.close()
 
     def _said_all(self) -> bool:

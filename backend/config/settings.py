@@ -39,6 +39,7 @@ def check_resources(resources: dict[str, float]) -> dict[str, float]:
 Resources = Annotated[dict[str, float], AfterValidator(check_resources)]
 Folder = Annotated[str | None, AfterValidator(lambda value: str(Path(value).expanduser().absolute()) if value else None)]
 """A path, made absolute because verifiers and drafters run in directories of their own."""
+File = Annotated[str | None, AfterValidator(lambda value: str(Path(value).expanduser()) if value else None)]
 
 
 class GatewaySettings(Section):
@@ -53,7 +54,7 @@ class GatewaySettings(Section):
         None,
         description="bearer key for /admin, where the fleet is changed, or @FILE with it; none: only from its own machine",
     )
-    keys_file: str | None = Field(
+    keys_file: File = Field(
         None, description="YAML file of hashed keys, with models, limits, weights and rights of each (see docs/keys.md)"
     )
     quota_url: str | None = Field(
@@ -64,9 +65,9 @@ class GatewaySettings(Section):
     cors_origins: list[str] = Field(
         default_factory=list, description="web pages that may call, as https://host, with commas; *: all; none: no CORS"
     )
-    tls_cert: str | None = Field(None, description="certificate chain (PEM file): HTTPS is served")
-    tls_key: str | None = Field(None, description="its private key (PEM file); default: in tls_cert")
-    uds: str | None = Field(None, description="path of a Unix socket to listen on instead of host and port")
+    tls_cert: File = Field(None, description="certificate chain (PEM file): HTTPS is served")
+    tls_key: File = Field(None, description="its private key (PEM file); default: in tls_cert")
+    uds: File = Field(None, description="path of a Unix socket to listen on instead of host and port")
     processes: int = Field(
         1, ge=1, le=64, description="gateway processes that share the port; max_in_flight and queues are of each of them"
     )

@@ -182,7 +182,7 @@ def read_yaml(file: Path) -> dict[KeyPath, Given]:
         tree = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{file}: not YAML: {' '.join(str(error).split())}") from error
     if tree is None:
         return {}

@@ -64,6 +64,8 @@ class Batches:
         self.model = model
         self.endpoints: tuple[str, ...] = ()
         """The endpoints that lines may name."""
+        self.max_body_bytes = settings.gateway.max_body_mib << 20
+        """Of one line.  A reload replaces it."""
         self._settings = settings
         self._store = None if folder is None else Store(folder, settings.gateway.files_bytes)
         self._lock: TextIO | None = None
@@ -83,7 +85,6 @@ class Batches:
         self._core, self._metrics = core, metrics
         self._calls = Calls(app, doors)
         self._pace = Pace(core, self._settings.verifier.max_num_seqs)
-        self._max_body_bytes = self._settings.gateway.max_body_mib << 20
         self.endpoints = self._calls.endpoints
         # Sequences of keys with the priority `batch` are paced too.
         self._tasks = [asyncio.create_task(self._pace.keep())]
@@ -173,7 +174,7 @@ class Batches:
 
     async def _check(self, batch: Batch) -> Batch:
         path = self.store.path(batch.input_file_id)
-        checked = await asyncio.to_thread(lines.check, path, batch.endpoint, self._max_body_bytes)
+        checked = await asyncio.to_thread(lines.check, path, batch.endpoint, self.max_body_bytes)
         if checked.errors:
             return await self._advance(batch.id, "validating", "failed", errors=Errors(checked.errors))
         counts = Counts(checked.total)
@@ -191,7 +192,7 @@ class Batches:
         """Answers the remaining lines.  Raises `_Ended`, in a group, if the batch must end before."""
         batch = kept.batch
         done = await self.store.answered(batch.id)
-        to_read = lines.read(self.store.path(batch.input_file_id), self._max_body_bytes)
+        to_read = lines.read(self.store.path(batch.input_file_id), self.max_body_bytes)
         waiting, writing = asyncio.Semaphore(LINES_READ), asyncio.Lock()
         unwritten: list[tuple[int, Answer]] = []
 
@@ -255,7 +256,7 @@ class Batches:
         path = self.store.path(kept.batch.input_file_id)
 
         def rest() -> list[tuple[int, Answer]]:
-            left = [each for each in lines.read(path, self._max_body_bytes) if each[0] not in done]
+            left = [each for each in lines.read(path, self.max_body_bytes) if each[0] not in done]
             return [(number, Answer(lines.parsed(text).custom_id, 0, None, "", why)) for number, text in left if text]
 
         await self.store.add_answers(kept.batch.id, await asyncio.to_thread(rest))

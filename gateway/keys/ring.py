@@ -84,11 +84,11 @@ def read_entries(path: Path) -> list[Entry]:
         entries = _File.model_validate(tree).keys
     except OSError as error:
         raise KeyFileError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError):
-        # The parser's own message would show a piece of the file.
-        raise KeyFileError(f"{path}: not YAML") from None
     except ValidationError as error:
         raise KeyFileError(f"{path}: {_explain(error, tree)}") from None
+    except (yaml.YAMLError, ValueError):
+        # The parser's own message would show a piece of the file.  An impossible date is a ValueError.
+        raise KeyFileError(f"{path}: not YAML") from None
     names = [each.name for each in entries]
     hashes = [each for entry in entries for each in entry.sha256]
     for kind, values in (("name", names), ("key", hashes)):

@@ -101,6 +101,14 @@ async def test_only_who_may_administers():
             assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden"), name
 
 
+async def test_a_forwarded_address_is_believed_of_loopback_alone(monkeypatch):
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+    async with running_gateway() as running:
+        Commands(running)
+        answer = await post(running, "resume", {"member": "v"}, **{"x-forwarded-for": "127.0.0.1, 10.0.0.1"})
+        assert answer.status_code == 403
+
+
 async def test_operations_are_shown(running: Running):
     operation = Operation(4, "restart", ["v0"], "running", "draining v0")
 

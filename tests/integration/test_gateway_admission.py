@@ -150,13 +150,14 @@ async def test_who_would_wait_too_long_or_finds_it_full_is_told_when_to_come_aga
         assert await filled.finish() == [200] * 5
 
 
-async def test_who_leaves_the_queue_leaves_nothing_behind():
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_the_queue_leaves_nothing_behind(stream):
     async with running_gateway(slots=SLOTS) as running:
         filled = Filled(running)
         await filled.fill()
         async with openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="x", max_retries=0, timeout=0.2) as client:
             with pytest.raises(openai.APITimeoutError):
-                await client.completions.create(model="demo", prompt="b", n=2)
+                await client.completions.create(model="demo", prompt="b", n=2, stream=stream)
         await filled.queue(0)
         assert await filled.finish() == [200] * ROOM
         await eventually(lambda: running.idle)
@@ -184,6 +185,18 @@ async def test_those_who_wait_are_aborted_with_nothing_generated(path, asked):
         await eventually(lambda: running.idle)
         assert (running.core.gate.sequences, running.core.gate.tokens, running.core.gate._promised) == (0, 0, 0)
         assert len(running.verifier.sequences) == len(filled.requests)
+
+
+async def test_streams_get_comments_while_they_wait_and_an_error_at_the_end_of_it(monkeypatch):
+    monkeypatch.setattr("gateway.sse.KEEP_ALIVE_S", 0.05)
+    async with running_gateway(slots=SLOTS) as running:
+        filled = Filled(running)
+        await filled.fill()
+        late = await ask(running, "b", {"x-outrider-max-wait-s": "0.3"}, stream=True)
+        assert late.text.startswith(": keep-alive\n\n: keep-alive\n\n")
+        assert '"overloaded"' in late.text
+        assert late.text.endswith("data: [DONE]\n\n")
+        assert await filled.finish() == [200] * ROOM
 
 
 async def test_those_who_wait_are_told_when_the_gateway_stops():

@@ -18,7 +18,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from gateway import guard, protocol
-from tests.integration.test_gateway_streams import silence
+from tests.integration.test_gateway_streams import silence, stall
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import COMPLETION, Running, running_gateway
 
@@ -119,6 +119,34 @@ async def test_headers_without_end_are_not_kept(running):
                 if client.reader.at_eof() or client.writer.is_closing():
                     break
         await eventually(lambda: all(each.transport.is_closing() for each in server_connections(running) if each._in_head))
+
+
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n%x\r\n"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_headers_without_end_behind_a_request_end_its_connection(running, stream):
+    """Trailers of a request without an answer yet, or another request's headers while a stream is open."""
+    running.verifier.behaviour = stall
+    body = json.dumps({**COMPLETION, "stream": True}).encode()
+    async with wire(running) as client:
+        await client.send(POST + CHUNKED % len(body) + body + b"\r\n0\r\n")
+        if stream:
+            await client.send(b"\r\nGET /livez HTTP/1.1\r\n")
+            await client.reader.readuntil(b"data: ")
+        for _ in range(20):
+            await client.send(b"x: " + b"a" * (1 << 16))
+            await asyncio.sleep(0.01)
+        assert client.reader.at_eof() or client.writer.is_closing()
+        # An answer in the midst of a stream would be taken for a part of it.
+        assert not stream or b"HTTP/1.1 431" not in await client.rest()
+    await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
+
+
+async def test_trailers_are_no_headers():
+    async with running_gateway(api_key="k") as running, wire(running) as client:
+        await client.send(POST + CHUNKED % len(BODY) + BODY + b"\r\n0\r\nauthorization: Bearer k\r\n\r\n")
+        assert (await client.answer())[0] == 401
 
 
 async def test_largest_headers_and_urls_pass(running):

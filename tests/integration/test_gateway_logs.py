@@ -6,6 +6,8 @@ import json
 import logging
 from contextlib import contextmanager
 
+import pytest
+
 from gateway.logs import formatter
 from tests.support.fake_verifier import eventually, gated
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -95,7 +97,23 @@ async def test_a_url_forges_no_text_line(caplog):
         async with running_gateway(admin_key="adm") as running:
             assert (await running.http.post(forged)).status_code == 401
     (line,) = stream.getvalue().splitlines()
-    assert "what=POST /admin/x\\n2026-01-01 INFO outrider.audit: by=root\\r\\x1b[2K\\x85\\u2028 fields" in line
+    assert "what=POST /admin/x%0A2026-01-01%20INFO%20outrider.audit%3A%20by%3Droot%0D%1B%5B2K%C2%85%E2%80%A8 fields" in line
+
+
+@pytest.mark.parametrize(
+    ("body", "fields"),
+    [
+        (b"[" * 1500, json.dumps("[" * 1500)),
+        (b" \n" * 2000 + b'{"member": "v"}', '{"member":"v"}'),
+        (b'{"member": "' + b"v" * 3000 + b'"}', json.dumps('{"member": "' + "v" * 2036)),
+    ],
+)
+async def test_what_was_asked_is_logged_whatever_its_form(running, caplog, body, fields):
+    caplog.set_level(logging.INFO)
+    answer = await running.http.post("/admin/drain", content=body, headers={"content-type": "application/json"})
+    (said,) = [each.fields for each in caplog.records if each.name == "outrider.audit"]
+    assert (said["status"], said["fields"]) == (answer.status_code, fields)
+    assert answer.status_code != 500
 
 
 def test_an_error_forges_no_text_line():

@@ -24,6 +24,7 @@ from backend.launch.cluster import ClusterError, RayCluster
 from backend.models.resolve import ResolvedModels
 from gateway import cli, present
 from gateway.keys.ring import read_entries
+from gateway.reloading import url_of
 
 DEMO = ResolvedModels("/t", "/d", "eagle", "demo")
 
@@ -187,6 +188,12 @@ def test_a_fleet_that_listens_everywhere_is_announced_by_a_loopback_name(monkeyp
     assert cli.main(["serve"]) == 0
     fleet.announce.assert_called_once_with("https://127.0.0.1:8000")
     assert present.here("http://[::]:8000") == "http://[::1]:8000"
+
+
+def test_a_gateway_is_found_at_a_socket_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    settings = Settings.model_validate({"gateway": {"uds": "~/a.sock", "tls_cert": "~/a.pem"}}).gateway
+    assert (url_of(settings), settings.tls_cert) == ("unix:/home/me/a.sock", "/home/me/a.pem")
 
 
 def test_fleets_are_found_by_namespace_or_pid(runtime: Path) -> None:
