@@ -207,6 +207,20 @@ _BUCKETS: dict[str, tuple[float, ...]] = {
     "outrider_tgs_e2e": _SPEEDS,
 }
 """Of the histograms."""
+_KNOWN = {
+    "outrider_sequences_finished_total": ("stop", "length", "error", "aborted", "lost", "poisoned"),
+    "outrider_failovers_total": (
+        "disconnected",
+        "silent",
+        "declared_lost",
+        "restarted",
+        "forgotten",
+        "given_up",
+        "incompatible",
+    ),
+    "outrider_migrations_total": ("balance", "drain"),
+}
+"""Labels exported as 0 from the start: `increase()` misses the first event of a series that begins with it."""
 
 
 def kind_of(name: str) -> Literal["counter", "gauge", "histogram"]:
@@ -250,7 +264,10 @@ class GatewayMetrics:
 
     def _counter(self, name: str) -> Counter:
         definition = DEFINITIONS[name]
-        return Counter(name.removesuffix("_total"), definition.help, definition.labels, registry=self.own)
+        counter = Counter(name.removesuffix("_total"), definition.help, definition.labels, registry=self.own)
+        for label in _KNOWN.get(name, ()):
+            counter.labels(label)
+        return counter
 
     def _histogram(self, name: str) -> Histogram:
         definition = DEFINITIONS[name]

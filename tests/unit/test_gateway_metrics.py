@@ -79,6 +79,13 @@ def test_every_metric_is_defined_with_its_kind_and_labels(metrics):
             assert set(sample.labels) - {"le"} == set(by_name[name].labels), name
 
 
+def test_alerts_see_the_first_loss(metrics):
+    families = exposed(metrics)
+    ended = {sample.labels["reason"]: sample.value for sample in families["outrider_sequences_finished"].samples}
+    assert ended["lost"] == 0
+    assert {sample.value for name in ("failovers", "migrations") for sample in families[f"outrider_{name}"].samples} == {0}
+
+
 def test_names_do_not_lie():
     for name, each in DEFINITIONS.items():
         assert (kind_of(name) == "counter") == name.endswith("_total"), name
