@@ -232,6 +232,7 @@ def test_aborted_sequences_have_no_speed():
 def test_the_fleet_document():
     document = fleet_document(cast(FleetCore, Core(stats())))
     assert document["version"] == 3
+    assert document["queued"] == 2
     (verifier,) = document["verifiers"]
     assert verifier["id"] == "v0"
     assert verifier["pid"] == 7
