@@ -141,8 +141,8 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_drafter_rejected_total": _drafter("rejected", "messages refused: undecodable, another version, another width"),
     # Those that learn
     "outrider_learning_version": _drafter("learning.version", "version of the drafter's head; 0: the one it began with"),
-    "outrider_learning_steps_total": _drafter("learning.steps", "steps its head was trained for"),
-    "outrider_learning_seconds_total": _drafter("learning.training_s", "time they took"),
+    "outrider_learning_steps_total": _drafter("learning.new_steps", "steps its head was trained for"),
+    "outrider_learning_seconds_total": _drafter("learning.new_training_s", "time they took"),
     "outrider_learning_sequences_total": _drafter("learning.sequences", "sequences put into its replay ring"),
     "outrider_learning_sequences_dropped_total": _drafter("learning.sequences_dropped", "sequences its writer had no time for"),
     "outrider_learning_published_total": _drafter("learning.published", "heads that it has put in place"),

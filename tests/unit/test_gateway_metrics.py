@@ -124,7 +124,7 @@ def test_acceptance_by_version_of_the_weights(metrics):
 def test_drafters_counters_are_there_and_what_they_learned_where_they_learn():
     core = Core(stats())
     plain = DrafterStats("d0", 1.0, busy_s=3.0, draft_s=2.0, sequences=4, cache_usage=0.5, evictions=6, rejected=7)
-    learning = DrafterStats("d1", 1.0, busy_s=8.0, learning=Learning(version=2, steps=90))
+    learning = DrafterStats("d1", 1.0, busy_s=8.0, learning=Learning(version=2, steps=500, new_steps=90))
     members = [
         MemberView(Member(each.drafter_id, "drafter", "i", "x", "", "n", 8, "m", "ready"), 0.1, drafter=each)
         for each in (plain, learning)
