@@ -214,6 +214,7 @@ def fleet_document(core: FleetCore) -> dict[str, Any]:
                 entry["learning"] = msgspec.to_builtins(drafter.learning)
     return {
         "version": snapshot.version,
+        "queued": core.gate.sequences,
         **{f"{kind}s": entries for kind, entries in members.items()},
         "assignments": [
             {"verifier": each.verifier_id, "drafter": each.drafter_id, "generation": each.generation}

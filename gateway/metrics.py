@@ -141,8 +141,8 @@ DEFINITIONS: dict[str, Definition] = {
     "outrider_drafter_rejected_total": _drafter("rejected", "messages refused: undecodable, another version, another width"),
     # Those that learn
     "outrider_learning_version": _drafter("learning.version", "version of the drafter's head; 0: the one it began with"),
-    "outrider_learning_steps_total": _drafter("learning.steps", "steps its head was trained for"),
-    "outrider_learning_seconds_total": _drafter("learning.training_s", "time they took"),
+    "outrider_learning_steps_total": _drafter("learning.new_steps", "steps its head was trained for"),
+    "outrider_learning_seconds_total": _drafter("learning.new_training_s", "time they took"),
     "outrider_learning_sequences_total": _drafter("learning.sequences", "sequences put into its replay ring"),
     "outrider_learning_sequences_dropped_total": _drafter("learning.sequences_dropped", "sequences its writer had no time for"),
     "outrider_learning_published_total": _drafter("learning.published", "heads that it has put in place"),
@@ -207,6 +207,20 @@ _BUCKETS: dict[str, tuple[float, ...]] = {
     "outrider_tgs_e2e": _SPEEDS,
 }
 """Of the histograms."""
+_KNOWN = {
+    "outrider_sequences_finished_total": ("stop", "length", "error", "aborted", "lost", "poisoned"),
+    "outrider_failovers_total": (
+        "disconnected",
+        "silent",
+        "declared_lost",
+        "restarted",
+        "forgotten",
+        "given_up",
+        "incompatible",
+    ),
+    "outrider_migrations_total": ("balance", "drain"),
+}
+"""Labels exported as 0 from the start: `increase()` misses the first event of a series that begins with it."""
 
 
 def kind_of(name: str) -> Literal["counter", "gauge", "histogram"]:
@@ -250,7 +264,10 @@ class GatewayMetrics:
 
     def _counter(self, name: str) -> Counter:
         definition = DEFINITIONS[name]
-        return Counter(name.removesuffix("_total"), definition.help, definition.labels, registry=self.own)
+        counter = Counter(name.removesuffix("_total"), definition.help, definition.labels, registry=self.own)
+        for label in _KNOWN.get(name, ()):
+            counter.labels(label)
+        return counter
 
     def _histogram(self, name: str) -> Histogram:
         definition = DEFINITIONS[name]

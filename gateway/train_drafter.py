@@ -17,6 +17,7 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
+from backend.config import environment
 from backend.config.arguments import at_least
 from backend.config.sources import CommandError, ConfigError, KeyPath, Loaded, Parser, load
 from backend.rollout.trace import TraceError, read_json_lines, read_prompts
@@ -24,8 +25,8 @@ from outrider.asynchronous import AsyncFleet, Prompt
 from outrider.types import OutriderError
 
 Say = Callable[[str], None]
-OWN: tuple[KeyPath, ...] = (("drafters",), ("drafting", "learning_dir"), ("drafting", "ring_dir"), ("drafting", "learning"))
-"""Settings that this command sets itself."""
+OWN: tuple[KeyPath, ...] = (("drafting", "learning_dir"), ("drafting", "ring_dir"), ("drafting", "learning"))
+"""Settings that this command sets itself and nobody may give."""
 TEMPERATURES = (0.0, 0.8)
 """Temperatures of answers, drawn at random: the head must draft for greedy and sampled requests."""
 AT_A_TIME = 16
@@ -58,8 +59,9 @@ def main(arguments: Sequence[str], say: Say) -> None:
     loaded = load(rest, "outrider train-drafter")
     for path in OWN:
         if path in loaded.origins:
-            raise ConfigError(f"--{'-'.join(path).replace('_', '-')}: is not for this command")
+            raise ConfigError(f"{loaded.origins[path]}: is not for this command")
     prompts = read_data(given.data)
+    environment.drop_outrider_variables()
     try:
         asyncio.run(train(given, fleet_settings(loaded, given.output), prompts, say))
     except OutriderError as error:
@@ -74,7 +76,7 @@ def read_data(file: Path) -> list[Prompt]:
         return [case.prompt for case in read_prompts(file)]
     prompts: list[Prompt] = []
     for number, row in enumerate(read_json_lines(file), 1):
-        prompt = row.get("prompt", row.get("messages"))
+        prompt = row.get("messages") if row.get("prompt") is None else row["prompt"]
         if not isinstance(prompt, str | list) or not prompt:
             raise TraceError(f"{file}: row {number}: neither `prompt` (text or token ids) nor `messages`")
         prompts.append(prompt)
@@ -149,7 +151,7 @@ class Curve:
         rows = list(csv.DictReader(file.open(newline="", encoding="utf-8"))) if file.exists() else []
         self._seconds_before = float(rows[-1]["seconds"]) if rows else 0.0
         self.seconds = self._seconds_before
-        if not rows:
+        if not file.exists() or not file.stat().st_size:
             self._write(COLUMNS)
 
     def is_over(self, now: dict[str, Any], given: argparse.Namespace) -> bool:
@@ -178,12 +180,16 @@ class Curve:
 
 
 def fleet_settings(loaded: Loaded, output: Path) -> dict[str, object]:
-    """The arguments of `AsyncFleet`: settings of the user and of this command."""
-    found = {"_".join(path): reduce(getattr, path, loaded.settings) for path in loaded.origins}
+    """The arguments of `AsyncFleet`: settings of the user and of this command.
+
+    None of the user's gateway: keys, ports and stored files belong to a fleet that serves, which may be running.
+    """
+    given = [path for path in loaded.origins if path[0] != "gateway" or path[1] == "chat_template"]
+    found = {"_".join(path): reduce(getattr, path, loaded.settings) for path in given}
     where = {"drafting_learning_dir": str(output.absolute()), "drafting_ring_dir": str((output / "ring").absolute())}
     kind = {"drafting_learning": "always"} if found.get("drafter", "grow") != "grow" else {"drafter": "grow"}
     # Mode `sync`, because in other modes drafters that do not pay get no features.
-    return {"mode": "sync", "drafters": 1} | found | where | kind
+    return found | {"mode": "sync", "drafters": 1, "gateway_state_dir": "none"} | where | kind
 
 
 async def _learning(fleet: AsyncFleet) -> dict[str, Any]:

@@ -52,7 +52,8 @@ class AsyncFleet:
         own = {"model": model, "drafter": drafter, "gateway_affinity": "session"}
         self._settings: dict[str, object] | None = own | settings
         self._start_timeout_s = start_timeout_s
-        self._connection = Connection("", None, concurrency, retries)
+        keys = (settings.get(name) for name in ("api_key", "gateway_api_key", "gateway_admin_key"))
+        self._connection = Connection("", _key(next(filter(None, keys), None)), concurrency, retries)
         self._prepare(weights_dir)
 
     @classmethod
@@ -291,6 +292,12 @@ class AsyncFleet:
             added = await self._tokens(reply, begins=False)
             episode.token_ids += added
             episode.output_mask += [False] * len(added)
+
+
+def _key(given: object) -> str | None:
+    """The key itself, where `@FILE` is given."""
+    key = None if given is None else str(given)
+    return Path(key[1:]).expanduser().read_text().strip() if key and key.startswith("@") else key
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

@@ -15,6 +15,13 @@ from outrider.types import OutriderError
 
 SHOWN_LINES = 40
 """Last lines of the fleet's output that an error shows."""
+SECRETS = {
+    "api_key": "OUTRIDER_GATEWAY__API_KEY",
+    "gateway_api_key": "OUTRIDER_GATEWAY__API_KEY",
+    "gateway_admin_key": "OUTRIDER_GATEWAY__ADMIN_KEY",
+    "gateway_quota_url": "OUTRIDER_GATEWAY__QUOTA_URL",
+}
+"""Settings that are given to the fleet as these variables."""
 
 
 class FleetProcess:
@@ -22,7 +29,10 @@ class FleetProcess:
 
     def __init__(self, settings: dict[str, object], *given: str) -> None:
         """`given` are further settings, written as on the command line."""
-        flags = [f"--{name.replace('_', '-')}={_text(value)}" for name, value in settings.items() if value is not None]
+        texts = {name: _text(value) for name, value in settings.items() if value is not None}
+        # Everyone on the machine can read flags.
+        secrets = {variable: texts.pop(name) for name, variable in SECRETS.items() if name in texts}
+        flags = [f"--{name.replace('_', '-')}={text}" for name, text in texts.items()]
         # For torchrun's own processes: torch would look for the store of a verifier's group in the trainer's, and find none.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
         self.url = ""
@@ -30,7 +40,7 @@ class FleetProcess:
         self._known = threading.Event()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outrider.child", "serve", "--port=0", *flags, *given],
-            env=environment | {"PYTHONUNBUFFERED": "1"},
+            env=environment | secrets | {"PYTHONUNBUFFERED": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -15,6 +15,12 @@ def outrider_variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
 
 
+def drop_outrider_variables() -> None:
+    """Takes those out of the environment, which child processes inherit."""
+    for name in outrider_variables():
+        del os.environ[name]
+
+
 def python_path_with(directory: Path) -> str:
     """PYTHONPATH for child processes, with `directory` in front."""
     inherited = os.environ.get("PYTHONPATH", "")

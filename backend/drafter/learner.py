@@ -90,6 +90,9 @@ class Learner:
         """For the drafting thread."""
         self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
         self._latest = News(0, 0.0)
+        self._before: News | None = None
+        """The present trainer's last report."""
+        self._new_steps, self._new_training_s = 0, 0.0
         self._published = self._taken_back = 0
         self._trainer: subprocess.Popen[bytes] | None = None
         self._restart_s, self._start_at = RESTART_S, 0.0
@@ -131,6 +134,8 @@ class Learner:
             version=self._version,
             steps=latest.steps,
             training_s=latest.seconds,
+            new_steps=self._new_steps,
+            new_training_s=self._new_training_s,
             owed=latest.owed,
             loss=latest.loss,
             sequences=self._writer.written,
@@ -164,6 +169,10 @@ class Learner:
             self._restart_s = min(2 * self._restart_s, LONGEST_RESTART_S)
             return
         self._restart_s = RESTART_S
+        # A trainer's first report counts what earlier ones did, too.
+        before, self._before = self._before or news, news
+        self._new_steps += max(0, news.steps - before.steps)
+        self._new_training_s += max(0.0, news.seconds - before.seconds)
         # Most reports have no comparison: keep the latest one.
         self._latest = msgspec.structs.replace(
             news,
@@ -230,6 +239,7 @@ class Learner:
     def _start_trainer(self) -> None:
         job = Job(self._target_dir, self.head_dir, str(self._directory), str(self._ring_dir), self._device, self._newer)
         command = [sys.executable, "-m", "backend.learning.trainer", msgspec.json.encode(job).decode()]
+        self._before = None
         self._trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert self._trainer.stdout is not None
         threading.Thread(target=self._read, args=(self._trainer.stdout,), name="trainer-news", daemon=True).start()

@@ -170,9 +170,7 @@ class DrafterService:
             started_at=started_at,
             sequences=usage.sequences,
             cache_usage=usage.cache_usage,
-            prefix_rows_reused=usage.prefix_rows_reused,
             evictions=usage.evictions,
-            ahead_dropped=self._nexts.dropped,
             speed=self._line.read(),
             verifiers=sorted(s.verifier_id for s in self._sessions.values() if s.last_heard >= heard_after),
         )

@@ -188,7 +188,11 @@ class Learning(msgspec.Struct, frozen=True):
     version: int = 0
     """The head's version; 0: the head at the start."""
     steps: int = 0
+    """In all, earlier processes of the drafter included."""
     training_s: float = 0.0
+    new_steps: int = 0
+    """Of this process: a counter."""
+    new_training_s: float = 0.0
     owed: int = 0
     """Rows of the replay ring still to be trained on, each counted as often as it will be used."""
     loss: float | None = None
@@ -231,12 +235,9 @@ class DrafterStats(msgspec.Struct):
     busy_s: float = 0.0
     sequences: int = 0
     cache_usage: float = 0.0
-    prefix_rows_reused: int = 0
     evictions: int = 0
     rejected: int = 0
     """Messages refused: undecodable, wrong version, wrong width."""
-    ahead_dropped: int = 0
-    """Items of `Next` given up because the request went on or a newer item came."""
     connections_refused: int = 0
     """Connections from peers without the fleet's keys."""
     verifiers: list[str] = msgspec.field(default_factory=list)

@@ -221,7 +221,7 @@ class Trainer:
     def checkpoint(self) -> None:
         """Writes the trainer's state.  Raises `OSError`."""
         state = {
-            "present": self._present_dir,
+            "present": self._present_name,
             "drafter": trained_tensors(self._pupil.drafter),
             "mean": self._mean,
             "optimizers": [part.state_dict() for part in self._optimizers.parts],
@@ -238,11 +238,18 @@ class Trainer:
         present, candidate = (examined.present, examined.candidate) if examined else (None, None)
         return News(self.steps, round(self.seconds, 3), int(self._credit), self._loss, present, candidate, published)
 
+    @property
+    def _present_name(self) -> str:
+        """The present head's directory; relative in the folder of all drafters, which may be moved."""
+        folder, head = Path(self._job.directory).parent, Path(self._present_dir)
+        return str(head.relative_to(folder) if head.is_relative_to(folder) else head)
+
     def _resume(self) -> None:
         path = Path(self._job.directory) / CHECKPOINT
         try:
             state: dict[str, Any] = torch.load(path, map_location=self._device, weights_only=True)
-            if state["present"] != self._present_dir:
+            if state["present"] not in (self._present_name, self._present_dir):
+                logger.warning("%s is not used: its head is %s, not %s", path, state["present"], self._present_name)
                 return
             self._put(state["drafter"])
             for part, saved in zip(self._optimizers.parts, state["optimizers"], strict=True):

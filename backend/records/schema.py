@@ -58,7 +58,6 @@ class Books(msgspec.Struct):
     dropped: dict[str, int]
     removed: dict[str, int]
     """Rows whose files were deleted to stay within `records.max_mib`."""
-    updated_at: float
     ended: bool
     """Whether the verifier stopped in good order: then no rows are missing but those counted here."""
 

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -130,9 +130,8 @@ class Store:
     def _write_about(self, ended: bool) -> None:
         if not self.directory.is_dir():
             return
-        books = Books(SCHEMA_VERSION, self._about, self.written, self.dropped(), self._removed, time.time(), ended)
-        with appearing(self.directory / ABOUT) as part:
-            part.write_bytes(msgspec.json.format(msgspec.json.encode(books)))
+        books = Books(SCHEMA_VERSION, self._about, self.written, self.dropped(), self._removed, ended)
+        _write_books(self.directory, books)
 
     def _remove_oldest(self) -> None:
         """Deletes this verifier's oldest files, former incarnations included, until all fit in `records.max_mib`."""
@@ -148,6 +147,12 @@ class Store:
     def _remove(self, file: Path) -> None:
         if file.parent == self.directory and file.suffix == ".parquet":
             self._removed[file.name.partition("-")[0]] += pq.read_metadata(file).num_rows
+        elif file.suffix == ".parquet":
+            # What an earlier process left may be damaged, and goes all the same.
+            with suppress(OSError, pa.ArrowException, msgspec.MsgspecError):
+                books = msgspec.json.decode((file.parent / ABOUT).read_bytes(), type=Books)
+                books.removed[file.name.partition("-")[0]] += pq.read_metadata(file).num_rows
+                _write_books(file.parent, books)
         file.unlink()
         left = [each.name for each in file.parent.iterdir()]
         if file.parent != self.directory and set(left) <= {ABOUT}:
@@ -163,3 +168,8 @@ class Store:
         if self._refused:
             logger.info("records are written again")
         self._refused = ""
+
+
+def _write_books(directory: Path, books: Books) -> None:
+    with appearing(directory / ABOUT) as part:
+        part.write_bytes(msgspec.json.format(msgspec.json.encode(books)))

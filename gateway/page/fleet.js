@@ -17,7 +17,7 @@ const TILES = [
   ["Acceptance length", (t) => t.acceptance_length, (v) => number(v, 2), "tokens per verified draft, 1 to K + 1"],
   ["Waiting for drafts", (t) => t.idle.awaiting_draft ?? null, (v) => percent(v, 1), "share of verifier time"],
   ["Running", (t) => t.running, (v) => number(v), "sequences being decoded"],
-  ["Queue", (t) => t.waiting, (v) => number(v), "sequences waiting for a place in a batch"],
+  ["Queue", (t) => t.waiting, (v) => number(v), "sequences waiting at this gateway and at verifiers"],
   ["KV cache", (t) => t.kv_usage, (v) => percent(v), "in use at the fullest verifier"],
 ];
 
@@ -190,6 +190,8 @@ byId("pause").addEventListener("click", () => {
 });
 byId("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
+  // No header can carry another character: `fetch` would fail for ever.
+  if (!/^[\x20-\x7e]+$/.test(byId("key").value)) return notice("A key has only letters, digits and signs of ASCII.");
   sessionStorage.setItem(KEY, byId("key").value);
   byId("key").value = "";
   poll();

@@ -33,7 +33,7 @@ export class History {
     const verifiers = snapshot.verifiers.map((each, index) => verifierRow(each, flows[index]));
     return {
       ...snapshot,
-      totals: totals(verifiers, flows),
+      totals: totals(verifiers, flows, snapshot.queued),
       verifiers,
       drafters: snapshot.drafters.map((each) => drafterRow(each, this.reports(each), served(snapshot, each.id))),
       pairs: this.pairs(snapshot),
@@ -121,21 +121,22 @@ function drafterRow(now, reports, verifiers) {
 
 function drafted(reports, drafter) {
   const now = reports.at(-1)?.[1].drafters[drafter];
-  if (!now) return { acceptance_length: null, drafts_per_s: 0, round_trip_ms: null, dropped_per_s: 0 };
+  if (!now) return { acceptance_length: null, drafts_per_s: 0, rounds_per_s: 0, round_trip_ms: null, dropped_per_s: 0 };
   const since = (name) => now[name] - (reports[0][1].drafters[drafter]?.[name] ?? 0);
   const seconds = reports.at(-1)[0] - reports[0][0];
   return {
     acceptance_length: since("drafts") > 0 ? 1 + since("accepted_tokens") / since("drafts") : null,
     drafts_per_s: ratio(since("drafts"), seconds) ?? 0,
+    rounds_per_s: ratio(since("rounds"), seconds) ?? 0,
     round_trip_ms: ratio(1000 * since("round_trip_s"), since("rounds")),
     dropped_per_s: ratio(since("dropped"), seconds) ?? 0,
   };
 }
 
-function totals(verifiers, flows) {
+function totals(verifiers, flows, queued) {
   const added = (name) => sum(verifiers.map((each) => each[name]));
   const kv_usage = Math.max(0, ...verifiers.map((each) => each.kv_usage));
-  return { running: added("running"), waiting: added("waiting"), kv_usage, ...figures(flows) };
+  return { running: added("running"), waiting: queued + added("waiting"), kv_usage, ...figures(flows) };
 }
 
 // What changed between two answers.

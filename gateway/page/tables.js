@@ -146,13 +146,13 @@ export function drafterTable(table, fleet, filter) {
   fill(table, DRAFTER, rows, "Drafters: load and what verifiers see of them", filter, "There is no drafter.");
 }
 
-// Weighted by drafts, which gives the ratio of the sums.
-function overPairs(pairs) {
-  const drafts = pairs.reduce((sum, pair) => sum + (pair.acceptance_length === null ? 0 : pair.drafts_per_s), 0);
-  const weighted = (pick) => pairs.reduce((sum, pair) => sum + (pick(pair) ?? 0) * pair.drafts_per_s, 0) / drafts;
+// Weighted by drafts, or by rounds, which gives the ratio of the sums.
+export function overPairs(pairs) {
+  const total = (pick) => pairs.reduce((sum, pair) => sum + pick(pair), 0);
+  const mean = (value, weight) => total((p) => p[weight]) > 0 ? total((p) => p[value] * p[weight]) / total((p) => p[weight]) : null;
   return {
-    acceptance: drafts > 0 ? weighted((pair) => pair.acceptance_length) : null,
-    round_trip: drafts > 0 ? weighted((pair) => pair.round_trip_ms) : null,
-    dropped: pairs.reduce((sum, pair) => sum + pair.dropped_per_s, 0),
+    acceptance: mean("acceptance_length", "drafts_per_s"),
+    round_trip: mean("round_trip_ms", "rounds_per_s"),
+    dropped: total((pair) => pair.dropped_per_s),
   };
 }

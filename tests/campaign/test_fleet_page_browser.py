@@ -86,6 +86,8 @@ def test_the_key_is_asked_for(browser):
         browser.wait_for("!document.getElementById('key-form').hidden")
         assert browser.evaluate(ROWS) == 0
         enter = "document.getElementById('key').value = '{}'; document.getElementById('key-form').requestSubmit()"
+        browser.evaluate(enter.format("k\u0142ucz"))
+        browser.wait_for("document.getElementById('notice').textContent.includes('ASCII')")
         browser.evaluate(enter.format("wrong"))
         browser.wait_for("document.getElementById('notice').textContent.includes('wrong')")
         browser.evaluate(enter.format("k3y"))

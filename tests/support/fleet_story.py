@@ -56,6 +56,7 @@ class Story:
         self.snapshot: FleetSnapshot | None = None
         self.answered_at = time.monotonic()
         self.gateway_id = "gateway-0"
+        self.gate = SimpleNamespace(sequences=0)
 
     def advance(self, seconds: float) -> None:
         """Lets the fleet work for `seconds`, then report."""

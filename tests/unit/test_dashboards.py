@@ -57,9 +57,16 @@ def test_every_panel_explains_itself(file, panel):
         if panel["type"] == "timeseries":
             assert target["legendFormat"] != "__auto"
         named = set(re.findall(r"{{(\w+)}}", target["legendFormat"]))
-        assert named <= names(concrete(target["expr"])).labels | {"instance"}, (
+        assert named <= names(concrete(target["expr"])).labels | {"instance", "gateway"}, (
             "the legend names a label that is aggregated away"
         )
+
+
+def test_processes_of_one_gateway_are_told_apart():
+    for panel in (panel for dashboard in DASHBOARDS.values() for panel in dashboard["panels"]):
+        for target in panel.get("targets", ()):
+            if target["legendFormat"].startswith("{{instance}}") and not target["expr"].startswith("up{"):
+                assert "{{gateway}}" in target["legendFormat"], panel["title"]
 
 
 def test_panels_do_not_overlap_and_have_numbers_of_their_own():
@@ -108,6 +115,8 @@ def test_what_waits_at_gateways_is_waiting():
     rules = [rule for group in yaml.safe_load((RULES / "recording.yml").read_text())["groups"] for rule in group["rules"]]
     (waiting,) = (each["expr"] for each in rules if each["record"] == "job:outrider_waiting:sum")
     assert "sum by (job) (outrider_queue_sequences)" in waiting
+    (queue,) = (panel for file, panel in PANELS if file == "outrider-overview" and panel["title"] == "Queue")
+    assert "+ sum(outrider_queue_sequences{" in queue["targets"][0]["expr"]
 
 
 def test_every_metric_and_label_exists():

@@ -48,7 +48,7 @@ def service(proposer: EagleProposer, clock: Clock) -> DrafterService:
 
 
 def dropped(service: DrafterService) -> int:
-    return service.stats(0.0).ahead_dropped
+    return service._nexts.dropped
 
 
 def test_messages_survive_the_wire() -> None:

@@ -221,7 +221,7 @@ def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService) ->
     new.ask(reopened, k=4)
     after = new.answer(work(service))
     assert after[0].tokens == before[0].tokens
-    assert service.stats(0.0).prefix_rows_reused == 32
+    assert service.proposer.usage().prefix_rows_reused == 32
 
 
 def test_a_wishes_own_epoch_is_echoed(service: DrafterService) -> None:
@@ -362,7 +362,7 @@ def test_other_weights_of_the_target_empty_the_prefix_cache(service: DrafterServ
     handle(service, first.features, [encode(Hello(PROTOCOL_VERSION, "v", "features", 2, weights=weights))])
     second = Verifier(service, "w")
     second.round(Open("b", 40, tokens, 8))
-    assert bool(service.stats(0.0).prefix_rows_reused) == shared
+    assert bool(service.proposer.usage().prefix_rows_reused) == shared
     # Said again, it is nothing new.
     handle(service, first.features, [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 2, weights=weights))])
     assert service.stats(0.0).sequences == 1

@@ -102,6 +102,32 @@ def test_rates_are_differences_of_counters(watched):
 
 
 @needs_node
+def test_what_waits_at_the_gateway_is_queued(watched):
+    watched.story.gate.sequences = 300
+    watched.story.load["verifier-1"] = 16
+    watched.run(3)
+    assert watched.view()["totals"]["waiting"] == 302
+
+
+@needs_node
+def test_a_drafters_round_trip_is_the_mean_over_its_rounds(tmp_path):
+    assert NODE is not None
+    for name in ("dom.js", "tables.js"):
+        (tmp_path / name).write_text((FOLDER / name).read_text())
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "means.js").write_text(
+        """import { overPairs } from "./tables.js";
+        const pair = { acceptance_length: null, drafts_per_s: 0, round_trip_ms: null, rounds_per_s: 0, dropped_per_s: 0 };
+        const busy = { ...pair, round_trip_ms: 4, rounds_per_s: 3 };
+        const dropping = { ...pair, round_trip_ms: 8, rounds_per_s: 1 };
+        const lookups = { ...pair, acceptance_length: 2, drafts_per_s: 9 };
+        console.log(JSON.stringify([[busy, dropping, lookups], [lookups]].map((each) => overPairs(each).round_trip)));"""
+    )
+    done = subprocess.run([NODE, str(tmp_path / "means.js")], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [5, None]
+
+
+@needs_node
 def test_the_window_forgets(watched):
     watched.run(5)
     watched.story.load["verifier-0"] = 0

@@ -79,6 +79,13 @@ def test_every_metric_is_defined_with_its_kind_and_labels(metrics):
             assert set(sample.labels) - {"le"} == set(by_name[name].labels), name
 
 
+def test_alerts_see_the_first_loss(metrics):
+    families = exposed(metrics)
+    ended = {sample.labels["reason"]: sample.value for sample in families["outrider_sequences_finished"].samples}
+    assert ended["lost"] == 0
+    assert {sample.value for name in ("failovers", "migrations") for sample in families[f"outrider_{name}"].samples} == {0}
+
+
 def test_names_do_not_lie():
     for name, each in DEFINITIONS.items():
         assert (kind_of(name) == "counter") == name.endswith("_total"), name
@@ -117,7 +124,7 @@ def test_acceptance_by_version_of_the_weights(metrics):
 def test_drafters_counters_are_there_and_what_they_learned_where_they_learn():
     core = Core(stats())
     plain = DrafterStats("d0", 1.0, busy_s=3.0, draft_s=2.0, sequences=4, cache_usage=0.5, evictions=6, rejected=7)
-    learning = DrafterStats("d1", 1.0, busy_s=8.0, learning=Learning(version=2, steps=90))
+    learning = DrafterStats("d1", 1.0, busy_s=8.0, learning=Learning(version=2, steps=500, new_steps=90))
     members = [
         MemberView(Member(each.drafter_id, "drafter", "i", "x", "", "n", 8, "m", "ready"), 0.1, drafter=each)
         for each in (plain, learning)
@@ -225,6 +232,7 @@ def test_aborted_sequences_have_no_speed():
 def test_the_fleet_document():
     document = fleet_document(cast(FleetCore, Core(stats())))
     assert document["version"] == 3
+    assert document["queued"] == 2
     (verifier,) = document["verifiers"]
     assert verifier["id"] == "v0"
     assert verifier["pid"] == 7

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -24,7 +25,7 @@ from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, is_held_out
 from backend.learning.rules import FEWEST, FEWEST_SEQUENCES, KEPT, LEAST_GAIN, Watch, bound_of_gain
 from backend.learning.trainable import load_pupil, trained_tensors
-from backend.learning.trainer import PASSES, Job, Trainer, newest_version
+from backend.learning.trainer import PASSES, Job, News, Trainer, newest_version
 from backend.models.check import why_not_learning
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError, load_config
@@ -212,7 +213,9 @@ def load_embeddings() -> torch.Tensor:
     return files.read(name).float()
 
 
-def test_training_publishes_a_better_head_and_goes_on_after_a_restart(start: str, tmp_path: Path) -> None:
+def test_training_publishes_a_better_head_and_goes_on_after_a_restart(
+    start: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     teach(tmp_path / "ring", 100)
     job = Job(str(TARGET_DIR), start, str(tmp_path / "own"), str(tmp_path / "ring"))
     trainer = Trainer(job)
@@ -229,6 +232,12 @@ def test_training_publishes_a_better_head_and_goes_on_after_a_restart(start: str
     for each, expected in ((start, examined.present), (directory, examined.candidate)):
         lengths = acceptance_lengths(load_pupil(each, str(TARGET_DIR), DEVICE), collate(held_out, DEVICE), 4)
         assert sum(length for length in lengths if length is not None) / len(held_out) == pytest.approx(expected)
+    moved = Path(shutil.copytree(tmp_path / "own", tmp_path / "elsewhere" / "own"))
+    there = Trainer(Job(job.target_dir, str(moved / "versions" / "000001"), str(moved), job.ring_dir))
+    assert there.steps == trainer.steps
+    caplog.clear()
+    assert Trainer(Job(job.target_dir, start, str(moved), job.ring_dir)).steps == 0
+    assert "trainer.pt is not used" in caplog.text
     again = Trainer(Job(job.target_dir, directory, job.directory, job.ring_dir))
     assert again.steps == trainer.steps
     # Earlier versions are deleted in time, the one that it began with among them.
@@ -375,6 +384,22 @@ def test_a_head_that_cannot_be_loaded_is_put_away(start: str, tmp_path: Path) ->
             learner(start, tmp_path, refuse)
     finally:
         own.stop()
+
+
+def test_steps_are_counted_from_each_trainers_first_report(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = learner(start, tmp_path, lambda head: None)
+    monkeypatch.setattr("backend.drafter.learner.subprocess.Popen", lambda *_, **__: SimpleNamespace(stdout=()))
+    counted = []
+    try:
+        for reports in ((100, 140), (90, 120)):
+            own._start_trainer()
+            for steps in reports:
+                own._hear(News(steps, steps / 10))
+                counted.append((own.stats().steps, own.stats().new_steps, own.stats().new_training_s))
+    finally:
+        own._trainer = None
+        own.stop()
+    assert counted == [(100, 0, 0), (140, 40, 4), (90, 40, 4), (120, 70, 7)]
 
 
 def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Path) -> None:

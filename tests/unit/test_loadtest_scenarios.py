@@ -6,6 +6,7 @@ import json
 import random
 from argparse import ArgumentTypeError
 
+import httpx
 import pytest
 
 from loadtest import metrics, slo
@@ -98,3 +99,9 @@ def test_the_servers_own_figures() -> None:
     assert [before[name] for name in metrics.IN_FLIGHT] == [3, 0, 0]
     assert metrics.acceptance_length(before, after) == {"acceptance_length": 2.5}
     assert metrics.acceptance_length(before, before) == {}
+
+
+def test_a_load_runs_where_metrics_are_guarded() -> None:
+    http = httpx.Client(base_url="http://x", transport=httpx.MockTransport(lambda _: httpx.Response(403)))
+    assert metrics.read_first(http) == {}
+    assert metrics.acceptance_length({}, metrics.parse(METRICS.format(drafts=10, accepted=5))) == {}

@@ -305,6 +305,22 @@ def test_a_fleet_that_torchrun_starts_has_groups_of_its_own(monkeypatch: pytest.
     assert "TORCHELASTIC_USE_AGENT_STORE" not in given
 
 
+def test_a_fleet_of_its_own_is_called_with_its_key_which_no_flag_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "key").write_text("of-a-file\n")
+    for given, sent in (("plain", "plain"), (f"@{tmp_path}/key", "of-a-file")):
+        http = AsyncFleet("demo", gateway_api_key=given)._connection._http
+        assert http.headers["Authorization"] == f"Bearer {sent}"
+
+    def start(command: list[str], **options: Any) -> None:
+        assert "plain" not in " ".join(command)
+        assert options["env"]["OUTRIDER_GATEWAY__API_KEY"] == "plain"
+        raise OSError("not today")
+
+    monkeypatch.setattr("outrider.process.subprocess.Popen", start)
+    with pytest.raises(OSError, match="not today"):
+        FleetProcess({"gateway_api_key": "plain", "verifiers": 2})
+
+
 def test_importing_it_imports_nothing_heavy() -> None:
     code = "import sys, outrider; print(*{'torch', 'vllm', 'ray', 'transformers', 'numpy'} & sys.modules.keys())"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""

@@ -179,6 +179,7 @@ def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path) -> None:
     assert all(file.exists() for file in precious)
     assert [int(file.stem.partition("-")[2]) for file in left] == list(range(41 - len(left), 41)), "the newest are left"
     assert books(store).removed["verification"] == 1000 * (40 - len(left))
+    assert books(kept).removed["step"] == 1
 
 
 def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

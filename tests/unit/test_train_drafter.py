@@ -12,6 +12,7 @@ from typing import Any, cast
 import pyarrow.parquet as pq
 import pytest
 
+from backend.config.environment import outrider_variables
 from backend.config.sources import CommandError, ConfigError, load
 from backend.records.schema import to_table
 from backend.rollout.trace import Case, TraceError, write_cases
@@ -28,8 +29,14 @@ def write(directory: Path, *rows: object) -> Path:
 
 def test_prompts_are_text_tokens_or_messages(tmp_path: Path) -> None:
     messages = [{"role": "user", "content": "hello"}]
-    file = write(tmp_path, {"prompt": "def f"}, {"prompt": [5, 6]}, {"messages": messages, "response": "unread"})
-    assert read_data(file) == ["def f", [5, 6], messages]
+    file = write(
+        tmp_path,
+        {"prompt": "def f"},
+        {"prompt": [5, 6]},
+        {"messages": messages, "response": "unread"},
+        {"prompt": None, "messages": messages},
+    )
+    assert read_data(file) == ["def f", [5, 6], messages, messages]
 
 
 @pytest.mark.parametrize("row", [{}, {"prompt": ""}, {"prompt": 7}, {"messages": []}])
@@ -44,7 +51,6 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: dict[str, object])
         ([], "--data"),
         (["--minutes", "0"], "--minutes"),
         (["--steps", "0"], "--steps"),
-        (["--drafters", "2"], "--drafters: is not for this command"),
         (["--drafting-ring-dir", "/x"], "--drafting-ring-dir: is not for this command"),
         (["--nonsense"], "--nonsense"),
     ],
@@ -113,9 +119,41 @@ def test_a_given_head_goes_on_learning_and_any_other_model_gets_a_new_one(tmp_pa
         "drafter": "grow",
         "drafting_learning_dir": str(tmp_path),
         "drafting_ring_dir": str(tmp_path / "ring"),
+        "gateway_state_dir": "none",
     }
     given = fleet_settings(load(["--drafter", "/head"]), tmp_path)
     assert (given["drafter"], given["drafting_learning"]) == ("/head", "always")
+
+
+def test_settings_of_a_fleet_that_serves_reach_the_training_fleet_only_as_far_as_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "fleet.yaml"
+    config.write_text("mode: auto\nverifiers: 2\ngateway: {api_key: secret, port: 443, uds: /run/x, chat_template: t}\n")
+    monkeypatch.setenv("OUTRIDER_CONFIG", str(config))
+    monkeypatch.setenv("OUTRIDER_DRAFTERS", "3")
+    monkeypatch.setenv("OUTRIDER_GATEWAY__ADMIN_KEY", "secret")
+    started: list[dict[str, object]] = []
+
+    async def train(_: object, settings: dict[str, object], *rest: object) -> None:
+        started.append(settings)
+
+    monkeypatch.setattr("gateway.train_drafter.train", train)
+    given = ["--data", str(write(tmp_path, {"prompt": "x"})), "--output", str(tmp_path / "o")]
+    main(given, print)
+    assert started[0].items() >= {"mode": "sync", "drafters": 1, "verifiers": 2, "gateway_chat_template": "t"}.items()
+    assert "secret" not in repr(started)
+    assert not {"gateway_port", "gateway_uds"} & started[0].keys()
+    assert not outrider_variables(), "the fleet inherits them"
+    monkeypatch.setenv("OUTRIDER_DRAFTING__LEARNING", "on")
+    with pytest.raises(ConfigError, match="OUTRIDER_DRAFTING__LEARNING: is not for this command"):
+        main(given, print)
+
+
+def test_a_run_that_ended_before_its_first_line_is_gone_on_with(tmp_path: Path) -> None:
+    for _ in range(3):
+        assert Curve(tmp_path / CURVE, print).seconds == 0
+    assert (tmp_path / CURVE).read_text().count("seconds") == 1
 
 
 def test_a_further_run_goes_on_with_the_curve_and_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from backend.config.settings import REMOTE_MODES
 from backend.lab.bench.options import PROBABILISTIC, Options
+from backend.models.kinds import KINDS, DrafterKind
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,10 @@ def split_cores(available: Sequence[int], verifier: int | None, drafter: int | N
     return CoreSplit(cores[:verifying], cores[verifying : verifying + drafting])
 
 
-def configurations(options: Options, split: CoreSplit) -> list[Configuration]:
-    """Everything measured for one target, plain decoding first."""
-    return [Configuration(mode, k, split.verifier) for mode in options.modes for k in (options.ks if mode != "off" else (0,))]
+def configurations(options: Options, split: CoreSplit, kind: DrafterKind) -> list[Configuration]:
+    """Everything measured for one target, plain decoding first.  Drafters without weights give no probabilities."""
+    modes = [mode for mode in options.modes if mode != PROBABILISTIC or KINDS[kind].has_weights]
+    return [Configuration(mode, k, split.verifier) for mode in modes for k in (options.ks if mode != "off" else (0,))]
 
 
 def label(mode: str, k: int) -> str:

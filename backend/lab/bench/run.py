@@ -80,7 +80,7 @@ def describe_target(models: ResolvedModels) -> dict[str, Any]:
 
 def _measure_target(target: str, bench: Bench, options: Options, results: Results, say: Say, keep: Callable[[], None]) -> None:
     prompts = Prompts(bench.models.target_dir, options.prompt_tokens)
-    configured = configurations(options, bench.split)
+    configured = configurations(options, bench.split, bench.models.drafter_kind)
     schedule = list(cells(configured, points(options), options.rounds))
     with TargetFleet(bench, configured, say) as fleet:
         say(f"{target}: warming up")
