@@ -106,7 +106,9 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """Until when the next step should wait for drafts; None: begin now, as during a pause."""
         if not self.speculator.questions.pending or self._pause_state != PauseState.UNPAUSED:
             return None
-        return self.speculator.hold(self._decoding, self._prefill_ahead(), now)
+        # Includes requests whose prefill ended in the last step, for which drafts have been asked since.
+        decoding = [request.request_id for request in self.running if not request.is_prefill_chunk]
+        return self.speculator.hold(decoding, self._prefill_ahead(), now)
 
     def learn(self) -> None:
         """Compares earlier drafts with the last step's text; called in spare time."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, given
@@ -241,3 +242,16 @@ def test_preempted_requests_are_drafted_for_again(directory: Path, texts: list[T
         tight.assign(0)
         tight.verifier.generate(named(texts, "r"))
         assert tight.verifier.stats.preemptions > 0
+
+
+def test_the_first_draft_of_a_request_is_waited_for(directory: Path, texts: list[Text]) -> None:
+    with fleet(directory, 5, "ahead", lookup=False) as fresh:
+        fresh.assign(0)
+        core = fresh.verifier.core
+        core.add("r", texts[0])
+        core.step_fn()
+        fresh.verifier.links.ask(fresh.world.now)
+        assert set(core.scheduler.speculator.questions.pending) == {"r"}
+        with mock.patch.object(core.scheduler.speculator, "hold") as hold:
+            core.scheduler.wait_until(fresh.world.now)
+        assert hold.call_args.args[0] == ["r"]
