@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
 
 from backend.drafter.service import DrafterService
 from backend.fleet import DrafterRef
@@ -255,3 +256,17 @@ def test_the_first_draft_of_a_request_is_waited_for(directory: Path, texts: list
         with mock.patch.object(core.scheduler.speculator, "hold") as hold:
             core.scheduler.wait_until(fresh.world.now)
         assert hold.call_args.args[0] == ["r"]
+
+
+def test_a_prompt_without_room_in_the_cache_is_not_expected_in_the_next_step(directory: Path, texts: list[Text]) -> None:
+    with fleet(directory, 6, "auto", blocks=4) as tight:
+        core, long = tight.verifier.core, texts[2]
+        core.add("first", long)
+        core.step_fn()
+        core.add("second", texts[5])
+        assert core.scheduler._prefill_ahead() == long.prompt
+        core.step_fn()
+        assert len(core.scheduler.waiting) == 1
+        assert core.scheduler._prefill_ahead() == 0
+        core.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+        assert core.scheduler._prefill_ahead() == long.prompt, "now there is room"
