@@ -94,6 +94,9 @@ class Speculator:
 
     def set_drafters(self, heads: Mapping[str, str]) -> None:
         """The assignment changed.  `heads`: drafter to the name of its head."""
+        if not self._drafter_ids:
+            # Steps without drafters say nothing about the offer that was chosen before.
+            self._emitted, self._request_s = 0, 0.0
         self._drafter_ids = sorted(heads)
         self.preference.set_drafters(dict(heads))
         self.questions.set_drafters(self._drafter_ids)

@@ -253,3 +253,13 @@ def test_without_drafters_nobody_is_asked() -> None:
     assert made.ask(100.0) == {}
     assert made.hold(["r"], 0, 100.0) is None
     assert made.plan.k == 0
+
+
+def test_steps_without_drafters_are_not_held_against_an_offer() -> None:
+    driven = Driven(speculator(), Drafter(0.9))
+    driven.run(20)
+    driven.speculator.set_drafters({})
+    driven.run(20)
+    assert driven.speculator._emitted > 0
+    driven.speculator.set_drafters({"d0": ""})
+    assert (driven.speculator._emitted, driven.speculator._request_s) == (0, 0.0)
