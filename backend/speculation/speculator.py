@@ -310,7 +310,10 @@ class Speculator:
         self.candidates.begin_learning()
         if self._step_s is not None:
             self._request_s += len(self._unlearned) * (self._step_s + waited_s)
-        for request_id, began in self._unlearned.items():
+        # Begins with another request each step: the room for indexing may not suffice for all.
+        unlearned = list(self._unlearned.items())
+        first = self.candidates.steps % max(len(unlearned), 1)
+        for request_id, began in unlearned[first:] + unlearned[:first]:
             request = self.candidates.requests.get(request_id)
             if request is None:
                 continue
