@@ -135,6 +135,10 @@ class FeatureShipper:
         for link in self._links.values():
             self._close(link, over, "finished")
 
+    def preempted(self, request_ids: Iterable[str]) -> None:
+        """Forgets postponed rows of requests that will be computed anew."""
+        self._postponed.forget(request_ids)
+
     @staticmethod
     def _close(link: FeatureLink, request_ids: Iterable[str], reason: str) -> None:
         for request_id in request_ids:

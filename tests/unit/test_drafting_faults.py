@@ -241,8 +241,11 @@ def test_requests_whose_opening_was_lost_are_opened_again(directory: Path, texts
 def test_preempted_requests_are_drafted_for_again(directory: Path, texts: list[Text]) -> None:
     with fleet(directory, 4, "ahead", blocks=13) as tight:
         tight.assign(0)
-        tight.verifier.generate(named(texts, "r"))
-        assert tight.verifier.stats.preemptions > 0
+        shipper = tight.verifier.core.runner.shipper
+        assert shipper is not None
+        with mock.patch.object(shipper, "preempted", wraps=shipper.preempted) as told:
+            tight.verifier.generate(named(texts, "r"))
+        assert 0 < tight.verifier.stats.preemptions == sum(len(call.args[0]) for call in told.call_args_list)
 
 
 def test_the_first_draft_of_a_request_is_waited_for(directory: Path, texts: list[Text]) -> None:
