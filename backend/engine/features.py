@@ -87,6 +87,8 @@ class FeatureShipper:
         self._store = FeatureStore(handover_bytes)
         self._postponed = Postponed()
         self._links: dict[str, FeatureLink] = {}
+        self._epochs: dict[DrafterRef, int] = {}
+        """When each drafter was assigned.  Its link has this epoch, as the scheduler's has, even if it is made later."""
         self._epoch = 0
         self._shipped = Shipped()
         """Counts since the last `take_counters`."""
@@ -103,8 +105,9 @@ class FeatureShipper:
                 del self._links[drafter_id]
         if weights != self._weights:
             self._store.clear()
-            self._postponed = Postponed()
+            self._postponed, self._epochs = Postponed(), {}
         self._epoch, self._weights = epoch, weights
+        self._epochs = {ref: self._epochs.get(ref, epoch) for ref in refs}
         self._assigned = {ref.id: ref.head for ref in refs}
         for ref in refs:
             if ref.id not in self._links:
@@ -120,7 +123,7 @@ class FeatureShipper:
             # Without its projection the drafter would get wrong features; no drafts are better.
             logger.error("drafter %s is not used: %s", ref.id, error)
             return
-        self._links[ref.id] = FeatureLink(wire, ref, project, verifier_id, self._epoch, self._weights, self._ring_bytes)
+        self._links[ref.id] = FeatureLink(wire, ref, project, verifier_id, self._epochs[ref], self._weights, self._ring_bytes)
 
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forgets requests that have ended; drafters learn of it with the next round."""
@@ -131,6 +134,10 @@ class FeatureShipper:
             self.chosen.pop(request_id, None)
         for link in self._links.values():
             self._close(link, over, "finished")
+
+    def preempted(self, request_ids: Iterable[str]) -> None:
+        """Forgets postponed rows of requests that will be computed anew."""
+        self._postponed.forget(request_ids)
 
     @staticmethod
     def _close(link: FeatureLink, request_ids: Iterable[str], reason: str) -> None:

@@ -84,7 +84,7 @@ class Postponed:
             self.rows += span.rows
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """Drops the rows of requests that have ended."""
+        """Drops the rows of requests that have ended or are preempted."""
         for request_id in request_ids:
             aside = self._asides.pop(request_id, None)
             self.rows -= aside.end - aside.start if aside is not None else 0
@@ -92,7 +92,7 @@ class Postponed:
     def with_present(self, spans: list[Span], hidden: torch.Tensor) -> tuple[list[Span], torch.Tensor]:
         """Takes out all postponed rows, merged with the current step's as if all had been computed in it.
 
-        Rows of requests that are not in this step are dropped: these have ended or will be recomputed.
+        Rows of requests that are not in this step stay: vLLM had no tokens for them.  Others must be forgotten.
         """
         if not self._bytes:
             return spans, hidden
@@ -100,12 +100,16 @@ class Postponed:
         merged: list[Span] = []
         offset = 0
         for span in spans:
-            aside, start = self._asides.get(span.request_id), span.start
+            aside, start = self._asides.pop(span.request_id, None), span.start
             if aside is not None and aside.end == start:
                 start = aside.start
                 parts += aside.rows
             parts.append(hidden[span.offset : span.offset + span.rows])
             merged.append(span._replace(start=start, offset=offset, rows=span.start + span.rows - start))
             offset += merged[-1].rows
-        self._asides, self.rows, self._bytes = {}, 0, 0
+        for aside in self._asides.values():
+            # A copy, so that the memory of the others' rows is freed.
+            aside.rows = [torch.cat(aside.rows)]
+        self.rows = sum(aside.end - aside.start for aside in self._asides.values())
+        self._bytes = sum(aside.rows[0].numel() * aside.rows[0].element_size() for aside in self._asides.values())
         return merged, torch.cat(parts)

@@ -139,6 +139,7 @@ class RemoteDrafting:
         """vLLM's method of the same name; first reports finished requests to drafters, also in a step that runs nothing."""
         if self.shipper is not None:
             self.shipper.finish(scheduler_output.finished_req_ids)
+            self.shipper.preempted(scheduler_output.preempted_req_ids or ())
             if not scheduler_output.total_num_scheduled_tokens:
                 self.shipper.ship([], None)
         return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]

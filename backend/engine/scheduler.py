@@ -51,6 +51,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self._refs: dict[str, DrafterRef] = {}
         self._decoding: list[str] = []
         self._tokens, self._with_prefill = 0, False
+        self._held_back: Any = None
+        """The first waiting request, if the last step had tokens left and did not admit it: the KV cache is full, say."""
         self.warm_up_drafts: int | None = None
         """During warm-up: number of meaningless draft tokens per request.  Then only step times are learned."""
         self._changes = 0
@@ -106,7 +108,9 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """Until when the next step should wait for drafts; None: begin now, as during a pause."""
         if not self.speculator.questions.pending or self._pause_state != PauseState.UNPAUSED:
             return None
-        return self.speculator.hold(self._decoding, self._prefill_ahead(), now)
+        # Includes requests whose prefill ended in the last step, for which drafts have been asked since.
+        decoding = [request.request_id for request in self.running if not request.is_prefill_chunk]
+        return self.speculator.hold(decoding, self._prefill_ahead(), now)
 
     def learn(self) -> None:
         """Compares earlier drafts with the last step's text; called in spare time."""
@@ -178,6 +182,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         if self.speculator.preference.has_choice:
             output.outrider.heads.update(self._choose_heads(output.scheduled_new_reqs))
         self._tokens = output.total_num_scheduled_tokens
+        could_admit = len(self.waiting) and self._tokens < self.max_num_scheduled_tokens
+        self._held_back = self.waiting.peek_request() if could_admit else None
         self._with_prefill = not output.num_scheduled_tokens.keys() <= set(self._decoding)
         return output
 
@@ -222,6 +228,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.speculator.forget(request.request_id)
+        self._held_back = None
         return super()._free_request(request, *args, **kwargs)
 
     def _prefill_ahead(self) -> int:
@@ -229,7 +236,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         room = self.max_num_scheduled_tokens
         chunks = sum(r.num_tokens - r.num_computed_tokens for r in self.running if r.is_prefill_chunk)
         if len(self.waiting) and len(self.running) < self.max_num_running_reqs:
-            chunks += self.waiting.peek_request().num_tokens
+            first = self.waiting.peek_request()
+            chunks += first.num_tokens if first is not self._held_back else 0
         return int(min(chunks, room))
 
 

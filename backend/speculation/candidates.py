@@ -31,6 +31,8 @@ SAMPLED = 8
 """Requests per step whose drafts are learned from, in turn: in larger batches, all would cost too much time."""
 INDEXED_PER_STEP = 512
 """Tokens indexed for look-ups per step, over all requests, so that a batch of long prompts does not stop the engine."""
+FOR_OTHERS = 64
+"""Of these, the part that is kept for other verifiers' outputs."""
 
 
 class Source(NamedTuple):
@@ -102,7 +104,7 @@ class Candidates:
         self._asked: dict[str, tuple[RequestOptions, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
         self._shared = SharedTexts() if lookups else None
-        self._room = INDEXED_PER_STEP
+        self._room = 0
         self._guesses = Guesses()
         self._calibrations: dict[Source, Calibration] = {}
         self._turn = 0
@@ -211,7 +213,7 @@ class Candidates:
 
     def begin_learning(self) -> None:
         """Call once per step, before `learn` for its requests."""
-        self._room = INDEXED_PER_STEP
+        self._room = INDEXED_PER_STEP - FOR_OTHERS
 
     def learn(self, request_id: str, request: Request) -> None:
         """Compares the request's drafts with its text, and indexes new text for look-ups."""
@@ -221,9 +223,9 @@ class Candidates:
                 self._room -= each.advance(request.text, self._room)
 
     def index_shared(self) -> None:
-        """Call once per step, after `learn` for its requests: indexes other verifiers' outputs with the room that is left."""
+        """Call once per step, after `learn` for its requests: indexes other verifiers' outputs."""
         if self._shared is not None:
-            self._shared.advance(self._room)
+            self._shared.advance(self._room + FOR_OTHERS)
 
     def weights(self, drafter_id: str, *, greedy: bool) -> list[float]:
         """The weights (`chances.py`) by which a drafter judges the tokens of its fresh drafts."""

@@ -94,6 +94,9 @@ class Speculator:
 
     def set_drafters(self, heads: Mapping[str, str]) -> None:
         """The assignment changed.  `heads`: drafter to the name of its head."""
+        if not self._drafter_ids:
+            # Steps without drafters say nothing about the offer that was chosen before.
+            self._emitted, self._request_s = 0, 0.0
         self._drafter_ids = sorted(heads)
         self.preference.set_drafters(dict(heads))
         self.questions.set_drafters(self._drafter_ids)
@@ -307,7 +310,10 @@ class Speculator:
         self.candidates.begin_learning()
         if self._step_s is not None:
             self._request_s += len(self._unlearned) * (self._step_s + waited_s)
-        for request_id, began in self._unlearned.items():
+        # Begins with another request each step: the room for indexing may not suffice for all.
+        unlearned = list(self._unlearned.items())
+        first = self.candidates.steps % max(len(unlearned), 1)
+        for request_id, began in unlearned[first:] + unlearned[:first]:
             request = self.candidates.requests.get(request_id)
             if request is None:
                 continue

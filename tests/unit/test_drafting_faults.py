@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
+from vllm.v1.request import RequestStatus
 
 from backend.drafter.service import DrafterService
 from backend.fleet import DrafterRef
@@ -239,5 +241,35 @@ def test_requests_whose_opening_was_lost_are_opened_again(directory: Path, texts
 def test_preempted_requests_are_drafted_for_again(directory: Path, texts: list[Text]) -> None:
     with fleet(directory, 4, "ahead", blocks=13) as tight:
         tight.assign(0)
-        tight.verifier.generate(named(texts, "r"))
-        assert tight.verifier.stats.preemptions > 0
+        shipper = tight.verifier.core.runner.shipper
+        assert shipper is not None
+        with mock.patch.object(shipper, "preempted", wraps=shipper.preempted) as told:
+            tight.verifier.generate(named(texts, "r"))
+        assert 0 < tight.verifier.stats.preemptions == sum(len(call.args[0]) for call in told.call_args_list)
+
+
+def test_the_first_draft_of_a_request_is_waited_for(directory: Path, texts: list[Text]) -> None:
+    with fleet(directory, 5, "ahead", lookup=False) as fresh:
+        fresh.assign(0)
+        core = fresh.verifier.core
+        core.add("r", texts[0])
+        core.step_fn()
+        fresh.verifier.links.ask(fresh.world.now)
+        assert set(core.scheduler.speculator.questions.pending) == {"r"}
+        with mock.patch.object(core.scheduler.speculator, "hold") as hold:
+            core.scheduler.wait_until(fresh.world.now)
+        assert hold.call_args.args[0] == ["r"]
+
+
+def test_a_prompt_without_room_in_the_cache_is_not_expected_in_the_next_step(directory: Path, texts: list[Text]) -> None:
+    with fleet(directory, 6, "auto", blocks=4) as tight:
+        core, long = tight.verifier.core, texts[2]
+        core.add("first", long)
+        core.step_fn()
+        core.add("second", texts[5])
+        assert core.scheduler._prefill_ahead() == long.prompt
+        core.step_fn()
+        assert len(core.scheduler.waiting) == 1
+        assert core.scheduler._prefill_ahead() == 0
+        core.scheduler.finish_requests("first", RequestStatus.FINISHED_ABORTED)
+        assert core.scheduler._prefill_ahead() == long.prompt, "now there is room"

@@ -1,9 +1,11 @@
 """A prediction is followed, left, and found again."""
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.speculation.prediction import Prediction
+from backend.speculation.prediction import NEAREST, Prediction
 
 PROMPT = [90, 91, 92]
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -35,6 +37,27 @@ def test_of_two_places_the_one_behind_where_it_was_left_is_taken():
 
 def test_of_two_places_the_one_that_agrees_for_longer_is_taken():
     assert drafts([5, 1, 2, 30, 6, 1, 2, 40, 0], [9, 6, 1, 2])[-1] == [40, 0]
+
+
+class Counted(list[int]):
+    """Counts how often its tokens are read."""
+
+    reads = 0
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+def test_in_a_prediction_that_repeats_itself_only_near_places_are_compared():
+    tokens = Counted([7] * 5000)
+    prediction = Prediction(tokens, 0)
+    answer = [7] * 2500 + [1, 7, 7]
+    prediction.propose(answer[:-1], 3)
+    tokens.reads = 0
+    assert prediction.propose(answer, 3)[0] == [7, 7, 7]
+    assert prediction._at == 2501
+    assert tokens.reads < 3 * NEAREST
 
 
 def test_signs_follow_how_well_it_went():

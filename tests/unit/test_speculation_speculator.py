@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.fleet import LOOKUP
-from backend.speculation.candidates import rank_of
+from backend.speculation.candidates import INDEXED_PER_STEP, rank_of
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
 from backend.wire.drafting import Block, Draft, Outcome
+from backend.wire.engine import Said
 from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, Drafter, Driven, K, Turn, speculator
 
 
@@ -253,3 +254,29 @@ def test_without_drafters_nobody_is_asked() -> None:
     assert made.ask(100.0) == {}
     assert made.hold(["r"], 0, 100.0) is None
     assert made.plan.k == 0
+
+
+def test_steps_without_drafters_are_not_held_against_an_offer() -> None:
+    driven = Driven(speculator(), Drafter(0.9))
+    driven.run(20)
+    driven.speculator.set_drafters({})
+    driven.run(20)
+    assert driven.speculator._emitted > 0
+    driven.speculator.set_drafters({"d0": ""})
+    assert (driven.speculator._emitted, driven.speculator._request_s) == (0, 0.0)
+
+
+def test_in_an_overloaded_batch_every_request_and_others_outputs_are_indexed_in_turn() -> None:
+    made, texts = speculator(lookups=True), {f"r{i}": [100 + i] for i in range(4)}
+    made.candidates.share(Said("", [1, 2, 3, 4, 5], [6, 7, 8, 9]))
+    for step in range(4):
+        for text in texts.values():
+            text += text[:1] * INDEXED_PER_STEP
+        for name, text in texts.items():
+            made.ended(name, text, len(text) - INDEXED_PER_STEP, True)
+        made.attach(texts, 0, 100.0 + step)
+        made.ask(100.0 + step)
+        made.learn(0.0)
+    assert all(made.candidates.requests[name].texts[0].propose(text, 1)[0] for name, text in texts.items())
+    reader = made.candidates.requests["r0"].texts[1]
+    assert reader.propose([*texts["r0"], 2, 3, 4, 5], 2)[0] == [6, 7]

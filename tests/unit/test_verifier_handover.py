@@ -288,3 +288,18 @@ def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_
     assert 0 < len(mine) < 4
     assert set(bench.lines["d0"].drafts) == mine
     assert not bench.lines["d1"].drafts
+
+
+def test_a_drafter_whose_projection_loads_later_gets_features_at_the_epoch_of_its_other_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(tmp_path, monkeypatch, 0)
+
+    def projection(head: str) -> None:
+        if bench.epoch == 1:
+            raise CheckpointError("not yet")
+
+    monkeypatch.setattr(bench.shipper, "_projection", projection)
+    bench.assign("d0")
+    bench.assign("d0", "d1")
+    assert {name: link._epoch for name, link in bench.shipper._links.items()} == {"d0": 1, "d1": 2}
