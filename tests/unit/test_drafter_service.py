@@ -337,6 +337,10 @@ def test_prompt_lookup_behind_the_same_protocol() -> None:
     assert handle(service, verifier.features, [encode(Round(1, "float32", 0, [opened])), b""]) == []
     verifier.ask(opened, k=3)
     assert verifier.answer(work(service)) == [Draft("a", 6, [3, 4, 1])]
+    with_rows = Commit("a", 7, [3], 1)  # as of a head, but without a width
+    assert handle(service, verifier.features, [encode(Round(1, "float32", 0, [with_rows])), b""]) == []
+    verifier.ask(with_rows, k=2)
+    assert verifier.answer(work(service)) == [Draft("a", 7, [4, 1])]
     assert "wide" in refusal(handle(service, verifier.features, verifier.frames(Open("b", 3, [1, 2, 3], 2))))
 
 
