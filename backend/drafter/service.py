@@ -191,7 +191,8 @@ class DrafterService:
                 self._end(session)
             session = Session(hello.verifier_id, hello.epoch)
             self._sessions[hello.verifier_id] = session
-        # A socket may greet again for another role or verifier; its last greeting counts.
+        # A socket may greet again for another role or verifier, or come back on a new connection; the last greeting counts.
+        self._peers.pop((session.features if hello.role == "features" else session.drafts) or b"", None)
         self._peers[identity] = session, hello.role
         if hello.role == "features":
             session.features = identity

@@ -90,8 +90,7 @@ class DraftLinks:
                 self._hub.drop(self._links.pop(drafter_id).dealer)
         for ref in refs:
             if ref.id not in self._links:
-                identity = f"{self._verifier_id}/drafts/{self._epoch}"
-                dealer = self._hub.dealer(ref.address, identity, ref.server_key)
+                dealer = self._hub.dealer(ref.address, ref.server_key)
                 hello = Hello(
                     PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch, weights=self._weights, target=self._target
                 )

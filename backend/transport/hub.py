@@ -104,9 +104,9 @@ class Hub:
         self._refusals.append(refusals)
         return Router(socket, bound, refusals)
 
-    def dealer(self, address: str, identity: str, server_key: str = "", *, watched: bool = False) -> Dealer:
+    def dealer(self, address: str, server_key: str = "", *, watched: bool = False) -> Dealer:
         """Connects a client socket; see `connect_dealer`.  A `watched` dealer knows when its connection `was_cut`."""
-        socket = connect_dealer(self.wire, address, identity.encode(), server_key)
+        socket = connect_dealer(self.wire, address, server_key)
         self._add(socket)
         cuts: zmq.Socket[bytes] | None = None
         if watched:

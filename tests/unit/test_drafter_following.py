@@ -85,8 +85,8 @@ class Peer:
     def __init__(self, process: DrafterProcess, epoch: int = 1) -> None:
         self.hub = Hub(Wire())
         self.epoch = epoch
-        self.features = self.hub.dealer(process.address, f"v/features/{epoch}")
-        self.drafts = self.hub.dealer(process.address, f"v/drafts/{epoch}")
+        self.features = self.hub.dealer(process.address)
+        self.drafts = self.hub.dealer(process.address)
 
     def greet(self, weights: int, target: str) -> Welcome:
         self.features.send(encode(Hello(PROTOCOL_VERSION, "v", "features", self.epoch, None, weights)))

@@ -53,8 +53,8 @@ class Peer:
     def __init__(self, address: str, name: str, wire: Wire | None = None, server_key: str = "") -> None:
         self.hub = Hub(wire or Wire())
         self.name = name
-        self.features = self.hub.dealer(address, f"{name}/features/1", server_key)
-        self.drafts = self.hub.dealer(address, f"{name}/drafts/1", server_key)
+        self.features = self.hub.dealer(address, server_key)
+        self.drafts = self.hub.dealer(address, server_key)
 
     def greet(self) -> None:
         pairs: list[tuple[Dealer, Role]] = [(self.features, "features"), (self.drafts, "drafts")]
