@@ -43,6 +43,9 @@ class Router:
             self.socket.send_multipart((identity, *frames), zmq.NOBLOCK)
         except zmq.Again:
             return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
         return True
 
 

@@ -100,6 +100,7 @@ def bind_router(
     """
     socket: zmq.Socket[bytes] = wire.context.socket(zmq.ROUTER)
     _common(socket, address, high_water_mark)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or else messages for a full queue are lost without an error
     try:
         # A listener keeps the options in force when it is bound.  So this one has no CURVE; its directory protects it.
         if local_address:
