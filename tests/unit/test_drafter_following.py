@@ -115,14 +115,14 @@ class Peer:
                 part, data = part_of(ranks, message)
                 self.drafts.send(encode(part), data)
             elif asked:
-                self.drafts.send(encode(Next(self.epoch, [])))
+                self.drafts.send(encode(Next([])))
         raise TimeoutError
 
     def draft(self, hidden: int) -> list[int]:
         features = torch.randn(5, hidden, generator=torch.Generator().manual_seed(1))
         opened = Open("r", 6, [1, 2, 3, 4, 5, 6], 5)
-        self.features.send(encode(Round(self.epoch, "float32", hidden, [opened])), features.numpy().tobytes())
-        self.drafts.send(encode(Next(self.epoch, [NextItem("r", 6, 6, [], 0)])))
+        self.features.send(encode(Round("float32", hidden, [opened])), features.numpy().tobytes())
+        self.drafts.send(encode(Next([NextItem("r", 6, 6, [], 0)])))
         answer = self.hear()
         assert isinstance(answer, Drafts)
         return answer.items[0].tokens
