@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -98,9 +97,7 @@ class VerifierLink:
         self._listener = listener
         self._silence_limit_s = silence_limit_s
         self._gateway_id = gateway_id
-        # Each connection has a new identity, so that the verifier does not mistake it for an earlier one.
-        identity = f"{gateway_id}/{uuid.uuid4().hex[:8]}".encode()
-        self._dealer = AsyncDealer(wire, wire.route(member), identity, member.server_key)
+        self._dealer = AsyncDealer(wire, wire.route(member), member.server_key)
         self._speech = EngineCodec()
         self._heard_at = self._awake_at = time.monotonic()
         self._excused_until = 0.0

@@ -46,7 +46,7 @@ def features_of(message: Round, frames: Sequence[bytes], proposer: Proposer, rin
     frame = _frame(message, frames, expected, ring)
     if len(frame) != expected:
         raise Malformed(f"the features frame has {len(frame)} bytes, not {expected}")
-    if not rows:
+    if not expected:
         return None
     features = torch.frombuffer(frame, dtype=dtype).view(rows, message.hidden)
     # One bad row would spoil every sequence that shares its prefix.

@@ -28,7 +28,6 @@ class Wanted:
     """One item of a `Next`.  `since`: when it came, or when its request reached `base_len` if that was later; seconds."""
 
     key: Key
-    epoch: int
     item: NextItem
     since: float
     chance_weights: Sequence[Sequence[float]] = ()

@@ -5,7 +5,7 @@ as many waiting rounds as can share it, from all verifiers, and adds the fresh d
 its cache and drafts.  Outcomes are enumerated only when neither rounds nor fresh drafts wait (`nexts.py`).
 
 A verifier has two sockets: `features`, which sends rounds, and `drafts`, which sends `Next` and gets all answers.  Both greet
-with the same verifier and epoch; the epoch of a `Next` is only echoed.  Refusals of rounds go to `drafts`, too, unless the
+with the same verifier and epoch.  Refusals of rounds go to `drafts`, too, unless the
 verifier has to greet again.  `Unknown`, which names requests to be opened again, goes to `features`, whose owner opens them.
 """
 
@@ -189,7 +189,8 @@ class DrafterService:
                 self._end(session)
             session = Session(hello.verifier_id, hello.epoch)
             self._sessions[hello.verifier_id] = session
-        # A socket may greet again for another role or verifier; its last greeting counts.
+        # A socket may greet again for another role or verifier, or come back on a new connection; the last greeting counts.
+        self._peers.pop((session.features if hello.role == "features" else session.drafts) or b"", None)
         self._peers[identity] = session, hello.role
         if hello.role == "features":
             session.features = identity
@@ -241,7 +242,7 @@ class DrafterService:
     def _take_next(self, session: Session, message: Next, now: float) -> None:
         for item in message.items:
             key = session.verifier_id, session.epoch, item.request_id
-            wanted = Wanted(key, message.epoch, item, now, message.chance_weights)
+            wanted = Wanted(key, item, now, message.chance_weights)
             if item.base_len > self.proposer.max_position:
                 self._nexts.unknown(key, item.base_len, now)
                 self._nexts.want(wanted, None)
@@ -293,19 +294,19 @@ class DrafterService:
                 self._lessons.imagined(wanted.key, wanted.item.base_len, wanted.item.verifying, outcomes)
         blocks = [Block(w.item.request_id, w.item.base_len, w.item.verifying, o) for w, o in zip(batch, found, strict=True)]
         replies: list[Reply] = []
-        for listener, epoch, places in self._by_peer(batch):
-            message = Ahead(epoch, round(spent_s * 1e6), [blocks[place] for place in places])
+        for listener, places in self._by_peer(batch):
+            message = Ahead(round(spent_s * 1e6), [blocks[place] for place in places])
             replies.append((listener, encode(message)))
         return replies
 
-    def _by_peer(self, wishes: Sequence[Wanted]) -> Iterable[tuple[bytes, int, list[int]]]:
-        """Groups `wishes` by the peer that waits for them: its drafts socket, the epoch to echo, and indices in `wishes`."""
-        groups: dict[tuple[bytes, int], list[int]] = {}
+    def _by_peer(self, wishes: Sequence[Wanted]) -> Iterable[tuple[bytes, list[int]]]:
+        """Groups `wishes` by the peer that waits for them: its drafts socket, and indices in `wishes`."""
+        groups: dict[bytes, list[int]] = {}
         for place, wanted in enumerate(wishes):
             session = self._sessions.get(wanted.key[0])
             if session is not None and session.drafts is not None:
-                groups.setdefault((session.drafts, wanted.epoch), []).append(place)
-        return [(listener, epoch, places) for (listener, epoch), places in groups.items()]
+                groups.setdefault(session.drafts, []).append(place)
+        return groups.items()
 
     def _apply(self, waiting: Waiting, asks: list[Ask], lost: dict[bytes, list[str]], now: float) -> None:
         """Takes a round's tokens.  Adds to `asks` the rows to compute, and to `lost` the requests that must be opened again.
@@ -352,10 +353,10 @@ class DrafterService:
         found = [NOTHING if place is None else drafts[place] for _, place in fresh]
         draft_us = round((finished - started) * 1e6)
         replies: list[Reply] = []
-        for listener, epoch, places in self._by_peer(wishes):
+        for listener, places in self._by_peer(wishes):
             queue_us = round(max(started - min(wishes[place].since for place in places), 0.0) * 1e6)
             items = [Draft(wishes[p].item.request_id, wishes[p].item.base_len, found[p].tokens, found[p].signs) for p in places]
-            replies.append((listener, encode(Drafts(epoch, draft_us, queue_us, items))))
+            replies.append((listener, encode(Drafts(draft_us, queue_us, items))))
         for wanted, drafted in zip(wishes, found, strict=True):
             self._nexts.drafted(wanted, drafted.tokens, finished)
             if self._lessons is not None:

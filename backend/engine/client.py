@@ -92,7 +92,7 @@ class EngineClient:
     ) -> None:
         self.hub = hub or Hub(Wire())
         self._shares_hub = hub is not None
-        self.dealer = self.hub.dealer(address, f"{name}-{uuid.uuid4().hex}", server_key, watched=True)
+        self.dealer = self.hub.dealer(address, server_key, watched=True)
         self._speech = EngineCodec()
         self.answers: dict[str, Answer] = {}
         self.stats: VerifierStats | None = None
@@ -205,9 +205,9 @@ class EngineClient:
         while (frames := self.dealer.receive()) is not None:
             self._take(frames)
         if self.dealer.was_cut():
-            self.is_cut = True
-            if self._greeting:
-                self.dealer.send(*self._hello)
+            # The verifier takes the next connection for another client's, and refuses all that comes before a greeting.
+            self.is_cut = self._greeting = True
+            self.dealer.send(*self._hello)
 
     def finish_all(self, timeout_s: float = 300.0) -> None:
         """Waits until every request has ended."""

@@ -60,8 +60,7 @@ class DraftLinks:
         self._verifier_id = verifier_id
         self._counters = self._scheduler.counters
         self._links: dict[str, _Link] = {}
-        # Answers carry the epoch of their question.  It starts at the clock: a restarted process must not accept answers to its
-        # predecessor.
+        # It starts at the clock: drafters must not take a restarted process for its predecessor.
         self._epoch = time.time_ns() & 0xFFFF_FFFF_FFFF
         self._weights, self._target = 0, ""
 
@@ -90,8 +89,7 @@ class DraftLinks:
                 self._hub.drop(self._links.pop(drafter_id).dealer)
         for ref in refs:
             if ref.id not in self._links:
-                identity = f"{self._verifier_id}/drafts/{self._epoch}"
-                dealer = self._hub.dealer(ref.address, identity, ref.server_key)
+                dealer = self._hub.dealer(ref.address, ref.server_key)
                 hello = Hello(
                     PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch, weights=self._weights, target=self._target
                 )
@@ -142,7 +140,7 @@ class DraftLinks:
             link = self._links.get(drafter_id)
             if link is not None:
                 chance_weights = self._scheduler.speculator.chance_weights(drafter_id)
-                link.dealer.send(encode(Next(self._epoch, items, chance_weights)))
+                link.dealer.send(encode(Next(items, chance_weights)))
 
     def read_counters(self, stats: VerifierStats) -> None:
         """Adds what the sending worker counted since the last call, and the plan in force.

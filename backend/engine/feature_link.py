@@ -61,8 +61,7 @@ class FeatureLink:
         self._ring_bytes = ring_bytes if ref.address.startswith("ipc://") else 0
         self._ring: RingWriter | None = None
         self._ring_is_read = False
-        identity = f"{verifier_id}/features/{epoch}".encode()
-        self.socket = Dealer(connect_dealer(wire, ref.address, identity, ref.server_key, QUEUED_ROUNDS))
+        self.socket = Dealer(connect_dealer(wire, ref.address, ref.server_key, QUEUED_ROUNDS))
         self.next_row: dict[str, int] = {}
         self.cold: set[str] = set()
         """Requests whose earlier rows have yet to be handed over."""

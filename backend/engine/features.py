@@ -206,7 +206,7 @@ class FeatureShipper:
     def _send(self, link: FeatureLink, items: list[Open | Commit | Close], frame: bytes, rows: _Rows) -> bool:
         """Sends one round, pending `Close` items first; returns False if the drafter's queue is full."""
         at = link.leave(frame)
-        header = encode(Round(self._epoch, rows.dtype, rows.width, [*link.closed, *items], at))
+        header = encode(Round(rows.dtype, rows.width, [*link.closed, *items], at))
         counters = self._shipped.counters[link.ref.id]
         if link.socket.send(header, frame if at is None else b""):
             link.closed.clear()

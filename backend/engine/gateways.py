@@ -24,7 +24,7 @@ from backend.engine.weights import WeightControl
 from backend.fleet import VerifierStats
 from backend.records.kept import KEPT_ROWS, KeptRows, RowBatch
 from backend.records.rows import Row
-from backend.transport import Router
+from backend.transport import Buffer, Router
 from backend.wire.engine import (
     ABORT,
     ACCOUNTS,
@@ -135,15 +135,19 @@ class GatewayPort:
             gateway = self._by_index.get(index)
             if gateway is None or not (its_outputs.outputs or its_outputs.utility_output):
                 continue
-            if not self._router.send(gateway.identity, OUTPUTS, *self._encoder.encode(its_outputs)):
-                logger.error("gateway %d does not read its outputs; dropping it", index)
-                self._forget(gateway)
+            self._tell(gateway, OUTPUTS, *self._encoder.encode(its_outputs))
+
+    def _tell(self, gateway: _Gateway, kind: bytes, *payload: Buffer) -> None:
+        """Sends a message that must not be missing between others; a gateway whose queue is full has to greet again."""
+        if not self._router.send(gateway.identity, kind, *payload):
+            logger.error("gateway %d does not read its messages; dropping it", gateway.index)
+            self._forget(gateway)
 
     def _send_accounts(self) -> None:
         for index, accounts in self._core.scheduler.accounts.take().items():
             gateway = self._by_index.get(index)
             if gateway is not None:
-                self._router.send(gateway.identity, ACCOUNTS, msgspec.msgpack.encode(accounts))
+                self._tell(gateway, ACCOUNTS, msgspec.msgpack.encode(accounts))
 
     def send_stats(self, stats: VerifierStats) -> None:
         """Sends the counters to every gateway whose queue has room."""
@@ -206,7 +210,7 @@ class GatewayPort:
         elif kind == ROWS:
             batch = self._kept.take() if self._kept is not None else RowBatch()
             batch.asked = msgspec.msgpack.decode(payload[0], type=int)
-            self._router.send(gateway.identity, ROWS, msgspec.msgpack.encode(batch))
+            self._tell(gateway, ROWS, msgspec.msgpack.encode(batch))
         elif kind == PING:
             self._router.send(gateway.identity, PING)
         else:
@@ -218,7 +222,7 @@ class GatewayPort:
             request.request_id, request.client_index = addition.request_id, gateway.index
             refuse_unfit(request, self._welcome.fixed_responses, self._vocab_size, self._welcome.max_model_len)
             add_request(self._core, request, addition.emitted, addition.noise_seed, addition.asked)
-            self._router.send(gateway.identity, TAKEN, addition.request_id.encode())
+            self._tell(gateway, TAKEN, addition.request_id.encode())
         except Exception as error:
             # An error in one request, unreadable frames included, must not end the engine for the others.
             logger.warning("request refused: %s: %s", type(error).__name__, error)

@@ -71,8 +71,8 @@ class AsyncDealer(_Watched):
     Raises `ValueError` for a tcp address without the keys it needs.
     """
 
-    def __init__(self, wire: Wire, address: str, identity: bytes, server_key: str = "", high_water_mark: int = 10_000) -> None:
-        super().__init__(connect_dealer(wire, address, identity, server_key, high_water_mark))
+    def __init__(self, wire: Wire, address: str, server_key: str = "", high_water_mark: int = 10_000) -> None:
+        super().__init__(connect_dealer(wire, address, server_key, high_water_mark))
         self._monitor = _Watched(self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
 
     def send(self, frames: Sequence[Buffer]) -> None:

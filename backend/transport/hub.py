@@ -43,6 +43,9 @@ class Router:
             self.socket.send_multipart((identity, *frames), zmq.NOBLOCK)
         except zmq.Again:
             return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
         return True
 
 
@@ -104,9 +107,9 @@ class Hub:
         self._refusals.append(refusals)
         return Router(socket, bound, refusals)
 
-    def dealer(self, address: str, identity: str, server_key: str = "", *, watched: bool = False) -> Dealer:
+    def dealer(self, address: str, server_key: str = "", *, watched: bool = False) -> Dealer:
         """Connects a client socket; see `connect_dealer`.  A `watched` dealer knows when its connection `was_cut`."""
-        socket = connect_dealer(self.wire, address, identity.encode(), server_key)
+        socket = connect_dealer(self.wire, address, server_key)
         self._add(socket)
         cuts: zmq.Socket[bytes] | None = None
         if watched:

@@ -100,6 +100,7 @@ def bind_router(
     """
     socket: zmq.Socket[bytes] = wire.context.socket(zmq.ROUTER)
     _common(socket, address, high_water_mark)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # or else messages for a full queue are lost without an error
     try:
         # A listener keeps the options in force when it is bound.  So this one has no CURVE; its directory protects it.
         if local_address:
@@ -131,11 +132,11 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> str:
     raise OSError(f"cannot listen on {address}: {failure}") from failure
 
 
-def connect_dealer(
-    wire: Wire, address: str, identity: bytes, server_key: str = "", high_water_mark: int = 1000
-) -> zmq.Socket[bytes]:
-    """A DEALER connecting to `address` as `identity`; it reconnects by itself until closed.
+def connect_dealer(wire: Wire, address: str, server_key: str = "", high_water_mark: int = 1000) -> zmq.Socket[bytes]:
+    """A DEALER connecting to `address`; it reconnects by itself until closed.
 
+    It has no identity: the ROUTER names each connection.  With one, a ROUTER that has not noticed the end of a connection yet
+    would ignore the next one for ever.  So after a reconnection the server takes this client for a new one.
     `high_water_mark`: messages that may wait to be sent; received messages that are not yet read are unbounded.
     Raises `ValueError` for a tcp address without the server's key or the fleet's keys.
     """
@@ -144,7 +145,6 @@ def connect_dealer(
     # The inbox must be unbounded.  With a full one, libzmq stops reading the connection, misses heartbeats and reconnects; when
     # the inbox is read later, libzmq 4.3.5 ends the process (libzmq issue 3937).  Servers only send what clients asked for.
     socket.setsockopt(zmq.RCVHWM, 0)
-    socket.setsockopt(zmq.IDENTITY, identity)
     socket.setsockopt(zmq.RECONNECT_IVL, 50)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
     socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)

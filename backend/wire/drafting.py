@@ -30,7 +30,7 @@ import msgspec
 
 from backend.transport.ring import RingRef
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 HELLO_FIRST = "hello first"
 """The reason in `Refused` after which the verifier must greet the drafter again and open all requests again."""
@@ -48,7 +48,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     verifier_id: str
     role: Role
     epoch: int
-    """Counts this verifier's process starts and reassignments: answers to an older epoch are dropped by both sides."""
+    """Counts this verifier's process starts and reassignments.  With another epoch, the drafter forgets its requests."""
     ring: RingRef | None = None
     """Shared memory into which this socket's rounds may write their features."""
     weights: int = 0
@@ -95,7 +95,6 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
 class Round(msgspec.Struct, frozen=True, tag="round"):
     """One engine step of one verifier.  The frame behind it holds `[sum(rows), hidden]` features of `dtype`, C order."""
 
-    epoch: int
     dtype: FeatureDtype
     hidden: int
     """Width of a feature row; 0 when no features travel (an n-gram drafter)."""
@@ -122,7 +121,6 @@ class NextItem(msgspec.Struct, frozen=True, array_like=True):
 class Next(msgspec.Struct, frozen=True, tag="next"):
     """What to draft next.  Sent once per engine step on the `drafts` socket, before or after the step's `Round`."""
 
-    epoch: int
     items: list[NextItem]
     chance_weights: list[list[float]] = []
     """Weights of `speculation/chances.py` for greedy and for sampled requests; empty: no draft ends before its `k`."""
@@ -175,7 +173,6 @@ class Draft(msgspec.Struct, frozen=True, array_like=True):
 class Drafts(msgspec.Struct, frozen=True, tag="drafts"):
     """Fresh drafts, for a `Next`, a part of one, or several."""
 
-    epoch: int
     draft_us: int
     """The drafter's compute time for these drafts, in microseconds."""
     queue_us: int
@@ -208,7 +205,6 @@ class Block(msgspec.Struct, frozen=True):
 class Ahead(msgspec.Struct, frozen=True, tag="ahead"):
     """Drafts made ahead, for a `Next`, a part of one, or several; sent on the `drafts` socket."""
 
-    epoch: int
     draft_us: int
     """The drafter's compute time for these blocks, in microseconds."""
     items: list[Block]

@@ -75,7 +75,7 @@ class _EngineOverTheWire(EngineCoreClient):
 
     def _connected(self) -> AsyncDealer:
         if self._dealer is None:
-            self._dealer = AsyncDealer(Wire(), self._address, b"vllm")
+            self._dealer = AsyncDealer(Wire(), self._address)
             self._dealer.send(self._speech.hello("vllm"))
             self._listening = asyncio.create_task(self._listen(self._dealer))
         return self._dealer

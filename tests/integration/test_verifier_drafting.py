@@ -178,7 +178,7 @@ def test_wrong_base_length_is_stale(remote: Verifier, drafter: ScriptedDrafter, 
     from backend.wire.drafting import Draft, Drafts, Next, encode
 
     def shifted(message: Next) -> list[bytes]:
-        return [encode(Drafts(message.epoch, 1, 1, [Draft(i.request_id, i.base_len + 1, [3, 4]) for i in message.items]))]
+        return [encode(Drafts(1, 1, [Draft(i.request_id, i.base_len + 1, [3, 4]) for i in message.items]))]
 
     drafter.raw = shifted
     assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected

@@ -51,7 +51,7 @@ class AheadVerifier:
     """Sends `Round`s and `Next`s to a service, and decodes its answers."""
 
     def __init__(self, service: DrafterService, name: str = "v", epoch: int = 1) -> None:
-        self.service, self.epoch = service, epoch
+        self.service = service
         self.features, self.drafts = f"{name}/f/{epoch}".encode(), f"{name}/d/{epoch}".encode()
         handle(service, self.features, [encode(Hello(PROTOCOL_VERSION, name, "features", epoch))])
         handle(service, self.drafts, [encode(Hello(PROTOCOL_VERSION, name, "drafts", epoch))])
@@ -60,13 +60,13 @@ class AheadVerifier:
         rows = [item for item in items if not isinstance(item, Close)]
         pieces = [torch.randn(i.rows, hidden, generator=torch.Generator().manual_seed(i.base_len)) for i in rows]
         data = torch.cat(pieces).numpy().tobytes() if pieces else b""
-        return [encode(Round(self.epoch, "float32", hidden, list(items))), data]
+        return [encode(Round("float32", hidden, list(items))), data]
 
     def receive_round(self, *items: Open | Commit | Close) -> None:
         assert self.service.receive(self.features, self.frames(*items)) == []
 
     def receive_next(self, *items: NextItem, chance_weights: list[list[float]] | None = None) -> None:
-        assert self.service.receive(self.drafts, [encode(Next(self.epoch, list(items), chance_weights or []))]) == []
+        assert self.service.receive(self.drafts, [encode(Next(list(items), chance_weights or []))]) == []
 
     def round(self, *items: Open | Commit | Close) -> list[ToVerifier]:
         self.receive_round(*items)
@@ -89,7 +89,6 @@ class AheadVerifier:
         messages = [decode_to_verifier(payload) for identity, payload in replies if identity == self.drafts]
         for message in messages:
             assert isinstance(message, Drafts | Ahead)
-            assert message.epoch == self.epoch
         return messages
 
 

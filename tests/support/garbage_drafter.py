@@ -30,7 +30,7 @@ def nonsense(message: Next) -> list[bytes]:
         return [b"\xc1 not a message"]
     tokens = [10**6, -5, 3] if turn == 1 else [random.randrange(2048) for _ in range(4)]
     items = [Draft(i.request_id, i.base_len, tokens, [SURE] * (2 * len(tokens))) for i in message.items]
-    return [encode(Drafts(message.epoch, 1, 0, items))]
+    return [encode(Drafts(1, 0, items))]
 
 
 def main() -> None:

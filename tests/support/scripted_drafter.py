@@ -46,9 +46,9 @@ class ScriptedDrafter:
         self.closed: set[str] = set()
         self.ref = DrafterRef(drafter_id, "incarnation", address, "", 1)
         self._tokens: dict[str, list[int]] = {}
-        self._wanted: dict[str, tuple[int, NextItem]] = {}
-        """By request: epoch and item of a `Next` that arrived before the `Round` with its tokens."""
-        self._listeners: dict[tuple[str, int], bytes] = {}
+        self._wanted: dict[str, tuple[bytes, NextItem]] = {}
+        """By request: sender and item of a `Next` that arrived before the `Round` with its tokens."""
+        self._listeners: set[bytes] = set()
         self._stop = threading.Event()
         self._ready = threading.Event()
         self._hub: Hub
@@ -75,7 +75,7 @@ class ScriptedDrafter:
         message = decode_to_drafter(frames[0])
         if isinstance(message, Hello):
             if message.role == "drafts":
-                self._listeners[message.verifier_id, message.epoch] = identity
+                self._listeners.add(identity)
             router.send(identity, encode(Welcome(PROTOCOL_VERSION, "drafter-0", "scripted")))
         elif isinstance(message, Round):
             self.rounds.append(message)
@@ -83,7 +83,7 @@ class ScriptedDrafter:
             self._extend(message)
             self._answer(router)
         elif isinstance(message, Next):
-            self._wanted |= {item.request_id: (message.epoch, item) for item in message.items if not item.verifying}
+            self._wanted |= {item.request_id: (identity, item) for item in message.items if not item.verifying}
             self._answer(router)
 
     def _extend(self, message: Round) -> None:
@@ -99,22 +99,21 @@ class ScriptedDrafter:
 
     def _answer(self, router: Router) -> None:
         """Answers the items whose requests have reached their base length."""
-        due: dict[int, list[NextItem]] = {}
-        for request_id, (epoch, item) in list(self._wanted.items()):
+        due: dict[bytes, list[NextItem]] = {}
+        for request_id, (listener, item) in list(self._wanted.items()):
             if len(self._tokens.get(request_id, [])) == item.base_len:
                 del self._wanted[request_id]
-                due.setdefault(epoch, []).append(item)
-        for epoch, items in due.items():
-            answer = self._drafts(epoch, items) if self.raw is None else self.raw(Next(epoch, items))
-            for (_, listening), listener in self._listeners.items():
-                if answer and listening == epoch:
-                    self.answers += 1
-                    router.send(listener, *answer)
+                due.setdefault(listener, []).append(item)
+        for listener, items in due.items():
+            answer = self._drafts(items) if self.raw is None else self.raw(Next(items))
+            if answer:
+                self.answers += 1
+                router.send(listener, *answer)
 
-    def _drafts(self, epoch: int, items: list[NextItem]) -> list[bytes]:
+    def _drafts(self, items: list[NextItem]) -> list[bytes]:
         drafts = []
         for item in items:
             tokens = self.script(item.request_id, list(self._tokens[item.request_id]), item.k)
             if tokens is not None:
                 drafts.append(Draft(item.request_id, item.base_len, tokens, [self.sign] * (2 * len(tokens))))
-        return [encode(Drafts(epoch, 100, 0, drafts))] if drafts else []
+        return [encode(Drafts(100, 0, drafts))] if drafts else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import random
+import uuid
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -89,11 +90,11 @@ class Network:
 class SimulatedDealer:
     """A verifier's socket."""
 
-    def __init__(self, network: Network, address: str, identity: bytes) -> None:
-        self._network, self._address, self.identity = network, address, identity
+    def __init__(self, network: Network, address: str) -> None:
+        self._network, self._address, self.identity = network, address, uuid.uuid4().bytes
         self.inbox: deque[list[bytes]] = deque()
         self.sent = 0
-        network.dealers[address, identity] = self
+        network.dealers[address, self.identity] = self
 
     def send(self, *frames: bytes) -> bool:
         self.sent += 1
@@ -120,8 +121,8 @@ class SimulatedHub:
         self._network = network
         self._dealers: list[SimulatedDealer] = []
 
-    def dealer(self, address: str, identity: str, server_key: str = "") -> SimulatedDealer:
-        self._dealers.append(SimulatedDealer(self._network, address, identity.encode()))
+    def dealer(self, address: str, server_key: str = "") -> SimulatedDealer:
+        self._dealers.append(SimulatedDealer(self._network, address))
         return self._dealers[-1]
 
     def drop(self, dealer: SimulatedDealer) -> None:

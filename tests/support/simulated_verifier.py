@@ -317,8 +317,8 @@ class SimulatedVerifier:
 def simulated(world: World, network: Network) -> Iterator[None]:
     """Makes verifier code use the world's clock and the network's sockets, for a `with` block."""
 
-    def connect(wire: Any, address: str, identity: bytes, server_key: str, high_water_mark: int) -> SimulatedDealer:
-        return SimulatedDealer(network, address, identity)
+    def connect(wire: Any, address: str, server_key: str, high_water_mark: int) -> SimulatedDealer:
+        return SimulatedDealer(network, address)
 
     with ExitStack() as stack:
         for module in ("loop", "draft_links", "scheduler", "feature_link", "counting"):

@@ -52,11 +52,11 @@ def dropped(service: DrafterService) -> int:
 
 
 def test_messages_survive_the_wire() -> None:
-    wish = Next(3, [NextItem("a", 9, 4, [1, 2], 8, 0.25), NextItem("b", 7, 4, [], 0)], [[0.5, 1.0, -1.0], [0.25, 2.0, 0.5]])
+    wish = Next([NextItem("a", 9, 4, [1, 2], 8, 0.25), NextItem("b", 7, 4, [], 0)], [[0.5, 1.0, -1.0], [0.25, 2.0, 0.5]])
     assert decode_to_drafter(encode(wish)) == wish
-    opened = Round(3, "float32", 0, [Open("a", 1, [5], 0, 2**64 - 1, 0.75)])
+    opened = Round("float32", 0, [Open("a", 1, [5], 0, 2**64 - 1, 0.75)])
     assert decode_to_drafter(encode(opened)) == opened
-    answer = Ahead(3, 250, [Block("a", 9, [1, 2], [Outcome(0, 5, [6, 7], [-0.5, math.inf, -1.5, 0.0]), Outcome(2, 1, [])])])
+    answer = Ahead(250, [Block("a", 9, [1, 2], [Outcome(0, 5, [6, 7], [-0.5, math.inf, -1.5, 0.0]), Outcome(2, 1, [])])])
     assert decode_to_verifier(encode(answer)) == answer
 
 
@@ -206,7 +206,7 @@ def test_a_new_epoch_ends_all_wishes(service: DrafterService) -> None:
     new = AheadVerifier(service, epoch=2)
     assert not service.has_work
     assert dropped(service) == 2
-    replies = handle(service, old.drafts, [encode(Next(1, []))])
+    replies = handle(service, old.drafts, [encode(Next([]))])
     assert decode_to_verifier(replies[0][1]) == Refused(HELLO_FIRST)
     assert new.next(NextItem("a", 6, 4, [1], 8)) == []
 
@@ -261,7 +261,7 @@ BAD_JUDGES = {
 @pytest.mark.parametrize("chance_weights", BAD_JUDGES.values(), ids=BAD_JUDGES.keys())
 def test_judges_that_cannot_judge_are_refused(service: DrafterService, chance_weights: list[list[float]]) -> None:
     verifier = AheadVerifier(service)
-    replies = handle(service, verifier.drafts, [encode(Next(1, [NextItem("a", 6, 4, [], 0)], chance_weights))])
+    replies = handle(service, verifier.drafts, [encode(Next([NextItem("a", 6, 4, [], 0)], chance_weights))])
     assert isinstance(decode_to_verifier(replies[0][1]), Refused)
 
 
@@ -269,7 +269,7 @@ def test_judges_that_cannot_judge_are_refused(service: DrafterService, chance_we
 def test_a_bad_wish_is_refused_whole(service: DrafterService, item: NextItem) -> None:
     verifier = AheadVerifier(service)
     verifier.round(opening())
-    replies = handle(service, verifier.drafts, [encode(Next(1, [NextItem("a", 6, 4, [], 0), item]))])
+    replies = handle(service, verifier.drafts, [encode(Next([NextItem("a", 6, 4, [], 0), item]))])
     assert [identity for identity, _ in replies] == [verifier.drafts]
     assert isinstance(decode_to_verifier(replies[0][1]), Refused)
     assert service.stats(0.0).rejected == 1
@@ -278,14 +278,14 @@ def test_a_bad_wish_is_refused_whole(service: DrafterService, item: NextItem) ->
 
 def test_wishes_come_from_their_own_socket(service: DrafterService) -> None:
     verifier = AheadVerifier(service)
-    message = decode_to_verifier(handle(service, verifier.features, [encode(Next(1, []))])[0][1])
+    message = decode_to_verifier(handle(service, verifier.features, [encode(Next([]))])[0][1])
     assert isinstance(message, Refused)
     assert "drafts socket" in message.reason
 
 
 def test_prompt_lookup_drafts_afresh_only() -> None:
     verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 1000), 60.0))
-    handle(verifier.service, verifier.features, [encode(Round(1, "float32", 0, [Open("a", 8, [1, 2, 3, 4, 5, 6, 1, 2], 0)]))])
+    handle(verifier.service, verifier.features, [encode(Round("float32", 0, [Open("a", 8, [1, 2, 3, 4, 5, 6, 1, 2], 0)]))])
     messages = verifier.next(NextItem("a", 8, 2, [], 8))
     assert drafts_of(messages) == [Draft("a", 8, [3, 4])]
     assert blocks_of(messages) == [Block("a", 8, [3, 4], [])]

@@ -85,8 +85,8 @@ class Peer:
     def __init__(self, process: DrafterProcess, epoch: int = 1) -> None:
         self.hub = Hub(Wire())
         self.epoch = epoch
-        self.features = self.hub.dealer(process.address, f"v/features/{epoch}")
-        self.drafts = self.hub.dealer(process.address, f"v/drafts/{epoch}")
+        self.features = self.hub.dealer(process.address)
+        self.drafts = self.hub.dealer(process.address)
 
     def greet(self, weights: int, target: str) -> Welcome:
         self.features.send(encode(Hello(PROTOCOL_VERSION, "v", "features", self.epoch, None, weights)))
@@ -115,14 +115,14 @@ class Peer:
                 part, data = part_of(ranks, message)
                 self.drafts.send(encode(part), data)
             elif asked:
-                self.drafts.send(encode(Next(self.epoch, [])))
+                self.drafts.send(encode(Next([])))
         raise TimeoutError
 
     def draft(self, hidden: int) -> list[int]:
         features = torch.randn(5, hidden, generator=torch.Generator().manual_seed(1))
         opened = Open("r", 6, [1, 2, 3, 4, 5, 6], 5)
-        self.features.send(encode(Round(self.epoch, "float32", hidden, [opened])), features.numpy().tobytes())
-        self.drafts.send(encode(Next(self.epoch, [NextItem("r", 6, 6, [], 0)])))
+        self.features.send(encode(Round("float32", hidden, [opened])), features.numpy().tobytes())
+        self.drafts.send(encode(Next([NextItem("r", 6, 6, [], 0)])))
         answer = self.hear()
         assert isinstance(answer, Drafts)
         return answer.items[0].tokens

@@ -15,7 +15,7 @@ from tests.support.properties import examples
 
 junk = st.recursive(
     st.none() | st.integers(-(2**63), 2**63) | st.text(max_size=5) | st.just("next"),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from(["type", "items", "epoch"]), inner, max_size=3),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.sampled_from(["type", "items"]), inner, max_size=3),
     max_leaves=20,
 )
 
@@ -24,7 +24,7 @@ junk = st.recursive(
 @given(
     junk
     | st.builds(
-        lambda items: {"type": "next", "epoch": 1, "items": items},
+        lambda items: {"type": "next", "items": items},
         st.lists(st.tuples(st.sampled_from("ab"), st.integers(-2, 9), st.integers(-1, 5), st.lists(st.integers(-1, 70)), junk)),
     )
 )
@@ -32,7 +32,7 @@ def test_garbage_costs_nothing(value: object) -> None:
     verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 100), 60.0))
     replies = handle(verifier.service, verifier.drafts, [msgspec.msgpack.encode(value)])
     assert len(replies) <= 1
-    handle(verifier.service, verifier.features, [encode(Round(1, "float32", 0, [Open("z", 4, [1, 2, 1, 2], 0)]))])
+    handle(verifier.service, verifier.features, [encode(Round("float32", 0, [Open("z", 4, [1, 2, 1, 2], 0)]))])
     assert drafts_of(verifier.next(NextItem("z", 4, 2, [], 0))) == [Draft("z", 4, [1, 2])]
 
 
@@ -47,7 +47,7 @@ def test_an_item_is_due_only_at_its_length_and_accounted_for_once(events: list[t
         if what in ("want", "fresh"):
             wanted += 1
             item = NextItem("r", value, 4, [1] if what == "want" else [], 0)
-            nexts.want(Wanted(key, 1, item, float(at)), length)
+            nexts.want(Wanted(key, item, float(at)), length)
         elif what == "round":
             length = value
             nexts.reached(key, value, float(at))

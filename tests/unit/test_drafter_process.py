@@ -53,8 +53,8 @@ class Peer:
     def __init__(self, address: str, name: str, wire: Wire | None = None, server_key: str = "") -> None:
         self.hub = Hub(wire or Wire())
         self.name = name
-        self.features = self.hub.dealer(address, f"{name}/features/1", server_key)
-        self.drafts = self.hub.dealer(address, f"{name}/drafts/1", server_key)
+        self.features = self.hub.dealer(address, server_key)
+        self.drafts = self.hub.dealer(address, server_key)
 
     def greet(self) -> None:
         pairs: list[tuple[Dealer, Role]] = [(self.features, "features"), (self.drafts, "drafts")]
@@ -71,12 +71,12 @@ class Peer:
 
     def ask(self, seq: int, item: Open | Commit, k: int = 4) -> Drafts:
         features = torch.randn(item.rows, HEAD.hidden, generator=torch.Generator().manual_seed(seq))
-        header = encode(Round(1, "float32", HEAD.hidden, [item]))
+        header = encode(Round("float32", HEAD.hidden, [item]))
         assert self.features.send(header, features.numpy().tobytes())
         return self.wish(item.request_id, item.base_len, k)
 
     def wish(self, request_id: str, base_len: int, k: int) -> Drafts:
-        assert self.drafts.send(encode(Next(1, [NextItem(request_id, base_len, k, [], 0)])))
+        assert self.drafts.send(encode(Next([NextItem(request_id, base_len, k, [], 0)])))
         answer = self.receive(self.drafts)
         assert isinstance(answer, Drafts)
         return answer
@@ -106,7 +106,7 @@ def test_two_verifiers_over_ipc(process: DrafterProcess) -> None:
         assert first[0] == first[1]
         assert len(first[0].tokens) == 4
         second = one.ask(2, Commit("r", 7, [6, 7], 2), 3)
-        assert (second.epoch, second.items[0].base_len, len(second.items[0].tokens)) == (1, 7, 3)
+        assert (second.items[0].base_len, len(second.items[0].tokens)) == (7, 3)
     finally:
         one.hub.close()
         two.hub.close()
@@ -215,7 +215,7 @@ def test_prompt_lookup_needs_no_head(tmp_path: Path, model: DrafterModel) -> Non
     peer = Peer(process.address, "v")
     try:
         peer.greet()
-        peer.features.send(encode(Round(1, "float32", 0, [Open("r", 6, [1, 2, 3, 4, 1, 2], 0)])), b"")
+        peer.features.send(encode(Round("float32", 0, [Open("r", 6, [1, 2, 3, 4, 1, 2], 0)])), b"")
         assert peer.wish("r", 6, 2).items[0].tokens == [3, 4]
     finally:
         peer.hub.close()
@@ -257,7 +257,7 @@ def test_a_draft_model_with_other_ids_drafts_the_same_once_loaded_and_one_with_o
             elif directory is not None:
                 process.swap_head(str(directory))
             peer.greet()
-            peer.features.send(encode(Round(1, "float32", 0, [Open("r", 6, [0, 271, 300, 290, 310, 280], 0)])), b"")
+            peer.features.send(encode(Round("float32", 0, [Open("r", 6, [0, 271, 300, 290, 310, 280], 0)])), b"")
             drafts.append(peer.wish("r", 6, 4).items[0].tokens)
         assert len(drafts[0]) == 4
         assert drafts == [drafts[0]] * 3

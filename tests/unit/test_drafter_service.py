@@ -82,7 +82,7 @@ class Verifier:
     def frames(self, *items: Open | Commit | Close, hidden: int = HEAD.hidden, seed: int = 0) -> list[bytes]:
         rows = sum(item.rows for item in items if not isinstance(item, Close))
         features = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed))
-        return [encode(Round(self.epoch, "float32", hidden, list(items))), features.numpy().tobytes()]
+        return [encode(Round("float32", hidden, list(items))), features.numpy().tobytes()]
 
     def send(self, *items: Open | Commit | Close, seed: int = 0) -> None:
         assert self.service.receive(self.features, self.frames(*items, seed=seed)) == []
@@ -92,7 +92,7 @@ class Verifier:
         wanted = {i.request_id: i.base_len for i in items if not isinstance(i, Close)}
         sizes = dict.fromkeys(wanted, k) if isinstance(k, int) else k
         wishes = [NextItem(name, wanted[name], size, [], 0) for name, size in sizes.items()]
-        assert self.service.receive(self.drafts, [encode(Next(self.epoch, wishes))]) == []
+        assert self.service.receive(self.drafts, [encode(Next(wishes))]) == []
 
     def round(self, *items: Open | Commit | Close, k: int | dict[str, int] = 2, seed: int = 0) -> list[Draft]:
         """What is drafted once these have come."""
@@ -105,7 +105,6 @@ class Verifier:
         assert len(mine) == 1
         drafts = mine[0]
         assert isinstance(drafts, Drafts)
-        assert drafts.epoch == self.epoch
         return drafts.items
 
 
@@ -216,20 +215,12 @@ def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService) ->
     frames = old.frames(Open("a", 40, tokens, 39), seed=3)
     features = torch.frombuffer(bytearray(frames[1]), dtype=torch.float32).view(39, HEAD.hidden)
     reopened = Open("a", 40, tokens, 7)
-    header = encode(Round(2, "float32", HEAD.hidden, [reopened]))
+    header = encode(Round("float32", HEAD.hidden, [reopened]))
     assert service.receive(new.features, [header, features[32:].numpy().tobytes()]) == []
     new.ask(reopened, k=4)
     after = new.answer(work(service))
     assert after[0].tokens == before[0].tokens
     assert service.proposer.usage().prefix_rows_reused == 32
-
-
-def test_a_wishes_own_epoch_is_echoed(service: DrafterService) -> None:
-    verifier = Verifier(service, "v", epoch=1)
-    verifier.round(Open("a", 3, [1, 2, 3], 2))
-    # The verifier got another drafter; this pair's sockets stay as they are.
-    verifier.epoch = 5
-    assert len(verifier.round(Commit("a", 4, [4], 1))[0].tokens) == 2
 
 
 def test_idle_requests_are_forgotten(proposer: EagleProposer) -> None:
@@ -303,7 +294,7 @@ def test_bad_frames_are_refused(service: DrafterService) -> None:
         st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.text(max_size=5) | st.just("round") | st.just("hello"),
         lambda inner: (
             st.lists(inner, max_size=5)
-            | st.dictionaries(st.sampled_from(["type", "items", "epoch", "dtype", "hidden", "tokens"]), inner, max_size=6)
+            | st.dictionaries(st.sampled_from(["type", "items", "dtype", "hidden", "tokens"]), inner, max_size=6)
         ),
         max_leaves=20,
     ).map(lambda value: [msgspec.msgpack.encode(value), b"1234"])
@@ -334,9 +325,13 @@ def test_prompt_lookup_behind_the_same_protocol() -> None:
     service = DrafterService("drafter-0", NgramProposer(61, 64, 1000), 60.0)
     verifier = Verifier(service, "v")
     opened = Open("a", 6, [1, 2, 3, 4, 1, 2], 0)
-    assert handle(service, verifier.features, [encode(Round(1, "float32", 0, [opened])), b""]) == []
+    assert handle(service, verifier.features, [encode(Round("float32", 0, [opened])), b""]) == []
     verifier.ask(opened, k=3)
     assert verifier.answer(work(service)) == [Draft("a", 6, [3, 4, 1])]
+    with_rows = Commit("a", 7, [3], 1)  # as of a head, but without a width
+    assert handle(service, verifier.features, [encode(Round("float32", 0, [with_rows])), b""]) == []
+    verifier.ask(with_rows, k=2)
+    assert verifier.answer(work(service)) == [Draft("a", 7, [4, 1])]
     assert "wide" in refusal(handle(service, verifier.features, verifier.frames(Open("b", 3, [1, 2, 3], 2))))
 
 

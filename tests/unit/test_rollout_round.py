@@ -28,7 +28,7 @@ from backend.rollout.run import RolloutError, RoundRunner
 from backend.rollout.trace import Case
 from backend.rollout.workers import STARVED_S, Workers
 from backend.routing.balance import Limits
-from backend.wire.engine import HELLO
+from backend.wire.engine import ABORT, HELLO
 from tests.support.fake_verifier import FakeVerifier, Sequence
 from tests.support.fleet_process import wait_for
 from tests.support.rollout_fleet import Fleet, respond, rollout_fleet, run, stall
@@ -265,6 +265,23 @@ def test_a_greeting_that_a_cut_has_lost_is_sent_again(fleet: Fleet, monkeypatch:
         worker.client.mend()
         assert lost
         assert not worker.client.fetch_rows(timeout_s=5.0)
+    finally:
+        workers.close()
+
+
+def test_what_is_sent_after_a_cut_is_not_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier does not know the new connection; an abort that it refused would leave a request running."""
+    fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        ((worker,), _) = workers.look()
+        dealer, sent = worker.client.dealer, list[bytes]()
+        monkeypatch.setattr(dealer, "send", lambda *frames: sent.append(frames[0]))
+        monkeypatch.setattr(dealer, "was_cut", lambda: not sent)
+        worker.client.receive()
+        worker.client.mend()
+        worker.client.abort("r")
+        assert sent == [HELLO, ABORT]
     finally:
         workers.close()
 

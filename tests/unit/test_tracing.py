@@ -210,7 +210,7 @@ def test_drafts_that_nobody_closes_are_closed(kept: Kept) -> None:
 
 def test_the_wire_carries_the_context_and_can_do_without() -> None:
     item = Open("r", 3, [1, 2, 3], 0, trace=PARENT)
-    message = decode_to_drafter(encode(Round(1, "float32", 0, [item])))
+    message = decode_to_drafter(encode(Round("float32", 0, [item])))
     assert isinstance(message, Round)
     assert message.items == [item]
     assert Open("r", 3, [1, 2, 3], 0).trace == ""

@@ -41,7 +41,7 @@ def echo(wire: Wire, address: str, messages: int, times: int = 1) -> threading.T
 
 async def test_messages_come_in_order_whoever_is_faster(wire, address):
     thread = echo(wire, address, 50, times=2)
-    dealer = AsyncDealer(wire, address, b"me")
+    dealer = AsyncDealer(wire, address)
     for number in range(50):
         dealer.send([b"%d" % number, b"rest"])
         if number % 7 == 0:
@@ -53,7 +53,7 @@ async def test_messages_come_in_order_whoever_is_faster(wire, address):
 
 
 async def test_what_the_queue_does_not_take_is_sent_later(wire, address):
-    dealer = AsyncDealer(wire, address, b"me", high_water_mark=2)
+    dealer = AsyncDealer(wire, address, high_water_mark=2)
     for number in range(40):
         dealer.send([b"%d" % number])
     thread = echo(wire, address, 40)
@@ -65,7 +65,7 @@ async def test_what_the_queue_does_not_take_is_sent_later(wire, address):
 
 async def test_others_get_their_turn_while_messages_keep_coming(wire, address):
     thread = echo(wire, address, 1, times=500)
-    dealer = AsyncDealer(wire, address, b"me")
+    dealer = AsyncDealer(wire, address)
     dealer.send([b"hello"])
     await asyncio.to_thread(thread.join)  # all 500 are on their way
     turns = 0
@@ -87,7 +87,7 @@ async def test_others_get_their_turn_while_messages_keep_coming(wire, address):
 
 async def test_a_peer_that_goes_is_noticed(wire, address):
     thread = echo(wire, address, 1)
-    dealer = AsyncDealer(wire, address, b"me")
+    dealer = AsyncDealer(wire, address)
     gone = asyncio.ensure_future(dealer.disconnected())
     dealer.send([b"hello"])
     assert await asyncio.wait_for(dealer.receive(), 30) == [b"hello"]

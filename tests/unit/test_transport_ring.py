@@ -164,19 +164,19 @@ def greet(service: DrafterService, ring: object) -> Welcome:
 def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
     rows = torch.randn(5, HEAD.hidden, generator=torch.Generator().manual_seed(1)).numpy().tobytes()
     opening = Open("a", 6, [1, 2, 3, 4, 5, 6], 5)
-    wish = encode(Next(1, [NextItem("a", 6, 4, [], 0)]))
+    wish = encode(Next([NextItem("a", 6, 4, [], 0)]))
     plain, ringed = drafter(tmp_path / "a"), drafter(tmp_path / "b")
     assert not greet(plain, None).ring
     writer = RingWriter(4096)
     assert greet(ringed, writer.ref).ring
     at = writer.write(rows)
-    assert handle(plain, b"f", [encode(Round(1, "float32", HEAD.hidden, [opening])), rows]) == []
-    assert handle(ringed, b"f", [encode(Round(1, "float32", HEAD.hidden, [opening], at)), b""]) == []
+    assert handle(plain, b"f", [encode(Round("float32", HEAD.hidden, [opening])), rows]) == []
+    assert handle(ringed, b"f", [encode(Round("float32", HEAD.hidden, [opening], at)), b""]) == []
     answers = [decode_to_verifier(payload) for service in (plain, ringed) for _, payload in handle(service, b"d", [wish])]
     expected, got = (answer.items for answer in answers if isinstance(answer, Drafts))
     assert expected == got
     assert len(got[0].tokens) == 4
-    for bad in (Round(1, "float32", HEAD.hidden, [opening], 4000), Round(1, "float32", HEAD.hidden, [opening], -3)):
+    for bad in (Round("float32", HEAD.hidden, [opening], 4000), Round("float32", HEAD.hidden, [opening], -3)):
         ((listener, refused),) = handle(ringed, b"f", [encode(bad), b""])
         assert listener == b"d"
         assert isinstance(decode_to_verifier(refused), Refused)
@@ -186,7 +186,7 @@ def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
 def test_a_ring_nobody_mapped_asks_for_a_greeting(tmp_path: Path) -> None:
     service = drafter(tmp_path)
     greet(service, None)
-    ((listener, payload),) = handle(service, b"f", [encode(Round(1, "float32", HEAD.hidden, [Close("a", "x")], 0)), b""])
+    ((listener, payload),) = handle(service, b"f", [encode(Round("float32", HEAD.hidden, [Close("a", "x")], 0)), b""])
     assert listener == b"f", "the sender has to hear it"
     assert decode_to_verifier(payload) == Refused(HELLO_FIRST)
 

@@ -18,7 +18,7 @@ from backend.transport import sockets
 sockets.HEARTBEAT_MS, sockets.HEARTBEAT_TIMEOUT_MS = 20, 60
 wire = sockets.Wire()
 router, address = sockets.bind_router(wire, "ipc://" + sys.argv[1], high_water_mark=0)
-dealer = sockets.connect_dealer(wire, address, b"reader", high_water_mark=8)
+dealer = sockets.connect_dealer(wire, address, high_water_mark=8)
 dealer.send(b"here")
 identity = router.recv_multipart()[0]
 read = 0
@@ -57,10 +57,10 @@ from backend.transport.sockets import bind_router
 
 theirs, hub = Wire(), Hub(Wire())
 stays, address = bind_router(theirs, "ipc://" + sys.argv[1])
-kept = hub.dealer(address, "kept", watched=True)
+kept = hub.dealer(address, watched=True)
 for number in range(300):
     peer, address = bind_router(theirs, f"ipc://{sys.argv[1]}-{number}")
-    dropped = hub.dealer(address, "dropped", watched=True)
+    dropped = hub.dealer(address, watched=True)
     dropped.send(b"here")
     peer.recv_multipart()
     peer.close(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -10,6 +11,8 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
+import zmq
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
 from backend.engine.counting import CountingScheduler
 from backend.engine.gateways import GatewayPort
@@ -17,7 +20,8 @@ from backend.engine.speech import EngineCodec
 from backend.engine.weights import WeightControl
 from backend.records.kept import RowBatch
 from backend.records.rows import RequestRow, Row
-from backend.wire.engine import ENGINE_WIRE_VERSION, GATEWAY_LEASE_S, REFUSED, ROWS, EngineWelcome
+from backend.transport import Hub, Wire
+from backend.wire.engine import ENGINE_WIRE_VERSION, GATEWAY_LEASE_S, REFUSED, ROWS, WELCOME, EngineWelcome, Refusal
 
 ROW = RequestRow("r", 1.0, 2.0, 3.0, 7, 9, 4, 12, 5, "stop", False)
 SPEECH = EngineCodec()
@@ -59,6 +63,41 @@ class Verifier:
         _, kind, payload = self.sent[-1]
         assert kind == ROWS
         return msgspec.msgpack.decode(payload, type=RowBatch)
+
+
+def test_a_gateway_that_does_not_read_is_told_so_and_never_misses_tokens_in_between(tmp_path: Path) -> None:
+    """It gets outputs up to some step, and then a refusal, after which it sends its requests elsewhere."""
+    verifier, hub = Verifier(), Hub(Wire())
+    router = verifier.port._router = hub.router(f"ipc://{tmp_path}/verifier")
+    gateway = hub.wire.context.socket(zmq.DEALER)
+    gateway.linger, gateway.rcvhwm = 0, 1
+    gateway.connect(router.address)
+    try:
+        gateway.send_multipart(SPEECH.hello("gateway"))
+        hub.poll(5.0)
+        verifier.port.receive(0.0)
+        assert gateway.recv_multipart()[0] == WELCOME
+        verifier.scheduler.requests["r"] = SimpleNamespace(client_index=1)
+        steps = 0
+        while verifier.aborted != ["r"]:
+            output = EngineCoreOutput("r", [steps], stop_reason="x" * 8192)
+            verifier.port.send_outputs({1: EngineCoreOutputs(outputs=[output])})
+            steps += 1
+            assert steps < 5000, "no sign of a full queue"
+        heard: list[Any] = []
+        while not heard or not isinstance(heard[-1], Refusal):
+            if gateway.poll(50):
+                heard.append(SPEECH.hear(gateway.recv_multipart()))
+            else:
+                gateway.send_multipart(SPEECH.ping())
+                hub.poll(5.0)
+                verifier.port.receive(0.0)
+        steps_heard = [each.outputs[0].new_token_ids[0] for each in heard if isinstance(each, EngineCoreOutputs)]
+        assert steps_heard == list(range(steps - 1))
+        assert heard[-1].reason == "unknown"
+    finally:
+        gateway.close()
+        hub.close()
 
 
 @pytest.mark.parametrize("method", ["add_lora", "remove_lora"])

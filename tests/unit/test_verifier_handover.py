@@ -69,12 +69,12 @@ class Line:
             assert isinstance(message, Round)
             assert not replies
             self.rounds.append(message)
-            self.ask({item.request_id: item.base_len for item in message.items if not isinstance(item, Close)}, message.epoch)
+            self.ask({item.request_id: item.base_len for item in message.items if not isinstance(item, Close)})
         return True
 
-    def ask(self, lengths: dict[str, int], epoch: int) -> None:
+    def ask(self, lengths: dict[str, int]) -> None:
         wishes = [NextItem(request_id, length, K, [], 0) for request_id, length in lengths.items()]
-        for _, payload in handle(self.service, b"v/drafts", (encode(Next(epoch, wishes)),)):
+        for _, payload in handle(self.service, b"v/drafts", (encode(Next(wishes)),)):
             answer = decode_to_verifier(payload)
             assert isinstance(answer, Drafts), answer
             self.drafts |= {draft.request_id: draft.tokens for draft in answer.items}
