@@ -112,7 +112,7 @@ def test_an_ngram_drafter_needs_no_gpu() -> None:
     assert [m.num_gpus for m in decided.members] == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("changes", [{"verifier": {"tensor_parallel": 2}}, {"drafting": {"gpus": 1.5}}])
+@pytest.mark.parametrize("changes", [{"verifier": {"tensor_parallel": 2}}, {"drafting": {"gpus": 2}}])
 def test_gpus_asked_for_and_not_there_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(LaunchError, match="needs"):
         decide(changes, gpus=1.0)
