@@ -273,6 +273,9 @@ class Poisoned(
 ): ...
 
 
+class Aborted(Unavailable, code="aborted", text="An administrator has ended this request. Try again."): ...
+
+
 class NoCoordinator(
     Unavailable,
     code="coordinator_unavailable",

@@ -33,7 +33,7 @@ from gateway.admission.gate import Gate
 from gateway.admission.room import Rooms
 from gateway.directory import Directory
 from gateway.engine_link import Loss, VerifierLink
-from gateway.errors import NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
+from gateway.errors import Aborted, NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.in_flight import Cut, InFlight, Sequences
 from gateway.inquiry import AwaitedAccounts
 from gateway.metrics import GatewayMetrics
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 POISON_AFTER = 2
 """Number of verifiers lost under a request after which the request is refused instead of tried again."""
+_REASONS: dict[type[Unavailable], str] = {Poisoned: "poisoned", Aborted: "aborted"}
+"""Of failures other than `lost`."""
 
 
 class FleetCore(Verifiers, EngineCoreClient):
@@ -168,6 +170,9 @@ class FleetCore(Verifiers, EngineCoreClient):
             # The verifier has given up on the sequence.  One that this gateway had aborted would not be found above.
             self._fail_over([record], "given_up", died=True)
             return False
+        if output.finish_reason is not None and record.request.pooling_params is not None and output.pooling_output is None:
+            self._fail([record], Aborted)
+            return False
         output.request_id = record.request.request_id
         record.claim.heard_at = now
         if output.new_token_ids:
@@ -213,7 +218,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         if not records:
             return
         for record in records:
-            self._end(record, "poisoned" if error is Poisoned else "lost")
+            self._end(record, _REASONS.get(error, "lost"))
         self.on_failed([record.request.request_id for record in records], error())
 
     def fail_all(self, error: type[Unavailable]) -> None:
@@ -345,6 +350,8 @@ class FleetCore(Verifiers, EngineCoreClient):
             self.on_interactive()
         if claim.inquiry is not None:
             claim.inquiry.follow(record)
+        if claim.aborted and request.pooling_params is not None:
+            raise Aborted
         if claim.aborted:
             self._put_aborted([record])
             return
@@ -365,9 +372,12 @@ class FleetCore(Verifiers, EngineCoreClient):
         self._abort([record for record in known if record is not None], self._end)
 
     def finish(self, records: Sequence[InFlight]) -> None:
-        """Ends sequences as aborted, after all tokens that have arrived for them."""
-        self._abort(records, self._leave)
-        self._put_aborted(records)
+        """Ends sequences as aborted, after all tokens that have arrived for them; embeddings fail."""
+        pooling = [each for each in records if each.request.pooling_params is not None]
+        writing = [each for each in records if each.request.pooling_params is None]
+        self._abort(pooling, lambda record, reason: self._fail([record], Aborted))
+        self._abort(writing, self._leave)
+        self._put_aborted(writing)
 
     def _put_aborted(self, records: Sequence[InFlight]) -> None:
         ended = [EngineCoreOutput(each.request.request_id, [], finish_reason=FinishReason.ABORT) for each in records]

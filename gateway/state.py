@@ -54,7 +54,7 @@ class Gateway:
         """
         tokens: dict[str, list[list[int]]] = {}
         if verifier is None:
-            asked = None if request_ids is None else set().union(*map(_names, request_ids))
+            asked = None if request_ids is None else set().union(*map(_bare, request_ids))
             # First, because the others' ends make room.
             for claim in self.client.core.gate.abort(lambda claim: asked is None or claim.request_id in asked):
                 tokens.setdefault(claim.request_id, []).extend([] for _ in range(claim.sequences))
@@ -75,8 +75,13 @@ class Gateway:
 
 def _names(named: str) -> set[str]:
     """The ids by which a client may know a request.  vLLM adds a route's prefix and a prompt's number to the client's id."""
-    found = {named, *(named.removeprefix(before) for before in ("chatcmpl-", "cmpl-", "generate-tokens-"))}
+    found = _bare(named)
     return found | {each.rpartition("-")[0] for each in found if named.startswith("cmpl-")}
+
+
+def _bare(named: str) -> set[str]:
+    """The id, and the id without a route's prefix."""
+    return {named, *(named.removeprefix(before) for before in ("chatcmpl-", "cmpl-", "generate-tokens-"))}
 
 
 def gateway_of(request: Request) -> Gateway:

@@ -95,9 +95,10 @@ class FeatureLink:
                     self._drop_ring()
             elif isinstance(message, Refused) and message.reason == HELLO_FIRST and now - self._greeted_at >= GREET_EVERY_S:
                 greeted = True
+                # If the drafter has lost the connection alone, they are open there.
+                self.closed += [Close(request_id, "moved") for request_id in self.next_row]
                 self.next_row.clear()
                 self.cold.clear()
-                self.closed.clear()
                 self._greet(now)
         return greeted
 

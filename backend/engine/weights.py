@@ -150,8 +150,7 @@ class WeightControl:
         self.refuse_unless_whole()
         wanted = path or self._directory
         check_same_shapes(wanted, self._shapes)
-        was_paused = bool(self._core.is_sleeping())
-        self._pause()
+        was_paused = self._stand_still()
         try:
             self._load(wanted)
         except Exception as error:
@@ -175,8 +174,7 @@ class WeightControl:
     def start_weight_update(self) -> None:
         """Pauses the engine and begins an update by tensors."""
         self.refuse_unless_whole()
-        self._was_paused = bool(self._core.is_sleeping())
-        self._pause()
+        self._was_paused = self._stand_still()
         self._received, self._touched = set(), False
         self._go_on_with_update("start_weight_update")
 
@@ -307,6 +305,15 @@ class WeightControl:
             self.on_outputs(outputs)
             self._core.post_step(executed)
         self.on_changed()
+
+    def _stand_still(self) -> bool:
+        """Pauses for an update, which also answers a pause that waits for requests; says whether there was a pause."""
+        was_paused = bool(self._core.is_sleeping())
+        self._pause()
+        draining, self._draining = self._draining, None
+        if draining is not None:
+            draining.set_result(None)
+        return was_paused
 
     def _abort(self) -> None:
         ended: dict[int, EngineCoreOutputs] = defaultdict(EngineCoreOutputs)

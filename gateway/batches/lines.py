@@ -48,6 +48,12 @@ def read(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
             yield number, None
 
 
+def read_again(path: Path) -> Iterator[tuple[int, bytes]]:
+    """As `read`, of a file whose lines were checked.  They have no bound here: a reload may have lowered the one they had."""
+    with path.open("rb") as file:
+        yield from ((number, text) for number, text in enumerate(file, 1) if text.strip())
+
+
 def parsed(text: bytes) -> Line:
     """Decodes a line that was checked before."""
     return _line.decode(text)

@@ -192,7 +192,7 @@ class Batches:
         """Answers the remaining lines.  Raises `_Ended`, in a group, if the batch must end before."""
         batch = kept.batch
         done = await self.store.answered(batch.id)
-        to_read = lines.read(self.store.path(batch.input_file_id), self.max_body_bytes)
+        to_read = lines.read_again(self.store.path(batch.input_file_id))
         waiting, writing = asyncio.Semaphore(LINES_READ), asyncio.Lock()
         unwritten: list[tuple[int, Answer]] = []
 
@@ -211,7 +211,7 @@ class Batches:
             watching = group.create_task(self._watch(batch))
             while (read := await asyncio.to_thread(next, to_read, None)) is not None:
                 number, text = read
-                if number not in done and text is not None:
+                if number not in done:
                     await waiting.acquire()
                     group.create_task(answer(number, text))
             for _ in range(LINES_READ):
@@ -256,8 +256,8 @@ class Batches:
         path = self.store.path(kept.batch.input_file_id)
 
         def rest() -> list[tuple[int, Answer]]:
-            left = [each for each in lines.read(path, self.max_body_bytes) if each[0] not in done]
-            return [(number, Answer(lines.parsed(text).custom_id, 0, None, "", why)) for number, text in left if text]
+            left = [each for each in lines.read_again(path) if each[0] not in done]
+            return [(number, Answer(lines.parsed(text).custom_id, 0, None, "", why)) for number, text in left]
 
         await self.store.add_answers(kept.batch.id, await asyncio.to_thread(rest))
 

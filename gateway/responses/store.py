@@ -129,7 +129,7 @@ class Store(Database):
     def fail_interrupted(self, db: sqlite3.Connection) -> int:
         """Marks responses that a gateway left unfinished when it ended as `failed`; returns how many."""
         rows = db.execute(f"SELECT id, body, maker FROM responses WHERE {_IS_UNFINISHED}")
-        dead = [(each, json.loads(body)) for each, body, maker in rows if maker == self._maker or self._is_over(maker)]
+        dead = [(each, json.loads(body)) for each, body, maker in rows if str(maker) == self._maker or self._is_over(maker)]
         changes = [(json.dumps(_interrupted(body)), each) for each, body in dead]
         db.executemany("UPDATE responses SET body = ? WHERE id = ?", changes)
         return len(changes)
@@ -208,7 +208,7 @@ class Store(Database):
     def _is_over(self, maker: str) -> bool:
         """Whether the gateway `maker` has ended."""
         found = fcntl.fcntl(self._makers, fcntl.F_OFD_GETLK, _byte_of(maker))
-        return maker != self._maker and struct.unpack_from("h", found) == (fcntl.F_UNLCK,)
+        return str(maker) != self._maker and struct.unpack_from("h", found) == (fcntl.F_UNLCK,)
 
     def _response(self, db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> Kept:
         query = "SELECT previous, input, body, maker FROM responses WHERE id = ? AND owner = ?"
@@ -234,7 +234,7 @@ class Store(Database):
 
 
 def _byte_of(maker: str) -> bytes:
-    """A lock of the byte at the offset `maker`: a `struct flock` (fcntl(2)).  Older stores have pids, which nobody locks."""
+    """A `struct flock` (fcntl(2)) of the byte at the offset `maker`.  Older stores have pids, which nobody locks."""
     return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, int(str(maker).partition(" ")[0]), 1, 0)
 
 

@@ -171,6 +171,8 @@ async def test_those_who_wait_are_aborted_with_nothing_generated(path, asked):
         await filled.fill()
         waiting = [ask(running, "b", {"x-request-id": "b"}, n=2, outrider={"stats": True}), ask(running, "c", stream=True)]
         await filled.queue(3)
+        other = await running.http.post("/abort_requests", json={"request_ids": ["cmpl-b-3"]})
+        assert other.json()["aborted"] == 0
         answer = await running.http.post(path, json={"request_ids": asked})
         told, streamed = (await waiting[0]).json(), waiting[1]
         assert [(each["text"], each["finish_reason"]) for each in told["choices"]] == [("", "abort")] * 2

@@ -1,11 +1,13 @@
 """Embeddings and scores from a real engine: the demo target, turned into a model that embeds."""
 
+import asyncio
 import math
 
 import openai
 import pytest
 
 from tests.support.engine_gateway import engine_fleet
+from tests.support.fake_verifier import eventually
 from tests.support.running_gateway import CHAT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
@@ -31,6 +33,14 @@ async def test_texts_are_embedded_scored_and_ranked():
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
         wrong = await fleet.http.post("/v1/embeddings", json={"model": "nope", "input": "x"})
         assert wrong.status_code == 404
+        for path in ("/abort_requests", "/pause"):
+            await fleet.http.post("/pause?mode=keep")
+            embedding = asyncio.create_task(fleet.http.post("/v1/embeddings", json={"model": "demo", "input": ["a", "b"]}))
+            await eventually(lambda: len(fleet.core.sequences) == 2)
+            await fleet.http.post(path, json={})
+            assert ((await embedding).status_code, (await embedding).json()["error"]["code"]) == (503, "aborted")
+            await fleet.http.post("/resume")
+            assert len((await client.embeddings.create(model="demo", input="def f(x):")).data[0].embedding) == 256
         await fleet.quiet()
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.fleet.speed import Speed
-from gateway.batches.lines import ENVELOPE_BYTES, read
+from gateway.batches.lines import ENVELOPE_BYTES, read, read_again
 from gateway.batches.objects import Answer, Usage
 from gateway.batches.pace import BUSY_STRETCH, KEPT_FREE, QUIET_STRETCH, room
 
@@ -71,6 +71,13 @@ def test_lines_keep_their_numbers(tmp_path):
     long = b"x" * (11 + ENVELOPE_BYTES)
     path.write_bytes(b"a\n\n" + long + b"\n" + long + b"y\n" + b" \r\nlast")
     assert list(read(path, 10)) == [(1, b"a\n"), (3, None), (4, None), (6, b"last")]
+
+
+def test_checked_lines_are_read_whatever_their_length_may_be_now(tmp_path):
+    file = tmp_path / "lines"
+    file.write_bytes(b"a\n\n" + b"b" * 9000)
+    assert [each for _, each in read(file, 0)] == [b"a\n", None]
+    assert list(read_again(file)) == [(1, b"a\n"), (3, b"b" * 9000)]
 
 
 def test_an_answer_is_one_line():

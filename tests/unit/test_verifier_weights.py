@@ -297,8 +297,10 @@ def test_an_update_leaves_a_pause_alone(core: Core, control: WeightControl, mode
 
     for update in (control.reload_weights, by_tensors):
         core.batch_queue.clear()
-        pause()
+        core.requests = [SimpleNamespace(request_id="one", client_index=3)]
+        answered = control.pause(mode)
         update()
+        assert answered is None or answered.done(), "a pause that waits begins with the update"
         control.look()
         assert control.is_paused
         control.resume()
