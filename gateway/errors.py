@@ -28,6 +28,7 @@
             |-- TooManyConnections   this gateway process has too many connections of clients
             |-- VerifierLost         the verifier of this request was lost, and no other was ready in time
             |-- Poisoned        500  several verifiers were lost while they served this request
+            |-- Aborted              an administrator ended this request; of those that write text, the finish reason says so
             |-- NoCoordinator        the coordinator does not answer; only administration needs it
             `-- ShuttingDown         this gateway is going away
 
