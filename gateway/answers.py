@@ -79,8 +79,6 @@ class InPieces:
                 each[name] = secrets.token_hex(8)
                 marked[each[name].encode()] = pieces
         rest = msgspec.json.encode(body)
-        if not marked:
-            return Response(rest, media_type="application/json")
         parts = []
         for mark in sorted(marked, key=rest.index):
             before, _, rest = rest.partition(b'"%b"' % mark)
@@ -98,10 +96,8 @@ def _bearers(answer: Any, get: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
         yield from ((part, "logprobs") for part in get(item, "content", None) or () if get(part, "type", None) == "output_text")
 
 
-async def in_pieces(answer: Any, shown: Callable[[Any], dict[str, Any]]) -> InPieces:
-    """vLLM's answer, in a thread if it is `Deferred`; `shown` makes its JSON object."""
-    if not isinstance(answer, Deferred):
-        return InPieces(answer, shown)
+async def in_pieces(answer: Deferred, shown: Callable[[Any], dict[str, Any]]) -> InPieces:
+    """vLLM's answer, made and serialized in a thread; `shown` makes its JSON object."""
     return await asyncio.get_running_loop().run_in_executor(_MAKING, _made, answer, shown)
 
 

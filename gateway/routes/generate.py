@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
+import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -17,6 +18,7 @@ from backend.engine.front import (
     VLLMValidationError,
 )
 from backend.engine.front.client import offer_plain
+from backend.engine.front.deferred import Deferred
 from backend.engine.front.plain import PlainStream
 from gateway import answers
 from gateway.admission.admit import admit
@@ -99,9 +101,11 @@ async def respond(
         answer = Generated(answer if inquiry is None else inquiry.add_to_stream(answer))
     if isinstance(answer, Generated | PlainStream):
         return await stream_response(request, answer, dialect, gateway.metrics.client_left)
-    pieces = await answers.in_pieces(answer, shown)
-    body = pieces.body if inquiry is None else await inquiry.add_to(pieces.body)
-    return pieces.response(body)
+    pieces = await answers.in_pieces(answer, shown) if isinstance(answer, Deferred) else None
+    body = shown(answer) if pieces is None else pieces.body
+    if inquiry is not None:
+        body = await inquiry.add_to(body)
+    return Response(msgspec.json.encode(body), media_type="application/json") if pieces is None else pieces.response(body)
 
 
 async def generate(

@@ -25,6 +25,7 @@ from vllm.entrypoints.pooling.embed.serving import ServingEmbedding
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.logprobs import Logprob
 
+from backend.engine.front import deferred
 from backend.engine.front.pooling import Embedding
 from gateway import answers
 from tests.support.watchers import Stalls
@@ -80,7 +81,8 @@ def dumped(answer: Any) -> dict[str, Any]:
     [(of_chat(), answers.body), (of_text(), answers.body), (of_prompts(), answers.body), (of_response(), dumped)],
     ids=["chat", "text", "prompts", "response"],
 )
-async def test_in_pieces_it_says_the_same(answer: Any, shown: Any) -> None:
+async def test_in_pieces_it_says_the_same(answer: Any, shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "WHOLE_BYTES", 0)
     whole = shown(copy.deepcopy(answer))
     pieces = answers.InPieces(answer, shown)
     assert '"logprob":' not in json.dumps(pieces.body)
@@ -96,7 +98,8 @@ def embedded(count: int, size: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("form", ["float", "base64"])
-async def test_vectors_one_by_one_say_the_same(form: Any) -> None:
+async def test_vectors_one_by_one_say_the_same(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deferred, "WHOLE_BYTES", 0)
     ours, theirs = Embedding.__new__(Embedding), ServingEmbedding.__new__(ServingEmbedding)
     theirs.json_response_cls = JSONResponse
     asked = (embedded(3, 4), "id", 1, "demo", form, "float32", "native")

@@ -7,8 +7,11 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from vllm.utils.async_utils import merge_async_iterators
+
+WHOLE_BYTES = 1 << 20
+"""Largest answer that is sent at once."""
 
 
 class Deferred:
@@ -39,16 +42,18 @@ async def deferred(results: Sequence[AsyncIterator[Any]], answer: Callable[..., 
     return Deferred(lambda: asyncio.run(answer(*map(again, range(len(results))))), list(last.values()))
 
 
-def in_turns(pieces: Sequence[bytes]) -> StreamingResponse:
-    """A JSON answer that is sent piece by piece: joining hundreds of megabytes would hold up the event loop."""
+def in_turns(pieces: Sequence[bytes]) -> Response:
+    """A JSON answer that is sent piece by piece, if it is large: joining hundreds of megabytes would hold up the event loop."""
+    size = sum(map(len, pieces))
+    if size <= WHOLE_BYTES:
+        return Response(b"".join(pieces), media_type="application/json")
 
     async def each() -> AsyncGenerator[bytes, None]:
         for piece in pieces:
             yield piece
             await asyncio.sleep(0)
 
-    length = {"content-length": str(sum(map(len, pieces)))}
-    return StreamingResponse(each(), media_type="application/json", headers=length)
+    return StreamingResponse(each(), media_type="application/json", headers={"content-length": str(size)})
 
 
 def discard(values: Any) -> None:
