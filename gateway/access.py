@@ -130,8 +130,9 @@ class Access:
 
         async def heard() -> Message:
             message = await receive()
-            # Without runs of blanks, behind which the rest would not be seen.
-            asked[:] = re.sub(rb"\s+", b" ", asked + message.get("body", b""))[:AUDITED_BYTES]
+            if len(asked) < AUDITED_BYTES:
+                # Without runs of blanks, behind which the rest would not be seen.
+                asked[:] = re.sub(rb"\s+", b" ", asked + message.get("body", b""))[:AUDITED_BYTES]
             return message
 
         async def answered(message: Message) -> None:
