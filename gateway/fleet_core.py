@@ -350,9 +350,9 @@ class FleetCore(Verifiers, EngineCoreClient):
             self.on_interactive()
         if claim.inquiry is not None:
             claim.inquiry.follow(record)
-        if claim.aborted and request.pooling_params is not None:
-            raise Aborted
         if claim.aborted:
+            if request.pooling_params is not None:
+                raise Aborted
             self._put_aborted([record])
             return
         try:

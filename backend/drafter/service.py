@@ -5,8 +5,8 @@ as many waiting rounds as can share it, from all verifiers, and adds the fresh d
 its cache and drafts.  Outcomes are enumerated only when neither rounds nor fresh drafts wait (`nexts.py`).
 
 A verifier has two sockets: `features`, which sends rounds, and `drafts`, which sends `Next` and gets all answers.  Both greet
-with the same verifier and epoch.  Refusals of rounds go to `drafts`, too, unless the
-verifier has to greet again.  `Unknown`, which names requests to be opened again, goes to `features`, whose owner opens them.
+with the same verifier and epoch.  Refusals of rounds go to `drafts`, too, unless the verifier has to greet again.  `Unknown`,
+which names requests to be opened again, goes to `features`, whose owner opens them.
 """
 
 from __future__ import annotations
