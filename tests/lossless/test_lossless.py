@@ -267,7 +267,7 @@ def test_with_a_draft_model_every_mode_says_the_same(
     assert mode != "sync" or sum(right for _, right in found) > 0
 
 
-@pytest.mark.parametrize(("renamed", "least"), [(None, 0.98), (range(1900, 2048), 0.7)])
+@pytest.mark.parametrize(("renamed", "least"), [(None, 0.98), (range(1900, 2048), 0.8)])
 def test_a_draft_model_that_is_the_target_is_always_right(
     renamed: range | None,
     least: float,
@@ -283,10 +283,10 @@ def test_a_draft_model_that_is_the_target_is_always_right(
     model = TARGET_DIR if renamed is None else write_permuted(TARGET_DIR, tmp_path / "permuted", renamed)
     itself = Drafter(tmp_path, draft_model=str(model))
     try:
-        for temperature in (0.0, 1.0):
-            drafted, right = drafted_by(itself, drafter, engines["sync"], plain, expected, temperature)
-            # But for near ties: the noise is the same too.
-            assert right > least * drafted > FEW_PROMPTS
+        found = [drafted_by(itself, drafter, engines["sync"], plain, expected, temperature) for temperature in (0.0, 1.0)]
+        # Together, because look-ups leave few drafts of greedy text.  But for near ties: the noise is the same too.
+        drafted, right = (sum(each) for each in zip(*found, strict=True))
+        assert right > least * drafted > FEW_PROMPTS
     finally:
         itself.close()
 
