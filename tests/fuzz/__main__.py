@@ -1,0 +1,53 @@
+"""Schemathesis calls a fleet of the demo model with what `/openapi.json` allows, and with what it does not: `make fuzz`.
+
+It runs for `--seconds` in an environment of its own.  The exit status is 1 for a 5xx, or for a status or a shape that the
+document does not name.  Operations that change the fleet are left out: a paused or sleeping fleet would answer nothing else.
+Other arguments go to `schemathesis run` (`--include-path /v1/files`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import gateway.routes
+from gateway.rights import Right, rights
+from tests.support.environments import python_environment
+from tests.support.fleet_process import ServedFleet
+
+HERE = Path(__file__).resolve().parent
+CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--seconds", type=int, default=1200, help="time for all requests (default: 1200)")
+    asked, others = parser.parse_known_args(arguments)
+    python = python_environment(HERE / "requirements.txt")
+    with tempfile.TemporaryDirectory() as folder:
+        name = f"fuzz-{os.getpid()}"
+        fleet = ServedFleet("--mode", "sync", "--ray-namespace", name, "--gateway-state-dir", folder)
+        try:
+            command = [str(python), "-m", "schemathesis.cli", "run", f"{fleet.url}/openapi.json"]
+            command += ["--max-time", str(asked.seconds), "--checks", CHECKS, "--continue-on-failure"]
+            command += ["--exclude-path-regex", "^/admin/", *(word for path in changing() for word in ("--exclude-path", path))]
+            return subprocess.run([*command, *others], cwd=folder, check=False).returncode
+        finally:
+            fleet.stop()
+
+
+def changing() -> list[str]:
+    """The paths that only an administrator may call, beside those below /admin."""
+    modules = [importlib.import_module(f"gateway.routes.{each.name}") for each in pkgutil.iter_modules(gateway.routes.__path__)]
+    routes = [route for module in modules if hasattr(module, "router") for route in module.router.routes]
+    return sorted(path for path, right in rights(routes).items() if right is Right.ADMINISTER)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
