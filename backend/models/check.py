@@ -99,6 +99,13 @@ def _check_aux_layers(head: HeadConfig, target: dict[str, Any], found: Misfits) 
             found.errors.append(f"feature layers: {layer} is outside this target's 0..{layers}")
     if head.aux_layers == default_aux_layers(layers) and len(set(head.aux_layers)) < len(head.aux_layers):
         found.errors.append(f"feature layers: a target of {layers} layers is too shallow for the default three")
+    if tuple(layer + 1 for layer in head.aux_layers) == default_aux_layers(layers):
+        # As SpecForge's and ModelOpt's heads name the usual features.  SGLang adds one where the first is 1, except for gpt-oss
+        # (sglang#25454, sglang#32334); vLLM never does.
+        found.warnings.append(
+            f"feature layers: {', '.join(map(str, head.aux_layers))} are read as the inputs of these layers, as in vLLM; "
+            f"if acceptance stays near 1, the trainer meant outputs: add one to each in the head's config.json"
+        )
 
 
 def _check_positions(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:

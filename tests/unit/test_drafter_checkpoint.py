@@ -141,6 +141,11 @@ def test_misfits_of_the_configuration(tmp_path: Path) -> None:
     found = find_misfits(head_dir, target_dir)
     assert found.errors == ["feature layers: 40 is outside this target's 0..8"]
     assert found.warnings == ["rope_theta: the head says 500000, the target 10000"]
+    edit(head_dir, rope_theta=1e4, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 4]})
+    assert [line.partition(" if ")[0] for line in find_misfits(head_dir, target_dir).warnings] == [
+        "feature layers: 1, 3, 4 are read as the inputs of these layers, as in vLLM;"
+    ]
+    edit(head_dir, rope_theta=5e5)
     edit(head_dir, draft_vocab_size=99)
     assert "draft vocabulary: 99 tokens are more than the target's 61" in check(head_dir, target_dir)
     edit(head_dir, draft_vocab_size=61)
