@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from backend.config import Settings
 from gateway.admission.claim import Claim
 from gateway.errors import Forbidden, RateLimited, TooManyRequests, Unauthorized
-from gateway.guard import host_of, is_local_origin, is_loopback, whole_body
+from gateway.guard import MAX_ARRIVING_BYTES, host_of, is_local_origin, is_loopback, whole_body
 from gateway.keys.caller import ANYBODY, Caller
 from gateway.keys.quotas import Quotas
 from gateway.keys.ring import KeyRing, read_entries
@@ -31,6 +31,8 @@ from gateway.rights import Right
 audit = logging.getLogger("outrider.audit")
 
 METRICS_PATH = "/metrics"
+FILES_PATH = "/v1/files"
+"""Bodies sent there go to disk."""
 AUDITED_BYTES = 2048
 """Most bytes of an administrator's command in the log."""
 
@@ -69,6 +71,8 @@ class Access:
         self._asked = asked
         self._metrics = metrics
         self._doors = doors
+        self._others = self._other_bytes = 0
+        """Requests by POST in progress that do not generate, and the bytes of their bodies."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,16 +90,14 @@ class Access:
             await self._app(scope, receive, send)
             return
         quotas = self._doors.quotas
+        if path != FILES_PATH:
+            receive = await whole_body(scope, receive)
+        most = self._doors.max_in_flight
+        if (self._metrics.in_flight if right is Right.GENERATE else self._others) >= most:
+            raise TooManyRequests(f"More than {most} requests are in flight. Try again.")
         if right is not Right.GENERATE:
-            await quotas.begin(caller)
-            try:
-                await self._app(scope, receive, send)
-            finally:
-                quotas.end(caller)
+            await self._serve_other(scope, receive, send, caller)
             return
-        receive = await whole_body(scope, receive)
-        if self._metrics.in_flight >= self._doors.max_in_flight:
-            raise TooManyRequests(f"More than {self._doors.max_in_flight} requests are in flight. Try again.")
         with self._metrics.one_in_flight():
             await quotas.begin(caller)
             claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
@@ -108,6 +110,23 @@ class Access:
             finally:
                 quotas.end(caller, refused=refused)
                 claim.close()
+
+    async def _serve_other(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
+        """Serves a request that does not generate; it may wait, for a thread for example, with its body in memory."""
+        size = scope["state"].get("body_bytes", 0)
+        if self._others and self._other_bytes + size > MAX_ARRIVING_BYTES:
+            raise TooManyRequests("Too many large requests are in progress. Try again.")
+        self._others += 1
+        self._other_bytes += size
+        try:
+            await self._doors.quotas.begin(caller)
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._doors.quotas.end(caller)
+        finally:
+            self._others -= 1
+            self._other_bytes -= size
 
     def _caller(self, scope: Scope, right: Right) -> Caller:
         ring = self._doors.ring

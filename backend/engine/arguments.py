@@ -24,6 +24,10 @@ DEFAULT_RANK = 16
 """`max_lora_rank` at least, if adapters may be loaded later; vLLM's own default."""
 
 
+KEPT_ADAPTERS = 8
+"""Adapters in host memory.  vLLM keeps one, and reads another from disk again within a step whenever they alternate."""
+
+
 class EngineSetupError(ValueError):
     """The engine cannot be built as configured; the message is one line for a person."""
 
@@ -39,6 +43,9 @@ def common_arguments(settings: Settings, model_dir: str) -> dict[str, Any]:
         raise EngineSetupError(f"verifier.engine_args: vLLM has no argument {', '.join(sorted(unknown))}")
     return {
         "model": model_dir,
+        # Prompts are text.  Otherwise the gateway would fetch any URL that a request names as a picture, and vLLM's cache of
+        # pictures, which the gateway mirrors, assumes a single engine.
+        "language_model_only": True,
         "max_model_len": verifier.max_model_len,
         "max_num_seqs": verifier.max_num_seqs,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
@@ -56,7 +63,11 @@ def _adapter_arguments(verifier: VerifierSettings) -> dict[str, Any]:
     if not verifier.adapters and not verifier.adapters_loadable:
         return {}
     largest = max([DEFAULT_RANK * verifier.adapters_loadable, *(_rank(*each) for each in verifier.adapters.items())])
-    return {"enable_lora": True, "max_lora_rank": next((rank for rank in RANKS if rank >= largest), RANKS[-1])}
+    return {
+        "enable_lora": True,
+        "max_lora_rank": next((rank for rank in RANKS if rank >= largest), RANKS[-1]),
+        "max_cpu_loras": max(KEPT_ADAPTERS, verifier.engine_args.get("max_loras", 1)),
+    }
 
 
 def adapter_number(name: str, path: str) -> int:

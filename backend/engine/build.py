@@ -82,6 +82,12 @@ def build_config(settings: Settings, paths: ResolvedModels) -> VllmConfig:
             "the model embeds or scores text, and has nothing to draft: serve it with --mode off --drafters 0"
         )
     _check_hidden_states(config, paths)
+    if settings.mode in REMOTE_MODES and config.model_config.has_inner_state and not config.model_config.enforce_eager:
+        # vLLM captures their steps with 1 + K tokens per request, or tells prompts from decoding by that number.
+        raise EngineSetupError(
+            "CUDA graphs of a target with recurrent layers do not fit drafts that differ in length: add "
+            """--verifier-engine-args '{"enforce_eager": true}', or take --mode off or native"""
+        )
     structured = config.structured_outputs_config
     if settings.model == DEMO and structured.backend in ("auto", "xgrammar", "guidance"):
         # The demo model knows Python: where JSON allows whitespace, it would indent for ever.  In mode `native` vLLM makes the

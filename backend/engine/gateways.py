@@ -221,6 +221,8 @@ class GatewayPort:
             request = self._requests.decode(frames)
             request.request_id, request.client_index = addition.request_id, gateway.index
             refuse_unfit(request, self._welcome.fixed_responses, self._vocab_size, self._welcome.max_model_len)
+            if request.lora_request is not None:
+                self._weights.read_adapter(request.lora_request)
             add_request(self._core, request, addition.emitted, addition.noise_seed, addition.asked)
             self._tell(gateway, TAKEN, addition.request_id.encode())
         except Exception as error:
@@ -239,7 +241,7 @@ class GatewayPort:
             try:
                 if method in LORA:
                     self._weights.refuse_unless_whole()
-                function = getattr(self._weights if swapping else self._core, method)
+                function = getattr(self._weights if swapping or method == "remove_lora" else self._core, method)
                 result = function(*EngineCoreProc._convert_msgspec_args(function, arguments))
                 if isinstance(result, Future):
                     # The gateway gets the answer when the call is done.

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
@@ -23,7 +24,7 @@ from vllm.v1.request import RequestStatus
 
 from backend.engine.tensor_transfer import NAME, Shape, shapes_in
 from backend.fleet.stats import Weights
-from backend.models.head_config import CheckpointError
+from backend.models.head_config import CheckpointError, read_config, text_config
 from backend.models.tensor_files import TensorFiles
 from backend.wire.engine import NOT_BEGUN, PAUSED
 
@@ -106,6 +107,7 @@ class WeightControl:
         self._refuse_during_update()
         if self._core.model_executor.is_sleeping:
             raise ValueError("wake it up first")
+        self._read_adapters()
         self._core.resume_scheduler()
         self.on_changed()
         if self._draining is not None:
@@ -135,6 +137,8 @@ class WeightControl:
         self._refuse_during_update()
         # With other tags, vLLM logs a warning if only the scheduler has to be woken.
         awake = self._core.wake_up(tags if self._core.model_executor.is_sleeping else ["scheduling"])
+        if awake:
+            self._read_adapters()
         self.on_changed()
         return bool(awake)
 
@@ -149,7 +153,7 @@ class WeightControl:
         """
         self.refuse_unless_whole()
         wanted = path or self._directory
-        check_same_shapes(wanted, self._shapes)
+        check_same_shapes(wanted, self._shapes, self._tied)
         was_paused = self._stand_still()
         try:
             self._load(wanted)
@@ -192,10 +196,12 @@ class WeightControl:
                 else "tensors come through vLLM's transfer engine: send its update_info"
             )
         if isinstance(update_info, bytes):
-            found = shapes_in(update_info)
+            sent = shapes_in(update_info)
+            found = needed(sent, self._tied)
             check_shapes({name: self._shapes.get(name) for name in found}, found)
             # vLLM counts what has come of a layer: a tensor that is sent again would make it seem complete.
-            update_info = {"tensors": update_info, "skipped": sorted(found.keys() & self._received)}
+            again = found.keys() & self._received
+            update_info = {"tensors": update_info, "skipped": sorted(again | (sent.keys() - found.keys()))}
             self._received |= found.keys()
         self._touched = True
         self._go_on_with_update("update_weights", update_info=update_info)
@@ -242,12 +248,44 @@ class WeightControl:
         if "weights" in self._core.model_executor.sleeping_tags:
             raise ValueError("wake the weights up first")
 
+    # Adapters.  vLLM reads one that a step needs within the step, where a directory that is gone would end the engine.
+
+    def remove_lora(self, lora_id: int) -> bool:
+        """Forgets an adapter.  One that requests use stays loaded: vLLM drops it when it needs the room."""
+        used = any(each.lora_int_id == lora_id for each in self._adapters())
+        return used or bool(self._core.remove_lora(lora_id))
+
+    def read_adapter(self, adapter: LoRARequest) -> None:
+        """Loads a new request's adapter; raises what vLLM raises.  While that is impossible, it waits for `_read_adapters`."""
+        if self._received is None and not self._core.model_executor.is_sleeping:
+            self._core.add_lora(adapter)
+
+    def _adapters(self) -> list[LoRARequest]:
+        """Those that requests use."""
+        used = [each.lora_request for each in self._core.scheduler.requests.values() if each.lora_request is not None]
+        return list({each.lora_int_id: each for each in used}.values())
+
+    def _read_adapters(self) -> None:
+        """Loads the adapters of present requests before these go on; those whose adapter cannot be read end with an error."""
+        for adapter in self._adapters():
+            try:
+                self._core.add_lora(adapter)
+            except Exception as error:
+                logger.warning("an adapter cannot be loaded any more: %s: %s", type(error).__name__, error)
+                number, requests = adapter.lora_int_id, self._core.scheduler.requests.items()
+                theirs = [name for name, each in requests if each.lora_request and each.lora_request.lora_int_id == number]
+                self._end(theirs, RequestStatus.FINISHED_ERROR, FinishReason.ERROR)
+
     # How
 
     @cached_property
     def _shapes(self) -> Mapping[str, Shape]:
-        """Shapes of the tensors in the checkpoint of the start."""
-        return {name: each.shape for name, each in TensorFiles(self._target_dir).tensors.items()}
+        """Shapes of the tensors in the checkpoint of the start that every checkpoint must have."""
+        return needed(shapes_of(self._target_dir), self._tied)
+
+    @cached_property
+    def _tied(self) -> bool:
+        return is_tied(self._target_dir)
 
     @property
     def _takes_bytes(self) -> bool:
@@ -294,6 +332,7 @@ class WeightControl:
 
     def _go_on(self, stays_paused: bool) -> None:
         if not stays_paused:
+            self._read_adapters()
             self._core.resume_scheduler()
         self.on_changed()
 
@@ -316,22 +355,47 @@ class WeightControl:
         return was_paused
 
     def _abort(self) -> None:
+        self._end(None, RequestStatus.FINISHED_ABORTED, FinishReason.ABORT, PAUSED)
+
+    def _end(
+        self, request_ids: Iterable[str] | None, status: RequestStatus, reason: FinishReason, stop_reason: str | None = None
+    ) -> None:
+        """Ends requests, all of them if there are no ids, and tells their clients."""
         ended: dict[int, EngineCoreOutputs] = defaultdict(EngineCoreOutputs)
-        for request in self._core.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED):
-            output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ABORT, stop_reason=PAUSED)
+        for request in self._core.scheduler.finish_requests(request_ids, status):
+            output = EngineCoreOutput(request.request_id, [], finish_reason=reason, stop_reason=stop_reason)
             ended[request.client_index].outputs.append(output)
         self.on_outputs(ended)
 
 
-def check_same_shapes(path: str, known: Mapping[str, Shape]) -> None:
-    """Raises `ValueError` unless the directory holds exactly the `known` tensors, by name and shape."""
+def check_same_shapes(path: str, known: Mapping[str, Shape], tied: bool) -> None:
+    """Raises `ValueError` unless the directory holds exactly the `known` tensors, by name and shape.  `tied`: `is_tied`."""
     if not Path(path).is_dir():
         raise ValueError("no such directory on the verifier's machine")
     try:
-        new = TensorFiles(path)
+        found = shapes_of(path)
     except CheckpointError as error:
         raise ValueError(str(error)) from error
-    check_shapes(known, {name: each.shape for name, each in new.tensors.items()})
+    check_shapes(needed(known, tied), needed(found, tied))
+
+
+def is_tied(target_dir: str) -> bool:
+    """Whether the target's output matrix is its embedding."""
+    config = read_config(target_dir)
+    return bool(text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings")))
+
+
+def needed(shapes: Mapping[str, Shape], tied: bool) -> dict[str, Shape]:
+    """`shapes` without that of a tied output matrix.
+
+    Some checkpoints of such a target have it (Qwen3-0.6B's own), others do not (what transformers writes), and vLLM skips it.
+    """
+    return {name: shape for name, shape in shapes.items() if not (tied and f".{name}".endswith(".lm_head.weight"))}
+
+
+def shapes_of(directory: str) -> dict[str, Shape]:
+    """The shapes of a checkpoint's tensors.  Raises `CheckpointError`."""
+    return {name: each.shape for name, each in TensorFiles(directory).tensors.items()}
 
 
 def check_shapes(known: Mapping[str, Shape | None], found: Mapping[str, Shape]) -> None:

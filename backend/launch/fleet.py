@@ -39,6 +39,8 @@ def member_environment(offline: bool) -> dict[str, str]:
     """Environment variables for every process of a fleet."""
     return {
         "PYTHONPATH": environment.python_path_with(Path(__file__).resolve().parents[2]),
+        # Members use the GPUs that Ray has reserved for them; trainers' frameworks switch that off for actors of their own.
+        "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "0",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",

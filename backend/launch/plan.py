@@ -17,7 +17,6 @@ from typing import Literal
 from backend.config import REMOTE_MODES, Settings
 from backend.config.sources import CommandError
 from backend.fleet.members import NODE_HOST, MemberKind
-from backend.models.kinds import KINDS
 from backend.models.resolve import ResolvedModels
 
 GPU_MEMORY_USABLE = 0.9
@@ -183,14 +182,14 @@ def _drafter_gpus(settings: Settings, models: ResolvedModels, hardware: Hardware
     """GPUs of one drafter, while there are enough of them."""
     if settings.drafting.gpus is not None:
         return settings.drafting.gpus
-    return 1.0 if hardware.gpus and KINDS[models.drafter_kind].has_weights else 0.0
+    return 1.0 if hardware.gpus and models.has_weights else 0.0
 
 
 def _cores_wanted(settings: Settings, models: ResolvedModels, hardware: Hardware, kind: MemberKind) -> int:
     """CPU cores that one member of this kind computes on; 0: it computes on a GPU, or next to nothing."""
     if kind == "verifier":
         return 0 if hardware.gpus else max(settings.verifier.cores, settings.verifier.tensor_parallel)
-    return 0 if settings.drafting.gpus or not KINDS[models.drafter_kind].has_weights else settings.drafting.cores
+    return 0 if settings.drafting.gpus or not models.has_weights else settings.drafting.cores
 
 
 def share_cores(available: Sequence[int], counts: Sequence[int]) -> list[list[int]]:

@@ -74,6 +74,11 @@ class ResolvedModels(msgspec.Struct, frozen=True):
     learning_dir: str | None = None
     """Where drafters keep the heads that they learn; None: they do not learn."""
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether some drafter has weights, and so needs a device."""
+        return any(KINDS[each].has_weights for each in (self.drafter_kind, *(one.kind for one in self.in_turn)))
+
     def drafter(self, member_id: str) -> OwnDrafter:
         """The model of the drafter `drafter-N`."""
         number = member_id.rpartition("-")[2]

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 from backend.models.head_config import CheckpointError
-from backend.models.tensor_files import TensorFiles
 
 LATEST = "latest"
 _STEP = re.compile(r"step[-_]?(\d+)")
@@ -38,13 +37,12 @@ def newest(directory: Path) -> Path | None:
 def check_weights(directory: Path, target_dir: str) -> None:
     """Raises `WeightsError` if the newest checkpoint, when there is one already, does not have the target's tensors."""
     # Imported here, because importing vLLM takes seconds.
-    from backend.engine.weights import check_same_shapes
+    from backend.engine.weights import check_same_shapes, is_tied, shapes_of
 
     found = newest(directory)
     if found is None:
         return
     try:
-        files = TensorFiles(target_dir)
-        check_same_shapes(str(found), {name: tuple(files.shape(name) or ()) for name in files.tensors})
+        check_same_shapes(str(found), shapes_of(target_dir), is_tied(target_dir))
     except (CheckpointError, OSError, ValueError) as error:
         raise WeightsError(f"{found}: {error}") from error

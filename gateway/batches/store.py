@@ -64,6 +64,11 @@ class Store(Database):
     def path(self, file_id: str) -> Path:
         return self._contents / file_id
 
+    @transaction
+    def require_room(self, db: sqlite3.Connection, size: int) -> None:
+        """Raises `StorageFull` if there is no room for a file of `size` bytes, before its copy fills the disk for others."""
+        self._check_room(db, size)
+
     async def add_file(self, source: BinaryIO, name: str, owner: str, lifetime_s: float) -> File:
         """Stores the contents of `source`.  Raises `StorageFull`."""
         file_id = new_id("file-")

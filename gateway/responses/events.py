@@ -23,11 +23,13 @@ DIALECT = Dialect(
 """Every event has a name.  The event `error` ends a stream that failed before the response had begun."""
 
 
-async def complete(events: AsyncGenerator[pydantic.BaseModel, None], shown: Shown) -> AsyncGenerator[Event, None]:
+async def complete(
+    events: AsyncGenerator[pydantic.BaseModel, None], shown: Shown, held: int = _OPENING
+) -> AsyncGenerator[Event, None]:
     """The events as JSON objects.  `shown` makes the response object in them.  The last event tells how the response ended.
 
-    The opening events are held back until the next one comes.  An error before that raises `ApiError`.  A later error becomes
-    a last event `response.failed`.
+    The first `held` events are held back until the next one comes.  An error before that raises `ApiError`.  A later error
+    becomes a last event `response.failed`.
     """
     opening: list[Event] = []
     response: dict[str, Any] = {}
@@ -40,7 +42,7 @@ async def complete(events: AsyncGenerator[pydantic.BaseModel, None], shown: Show
                 response = made["response"] = shown(made["response"])
             if made["type"] == "response.completed" and response["status"] != "completed":
                 made["type"] = f"response.{response['status']}"
-            if len(opening) < _OPENING and number < _OPENING:
+            if len(opening) < held and number < held:
                 opening.append(made)
                 continue
             for one in opening:

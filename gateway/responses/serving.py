@@ -166,7 +166,8 @@ class Responses:
         try:
             async with self._turns:
                 await self.store.put(turn.kept({**queued, "status": "in_progress"}))
-                async for each in complete(made, turn.shown):
+                # Its HTTP status was sent long ago, and its client waits for the id.
+                async for each in complete(made, turn.shown, held=0):
                     waiting.append(each)
                     now = asyncio.get_running_loop().time()
                     if each["type"] in LAST:

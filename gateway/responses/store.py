@@ -33,6 +33,8 @@ UNFINISHED = ("queued", "in_progress")
 _IS_UNFINISHED = f"json_extract(body, '$.status') IN {UNFINISHED}"
 LONGEST_CHAIN = 1000
 """Most responses in a chain of links."""
+MAX_HISTORY_BYTES = 1 << 25
+"""Most bytes of a conversation's items, or of all responses in a chain; every request that continues them reads them all."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (
@@ -112,10 +114,15 @@ class Store(Database):
         """All input and output items up to this response and with it, oldest first.  Raises `NotFound`."""
         turns: list[list[Item]] = []
         at: str | None = response_id
+        size = 0
         while at is not None:
             if len(turns) == LONGEST_CHAIN:
                 raise NotFound(f"More than {LONGEST_CHAIN} responses lie before this one.", param="previous_response_id")
             kept = self._response(db, at, owner, "previous_response_id")
+            size += db.execute("SELECT length(input) + length(body) FROM responses WHERE id = ?", (at,)).fetchone()[0]
+            if size > MAX_HISTORY_BYTES:
+                message = f"This response and those before it are larger than {MAX_HISTORY_BYTES} bytes."
+                raise BadRequest(message, param="previous_response_id", code="conversation_full")
             turns.append([*kept.input, *kept.body["output"]])
             at = kept.previous
         return [item for turn in reversed(turns) for item in turn]
@@ -191,10 +198,11 @@ class Store(Database):
         """`most`: None keeps what was made already, however much there is.  Raises `NotFound` or `BadRequest`."""
         _conversation(db, conversation_id, owner)
         _add(db, conversation_id, items)
-        (held,) = db.execute("SELECT count(*) FROM items WHERE conversation = ?", (conversation_id,)).fetchone()
-        if most is not None and held > most:
-            message = f"The conversation would have {held} items; {most} are the most. Delete some, or begin another."
-            raise BadRequest(message, param="items", code="conversation_full")
+        query = "SELECT count(*), coalesce(sum(length(item)), 0) FROM items WHERE conversation = ?"
+        held, size = db.execute(query, (conversation_id,)).fetchone()
+        if most is not None and (held > most or size > MAX_HISTORY_BYTES):
+            message = f"The conversation would have {held} items and {size} bytes; {most} and {MAX_HISTORY_BYTES} are the most."
+            raise BadRequest(f"{message} Delete some, or begin another.", param="items", code="conversation_full")
         self._make_room(db, time.time())
 
     @transaction

@@ -13,6 +13,7 @@ from gateway.inquiry import SpeculationOptions
 from gateway.responses.store import Item, Kept
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+MAX_ID = 256
 _FROM_VLLM = ("status", "output", "usage", "incomplete_details", "temperature", "top_p", "created_at", "model")
 """Fields taken from vLLM's response object; the gateway fills in the others."""
 
@@ -93,8 +94,8 @@ def as_items(value: Any) -> list[Item]:
 
 def _whole(item: Item) -> Item:
     """An item, completed by the fields that clients may leave out.  Raises `BadRequest`."""
-    if not isinstance(item.get("id"), str | None):
-        raise BadRequest("The `id` of an item must be a string.", param="input")
+    if not isinstance(item.get("id"), str | None) or len(item.get("id") or "") > MAX_ID:
+        raise BadRequest(f"The `id` of an item must be a string of at most {MAX_ID} characters.", param="input")
     if isinstance(item.get("role"), str) and item.get("type", "message") == "message":
         kind = "output_text" if item["role"] == "assistant" else "input_text"
         text = item.get("content")

@@ -14,7 +14,7 @@ from gateway.errors import NotFound
 from gateway.openapi import CONVERSATION, DELETED, ITEM, LIST, described
 from gateway.requests import Body, ModelT, fitted, read_json
 from gateway.responses.turn import as_items
-from gateway.routes.lists import page_of
+from gateway.routes.lists import as_json, page_of
 from gateway.state import gateway_of, owner_of
 
 router = APIRouter()
@@ -78,7 +78,7 @@ async def list_items(
 ) -> Response:
     """The items of a conversation."""
     items = await gateway_of(request).responses.store.items(conversation_id, owner_of(request))
-    return JSONResponse(page_of(items, limit, order, after))
+    return as_json(page_of(items, limit, order, after))
 
 
 @router.post("/v1/conversations/{conversation_id}/items", **described(Items, LIST))
@@ -86,7 +86,7 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     """Adds items to a conversation."""
     items = as_items((await _read(request, Items)).items)
     await gateway_of(request).responses.store.add_items(conversation_id, owner_of(request), items)
-    return JSONResponse(page_of(items, MAX_ITEMS, "asc", None))
+    return as_json(page_of(items, MAX_ITEMS, "asc", None))
 
 
 @router.get("/v1/conversations/{conversation_id}/items/{item_id}", **described(gives=ITEM))
@@ -94,7 +94,7 @@ async def get_item(request: Request, conversation_id: str, item_id: str) -> Resp
     """One item of a conversation."""
     for item in await gateway_of(request).responses.store.items(conversation_id, owner_of(request)):
         if item["id"] == item_id:
-            return JSONResponse(item)
+            return as_json(item)
     raise NotFound("There is no such item in this conversation.", param="item_id")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
 from typing import Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -12,7 +13,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from gateway.batches.objects import shown
 from gateway.batches.store import FILE_LIFETIME_S
-from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia
+from gateway.errors import BadRequest, PayloadTooLarge, TooManyRequests, UnsupportedMedia
 from gateway.openapi import DELETED, FILE, LIST, UPLOAD, described
 from gateway.requests import Body, bounded, media_type, read_object
 from gateway.routes.lists import page_of
@@ -22,6 +23,8 @@ router = APIRouter()
 
 MAX_FILE_BYTES = 200_000_000
 """OpenAI's limit."""
+MAX_UPLOADING_BYTES = 10 * MAX_FILE_BYTES
+"""Most bytes of all files that are being uploaded; until they are stored, they lie in the folder for temporary files."""
 FORM_BYTES = 1 << 16
 """Most bytes of a form besides its file."""
 MAX_NAME = 255
@@ -39,16 +42,24 @@ class ExpiresAfter(Body):
 @router.post("/v1/files", **described(UPLOAD, FILE, form=True))
 async def upload_file(request: Request) -> Response:
     """Stores a file."""
-    store = gateway_of(request).batches.store
+    gateway = gateway_of(request)
+    store, size = gateway.batches.store, 0
     if media_type(request) != "multipart/form-data":
         raise UnsupportedMedia("The request body must be multipart/form-data.")
-    body = bounded(request, MAX_FILE_BYTES + FORM_BYTES, _too_large())
-    parser = MultiPartParser(request.headers, body, max_files=1, max_fields=8, max_part_size=FORM_BYTES)
+
+    async def counted() -> AsyncGenerator[bytes, None]:
+        nonlocal size
+        async for part in bounded(request, MAX_FILE_BYTES + FORM_BYTES, _too_large()):
+            size += len(part)
+            gateway.uploading_bytes += len(part)
+            if gateway.uploading_bytes > MAX_UPLOADING_BYTES:
+                raise TooManyRequests("Too many files are being uploaded at once. Try again.")
+            yield part
+
+    form = None
     try:
+        parser = MultiPartParser(request.headers, counted(), max_files=1, max_fields=8, max_part_size=FORM_BYTES)
         form = await parser.parse()
-    except MultiPartException:
-        raise BadRequest("The request body is not a valid form, or has more parts than there are fields.") from None
-    try:
         for name in form:
             if name not in ("file", "purpose", *EXPIRES_AFTER.values()):
                 raise BadRequest(f"Unknown parameter `{name[:64]}`.", param=name[:64], code="unknown_parameter")
@@ -60,9 +71,15 @@ async def upload_file(request: Request) -> Response:
         if (file.size or 0) > MAX_FILE_BYTES:
             raise _too_large()
         name = (file.filename or "upload")[:MAX_NAME]
-        return JSONResponse(shown(await store.add_file(file.file, name, owner_of(request), _lifetime(form))))
+        lifetime_s = _lifetime(form)
+        await store.require_room(file.size or 0)
+        return JSONResponse(shown(await store.add_file(file.file, name, owner_of(request), lifetime_s)))
+    except MultiPartException:
+        raise BadRequest("The request body is not a valid form, or has more parts than there are fields.") from None
     finally:
-        await form.close()
+        gateway.uploading_bytes -= size
+        if form is not None:
+            await form.close()
 
 
 @router.get("/v1/files", **described(gives=LIST))

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+from starlette.responses import Response
+
+from backend.engine.front.deferred import in_turns
 from gateway.errors import BadRequest
 
 
@@ -26,3 +30,8 @@ def page_of(oldest_first: Sequence[dict[str, Any]], limit: int, order: str, afte
         "last_id": data[-1]["id"] if data else None,
         "has_more": len(ordered) > limit,
     }
+
+
+def as_json(made: dict[str, Any]) -> Response:
+    """A JSON answer that may have megabytes of a client's own text, which `JSONResponse` takes ten times as long to encode."""
+    return in_turns([msgspec.json.encode(made)])

@@ -23,7 +23,7 @@ from gateway.requests import read_json
 from gateway.responses.events import DIALECT
 from gateway.rights import Right
 from gateway.routes.generate import generate
-from gateway.routes.lists import page_of
+from gateway.routes.lists import as_json, page_of
 from gateway.sse import HEADERS, KEEP_ALIVE_S, Generated, event, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of, owner_of
 
@@ -68,7 +68,7 @@ async def get_response(request: Request, response_id: str, stream: bool = False,
     gateway = gateway_of(request)
     kept = await gateway.responses.store.get(response_id, owner_of(request))
     if not stream:
-        return JSONResponse(kept.body)
+        return as_json(kept.body)
     if not kept.body["background"]:
         raise BadRequest("Only a response made in the background can be streamed again.", param="stream")
     return _follow(gateway, response_id, starting_after)
@@ -95,7 +95,7 @@ async def input_items(
     store, owner = gateway_of(request).responses.store, owner_of(request)
     kept = await store.get(response_id, owner)
     before = [] if kept.previous is None else await store.history(kept.previous, owner)
-    return JSONResponse(page_of([*before, *kept.input], limit, order, after))
+    return as_json(page_of([*before, *kept.input], limit, order, after))
 
 
 def _follow(gateway: Gateway, response_id: str, after: int) -> Response:

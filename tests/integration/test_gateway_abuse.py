@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest import mock
@@ -416,3 +417,28 @@ async def test_prompts_do_not_wait_for_all_that_is_to_be_tokenized(running, monk
     assert len(most) == 2
     gate.set()
     assert {(await request).status_code for request in requests} == {200}
+
+
+@pytest.mark.parametrize(("most", "memory"), [(3, 1 << 29), (64, 40_000)])
+async def test_what_does_not_generate_is_bounded_too(monkeypatch, most, memory):
+    """By number, and by the bytes of its bodies, which wait in memory for a thread."""
+    monkeypatch.setattr("gateway.access.MAX_ARRIVING_BYTES", memory)
+    async with running_gateway(max_in_flight=most) as running:
+        renderer, gate, begun = running.server.gateway.services.renderer, asyncio.Event(), []
+        render = renderer.render_responses
+
+        async def slow(*args):
+            begun.append(1)
+            await gate.wait()
+            return await render(*args)
+
+        monkeypatch.setattr(renderer, "render_responses", slow)
+        body = {"model": "demo", "input": "x", "metadata": {str(n): "y" * 500 for n in range(16)}}
+        requests = [asyncio.ensure_future(running.http.post("/v1/responses/input_tokens", json=body)) for _ in range(10)]
+        await eventually(lambda: len(begun) == 2 and sum(each.done() for each in requests) > 4)
+        assert (await running.http.post(COMPLETIONS, json=COMPLETION)).status_code == 200
+        gate.set()
+        statuses = Counter(answer.status_code for answer in await asyncio.gather(*requests))
+        assert statuses[200] + statuses[429] == 10
+        assert 3 <= statuses[200] <= 5
+        assert (await running.http.post("/v1/responses/input_tokens", json=body)).status_code == 200

@@ -123,6 +123,15 @@ async def test_files():
         assert short.expires_at == short.created_at + 3600
 
 
+async def test_all_uploads_together_are_bounded(monkeypatch):
+    monkeypatch.setattr("gateway.routes.files.MAX_UPLOADING_BYTES", 100_000)
+    async with serving() as (running, client):
+        with pytest.raises(openai.RateLimitError, match="uploaded at once"):
+            await client.files.create(file=b"x" * 200_000, purpose="batch")
+        assert (await client.files.create(file=b"x" * 50_000, purpose="batch")).bytes == 50_000
+        assert running.server.gateway.uploading_bytes == 0
+
+
 async def test_bad_uploads_name_the_field(monkeypatch):
     monkeypatch.setattr("gateway.routes.files.MAX_FILE_BYTES", 1000)
     async with serving(state_mib=1) as (running, client):

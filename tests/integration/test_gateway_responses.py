@@ -7,6 +7,7 @@ import openai
 import pytest
 
 from gateway.bounds import MAX_TEXT_PER_TOKEN, MIN_TEXT
+from gateway.errors import Overloaded
 from tests.integration.test_gateway_streams import stall
 from tests.support.fake_verifier import eventually, gated
 from tests.support.keys_file import Keys
@@ -435,6 +436,25 @@ async def test_a_stream_that_fails_says_so_and_is_kept_as_failed():
         last = json.loads(lines[-1].removeprefix("data: "))
         assert (last["type"], last["response"]["error"]["code"]) == ("response.failed", "server_error")
         assert (await client(running).responses.retrieve(last["response"]["id"])).status == "failed"
+
+
+async def test_a_background_stream_that_fails_at_once_says_so(running, monkeypatch):
+    async def fail(*args, **kwargs):
+        raise Overloaded
+
+    monkeypatch.setattr(running.core.gate, "enter", fail)
+    responses = client(running).responses
+    events = [event async for event in await responses.create(model="demo", input="x", background=True, stream=True)]
+    assert [event.type for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    again = await responses.retrieve(events[0].response.id)
+    assert (again.status, again.error.code) == ("failed", "server_error")
+
+
+@pytest.mark.parametrize("length", [256, 257])
+async def test_ids_of_items_are_short(running, length):
+    said = {"type": "message", "role": "user", "content": "x", "id": "m" * length}
+    answer = await running.http.post("/v1/conversations", json={"items": [said]})
+    assert answer.status_code == (200 if length == 256 else 400)
 
 
 async def test_counting(running):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
         "scheduling_policy": "priority",
         "enable_lora": True,
         "max_lora_rank": 8,
+        "max_cpu_loras": 4,
         "block_size": 32,
         "kv_cache_memory_bytes": 6 << 20,
     }
@@ -69,6 +71,22 @@ def test_lora_requests(pair: tuple[Verifier, Verifier], directory: Path) -> None
     adapted = pair[0].client.generate(PROMPTS, GREEDY, lora_request=adapter)
     assert [b.tokens for b in base] != [a.tokens for a in adapted], "the adapter changes the text"
     compare(pair, PROMPTS, GREEDY, lora_request=adapter)
+
+
+def test_an_adapter_whose_directory_is_gone_ends_no_engine(pair: tuple[Verifier, Verifier], directory: Path) -> None:
+    first, second = (LoRARequest(f"a{n}", n, str(write_adapter(directory / f"a{n}", seed=n))) for n in (2, 3))
+    wanted = pair[0].client.generate(PROMPTS[:2], GREEDY, lora_request=first)
+    client = pair[1].client
+    running = [client.add(prompt, GREEDY, lora_request=first) for prompt in PROMPTS[:2]]
+    client.run_until(lambda: all(client.answers[each].tokens for each in running))
+    shutil.rmtree(first.lora_path)
+    others = [
+        client.add(PROMPTS[2], GREEDY, lora_request=second),
+        client.add(PROMPTS[3], GREEDY, lora_request=LoRARequest("a4", 4, str(directory / "nowhere"))),
+    ]
+    client.finish_all()
+    assert [client.answers[each].tokens for each in running] == [each.tokens for each in wanted]
+    assert [client.answers.pop(each).finish_reason for each in (*running, *others)] == ["length", "length", "length", "error"]
 
 
 def test_prefix_cache_hits_leave_no_wrong_state(pair: tuple[Verifier, Verifier]) -> None:

@@ -15,6 +15,7 @@ import pytest
 
 from gateway.batches.objects import Answer, Batch
 from gateway.batches.store import Store
+from gateway.errors import StorageFull
 
 
 async def test_a_row_never_lacks_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +55,15 @@ async def test_no_part_of_an_upload_keeps_a_full_disk_full(tmp_path: Path) -> No
     with pytest.raises(OSError, match="No space left"):
         await store.add_file(Full(b"{}"), "in.jsonl", "me", 3600.0)
     assert not list((tmp_path / "files").iterdir())
+    store.close()
+
+
+async def test_a_file_without_room_is_refused_before_it_is_copied(tmp_path: Path) -> None:
+    store = Store(tmp_path, 100)
+    await store.require_room(100)
+    await store.add_file(io.BytesIO(b"x" * 60), "in.jsonl", "me", 3600.0)
+    with pytest.raises(StorageFull):
+        await store.require_room(60)
     store.close()
 
 

@@ -112,6 +112,13 @@ def test_an_ngram_drafter_needs_no_gpu() -> None:
     assert [m.num_gpus for m in decided.members] == [1.0, 0.0]
 
 
+def test_a_draft_model_beside_ngram_gets_a_gpu() -> None:
+    two = (OwnDrafter(None, "ngram", "ngram"), OwnDrafter("/d", "draft_model", "model"))
+    models = ResolvedModels("/t", None, "ngram", "demo", two)
+    decided = decide({"drafter": "ngram,model", "drafters": 2}, models, gpus=4.0)
+    assert [m.num_gpus for m in decided.members] == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("changes", [{"verifier": {"tensor_parallel": 2}}, {"drafting": {"gpus": 2}}])
 def test_gpus_asked_for_and_not_there_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(LaunchError, match="needs"):

@@ -70,6 +70,22 @@ async def test_one_item_more_than_fits_is_refused_and_nothing_is_lost(store):
     assert len(await store.items("c", "me")) == MAX_ITEMS + 3
 
 
+async def test_what_every_continuation_would_read_is_bounded(store, monkeypatch):
+    monkeypatch.setattr("gateway.responses.store.MAX_HISTORY_BYTES", 1000)
+    await store.create_conversation("c", "me", {}, [{"id": "a", "text": "x" * 700}])
+    with pytest.raises(BadRequest, match="1000 are the most") as caught:
+        await store.add_items("c", "me", [{"id": "b", "text": "x" * 700}])
+    assert caught.value.code == "conversation_full"
+    assert len(await store.items("c", "me")) == 1
+    for name, previous in (("r1", None), ("r2", "r1"), ("r3", "r2")):
+        body = {"id": name, "status": "completed", "output": []}
+        await store.put(Kept(name, "me", previous, [{"id": name, "text": "x" * 350}], body))
+    assert len(await store.history("r2", "me")) == 2
+    with pytest.raises(BadRequest, match="larger than 1000 bytes") as caught:
+        await store.history("r3", "me")
+    assert (caught.value.param, caught.value.code) == ("previous_response_id", "conversation_full")
+
+
 def claim(store: Store, name: str, maker: object) -> None:
     with store._connection as db:
         db.execute("UPDATE responses SET maker = ? WHERE id = ?", (maker, name))

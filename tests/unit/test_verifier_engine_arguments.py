@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import vllm.platforms
+from vllm.config import ModelConfig, MultiModalConfig
 from vllm.config.utils import replace
 from vllm.platforms.interface import UnspecifiedPlatform
 
@@ -138,3 +140,21 @@ def test_a_process_with_a_gpu_never_loads_what_replaces_cudas_functions() -> Non
     code = "import sys, backend.verifier.process, backend.engine.worker; print('vllm.v1.worker.cpu.shm' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split()[-1] == "False"
+
+
+def test_a_target_that_sees_is_served_without_its_eyes() -> None:
+    """The gateway would fetch what requests name as pictures, and vLLM's cache of them assumes one engine."""
+    for settings in (Settings(), Settings(mode="off")):
+        assert engine_arguments(settings, demo_models())["language_model_only"]
+    assert build_vllm_config(Settings(), str(TARGET_DIR)).model_config.multimodal_config is None
+    assert MultiModalConfig(language_model_only=True).get_limit_per_prompt("image") == 0
+
+
+@pytest.mark.parametrize(("mode", "eager", "refused"), [("sync", False, True), ("sync", True, False), ("off", False, False)])
+def test_recurrent_layers_are_refused_where_graphs_are_captured(
+    monkeypatch: pytest.MonkeyPatch, mode: str, eager: bool, refused: bool
+) -> None:
+    monkeypatch.setattr(ModelConfig, "has_inner_state", True)
+    settings = Settings.model_validate({"mode": mode, "verifier": {"engine_args": {"enforce_eager": eager}}})
+    with pytest.raises(EngineSetupError, match="recurrent layers") if refused else contextlib.nullcontext():
+        build_config(settings, demo_models())

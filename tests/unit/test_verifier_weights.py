@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,9 @@ class Core:
         self.batch_queue: list[str] = ["a", "b"]
         self.broken: set[str] = set()
         self.pause_state = PauseState.UNPAUSED
-        self.requests: list[Any] = []
+        self.requests: dict[str, Any] = {}
+        self.unreadable: set[int] = set()
+        self.skipped: list[str] = []
         self.version = ""
         self.transferring = False
         self.vllm_config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend=NAME))
@@ -54,9 +57,18 @@ class Core:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests) and self.pause_state != PauseState.PAUSED_ALL
 
-    def finish_requests(self, ids: None, status: Any) -> list[Any]:
-        ended, self.requests = self.requests, []
-        return ended
+    def finish_requests(self, ids: list[str] | None, status: Any) -> list[Any]:
+        return [self.requests.pop(each) for each in (list(self.requests) if ids is None else ids)]
+
+    def add_lora(self, adapter: Any) -> bool:
+        self.log.append(f"adapter {adapter.lora_int_id}")
+        if adapter.lora_int_id in self.unreadable:
+            raise OSError("gone")
+        return True
+
+    def remove_lora(self, lora_id: int) -> bool:
+        self.log.append(f"remove {lora_id}")
+        return True
 
     def _finish_pause(self, clear_cache: bool) -> None:
         self.log.append(f"clear {clear_cache}")
@@ -86,6 +98,8 @@ class Core:
     def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
         if method != "reload_weights":
             self.log.append(method)
+            if method == "update_weights" and kwargs is not None and "skipped" in kwargs["update_info"]:
+                self.skipped = kwargs["update_info"]["skipped"]
             # vLLM's worker: one session at a time, which a part that fails ends.
             if method == "start_weight_update" and self.transferring:
                 raise RuntimeError("already active")
@@ -116,10 +130,16 @@ class _Callable(int):
         return bool(self.whole)  # type: ignore[attr-defined]
 
 
-def checkpoint(directory: Path, **shapes: tuple[int, ...]) -> str:
+def checkpoint(directory: Path, tied: bool = False, **shapes: tuple[int, ...]) -> str:
     directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, directory / "model.safetensors")
     return str(directory)
+
+
+def asked(request_id: str, adapter: int | None = None) -> SimpleNamespace:
+    lora = None if adapter is None else SimpleNamespace(lora_int_id=adapter)
+    return SimpleNamespace(request_id=request_id, client_index=3, lora_request=lora)
 
 
 @pytest.fixture
@@ -224,9 +244,9 @@ def test_weights_that_are_awake_are_updated_while_the_kv_cache_sleeps(core: Core
 
 
 def test_shapes_are_compared_by_name(tmp_path: Path) -> None:
-    check_same_shapes(checkpoint(tmp_path / "one", a=(1,)), {"a": (1,)})
+    check_same_shapes(checkpoint(tmp_path / "one", a=(1,)), {"a": (1,)}, False)
     with pytest.raises(ValueError, match="a: "):
-        check_same_shapes(str(tmp_path / "one"), {"a": (2,)})
+        check_same_shapes(str(tmp_path / "one"), {"a": (2,)}, False)
 
 
 def test_versions_are_counted_or_named_and_an_old_update_is_not_loaded_again(
@@ -257,19 +277,19 @@ def test_a_pause_keeps_aborts_or_waits(core: Core, control: WeightControl) -> No
     sent: list[Any] = []
     control.on_outputs = sent.append
     core.batch_queue.clear()
-    core.requests = [SimpleNamespace(request_id="one", client_index=3)]
+    core.requests = {"one": asked("one")}
     control.pause("keep")
-    assert (core.log, core.requests != [], control.is_paused) == (["begin"], True, True)
+    assert (core.log, core.requests != {}, control.is_paused) == (["begin"], True, True)
     control.resume()
     waiting = control.pause("wait")
     assert waiting is not None
     control.look()
     assert (waiting.done(), control.is_paused) == (False, False), "it goes on"
-    core.requests = []
+    core.requests = {}
     control.look()
     assert (waiting.done(), control.is_paused, core.log[-1]) == (True, True, "clear True")
     control.resume()
-    core.requests = [SimpleNamespace(request_id="one", client_index=3)]
+    core.requests = {"one": asked("one")}
     control.pause("abort", False)
     ((index, outputs),) = sent[-1].items()
     (output,) = outputs.outputs
@@ -289,7 +309,7 @@ def update_by_tensors(control: WeightControl, pause: Callable[[], Any]) -> None:
 @pytest.mark.parametrize("mode", weights.PAUSE_MODES)
 def test_an_update_leaves_a_pause_alone(core: Core, control: WeightControl, mode: str) -> None:
     def pause() -> None:
-        core.requests = [SimpleNamespace(request_id="one", client_index=3)]
+        core.requests = {"one": asked("one")}
         control.pause(mode)
 
     def by_tensors() -> None:
@@ -297,7 +317,7 @@ def test_an_update_leaves_a_pause_alone(core: Core, control: WeightControl, mode
 
     for update in (control.reload_weights, by_tensors):
         core.batch_queue.clear()
-        core.requests = [SimpleNamespace(request_id="one", client_index=3)]
+        core.requests = {"one": asked("one")}
         answered = control.pause(mode)
         update()
         assert answered is None or answered.done(), "a pause that waits begins with the update"
@@ -311,7 +331,7 @@ def test_an_update_leaves_a_pause_alone(core: Core, control: WeightControl, mode
 
 
 def test_a_wait_ends_when_it_is_resumed(core: Core, control: WeightControl) -> None:
-    core.requests = [SimpleNamespace(request_id="one", client_index=3)]
+    core.requests = {"one": asked("one")}
     waiting = control.pause("wait")
     control.resume()
     assert waiting is not None
@@ -448,3 +468,52 @@ def test_acceptance_is_counted_by_the_newest_versions() -> None:
             counters.verification("d", 8, update)
     found = counters.drafter("d").by_version
     assert found == {f"step-{update}": Verified(2, 16, 2 * update) for update in range(2, VERSIONS + 2)}
+
+
+def test_requests_whose_adapter_is_gone_end_before_the_others_go_on(core: Core, control: WeightControl, tmp_path: Path) -> None:
+    """New weights make vLLM forget adapters; it would read them again within a step, and a failure there ends the engine."""
+    outputs: list[Any] = []
+    control.on_outputs = outputs.append
+    core.requests = {"a": asked("a", 1), "b": asked("b", 2), "c": asked("c"), "d": asked("d", 2)}
+    core.unreadable, core.batch_queue = {2}, []
+    control.reload_weights(checkpoint(tmp_path / "new", a=(2, 3), b=(4,)))
+    assert core.log[-4:-1] == ["adapter 1", "adapter 2", "resume"]
+    assert sorted(core.requests) == ["a", "c"]
+    (ended,) = outputs
+    assert [(each.request_id, each.finish_reason) for each in ended[3].outputs] == [
+        ("b", FinishReason.ERROR),
+        ("d", FinishReason.ERROR),
+    ]
+
+
+def test_an_adapter_in_use_is_not_removed(core: Core, control: WeightControl) -> None:
+    core.requests = {"a": asked("a", 1)}
+    assert control.remove_lora(1)
+    assert control.remove_lora(2)
+    assert core.log == ["remove 2"]
+
+
+def test_a_new_requests_adapter_is_read_when_that_is_possible(core: Core, control: WeightControl) -> None:
+    core.unreadable = {2}
+    with pytest.raises(OSError, match="gone"):
+        control.read_adapter(asked("x", 2).lora_request)
+    core.sleeping_tags = {"weights"}
+    control.read_adapter(asked("x", 2).lora_request)
+    assert core.log == ["adapter 2"]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_tied_output_matrix_may_come_or_not(core: Core, tmp_path: Path, stored: bool) -> None:
+    """Qwen3-0.6B's checkpoint has it, what transformers writes of that model does not; vLLM skips it."""
+    output = {"lm_head.weight": (2, 3)}
+    control = WeightControl(
+        core, checkpoint(tmp_path / "old", tied=True, a=(2, 3), **(output if stored else {})), can_sleep=False
+    )
+    for name, more in (("with", output), ("without", {})):
+        control.reload_weights(checkpoint(tmp_path / name, a=(2, 3), **more))
+        control.start_weight_update()
+        control.update_weights(save({key: torch.zeros(shape) for key, shape in {"a": (2, 3), **more}.items()}))
+        assert core.skipped == sorted(more)
+        control.finish_weight_update()
+    with pytest.raises(ValueError, match="a: none instead of"):
+        control.reload_weights(checkpoint(tmp_path / "other", **output))
