@@ -130,9 +130,9 @@ class _Callable(int):
         return bool(self.whole)  # type: ignore[attr-defined]
 
 
-def checkpoint(directory: Path, tied: bool = False, **shapes: tuple[int, ...]) -> str:
+def checkpoint(directory: Path, **shapes: tuple[int, ...]) -> str:
     directory.mkdir()
-    (directory / "config.json").write_text(json.dumps({"tie_word_embeddings": tied}))
+    (directory / "config.json").write_text("{}")
     save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, directory / "model.safetensors")
     return str(directory)
 
@@ -505,14 +505,14 @@ def test_a_new_requests_adapter_is_read_when_that_is_possible(core: Core, contro
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_tied_output_matrix_may_come_or_not(core: Core, tmp_path: Path, stored: bool) -> None:
     """Qwen3-0.6B's checkpoint has it, what transformers writes of that model does not; vLLM skips it."""
-    output = {"lm_head.weight": (2, 3)}
-    control = WeightControl(
-        core, checkpoint(tmp_path / "old", tied=True, a=(2, 3), **(output if stored else {})), can_sleep=False
-    )
+    output: dict[str, tuple[int, ...]] = {"lm_head.weight": (2, 3)}
+    old = checkpoint(tmp_path / "old", a=(2, 3), **(output if stored else {}))
+    (tmp_path / "old" / "config.json").write_text(json.dumps({"tie_word_embeddings": True}))
+    control = WeightControl(core, old, can_sleep=False)
     for name, more in (("with", output), ("without", {})):
         control.reload_weights(checkpoint(tmp_path / name, a=(2, 3), **more))
         control.start_weight_update()
-        control.update_weights(save({key: torch.zeros(shape) for key, shape in {"a": (2, 3), **more}.items()}))
+        control.update_weights(save({key: torch.zeros(shape) for key, shape in {**more, "a": (2, 3)}.items()}))
         assert core.skipped == sorted(more)
         control.finish_weight_update()
     with pytest.raises(ValueError, match="a: none instead of"):
