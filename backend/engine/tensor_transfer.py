@@ -17,8 +17,9 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from backend.models.layout import Shape
+
 NAME = "outrider_wire"
-Shape = tuple[int, ...]
 
 
 @dataclass

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from vllm.lora.request import LoRARequest
@@ -22,10 +21,10 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from backend.engine.tensor_transfer import NAME, Shape, shapes_in
+from backend.engine.tensor_transfer import NAME, shapes_in
 from backend.fleet.stats import Weights
-from backend.models.head_config import CheckpointError, read_config, text_config
-from backend.models.tensor_files import TensorFiles
+from backend.models.layout import Shape
+from backend.models.target_shapes import check_same_shapes, check_shapes, is_tied, needed, shapes_of
 from backend.wire.engine import NOT_BEGUN, PAUSED
 
 logger = logging.getLogger(__name__)
@@ -366,45 +365,3 @@ class WeightControl:
             output = EngineCoreOutput(request.request_id, [], finish_reason=reason, stop_reason=stop_reason)
             ended[request.client_index].outputs.append(output)
         self.on_outputs(ended)
-
-
-def check_same_shapes(path: str, known: Mapping[str, Shape], tied: bool) -> None:
-    """Raises `ValueError` unless the directory holds exactly the `known` tensors, by name and shape.  `tied`: `is_tied`."""
-    if not Path(path).is_dir():
-        raise ValueError("no such directory on the verifier's machine")
-    try:
-        found = shapes_of(path)
-    except CheckpointError as error:
-        raise ValueError(str(error)) from error
-    check_shapes(needed(known, tied), needed(found, tied))
-
-
-def is_tied(target_dir: str) -> bool:
-    """Whether the target's output matrix is its embedding."""
-    config = read_config(target_dir)
-    return bool(text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings")))
-
-
-def needed(shapes: Mapping[str, Shape], tied: bool) -> dict[str, Shape]:
-    """`shapes` without that of a tied output matrix.
-
-    Some checkpoints of such a target have it (Qwen3-0.6B's own), others do not (what transformers writes), and vLLM skips it.
-    """
-    return {name: shape for name, shape in shapes.items() if not (tied and f".{name}".endswith(".lm_head.weight"))}
-
-
-def shapes_of(directory: str) -> dict[str, Shape]:
-    """The shapes of a checkpoint's tensors.  Raises `CheckpointError`."""
-    return {name: each.shape for name, each in TensorFiles(directory).tensors.items()}
-
-
-def check_shapes(known: Mapping[str, Shape | None], found: Mapping[str, Shape]) -> None:
-    """Raises `ValueError`, naming up to three tensors, if names or shapes differ."""
-    differing = sorted(name for name in known.keys() | found.keys() if known.get(name) != found.get(name))
-    if differing:
-        shown = ", ".join(f"{n}: {_shown(found.get(n))} instead of {_shown(known.get(n))}" for n in differing[:3])
-        raise ValueError(f"other tensors than the model has: {shown}")
-
-
-def _shown(shape: Shape | None) -> str:
-    return "none" if shape is None else str(list(shape))

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from backend.models.head_config import CheckpointError
+from backend.models.target_shapes import check_same_shapes, is_tied, shapes_of
 
 LATEST = "latest"
 _STEP = re.compile(r"step[-_]?(\d+)")
@@ -36,9 +37,6 @@ def newest(directory: Path) -> Path | None:
 
 def check_weights(directory: Path, target_dir: str) -> None:
     """Raises `WeightsError` if the newest checkpoint, when there is one already, does not have the target's tensors."""
-    # Imported here, because importing vLLM takes seconds.
-    from backend.engine.weights import check_same_shapes, is_tied, shapes_of
-
     found = newest(directory)
     if found is None:
         return

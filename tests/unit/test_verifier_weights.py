@@ -17,9 +17,10 @@ from vllm.v1.engine import FinishReason
 from backend.engine import weights
 from backend.engine.counting import Counters
 from backend.engine.tensor_transfer import NAME, Tensors, WireTransfer
-from backend.engine.weights import WeightControl, check_same_shapes
+from backend.engine.weights import WeightControl
 from backend.fleet import VERSIONS, Verified, VerifierStats
 from backend.fleet.stats import Weights
+from backend.models.target_shapes import check_same_shapes
 from backend.wire.engine import PAUSED
 
 
