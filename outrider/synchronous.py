@@ -99,7 +99,9 @@ class Fleet:
                 while True:
                     yield self._run(results.__anext__())
         finally:
-            self._run(close())
+            # In the loop's own thread it is the garbage collector that ends both generators, and waiting would stop the loop.
+            if threading.current_thread() is not self._thread:
+                self._run(close())
 
     generate = _iterated(AsyncFleet.generate)
     episodes = _iterated(AsyncFleet.episodes)

@@ -68,7 +68,8 @@ class RowCache:
         self._move = move
         self._open: OrderedDict[Hashable, Sequence] = OrderedDict()
         self._closed: OrderedDict[Sequence, None] = OrderedDict()
-        self._index: dict[int, Sequence] = {}
+        self._index: dict[int, dict[Sequence, None]] = {}
+        """Who has the rows of a block and of all blocks before it, the first one first."""
         self._open_rows = 0
         self.prefix_rows_reused = 0
         self.evictions = 0
@@ -199,7 +200,7 @@ class RowCache:
         while sequence.unbroken + 1 >= BLOCK * (len(chain) + 1):
             at = BLOCK * len(chain)
             chain.append(_link(chain[-1] if chain else 0, tokens[at : at + BLOCK]))
-            self._index.setdefault(chain[-1], sequence)
+            self._index.setdefault(chain[-1], {})[sequence] = None
 
     def close(self, key: Hashable) -> None:
         """The request is over.  Its rows stay for reuse until their room is needed."""
@@ -223,10 +224,10 @@ class RowCache:
         found, link = None, 0
         for at in range(0, len(tokens) - BLOCK + 1, BLOCK):
             link = _link(link, tokens[at : at + BLOCK])
-            holder = self._index.get(link)
-            if holder is None:
+            holders = self._index.get(link)
+            if not holders:
                 break
-            found = holder
+            found = next(iter(holders))
         return found
 
     def _reuse(self, source: Sequence, sequence: Sequence, rows: int) -> None:
@@ -291,8 +292,10 @@ class RowCache:
     def _unchain(self, sequence: Sequence, blocks: int) -> None:
         while len(sequence.chain) > max(blocks, 0):
             link = sequence.chain.pop()
-            if self._index.get(link) is sequence:
-                del self._index[link]
+            holders = self._index.get(link, {})
+            holders.pop(sequence, None)
+            if not holders:
+                self._index.pop(link, None)
 
 
 def _link(previous: int, block: list[int]) -> int:

@@ -27,7 +27,11 @@ class ModelProposer(EagleProposer):
         super().open(key, [START, *tokens], 1, now, sampling)
 
     def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
-        """Takes the newest tokens, and commits rows already computed for them."""
+        """Takes the newest tokens, and commits rows already computed for them; forgets the text if tokens before are missing."""
+        length = self.length(key)
+        if length is not None and base_len - len(tokens) > length:
+            self.close(key)
+            return False
         known = super().commit(key, base_len + 1, tokens, rows, now)
         sequence = self._cache.peek(key)
         if sequence is not None and tokens:

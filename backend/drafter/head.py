@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +36,17 @@ GATHERED_ROWS = 1 << 17
 """Cache rows copied for an attention call, with padding, unless one sequence has more: 512 MiB where a row has 4 KiB."""
 
 
+class Padded(NamedTuple):
+    """The cache rows of one attention call, padded to the longest of its sequences."""
+
+    part: list[int] | None
+    """Which sequences; None: all."""
+    places: Tensor
+    """`[sequences, longest]`: rows of the cache."""
+    visible: Tensor
+    """`[sequences, longest]`: which of them count."""
+
+
 @dataclass(frozen=True)
 class Rows:
     """The input of a forward pass: new rows of several sequences, one sequence after the other.
@@ -51,6 +64,24 @@ class Rows:
     lengths: list[int]
     counts: list[int]
     masks: list[Tensor] | None = None
+
+    @cached_property
+    def padded(self) -> list[Padded]:
+        """The attention calls for one query per sequence; several where the padded rows of one call would be too many.
+
+        All layers share them: on a GPU, making the tensors waits for the device.
+        """
+        if len(self.lengths) * max(self.lengths) <= GATHERED_ROWS:
+            return [self._pad(None, self.starts, self.lengths)]
+        parts = similar(self.lengths, GATHERED_ROWS)
+        return [self._pad(part, [self.starts[i] for i in part], [self.lengths[i] for i in part]) for part in parts]
+
+    def _pad(self, part: list[int] | None, first: list[int], counts: list[int]) -> Padded:
+        device = self.places.device
+        starts, lengths = torch.tensor([first, counts], device=device).unsqueeze(-1)
+        longest = torch.arange(max(counts), device=device)
+        visible = longest < lengths
+        return Padded(part, torch.where(visible, starts + longest, starts), visible)
 
 
 @dataclass
@@ -212,28 +243,20 @@ class Head:
         return attended[0] if len(attended) == 1 else torch.cat(attended)
 
     def _attend_gathered(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
-        """Attention in one call; in several, of sequences of similar length, where the padded rows would be too many.
-
-        In and out: `[sequences, kv_heads, group, head_dim]`.
-        """
-        if len(rows.lengths) * max(rows.lengths) <= GATHERED_ROWS:
-            return self._attend_padded(index, queries, rows.starts, rows.lengths)
+        """Attention of one query per sequence to copies of its rows.  In and out: `[sequences, kv_heads, group, head_dim]`."""
         attended = torch.empty_like(queries)
-        for part in similar(rows.lengths, GATHERED_ROWS):
-            starts, lengths = [rows.starts[i] for i in part], [rows.lengths[i] for i in part]
-            attended[part] = self._attend_padded(index, queries[part], starts, lengths)
+        for padded in rows.padded:
+            if padded.part is None:
+                return self._attend_padded(index, queries, padded)
+            attended[padded.part] = self._attend_padded(index, queries[padded.part], padded)
         return attended
 
-    def _attend_padded(self, index: int, queries: Tensor, first: list[int], counts: list[int]) -> Tensor:
-        """Attention in one call over rows padded to the longest.  In and out: `[sequences, kv_heads, group, head_dim]`."""
-        starts, lengths = torch.tensor([first, counts], device=self.device).unsqueeze(-1)
-        longest = torch.arange(max(counts), device=self.device)
-        visible = longest < lengths
-        places = torch.where(visible, starts + longest, starts)
+    def _attend_padded(self, index: int, queries: Tensor, padded: Padded) -> Tensor:
+        places = padded.places
         gathered = self.cache[index].index_select(0, places.flatten())
         paired = gathered.view(*places.shape, 2, self.kv_heads, self.head_dim)
         return functional.scaled_dot_product_attention(
-            queries, paired[:, :, 0].transpose(1, 2), paired[:, :, 1].transpose(1, 2), visible[:, None, None]
+            queries, paired[:, :, 0].transpose(1, 2), paired[:, :, 1].transpose(1, 2), padded.visible[:, None, None]
         )
 
     def _attend_all(self, index: int, queries: Tensor, rows: Rows) -> Tensor:

@@ -145,8 +145,9 @@ class Lessons:
         if surplus > 0:
             record.parts = [torch.cat(record.parts)[surplus:].clone()]
             record.first, record.rows = record.first + surplus, record.rows - surplus
-        if record.rows > 2 * LONGEST:
-            self._drop(text)
+        if (surplus := record.rows - LONGEST) > LONGEST:
+            record.parts = [torch.cat(record.parts)[surplus:].clone()]
+            record.first, record.rows = record.first + surplus, LONGEST
 
     def _judge(self, key: Hashable, text: _Text) -> None:
         """Compares drafts with the text, as far as both go."""

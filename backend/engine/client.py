@@ -89,6 +89,7 @@ class EngineClient:
         server_key: str = "",
         lease_s: float = math.inf,
         rows: bool = False,
+        welcome_s: float = 120.0,
     ) -> None:
         self.hub = hub or Hub(Wire())
         self._shares_hub = hub is not None
@@ -116,7 +117,11 @@ class EngineClient:
         """A greeting has no answer yet: the verifier refuses what was sent before it."""
         self._hello = self._speech.hello(name, lease_s, rows)
         self.dealer.send(*self._hello)
-        self.run_until(lambda: self.welcome is not None or bool(self.refusals))
+        try:
+            self.run_until(lambda: self.welcome is not None or bool(self.refusals), welcome_s)
+        except BaseException:
+            self.close()
+            raise
         if self.welcome is None:
             self.close()
             raise EngineRefused(self.refusals[0])

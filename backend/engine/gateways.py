@@ -241,8 +241,10 @@ class GatewayPort:
             try:
                 if method in LORA:
                     self._weights.refuse_unless_whole()
-                function = getattr(self._weights if swapping or method == "remove_lora" else self._core, method)
-                result = function(*EngineCoreProc._convert_msgspec_args(function, arguments))
+                # vLLM's own method says which types the arguments have.
+                typed = getattr(self._weights if swapping else self._core, method)
+                function = getattr(self._weights, method) if method in LORA else typed
+                result = function(*EngineCoreProc._convert_msgspec_args(typed, arguments))
                 if isinstance(result, Future):
                     # The gateway gets the answer when the call is done.
                     result.add_done_callback(lambda done: self._answer_late(gateway, call_id, done))

@@ -51,6 +51,8 @@ class WeightControl:
         """Gets the outputs of steps under way at a pause, and the ends of requests that it aborts."""
         self.on_renewed: Callable[[], None] = lambda: None
         """Called when other weights have been loaded."""
+        self._adapters_read: set[int] = set()
+        """Numbers of adapters that may have computed what is cached."""
         self._draining: Future[None] | None = None
         self._clears = False
         # An update by tensors: what has come of it by name, whether vLLM was given any, when, and whether the engine was
@@ -249,6 +251,16 @@ class WeightControl:
 
     # Adapters.  vLLM reads one that a step needs within the step, where a directory that is gone would end the engine.
 
+    def add_lora(self, adapter: LoRARequest) -> bool:
+        """Loads an adapter; if in place of one of its name and directory, discards what that one has computed."""
+        again = adapter.load_inplace and adapter.lora_int_id in self._adapters_read
+        added = bool(self._core.add_lora(adapter))
+        self._adapters_read.add(adapter.lora_int_id)
+        if again:
+            # Prefix caches tell adapters apart by name and directory, and both are unchanged.
+            self._core.reset_prefix_cache(reset_running_requests=True)
+        return added
+
     def remove_lora(self, lora_id: int) -> bool:
         """Forgets an adapter.  One that requests use stays loaded: vLLM drops it when it needs the room."""
         used = any(each.lora_int_id == lora_id for each in self._adapters())
@@ -257,7 +269,7 @@ class WeightControl:
     def read_adapter(self, adapter: LoRARequest) -> None:
         """Loads a new request's adapter; raises what vLLM raises.  While that is impossible, it waits for `_read_adapters`."""
         if self._received is None and not self._core.model_executor.is_sleeping:
-            self._core.add_lora(adapter)
+            self.add_lora(adapter)
 
     def _adapters(self) -> list[LoRARequest]:
         """Those that requests use."""

@@ -37,8 +37,10 @@ STARVED_S = 10.0
 """Seconds.  A verifier whose lease has expired may merely be starved of CPU time, and a restarted coordinator knows nobody at
 first.  So such a verifier is kept while its last message to this client is not older."""
 
-DRAINED = "was drained"
+DRAINED, SILENT = "was drained", f"was silent for {SILENCE_LIMIT_S:g} s"
 ANSWER_S = 5.0
+START_S, REJOIN_S = 120.0, 60.0
+"""Seconds that the first verifiers may take to answer; seconds until one that did not answer is tried again."""
 LOAD_S = 600.0
 """Seconds that a restarted verifier may take to load the weights that the others have."""
 
@@ -93,6 +95,8 @@ class Workers:
         self._lease_s = lease_s
         self._next_step: dict[str, int] = {}
         """By verifier name."""
+        self._unfit: dict[str, float] = {}
+        """When members that did not answer are tried again, by incarnation (monotonic seconds)."""
         self._first_step: dict[str, int] = {}
         """`Worker.first_step` by incarnation."""
 
@@ -117,7 +121,10 @@ class Workers:
             if reason is not None and worker not in [each for each, _ in gone]:
                 gone.append((worker, reason))
         left = self._leave(gone)
-        come = [self._join(member) for name, member in sorted(ready.items()) if name not in self.present]
+        now = time.monotonic()
+        self._unfit |= {worker.member.incarnation: now + REJOIN_S for worker, reason in left if reason == SILENT}
+        fit = [each for _, each in sorted(ready.items()) if self._unfit.get(each.incarnation, now) <= now]
+        come = [self._join(member) for member in fit if member.id not in self.present]
         return [worker for worker in come if worker is not None], left
 
     def check_fixed(self) -> None:
@@ -215,7 +222,7 @@ class Workers:
         late = time.monotonic() - SILENCE_LIMIT_S
         # A verifier that loads weights has reported that it is paused, and sends nothing meanwhile.
         speaking = [each for each in self.present.values() if each.client.stats is None or not each.client.stats.paused]
-        return [(each, f"was silent for {SILENCE_LIMIT_S:g} s") for each in speaking if each.client.heard_at < late]
+        return [(each, SILENT) for each in speaking if each.client.heard_at < late]
 
     def _leave(self, gone: Sequence[tuple[Worker, str]]) -> list[tuple[Worker, str]]:
         for worker, reason in gone:
@@ -231,12 +238,18 @@ class Workers:
         return list(gone)
 
     def _join(self, member: Member) -> Worker | None:
+        client = None
+        # While it is waited for, the others' requests stand still.
+        patience_s = 2 * ANSWER_S if self.present else START_S
         try:
             address, key = self.hub.wire.route(member), member.server_key
-            client = EngineClient(address, "rollout", self._watch, self.hub, key, self._lease_s, rows=True)
+            client = EngineClient(address, "rollout", self._watch, self.hub, key, self._lease_s, True, patience_s)
             self._catch_up(client)
         except (EngineRefused, TimeoutError, ConnectionError) as error:
             logger.warning("%s cannot be used: %s", member.id, error)
+            if client is not None:
+                client.close()
+            self._unfit[member.incarnation] = time.monotonic() + REJOIN_S
             return None
         first_step = self._first_step.setdefault(member.incarnation, self._next_step.get(member.id, 0))
         worker = Worker(int(member.id.rpartition("-")[2]), member, client, first_step=first_step)
@@ -253,12 +266,10 @@ class Workers:
         if client.weights.update == self.weights.update:
             return
         if self.weights.path is None:
-            client.close()
             raise EngineRefused("it has not the newest weights, which came as tensors")
         call = client.call("catch_up", self.weights.path, self.weights.version, self.weights.update)
         client.run_until(lambda: call in client.results, LOAD_S)
         if fault := client.results[call]:
-            client.close()
             raise EngineRefused(fault)
 
 

@@ -28,7 +28,6 @@ from gateway.openapi import LIST, described, shape
 from gateway.requests import ModelT, parse, read_json
 from gateway.rights import Right
 from gateway.routes.lists import page_of
-from gateway.routes.weights import reset_prefix_cache
 from gateway.sse import unless_disconnected
 from gateway.state import Gateway, gateway_of
 
@@ -86,12 +85,13 @@ async def load_adapter(request: Request) -> Response:
     The route without `/v1` replaces an adapter of that name, as prime-rl expects.
     """
     asked, gateway = await _adapter(request, LoadLoRAAdapterRequest), gateway_of(request)
-    asked.load_inplace |= not request.url.path.startswith("/v1")
     known = gateway.services.models.lora_requests.get(asked.lora_name)
+    # An adapter that was unloaded may still be in verifiers, under the number that its name and directory give it.
+    asked.load_inplace |= known is None or not request.url.path.startswith("/v1")
     answer = _said(await gateway.services.models.load_lora_adapter(asked))
     if known is not None and known.lora_path == asked.lora_path:
-        # Prefix caches tell adapters apart by name and directory, and both are unchanged.
-        await reset_prefix_cache(request, reset_running_requests=True)
+        # Verifiers have discarded what the earlier one computed.
+        gateway.client.core.choosing.emptied(gateway.client.core.links)
     if gateway.peers is not None:
         await gateway.peers.adapter("POST", asked.model_dump())
     return answer

@@ -236,6 +236,10 @@ def test_the_other_calls_of_skyrls_client(http: httpx.Client, tmp_path: Path) ->
     assert generate(http, model="policy")["token_ids"] == texts[0], "the directory has another adapter now"
     said(http, "/v1/unload_lora_adapter", json={"lora_name": "policy"})
     assert tokens(http) == base
+    write_adapter(adapters[1], seed=2)
+    said(http, "/v1/load_lora_adapter", json=body)
+    assert generate(http, model="policy")["token_ids"] == texts[1], "verifiers had the unloaded one by its name and directory"
+    said(http, "/v1/unload_lora_adapter", json={"lora_name": "policy"})
 
 
 def test_tensors_in_parts_while_requests_run(fleet: ServedFleet, http: httpx.Client, before: list[int]) -> None:

@@ -168,6 +168,21 @@ def test_rows_behind_a_gap_are_not_shared() -> None:
     assert cache.open("other", list(tokens), 99, 0.0).length == 40
 
 
+@pytest.mark.parametrize("gone", ["first", "second"])
+def test_rows_are_found_while_anybody_has_them(gone: str) -> None:
+    cache = RowCache(1024, lambda *_: None)
+    tokens = list(range(100))
+    for key in ("first", "second"):
+        cache.open(key, [*tokens, ord(key[0])], 100, 0.0)
+        fill(cache, key, [*tokens, ord(key[0])])
+    sequence = cache.peek(gone)
+    assert sequence is not None
+    cache._forget(sequence)
+    assert cache.open("third", [*tokens, 7], 100, 0.0).length == 99
+    cache.invalidate()
+    assert not cache._index
+
+
 def test_closed_sequences_go_first_then_the_longest_unused() -> None:
     cache = RowCache(3 * UNIT, lambda *_: None)
     for name in ("a", "b", "c"):

@@ -189,6 +189,19 @@ def test_rows_of_accepted_tokens_stay(llama: tuple[str, str, PreTrainedModel], m
     assert computed == [2]
 
 
+def test_a_text_with_a_hole_is_asked_for_anew(llama: tuple[str, str, PreTrainedModel]) -> None:
+    """A round that was never sent leaves one; there is no embedding of an unknown token."""
+    proposer = make(*llama[:2])
+    tokens = text(5, 30)
+    proposer.open("a", list(tokens[:20]), 0, 0.0)
+    assert proposer.commit("a", 20, [], 0, 0.0)
+    assert proposer.commit("a", 22, tokens[20:22], 0, 0.0)
+    assert not proposer.commit("a", 30, tokens[25:], 0, 0.0)
+    assert proposer.length("a") is None
+    proposer.open("a", list(tokens), 0, 0.0)
+    assert draft(proposer, "a", 30, 3) == by_the_book(llama[2], tokens, 3)
+
+
 def test_a_long_prompt_lets_others_draft_meanwhile(llama: tuple[str, str, PreTrainedModel]) -> None:
     proposer = make(*llama[:2])
     long, short = text(1, BATCH_ROWS + 500), text(2, 10)

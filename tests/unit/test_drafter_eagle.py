@@ -131,9 +131,14 @@ def test_one_long_sequence_does_not_make_the_copies_of_short_ones_long(tmp_path:
     head = make_proposer(tmp_path, TinyHead(), gather=True)._head
     none = torch.zeros(64)
     rows = Rows(none, none, none, [0] * 64, [500] * 40 + [32_000] + [500] * 23, [1] * 64)
-    with mock.patch.object(head, "_attend_padded", side_effect=lambda _, queries, starts, lengths: queries) as padded:
-        head._attend_last(0, torch.zeros(64, head.query_width), rows)
-    assert [call.args[3] for call in padded.call_args_list] == [[500] * 63, [32_000]]
+    with mock.patch.object(head, "_attend_padded", side_effect=lambda _, queries, padded: queries) as padded:
+        for _ in range(2):
+            head._attend_last(0, torch.zeros(64, head.query_width), rows)
+    calls = [call.args[2] for call in padded.call_args_list]
+    assert [each.visible.sum(1).tolist() for each in calls[:2]] == [[500] * 63, [32_000]]
+    assert [a is b for a, b in zip(calls[:2], calls[2:], strict=True)] == [True, True], (
+        "all layers share what says where rows lie"
+    )
 
 
 def test_without_a_table_of_rotations_drafts_are_the_same(tmp_path: Path) -> None:

@@ -128,16 +128,17 @@ def test_sequences_are_recorded_with_their_rows_and_the_end_of_a_long_prompt() -
     assert found.tokens.tolist() == [5] * (CONTEXT + 1) + [7] * 30
 
 
-def test_of_a_long_sequence_the_end_is_kept() -> None:
+@pytest.mark.parametrize("rows", [LONGEST + 300, 2 * LONGEST + 300])
+def test_of_a_long_sequence_the_end_is_kept(rows: int) -> None:
     kept = Kept()
     lessons = Lessons(kept, Watch())
-    rows = LONGEST + 300
     lessons.opened("r", Open("r", rows + 1, [*range(rows + 1)], rows, prompt=10), feature(0, rows))
     lessons.closed("r")
     (found,) = kept.replays
-    assert (found.first, found.prompt) == (300, 10)
-    assert torch.equal(found.features[:, 0], torch.arange(300.0, rows))
-    assert found.tokens.tolist() == [*range(300, rows + 1)]
+    first = rows - LONGEST
+    assert (found.first, found.prompt) == (first, 10)
+    assert torch.equal(found.features[:, 0], torch.arange(float(first), rows))
+    assert found.tokens.tolist() == [*range(first, rows + 1)]
 
 
 def test_recomputed_rows_replace_earlier_ones_and_a_gap_ends_the_record() -> None:

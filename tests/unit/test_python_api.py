@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import itertools
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -281,6 +283,27 @@ def test_a_loop_that_is_left_cancels_the_rest() -> None:
         number = fleet.submit([1])
         fleet.cancel(number)
     assert len(cancelled) >= 2
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_generator_that_the_garbage_collector_ends_stops_nothing() -> None:
+    """The collector may run in the fleet's own thread."""
+    models = {"data": [{"id": "demo"}]}
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json=models) if request.url.path == "/v1/models" else output(json.loads(request.content))
+
+    with Fleet.join("http://fleet", transport=httpx.MockTransport(handle)) as fleet:
+        samples = fleet.generate([[1]] * 9)
+        assert next(samples).token_ids == [0]
+        cycle = [samples]
+        cycle.append(cycle)  # type: ignore[arg-type]
+        del samples, cycle
+        ended = threading.Event()
+        fleet._loop.call_soon_threadsafe(gc.collect)
+        fleet._loop.call_soon_threadsafe(ended.set)
+        assert ended.wait(10), "the fleet's thread waits for itself"
+        assert [sample.token_ids for sample in fleet.generate([[1]])] == [[0]]
 
 
 def test_a_fleet_that_does_not_start_says_why() -> None:

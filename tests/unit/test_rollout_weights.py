@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -175,6 +176,27 @@ def test_verifiers_hear_of_a_rollout_whose_weights_another_one_still_loads(
         monkeypatch.setattr(client, "ping", ping)
         fleet.on_look = end_when_pinged
         assert workers.load(Path("/w/step-1")) == ""
+    finally:
+        workers.close()
+
+
+def test_a_verifier_that_does_not_answer_costs_little_and_leaves_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backend.rollout.workers.ANSWER_S", 0.1)
+    fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
+        workers.look()
+        hung = fleet.start("verifier-1", respond)
+        hung.hung = True
+        sockets = len(workers.hub._sockets)
+        for _ in range(2):
+            began = time.monotonic()
+            assert workers.look() == ([], [])
+        assert time.monotonic() - began < 0.1, "it is not tried again at once"
+        assert len(workers.hub._sockets) == sockets
+        monkeypatch.setattr("backend.rollout.workers.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 61))
+        hung.hung = False
+        assert [worker.name for worker in workers.look()[0]] == ["verifier-1"]
     finally:
         workers.close()
 

@@ -67,6 +67,10 @@ class Core:
             raise OSError("gone")
         return True
 
+    def reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        assert reset_running_requests
+        self.log.append("discard")
+
     def remove_lora(self, lora_id: int) -> bool:
         self.log.append(f"remove {lora_id}")
         return True
@@ -139,7 +143,7 @@ def checkpoint(directory: Path, **shapes: tuple[int, ...]) -> str:
 
 
 def asked(request_id: str, adapter: int | None = None) -> SimpleNamespace:
-    lora = None if adapter is None else SimpleNamespace(lora_int_id=adapter)
+    lora = None if adapter is None else SimpleNamespace(lora_int_id=adapter, load_inplace=False)
     return SimpleNamespace(request_id=request_id, client_index=3, lora_request=lora)
 
 
@@ -518,3 +522,12 @@ def test_a_tied_output_matrix_may_come_or_not(core: Core, tmp_path: Path, stored
         control.finish_weight_update()
     with pytest.raises(ValueError, match="a: none instead of"):
         control.reload_weights(checkpoint(tmp_path / "other", **output))
+
+
+def test_an_adapter_in_place_of_one_that_was_used_makes_its_caches_void(core: Core, control: WeightControl) -> None:
+    new = SimpleNamespace(lora_int_id=1, load_inplace=True)
+    control.add_lora(new)
+    assert core.log == ["adapter 1"]
+    control.read_adapter(SimpleNamespace(lora_int_id=1, load_inplace=False))
+    control.add_lora(new)
+    assert core.log == ["adapter 1", "adapter 1", "adapter 1", "discard"]
