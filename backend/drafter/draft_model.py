@@ -27,7 +27,7 @@ class ModelProposer(EagleProposer):
         super().open(key, [START, *tokens], 1, now, sampling)
 
     def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
-        """Takes the newest tokens, and commits rows already computed for them; forgets the text if tokens before are missing."""
+        """Takes the newest tokens, and commits rows already computed for them.  A text with a hole is forgotten."""
         length = self.length(key)
         if length is not None and base_len - len(tokens) > length:
             self.close(key)
