@@ -264,7 +264,7 @@ def _said(results: dict[str, Any], **said: str | int) -> Response:
 
 def _links(gateway: Gateway, verifier: str | None) -> list[VerifierLink]:
     links = [link for link in gateway.client.core.ready_links if verifier in (None, link.member.id)]
-    if not links and verifier:
+    if not links and verifier is not None:
         raise NotFound("There is no such verifier.")
     if not links:
         raise NoVerifier

@@ -35,7 +35,9 @@ def main(arguments: list[str]) -> int:
         fleet = ServedFleet("--mode", "sync", "--ray-namespace", name, "--gateway-state-dir", folder)
         try:
             command = [str(python), "-m", "schemathesis.cli", "run", f"{fleet.url}/openapi.json"]
-            command += ["--max-time", str(asked.seconds), "--checks", CHECKS, "--continue-on-failure"]
+            # An answer without `max_tokens` is as long as the model's context.
+            command += ["--max-time", str(asked.seconds), "--request-timeout", "60", "--checks", CHECKS]
+            command += ["--continue-on-failure"]
             command += ["--exclude-path-regex", "^/admin/", *(word for path in changing() for word in ("--exclude-path", path))]
             return subprocess.run([*command, *others], cwd=folder, check=False).returncode
         finally:

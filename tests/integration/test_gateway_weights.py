@@ -87,7 +87,8 @@ async def test_a_sleep_is_a_pause_unless_it_is_refused(running: Running):
 
 async def test_a_pause_of_another_kind_or_of_nobody_is_refused(running: Running):
     assert (await post(running, "/pause", 400, params={"mode": "never"}))["error"]["param"] == "mode"
-    await post(running, "/pause", 404, params={"verifier": "nobody"})
+    for nobody in ("nobody", ""):
+        await post(running, "/pause", 404, params={"verifier": nobody})
     assert running.core.pauses == Pauses()
 
 
