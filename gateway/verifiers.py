@@ -49,6 +49,8 @@ class Verifiers(LinkListener):
         self.links: dict[str, VerifierLink] = {}
         self.weights = WeightsInForce()
         self.pauses = Pauses()
+        self.standing: set[str] = set()
+        """Incarnations of verifiers that were paused from here, and whose pause was not ended from here."""
         self.first_ready = asyncio.Event()
         self.on_welcome: Callable[[VerifierLink], None] = lambda link: None
         self._wire = wire
@@ -161,7 +163,12 @@ class Verifiers(LinkListener):
         logger.info("verifier %s is ready", link.member.id)
         if self.pauses.holds(link.member.id):
             # Sent before any request is.
+            self.standing.add(link.member.incarnation)
             link.call("pause", "keep", False).add_done_callback(_tell_of_failure)
+        elif link.member.incarnation in self.standing:
+            # It was away when the pause ended.
+            self.standing.discard(link.member.incarnation)
+            link.call("wake_up").add_done_callback(_tell_of_failure)
         self.weights.compare(link)
         self.on_welcome(link)
         self.first_ready.set()
@@ -177,4 +184,4 @@ class Verifiers(LinkListener):
 
 def _tell_of_failure(pause: asyncio.Future[Any]) -> None:
     if not pause.cancelled() and (error := pause.exception()):
-        logger.error("a verifier that became ready could not be paused: %s", error)
+        logger.error("a verifier that became ready could not be paused, or go on: %s", error)

@@ -235,10 +235,14 @@ async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: st
     before = gateway.client.core.pauses
     await _remember(gateway, before.after(verifier, paused))
     try:
-        return await _results(gateway, verifier, method, *arguments)
+        results = await _results(gateway, verifier, method, *arguments)
     except (BadRequest, NotFound, NotSupported, NoVerifier):
         await _remember(gateway, before)
         raise
+    core = gateway.client.core
+    change = core.standing.update if paused else core.standing.difference_update
+    change(link.member.incarnation for link in core.ready_links if link.member.id in results)
+    return results
 
 
 async def _remember(gateway: Gateway, pauses: Pauses) -> None:

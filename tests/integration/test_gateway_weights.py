@@ -11,6 +11,7 @@ import pytest
 
 from backend.fleet.stats import Weights
 from backend.wire.engine import NOT_BEGUN
+from gateway.engine_link import DECLARED_LOST
 from gateway.pauses import Pauses
 from gateway.peers import Peers
 from gateway.weights_in_force import WeightsInForce
@@ -56,6 +57,19 @@ async def test_a_verifier_that_comes_during_a_pause_is_paused_before_it_gets_req
         await post(running, "/resume")
         assert [method for method, _ in new.utilities] == ["pause", "resume"]
         assert (await restarted(running, 0)).utilities == []
+
+
+async def test_a_verifier_that_was_away_when_the_pause_ended_goes_on():
+    async with running_gateway(verifiers=2) as running:
+        await post(running, "/pause", params={"mode": "keep"})
+        away = running.verifiers[0]
+        running.core.links[away.name].close(DECLARED_LOST)
+        running.directory.set_members([running.verifiers[1].member])
+        await post(running, "/resume")
+        assert [method for method, _ in away.utilities] == ["pause"]
+        running.directory.set_members([each.member for each in running.verifiers])
+        await eventually(lambda: [method for method, _ in away.utilities] == ["pause", "wake_up"])
+        assert [method for method, _ in running.verifiers[1].utilities] == ["pause", "resume"]
 
 
 async def test_one_verifier_that_is_paused_stays_so():
