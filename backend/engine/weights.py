@@ -268,7 +268,9 @@ class WeightControl:
 
     def read_adapter(self, adapter: LoRARequest) -> None:
         """Loads a new request's adapter; raises what vLLM raises.  While that is impossible, it waits for `_read_adapters`."""
-        if self._received is None and not self._core.model_executor.is_sleeping:
+        can = self._received is None and not self._core.model_executor.is_sleeping
+        # Adding one that is loaded would put it into the device's slot, from which the next step takes it again.
+        if can and adapter.lora_int_id not in self._core.list_loras():
             self.add_lora(adapter)
 
     def _adapters(self) -> list[LoRARequest]:

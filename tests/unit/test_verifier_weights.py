@@ -38,6 +38,7 @@ class Core:
         self.pause_state = PauseState.UNPAUSED
         self.requests: dict[str, Any] = {}
         self.unreadable: set[int] = set()
+        self.loras: set[int] = set()
         self.skipped: list[str] = []
         self.version = ""
         self.transferring = False
@@ -66,6 +67,9 @@ class Core:
         if adapter.lora_int_id in self.unreadable:
             raise OSError("gone")
         return True
+
+    def list_loras(self) -> set[int]:
+        return self.loras
 
     def reset_prefix_cache(self, reset_running_requests: bool) -> None:
         assert reset_running_requests
@@ -503,6 +507,8 @@ def test_a_new_requests_adapter_is_read_when_that_is_possible(core: Core, contro
     with pytest.raises(OSError, match="gone"):
         control.read_adapter(asked("x", 2).lora_request)
     core.sleeping_tags = {"weights"}
+    control.read_adapter(asked("x", 2).lora_request)
+    core.sleeping_tags, core.loras = set(), {2}
     control.read_adapter(asked("x", 2).lora_request)
     assert core.log == ["adapter 2"]
 
