@@ -316,14 +316,12 @@ def test_after_an_update_that_fails_everywhere_the_fleet_serves(http: httpx.Clie
 def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Client) -> None:
     # On a busy machine shorter ones may all have ended when the call comes.
     meanwhile = Meanwhile(fleet, http, 4 * LONG)
-    meanwhile.end()
     aborted = said(http, "/abort_requests", json={})
     ended = [choice for choice in meanwhile.choices() if choice["finish_reason"] == "abort"]
     assert len(ended) == aborted["aborted"] > 0
     assert sorted(len(each) for (each,) in aborted["token_ids"].values()) == sorted(len(c["token_ids"]) for c in ended)
 
     meanwhile = Meanwhile(fleet, http, 4 * LONG)
-    meanwhile.end()
     said(http, "/pause", params={"mode": "abort"})
     with ThreadPoolExecutor(1) as pool:
         new = pool.submit(generate, http, 4)
