@@ -142,12 +142,11 @@ class Lessons:
         record.parts.append(features.clone())
         record.rows += rows
         surplus = min(record.prompt - CONTEXT - record.first, record.rows - 1)
+        if record.rows > 2 * LONGEST:
+            surplus = max(surplus, record.rows - LONGEST)
         if surplus > 0:
             record.parts = [torch.cat(record.parts)[surplus:].clone()]
             record.first, record.rows = record.first + surplus, record.rows - surplus
-        if (surplus := record.rows - LONGEST) > LONGEST:
-            record.parts = [torch.cat(record.parts)[surplus:].clone()]
-            record.first, record.rows = record.first + surplus, LONGEST
 
     def _judge(self, key: Hashable, text: _Text) -> None:
         """Compares drafts with the text, as far as both go."""

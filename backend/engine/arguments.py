@@ -22,8 +22,6 @@ RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
 """The values that vLLM accepts for `max_lora_rank`."""
 DEFAULT_RANK = 16
 """`max_lora_rank` at least, if adapters may be loaded later; vLLM's own default."""
-
-
 KEPT_ADAPTERS = 8
 """Adapters in host memory.  vLLM keeps one, and reads another from disk again within a step whenever they alternate."""
 
