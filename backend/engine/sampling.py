@@ -89,7 +89,7 @@ class SharedNoise:
             seeds = np.array([_argument(each, NOISE_SEED, 0) for each in states], dtype=np.uint64).view(np.int64)
             chosen = _draw(processed, metadata, rows, seeds[rows.request], lengths)
         sampled = _accepted(chosen, drafts, rows)
-        return SamplerOutput(sampled.to(torch.int32), _logprobs(kept, sampled, metadata, rows, runner.sampler))
+        return SamplerOutput(sampled.to(torch.int32), _logprobs(kept, chosen, metadata, rows, runner.sampler))
 
 
 def _wants_raw(state: Any, mode: str) -> bool:
@@ -247,24 +247,26 @@ def _emitted(metadata: SamplingMetadata, depth: int) -> Iterator[None]:
 
 
 def _logprobs(
-    logits: Tensor | None, sampled: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: Any
+    logits: Tensor | None, chosen: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: Any
 ) -> LogprobsTensors | None:
-    """Log probabilities at every place of `sampled`; vLLM drops those of the padding (-1)."""
+    """Log probabilities of `chosen` `[rows]`, at every place of the table of what was emitted; vLLM drops the padding's."""
     if logits is None:
         return None
-    of, tokens = logits, sampled.flatten().clamp(min=0)
+    chosen = chosen.long()
+    of = logits if sampler.logprobs_mode.endswith("logits") else sampler.compute_logprobs(logits)
     by_token = metadata.logprob_token_ids
-    if rows.deepest:
-        of = logits[rows.table().flatten()]
-        width = rows.deepest + 1
-        by_token = {i * width + j: ids for i, ids in (by_token or {}).items() for j in range(width)}
-    if not sampler.logprobs_mode.endswith("logits"):
-        of = sampler.compute_logprobs(of)
+    if by_token and rows.deepest:
+        by_token = {row: by_token[i] for row, i in enumerate(rows.request.tolist()) if i in by_token}
     if by_token:
-        return sampler.gather_specific_token_logprobs(of, by_token, tokens)
-    if metadata.max_num_logprobs == -1:
-        return LogprobsTensors(torch.empty(0), of, torch.empty(0))
-    return sampler.gather_logprobs(of, metadata.max_num_logprobs, tokens)
+        found = sampler.gather_specific_token_logprobs(of, by_token, chosen)
+    elif metadata.max_num_logprobs == -1:
+        found = LogprobsTensors(torch.empty(0), of, torch.empty(0))
+    else:
+        found = sampler.gather_logprobs(of, metadata.max_num_logprobs, chosen)
+    if not rows.deepest:
+        return found
+    table = rows.table().flatten()
+    return LogprobsTensors(*(each[table] if each.numel() else each for each in found[:3]))
 
 
 @contextmanager
