@@ -18,6 +18,7 @@ from backend.engine.spans import EngineSpans
 from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
 from backend.fleet.speed import Line
 from backend.records.rows import Row, name_for_records
+from backend.speculation.pairing import Pairing
 from backend.speculation.waiting import Plan
 from backend.wire.engine import RequestOptions
 
@@ -30,8 +31,8 @@ class StepOrders:
     """Output tokens of requests that another verifier has begun (`runner.ResumedOutputs`)."""
     features_needed: bool
     """Whether drafters need this step's features at once."""
-    heads: dict[str, str] = field(default_factory=dict)
-    """The head chosen for each new request, if drafters differ (`speculation/preference.py`)."""
+    pairings: dict[str, Pairing] = field(default_factory=dict)
+    """Of each new request."""
 
 
 class Drafted(NamedTuple):

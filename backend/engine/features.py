@@ -27,7 +27,7 @@ from backend.engine.feature_store import FeatureStore
 from backend.engine.postponed import Postponed, Span, pick_rows
 from backend.fleet import DraftCounters, DrafterRef
 from backend.models.head_config import CheckpointError
-from backend.speculation.pairing import drafter_for, having
+from backend.speculation.pairing import Pairings
 from backend.transport import Wire
 from backend.wire.drafting import Close, Commit, FeatureDtype, Open, Round, encode
 
@@ -82,8 +82,8 @@ class FeatureShipper:
         self._assigned: dict[str, str] = {}
         """Heads by drafter id, equal to the scheduler's table, drafters without a link included: both must choose the same
         drafter for a request."""
-        self.chosen: dict[str, str] = {}
-        """The head that the scheduler has chosen for a request, if drafters differ."""
+        self.pairings = Pairings()
+        """By request, as the scheduler has decided."""
         self._store = FeatureStore(handover_bytes)
         self._postponed = Postponed()
         self._links: dict[str, FeatureLink] = {}
@@ -131,7 +131,7 @@ class FeatureShipper:
         self._postponed.forget(over)
         for request_id in over:
             self._store.forget(request_id)
-            self.chosen.pop(request_id, None)
+            self.pairings.pop(request_id, None)
         for link in self._links.values():
             self._close(link, over, "finished")
 
@@ -174,7 +174,7 @@ class FeatureShipper:
                 self._ship_to(link, its_spans, self._rows_for(link, its_spans, hidden, rows))
 
     def _drafter_of(self, request_id: str) -> str | None:
-        return drafter_for(request_id, having(self._assigned, self.chosen.get(request_id)))
+        return self.pairings[request_id].drafter(self._assigned)
 
     def _rows_for(self, link: FeatureLink, spans: list[Span], hidden: torch.Tensor | None, rows: _Rows) -> _Rows:
         """The rows for this drafter: none, `rows` (the fleet's head), or rows projected for the drafter's own head."""

@@ -167,7 +167,7 @@ class RemoteDrafting:
         if self.shipper is not None:
             spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
             self.shipper.features_needed = scheduler_output.outrider.features_needed
-            self.shipper.chosen.update(scheduler_output.outrider.heads)
+            self.shipper.pairings.update(scheduler_output.outrider.pairings)
             self.shipper.ship(spans, self._drafter_input(hidden_states, aux_hidden_states))
         return [[] for _ in sampled_token_ids]
 

@@ -18,6 +18,7 @@ from vllm.v1.outputs import DraftTokenIds
 
 from backend.engine.counting import UNDRAFTED, CountingScheduler, Drafted
 from backend.fleet import DrafterRef, VerifierStats
+from backend.speculation.pairing import Pairing
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import Plan
 from backend.wire.drafting import Drafts, NextItem
@@ -139,7 +140,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         """Notes the step that just ended; a step with prefill does not measure verifying."""
         super().note_step(seconds)
         if not self._with_prefill:
-            self.speculator.stepped(self._tokens, seconds)
+            self.speculator.stepped(self._tokens, seconds, self._drafted)
 
     def read_plan(self, stats: VerifierStats) -> None:
         """Writes the plan, expected step times and drafters with open circuit breakers into `stats`."""
@@ -152,8 +153,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         load = speculator.load(stats.running)
         n = load.requests
         stats.plain_step_s = at(n, asking=False)
-        stats.drafted_step_s = at(n * (1 + load.drafted.tokens[plan.k or self.num_spec_tokens]), asking=True)
-        stats.lookup_step_s = at(n * (1 + load.alone.tokens[-1]), asking=False)
+        stats.drafted_step_s = at(n, n * load.drafted.tokens[plan.k or self.num_spec_tokens], asking=True)
+        stats.lookup_step_s = at(n, n * load.alone.tokens[-1], asking=False)
         stats.lookup_length = 1 + load.alone.gains[-1]
 
     # -- vLLM's hooks --------------------------------------------------------------------------------------------------
@@ -179,24 +180,22 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             self.counters.dropped(drafter_id, "lost")
         self.features_needed = attached.features_needed
         output = super().schedule(throttle_prefills)
-        if self.speculator.preference.has_choice:
-            output.outrider.heads.update(self._choose_heads(output.scheduled_new_reqs))
+        output.outrider.pairings.update(self._pair(output.scheduled_new_reqs))
         self._tokens = output.total_num_scheduled_tokens
+        self._drafted = sum(map(len, output.scheduled_spec_decode_tokens.values()))
         could_admit = len(self.waiting) and self._tokens < self.max_num_scheduled_tokens
         self._held_back = self.waiting.peek_request() if could_admit else None
         self._with_prefill = not output.num_scheduled_tokens.keys() <= set(self._decoding)
         return output
 
-    def _choose_heads(self, new: list[Any]) -> dict[str, str]:
-        chosen = {}
+    def _pair(self, new: list[Any]) -> dict[str, Pairing]:
+        pairings = {}
         for each in new:
             adapter = each.lora_request.lora_name if each.lora_request is not None else ""
             asked = getattr(self.requests[each.req_id], "outrider", None) or RequestOptions()
-            prompt = each.prompt_token_ids or []
-            head = self.speculator.preference.begin(each.req_id, prompt, adapter, asked.tenant, asked.session)
-            if head is not None:
-                chosen[each.req_id] = head
-        return chosen
+            begin = self.speculator.preference.begin
+            pairings[each.req_id] = begin(each.req_id, each.prompt_token_ids or [], adapter, asked.tenant, asked.session)
+        return pairings
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
         """vLLM's method of the same name, called while the device computes: time to learn from the step before."""

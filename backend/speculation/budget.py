@@ -51,7 +51,9 @@ def spend(survivals: Sequence[Sequence[float]], times: Sequence[float]) -> Spent
     lengths = [0] * len(survivals)
     for _, i in ranked[:best]:
         lengths[i] += 1
-    price = best_rate * (times[best + 1] - times[best])
+    # The first draft token's time has the cost of verifying any.
+    at = max(best, min(len(ranked), 1))
+    price = best_rate * (times[at + 1] - times[at])
     left_out = ranked[best][0] if best < len(ranked) else 0.0
     threshold = max(left_out, min(price, ranked[best - 1][0] if best else 1.0))
     return Spent(lengths, threshold, best, best_emitted - len(survivals), times[best])

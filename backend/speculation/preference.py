@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from backend.speculation.pairing import having
+from backend.speculation.pairing import Pairing, Pairings, key_of
 
 WINDOW = 512
 """Verifications that a mean covers; older ones decay."""
@@ -27,6 +27,8 @@ TRY_ONE_IN = 16
 """After that, one in 16 requests of a kind goes to the head that has had the fewest."""
 KINDS, SESSIONS = 1024, 4096
 """Most kinds and sessions remembered, the latest."""
+TOGETHER = 8
+"""Most requests that are paired with one drafter at a time because they begin with the same text."""
 KEPT_FOR = 1.1
 """A session's earlier head counts as so much better, because it has read the session's earlier text."""
 BUCKETS, READ = 1024, 512
@@ -92,7 +94,9 @@ class Preference:
         self._clusters = Clusters()
         self._kinds: OrderedDict[Hashable, Kind] = OrderedDict()
         self._sessions = OrderedDict[Hashable, str]()
-        self._chosen: dict[str, tuple[str, list[HeadScore]]] = {}
+        self._chosen: dict[str, list[HeadScore]] = {}
+        """By request, if there was a choice."""
+        self._pairings = Pairings()
         # With every sixteenth request, trials would always meet the same tenant where tenants take turns.
         self._dice = random.Random(0)
 
@@ -101,13 +105,18 @@ class Preference:
         self._heads = dict(sorted(heads.items()))
         self.has_choice = len(set(heads.values())) > 1
 
-    def begin(self, request_id: str, prompt: Sequence[int], adapter: str, tenant: str = "", session: str = "") -> str | None:
-        """Chooses and returns a new request's head; None if all drafters have the same one.
+    def begin(self, request_id: str, prompt: Sequence[int], adapter: str, tenant: str = "", session: str = "") -> Pairing:
+        """Decides on a new request's head and drafter.  `tenant`, `session`: as in `RequestOptions`."""
+        if request_id not in self._pairings:
+            key = key_of(request_id, session and f"{tenant}/{session}")
+            if sum(each.key == key for each in self._pairings.values()) >= TOGETHER:
+                # A client that calls everything one session must not keep all other drafters idle.
+                key = request_id
+            head = self._choose(request_id, prompt, adapter, tenant, session) if self.has_choice and prompt else None
+            self._pairings[request_id] = Pairing(key, head)
+        return self._pairings[request_id]
 
-        `tenant`, `session`: as in `RequestOptions`.
-        """
-        if not self.has_choice or request_id in self._chosen or not prompt:
-            return self.of(request_id)
+    def _choose(self, request_id: str, prompt: Sequence[int], adapter: str, tenant: str, session: str) -> str:
         cluster = self._clusters.of(prompt)
         # The kind of all tenants' requests, then the tenant's own.
         kinds = [self._kind(adapter, cluster, each) for each in dict.fromkeys(("", tenant))]
@@ -123,27 +132,21 @@ class Preference:
                     self._sessions.popitem(last=False)
         for each in kinds:
             each[head].requests += 1
-        self._chosen[request_id] = head, [each[head] for each in kinds]
+        self._chosen[request_id] = [each[head] for each in kinds]
         return head
 
-    def of(self, request_id: str) -> str | None:
-        """The head chosen for a request."""
-        chosen = self._chosen.get(request_id)
-        return None if chosen is None else chosen[0]
-
-    def among(self, request_id: str) -> list[str]:
-        """The drafters that may serve a request."""
-        return having(self._heads, self.of(request_id))
+    def drafter_of(self, request_id: str) -> str | None:
+        """The drafter of a request; None without drafters."""
+        return self._pairings[request_id].drafter(self._heads)
 
     def learn(self, request_id: str, tokens: int) -> None:
         """Takes one verification, for which the request's drafter had been asked: it emitted `tokens` tokens."""
-        chosen = self._chosen.get(request_id)
-        if chosen is not None:
-            for brought in chosen[1]:
-                brought.learn(tokens)
+        for brought in self._chosen.get(request_id, ()):
+            brought.learn(tokens)
 
     def forget(self, request_id: str) -> None:
         self._chosen.pop(request_id, None)
+        self._pairings.pop(request_id, None)
 
     def _kind(self, *key: Hashable) -> Kind:
         """What is known of a kind, for the present heads."""

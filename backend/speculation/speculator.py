@@ -21,7 +21,6 @@ from msgspec.structs import replace
 from backend.speculation.budget import Spent, spend
 from backend.speculation.candidates import Candidate, Candidates, Request
 from backend.speculation.deadlines import Questions
-from backend.speculation.pairing import drafter_for
 from backend.speculation.preference import Preference
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Load, Pending, Plan, Prospect, Times, waiting_pays
@@ -70,7 +69,8 @@ class Speculator:
         self._miss_times = DraftTimes(self._fresh_times.passes)
         plain, asked = (partial(self.step_times.at, asking=asking) for asking in (False, True))
         self._times = Times(plain, asked, self._fresh_times.at, self._miss_times.at, self._enumeration_times.at)
-        self._prospect: Prospect | None = None
+        self._load: Load | None = None
+        """As at the last choice."""
         self._unlearned: dict[str, int] = {}
         self._ended: dict[str, int] = {}
         self._verifying: set[str] = set()
@@ -97,7 +97,7 @@ class Speculator:
         if not self._drafter_ids:
             # Steps without drafters say nothing about the offer that was chosen before.
             self._emitted, self._request_s = 0, 0.0
-        self._drafter_ids = sorted(heads)
+        self._drafter_ids, self._load = sorted(heads), None
         self.preference.set_drafters(dict(heads))
         self.questions.set_drafters(self._drafter_ids)
 
@@ -237,7 +237,7 @@ class Speculator:
         return asks
 
     def _ask_for(self, request_id: str, k: int, outcomes: int, asks: dict[str, list[NextItem]], now: float) -> None:
-        request, drafter_id = self.candidates.requests[request_id], drafter_for(request_id, self.preference.among(request_id))
+        request, drafter_id = self.candidates.requests[request_id], self.preference.drafter_of(request_id)
         if drafter_id is None:
             return
         if request.outcomes and request.outcomes_at == self._ended[request_id]:
@@ -300,9 +300,9 @@ class Speculator:
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
-    def stepped(self, tokens: int, seconds: float) -> None:
-        """Notes the time of a step over `tokens` tokens, without prefill."""
-        self.step_times.observe(tokens, seconds)
+    def stepped(self, tokens: int, seconds: float, drafted: int) -> None:
+        """Notes the time of a step over `tokens` tokens, without prefill; `drafted` of them are draft tokens."""
+        self.step_times.observe(tokens, seconds, drafted)
         self._step_s = seconds
 
     def learn(self, waited_s: float) -> None:
@@ -329,13 +329,16 @@ class Speculator:
             self._reconsider()
 
     def load(self, requests: int) -> Load:
-        """What drafts are expected to add to a step over so many requests."""
-        n, at, candidates = max(requests, 1), self.step_times.at, self.candidates
+        """What drafts are expected to add to a step over so many requests.  It is not computed again between two choices."""
+        n = max(requests, 1)
+        return self._load if self._load is not None and self._load.requests == n else self._load_of(n)
+
+    def _load_of(self, n: int) -> Load:
+        at, candidates = self.step_times.at, self.candidates
         return Load(n, n, candidates.alone.prospect(n, n, at), candidates.drafted.prospect(n, n, at), candidates.foresight)
 
     def _reconsider(self) -> None:
-        load = self.load(min(self._base, len(self.candidates.requests)))
-        self._prospect = load.drafted
+        self._load = load = self._load_of(max(min(self._base, len(self.candidates.requests)), 1))
         before = self._asking.choice.ask
         brought = self._emitted / self._request_s if self._request_s else 0.0
         tokens, self._emitted, self._request_s = self._emitted, 0, 0.0
@@ -343,9 +346,9 @@ class Speculator:
         self.changes += self._asking.choice.ask != before
 
     def _expected(self) -> Prospect:
-        if self._prospect is None:
-            self._prospect = self.load(self._base).drafted
-        return self._prospect
+        if self._load is None:
+            self._load = self._load_of(self._base)
+        return self._load.drafted
 
     def _spend(self, present: list[tuple[str, Request]], base: int) -> tuple[list[Candidate | None], Spent | None]:
         """Each request's best draft, and how much of it to verify.  Computed again only when a draft or `base` has changed."""

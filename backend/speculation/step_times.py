@@ -1,9 +1,10 @@
 """Learns how long a step takes by its tokens, and how long a draft takes.  Pure; scheduler's process and thread.
 
 The curve has a point for each size of step.  The logarithm of a step's time is its point's level, plus the machine's speed,
-which all points share, plus what asking drafters costs, if they are asked: messages, features, and the cores and memory that
-drafters on the same machine use.  A Kalman filter splits each surprise between these states by their variances, here called
-doubts: the speed wanders and takes most of it, but a new point takes all.  So old points keep their relation to the others.
+which all points share, plus two costs.  Asking drafters: messages, features, and the cores and memory that drafters on the same
+machine use.  Verifying drafts, however few: more kernels, and tables of what to verify.  A Kalman filter splits each surprise
+between these states by their variances, here called doubts: the speed wanders and takes most of it, but a new point takes all.
+So old points keep their relation to the others.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ UNFITTED = 0.05**2
 """Variance of true points about the straight line through all.  A point in more doubt is unproven: it may be slow by chance."""
 HICCUP = 3.0
 """Surprises are cut to 3 standard deviations, so that one hiccup does not move the curve far."""
-ASKING = 0.1**2
-"""Variance at first of what asking costs: steps may be 10 % longer, or more; they are never shorter."""
+COST = 0.1**2
+"""Variance at first of what asking, or verifying drafts, costs: steps may be 10 % longer, or more; they are never shorter."""
 SHARE = 0.25
 """Assumed share of a step's time that grows with its tokens, until steps of several sizes were measured."""
 
@@ -36,6 +37,18 @@ class _Point:
     at: int
 
 
+@dataclass
+class _Cost:
+    """What the logarithm of a step's time gains by asking, or by verifying drafts."""
+
+    level: float = 0.0
+    doubt: float = COST
+    at: int = 0
+
+    def age(self, clock: int) -> None:
+        self.doubt, self.at = self.doubt + AGEING * (clock - self.at), clock
+
+
 class StepTimes:
     """T(tokens) in seconds: one point per half octave, straight lines between them.  T never falls."""
 
@@ -44,25 +57,29 @@ class StepTimes:
         self.asking = False
         """Whether drafters are asked in the steps that are observed, and in those that are predicted."""
         self._points: dict[int, _Point] = {}
-        self._cost, self._cost_doubt = 0.0, ASKING
+        self._asking, self._verifying = _Cost(), _Cost()
         self._speed, self._speed_doubt, self._clock = 0.0, NOISE, 0
         self._xs, self._ys, self._slopes = [0.0], [unknown_s], [0.0]
-        self._factors, self._stale = (1.0, 1.0), False
+        self._speed_factor, self._asking_factor, self._verifying_factor, self._stale = 1.0, 1.0, 1.0, False
 
     @property
     def known(self) -> bool:
         """Whether anything was measured."""
         return bool(self._points)
 
-    def observe(self, tokens: float, seconds: float) -> None:
-        """Takes the measured time of one step."""
+    def observe(self, tokens: float, seconds: float, drafted: int = 0) -> None:
+        """Takes the measured time of one step over `tokens` tokens, of which `drafted` are draft tokens."""
         if tokens < 1 or seconds <= 0:
             return
         self._clock += 1
         self._stale = True
         self._speed_doubt = min(self._speed_doubt + WANDER, 1.0)
-        cost, cost_doubt = (self._cost, self._cost_doubt) if self.asking else (0.0, 0.0)
-        place, level = round(2 * math.log2(tokens)), math.log(seconds) - self._speed - cost
+        costs = [cost for cost, counts in ((self._asking, self.asking), (self._verifying, drafted > 0)) if counts]
+        for cost in costs:
+            cost.age(self._clock)
+        cost_doubt = sum(cost.doubt for cost in costs)
+        level = math.log(seconds) - self._speed - sum(cost.level for cost in costs)
+        place = round(2 * math.log2(tokens))
         point = self._points.get(place)
         if point is None:
             self._points[place] = _Point(tokens, level, NOISE + self._speed_doubt + cost_doubt, self._clock)
@@ -82,30 +99,39 @@ class StepTimes:
         point.doubt *= 1 - gain
         self._speed += speed_gain * surprise
         self._speed_doubt *= 1 - speed_gain
-        if self.asking:
-            self._cost = max(self._cost + cost_doubt / total * surprise, 0.0)
-            self._cost_doubt += AGEING - cost_doubt * cost_doubt / total
+        for cost in costs:
+            cost.level = max(cost.level + cost.doubt / total * surprise, 0.0)
+            cost.doubt *= 1 - cost.doubt / total
 
-    def at(self, tokens: float, asking: bool | None = None) -> float:
-        """The predicted seconds of a step; with `asking`, of one in which drafters are asked, or are not."""
+    def at(self, base: float, drafted: float = 0.0, asking: bool | None = None) -> float:
+        """The predicted seconds of a step over `base` tokens and `drafted` draft tokens.
+
+        `asking`: of one in which drafters are asked, or are not.  Less than one draft token on average: some steps have none.
+        """
         if self._stale:
             self._draw()
+        tokens = base + drafted
         i = bisect_right(self._xs, tokens) - 1
-        factor = self._factors[self.asking if asking is None else asking]
-        return factor * (self._ys[i] + self._slopes[i] * (tokens - self._xs[i]))
+        factor = self._factor(self.asking if asking is None else asking)
+        verifying = 1 + min(drafted, 1.0) * (self._verifying_factor - 1)
+        return factor * verifying * (self._ys[i] + self._slopes[i] * (tokens - self._xs[i]))
+
+    def _factor(self, asking: bool) -> float:
+        return self._speed_factor * (self._asking_factor if asking else 1.0)
 
     def row(self, first: int, count: int) -> list[float]:
-        """The predictions for `first`, `first` + 1, ... tokens: `count` of them."""
+        """The predictions for `first` tokens with 0, 1, ... draft tokens: `count` of them."""
         if self._stale:
             self._draw()
         found: list[float] = []
         i, tokens, end = bisect_right(self._xs, first) - 1, first, first + count
-        factor = self._factors[self.asking]
+        factor = self._factor(self.asking) * self._verifying_factor
         while tokens < end:
             stop = min(math.ceil(self._xs[i + 1]), end) if i + 1 < len(self._xs) else end
             start, slope = factor * (self._ys[i] - self._slopes[i] * self._xs[i]), factor * self._slopes[i]
             found += [start + slope * n for n in range(tokens, stop)]
             i, tokens = i + 1, max(stop, tokens)
+        found[:1] = [self.at(first)]
         return found
 
     def _draw(self) -> None:
@@ -113,7 +139,11 @@ class StepTimes:
 
         An unproven point above the line is put on it, else the budget would avoid such steps and never learn better.
         """
-        self._stale, self._factors = False, (math.exp(self._speed), math.exp(self._speed + self._cost))
+        self._stale, self._speed_factor = False, math.exp(self._speed)
+        self._asking_factor = math.exp(self._asking.level)
+        # While no draft is verified, this cost is not measured: in doubt it counts for less, so that drafts are tried again.
+        doubt = self._verifying.doubt + AGEING * (self._clock - self._verifying.at)
+        self._verifying_factor = math.exp(self._verifying.level * UNFITTED / (UNFITTED + doubt))
         points = sorted(self._points.values(), key=lambda point: point.tokens)
         xs, ys = [point.tokens for point in points], [math.exp(point.level) for point in points]
         doubts = [point.doubt + AGEING * (self._clock - point.at) for point in points]

@@ -30,6 +30,8 @@ DOUBTFUL, TRUST, FADE = 256, 0.4, 0.99
 """How fast `Promises` learns.  A window of 256 tokens weighs as much as all before it, but no window more than 0.4, for the
 machine's speed wanders.  A kind's value fades by 1 % per window, to half in some thousand steps, so that it is tried again."""
 
+StepSeconds = Callable[[float, float], float]
+"""Seconds of a step, by its tokens without drafts and its draft tokens (`step_times.StepTimes.at`)."""
 DraftSeconds = Callable[[float, int], float]
 """Seconds from asking for drafts to having them, by number of requests and tokens per draft (`step_times.DraftTimes.at`)."""
 
@@ -67,7 +69,7 @@ class Outlook:
         while len(self._rows) > FEWEST and self._rows[0][0] < step - RECENT_STEPS:
             self._rows.popleft()
 
-    def prospect(self, requests: int, base: int, step_s: Callable[[int], float]) -> Prospect:
+    def prospect(self, requests: int, base: int, step_s: StepSeconds) -> Prospect:
         """The prospect if all of `requests` requests had such drafts, in a step of `base` tokens.
 
         Rows are dealt into steps of `requests` rows, and every step spends its budget.  Costs about a microsecond per token of
@@ -75,7 +77,7 @@ class Outlook:
         """
         rows = [row for _, row in self._rows] or [self._prior]
         rows = [rows[i % len(rows)] for i in range(max(-(-len(rows) // requests), 1) * requests)]
-        times = [step_s(base + n) for n in range(requests * self._k + 2)]
+        times = [step_s(base, n) for n in range(requests * self._k + 2)]
         tokens, gains = [0.0] * (self._k + 1), [0.0] * (self._k + 1)
         for start in range(0, len(rows), requests):
             dealt = rows[start : start + requests]
@@ -138,7 +140,7 @@ def waiting_pays(
     survivals: Sequence[Sequence[float]],
     pending: Pending,
     prospect: Prospect,
-    step_s: Callable[[float], float],
+    step_s: StepSeconds,
     base: int,
 ) -> bool:
     """Whether a step should wait for `pending` drafts rather than begin with the available ones.
@@ -152,7 +154,7 @@ def waiting_pays(
         better = prospect.gains[pending.k] - sum(survivals[i][:length])
         if better > 0:
             more, more_tokens = more + better, more_tokens + prospect.tokens[pending.k] - length
-    seconds = step_s(base + at_hand.tokens + more_tokens) + pending.left_s
+    seconds = step_s(base, at_hand.tokens + more_tokens) + pending.left_s
     going = len(survivals) + at_hand.gained
     return more > 0 and (going + more) / seconds > going / at_hand.seconds
 
@@ -199,9 +201,9 @@ class Choice:
 class Times(NamedTuple):
     """Predictions from measured times, in seconds."""
 
-    plain: Callable[[float], float]
-    """A step in which no drafter is asked, by its tokens."""
-    step: Callable[[float], float]
+    plain: StepSeconds
+    """A step in which no drafter is asked."""
+    step: StepSeconds
     """A step in which drafters are asked."""
     draft: DraftSeconds
     """Fresh drafts, where nothing is drafted ahead."""
@@ -215,7 +217,7 @@ def goodputs(load: Load, times: Times) -> dict[Ask, Choice]:
     """The choice of each kind that emits the most tokens per second."""
     n, alone, drafted, step_s = load.requests, load.alone, load.drafted, times.step
     plain_tokens, plain_gain = alone.tokens[-1], alone.gains[-1]
-    plain = n * (1 + plain_gain) / times.plain(load.base + n * plain_tokens)
+    plain = n * (1 + plain_gain) / times.plain(load.base, n * plain_tokens)
     best = {Ask.PLAIN: Choice(Ask.PLAIN, 0, plain)}
 
     def consider(ask: Ask, k: int, tokens_per_s: float, outcomes: int = 0) -> None:
@@ -223,7 +225,7 @@ def goodputs(load: Load, times: Times) -> dict[Ask, Choice]:
             best[ask] = Choice(ask, k, tokens_per_s, outcomes)
 
     for k in range(1, len(drafted.tokens)):
-        emitted, seconds = n * (1 + drafted.gains[k]), step_s(load.base + n * drafted.tokens[k])
+        emitted, seconds = n * (1 + drafted.gains[k]), step_s(load.base, n * drafted.tokens[k])
         consider(Ask.DRAFT, k, emitted / (seconds + times.draft(n, k)))
         for outcomes in load.foresight.choices:
             h = load.foresight.rate(outcomes)
@@ -233,7 +235,7 @@ def goodputs(load: Load, times: Times) -> dict[Ask, Choice]:
                 h = 0.0
             gain = plain_gain + h * (drafted.gains[k] - plain_gain)
             tokens = plain_tokens + h * (drafted.tokens[k] - plain_tokens)
-            going = n * (1 + gain) / step_s(load.base + n * tokens)
+            going = n * (1 + gain) / step_s(load.base, n * tokens)
             any_missing = 1 - h**n
             missing = n * (1 - h) / any_missing if any_missing > 0 else 0.0
             consider(Ask.AHEAD, k, max(going, emitted / (seconds + any_missing * times.miss(missing, k))), outcomes)

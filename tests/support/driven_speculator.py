@@ -85,7 +85,7 @@ class Driven:
         step_s = STEP_S + self.token_s * (len(self.texts) + drafted)
         step_s *= self.asking if attached.features_needed else 1.0
         self.now += step_s
-        self.speculator.stepped(len(self.texts) + drafted, step_s)
+        self.speculator.stepped(len(self.texts) + drafted, step_s, drafted)
         accepted = 0
         for name, text in self.texts.items():
             length, draft = len(text), attached.tokens.get(name, [])

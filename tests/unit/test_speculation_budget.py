@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.speculation.budget import survivals
+from backend.speculation.budget import spend, survivals
 from tests.support.speculator import spent_on
 
 ROWS = st.lists(st.lists(st.floats(0.01, 0.999), max_size=4).map(survivals), min_size=1, max_size=4)
@@ -61,3 +61,11 @@ def test_prefill_beside_it_makes_draft_tokens_cheap() -> None:
     row = [survivals([0.3] * 3)]
     assert spent_on(row, lambda n: 1 + 0.5 * n, 1).tokens == 0
     assert spent_on(row, lambda n: 1 + 0.5 * n, 100).tokens > 0
+
+
+def test_what_the_first_draft_token_costs_more_is_no_price_of_the_others() -> None:
+    times = [1.0, 1.5, 1.51, 1.52, 1.53]
+    spent = spend([[0.3, 0.1]], times)
+    assert spent.lengths == [0]
+    assert spent.threshold == pytest.approx(0.3), "a drafter goes on below what does not pay by itself"
+    assert spend([[]] * 4, times[:2]).lengths == [0] * 4

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from backend.speculation.pairing import having
-from backend.speculation.preference import CLUSTERS, TRY_ONE_IN, Clusters, Preference
+from backend.speculation.pairing import Pairing, having
+from backend.speculation.preference import CLUSTERS, TOGETHER, TRY_ONE_IN, Clusters, Preference
 
 HEADS = {"d0": "code", "d1": "prose", "d2": "prose"}
 
@@ -21,7 +21,7 @@ def serve(preference: Preference, brings: dict[tuple[str, str], float], requests
     dice, chosen = random.Random(seed), []
     for number in range(requests):
         kind, name = ("code", "prose")[number % 2], f"{seed}-{number}"
-        head = preference.begin(name, prompt(kind, dice), "")
+        head = preference.begin(name, prompt(kind, dice), "").head
         assert head is not None
         chosen.append((kind, head))
         for _ in range(20):
@@ -53,20 +53,20 @@ def test_adapters_are_kinds_of_their_own():
     for number in range(200):
         for adapter, best in (("a", "code"), ("b", "prose")):
             name = f"{adapter}{number}"
-            head = preference.begin(name, prompt("code", dice), adapter)
+            head = preference.begin(name, prompt("code", dice), adapter).head
             for _ in range(10):
                 preference.learn(name, 3 if head == best else 1)
             if number > 50 and number % 16:
-                assert preference.of(name) == head
+                assert preference.begin(name, [], "").head == head
     counts = [
-        sum(preference.of(f"{adapter}{number}") == best for number in range(100, 200))
+        sum(preference.begin(f"{adapter}{number}", [], "").head == best for number in range(100, 200))
         for adapter, best in (("a", "code"), ("b", "prose"))
     ]
     assert min(counts) >= 90
 
 
 def ask(preference: Preference, name: str, tenant: str, best: str, dice: random.Random, session: str = "") -> str:
-    head = preference.begin(name, prompt("code", dice), "", tenant, session)
+    head = preference.begin(name, prompt("code", dice), "", tenant, session).head
     assert head is not None
     for _ in range(20):
         preference.learn(name, 3 if head == best else 1)
@@ -104,30 +104,51 @@ def test_a_session_keeps_its_head_unless_another_is_better_by_far():
     # By a tenth, no more than that.
     preference = Preference()
     preference.set_drafters(HEADS)
-    assert [preference.begin(each, [1, 2, 3], "", "", each) for each in ("one", "two")] == ["code", "prose"]
+    assert [preference.begin(each, [1, 2, 3], "", "", each).head for each in ("one", "two")] == ["code", "prose"]
     for number in range(200):
-        head = preference.begin(f"d{number}", [1, 2, 3], "")
+        head = preference.begin(f"d{number}", [1, 2, 3], "").head
         for place in range(20):
             preference.learn(f"d{number}", 2 + (head == "code" and place == 0))
-    own = [preference.begin(f"e{number}", [1, 2, 3], "", "", "two") for number in range(100)]
+    own = [preference.begin(f"e{number}", [1, 2, 3], "", "", "two").head for number in range(100)]
     assert own.count("prose") > 80
 
 
 def test_equal_drafters_are_no_choice():
     preference = Preference()
     preference.set_drafters({"d1": "", "d0": ""})
-    assert preference.begin("r", [1, 2], "") is None
-    assert preference.among("r") == ["d0", "d1"]
+    assert preference.begin("r", [1, 2], "") == Pairing("r")
+    assert {preference.drafter_of(f"r{number}") for number in range(20)} == {"d0", "d1"}
 
 
 def test_a_head_that_has_gone_is_replaced_by_any():
     preference = Preference()
     preference.set_drafters(HEADS)
-    head = preference.begin("r", [1, 2, 3], "")
-    assert preference.among("r") == having(HEADS, head) != list(HEADS)
+    head = preference.begin("r", [1, 2, 3], "").head
+    assert head is not None
+    assert preference.drafter_of("r") in having(HEADS, head) != list(HEADS)
     preference.set_drafters({"d7": "other", "d8": "another"})
-    assert preference.among("r") == ["d7", "d8"]
-    assert preference.begin("r", [1, 2, 3], "") == head, "a request keeps its own, should it come back"
+    assert preference.drafter_of("r") in ("d7", "d8")
+    assert preference.begin("r", [1, 2, 3], "").head == head, "a request keeps its own, should it come back"
+
+
+def test_requests_that_begin_with_the_same_text_have_the_same_drafter():
+    preference = Preference()
+    preference.set_drafters({f"d{number}": "" for number in range(8)})
+
+    def drafters(names: list[str], tenant: str = "", session: str = "") -> set[str | None]:
+        for each in names:
+            preference.begin(each, [1, 2], "", tenant, session)
+        return {preference.drafter_of(each) for each in names}
+
+    turns, samples = [f"turn-{number}" for number in range(8)], [f"{number}_cmpl-7" for number in range(TOGETHER)]
+    assert len(drafters(samples)) == 1
+    assert len(drafters([f"{number}_cmpl-7" for number in range(TOGETHER, 40)])) > 1, "not too many"
+    assert len(drafters([f"cmpl_{number}" for number in range(20)])) > 1
+    assert len(drafters(turns, "me", "chat")) == 1
+    for each in turns:
+        preference.forget(each)
+    assert len({preference.drafter_of(each) for each in turns}) > 1
+    assert len(set.union(*(drafters([f"x{tenant}"], f"{tenant}", "chat") for tenant in range(20)))) > 1
 
 
 def test_clusters_are_bounded_and_tell_texts_apart():

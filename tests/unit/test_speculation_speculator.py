@@ -103,7 +103,7 @@ def test_a_drafter_may_have_nothing_to_say() -> None:
     assert waited_s == pytest.approx(0.01)
     assert made.hold(["r"], 0, 100.01) is None
     assert made.attach(["r"], 0, 100.01).tokens == {}
-    made._prospect = None
+    made._load = None
     assert made._expected().gains[K] < expected, "that counts, too"
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.speculation.budget import survivals
+from backend.speculation.budget import spend, survivals
 from backend.speculation.step_times import DraftTimes, StepTimes
 from tests.support.speculator import spent_on
 
@@ -36,7 +36,8 @@ def test_a_row_is_what_the_curve_says_of_each(measured: list[tuple[int, float]],
     times = StepTimes()
     for tokens, seconds in measured:
         times.observe(tokens, seconds)
-    assert times.row(first, count) == pytest.approx([times.at(first + n) for n in range(count)])
+    times.observe(first, 0.3, drafted=1)
+    assert times.row(first, count) == pytest.approx([times.at(first, n) for n in range(count)])
 
 
 def test_steps_of_long_ago_keep_their_relation_to_the_present_ones() -> None:
@@ -96,6 +97,40 @@ def test_a_size_that_is_slow_is_tried_now_and_then_only() -> None:
         times.observe(tokens, step_s(tokens))
         dear += tokens > 24
     assert dear < 40
+
+
+def test_what_verifying_any_draft_costs_is_learned_apart_from_its_tokens() -> None:
+    times, dice, rows = StepTimes(), random.Random(2), [survivals([0.95])] * 32
+
+    def run(steps: int, drafted: int, cost: float) -> None:
+        for _ in range(steps):
+            tokens = dice.randrange(16, 33) + drafted
+            times.observe(tokens, affine(tokens) * dice.gauss(1, 0.05) * (cost if drafted else 1), drafted)
+
+    for _ in range(40):
+        run(5, 0, 1.2)
+        run(5, dice.randrange(1, 9), 1.2)
+    assert times.at(32, 1) / times.at(32) == pytest.approx(1.2, rel=0.05)
+    assert times.at(32, 0.5) / times.at(32) == pytest.approx(1.1, rel=0.05)
+    assert times.at(32, 8) / times.at(32, 1) == pytest.approx(affine(40) / affine(33), rel=0.05)
+    # A few likely tokens pay their own time, and not that cost; many do.
+    assert spend([survivals([0.9])] + [[]] * 31, times.row(32, 3)).tokens == 0
+    assert spend(rows, times.row(32, 34)).tokens == 32
+
+
+def test_a_cost_of_verifying_that_was_learned_on_a_busy_machine_is_doubted_in_time() -> None:
+    times = StepTimes()
+    for _ in range(50):
+        times.observe(4, affine(4))
+    for _ in range(3):
+        times.observe(8, 3 * affine(8), drafted=4)
+    for tokens in (8, 4, 8):
+        times.observe(tokens, 3 * affine(tokens), drafted=tokens // 2)
+    seen = times.at(4, 1) / times.at(5)
+    assert seen > 1.02
+    for _ in range(5000):
+        times.observe(4, affine(4))
+    assert 1 < times.at(4, 1) / times.at(5) < 1 + 0.6 * (seen - 1)
 
 
 def test_noise_between_near_points_makes_no_slope() -> None:

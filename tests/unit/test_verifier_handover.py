@@ -18,7 +18,7 @@ from backend.engine.features import FeatureShipper
 from backend.engine.postponed import Span
 from backend.fleet import DrafterRef
 from backend.models.head_config import CheckpointError
-from backend.speculation.pairing import drafter_for
+from backend.speculation.pairing import Pairing
 from backend.transport import Wire
 from backend.wire.drafting import (
     PROTOCOL_VERSION,
@@ -186,7 +186,7 @@ def test_a_full_queue_loses_nothing_but_time(tmp_path: Path, monkeypatch: pytest
 def test_requests_that_another_drafter_takes_over_are_closed_and_opened_warm_when_they_come_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved = next(i for i in range(4) if drafter_for(f"r{i}", ["d0", "d1"]) == "d1")
+    moved = next(i for i in range(4) if Pairing(f"r{i}").drafter({"d0": "", "d1": ""}) == "d1")
     bench = Bench(tmp_path, monkeypatch, 1 << 20)
     bench.assign("d0")
     bench.live(6, (moved,))
@@ -284,7 +284,7 @@ def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_
     refs = [DrafterRef("d0", "i", "d0", "", 1), DrafterRef("d1", "i", "d1", "", 1, head="/other")]
     bench.shipper.set_drafters(Wire(), "v", refs, 1)
     bench.live(3, requests=(0, 1, 2, 3))
-    mine = {f"r{i}" for i in range(4) if drafter_for(f"r{i}", ["d0", "d1"]) == "d0"}
+    mine = {f"r{i}" for i in range(4) if Pairing(f"r{i}").drafter({"d0": "", "d1": ""}) == "d0"}
     assert 0 < len(mine) < 4
     assert set(bench.lines["d0"].drafts) == mine
     assert not bench.lines["d1"].drafts
