@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
+import random
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,8 +47,17 @@ class Replay:
 
     def last(self, rows: int) -> Replay:
         """Its last `rows` rows; all if it has fewer."""
-        start = max(len(self.features) - rows, 0)
-        return replace(self, tokens=self.tokens[start:], features=self.features[start:], first=self.first + start)
+        return self._part(max(len(self.features) - rows, 0), len(self.features))
+
+    def piece(self, rows: int, dice: random.Random) -> Replay:
+        """Some `rows` rows of it, all of them of generated tokens if it has so many; all if it has fewer rows."""
+        latest = max(len(self.features) - rows, 0)
+        start = dice.randint(min(max(self.prompt - self.first, 0), latest), latest)
+        return self._part(start, start + rows)
+
+    def _part(self, start: int, end: int) -> Replay:
+        tokens, features = self.tokens[start : end + 1], self.features[start:end]
+        return replace(self, tokens=tokens, features=features, first=self.first + start)
 
 
 def is_held_out(number: int) -> bool:

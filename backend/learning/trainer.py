@@ -174,7 +174,7 @@ class Trainer:
             number = numbers.pop(self._random.randrange(len(numbers)))
             replay = self._ring.read(number)
             if replay is not None and len(replay.features) > DEPTH + 1:
-                replays.append(replay.last(min(limit - rows, LONGEST)))
+                replays.append(replay.piece(min(limit - rows, LONGEST), self._random))
                 rows += len(replays[-1].features)
         self._credit -= max(rows, 1)
         if not replays:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from pathlib import Path
 
@@ -43,6 +44,22 @@ def test_a_ring_gives_back_what_it_got_and_drops_the_oldest(tmp_path: Path) -> N
     assert torch.equal(found.features, written.features)
     assert (found.first, found.prompt, found.temperature) == (4, 9, 0.8)
     assert ring.read(first) is None
+
+
+def test_pieces_cover_all_generated_rows_and_keep_rows_and_tokens_together() -> None:
+    whole, dice = replay(100), random.Random(0)
+    answers = whole.prompt - whole.first
+    firsts = set()
+    for _ in range(1000):
+        piece = whole.piece(30, dice)
+        start = piece.first - whole.first
+        firsts.add(start)
+        assert torch.equal(piece.features, whole.features[start : start + 30])
+        assert torch.equal(piece.tokens, whole.tokens[start : start + 31])
+    assert firsts == set(range(answers, 71))
+    # Fewer answers than rows: they are all in it.
+    assert {whole.piece(97, dice).first for _ in range(20)} == {whole.first + 3}
+    assert torch.equal(whole.piece(200, dice).features, whole.features)
 
 
 @pytest.mark.parametrize(("rows", "spared"), [(200, EXAMINED), (1024, FEWEST)])
