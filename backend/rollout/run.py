@@ -159,8 +159,7 @@ class RoundRunner:
         return params
 
     def _receive(self) -> None:
-        for worker in self._workers.present.values():
-            worker.client.receive()
+        self._workers.receive()
         self._take_outputs()
         for worker in list(self._workers.present.values()):
             batch = worker.take_rows()
@@ -276,7 +275,7 @@ class RoundRunner:
             self._balance(now)
         if self._workers.present:
             self._busy_at = now
-        elif now - self._busy_at > NOBODY_S:
+        elif now - self._busy_at > NOBODY_S and not self._workers.is_catching_up:
             raise RolloutError(f"no verifier is left, and none has come back for {NOBODY_S:g} s")
 
     def _bury(self, worker: Worker, reason: str, now: float) -> None:

@@ -75,6 +75,19 @@ class Worker:
         return batch
 
 
+@dataclass
+class _CatchingUp:
+    """A verifier that loads the weights that the others have; meanwhile they go on."""
+
+    member: Member
+    client: EngineClient
+    update: int
+    """The `Weights.update` that it loads."""
+    call: int
+    """Key of the call's result."""
+    deadline: float
+
+
 class Workers:
     """All verifiers that can currently be used."""
 
@@ -91,6 +104,8 @@ class Workers:
         """The weights that all verifiers should have; gateways of a fleet that the rollout has joined may change them, too."""
         self.hub = Hub(Wire(fleet_keys, node_id=node_id))
         self.present: dict[str, Worker] = {}
+        self._catching_up: dict[str, _CatchingUp] = {}
+        """By member id."""
         self._coordinator = coordinator
         self._lease_s = lease_s
         self._next_step: dict[str, int] = {}
@@ -102,6 +117,7 @@ class Workers:
 
     def close(self) -> None:
         self.present.clear()
+        self._catching_up.clear()
         self.hub.close()
 
     def look(self) -> tuple[list[Worker], list[tuple[Worker, str]]]:
@@ -121,11 +137,18 @@ class Workers:
             if reason is not None and worker not in [each for each, _ in gone]:
                 gone.append((worker, reason))
         left = self._leave(gone)
+        for name in self._catching_up.keys() - verifiers.keys():
+            self._catching_up.pop(name).client.close()
         now = time.monotonic()
         self._unfit |= {worker.member.incarnation: now + REJOIN_S for worker, reason in left if reason == SILENT}
         fit = [each for _, each in sorted(ready.items()) if self._unfit.get(each.incarnation, now) <= now]
         come = [self._join(member) for member in fit if member.id not in self.present]
         return [worker for worker in come if worker is not None], left
+
+    @property
+    def is_catching_up(self) -> bool:
+        """Whether a verifier is loading the newest weights before it can be used."""
+        return bool(self._catching_up)
 
     def check_fixed(self) -> None:
         """Raises `ConfigError` if a verifier takes no fixed responses."""
@@ -155,7 +178,7 @@ class Workers:
             self.weights = wanted
             return ""
         self.weights = before  # A verifier that was lost meanwhile may have reported the new ones.
-        if len(faults) < len(self.present):
+        if len(faults) < len(self.present) or any(each.update == wanted.update for each in self._catching_up.values()):
             # Only some have loaded them.  A round must not mix weights, so all go back to the earlier ones.
             if before.path is None:
                 raise CommandError(f"{path}: not all verifiers could load it, and the weights before came as tensors: {faults}")
@@ -182,15 +205,15 @@ class Workers:
                 pinged = time.monotonic()
                 self.tend()
             self.hub.poll(PING_EVERY_S)
-            self._receive()
+            self.receive()
             self.look()
         results = {each.name: each.client.results[asked[each]] for each in self.present.values()}
         return {name: fault for name, fault in results.items() if fault is not None}
 
     def tend(self) -> None:
-        """Sends every worker a ping and asks for its rows; to be called once a second."""
-        for worker in self.present.values():
-            worker.client.ping()
+        """Sends every verifier a ping and asks workers for their rows; to be called once a second."""
+        for client in self._clients():
+            client.ping()
         self.ask_rows()
 
     def fetch_rows(self) -> None:
@@ -209,14 +232,18 @@ class Workers:
             if not worker.client.rows_awaited:
                 worker.client.ask_rows()
 
-    def _receive(self) -> None:
-        for worker in self.present.values():
-            worker.client.receive()
+    def receive(self) -> None:
+        """Takes all messages of verifiers that have arrived."""
+        for client in self._clients():
+            client.receive()
+
+    def _clients(self) -> list[EngineClient]:
+        return [worker.client for worker in self.present.values()] + [waits.client for waits in self._catching_up.values()]
 
     def _watch(self) -> None:
         """Keeps all verifiers' leases, and takes their messages, while one client waits."""
         self.tend()
-        self._receive()
+        self.receive()
 
     def _silent(self) -> list[tuple[Worker, str]]:
         late = time.monotonic() - SILENCE_LIMIT_S
@@ -238,18 +265,56 @@ class Workers:
         return list(gone)
 
     def _join(self, member: Member) -> Worker | None:
-        client = None
+        """Greets a verifier.  None if it must catch up first, goes on catching up, or cannot be used."""
+        waits = self._catching_up.get(member.id)
+        if waits is not None:
+            if waits.member.incarnation == member.incarnation:
+                return self._caught_up(waits)
+            self._catching_up.pop(member.id).client.close()
         # While it is waited for, the others' requests stand still.
         patience_s = 2 * ANSWER_S if self.present else START_S
         try:
             address, key = self.hub.wire.route(member), member.server_key
             client = EngineClient(address, "rollout", self._watch, self.hub, key, self._lease_s, True, patience_s)
-            self._catch_up(client)
         except (EngineRefused, TimeoutError, ConnectionError) as error:
-            logger.warning("%s cannot be used: %s", member.id, error)
-            if client is not None:
+            self._refuse(member, error)
+            return None
+        self._learn(client)
+        return self._go_on(member, client, client.weights.update)
+
+    def _caught_up(self, waits: _CatchingUp) -> Worker | None:
+        """The worker, once it has loaded the newest weights."""
+        client = waits.client
+        if client.is_cut:
+            fault: str | None = "the connection was cut"
+        elif waits.call in client.results:
+            fault = client.results[waits.call]
+        elif time.monotonic() > waits.deadline:
+            fault = f"it has not loaded the newest weights within {LOAD_S:g} s"
+        else:
+            return None
+        del self._catching_up[waits.member.id]
+        if fault is not None:
+            client.close()
+            self._refuse(waits.member, fault)
+            return None
+        self._learn()
+        return self._go_on(waits.member, client, waits.update)
+
+    def _refuse(self, member: Member, fault: object) -> None:
+        logger.warning("%s cannot be used: %s", member.id, fault)
+        self._unfit[member.incarnation] = time.monotonic() + REJOIN_S
+
+    def _go_on(self, member: Member, client: EngineClient, update: int) -> Worker | None:
+        """Makes a verifier a worker; or has it load the newest weights, if those of `update` are older."""
+        if update != self.weights.update:
+            if self.weights.path is None:
                 client.close()
-            self._unfit[member.incarnation] = time.monotonic() + REJOIN_S
+                self._refuse(member, "it has not the newest weights, which came as tensors")
+                return None
+            wanted, deadline = self.weights, time.monotonic() + LOAD_S
+            call = client.call("catch_up", wanted.path, wanted.version, wanted.update)
+            self._catching_up[member.id] = _CatchingUp(member, client, wanted.update, call, deadline)
             return None
         first_step = self._first_step.setdefault(member.incarnation, self._next_step.get(member.id, 0))
         worker = Worker(int(member.id.rpartition("-")[2]), member, client, first_step=first_step)
@@ -259,18 +324,6 @@ class Workers:
     def _learn(self, *clients: EngineClient) -> None:
         reported = (each.weights for each in (*clients, *(worker.client for worker in self.present.values())))
         self.weights = max(self.weights, *reported, key=lambda each: each.update)
-
-    def _catch_up(self, client: EngineClient) -> None:
-        """Makes a restarted verifier load the weights that the others have.  Raises `EngineRefused`, `TimeoutError`."""
-        self._learn(client)
-        if client.weights.update == self.weights.update:
-            return
-        if self.weights.path is None:
-            raise EngineRefused("it has not the newest weights, which came as tensors")
-        call = client.call("catch_up", self.weights.path, self.weights.version, self.weights.update)
-        client.run_until(lambda: call in client.results, LOAD_S)
-        if fault := client.results[call]:
-            raise EngineRefused(fault)
 
 
 def _reason_to_leave(worker: Worker, member: Member | None, coordinator: str) -> str | None:

@@ -7,6 +7,7 @@ import os
 import time
 import uuid
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,9 @@ class FakeVerifier:
         self.utilities: list[tuple[str, list[Any]]] = []
         self.failure: str | None = None
         """If set, every utility call fails with this message."""
+        self.holds = False
+        """Whether utility calls wait for `carry_out`."""
+        self._held: list[Callable[[], None]] = []
 
     def start(self) -> FakeVerifier:
         self._socket.bind(self.address)
@@ -213,12 +217,23 @@ class FakeVerifier:
             elif kind == wire.UTILITY:
                 call_id, method, arguments = msgspec.msgpack.decode(frames[0])
                 self.utilities.append((method, arguments))
-                if method in ("reload_weights", "catch_up") and not self.failure and not isinstance(arguments[-1], str):
-                    self.weights = Weights(arguments[-1], arguments[1], arguments[0])
-                    self.send_stats()
-                output = UtilityOutput(call_id, self.failure, None if self.failure else UtilityResult(True))
-                answer = EngineCoreOutputs(utility_output=output)
-                self.send(client, wire.OUTPUTS, *MsgpackEncoder().encode(answer))
+                self._held.append(partial(self._carry_out, client, call_id, method, arguments))
+                if not self.holds:
+                    self.carry_out()
+
+    def carry_out(self) -> None:
+        """Carries out the calls that have come."""
+        held, self._held = self._held, []
+        for call in held:
+            call()
+
+    def _carry_out(self, client: bytes, call_id: int, method: str, arguments: list[Any]) -> None:
+        if method in ("reload_weights", "catch_up") and not self.failure and not isinstance(arguments[-1], str):
+            self.weights = Weights(arguments[-1], arguments[1], arguments[0])
+            self.send_stats()
+        output = UtilityOutput(call_id, self.failure, None if self.failure else UtilityResult(True))
+        answer = EngineCoreOutputs(utility_output=output)
+        self.send(client, wire.OUTPUTS, *MsgpackEncoder().encode(answer))
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:

@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +23,7 @@ from backend.rollout.log import RoundLog
 from backend.rollout.main import _renew
 from backend.rollout.weights import WeightsError, check_weights, newest
 from backend.rollout.workers import Workers
+from tests.support.fleet_process import wait_for
 from tests.support.rollout_fleet import Fleet, respond, rollout_fleet
 
 
@@ -50,6 +51,16 @@ def test_what_does_not_fit_is_found_before_anything_starts(tmp_path: Path) -> No
     save_file({"a": torch.zeros(1)}, tmp_path / "step-2" / "model.safetensors")
     with pytest.raises(WeightsError, match="step-2: other tensors"):
         check_weights(tmp_path, str(TARGET_DIR))
+
+
+def wait_until(workers: Workers, condition: Callable[[], bool]) -> None:
+    """Receives until `condition()` holds."""
+
+    def holds() -> bool:
+        workers.receive()
+        return condition()
+
+    wait_for(holds)
 
 
 REPORT: Mapping[str, Any] = {
@@ -249,8 +260,39 @@ def test_a_restarted_verifier_loads_what_gateways_have_had_loaded_meanwhile(flee
         client = workers.present["verifier-0"].client
         client.run_until(lambda: client.stats is not None)
         restarted = fleet.start("verifier-1", respond)
+        restarted.holds = True
+        assert workers.look() == ([], [])
+        assert sorted(workers.present) == ["verifier-0"], "the others go on meanwhile"
+        wait_for(lambda: bool(restarted.utilities))
+        first.weights = Weights(8, "eight", "/w/eight")
+        fleet.call(first.send_stats)
+        wait_until(workers, lambda: client.weights.update == 8)
+        restarted.holds = False
+        fleet.call(restarted.carry_out)
+        wait_until(workers, lambda: "verifier-1" in {worker.name for worker in workers.look()[0]})
+        assert restarted.utilities == [("catch_up", [f"/w/{name}", name, n]) for n, name in ((7, "seven"), (8, "eight"))]
+    finally:
+        workers.close()
+
+
+def test_a_verifier_that_cannot_catch_up_or_ends_meanwhile_is_left_out(fleet: Fleet) -> None:
+    first = fleet.start("verifier-0", respond)
+    workers = Workers(fleet, None)  # type: ignore[arg-type]
+    try:
         workers.look()
-        assert restarted.utilities == [("catch_up", ["/w/seven", "seven", 7])]
+        first.weights = Weights(7, "seven", "/w/seven")
+        fleet.call(first.send_stats)
+        wait_until(workers, lambda: workers.version == "seven")
+        failing, dying = fleet.start("verifier-1", respond), fleet.start("verifier-2", respond)
+        failing.failure, dying.holds = "ValueError: no such directory", True
+        wait_until(workers, lambda: bool(workers.look() and failing.utilities and dying.utilities))
+        fleet.kill("verifier-2")
+        wait_until(workers, lambda: not (workers.look() and workers._catching_up))
+        assert sorted(workers.present) == ["verifier-0"]
+        assert len(failing.utilities) == 1, "it is not asked again at once"
+        renewed = fleet.start("verifier-2", respond)
+        wait_until(workers, lambda: bool(workers.look() and "verifier-2" in workers.present))
+        assert renewed.utilities == [("catch_up", ["/w/seven", "seven", 7])]
     finally:
         workers.close()
 
@@ -300,8 +342,7 @@ def test_new_weights_are_all_verifiers_or_none(fleet: Fleet) -> None:
         assert (workers.version, workers.weights) == ("step-3", Weights(3, "step-3", "/w/step-3"))
         fleet.kill("verifier-0")
         renewed = fleet.start("verifier-0", respond)
-        workers.look()
-        workers.look()
+        wait_until(workers, lambda: bool(workers.look() and renewed.utilities and len(workers.present) == 2))
         assert renewed.utilities == [("catch_up", ["/w/step-3", "step-3", 3])]
         assert sorted(workers.present) == ["verifier-0", "verifier-1"]
     finally:
