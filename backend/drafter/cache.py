@@ -80,6 +80,11 @@ class RowCache:
         return self._extents.capacity
 
     @property
+    def longest(self) -> int:
+        """Most rows of one sequence."""
+        return self._extents.largest
+
+    @property
     def usage(self) -> float:
         """Share of the cache that open sequences hold; the rest is free, or held by closed ones and can be taken."""
         return self._open_rows / self._extents.capacity

@@ -52,7 +52,7 @@ class ModelProposer(EagleProposer):
         for ask in batch:
             sequence = self._cache.peek(ask.key)
             base_len = ask.base_len + 1
-            if sequence is None or base_len != len(sequence.tokens) or base_len + MAX_DRAFT > self._cache.capacity:
+            if sequence is None or base_len != len(sequence.tokens) or base_len + MAX_DRAFT > self._cache.longest:
                 asks.append(Ask(ask.key, base_len, 0, None))
                 continue
             # Rows behind a gap, left when earlier rows were given to another sequence, are of no use.

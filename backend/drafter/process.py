@@ -118,7 +118,15 @@ class DrafterProcess:
         if model.learning_dir is not None and model.head_dir is not None and is_head:
             directory = Path(model.learning_dir) / drafter_id
             self._learner = Learner(directory, model.target_dir, model.head_dir, settings, self._exchange)
-            model = self._model = replace(model, head_dir=self._learner.head_dir)
+            newest = self._learner.head_dir
+            if reason := same_features(
+                drafter_config(newest, model.target_dir), drafter_config(model.head_dir, model.target_dir)
+            ):
+                self._learner.stop()
+                raise CheckpointError(
+                    f"{newest}: learned from another head, for {reason}; choose another drafting.learning_dir"
+                )
+            model = self._model = replace(model, head_dir=newest)
         taught: frozenset[TargetTensor] = frozenset() if self._learner is None else TAUGHT
         proposer = build_proposer(model, settings)
         lessons = None if self._learner is None else self._learner.lessons

@@ -82,6 +82,8 @@ class DrafterService:
         self._peers: dict[bytes, tuple[Session, Role]] = {}
         self._waiting: deque[Waiting] = deque()
         self._nexts = Nexts()
+        self._epochs_before: dict[str, int] = {}
+        """By verifier, its epoch when another head was put in place; with its next epoch it knows that head."""
         self._weights: dict[str, int] = {}
         """How often each verifier has exchanged its weights, if at all."""
         self._counters = DrafterStats(drafter_id, 0.0)
@@ -140,6 +142,8 @@ class DrafterService:
         """
         for session in self._sessions.values():
             self._end(session)
+            if self._lessons is None and not retargeted:
+                self._epochs_before[session.verifier_id] = session.epoch
         self._sessions.clear()
         self._following.reset()
         self._exchanges += 1
@@ -187,6 +191,10 @@ class DrafterService:
         if session is None or session.epoch != hello.epoch:
             if session is not None:
                 self._end(session)
+            if self._epochs_before.get(hello.verifier_id, hello.epoch) != hello.epoch:
+                # Until now the verifier projected features for the head before: those rows fit the new head no better.
+                del self._epochs_before[hello.verifier_id]
+                self.proposer.invalidate()
             session = Session(hello.verifier_id, hello.epoch)
             self._sessions[hello.verifier_id] = session
         # A socket may greet again for another role or verifier, or come back on a new connection; the last greeting counts.

@@ -16,7 +16,9 @@ SURE = 1.64
 COMPARED = 4
 """Fewest compared drafts of a sequence: a share of fewer says little."""
 KEPT = 64
-"""Sequences, the latest, whose live acceptance is kept."""
+"""Sequences, those noted last, whose live acceptance counts."""
+OPEN = 4096
+"""Most sequences that are noted at a time: more than run at once."""
 FEWEST_SEQUENCES = 4
 """Fewest sequences for judging live acceptance."""
 TOLERATED = 0.95
@@ -49,6 +51,8 @@ class Watch:
         self._counts: dict[Hashable, tuple[int, int]] = {}
         self.before = before
         """Shares of right drafts, one per sequence, of the head that the present head is compared with."""
+        self._known = 0
+        """Sequences with enough compared drafts."""
         self._first: list[float] = []
         self.knows_previous = True
         """Whether the head before the latest exchange was in use long enough for its acceptance to be known."""
@@ -61,11 +65,12 @@ class Watch:
 
     def note(self, key: Hashable, is_right: bool) -> None:
         """Notes whether the first token of a draft for this sequence was right."""
-        right, seen = self._counts.get(key, (0, 0))
+        right, seen = self._counts.pop(key, (0, 0))
         self._counts[key] = right + is_right, seen + 1
-        if len(self._counts) > KEPT:
-            if len(self._first) < FEWEST_SEQUENCES:
-                self._first = self._shares()
+        self._known += seen + 1 == COMPARED
+        if self._known > KEPT and len(self._first) < FEWEST_SEQUENCES:
+            self._first = self._shares()
+        if len(self._counts) > OPEN:
             del self._counts[next(iter(self._counts))]
 
     def exchanged(self) -> None:
@@ -74,7 +79,7 @@ class Watch:
         self.knows_previous = len(shares) >= FEWEST_SEQUENCES
         if self.knows_previous:
             self.before = shares
-        self._counts = {}
+        self._counts, self._known = {}, 0
         self._first = []
 
     def retargeted(self) -> None:
@@ -96,7 +101,7 @@ class Watch:
         return at_most < LOW or _is_less(self._first, latest)
 
     def _shares(self) -> list[float]:
-        return [right / seen for right, seen in list(self._counts.values()) if seen >= COMPARED]
+        return [right / seen for right, seen in list(self._counts.values()) if seen >= COMPARED][-KEPT:]
 
 
 def _is_less(before: Sequence[float], after: Sequence[float]) -> bool:

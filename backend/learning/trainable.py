@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from torch.nn import functional
 
 from backend.learning.head import Drafter, DrafterShape
 from backend.learning.layers import Shape
-from backend.models.check import LM_HEAD
+from backend.models.check import LM_HEAD, final_norm
 from backend.models.checkpoint import borrow, load_drafter
-from backend.models.head_config import read_config, text_config
+from backend.models.head_config import CheckpointError, read_config, text_config
 from backend.models.layout import canonical_names
 from backend.models.tensor_files import TensorFiles
 from backend.models.writing import replacing, write_checkpoint
@@ -92,7 +93,7 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
     head_files = TensorFiles(head_dir)
     return Pupil(
         drafter,
-        borrow(target_dir, "norm.weight", newer).float().to(device),
+        _final_norm(target_dir, newer).float().to(device),
         float(target.get("rms_norm_eps", 1e-6)),
         config.aux_layers.index(layers),
         borrow(target_dir, LM_HEAD, newer)[ids].to(device, frozen),
@@ -101,6 +102,15 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
         canonical_names(head_files),
         read_config(head_dir),
     )
+
+
+def _final_norm(target_dir: str, newer: Mapping[str, Tensor]) -> Tensor:
+    if (renewed := newer.get("norm.weight")) is not None:
+        return renewed
+    files = TensorFiles(target_dir)
+    if (name := final_norm(files)) is None:
+        raise CheckpointError(f"{target_dir}: missing tensor: model.norm.weight")
+    return files.read(name)
 
 
 def trained_tensors(drafter: Drafter) -> dict[str, Tensor]:

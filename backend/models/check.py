@@ -25,6 +25,26 @@ from backend.models.layout import canonical_names, is_draft_model, required_tens
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.vocabulary import shared_tokens
 
+TEACHING = frozenset(
+    [
+        "llama",
+        "llama4_text",
+        "mistral",
+        "mixtral",
+        "phi3",
+        "gpt_oss",
+        "qwen2",
+        "qwen2_moe",
+        "qwen2_vl_text",
+        "qwen2_5_vl_text",
+        "qwen3",
+        "qwen3_moe",
+        "qwen3_vl_text",
+        "qwen3_vl_moe_text",
+    ]
+)
+"""Targets that can teach a head: their last norm is Llama's, and their scores are its product with the output matrix."""
+
 LM_HEAD = "lm_head.weight"
 
 
@@ -161,7 +181,15 @@ def why_not_learning(head_dir: str, target_dir: str) -> str | None:
         return "only heads as wide as their target learn"
     if any(name.endswith(".bias") for name in TensorFiles(head_dir).tensors):
         return "heads with biases do not learn"
+    family = text_config(read_config(target_dir)).get("model_type")
+    if family not in TEACHING or final_norm(TensorFiles(target_dir)) is None:
+        return f"nothing is learned from a target of model_type {family!r}: its last norm or its scores may be unlike Llama's"
     return None
+
+
+def final_norm(target: TensorFiles) -> str | None:
+    """The name of the weight of the target's last norm.  Other modules have norms, too."""
+    return target.find("model.norm.weight") or target.find("language_model.norm.weight")
 
 
 def reads_last_state(head_dir: str, target_dir: str) -> bool:

@@ -349,6 +349,19 @@ def test_another_proposer_takes_over_between_two_rounds(service: DrafterService,
     assert service.stats(0.0).sequences == 1
 
 
+def test_rows_that_were_projected_for_the_head_before_serve_no_later_request(service: DrafterService, tmp_path: Path) -> None:
+    tokens = [1 + i % 7 for i in range(40)]
+    Verifier(service, "v")
+    service.replace(make_proposer(tmp_path / "other", replace(HEAD, seed=9)))
+    # The verifier has yet to learn of the new head.
+    Verifier(service, "v").round(Open("a", 40, tokens, 39))
+    Verifier(service, "v", epoch=2).round(Open("b", 40, tokens, 8))
+    assert not service.proposer.usage().prefix_rows_reused
+    Verifier(service, "v", epoch=3).round(Open("c", 40, tokens, 39))
+    Verifier(service, "v", epoch=4).round(Open("d", 40, tokens, 8))
+    assert service.proposer.usage().prefix_rows_reused
+
+
 @pytest.mark.parametrize(("weights", "shared"), [(0, True), (1, False)])
 def test_other_weights_of_the_target_empty_the_prefix_cache(service: DrafterService, weights: int, shared: bool) -> None:
     tokens = [1 + i % 7 for i in range(40)]

@@ -80,6 +80,22 @@ def test_a_head_is_taken_back_when_its_drafts_are_accepted_less() -> None:
     assert watch.has_fallen
 
 
+@pytest.mark.parametrize("together", [KEPT // 2, KEPT + 1, 4 * KEPT])
+def test_acceptance_is_known_however_many_requests_are_drafted_for_at_a_time(together: int) -> None:
+    watch = Watch()
+    for right in (15, 4):
+        for start in range(0, 2 * KEPT + together, together):
+            for i in range(16):
+                for key in range(start, start + together):
+                    watch.note((right, key), 5 * i % 16 < right + key % 3 - 1)
+        assert watch.acceptance == pytest.approx(right / 16, abs=0.05)
+        if right == 15:
+            assert not watch.needs_learning
+            watch.exchanged()
+    assert watch.has_fallen
+    assert watch.needs_learning
+
+
 def test_one_text_is_one_observation() -> None:
     watch = Watch()
     live(watch, 10, KEPT)
