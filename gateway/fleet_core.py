@@ -68,11 +68,15 @@ class FleetCore(Verifiers, EngineCoreClient):
         # Over at their verifiers, for these reasons, while vLLM has yet to put their last tokens into answers.
         self._ending: dict[str, tuple[InFlight, str]] = {}
         self._rooms = Rooms(settings.verifier.max_num_seqs)
-        self.gate = Gate(self._room, settings.gateway.max_in_flight, settings.gateway.queue_wait_s)
+        self.gate = Gate(self._room, settings.gateway.max_in_flight, settings.gateway.queue_wait_s, self._is_paused)
         # A lost verifier's incarnation, and the place ids of sequences that may still run there.  Aborted if it comes back.
         self._strays: dict[str, tuple[str, list[str]]] = {}
         self._accounts = AwaitedAccounts()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+
+    def _is_paused(self) -> bool:
+        """Whether all verifiers are paused."""
+        return bool(ready := self.ready_links) and all(self.pauses.holds(link.member.id) for link in ready)
 
     def requests_at(self, verifier_id: str) -> list[str]:
         """The ids of this gateway's sequences at a verifier, as `migrate` takes them."""

@@ -195,7 +195,10 @@ class AsyncFleet:
         try:
             if self._weights_dir is not None:
                 Path(directory).chmod(0o755)  # Verifiers on other machines may run as another user.
-            await asyncio.to_thread(_write, weights, Path(directory) / "model.safetensors")
+            file = Path(directory) / "model.safetensors"
+            await asyncio.to_thread(_write, weights, file)
+            if self._weights_dir is not None:
+                file.chmod(0o644)
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
@@ -226,6 +229,11 @@ class AsyncFleet:
     async def resume(self) -> None:
         """Ends a pause."""
         await self._connection.send("POST", "/resume")
+
+    @property
+    def url(self) -> str:
+        """The gateway's address, without `/v1`; of a fleet of one's own, while it runs."""
+        return self._connection.url
 
     async def stats(self) -> Any:
         """The answer of `GET /fleet`: members, their load, and acceptance lengths."""
@@ -325,5 +333,9 @@ def _write(weights: Mapping[str, Any], file: Path) -> None:
     """Writes the tensors in safetensors' format.  Tied tensors are written once, under the first name, as in checkpoints."""
     from safetensors.torch import save_file
 
+    if spread := next((name for name, tensor in weights.items() if hasattr(tensor, "full_tensor")), None):
+        raise TypeError(
+            f"{spread} is a DTensor, spread over devices: gather the state dict first, for example by full_tensor()"
+        )
     by_place = {(tensor.device, tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(list(weights.items()))}
     save_file({name: weights[name].detach().cpu().clone().contiguous() for name in by_place.values()}, str(file))

@@ -34,7 +34,9 @@ class FleetProcess:
         secrets = {variable: texts.pop(name) for name, variable in SECRETS.items() if name in texts}
         flags = [f"--{name.replace('_', '-')}={text}" for name, text in texts.items()]
         # For torchrun's own processes: torch would look for the store of a verifier's group in the trainer's, and find none.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+        # And for a job's driver: the fleet's Ray would take over the job's files and variables.
+        strangers = ("TORCHELASTIC_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(strangers)}
         self.url = ""
         self._log: deque[str] = deque(maxlen=SHOWN_LINES)
         self._known = threading.Event()
@@ -78,12 +80,14 @@ class FleetProcess:
     def stop(self, timeout_s: float = 60.0) -> None:
         """Ends the fleet as Ctrl-C would; kills it if it does not end in time."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        # Closing its input is not enough: where the caller has forked since, another process holds it open.
+        self._process.send_signal(signal.SIGINT)
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
+        self._process.stdin.close()
         self._reader.join(timeout=5)
 
 

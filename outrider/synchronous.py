@@ -82,6 +82,12 @@ class Fleet:
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        if threading.current_thread() is self._thread or not self._thread.is_alive():
+            work.close()
+            raise RuntimeError(
+                "this fleet cannot be used here: an `async` step needs an AsyncFleet, and a process needs a Fleet of its own, "
+                "joined after it was forked"
+            )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -102,6 +108,11 @@ class Fleet:
             # In the loop's own thread it is the garbage collector that ends both generators, and waiting would stop the loop.
             if threading.current_thread() is not self._thread:
                 self._run(close())
+
+    @property
+    def url(self) -> str:
+        """As of `AsyncFleet`."""
+        return self._fleet.url
 
     generate = _iterated(AsyncFleet.generate)
     episodes = _iterated(AsyncFleet.episodes)

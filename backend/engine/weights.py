@@ -110,7 +110,11 @@ class WeightControl:
             raise ValueError("wake it up first")
         self._read_adapters()
         self._core.resume_scheduler()
+        self._end_wait()
         self.on_changed()
+
+    def _end_wait(self) -> None:
+        """A pause that waited for requests is over before they have ended."""
         if self._draining is not None:
             self._draining.set_exception(ValueError("resumed before all requests had ended"))
             self._draining = None
@@ -140,6 +144,7 @@ class WeightControl:
         awake = self._core.wake_up(tags if self._core.model_executor.is_sleeping else ["scheduling"])
         if awake:
             self._read_adapters()
+            self._end_wait()
         self.on_changed()
         return bool(awake)
 
@@ -174,7 +179,12 @@ class WeightControl:
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         """Connects vLLM's transfer engine, if `verifier.engine_args.weight_transfer_config` names one, to a trainer."""
-        self._transfer("init_weight_transfer_engine", init_info=init_info)
+        # It may wait long for the trainer.  A paused verifier is not taken for dead meanwhile.
+        was_paused = self._stand_still()
+        try:
+            self._transfer("init_weight_transfer_engine", init_info=init_info)
+        finally:
+            self._go_on(was_paused)
 
     def start_weight_update(self) -> None:
         """Pauses the engine and begins an update by tensors."""

@@ -19,8 +19,8 @@ MAX_RETRY_AFTER_S = 60
 """Bound of `Retry-After`: later load cannot be predicted."""
 UNKNOWN_TOKENS = 256
 """Tokens assumed for a claim without an estimate."""
-MAX_QUEUED_TOKENS = 1 << 20
-"""Most tokens of waiting sequences, prompts and expected outputs together."""
+QUEUED_TOKENS = 1 << 16
+"""Most tokens of waiting sequences, prompts and expected outputs together, for each sequence that may wait."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -43,9 +43,12 @@ class Gate:
     An admitted claim has room reserved.  `placed` uses it up for one sequence; `abandon` frees the rest.
     """
 
-    def __init__(self, room: Callable[[], float], max_sequences: int, wait_s: float) -> None:
-        self._room = room
-        self._queue: FairQueue[_Waiting] = FairQueue(max_sequences, MAX_QUEUED_TOKENS)
+    def __init__(
+        self, room: Callable[[], float], max_sequences: int, wait_s: float, is_paused: Callable[[], bool] = lambda: False
+    ) -> None:
+        """While `is_paused()`, requests wait for longer than `wait_s`, unless they ask for less."""
+        self._room, self._is_paused = room, is_paused
+        self._queue: FairQueue[_Waiting] = FairQueue(max_sequences, max_sequences * QUEUED_TOKENS)
         self.wait_s = wait_s
         self._waiting: dict[Claim, _Waiting] = {}
         self._promised = 0
@@ -64,7 +67,8 @@ class Gate:
 
     def limit(self, max_sequences: int, wait_s: float) -> None:
         """Sets new bounds, from the next request on."""
-        self._queue.max_sequences, self.wait_s = max_sequences, wait_s
+        self._queue.max_sequences, self._queue.max_tokens = max_sequences, max_sequences * QUEUED_TOKENS
+        self.wait_s = wait_s
 
     async def enter(self, claim: Claim) -> None:
         """Waits until the claim's sequences may go to the verifiers.  Raises `Overloaded`."""
@@ -144,7 +148,8 @@ class Gate:
         asked = waiting.claim.wait_s
         wait_s = self.wait_s if asked is not None and asked < 0 else asked
         if wait_s is not None:
-            expected_s = self._queue.expected_wait_s(waiting.flow, waiting.priority, waiting.since)
+            paused = self._is_paused()
+            expected_s = None if paused else self._queue.expected_wait_s(waiting.flow, waiting.priority, waiting.since)
             if wait_s <= 0 or (expected_s is not None and expected_s > wait_s):
                 raise self._turn_away(waiting, wait_s)
             waiting.timer = asyncio.get_running_loop().call_later(wait_s, self._too_late, waiting)
@@ -158,6 +163,10 @@ class Gate:
         self._promised += claim.sequences
 
     def _too_late(self, waiting: _Waiting) -> None:
+        asked = waiting.claim.wait_s
+        if asked is not None and asked < 0 and self._is_paused():
+            waiting.timer = asyncio.get_running_loop().call_later(self.wait_s, self._too_late, waiting)
+            return
         self._queue.remove(waiting)
         self._release(waiting, self._turn_away(waiting))
 

@@ -164,7 +164,7 @@ async def abort_requests(request: Request, verifier: str | None = None) -> Respo
     gateway, asked = await _read(request, AbortRequests)
     if verifier is not None:
         _links(gateway, verifier)
-    texts = await _abort(gateway, asked.request_ids, verifier)
+    texts = await _abort(gateway, asked.request_ids or None, verifier)
     return JSONResponse({"status": "aborted", "aborted": len(texts), "token_ids": texts})
 
 
@@ -192,7 +192,7 @@ async def get_world_size(request: Request) -> Response:
 async def server_info(request: Request) -> Response:
     """Versions, model, and the weights that each verifier runs."""
     gateway = gateway_of(request)
-    core = gateway.client.core
+    core, model = gateway.client.core, gateway.client.model_config
     verifiers = {
         link.member.id: {"paused": link.stats is not None and link.stats.paused, "weights": msgspec.to_builtins(link.weights)}
         for link in core.ready_links
@@ -200,9 +200,19 @@ async def server_info(request: Request) -> Response:
     return JSONResponse(
         {
             "vllm_version": VLLM_VERSION,
+            # As vLLM's answer with config_format=json: trainers compare these with their own.
+            "vllm_config": {
+                "model_config": {
+                    "model": model.model,
+                    "dtype": str(model.dtype),
+                    "max_model_len": model.max_model_len,
+                    "logprobs_mode": model.logprobs_mode,
+                },
+                "parallel_config": {"tensor_parallel_size": gateway.settings.verifier.tensor_parallel, "data_parallel_size": 1},
+            },
             "model": gateway.services.models.model_name(),
             "mode": gateway.settings.mode,
-            "max_model_len": gateway.client.model_config.max_model_len,
+            "max_model_len": model.max_model_len,
             "weight_version": core.weights.newest.version,
             "verifiers": verifiers,
         }

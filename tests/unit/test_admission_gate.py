@@ -14,7 +14,8 @@ class Held:
 
     def __init__(self, max_sequences=1024, wait_s=60.0):
         self.room = 0.0
-        self.gate = Gate(lambda: self.room, max_sequences, wait_s)
+        self.paused = False
+        self.gate = Gate(lambda: self.room, max_sequences, wait_s, lambda: self.paused)
 
     def enter(self, **fields):
         claim = Claim(**fields)
@@ -51,6 +52,20 @@ async def test_who_waits_too_long_is_turned_away_for_good():
     held.gate.look()
     await waiting
     assert patient.granted
+
+
+async def test_a_pause_is_waited_for_unless_less_is_asked_for():
+    held = Held(wait_s=0.02)
+    held.paused = True
+    claim, waiting = held.enter()
+    _, hurried = held.enter(wait_s=0.1)
+    with pytest.raises(Overloaded):
+        await hurried
+    assert not waiting.done(), "it has waited five times as long as otherwise"
+    held.paused = False
+    with pytest.raises(Overloaded):
+        await waiting
+    assert claim.retry_after_s
 
 
 async def test_nothing_stays_of_who_leaves_or_is_told_to():

@@ -7,6 +7,7 @@ import gc
 import inspect
 import itertools
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -214,6 +215,7 @@ def test_of_state_dicts_the_last_stays_on_disk(tmp_path: Path) -> None:
     with joined(answer, weights_dir=tmp_path, retries=0) as fleet:
         assert fleet.update_weights({"a": tied, "b": tied}, "one") == "one"
         (first,) = tmp_path.iterdir()
+        assert (first / "model.safetensors").stat().st_mode & 0o444 == 0o444, "verifiers may run as another user"
         with pytest.raises(OutriderError):
             fleet.update_weights({"a": tied}, "two")
         assert list(tmp_path.iterdir()) == [first]
@@ -234,6 +236,14 @@ def test_of_a_state_dict_that_cannot_be_written_nothing_stays(tmp_path: Path, mo
     with joined(output, weights_dir=tmp_path) as fleet, pytest.raises(OSError, match="No space"):
         fleet.update_weights({"a": torch.ones(2)})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tensor_that_is_spread_over_devices_is_refused_by_name() -> None:
+    class Spread:
+        full_tensor = None
+
+    with joined(output) as fleet, pytest.raises(TypeError, match="b is a DTensor"):
+        fleet.update_weights({"a": torch.ones(2), "b": Spread()})
 
 
 def test_a_directory_of_weights_is_named_in_full() -> None:
@@ -306,6 +316,32 @@ def test_a_generator_that_the_garbage_collector_ends_stops_nothing() -> None:
         assert [sample.token_ids for sample in fleet.generate([[1]])] == [[0]]
 
 
+def test_where_it_would_wait_for_itself_it_says_so() -> None:
+    with joined(output) as fleet:
+
+        async def step(episode: Episode) -> float:
+            return float(next(fleet.generate([[1]])).token_ids[0])
+
+        with pytest.raises(RuntimeError, match="AsyncFleet"):
+            list(fleet.episodes([[1]], step))
+        child = os.fork()
+        if not child:
+            try:
+                list(fleet.generate([[1]]))
+            except RuntimeError:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert fleet.url == "http://fleet"
+
+
+@pytest.mark.parametrize(("url", "proxied"), [("http://127.0.0.1:8000", False), ("http://node-7:8000", True)])
+def test_a_proxy_is_not_asked_for_this_machines_fleets(monkeypatch: pytest.MonkeyPatch, url: str, proxied: bool) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
+    assert AsyncFleet.join(url)._connection._http.trust_env == proxied
+    assert not AsyncFleet("demo")._connection._http.trust_env
+
+
 def test_a_fleet_that_does_not_start_says_why() -> None:
     with pytest.raises(OutriderError, match="verifers") as raised, Fleet(verifers=2):
         pass
@@ -315,6 +351,7 @@ def test_a_fleet_that_does_not_start_says_why() -> None:
 def test_a_fleet_that_torchrun_starts_has_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else torch waits for a store on the verifier's port, which nobody opens."""
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
     given: dict[str, Any] = {}
 
     def start(_: list[str], **options: Any) -> None:
@@ -325,7 +362,7 @@ def test_a_fleet_that_torchrun_starts_has_groups_of_its_own(monkeypatch: pytest.
     with pytest.raises(OSError, match="not today"):
         FleetProcess({})
     assert given.keys() >= {"PATH", "PYTHONUNBUFFERED"}
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in given
+    assert not given.keys() & {"TORCHELASTIC_USE_AGENT_STORE", "RAY_JOB_CONFIG_JSON_ENV_VAR"}
 
 
 def test_a_fleet_of_its_own_is_called_with_its_key_which_no_flag_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,6 +308,21 @@ def test_a_pause_keeps_aborts_or_waits(core: Core, control: WeightControl) -> No
         control.pause("never")
 
 
+@pytest.mark.parametrize("end", ["resume", "wake_up"])
+def test_a_pause_that_is_over_before_its_requests_have_ended_does_not_come_back(
+    core: Core, control: WeightControl, end: str
+) -> None:
+    core.batch_queue.clear()
+    core.requests = {"one": asked("one")}
+    waiting = control.pause("wait")
+    assert waiting is not None
+    getattr(control, end)()
+    core.requests = {}
+    control.look()
+    assert not control.is_paused
+    assert waiting.exception() is not None
+
+
 def update_by_tensors(control: WeightControl, pause: Callable[[], Any]) -> None:
     control.start_weight_update()
     pause()
