@@ -144,6 +144,24 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(directory)
 
 
+def test_versions_that_were_learned_from_another_head_are_refused(start: str, tmp_path: Path) -> None:
+    shutil.copytree(DRAFTER_DIR, tmp_path / "drafter-0" / "versions" / "000001")
+    model = DrafterModel(str(TARGET_DIR), start, start, str(tmp_path))
+    settings = DraftingSettings(gpus=0, cache_tokens=512, learning="always")
+    with pytest.raises(CheckpointError, match="000001: learned from another head, for aux_layers"):
+        DrafterProcess("drafter-0", model, settings, "inproc://drafter")
+
+
+def test_a_target_whose_scores_do_not_follow_from_its_last_norm_teaches_nothing(start: str, tmp_path: Path) -> None:
+    shutil.copytree(TARGET_DIR, tmp_path / "target")
+    config = json.loads((tmp_path / "target" / "config.json").read_text())
+    for family in ("granite", "qwen3_next", "gemma3_text"):
+        (tmp_path / "target" / "config.json").write_text(json.dumps(config | {"model_type": family}))
+        assert f"nothing is learned from a target of model_type {family!r}" in (
+            why_not_learning(start, str(tmp_path / "target")) or ""
+        )
+
+
 def test_the_initial_head_fits_and_repeats_the_target(start: str) -> None:
     assert check(start, str(TARGET_DIR)) == []
     assert why_not_learning(start, str(TARGET_DIR)) is None
