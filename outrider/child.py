@@ -1,19 +1,28 @@
-"""Runs `outrider ...`, and ends it as Ctrl-C would when its standard input closes, because then its parent has ended."""
+"""Runs `outrider ...`, and ends it as Ctrl-C would when its parent has ended.
+
+Then its standard input closes, unless the parent has forked: it also looks who its parent is.
+"""
 
 from __future__ import annotations
 
 import os
 import runpy
+import select
 import signal
 import sys
 import threading
 
+LOOK_S = 1.0
+
 
 def end_with_parent() -> None:
     """Waits until the parent has ended, then sends SIGINT to this process."""
-    # Not `sys.stdin`, whose lock would still be held when the interpreter ends.
-    while os.read(0, 1):
-        pass
+    parent = os.getppid()
+    while os.getppid() == parent:
+        readable, _, _ = select.select([0], [], [], LOOK_S)
+        # Not `sys.stdin`, whose lock would still be held when the interpreter ends.
+        if readable and not os.read(0, 1):
+            break
     os.kill(os.getpid(), signal.SIGINT)
 
 

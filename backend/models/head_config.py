@@ -25,6 +25,8 @@ MTP_ARCHITECTURES = ("MiMoForCausalLM",)
 """Targets whose MTP layers the drafter can compute: dense blocks."""
 MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Keys under which configurations give the number of MTP layers."""
+MODELOPT = "hf_quant_config.json"
+"""Where ModelOpt says how a checkpoint is quantised; its `config.json` may say nothing."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 """Supported values of a draft model's `model_type`."""
 
@@ -125,6 +127,8 @@ def load_model_config(model_dir: str, target_dir: str) -> HeadConfig:
 
 def _load(parse: Callable[[dict[str, Any], dict[str, Any]], HeadConfig], directory: str, target_dir: str | None) -> HeadConfig:
     own = read_config(directory)
+    if (Path(directory) / MODELOPT).is_file():
+        own.setdefault("quantization_config", {"quant_method": "modelopt"})
     target = text_config(read_config(target_dir)) if target_dir else {}
     if target_dir and target.get("vocab_size") is None:
         target = target | {"vocab_size": _embedding_rows(target_dir)}

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backend.models.head_config import FAMILIES, CheckpointError, load_config, read_config, text_config
+from backend.models.head_config import FAMILIES, MODELOPT, CheckpointError, load_config, read_config, text_config
 from backend.models.layout import canonical_names
 from backend.models.tensor_files import TensorFiles
 from backend.models.writing import replacing, speculators_config, write_checkpoint
@@ -48,7 +48,7 @@ def write_initial_head(target_dir: str, directory: Path, name: str) -> None:
     """Writes a head for the target `name` to `directory`, in speculators' layout.  Raises `CheckpointError`, `OSError`."""
     target = text_config(outer := read_config(target_dir))
     quantised = outer.get("quantization_config") or target.get("quantization_config")
-    if quantised or (Path(target_dir) / "hf_quant_config.json").is_file():
+    if quantised or (Path(target_dir) / MODELOPT).is_file():
         raise CheckpointError(f"{target_dir}: no head can be made of quantised layers: give an unquantised copy of the model")
     try:
         config = _config(target, name)

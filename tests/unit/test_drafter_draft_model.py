@@ -289,5 +289,12 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, changed: dict[str, object]
         load_drafter(path, write_target(tmp_path / "target"))
 
 
+def test_what_modelopt_has_quantised_is_not_read_as_numbers(tmp_path: Path) -> None:
+    path, _ = save(tmp_path / "draft", "llama")
+    (Path(path) / "hf_quant_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="quantised"):
+        load_drafter(path, write_target(tmp_path / "target"))
+
+
 def test_a_head_is_still_a_head() -> None:
     assert type(EagleProposer(load_drafter(str(DRAFTER_DIR), str(TARGET_DIR)), 64)) is EagleProposer

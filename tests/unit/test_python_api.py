@@ -8,6 +8,7 @@ import inspect
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -26,6 +27,7 @@ from safetensors.torch import load_file
 from outrider import AsyncFleet, Episode, Fleet, OutriderError
 from outrider.parameters import fields_of
 from outrider.process import FleetProcess
+from tests.support.process_tree import wait_gone
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
 
@@ -379,6 +381,34 @@ def test_a_fleet_of_its_own_is_called_with_its_key_which_no_flag_shows(tmp_path:
     monkeypatch.setattr("outrider.process.subprocess.Popen", start)
     with pytest.raises(OSError, match="not today"):
         FleetProcess({"gateway_api_key": "plain", "verifiers": 2})
+
+
+WAITS = """
+import os, signal, sys
+from outrider.child import end_with_parent
+signal.signal(signal.SIGINT, lambda *_: os._exit(0))
+print(os.getpid(), flush=True)
+end_with_parent()
+"""
+FORKS = f"""
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", {WAITS!r}], stdin=subprocess.PIPE)
+if not os.fork():
+    signal.pause()
+signal.pause()
+"""
+
+
+def test_a_fleet_ends_with_its_parent_also_where_that_has_forked() -> None:
+    program = subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert program.stdout is not None
+        child = int(program.stdout.readline())
+        program.kill()
+        wait_gone([child])
+    finally:
+        os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
 
 
 def test_importing_it_imports_nothing_heavy() -> None:
