@@ -104,17 +104,23 @@ class AsyncFleet:
             self._drop_directories(slice(None))
 
     def generate(
-        self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None
+        self, prompts: Sequence[Prompt], sampling_params: object = None, n: int | None = None, *, model: str | None = None
     ) -> AsyncGenerator[Sample, None]:
         """`n` samples of each prompt, as they finish.  Closing the generator cancels the rest.
 
         `sampling_params` is a `SamplingParams` of vLLM, or a mapping with the names of its fields.  A `seed` is that of
-        sample 0; each further sample has the next number.  Raises `OutriderError`.
+        sample 0; each further sample has the next number.  `model` names a LoRA adapter.  Raises `OutriderError`.
         """
-        return self._as_they_finish(prompts, sampling_params, n, self._sample)
+        return self._as_they_finish(prompts, sampling_params, n, partial(self._sample, model))
 
     def episodes(
-        self, starts: Sequence[Prompt], step: Step, sampling_params: object = None, n: int | None = None
+        self,
+        starts: Sequence[Prompt],
+        step: Step,
+        sampling_params: object = None,
+        n: int | None = None,
+        *,
+        model: str | None = None,
     ) -> AsyncGenerator[Episode, None]:
         """`n` conversations from each start, as they finish.
 
@@ -123,7 +129,7 @@ class AsyncFleet:
         that the model saw.  The turns of an episode share a session, so that a verifier has their prefix in its prefix cache.
         An episode that grows beyond the model's context ends without a reward.  Raises `OutriderError`.
         """
-        return self._as_they_finish(starts, sampling_params, n, partial(self._episode, step))
+        return self._as_they_finish(starts, sampling_params, n, partial(self._episode, model, step))
 
     async def _as_they_finish(
         self,
@@ -147,11 +153,13 @@ class AsyncFleet:
         finally:
             await _end(tasks)
 
-    async def submit(self, prompt: Prompt, sampling_params: object = None, n: int | None = None) -> int:
+    async def submit(
+        self, prompt: Prompt, sampling_params: object = None, n: int | None = None, *, model: str | None = None
+    ) -> int:
         """Starts `n` samples of one prompt.  Returns an id for `poll`, `wait` and `cancel`."""
 
         async def samples() -> list[Sample]:
-            found = [sample async for sample in self.generate([prompt], sampling_params, n)]
+            found = [sample async for sample in self.generate([prompt], sampling_params, n, model=model)]
             return sorted(found, key=lambda sample: sample.sample)
 
         number = next(self._ids)
@@ -222,6 +230,18 @@ class AsyncFleet:
             shutil.rmtree(directory, ignore_errors=True)
         del self._directories[which]
 
+    async def load_adapter(self, name: str, directory: str | Path) -> None:
+        """Loads a LoRA adapter from a directory that every verifier can read, or replaces the one of this name."""
+        await self._connection.send("POST", "/load_lora_adapter", {"lora_name": name, "lora_path": os.path.abspath(directory)})
+
+    async def sleep(self, level: int = 1, mode: str = "keep") -> None:
+        """Frees the devices' memory (levels 1 and 2, on CUDA) or only pauses (0); requests are kept, or end (`abort`)."""
+        await self._connection.send("POST", f"/sleep?level={level}&mode={mode}")
+
+    async def wake_up(self, tags: Sequence[str] = ()) -> None:
+        """Ends a sleep, or a part of it: `weights`, `kv_cache`."""
+        await self._connection.send("POST", "/wake_up" + ("?tags=" + "&tags=".join(tags) if tags else ""))
+
     async def pause(self, mode: str = "keep") -> None:
         """Pauses verifiers: new requests wait; running ones stand still (`keep`), end (`abort`) or finish first (`wait`)."""
         await self._connection.send("POST", f"/pause?mode={mode}")
@@ -251,12 +271,18 @@ class AsyncFleet:
         return tokens
 
     async def _sample(
-        self, prompt: list[int], index: int, sample: int, fields: dict[str, Any], session: str | None = None
+        self,
+        model: str | None,
+        prompt: list[int],
+        index: int,
+        sample: int,
+        fields: dict[str, Any],
+        session: str | None = None,
     ) -> Sample:
         fields = dict(fields)
         logprobs_mode = fields.pop("logprobs_mode", None)
         body = {
-            "model": self._model,
+            "model": model or self._model,
             "token_ids": prompt,
             "sampling_params": fields,
             "output_mode": "text" if fields.get("detokenize", True) else "tokens",
@@ -278,12 +304,14 @@ class AsyncFleet:
             account=answer["outrider"]["choices"][0] if "outrider" in answer else None,
         )
 
-    async def _episode(self, step: Step, start: list[int], index: int, sample: int, fields: dict[str, Any]) -> Episode:
+    async def _episode(
+        self, model: str | None, step: Step, start: list[int], index: int, sample: int, fields: dict[str, Any]
+    ) -> Episode:
         episode = Episode(index, sample, list(start), [False] * len(start))
         session = uuid.uuid4().hex
         while True:
             try:
-                turn = await self._sample(list(episode.token_ids), index, sample, fields, session)
+                turn = await self._sample(model, list(episode.token_ids), index, sample, fields, session)
             except OutriderError as error:
                 if error.code == "context_length_exceeded" and episode.turns:
                     return episode

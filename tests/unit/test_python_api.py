@@ -248,6 +248,19 @@ def test_a_tensor_that_is_spread_over_devices_is_refused_by_name() -> None:
         fleet.update_weights({"a": torch.ones(2), "b": Spread()})
 
 
+def test_adapters_are_models() -> None:
+    sent: list[httpx.Request] = []
+    with joined(lambda body: output(body) if "model" in body else httpx.Response(200, json={}), sent) as fleet:
+        fleet.load_adapter("sql", "adapters/one")
+        assert [sample.token_ids for sample in fleet.generate([[1]], model="sql")] == [[0]]
+        assert len(fleet.wait(fleet.submit([1], n=2, model="sql"))) == 2
+        (episode,) = fleet.episodes([[1]], lambda episode: 1.0, model="sql")
+    bodies = [json.loads(request.content) for request in sent if request.content]
+    assert bodies[0] == {"lora_name": "sql", "lora_path": str(Path.cwd() / "adapters/one")}
+    assert {body["model"] for body in bodies[1:]} == {"sql"}
+    assert (episode.reward, len(bodies)) == (1.0, 5)
+
+
 def test_a_directory_of_weights_is_named_in_full() -> None:
     """Verifiers run in other directories."""
     named: list[str] = []
@@ -426,11 +439,14 @@ def test_fleet_has_every_method_of_its_asynchronous_twin() -> None:
         "cancel",
         "episodes",
         "generate",
+        "load_adapter",
         "pause",
         "poll",
         "resume",
+        "sleep",
         "stats",
         "submit",
         "update_weights",
         "wait",
+        "wake_up",
     ]
