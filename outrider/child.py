@@ -1,6 +1,6 @@
-"""Runs `outrider ...`, and ends it as Ctrl-C would when its parent has ended.
+"""Runs `outrider ...`, and ends it as Ctrl-C would when its parent has ended; `python -m outrider.child PARENT ...`.
 
-Then its standard input closes, unless the parent has forked: it also looks who its parent is.
+Then its standard input closes, unless the parent has forked: it also looks whether PARENT is its parent still.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import threading
 LOOK_S = 1.0
 
 
-def end_with_parent() -> None:
-    """Waits until the parent has ended, then sends SIGINT to this process."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """Waits until the parent, a process id, has ended, then sends SIGINT to this process."""
     while os.getppid() == parent:
         readable, _, _ = select.select([0], [], [], LOOK_S)
         # Not `sys.stdin`, whose lock would still be held when the interpreter ends.
@@ -27,6 +26,6 @@ def end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    threading.Thread(target=end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, args=(int(sys.argv.pop(1)),), daemon=True).start()
     sys.argv[0] = "outrider"
     runpy.run_module("gateway.cli", run_name="__main__", alter_sys=True)

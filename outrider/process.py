@@ -41,7 +41,7 @@ class FleetProcess:
         self._log: deque[str] = deque(maxlen=SHOWN_LINES)
         self._known = threading.Event()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "outrider.child", "serve", "--port=0", *flags, *given],
+            [sys.executable, "-m", "outrider.child", str(os.getpid()), "serve", "--port=0", *flags, *given],
             env=environment | secrets | {"PYTHONUNBUFFERED": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -401,11 +401,11 @@ import os, signal, sys
 from outrider.child import end_with_parent
 signal.signal(signal.SIGINT, lambda *_: os._exit(0))
 print(os.getpid(), flush=True)
-end_with_parent()
+end_with_parent(int(sys.argv[1]))
 """
 FORKS = f"""
 import os, signal, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {WAITS!r}], stdin=subprocess.PIPE)
+child = subprocess.Popen([sys.executable, "-c", {WAITS!r}, str(os.getpid())], stdin=subprocess.PIPE)
 if not os.fork():
     signal.pause()
 signal.pause()
