@@ -203,7 +203,7 @@ async def server_info(request: Request) -> Response:
             # As vLLM's answer with config_format=json: trainers compare these with their own.
             "vllm_config": {
                 "model_config": {
-                    "model": model.model,
+                    "model": gateway.services.models.model_name(),
                     "dtype": str(model.dtype),
                     "max_model_len": model.max_model_len,
                     "logprobs_mode": model.logprobs_mode,
