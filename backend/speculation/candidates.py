@@ -7,6 +7,7 @@ all drafts, verified or not, with the text later.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -28,7 +29,7 @@ _ASKS = {"off": Ask.PLAIN, "sync": Ask.DRAFT, "ahead": Ask.AHEAD, "auto": None}
 _NOTHING_ASKED = RequestOptions(), 0
 
 SAMPLED = 8
-"""Requests per step whose drafts are learned from, in turn: in larger batches, all would cost too much time."""
+"""Requests per step, on average, whose drafts are learned from: in larger batches, all would cost too much time."""
 INDEXED_PER_STEP = 512
 """Tokens indexed for look-ups per step, over all requests, so that a batch of long prompts does not stop the engine."""
 FOR_OTHERS = 64
@@ -107,7 +108,7 @@ class Candidates:
         self._room = 0
         self._guesses = Guesses()
         self._calibrations: dict[Source, Calibration] = {}
-        self._turn = 0
+        self._lots = random.Random(0)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -292,9 +293,8 @@ class Candidates:
             self.drafted.note(max(drafted, looked_up.survivals if looked_up is not None else [], key=sum), self.steps)
 
     def _is_sampled(self) -> bool:
-        """Whether this call is sampled.  Turns are over requests + 1, so that all requests come up."""
-        self._turn = (self._turn + SAMPLED) % max(len(self.requests) + 1, SAMPLED)
-        return self._turn < SAMPLED
+        """Whether this call is sampled.  By lot: turns could always fall on the same one of several calls per request."""
+        return self._lots.random() * len(self.requests) < SAMPLED
 
     def _note(self, request_id: str, request: Request, candidate: Candidate, base_len: int) -> None:
         if self._is_sampled():

@@ -1,0 +1,32 @@
+"""Which drafts are learned from, in batches of any size."""
+
+from __future__ import annotations
+
+import pytest
+
+from backend.speculation.candidates import SAMPLED, Candidates
+from backend.wire.drafting import Draft
+
+STEPS = 100
+
+
+@pytest.mark.parametrize("lookups", [False, True], ids=["drafter", "drafter-and-lookups"])
+@pytest.mark.parametrize("requests", [1, 8, 9, 15, 16, 31, 47, 63, 64])
+def test_in_a_batch_of_any_size_all_requests_are_learned_from(
+    requests: int, lookups: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Candidates(1, 1, lookups, 50)
+    expected: list[int] = []
+    monkeypatch.setattr(made.drafted, "note", lambda survivals, step: expected.append(step))
+    texts = {f"r{i}": [1, 2, 3] for i in range(requests)}
+    for made.steps in range(STEPS):
+        for name, text in texts.items():
+            made.grown(name, text, True)
+            made.take_fresh("d0", Draft(name, len(text), [7], [0.5, 0.5]), 0.0, 0.0)
+            text.append(7)
+            made.learn(name, made.requests[name])
+    learned = sum(made.reliability()["fresh"].seen)
+    most = min(requests, SAMPLED) * STEPS
+    assert 0.8 * most <= learned <= 1.2 * most
+    assert 0.8 * most <= len(expected) <= 1.2 * most
+    assert all(made._calibrations[source]._requests.keys() == texts.keys() for source in made._calibrations if source.kind == "fresh")
