@@ -8,7 +8,7 @@ verifier with these weights that it hears from next.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -48,23 +48,32 @@ class _Fetch:
 class Following:
     """Fetches `names()`, the tensors that the present head shares with its target, and then passes all of them to `take`."""
 
-    def __init__(self, names: Callable[[], Collection[TargetTensor]], take: Callable[[dict[str, Tensor]], None]) -> None:
+    def __init__(self, names: Callable[[], Set[TargetTensor]], take: Callable[[dict[str, Tensor]], None]) -> None:
         self._names = names
         self._take = take
         self._have = Hello(PROTOCOL_VERSION, "", "drafts", 0)
         """The greeting that named the present weights; at first a made-up one with the weights of the start."""
+        self._asked: frozenset[TargetTensor] = frozenset()
+        """The tensors of these weights that were asked for, and those that came."""
+        self._found: dict[str, Tensor] = {}
         self._fetch: _Fetch | None = None
 
     def greeted(self, session: Session, hello: Hello, now: float) -> Want | None:
         """A verifier has greeted, naming its weights.  Returns what to ask it for, if anything."""
         session.target = hello.target
-        if not hello.weights or not self._differs(hello):
+        if not hello.weights:
             return None
+        if self._differs(hello):
+            names, found = frozenset(self._names()), {}
+        else:
+            # Another head may share what the one before did not.
+            names, found = self._names() - self._asked, self._found
+            if not names:
+                return None
         fetch = self._fetch
         if fetch is not None and fetch.hello.target == hello.target and fetch.hello.verifier_id != hello.verifier_id:
             return self.remind(session, now)
-        names = sorted(self._names())
-        self._fetch = _Fetch(hello, session, names, now) if names else None
+        self._fetch = _Fetch(hello, session, sorted(names), now, found=dict(found)) if names else None
         return self._fetch.want if self._fetch is not None else None
 
     def remind(self, session: Session, now: float) -> Want | None:
@@ -82,7 +91,7 @@ class Following:
             return None
         if not part.of:
             logger.warning("%s has no %s to give: the head keeps the earlier one", session.verifier_id, part.name)
-            self._have, self._fetch = fetch.hello, None
+            self._end(fetch)
             return None
         dtype = TORCH_DTYPES[part.dtype]
         fits = 0 < part.rows <= part.of - part.first and part.of <= ROWS and 0 < part.width <= WIDTH
@@ -102,13 +111,18 @@ class Following:
         fetch.first, fetch.data = 0, bytearray()
         if fetch.names:
             return fetch.want
-        self._have, self._fetch = fetch.hello, None
+        self._end(fetch)
         self._take(fetch.found)
         return None
 
     def reset(self) -> None:
         """All sessions were dropped: gives up the fetch in progress."""
         self._fetch = None
+
+    def _end(self, fetch: _Fetch) -> None:
+        """All tensors of a fetch have come, or one cannot come."""
+        self._have, self._found, self._fetch = fetch.hello, fetch.found, None
+        self._asked = frozenset((*fetch.found, *fetch.names))
 
     def _differs(self, hello: Hello) -> bool:
         """Whether these weights are new here.  A verifier may reuse a name for other weights, with a new number."""

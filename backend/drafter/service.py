@@ -70,7 +70,7 @@ class DrafterService:
         lessons: Lessons | None = None,
         following: Following | None = None,
     ) -> None:
-        self._following = following or Following(lambda: (), lambda newer: None)
+        self._following = following or Following(frozenset, lambda newer: None)
         self._spans = spans or DraftSpans(None, drafter_id)
         self._lessons = lessons
         self._drafter_id = drafter_id

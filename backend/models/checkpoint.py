@@ -121,7 +121,9 @@ def borrow(target_dir: str, name: str, newer: Mapping[str, Tensor]) -> Tensor:
     if name in newer:
         return newer[name]
     target = TensorFiles(target_dir)
-    source = target.find(name) or (target.find(EMBEDDING) if name == LM_HEAD else None)
+    source = target.find(name)
+    if source is None and name == LM_HEAD:
+        return borrow(target_dir, EMBEDDING, newer)
     if source is None:
         raise CheckpointError(f"{target_dir}: missing tensor: {name}")
     return target.read(source)

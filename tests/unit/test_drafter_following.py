@@ -19,6 +19,7 @@ from backend.drafter.intake import Malformed
 from backend.drafter.process import DrafterModel, DrafterProcess
 from backend.drafter.sessions import Session
 from backend.engine import target_rows
+from backend.models.checkpoint import borrow
 from backend.transport.hub import Hub
 from backend.transport.sockets import Wire
 from backend.wire.drafting import (
@@ -214,7 +215,8 @@ class Followed:
 
     def __init__(self, *names: TargetTensor) -> None:
         self.taken: list[dict[str, torch.Tensor]] = []
-        self.following = Following(lambda: names, self.taken.append)
+        self.names = set(names)
+        self.following = Following(lambda: self.names, self.taken.append)
 
 
 def part(of: int, rows: int, first: int = 0, name: TargetTensor = "embed_tokens.weight") -> tuple[Part, list[bytes]]:
@@ -286,3 +288,30 @@ def test_rows_of_a_target() -> None:
     other = target_rows.read(nn.Linear(2, 2), "lm_head.weight", 0, 0, 1)
     assert other is not None
     assert other[0].of == 0
+
+
+def test_another_head_gets_what_the_one_before_did_not_share() -> None:
+    followed = Followed("embed_tokens.weight")
+    following, session = followed.following, Session("v", 1)
+    following.greeted(session, HELLO, 0.0)
+    following.receive(session, *part(2, 2), 0.1)
+    followed.names.add("lm_head.weight")
+    assert following.greeted(session, HELLO, 1.0) == Want("lm_head.weight", 0), "of the same weights, what is missing"
+    following.receive(session, *part(2, 2, name="lm_head.weight"), 1.1)
+    assert followed.taken[1].keys() == {"embed_tokens.weight", "lm_head.weight"}
+    assert following.greeted(session, HELLO, 2.0) is None
+    followed.names.remove("lm_head.weight")
+    assert following.greeted(session, HELLO, 3.0) is None
+    newer = Hello(PROTOCOL_VERSION, "v", "drafts", 2, None, 2, "2 two ")
+    assert following.greeted(session, newer, 4.0) == Want("embed_tokens.weight", 0)
+    following.receive(session, *part(2, 2), 4.1)
+    assert followed.taken[2].keys() == {"embed_tokens.weight"}, "nothing of older weights"
+
+
+def test_a_tied_output_matrix_is_the_newer_embedding(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", TinyHead())
+    tensors = load_file(f"{target}/model.safetensors")
+    tied = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name}
+    save_file(tied, f"{target}/model.safetensors")
+    newer = torch.ones(2, 2)
+    assert borrow(target, "lm_head.weight", {"embed_tokens.weight": newer}) is newer
