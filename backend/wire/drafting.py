@@ -12,6 +12,10 @@ Noise.  A request has a seed.  The verifier's token at position t is the v that 
 (`backend/noise`).  The draft token is the v that maximises `log q(v) + G(seed, t, v)`.  A draft token is accepted while it
 equals the verifier's own.  So a drafter's use of the noise changes how many tokens are accepted, never the text.
 
+Independent drafts.  A request without a seed of its own is judged by rejection sampling.  Its draft tokens are samples of q, drawn
+afresh for each draft, and q travels with them over its likeliest tokens (`Draft.proposal`).  The verifier's last token still
+uses the seed's noise, so outcomes are ranked as for shared noise.
+
 Signs.  A draft comes with two numbers per token, its value and its lead (`backend/speculation/chances.py`), or with none.
 
 Positions.  A request's tokens are `x[0..n-1]`, `n = base_len`.  Feature row `p` is the target's feature of position `p` and
@@ -30,7 +34,7 @@ import msgspec
 
 from backend.transport.ring import RingRef
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 
 HELLO_FIRST = "hello first"
 """The reason in `Refused` after which the verifier must greet the drafter again and open all requests again."""
@@ -74,6 +78,12 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     """Number of prompt tokens; the target generated the rest."""
     learn: bool = True
     """Whether a drafter may learn from the request."""
+    independent: bool = False
+    """The verifier judges drafts by rejection sampling: draft tokens must be samples, drawn with noise of the drafter's own."""
+    top_k: int = 0
+    """The request's own; 0: all.  Only for independent drafts, as are the next two."""
+    top_p: float = 1.0
+    min_p: float = 0.0
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
@@ -168,6 +178,9 @@ class Draft(msgspec.Struct, frozen=True, array_like=True):
     tokens: list[int]
     signs: list[float] = []
     """Value and lead of each token; empty: unknown."""
+    proposal: bytes = b""
+    """The distributions that the tokens were sampled from: int32 ids `[tokens, M]`, then their float32 probabilities
+    `[tokens, M]`.  Empty: the tokens are certain, as those of a look-up; or the request's noise is shared."""
 
 
 class Drafts(msgspec.Struct, frozen=True, tag="drafts"):
@@ -191,6 +204,8 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
     """The draft to use at `base_len + accepted + 1`."""
     signs: list[float] = []
     """Value and lead of each token; see `Draft.signs`."""
+    proposal: bytes = b""
+    """As in `Draft`."""
 
 
 class Block(msgspec.Struct, frozen=True):
