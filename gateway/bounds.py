@@ -15,8 +15,6 @@ MAX_STRUCTURE = 300_000
 """Most commas and opening brackets in a body.  Python's parser holds the interpreter for 0.2 us for each of them."""
 MAX_DEPTH = 64
 """Most lists and objects nested in each other; vLLM's own bound for the depth of a schema."""
-MAX_SEQUENCES = 512
-"""Most sequences that one request may start: prompts times `n`."""
 MAX_CHOICES = 64
 """Largest `n` of one request."""
 MAX_REGEX = 1 << 14
@@ -48,6 +46,9 @@ SCHEMA = Bound(items=None, chars=1 << 18, values=20_000)
 TEXT = Bound(items=MAX_ITEMS, chars=None, values=25_000)
 """For text that becomes a prompt; `check_text` bounds its characters."""
 
+STOPS = Bound(items=64, longest=256, chars=4096)
+"""For stop strings, each of which is looked for in all text that is generated."""
+
 FIELDS: Mapping[str, Bound] = {
     "allowed_token_ids": Bound(items=4096),
     "bad_words": Bound(items=128, longest=256, chars=4096),
@@ -70,8 +71,8 @@ FIELDS: Mapping[str, Bound] = {
     "query": TEXT,
     "request_id": Bound(chars=128),
     "response_format": SCHEMA,
-    "stop": Bound(items=4, longest=256),
-    "stop_sequences": Bound(items=16, longest=256),
+    "stop": STOPS,
+    "stop_sequences": STOPS,
     "stop_token_ids": Bound(items=256),
     "structured_outputs": SCHEMA,
     "suffix": TEXT,
@@ -110,16 +111,24 @@ def check_structure(body: bytes | bytearray) -> None:
 
 def check_bounds(data: Mapping[str, Any]) -> None:
     """Raises `BadRequest` naming the first field that is larger than its bound."""
-    prompts, n = count_prompts(data.get("prompt")), data.get("n")
-    if prompts > MAX_SEQUENCES:
-        raise BadRequest(f"`prompt` has more than {MAX_SEQUENCES} prompts.", param="prompt")
-    if isinstance(n, int) and prompts * n > MAX_SEQUENCES:
-        field = "prompt" if prompts > n else "n"
-        raise BadRequest(f"The prompts times `n` are more than {MAX_SEQUENCES} sequences.", param=field)
     for name, value in data.items():
         if isinstance(value, str | list | dict):
             _check_field(name[:64], value)
     _check_parts(data)
+
+
+def check_sequences(data: Mapping[str, Any], most: int) -> None:
+    """Raises `BadRequest` if the prompts, or conversations, times `n` are more than `most` (`gateway.max_sequences`)."""
+    conversations, n = data.get("messages"), data.get("n")
+    is_many = isinstance(conversations, list) and set(map(type, conversations)) == {list}
+    prompts = len(conversations or ()) if is_many else count_prompts(data.get("prompt"))
+    choices = n if isinstance(n, int) else 1
+    if prompts * max(choices, 1) > most:
+        field = "n" if choices >= prompts else "messages" if is_many else "prompt"
+        raise BadRequest(
+            f"The request asks for more than {most} sequences, prompts times `n` (the setting `gateway.max_sequences`).",
+            param=field,
+        )
 
 
 def _check_parts(data: Mapping[str, Any]) -> None:
@@ -184,7 +193,6 @@ def grammar_field(data: Mapping[str, Any]) -> str:
 
 def check_text(data: Mapping[str, Any], context: int) -> None:
     """Refuses text that is far beyond `context` tokens, before it is tokenized.  Raises `ContextTooLong`."""
-    limit = max(MIN_TEXT, MAX_TEXT_PER_TOKEN * context)
     scores = not SCORED.isdisjoint(data)
     for name in (*TEXTS, *SCORED):
         value = data.get(name)
@@ -193,27 +201,25 @@ def check_text(data: Mapping[str, Any], context: int) -> None:
             value = max(value, key=len)
         # So may each object, where pairs are scored.  Longer lists are refused elsewhere.
         for each in value if scores and isinstance(value, list) and len(value) <= MAX_ITEMS else (value,):
-            _check_length(name, each, limit)
+            _check_length(name, each, context)
 
 
 def check_items(items: list[Any], context: int, *, history: bool) -> None:
     """Bounds what a response is made from: `input`, with a `history` before it or without.  Raises `BadRequest`."""
     try:
         _check_field("input", items)
-        _check_length("input", items, max(MIN_TEXT, MAX_TEXT_PER_TOKEN * context))
+        _check_length("input", items, context)
     except BadRequest as error:
         raise type(error)(f"With what came before it, {error.message}" if history else error.message, param="input") from None
 
 
-def _check_length(name: str, value: Any, limit: int) -> None:
+def _check_length(name: str, value: Any, context: int) -> None:
     if not isinstance(value, str | list | dict):
         return
-    bound = _bound(name, value)
+    bound, limit = _bound(name, value), max(MIN_TEXT, MAX_TEXT_PER_TOKEN * context)
     _check_count(name, value, bound)
     if _measure(value, LABELS if name in ("input", "items") else MEDIA, bound.values).chars > limit:
-        raise ContextTooLong(
-            f"`{name}` has more than {limit} characters, too many for this model's maximum context length.", param=name
-        )
+        raise ContextTooLong.of(context, f"`{name}` has more than {limit} characters", param=name)
 
 
 def _bound(name: str, value: str | list[Any] | dict[str, Any]) -> Bound:

@@ -66,6 +66,7 @@ _PATH = re.compile(r"(?<![\w/:.])~?/(?:[\w.+@-]+/)+[\w.+@-]*")
 _CONTEXT = re.compile(
     r"maximum context length|longer than the maximum model length|cannot be greater than max_(?:model_len|total_tokens)"
 )
+_LIMIT = re.compile(r"(?:maximum context length \(|maximum model length of |max_model_len=|max_total_tokens=)(\d+)")
 _OVERLOADED = re.compile(r"The server is overloaded\. Try again in (\d+) s\.")
 _MAX_MESSAGE = 1000
 
@@ -143,7 +144,11 @@ class ApiError(Exception):
 class BadRequest(ApiError): ...
 
 
-class ContextTooLong(BadRequest, code="context_length_exceeded"): ...
+class ContextTooLong(BadRequest, code="context_length_exceeded"):
+    @classmethod
+    def of(cls, context: int | str, however: str, *, param: str | None = None) -> ContextTooLong:
+        """An error in vLLM's words: clients recognise an overflow by them, and then shorten the conversation."""
+        return cls(f"This model's maximum context length is {context} tokens. However, {however}.", param=param)
 
 
 class Unauthorized(ApiError, status=401, type="authentication_error", code="invalid_api_key"):
@@ -352,7 +357,12 @@ def bad_request(message: str, param: str | None) -> BadRequest:
     if param in ("input_text", "input_tokens"):
         param = None
     if _CONTEXT.search(message):
-        return ContextTooLong(message, param=param)
+        limit = None if "maximum context length is" in message else _LIMIT.search(message)
+        return (
+            ContextTooLong(message, param=param)
+            if limit is None
+            else ContextTooLong.of(limit[1], message[:1].lower() + message[1:].rstrip("."), param=param)
+        )
     return BadRequest(in_our_words(message), param=param or field_of(message))
 
 

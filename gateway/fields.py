@@ -95,13 +95,17 @@ REFUSED: Mapping[str, str] = {
 """Fields that would change the answer but are not supported, with the end of the error message."""
 
 
+EMPTY: Mapping[str, Any] = {"suffix": "", "mcp_servers": []}
+"""Values that ask for nothing: the field is absent.  Clients send them where a field has a default."""
+
+
 def without_nulls(data: dict[str, Any]) -> dict[str, Any]:
     """`data` without nulls that mean "absent": in its own fields, and in the objects that OpenAI's API defines.
 
     Objects that clients define (JSON schemas, template arguments) are not changed.  `stream_options` is not changed either:
     without a stream it is an error, even if it asks for nothing.
     """
-    kept = {name: value for name, value in data.items() if value is not None}
+    kept = {name: value for name, value in data.items() if value is not None and (name not in EMPTY or value != EMPTY[name])}
     for name in ("reasoning", "text", "thinking", "output_config"):
         if isinstance(kept.get(name), dict):
             kept[name] = _dropped(kept[name])

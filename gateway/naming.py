@@ -33,6 +33,10 @@ _WORDINGS: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
         re.compile(r"`?--([a-z][a-z-]+[a-z])`?"),
         lambda found: f"`verifier.engine_args.{found[1].replace('-', '_')}`",
     ),
+    (
+        re.compile(r"(is greater than max allowed: \d+)"),
+        r"\1 (the setting `verifier.engine_args.max_logprobs`)",
+    ),
     (re.compile(r" but none are specified: \{.*\}| but multiple are specified: \{.*\}", re.DOTALL), ""),
 )
 

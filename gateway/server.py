@@ -44,9 +44,9 @@ from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 75
-"""Seconds that an idle connection is kept: longer than clients keep it (OpenAI's: 5 s), so that clients close first.  If the
-server closed first, a request that is just being sent would fail."""
+KEEP_ALIVE_S = 120
+"""Seconds that an idle connection is kept: longer than clients keep it (Python's: 5 s, Go's: 90 s), so that clients close
+first.  If the server closed first, a request that is just being sent would fail."""
 DRAIN_LOOK_S = 0.05
 """Seconds between two checks for open requests during a drain."""
 CANCEL_GRACE_S = 5.0
@@ -65,7 +65,7 @@ def build_gateway(
     metrics = GatewayMetrics() if tracing is None else TracedMetrics(tracing)
     vllm_config = build_vllm_config(settings, model_dir)
     core = FleetCore(directory, wire or Wire(), metrics, settings)
-    client = FleetClient(vllm_config, core)
+    client = FleetClient(vllm_config, core, settings.gateway.max_prompt_logprobs)
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
     services = build_services(client, settings, served_names, ApiError)
     metrics.fleet.register(FleetCollector(core))

@@ -24,7 +24,8 @@ from gateway.errors import ApiError, from_vllm, translate
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"
-KEEP_ALIVE = b": keep-alive\n\n"
+KEEP_ALIVE = b": keep-alive\n"
+"""A comment.  A blank line would end an event without data, at which some clients (openai-go) end the stream."""
 KEEP_ALIVE_S = 15.0
 """Seconds of silence after which a stream gets a comment.  Proxies close connections that look dead."""
 HEADERS = {"cache-control": "no-store", "connection": "keep-alive", "x-accel-buffering": "no"}
@@ -39,19 +40,25 @@ class Dialect:
 
     failed: Callable[[ApiError], bytes]
     ends: tuple[bytes, ...]
+    waiting: bytes = KEEP_ALIVE
+    """What keeps the connection open before the first event."""
+    silent: bytes = KEEP_ALIVE
+    """The same between events: an event where clients count only events."""
 
 
 CHAT = Dialect(lambda error: event(error.body()) + DONE, (DONE,))
 """Chat completions and completions: events are `data: {json}`, the last is `data: [DONE]`."""
-
-MESSAGES = Dialect(lambda error: event(error.anthropic_body(), "error"), (b"event: message_stop", b"event: error"))
-"""Anthropic's messages: every event has a name."""
 
 
 def event(body: object, name: str | None = None) -> bytes:
     """One event with `body` as JSON."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+PING = event({"type": "ping"}, "ping")
+MESSAGES = Dialect(lambda error: event(error.anthropic_body(), "error"), (b"event: message_stop", b"event: error"), PING, PING)
+"""Anthropic's messages: every event has a name."""
 
 
 class ClientGone(Exception):
@@ -83,7 +90,8 @@ async def _disconnect(request: Request) -> None:
 class Events:
     """The buffer of one stream: its source puts events in, the connection's task takes them out."""
 
-    def __init__(self) -> None:
+    def __init__(self, dialect: Dialect = CHAT) -> None:
+        self._dialect = dialect
         self.ended = False
         self.error: ApiError | None = None
         self.last = b""
@@ -143,12 +151,13 @@ class Events:
         self._timer.cancel()
 
     def _silent(self) -> None:
-        """Adds a comment if nothing was taken for a whole interval, and sets the timer for the next check."""
+        """Keeps the connection open if nothing was taken for a whole interval, and sets the timer for the next check."""
         due = self._taken_at + KEEP_ALIVE_S
         if due <= self._loop.time():
             # If events wait, the client does not read, and a comment would not help.
-            if not self._parts:
-                self.put(KEEP_ALIVE)
+            if not self._parts and not self.ended:
+                self._parts.append(self._dialect.silent if self.last else self._dialect.waiting)
+                self.wake()
             due = self._loop.time() + KEEP_ALIVE_S
         self._timer = self._loop.call_at(due, self._silent)
 
@@ -188,7 +197,7 @@ async def stream_response(request: Request, source: Source, dialect: Dialect, on
 
     `on_disconnect` is called when the client leaves later, but before the last event.
     """
-    events = Events()
+    events = Events(dialect)
     leaving = asyncio.ensure_future(_disconnect(request))
     leaving.add_done_callback(lambda _: events.wake())
     stream = EventStream(source, events, dialect, leaving, on_disconnect)

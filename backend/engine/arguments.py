@@ -17,6 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from backend.config import Settings
 from backend.config.settings import MAX_NUM_BATCHED_TOKENS, VerifierSettings
 from backend.engine.parsers import reasoning_parser
+from backend.models.head_config import read_config, text_config
 
 RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
 """The values that vLLM accepts for `max_lora_rank`."""
@@ -41,6 +42,7 @@ def common_arguments(settings: Settings, model_dir: str) -> dict[str, Any]:
         raise EngineSetupError(f"verifier.engine_args: vLLM has no argument {', '.join(sorted(unknown))}")
     return {
         "model": model_dir,
+        "dtype": _dtype(model_dir),
         # Prompts are text.  Otherwise the gateway would fetch any URL that a request names as a picture, and vLLM's cache of
         # pictures, which the gateway mirrors, assumes a single engine.
         "language_model_only": True,
@@ -50,6 +52,13 @@ def common_arguments(settings: Settings, model_dir: str) -> dict[str, Any]:
         "reasoning_parser": reasoning_parser(verifier.reasoning_parser, model_dir, settings.gateway.chat_template) or "",
         **_adapter_arguments(verifier),
     }
+
+
+def _dtype(target_dir: str) -> str:
+    """`float32` for a float32 model, which vLLM would round: exact comparisons of modes depend on it.  Else `auto`."""
+    own = text_config(read_config(target_dir))
+    own_dtype = own.get("dtype") or own.get("torch_dtype")
+    return "float32" if own_dtype == "float32" else "auto"
 
 
 def remote_speculation(k: int) -> dict[str, Any]:

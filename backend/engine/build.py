@@ -23,7 +23,7 @@ from backend.config import REMOTE_MODES, Settings, environment
 from backend.engine.arguments import EngineSetupError, common_arguments, remote_speculation
 from backend.engine.tensor_transfer import NAME
 from backend.models.checkpoint import drafter_config
-from backend.models.head_config import DRAFT_MODEL, load_config, read_config, text_config
+from backend.models.head_config import DRAFT_MODEL, load_config
 from backend.models.kinds import KINDS
 from backend.models.resolve import DEMO, ResolvedModels
 from backend.models.vocabulary import shared_tokens
@@ -39,7 +39,6 @@ def engine_arguments(settings: Settings, paths: ResolvedModels) -> dict[str, Any
     on_cpu = current_platform.is_cpu()
     verifier = settings.verifier
     arguments = common_arguments(settings, paths.target_dir) | {
-        "dtype": _dtype(paths.target_dir),
         "enforce_eager": on_cpu,
         "kv_cache_memory_bytes": CPU_KV_CACHE_BYTES if on_cpu else None,
         "tensor_parallel_size": verifier.tensor_parallel,
@@ -116,13 +115,6 @@ def build_core(config: VllmConfig, on_lost_rank: Callable[[], None]) -> EngineCo
     vLLM calls `on_lost_rank`, on one of its own threads, when the process of a tensor-parallel rank has died.
     """
     return EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=on_lost_rank)
-
-
-def _dtype(target_dir: str) -> str:
-    """`float32` for a float32 model, which vLLM would round: exact comparisons of modes depend on it.  Else `auto`."""
-    own = text_config(read_config(target_dir))
-    own_dtype = own.get("dtype") or own.get("torch_dtype")
-    return "float32" if own_dtype == "float32" else "auto"
 
 
 def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,8 @@ def read(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
         number = 0
         while text := file.readline(most + 1):
             number += 1
+            if number == 1:
+                text = text.removeprefix(BOM_UTF8)
             if len(text) <= most or text.endswith(b"\n"):
                 if text.strip():
                     yield number, text
@@ -51,6 +54,8 @@ def read(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
 def read_again(path: Path) -> Iterator[tuple[int, bytes]]:
     """As `read`, of a file whose lines were checked.  They have no bound here: a reload may have lowered the one they had."""
     with path.open("rb") as file:
+        if file.read(len(BOM_UTF8)) != BOM_UTF8:
+            file.seek(0)
         yield from ((number, text) for number, text in enumerate(file, 1) if text.strip())
 
 

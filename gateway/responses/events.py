@@ -19,8 +19,10 @@ Event = dict[str, Any]
 DIALECT = Dialect(
     lambda error: event({"type": "error", "code": error.code, "message": error.message, "param": error.param}, "error"),
     (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error"),
+    silent=event({"type": "keepalive"}, "keepalive"),
 )
-"""Every event has a name.  The event `error` ends a stream that failed before the response had begun."""
+"""Every event has a name.  The event `error` ends a stream that failed before the response had begun.  Codex counts events, and
+not comments; but a client's first event must be `response.created`."""
 
 
 async def complete(

@@ -23,7 +23,7 @@ from backend.engine.front.plain import PlainStream
 from gateway import answers
 from gateway.admission.admit import admit
 from gateway.asking import inquire, with_usage
-from gateway.bounds import MAX_SEQUENCES, check_bounds
+from gateway.bounds import check_bounds, check_sequences
 from gateway.calling import ended_apart, only_allowed
 from gateway.errors import BadRequest, ContextTooLong, checked
 from gateway.fields import GENERATING
@@ -59,9 +59,9 @@ async def chat_completions(request: Request) -> Response:
 async def chat_completions_of_many(request: Request) -> Response:
     """vLLM's route for many chats: `messages` is a list of conversations, and each gets one choice."""
     gateway = gateway_of(request)
-    asked = parse(BatchChatCompletionRequest, await read_json(request, gateway.max_body_bytes))
-    if len(asked.messages) > MAX_SEQUENCES:
-        raise BadRequest(f"`messages` has more than {MAX_SEQUENCES} conversations.", param="messages")
+    data = await read_json(request, gateway.max_body_bytes)
+    check_sequences(data, gateway.settings.gateway.max_sequences)
+    asked = parse(BatchChatCompletionRequest, data)
     return await respond(gateway, request, asked, gateway.services.chat_of_many.create_batch_chat_completion, CHAT)
 
 
@@ -77,6 +77,7 @@ async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tupl
     """The body as `model`, and its options for speculation."""
     data = await read_json(request, gateway.max_body_bytes)
     check_bounds(data)
+    check_sequences(data, gateway.settings.gateway.max_sequences)
     inquiry = await inquire(gateway, request, data)
     asked = fitted(model, only_allowed(with_usage(data, inquiry)), GENERATING)
     if inquiry is not None:
@@ -123,7 +124,8 @@ async def generate(
     except VLLMValidationError as error:
         if error.parameter == "max_tokens" and error.value == 0 and not _asked_for_nothing(asked):
             # vLLM computed 0 as the rest of the context behind the prompt, and reports it as if the client had sent it.
-            raise ContextTooLong("The prompt fills the model's whole context; no token could be generated.") from None
+            context = gateway.client.model_config.max_model_len
+            raise ContextTooLong.of(context, "the prompt fills it, and no token could be generated") from None
         if error.parameter == "logprobs" and getattr(asked, "top_logprobs", None):
             # `logprobs` is vLLM's internal name for the client's field `top_logprobs`.
             raise BadRequest(str(error.args[0]), param="top_logprobs") from None

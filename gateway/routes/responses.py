@@ -111,7 +111,7 @@ def _follow(gateway: Gateway, response_id: str, after: int) -> Response:
         headers=HEADERS,
         ping=KEEP_ALIVE_S,
         sep="\n",
-        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+        ping_message_factory=lambda: ServerSentEvent('{"type":"keepalive"}', event="keepalive", sep="\n"),
         client_close_handler_callable=left,
     )
 

@@ -208,6 +208,8 @@ async def server_info(request: Request) -> Response:
                     "max_model_len": model.max_model_len,
                     "logprobs_mode": model.logprobs_mode,
                 },
+                # Of vLLM's own engines; None: weights come from a directory, or over HTTP.
+                "weight_transfer_config": gateway.settings.verifier.engine_args.get("weight_transfer_config"),
                 "parallel_config": {"tensor_parallel_size": gateway.settings.verifier.tensor_parallel, "data_parallel_size": 1},
             },
             "model": gateway.services.models.model_name(),

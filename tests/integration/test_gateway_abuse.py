@@ -125,7 +125,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("tool calls of no shape", CHATS, chat(messages=[{"role": "assistant", "tool_calls": [{"x": 1}]}]), 400, "messages", None),
     ("too many tool calls", CHATS, chat(messages=[{"role": "assistant", "tool_calls": [{}] * 200}]), 400, "messages", None),
     # Lists
-    ("five stops", COMPLETIONS, completion(stop=list("abcde")), 400, "stop", None),
+    ("65 stops", COMPLETIONS, completion(stop=["a"] * 65), 400, "stop", None),
     ("a stop of 9 MB", COMPLETIONS, completion(stop=["x" * 9 * MIB]), 400, "stop", None),
     ("an empty stop", COMPLETIONS, completion(stop=""), 400, "stop", None),
     ("a stop that is a number", COMPLETIONS, completion(stop=5), 400, "stop", None),
@@ -215,7 +215,7 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
     ("512 sequences", COMPLETIONS, completion(prompt=["a"] * 8, n=64, max_tokens=2), 200, None, None),
     ("512 prompts", COMPLETIONS, completion(prompt=["a"] * 512, max_tokens=2), 200, None, None),
     ("2,000 messages", CHATS, chat(messages=[{"role": "user", "content": ""}] * 2000), 400, None, CONTEXT),
-    ("four stops", COMPLETIONS, completion(stop=list("wxyz")), 200, None, None),
+    ("64 stops", COMPLETIONS, completion(stop=["wxyz"] * 64), 200, None, None),
     ("1,024 tools, not to be called", CHATS, chat(tools=tools(1024, {"type": "object"}), tool_choice="none"), 200, None, None),
     ("a regex that repeats", COMPLETIONS, grammar(regex="((a{0,1000}){0,1000}){0,100000}"), 200, None, None),
     ("a thousand choices", COMPLETIONS, grammar(choice=[f"v{i}" for i in range(1000)]), 200, None, None),
@@ -316,7 +316,7 @@ async def test_patterns_and_schemas_are_not_logged(running, caplog, capfd):
 
 
 async def test_log_probabilities_of_a_prompt_are_bounded(running, monkeypatch):
-    monkeypatch.setattr("backend.engine.front.client.MAX_PROMPT_LOGPROBS", 60)
+    monkeypatch.setattr(running.server.gateway.client, "max_prompt_logprobs", 60)
     for fields in ({"prompt_logprobs": 5}, {"echo": True, "logprobs": 5}):
         body = completion(prompt=[5] * 11, **fields)
         error = (await running.http.post(COMPLETIONS, json=body)).json()["error"]

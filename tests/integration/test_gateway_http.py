@@ -259,3 +259,14 @@ def test_connections_do_not_wait_to_fill_packets():
 def test_an_occupied_port_is_an_error():
     with _listen("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
         _listen("127.0.0.1", first.getsockname()[1])
+
+
+async def test_an_answer_without_a_limit_of_its_own_has_the_default_one():
+    async with running_gateway(default_max_tokens=7) as running:
+        for path, said, limits in (
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "max_completion_tokens"),
+            ("/v1/responses", {"input": "x"}, "max_output_tokens"),
+        ):
+            for limit, tokens in (({}, 7), ({limits: 9}, 9)):
+                usage = (await running.http.post(path, json={"model": "demo", **said, **limit})).json()["usage"]
+                assert usage.get("completion_tokens", usage.get("output_tokens")) == tokens

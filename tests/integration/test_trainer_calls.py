@@ -199,7 +199,11 @@ def test_skyrl(fleet: ServedFleet, http: httpx.Client, others: Path, before: lis
     assert generate(http)["weight_versions"] == [{"version": "1", "start": 0, "end": 64}]
     assert tokens(http)[:8] == after
     assert tokens(http) != before
-    info = http.get("/server_info").json()
+    info = http.get("/server_info", params={"config_format": "json"}).json()
+    # The demo model is float32; TRL's trainer reads the others.
+    assert info["vllm_config"]["model_config"]["dtype"] == "torch.float32"
+    assert info["vllm_config"]["model_config"]["logprobs_mode"] == "raw_logprobs"
+    assert info["vllm_config"]["weight_transfer_config"] is None
     assert {each["weights"]["version"] for each in info["verifiers"].values()} == {info["weight_version"]} == {"1"}
     wait_for(lambda: accepted("1"), what="accepted tokens of the second version")
 

@@ -86,3 +86,9 @@ def test_an_answer_is_one_line():
     assert line.pop("id").startswith("batch_req_")
     assert line == {"custom_id": "a", "response": {"status_code": 200, "request_id": "r", "body": {"x": 1}}, "error": None}
     assert b"\n" not in answer.line()
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+    file = tmp_path / "lines"
+    file.write_bytes(b"\xef\xbb\xbf{}\n[]\n")
+    assert list(read(file, 100)) == list(read_again(file)) == [(1, b"{}\n"), (2, b"[]\n")]

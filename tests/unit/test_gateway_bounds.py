@@ -11,11 +11,11 @@ from hypothesis import given
 
 from gateway.bounds import (
     FIELDS,
-    MAX_SEQUENCES,
     MAX_STRUCTURE,
     MIN_TEXT,
     Bound,
     check_bounds,
+    check_sequences,
     check_structure,
     check_text,
     count_prompts,
@@ -68,9 +68,28 @@ def test_everything_counts_wherever_it_stands():
 
 
 def test_sequences_are_prompts_times_n():
-    check_bounds({"prompt": ["a"] * 8, "n": MAX_SEQUENCES // 8})
-    assert refused(prompt=["a"] * 9, n=MAX_SEQUENCES // 8).param == "n"
-    assert refused(prompt=["a"] * (MAX_SEQUENCES // 2 + 1), n=2).param == "prompt"
+    chat = [{"role": "user", "content": "x"}]
+    for fits in (
+        {"prompt": ["a"] * 8, "n": 8},
+        {"messages": [chat] * 64},
+        {"messages": chat * 65, "n": 64},
+        {"prompt": "a" * 65},
+    ):
+        check_sequences(fits, 64)
+    for data, param in (
+        ({"prompt": ["a"] * 8, "n": 9}, "n"),
+        ({"prompt": ["a"] * 33, "n": 2}, "prompt"),
+        ({"messages": [chat] * 65}, "messages"),
+    ):
+        with pytest.raises(BadRequest, match="setting `gateway") as caught:
+            check_sequences(data, 64)
+        assert caught.value.param == param
+
+
+def test_many_stop_strings_are_few_characters():
+    for name in ("stop", "stop_sequences"):
+        check_bounds({name: ["x" * 64] * 64})
+        assert "characters" in refused(**{name: ["x" * 65] * 64}).message
     assert [count_prompts(each) for each in ("a", [1, 2], ["a", "b"], [[1], [2], [3]], None, [])] == [1, 1, 2, 3, 1, 1]
 
 
@@ -81,6 +100,7 @@ def test_text_is_bounded_by_the_context_each_prompt_by_itself():
         with pytest.raises(ContextTooLong) as caught:
             check_text(data, 256)
         assert caught.value.param in data
+        assert "This model's maximum context length is 256 tokens" in caught.value.message
     picture = {"type": "image_url", "image_url": {"url": "data:" + "x" * 10 * MIN_TEXT}}
     check_text({"messages": [{"role": "user", "content": [picture]}]}, 256)
 
@@ -132,6 +152,6 @@ def bounds_table() -> str:
 def test_the_documentation_has_the_table():
     text = DOCS.read_text()
     assert bounds_table() in text
-    for number in (MAX_URL_BYTES, MAX_HEADERS, MAX_HEADER_BYTES, MAX_STRUCTURE, MAX_SEQUENCES, MIN_TEXT):
+    for number in (MAX_URL_BYTES, MAX_HEADERS, MAX_HEADER_BYTES, MAX_STRUCTURE, MIN_TEXT):
         assert f"{number:,}" in text
     assert f"{HEAD_TIMEOUT_S:.0f} s" in text

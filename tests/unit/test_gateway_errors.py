@@ -72,6 +72,7 @@ def test_vllm_exceptions_become_ours(name, expected):
         (ValueError("wrong"), BadRequest, None),
         (KeyError("secret"), InternalError, "internal_error"),
         (ValueError("This model's maximum context length is 8 tokens."), ContextTooLong, "context_length_exceeded"),
+        (ValueError("Input length (9) exceeds model's maximum context length (8)."), ContextTooLong, "context_length_exceeded"),
         (VerifierLost(), VerifierLost, "verifier_lost"),
     ],
 )
@@ -161,3 +162,24 @@ def test_what_a_verifier_says_of_an_adapter_is_told_without_its_path():
     with pytest.raises(EngineFailed, match="is greater than max_lora_rank") as caught:
         _said(ErrorResponse(error=said))
     assert "/srv" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "This model's maximum context length is 8 tokens. However, your prompt contains 9.",
+        "Input length (9) exceeds model's maximum context length (8).",
+        "The decoder prompt (length 9) is longer than the maximum model length of 8. Make sure that it is smaller.",
+        "max_tokens=9 cannot be greater than max_model_len=max_total_tokens=8. Please request fewer output tokens.",
+    ],
+)
+def test_an_overflow_is_said_in_the_words_that_clients_know(words):
+    error = errors.translate(ValueError(words))
+    assert error.code == "context_length_exceeded"
+    assert error.message.startswith("This model's maximum context length is 8 tokens. However, ")
+    assert ".." not in error.message
+
+
+def test_too_many_log_probabilities_name_the_setting():
+    error = errors.translate(ValueError("Requested prompt logprobs of 100, which is greater than max allowed: 20"))
+    assert "`verifier.engine_args.max_logprobs`" in error.message

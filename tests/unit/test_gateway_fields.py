@@ -153,3 +153,8 @@ def test_nulls_of_what_clients_define_stay():
         "chat_template_kwargs": {"a": None},
     }
     assert without_nulls(asked) == asked
+
+
+def test_what_asks_for_nothing_is_absent():
+    assert without_nulls({"suffix": "", "mcp_servers": [], "prompt": "", "tools": []}) == {"prompt": "", "tools": []}
+    assert without_nulls({"suffix": "x", "mcp_servers": [1]}) == {"suffix": "x", "mcp_servers": [1]}

@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from gateway.errors import ShuttingDown
-from gateway.sse import KEEP_ALIVE, Events
+from gateway.responses.events import DIALECT as RESPONSES
+from gateway.sse import CHAT, KEEP_ALIVE, KEEP_ALIVE_S, MESSAGES, Events, event
 
 
 @pytest.fixture(autouse=True)
@@ -66,3 +67,19 @@ async def test_a_client_that_takes_nothing_gets_no_heap_of_comments(events):
         events._taken_at -= 10
         events._silent()
     assert events.take() == KEEP_ALIVE
+
+
+@pytest.mark.parametrize("dialect", [CHAT, MESSAGES, RESPONSES])
+async def test_what_keeps_a_stream_open_is_no_event_without_data(dialect, monkeypatch):
+    events = Events(dialect)
+    for before in (b"", event({"type": "response.created"}, "response.created")):
+        if before:
+            events.put(before)
+            events.take()
+        monkeypatch.setattr(events, "_taken_at", events._loop.time() - KEEP_ALIVE_S)
+        events._silent()
+        blocks = (events.take() + event({})).split(b"\n\n")
+        assert all(b"data: " in block for block in blocks if block)
+        assert (blocks[0] == b'event: ping\ndata: {"type":"ping"}') == (dialect is MESSAGES)
+        assert blocks[0].startswith(b"event: keepalive\n") == (dialect is RESPONSES and bool(before))
+    events.close()

@@ -28,9 +28,6 @@ from backend.engine.front.grammar import GrammarChecks
 from backend.engine.front.rendering import short_prompts_at_once
 from backend.wire.engine import EngineWelcome
 
-MAX_PROMPT_LOGPROBS = 20_000
-"""Log probabilities per prompt.  vLLM decodes all at once in the event loop, at 10 us each."""
-
 
 class Link(Protocol):
     """A connection to one verifier."""
@@ -108,9 +105,10 @@ class _Outputs(OutputProcessor):
 class FleetClient(AsyncLLM, Generic[CoreT]):
     """The engine client that vLLM's OpenAI layer talks to.  `start` needs the running event loop."""
 
-    def __init__(self, vllm_config: VllmConfig, core: CoreT) -> None:
+    def __init__(self, vllm_config: VllmConfig, core: CoreT, max_prompt_logprobs: int = 20_000) -> None:
         # Deliberately no super().__init__(): it would start an engine process.
         self.vllm_config = vllm_config
+        self.max_prompt_logprobs = max_prompt_logprobs
         self.model_config = vllm_config.model_config
         self.scheduler_config = vllm_config.scheduler_config
         self.observability_config = vllm_config.observability_config
@@ -173,9 +171,14 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's method of the same name, after checks and admission."""
         asked = getattr(params, "prompt_logprobs", None)
-        if asked and isinstance(prompt, dict) and len(prompt.get("prompt_token_ids", ())) * (1 + asked) > MAX_PROMPT_LOGPROBS:
+        if (
+            asked
+            and isinstance(prompt, dict)
+            and len(prompt.get("prompt_token_ids", ())) * (1 + asked) > self.max_prompt_logprobs
+        ):
             raise VLLMValidationError(
-                f"The prompt's tokens have more than {MAX_PROMPT_LOGPROBS} log probabilities together. Ask for fewer of them.",
+                f"The prompt's tokens have more than {self.max_prompt_logprobs} log probabilities together "
+                "(the setting `gateway.max_prompt_logprobs`).",
                 parameter="prompt_logprobs",
             )
         if getattr(params, "structured_outputs", None) is not None:
