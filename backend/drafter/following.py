@@ -35,6 +35,8 @@ class _Fetch:
     session: Session
     names: list[TargetTensor]
     """Tensors still to come, the present one first."""
+    covered: frozenset[TargetTensor]
+    """These, and those of the same weights that were asked for before."""
     asked_at: float
     first: int = 0
     data: bytearray = field(default_factory=bytearray)
@@ -64,16 +66,18 @@ class Following:
         if not hello.weights:
             return None
         if self._differs(hello):
-            names, found = frozenset(self._names()), {}
+            asked: frozenset[TargetTensor] = frozenset()
+            found: dict[str, Tensor] = {}
         else:
             # Another head may share what the one before did not.
-            names, found = self._names() - self._asked, self._found
-            if not names:
+            asked, found = self._asked, self._found
+            if self._names() <= asked:
                 return None
         fetch = self._fetch
         if fetch is not None and fetch.hello.target == hello.target and fetch.hello.verifier_id != hello.verifier_id:
             return self.remind(session, now)
-        self._fetch = _Fetch(hello, session, sorted(names), now, found=dict(found)) if names else None
+        names = frozenset(self._names()) - asked
+        self._fetch = _Fetch(hello, session, sorted(names), names | asked, now, found=dict(found)) if names else None
         return self._fetch.want if self._fetch is not None else None
 
     def remind(self, session: Session, now: float) -> Want | None:
@@ -121,8 +125,7 @@ class Following:
 
     def _end(self, fetch: _Fetch) -> None:
         """All tensors of a fetch have come, or one cannot come."""
-        self._have, self._found, self._fetch = fetch.hello, fetch.found, None
-        self._asked = frozenset((*fetch.found, *fetch.names))
+        self._have, self._asked, self._found, self._fetch = fetch.hello, fetch.covered, fetch.found, None
 
     def _differs(self, hello: Hello) -> bool:
         """Whether these weights are new here.  A verifier may reuse a name for other weights, with a new number."""
