@@ -132,6 +132,7 @@ class WeightControl:
             raise NotImplementedError(
                 "this verifier was not started with vLLM's sleep mode: it needs CUDA and verifier.engine_args.enable_sleep_mode"
             )
+        self._refuse_during_update()
         self.pause(mode)
         self._core.sleep(level, "keep")
 

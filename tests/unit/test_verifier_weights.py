@@ -552,3 +552,13 @@ def test_an_adapter_in_place_of_one_that_was_used_makes_its_caches_void(core: Co
     control.read_adapter(SimpleNamespace(lora_int_id=1, load_inplace=False))
     control.add_lora(new)
     assert core.log == ["adapter 1", "adapter 1", "adapter 1", "discard"]
+
+
+def test_nothing_sleeps_during_an_update_by_tensors(core: Core, control: WeightControl) -> None:
+    core.batch_queue.clear()
+    control.start_weight_update()
+    with pytest.raises(ValueError, match="a weight update is under way"):
+        control.sleep(0)
+    control.update_weights(tensors(a=(2, 3), b=(4,)))
+    control.finish_weight_update("7", 3)
+    control.sleep(0)
