@@ -15,8 +15,10 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
 
     from backend.config import Settings
     from backend.verifier.process import VerifierProcess
+    from tests.support.steady import keep_steady
 
     logging.basicConfig(level="INFO")
+    keep_steady()
     settings = Settings.model_validate(job["settings"])
     process = VerifierProcess(job["verifier_id"], "incarnation", settings, job["paths"], job["address"])
     process.start()
