@@ -32,7 +32,7 @@ status: setup ## show the running fleet
 	@exec $(BIN)/outrider status $(ARGS)
 
 test: setup-dev ## run all tests (about eight minutes on two cores)
-	@$(BIN)/python -m pytest $(TWO) $(ARGS) || { [ $$? -eq 1 ] && $(BIN)/python -m tests.again; }
+	@$(BIN)/python -m pytest $(TWO) $(ARGS)
 
 test-fast: setup-dev ## run the tests that start no engine, no Ray and no fleet (under two minutes)
 	@$(BIN)/python -m pytest $(TWO) -m "not engine and not campaign" $(ARGS)

@@ -14,8 +14,6 @@ from typing import Any
 import hypothesis
 import pytest
 
-from tests.again import FAILED
-
 # Nothing of what is imported while tests are collected is garbage.
 gc.disable()
 # Fleets start dozens of processes, and each would compile what it imports anew.
@@ -66,13 +64,6 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
     return report
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """For `tests.again`."""
-    failed = {each.nodeid for kind in ("failed", "error") for each in terminalreporter.stats.get(kind, ())}
-    if config.pluginmanager.has_plugin("cacheprovider"):
-        config.cache.set(FAILED, sorted(failed))
-
-
 def pytest_unconfigure() -> None:
     """Libraries complain at the end of the process about what is never collected."""
     gc.unfreeze()
@@ -98,3 +89,9 @@ def no_settings_from_outside() -> None:
     for name in list(os.environ):
         if name.startswith("OUTRIDER_"):
             del os.environ[name]
+
+
+@pytest.fixture(params=[pytest.param(False, id="answer"), pytest.param(True, id="time", marks=pytest.mark.campaign)])
+def timed(request: pytest.FixtureRequest) -> bool:
+    """Whether a test also judges how long something took, which only a machine that does nothing else can tell."""
+    return bool(request.param)

@@ -8,7 +8,6 @@ import errno
 import os
 import signal
 import ssl
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -187,11 +186,9 @@ def test_the_end_drains_all(fleet: ServedFleet, first_key: str) -> None:
             stack.enter_context(FRESH.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=bearer(first_key)))
             for _ in range(8)
         ]
-        began = time.monotonic()
         fleet.process.send_signal(signal.SIGTERM)
         assert all(each.read().endswith(b"data: [DONE]\n\n") for each in streams)
     assert fleet.process.wait(60) == 0
-    assert time.monotonic() - began < 60
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 

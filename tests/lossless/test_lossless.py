@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 K = 4
 PROMPTS, TOKENS = 32, 128
 FEW_PROMPTS, FEW_TOKENS = 8, 48
-TEMPERATURES = (0.0, 0.7, 1.0)
+TEMPERATURES = (0.0, 1.0)
 SAMPLES, MANY_SAMPLES, BATCH = 2_500, 60_000, 500
 MANY_LOGPROBS = 1_000
 TIE_NATS = 1e-3
@@ -131,6 +131,7 @@ def structured() -> StructuredOutputsParams:
 
 
 VARIANTS: dict[str, dict[str, Any]] = {
+    "T = 0.7": {"temperature": 0.7, "max_tokens": TOKENS},
     "penalties": {"presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.2},
     "top_p, top_k": {"top_p": 0.8, "top_k": 40},
     "min_p, logit_bias": {"min_p": 0.05, "logit_bias": {5: 2.5, 17: -4.0, 200: 1.5}},
@@ -139,7 +140,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "custom processor": {"extra_args": {"no_repeat": 1}},
     "logprobs": {"logprobs": 3},
 }
-"""What `vLLM` applies to the logits, at temperature 1."""
+"""What `vLLM` applies to the logits, at temperature 1 unless another is given."""
 
 
 def request(seed: int, **fields: Any) -> SamplingParams:
@@ -263,8 +264,7 @@ def test_with_a_draft_model_every_mode_says_the_same(
 ) -> None:
     said[mode].result()
     found = [drafted_by(draft_model, drafter, engines[mode], plain, expected, temperature) for temperature in (0.0, 1.0)]
-    # Other modes wait for drafts as long as that pays: on a busy machine not at all.
-    assert mode != "sync" or sum(right for _, right in found) > 0
+    assert sum(right for _, right in found) > 0
 
 
 @pytest.mark.parametrize(("renamed", "least"), [(None, 0.98), (range(1900, 2048), 0.8)])
@@ -324,7 +324,7 @@ def test_what_requests_ask_of_speculation_changes_no_token(
     brought = [each.tokens / each.verifications for each in accounts]
     by_wish = [sum(brought[i::count]) / EACH for i in range(count)]
     assert by_wish[0] == by_wish[3] == 1.0, "no drafts"
-    assert by_wish[4] <= 2.0, "one token each, where drafts pay on a machine that does other things too"
+    assert 1.0 < by_wish[4] <= 2.0, "one token each"
     true = [tally for each in accounts[5::count] for tally in each.tallies if tally.source == "prediction"]
     assert sum(tally.accepted for tally in true) == sum(tally.drafted for tally in true) > 0, "of it, all is accepted"
     shared = [tally for each in accounts[8::count] for tally in each.tallies if tally.source == "shared"]

@@ -1,7 +1,7 @@
 """Speculation as on a machine of which a step takes a second and a draft milliseconds, whatever else runs here.  Tests only.
 
-What is verified, asked for and waited for follows from measured times.  With these, drafts always pay and are waited for as long
-as the deadline allows, so tests can count them.  What is computed, and when messages come, is not touched.
+What is verified, asked for and waited for follows from measured times.  With these, drafts always pay and are waited for as
+long as the deadline allows, so tests can count them.  What is computed, and when messages come, is not touched.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -290,6 +291,7 @@ def test_what_changes_for_good_is_followed_within_seconds() -> None:
     assert after[1] > after[0]
 
 
+@pytest.mark.campaign
 def test_a_steady_decision_for_a_thousand_verifiers_takes_milliseconds() -> None:
     situation = fleet(1000, 4000, 3, spread=0.2)
     rule, bindings = WaterFilling(), dict[Pair, float]()

@@ -80,6 +80,18 @@ def test_drafters_follow_a_skewed_load_and_serve_it_better_than_equal_numbers_wo
 
 
 def test_a_thousand_verifiers_are_assigned_and_a_loss_is_answered_at_once() -> None:
+    assigned_to_a_thousand()
+
+
+@pytest.mark.campaign
+def test_deciding_for_a_thousand_verifiers_takes_milliseconds() -> None:
+    spent = assigned_to_a_thousand()
+    assert statistics.median(spent) < 0.1
+    assert max(spent) < 3.0
+
+
+def assigned_to_a_thousand() -> list[float]:
+    """Seconds of each decision."""
     policy, names = Coordinator(2.0), [*(f"v{i}" for i in range(1000)), *(f"d{i}" for i in range(4000))]
     for name in names:
         register(policy, name, 0.0)
@@ -96,5 +108,4 @@ def test_a_thousand_verifiers_are_assigned_and_a_loss_is_answered_at_once() -> N
     assert {drafter for _, drafter in found} == {name for name in names if name.startswith("d")}
     assert {verifier for verifier, _ in found} == {f"v{i}" for i in range(1, 1000)}, "v0 never reported"
     assert policy.counters.leases_expired == 1
-    assert statistics.median(spent) < 0.1
-    assert max(spent) < 3.0
+    return spent

@@ -182,6 +182,7 @@ def test_rate_falls_to_zero() -> None:
     assert factors[50:] == sorted(factors[50:], reverse=True)
 
 
+@pytest.mark.campaign
 def test_target_learns_and_repeats_itself() -> None:
     stream = counting_stream()
     begin = validation_loss(new_llama(TINY), stream[:512], 32)
@@ -192,6 +193,7 @@ def test_target_learns_and_repeats_itself() -> None:
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in again.state_dict().items())
 
 
+@pytest.mark.campaign
 def test_drafter_learns_its_target() -> None:
     stream = counting_stream()
     options = tiny_options()

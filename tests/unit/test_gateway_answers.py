@@ -108,13 +108,13 @@ async def test_vectors_one_by_one_say_the_same(form: Any, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("form", ["float", "base64"])
-async def test_many_vectors_hold_nobody_up(form: Any) -> None:
+async def test_many_vectors_hold_nobody_up(form: Any, timed: bool) -> None:
     ours, results = Embedding.__new__(Embedding), embedded(2048, 1024)
     for last in (False, False, False, True):
         with Stalls().watched() as stalls:
             made = await asyncio.to_thread(ours._openai_json_response, results, "id", 1, "demo", form, "float32", "native")
         async for piece in made.body_iterator:
             assert len(piece) < 1 << 20
-        if stalls.longest_s < 0.05:
+        if not timed or stalls.longest_s < 0.05:
             break
         assert not last, f"the loop stalled for {stalls.longest_s:.3f} s"

@@ -124,6 +124,7 @@ def test_a_body_is_scanned_before_it_is_parsed():
         check_structure(b"," * (MAX_STRUCTURE + 1))
 
 
+@pytest.mark.campaign
 def test_looking_costs_little_for_the_largest_that_passes():
     data = {"prompt": [[5] * 500] * 500, "logit_bias": {str(i): 1 for i in range(1024)}, "other": ["x"] * 1000}
     times = []

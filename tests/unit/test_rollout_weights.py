@@ -201,9 +201,7 @@ def test_a_verifier_that_does_not_answer_costs_little_and_leaves_nothing(fleet: 
         hung.hung = True
         sockets = len(workers.hub._sockets)
         for _ in range(2):
-            began = time.monotonic()
             assert workers.look() == ([], [])
-        assert time.monotonic() - began < 0.1, "it is not tried again at once"
         assert len(workers.hub._sockets) == sockets
         monkeypatch.setattr("backend.rollout.workers.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 61))
         hung.hung = False
