@@ -84,8 +84,8 @@ def _sums(stats: VerifierStats) -> Sums:
 class FleetCollector(Collector):
     """Turns the fleet's reports into metric families at every scrape."""
 
-    def __init__(self, core: FleetCore) -> None:
-        self._core = core
+    def __init__(self, core: FleetCore, model: str) -> None:
+        self._core, self._model = core, model
         self._totals = FleetTotals()
 
     def collect(self) -> Iterator[Metric]:
@@ -110,6 +110,10 @@ class FleetCollector(Collector):
         yield from _reported(("verifier", "drafter"), pairs)
         lengths = [(labels, length) for labels, counters in pairs if (length := acceptance_length(counters)) is not None]
         yield _family("outrider_acceptance_length", lengths)
+        yield _family("vllm:num_requests_running", [([self._model], sum(each.running for each in stats))])
+        yield _family("vllm:num_requests_waiting", [([self._model], sum(each.waiting for each in stats))])
+        usage = sum(each.kv_usage for each in stats) / max(1, len(stats))
+        yield _family("vllm:kv_cache_usage_perc", [([self._model], usage)])
         sums = self._totals.sums()
         for summed in _summed():
             yield _family(summed, [(labels, value) for (name, *labels), value in sums.items() if name == summed])

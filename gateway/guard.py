@@ -83,7 +83,7 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytearray:
     gateway = scope["app"].state.gateway
     declared = Headers(scope=scope).get("content-length", "")
     if declared.isdigit() and int(declared) > most:
-        raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
+        raise PayloadTooLarge(f"The request body is larger than {most} bytes (the setting `gateway.max_body_mib`).")
     body, more = bytearray(), True
     try:
         while more:
@@ -95,7 +95,7 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytearray:
             body += part
             gateway.arriving_bytes += len(part)
             if len(body) > most:
-                raise PayloadTooLarge(f"The request body is larger than {most} bytes.")
+                raise PayloadTooLarge(f"The request body is larger than {most} bytes (the setting `gateway.max_body_mib`).")
             if more and gateway.arriving_bytes > MAX_ARRIVING_BYTES:
                 raise TooManyRequests("Too many large requests arrive at once. Try again.")
     finally:

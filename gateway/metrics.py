@@ -195,6 +195,10 @@ DEFINITIONS: dict[str, Definition] = {
     "vllm:spec_decode_num_accepted_tokens_per_pos_total": Definition(
         "see outrider_accepted_tokens_by_position_total", ("position",), field="accepted_by_position"
     ),
+    # Load under vLLM's names, over the fleet, for routers and dashboards that were made for vLLM
+    "vllm:num_requests_running": Definition("sequences in the batches of all verifiers", ("model_name",)),
+    "vllm:num_requests_waiting": Definition("sequences that wait at verifiers to enter a batch", ("model_name",)),
+    "vllm:kv_cache_usage_perc": Definition("share of the KV cache in use, 0 to 1; mean over verifiers", ("model_name",)),
 }
 
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

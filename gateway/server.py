@@ -68,7 +68,7 @@ def build_gateway(
     client = FleetClient(vllm_config, core, settings.gateway.max_prompt_logprobs)
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
     services = build_services(client, settings, served_names, ApiError)
-    metrics.fleet.register(FleetCollector(core))
+    metrics.fleet.register(FleetCollector(core, served_names[0]))
     metrics.own.register(GatewayCollector(core))
     folder = state_folder(settings)
     store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.responses_bytes)

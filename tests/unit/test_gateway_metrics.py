@@ -56,7 +56,7 @@ def sequence(arrived: float, tokens: int) -> InFlight:
 def metrics() -> GatewayMetrics:
     made = GatewayMetrics()
     core = cast(FleetCore, Core(stats()))
-    made.registry.register(FleetCollector(core))
+    made.registry.register(FleetCollector(core, "demo"))
     made.registry.register(GatewayCollector(core))
     return made
 
@@ -131,7 +131,7 @@ def test_drafters_counters_are_there_and_what_they_learned_where_they_learn():
     ]
     core.snapshot.members[:] = members
     metrics = GatewayMetrics()
-    metrics.registry.register(FleetCollector(cast(FleetCore, core)))
+    metrics.registry.register(FleetCollector(cast(FleetCore, core), "demo"))
     families = exposed(metrics)
 
     def found(name: str) -> dict[str, float]:
@@ -146,13 +146,19 @@ def test_drafters_counters_are_there_and_what_they_learned_where_they_learn():
 
 def test_no_acceptance_length_before_the_first_draft():
     metrics = GatewayMetrics()
-    metrics.registry.register(FleetCollector(cast(FleetCore, Core(stats(drafts=0, accepted=5)))))
+    metrics.registry.register(FleetCollector(cast(FleetCore, Core(stats(drafts=0, accepted=5))), "demo"))
     assert exposed(metrics)["outrider_acceptance_length"].samples == []
 
 
 def test_vllm_names_carry_the_fleet_totals(metrics):
     families = exposed(metrics)
     assert families["vllm:spec_decode_num_drafts"].samples[0].value == 10
+    for name in ("running", "waiting"):
+        (load,) = families[f"vllm:num_requests_{name}"].samples
+        assert (load.labels, load.value) == (
+            {"model_name": "demo"},
+            sum(each.value for each in families[f"outrider_verifier_{name}"].samples),
+        )
     by_position = families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
     assert [(each.labels["position"], each.value) for each in by_position] == [("0", 10), ("1", 5), ("2", 0), ("3", 0)]
 
@@ -171,7 +177,7 @@ def test_what_a_verifier_counts_needs_a_definition_to_be_summed(monkeypatch):
     two = [stats(), stats()]
     two[0].tokens, two[1].tokens, two[1].verifier_id = 3, 4, "v1"
     metrics = GatewayMetrics()
-    metrics.registry.register(FleetCollector(cast(FleetCore, Core(*two))))
+    metrics.registry.register(FleetCollector(cast(FleetCore, Core(*two)), "demo"))
     families = exposed(metrics)
     found = {name: [(sample.labels, sample.value) for sample in families[name].samples] for name in "abc"}
     assert found == {
