@@ -12,6 +12,8 @@ from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
 
+from backend.engine.front.reading import ReadsChats
+
 _ERROR_PREFIX = 'data: {"error"'
 
 
@@ -23,7 +25,7 @@ class StreamFailed(Exception):
         self.error = error
 
 
-class Messages(AnthropicServingMessages):
+class Messages(ReadsChats, AnthropicServingMessages):
     """vLLM's class with three repairs; `tests/integration/test_gateway_messages.py` tests them."""
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request | None = None) -> Any:

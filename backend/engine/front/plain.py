@@ -28,6 +28,7 @@ from vllm.v1.engine.output_processor import RequestState
 from backend.engine.front.chunks import Template, chat_template, completion_template, to_json
 from backend.engine.front.client import FleetClient, Submit, submissions
 from backend.engine.front.deferred import Deferred, deferred
+from backend.engine.front.reading import ReadsChats
 from backend.engine.front.usage import last_chunk, streamed
 
 DONE = b"data: [DONE]\n\n"
@@ -259,7 +260,7 @@ class Refusals:
         return made
 
 
-class ChatOfMany(Refusals, OpenAIServingChatBatch):
+class ChatOfMany(Refusals, ReadsChats, OpenAIServingChatBatch):
     """vLLM's chat completions of several conversations in one request."""
 
     async def chat_completion_full_generator_batch(self, request: Any, generators: Any, *args: Any, **kwargs: Any) -> Any:
@@ -270,7 +271,7 @@ class ChatOfMany(Refusals, OpenAIServingChatBatch):
         return await deferred(generators, lambda *results: full(request, list(results), *args, **kwargs))
 
 
-class Chat(Refusals, OpenAIServingChat):
+class Chat(Refusals, ReadsChats, OpenAIServingChat):
     """vLLM's chat completions, with a `PlainStream` where one was offered (`client.offer_plain`) and suffices."""
 
     def chat_completion_stream_generator(

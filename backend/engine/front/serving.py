@@ -34,6 +34,7 @@ from backend.engine.front.deferred import deferred
 from backend.engine.front.messages import Messages, StreamFailed
 from backend.engine.front.plain import Chat, ChatOfMany, Completion
 from backend.engine.front.pooling import Pooling
+from backend.engine.front.reading import read_contexts, reading
 from backend.engine.parsers import tool_parser
 
 
@@ -64,11 +65,22 @@ class Tokens(ServingTokens):
 
 
 class Responses(OpenAIServingResponses):
-    """vLLM's serving class with two differences.
+    """vLLM's serving class with three differences.
 
     An answer that was aborted is `incomplete`, not `completed` or `cancelled`.  A whole answer with more than
     `FEW_LOGPROBS` is a `Deferred`; the last events of such a stream, which repeat the whole text, have none.
+    Parsers read token by token.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.parser = reading(self.parser)
+
+    def _process_simple_streaming_events(
+        self, request: Any, sampling_params: Any, result_generator: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        contexts = read_contexts(result_generator, request, sampling_params)
+        return super()._process_simple_streaming_events(request, sampling_params, contexts, *args, **kwargs)
 
     async def responses_full_generator(
         self, request: Any, sampling_params: Any, result_generator: Any, context: Any, *args: Any, **kwargs: Any
