@@ -14,7 +14,7 @@ from vllm.tool_parsers import ToolParserManager
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 import backend.engine.front.any_model  # noqa: F401  (registers its parser)
-from backend.engine.front.reading import reading
+from backend.engine.front import reading as front
 from backend.engine.parsers import ANY_MODEL
 from tests.support.properties import examples
 from tests.support.tool_answers import ANSWERS, tokenizer, tokens_of
@@ -47,10 +47,16 @@ def asked(**fields):
     )
 
 
+def read_class(cls):
+    made = front.reading(cls)
+    assert made is not None
+    return made
+
+
 def texts_of(tokens, request):
     params = SimpleNamespace(sampling_params=request, prompt_token_ids=[1], prompt_embeds=None, request_id="")
     detokenizer = IncrementalDetokenizer.from_new_request(TOKENIZER, params)
-    texts = []
+    texts: list[str] = []
     for token in tokens:
         detokenizer.update([token], False)
         texts.append(detokenizer.get_next_output_text(len(texts) == len(tokens) - 1, True))
@@ -60,7 +66,7 @@ def texts_of(tokens, request):
 def added_up(messages):
     """Reasoning, content and calls, as a client adds them up."""
     content = reasoning = ""
-    calls = {}
+    calls: dict[int, tuple[str, str]] = {}
     for message in messages:
         content += (message and message.content) or ""
         reasoning += (message and message.reasoning) or ""
@@ -86,10 +92,11 @@ def token_by_token(cls, text, **fields):
 
 def in_pieces(cls, text, sizes, **fields):
     """What a stream with pieces of such sizes says, and its parts."""
-    parser, request = reading(cls)(TOKENIZER, asked().tools), asked(**fields)
+    parser, request = read_class(cls)(TOKENIZER, asked().tools), asked(**fields)
     tokens = tokens_of(TOKENIZER, text)
     texts = texts_of(tokens, request)
-    messages, parts, at = [], [], 0
+    messages, at = [], 0
+    parts: list[CompletionOutput] = []
     while at < len(tokens):
         end = min(len(tokens), at + sizes[len(parts) % len(sizes)])
         reason = "stop" if end == len(tokens) else None
@@ -169,7 +176,7 @@ def test_later_pieces_of_a_required_call_have_no_name():
 @given(st.integers(0, len(WANTED)))
 @examples(50)
 def test_whole_calls_of_a_cut_answer_stay(length):
-    _, _, calls = reading(ANY)(TOKENIZER, asked().tools).parse(WANTED[:length], asked(tool_choice="required"), True)
+    _, _, calls = read_class(ANY)(TOKENIZER, asked().tools).parse(WANTED[:length], asked(tool_choice="required"), True)
     ends = [WANTED.index("1}") + 2, WANTED.index('[}"}') + 4]
     whole = [call for call, end in zip([("paint", {"x": 1}), ("stop", {"why": "no, [}"})], ends, strict=True) if length >= end]
     assert [(call.name, json.loads(call.arguments)) for call in calls or ()] == whole

@@ -24,6 +24,7 @@ from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.exceptions import VLLMClientError
+from vllm.parser.abstract_parser import Parser
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
 
@@ -74,7 +75,7 @@ class Responses(OpenAIServingResponses):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.parser = reading(self.parser)
+        self.parser: type[Parser] | None = reading(self.parser)
 
     def _process_simple_streaming_events(
         self, request: Any, sampling_params: Any, result_generator: Any, *args: Any, **kwargs: Any
