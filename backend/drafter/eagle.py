@@ -1,4 +1,4 @@
-"""Proposes with an EAGLE head: extends the cache by the target's true features, then decodes K tokens with the shared noise.
+"""Proposes with an EAGLE head: extends the cache by the target's true features, then decodes K tokens (`draws.py`).
 
 Drafter thread.  Both parts are batched over all sequences of a batch, from all verifiers.
 """
@@ -12,7 +12,7 @@ import torch
 
 from backend import noise
 from backend.drafter import cache
-from backend.drafter.draws import Draws, Ends
+from backend.drafter.draws import Draws, Ends, fresh_noise
 from backend.drafter.head import Head, Rows
 from backend.drafter.intake import TORCH_DTYPES
 from backend.drafter.outcomes import Imagination, Shape, steps_behind, tips
@@ -46,7 +46,8 @@ class EagleProposer:
         self._projection = None if raw is None else raw.to(self._head.device, self._head.dtype)
         width = config.hidden_size if raw is None else raw.weight.shape[1]
         self.hidden = width if self._head.takes_features else 0
-        self._imagination = Imagination(self._head, self.max_position)
+        self._fresh = fresh_noise(where)
+        self._imagination = Imagination(self._head, self.max_position, self._fresh)
         noise.warm_up(where)
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
@@ -181,17 +182,17 @@ class EagleProposer:
         """Drafts at most `depth` tokens per sequence, starting from each sequence's tip."""
         head = self._head
         samplings = [s.sampling for s in sequences]
-        draws = Draws(samplings, head.draft_to_target, head.device)
+        draws = Draws(samplings, head.draft_to_target, self._fresh)
         positions, places = steps_behind(sequences, depth, head.device)
         starts, ones = [s.start for s in sequences], [1] * len(sequences)
         logits, feature = head.read(tips(sequences))
         for step in range(depth):
             # The token drafted from a row becomes the input of the next row.
-            tokens, values, leads = draws.pick(logits, positions[step] + head.token_offset)
-            if not ends.take(tokens, values, leads):
+            picked = draws.pick(logits, positions[step] + head.token_offset)
+            if not ends.take(picked):
                 break
             lengths = [s.length + 1 + step for s in sequences]
-            rows = Rows(tokens, positions[step], places[step], starts, lengths, ones)
+            rows = Rows(picked.tokens, positions[step], places[step], starts, lengths, ones)
             logits, feature = head.read(head.forward(rows, feature, None))
         return ends.cut()
 

@@ -74,8 +74,8 @@ def check_next(message: Next, proposer: Proposer) -> None:
     """Checks a `Next`.  Raises `Malformed`."""
     if len({item.request_id for item in message.items}) != len(message.items):
         raise Malformed("a request twice in one message")
-    if len(message.chance_weights) not in (0, 2):
-        raise Malformed("chance_weights are for greedy and for sampled requests")
+    if len(message.chance_weights) not in (0, 2, 3):
+        raise Malformed("chance_weights are for greedy requests, shared noise and independent drafts")
     if any(len(weights) < 3 or not all(map(math.isfinite, weights)) for weights in message.chance_weights):
         raise Malformed("a judge has at least three weights, all finite")
     for item in message.items:
@@ -93,6 +93,8 @@ def _check_item(item: Open | Commit, proposer: Proposer) -> None:
         raise Malformed("base_len or rows out of range")
     if isinstance(item, Open) and not (0 <= item.seed < 1 << 64 and 0 <= item.temperature < math.inf):
         raise Malformed("seed or temperature out of range")
+    if isinstance(item, Open) and not (item.top_k >= -1 and 0 <= item.top_p <= 1 and 0 <= item.min_p <= 1):
+        raise Malformed("top_k, top_p or min_p out of range")
     if known > item.base_len or (isinstance(item, Open) and known != item.base_len):
         raise Malformed("base_len does not fit the tokens")
     if item.rows > known:

@@ -9,7 +9,9 @@ comes after them.  With c_i the chance that d_i is accepted,
 where r_k is the distribution of the token that comes if d_k is rejected.  The noise is known.  So the tokens with the largest
 values `log q_k + G` (greedy requests: `log q_k`) are the likeliest; a softmax over these values estimates their chances.
 If the verifier has sent weights (`backend/speculation/chances.py`), c comes from them, and r_k from the values without d_k.
-Otherwise both come from the values: a token's share in the softmax, which for a greedy request is q_k itself.
+Otherwise both come from the values: a token's share in the softmax, which for a greedy request is q_k itself.  A token of an
+independent draft was drawn without that noise, so its chance comes from the shape of its distribution alone (`draws.py`).  The
+token after it is drawn with the noise all the same.
 
 The likeliest outcomes are the branches of one tree.  They share the sequence's rows and part of the rows of the draft under
 verification, and are decoded together.  The tree's rows lie behind the sequence's last row and are not counted as its own; the
@@ -35,6 +37,8 @@ from backend.wire.drafting import Outcome
 NEVER = float("-inf")
 UNLIKELY = -30.0
 """The value given to a token outside the draft vocabulary, for which the head has no probability."""
+UNJUDGED = (1.0, 0.0, 2.0)
+"""Weights for independent drafts if the verifier has sent none: the surer the head, the likelier is its sample accepted."""
 LEAST_CHANCE = 1e-6
 """Judged chances are kept this far from 0 and 1, so that logarithms stay finite."""
 
@@ -74,8 +78,9 @@ class _Branches:
 class Imagination:
     """Enumerates outcomes with one head; keeps no state between calls."""
 
-    def __init__(self, head: Head, max_position: int) -> None:
+    def __init__(self, head: Head, max_position: int, fresh: torch.Generator) -> None:
         self._head = head
+        self._fresh = fresh
         self._max_position = max_position
         mapping = head.draft_to_target
         self._draft_ids = None if mapping is None else {target: own for own, target in enumerate(mapping.tolist())}
@@ -101,7 +106,7 @@ class Imagination:
         drafted = self._branch(sequences, outputs, branches, ends, shape)
         return [
             [
-                Outcome(stops[i][at], tokens[i][at], (draft := drafted[i * width + at]).tokens, draft.signs)
+                Outcome(stops[i][at], tokens[i][at], (draft := drafted[i * width + at]).tokens, draft.signs, draft.proposal)
                 for at in range(min(premise.outcomes, width))
                 if scores[i][at] > NEVER
             ]
@@ -127,7 +132,7 @@ class Imagination:
     def _draws(self, sequences: list[Sequence], times: int) -> Draws:
         """Draws for `times` rows of each sequence."""
         samplings = [s.sampling for s in sequences for _ in range(times)]
-        return Draws(samplings, self._head.draft_to_target, self._head.device)
+        return Draws(samplings, self._head.draft_to_target, self._fresh)
 
     def _choose(self, premises: list[Premise], sequences: list[Sequence], outputs: Tensor, shape: Shape) -> _Branches:
         """The most probable outcomes, by the module's formula.  Tensors begin with `[sequences, stops]`."""
@@ -146,7 +151,8 @@ class Imagination:
         stop = torch.arange(stops, device=device)
         verified = verified.view(count, stops).masked_fill(drafted < 0, UNLIKELY).masked_fill(stop >= lengths, NEVER)
         others = values.masked_fill(columns == drafted.unsqueeze(-1), NEVER)
-        accepted, ended = self._fates(premises, sequences, draws, verified, others)
+        shapes = draws.shapes(logits)
+        accepted, ended = self._fates(premises, sequences, draws, verified, others, shapes)
         before = (accepted.cumsum(1) - accepted).masked_fill(stop > lengths, NEVER)
         scores = (others + (before + ended).unsqueeze(-1)).flatten(1)
         chosen, where = scores.topk(min(shape.width, scores.shape[1]), dim=-1)
@@ -154,23 +160,36 @@ class Imagination:
         return _Branches(torch.div(where, size, rounding_mode="floor"), tokens, chosen)
 
     def _fates(
-        self, premises: list[Premise], sequences: list[Sequence], draws: Draws, verified: Tensor, others: Tensor
+        self,
+        premises: list[Premise],
+        sequences: list[Sequence],
+        draws: Draws,
+        verified: Tensor,
+        others: Tensor,
+        shapes: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """Logarithms of each verified token's chance, and of a factor: `[sequences, stops]` each.
 
         The factor times exp(value) is the chance that a verification which gets here ends with the token of that value.
+        `shapes`: the signs at all stops of the sequences with independent drafts.
         """
         rest = others.logsumexp(-1).clamp(min=torch.finfo(torch.float32).min)
         is_sampled = (draws.scales > 0).view(verified.shape)
         total = torch.where(is_sampled, torch.logaddexp(rest, verified), 0.0)
         accepted, ended = verified - total, -total
         leads = verified - others[..., 0].maximum(others[..., min(1, others.shape[-1] - 1)])
-        signs = torch.stack((verified, leads), dim=-1).flatten(1).tolist()
+        signs = torch.stack((verified, leads), dim=-1)
+        if shapes is not None:
+            own = [i for i, sequence in enumerate(sequences) if sequence.sampling.independent]
+            signs[own] = shapes.view(len(own), *signs.shape[1:])
+        known = signs.flatten(1).tolist()
         for i, (premise, sequence) in enumerate(zip(premises, sequences, strict=True)):
             weights = premise.until.judge(sequence.sampling)
+            if weights is None and sequence.sampling.independent:
+                weights = UNJUDGED
             if weights is not None:
                 count = len(premise.verifying)
-                judged = torch.tensor(chances(weights, signs[i][: 2 * count]), device=verified.device)
+                judged = torch.tensor(chances(weights, known[i][: 2 * count]), device=verified.device)
                 judged = judged.clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
                 accepted[i, :count] = judged.log()
                 ended[i] = -rest[i]
@@ -211,9 +230,10 @@ class Imagination:
             at = (positions + step).clamp_(max=furthest)
             rows = Rows(ids, at, first + step * width, starts, lengths, counts, masks)
             logits, feature = head.read(head.forward(rows, feature, None))
-            ids, values, leads = draws.pick(logits, positions + step + head.token_offset + 1)
-            if not ends.take(ids, values, leads):
+            picked = draws.pick(logits, positions + step + head.token_offset + 1)
+            if not ends.take(picked):
                 break
+            ids = picked.tokens
         return ends.cut()
 
     def _masks(self, sequences: list[Sequence], stops: Tensor, shape: Shape) -> list[Tensor]:

@@ -31,11 +31,27 @@ class Sampling:
     """The unsigned 64-bit seed, read as int64."""
     temperature: float
     """0: greedy."""
+    independent: bool = False
+    """Draft tokens are samples, drawn with noise of the drafter's own: the verifier judges them by rejection sampling."""
+    top_k: int = 0
+    """Not positive: all.  Only for independent drafts, as are the next two."""
+    top_p: float = 1.0
+    min_p: float = 0.0
 
     @classmethod
-    def of(cls, seed: int, temperature: float) -> Sampling:
-        """From an unsigned seed."""
-        return cls(to_int64(seed), temperature if temperature >= COOLEST else 0.0)
+    def of(
+        cls,
+        seed: int,
+        temperature: float,
+        independent: bool = False,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+    ) -> Sampling:
+        """From an unsigned seed.  A greedy request is never independent."""
+        if temperature < COOLEST:
+            return cls(to_int64(seed), 0.0)
+        return cls(to_int64(seed), temperature, independent, top_k, top_p, min_p)
 
 
 GREEDY = Sampling(0, 0.0)
@@ -45,7 +61,8 @@ GREEDY = Sampling(0, 0.0)
 class Until:
     """When a draft ends: after `k` tokens, or before the first whose survival falls below `floor`.
 
-    `chance_weights`: the weights (`chances.py`) for greedy and for sampled requests; empty: `floor` has no effect.
+    `chance_weights`: the weights (`chances.py`) for greedy requests, for shared noise, and for independent drafts; of two, the
+    second serves both of the latter.  Empty: `floor` has no effect.
     """
 
     k: int
@@ -54,18 +71,20 @@ class Until:
 
     def judge(self, sampling: Sampling) -> Sequence[float] | None:
         """The weights for a request with this sampling; None if it has none."""
-        return self.chance_weights[sampling.temperature > 0] if self.chance_weights else None
+        kind = 0 if sampling.temperature == 0 else 2 if sampling.independent else 1
+        return self.chance_weights[min(kind, len(self.chance_weights) - 1)] if self.chance_weights else None
 
 
 class Drafted(NamedTuple):
     """A draft.  `signs`: value and lead of each token; empty: unknown.
 
-    `first`: its first token, even if that was too unlikely to be sent; empty: unknown.
+    `first`: its first token, even if that was too unlikely to be sent; empty: unknown.  `proposal`: see `wire/drafting.py`.
     """
 
     tokens: list[int]
     signs: list[float]
     first: Sequence[int] = ()
+    proposal: bytes = b""
 
 
 NOTHING = Drafted([], [])

@@ -337,7 +337,9 @@ class DrafterService:
                 known = False
             elif isinstance(item, Open):
                 known = True
-                proposer.open(key, list(item.tokens), item.rows, now, Sampling.of(item.seed, item.temperature))
+                restrictions = item.top_k, item.top_p, item.min_p
+                sampling = Sampling.of(item.seed, item.temperature, item.independent, *restrictions)
+                proposer.open(key, list(item.tokens), item.rows, now, sampling)
                 self._spans.opened(key, item.trace, now)
                 if self._lessons is not None:
                     self._lessons.opened(key, item, features)
@@ -363,7 +365,10 @@ class DrafterService:
         replies: list[Reply] = []
         for listener, places in self._by_peer(wishes):
             queue_us = round(max(started - min(wishes[place].since for place in places), 0.0) * 1e6)
-            items = [Draft(wishes[p].item.request_id, wishes[p].item.base_len, found[p].tokens, found[p].signs) for p in places]
+            items = [
+                Draft(item.request_id, item.base_len, drafted.tokens, drafted.signs, drafted.proposal)
+                for item, drafted in ((wishes[place].item, found[place]) for place in places)
+            ]
             replies.append((listener, encode(Drafts(draft_us, queue_us, items))))
         for wanted, drafted in zip(wishes, found, strict=True):
             self._nexts.drafted(wanted, drafted.tokens, finished)

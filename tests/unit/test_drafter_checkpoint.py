@@ -51,13 +51,15 @@ def test_a_reduced_vocabulary_drafts_target_ids(tmp_path: Path) -> None:
     assert weights.draft_to_target.tolist() == [i + int(o) for i, o in enumerate(offsets)]
 
 
-def test_offsets_outside_the_vocabulary_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("slope", "shift"), [(1, 60), (0, 0)], ids=["outside the vocabulary", "twice the same token"])
+def test_offsets_that_are_no_tokens_of_their_own_are_refused(tmp_path: Path, slope: int, shift: int) -> None:
     head_dir, target_dir = pair(tmp_path, TinyHead(draft_vocab=23))
     path = Path(head_dir) / "model.safetensors"
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(path)
-    save_file(tensors | {"d2t": tensors["d2t"] + 60}, path)
+    own = torch.arange(23)
+    save_file(tensors | {"d2t": slope * (tensors["d2t"] + own) + shift - own}, path)
     with pytest.raises(CheckpointError, match="d2t"):
         load_drafter(head_dir, target_dir)
 

@@ -1,0 +1,291 @@
+"""Independent drafts: samples of the distribution that is sent, drawn afresh; signs and lengths say nothing of the tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from backend.drafter.draws import SUPPORT, Draws, Ends, fresh_noise
+from backend.drafter.eagle import EagleProposer
+from backend.drafter.ngram import NgramProposer
+from backend.drafter.proposer import GREEDY, Ask, Drafted, Premise, Sampling, Until
+from backend.drafter.service import DrafterService
+from backend.speculation.chances import CLIP
+from backend.wire.drafting import NextItem
+from tests.support.ahead_verifier import HEAD, AheadVerifier, blocks_of, drafts_of, handle, opening
+from tests.support.drafter_heads import Request, TinyHead, make_proposer
+from tests.support.properties import examples
+
+SEED = 2**63 + 5
+CPU = torch.device("cpu")
+DRAWN = 20_000
+LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.5, 0.0, -2.5, 1.0, -0.2])
+UNSURE, SURE = [0.0, 0.0, -20.0], [0.0, 0.0, 20.0]
+
+
+def own(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Sampling:
+    return Sampling.of(SEED, temperature, True, top_k, top_p, min_p)
+
+
+def pick(samplings: Sequence[Sampling], logits: Tensor, token_ids: Tensor | None = None, k: int = 1) -> list[Drafted]:
+    """A draft of `k` tokens per row, all from the same logits `[rows, V]`."""
+    rows = len(samplings)
+    draws, ends = Draws(samplings, token_ids, fresh_noise(CPU)), Ends([k] * rows, [Until(k)] * rows, samplings)
+    for place in range(k):
+        ends.take(draws.pick(logits, torch.full((rows,), place)))
+    return ends.cut()
+
+
+def decode(tokens: Sequence[int], proposal: bytes) -> tuple[list[list[int]], list[list[float]]]:
+    """Ids and probabilities of each token's distribution, checked for what every proposal must be."""
+    count = len(tokens)
+    assert len(proposal) % (8 * count) == 0
+    support = len(proposal) // (8 * count)
+    ids = np.frombuffer(proposal, "<i4", count * support).reshape(count, support)
+    chances = np.frombuffer(proposal, "<f4", offset=4 * count * support).reshape(count, support)
+    assert chances.sum(axis=1, dtype=np.float64) == pytest.approx(1, abs=1e-6)
+    assert (chances >= 0).all()
+    for token, row, chance in zip(tokens, ids, chances, strict=True):
+        assert len(set(row.tolist())) == support
+        assert chance[row == token].item() > 0
+    return ids.tolist(), chances.tolist()
+
+
+def surprise(counts: Sequence[int], chances: Sequence[float]) -> float:
+    """The p-value of counts under probabilities, by the chi-square test; tokens of probability 0 must not occur."""
+    assert not any(count for count, chance in zip(counts, chances, strict=True) if not chance)
+    expected = [(count, sum(counts) * chance) for count, chance in zip(counts, chances, strict=True) if chance]
+    statistic = sum((count - mean) ** 2 / mean for count, mean in expected)
+    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [own(), own(0.6), own(1.7), own(top_k=3), own(top_p=0.7), own(min_p=0.15), own(0.8, 5, 0.9, 0.02)],
+    ids=["1", "0.6", "1.7", "top_k", "top_p", "min_p", "all three"],
+)
+def test_tokens_follow_the_distribution_that_is_sent(sampling: Sampling) -> None:
+    ids = torch.arange(8) * 3 + 1
+    drafts = pick([sampling] * DRAWN, LOGITS.expand(DRAWN, -1), ids)
+    (support,), (chances,) = decode(drafts[0].tokens, drafts[0].proposal)
+    assert sorted(support) == ids.tolist()
+    assert all(drafted.proposal == drafts[0].proposal for drafted in drafts)
+    drawn = [drafted.tokens[0] for drafted in drafts]
+    assert surprise([drawn.count(token) for token in support], chances) > 1e-6
+
+
+def test_two_drafts_at_one_place_are_independent() -> None:
+    """The joint distribution of two tokens of one row, and of the tokens of two rows, is the product."""
+    drafts = pick([own()] * DRAWN, LOGITS.expand(DRAWN, -1), k=2)
+    ids, chances = decode(drafts[0].tokens, drafts[0].proposal)
+    product = [a * b for a in chances[0] for b in chances[1]]
+    pairs = [(drafted.tokens[0], drafted.tokens[1]) for drafted in drafts]
+    neighbours = [(one.tokens[0], other.tokens[0]) for one, other in zip(drafts[::2], drafts[1::2], strict=True)]
+    for drawn in (pairs, neighbours):
+        assert surprise([drawn.count((a, b)) for a in ids[0] for b in ids[1]], product) > 1e-6
+
+
+def test_no_noise_is_used_twice() -> None:
+    """Neither by a request with the same seed at the same place, nor by another source."""
+    flat = torch.zeros(64, 32)
+    texts = {tuple(d.tokens[0] for d in pick([own()] * 64, flat)) for _ in range(8)}
+    assert len(texts) == 8
+
+
+def test_signs_say_nothing_of_the_token(tmp_path: Path) -> None:
+    drafts = pick([own(0.8, top_p=0.95)] * 64, LOGITS.expand(64, -1))
+    assert len({drafted.tokens[0] for drafted in drafts}) > 2
+    assert len({tuple(drafted.signs) for drafted in drafts}) == 1
+    _, (chances,) = decode(drafts[0].tokens, drafts[0].proposal)
+    first, second = sorted(chances)[-1:-3:-1]
+    expected = [sum(chance * math.log(chance) for chance in chances if chance), math.log(first / second)]
+    assert drafts[0].signs == pytest.approx(expected, abs=1e-5)
+    assert pick([own(top_k=1)], LOGITS.unsqueeze(0))[0].signs == [0.0, CLIP]
+    proposer = make_proposer(tmp_path, TinyHead(draft_vocab=40))
+    request = Request(proposer, TinyHead(), 1, 12, own(1.5))
+    found = [fresh(proposer, request, Until(1)) for _ in range(16)]
+    assert len({tuple(drafted.tokens) for drafted in found}) > 1
+    assert len({(tuple(drafted.signs), drafted.proposal) for drafted in found}) == 1
+
+
+def fresh(proposer: EagleProposer, request: Request, until: Until) -> Drafted:
+    return proposer.draft([Ask(request.key, len(request.tokens), 0, None, until)])[0]
+
+
+def allowed(logits: list[float], sampling: Sampling) -> tuple[set[int], set[int]]:
+    """By vLLM's rules: columns that must have a probability, and those that may (rounding may decide at an edge)."""
+    ranked = sorted(range(len(logits)), key=lambda column: -logits[column])[:SUPPORT]
+    total = sum(math.exp((logits[c] - logits[ranked[0]]) / sampling.temperature) for c in ranked)
+    chances = {c: math.exp((logits[c] - logits[ranked[0]]) / sampling.temperature) / total for c in ranked}
+    sets = []
+    for slack in (1e-4, -1e-4):
+        # In single precision the least chances may be 0.
+        least = max(sampling.min_p * chances[ranked[0]] * (1 + slack), 1e-30 if slack > 0 else 0.0)
+        left = [c for c in ranked if chances[c] >= least]
+        left = left[: sampling.top_k] if sampling.top_k else left
+        mass, before, kept = sum(chances[c] for c in left), 0.0, set()
+        for c in left:
+            if not kept or sampling.top_p == 1 or before < (sampling.top_p - slack) * mass:
+                kept.add(c)
+            before += chances[c]
+        sets.append(kept)
+    return sets[0], sets[1]
+
+
+@given(
+    st.lists(st.floats(-8, 8), min_size=2, max_size=50, unique_by=lambda x: round(x, 3)),
+    st.floats(0.2, 2.0),
+    st.integers(0, 40),
+    st.floats(0.01, 1.0),
+    st.floats(0.0, 1.0),
+)
+@examples(100)
+def test_restrictions_are_those_of_the_request(logits: list[float], t: float, top_k: int, top_p: float, min_p: float) -> None:
+    sampling = own(t, top_k, top_p, min_p)
+    (drafted,) = pick([sampling], torch.tensor([logits]))
+    (ids,), (chances,) = decode(drafted.tokens, drafted.proposal)
+    assert len(ids) == min(SUPPORT, len(logits))
+    kept = {column: chance for column, chance in zip(ids, chances, strict=True) if chance}
+    must, may = allowed(logits, sampling)
+    assert must <= kept.keys() <= may
+    best = max(kept, key=lambda column: kept[column])
+    for column, chance in kept.items():
+        assert chance / kept[best] == pytest.approx(math.exp((logits[column] - logits[best]) / t), rel=1e-3, abs=1e-6)
+
+
+@pytest.mark.parametrize("spoiled", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_still_make_a_distribution(spoiled: float) -> None:
+    logits = LOGITS.repeat(3, 1)
+    logits[0, 2] = spoiled
+    logits[1] = spoiled
+    for sampling in (own(), own(1e-4), own(2.0, 3, 0.5, 0.1)):
+        for drafted in pick([sampling] * 3, logits):
+            decode(drafted.tokens, drafted.proposal)
+
+
+def test_other_rows_of_a_batch_stay_as_they_were() -> None:
+    logits = torch.randn(7, 61, generator=torch.Generator().manual_seed(1)) * 3
+    others = [GREEDY, Sampling.of(SEED, 0.7), Sampling.of(3, 1.3), GREEDY]
+    places, owned = [0, 2, 3, 6], [1, 4, 5]
+    mixed = [own(0.5 + row / 10) for row in range(7)]
+    for place, sampling in zip(places, others, strict=True):
+        mixed[place] = sampling
+    together, alone = pick(mixed, logits), pick(others, logits[places])
+    assert [together[place] for place in places] == alone
+    assert all(not drafted.proposal for drafted in alone)
+    for place in owned:
+        expected = pick([mixed[place]], logits[place : place + 1])[0]
+        assert together[place].proposal == expected.proposal
+        assert together[place].signs == expected.signs
+        decode(together[place].tokens, together[place].proposal)
+
+
+def test_independent_rows_alone_compute_no_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backend.noise.choose", lambda *given: pytest.fail("shared noise"))
+    pick([own()] * 3, LOGITS.expand(3, -1))
+
+
+def test_the_floor_cuts_no_independent_draft(tmp_path: Path) -> None:
+    head = TinyHead()
+    proposer = make_proposer(tmp_path, head)
+    requests = [Request(proposer, head, key, 12, s) for key, s in enumerate([own(), Sampling.of(SEED, 1.0), own(0.5)])]
+    until = Until(5, 0.9, [UNSURE] * 3)
+    drafts = proposer.draft([Ask(r.key, len(r.tokens), 0, None, until) for r in requests])
+    assert [len(drafted.tokens) for drafted in drafts] == [5, 0, 5]
+    for drafted in (drafts[0], drafts[2]):
+        assert len(drafted.signs) == 10
+        decode(drafted.tokens, drafted.proposal)
+
+
+def test_each_kind_of_request_is_judged_by_its_own_weights() -> None:
+    for weights in ([SURE, UNSURE, SURE], [SURE, UNSURE]):
+        found = [Until(1, 0.0, weights).judge(s) for s in (GREEDY, Sampling.of(1, 1.0), own())]
+        assert found == [weights[0], weights[1], weights[-1]]
+    assert Until(1).judge(own()) is None
+    assert not own(1e-6).independent, "greedy"
+
+
+def test_outcomes_are_drafted_independently_and_ranked_with_the_shared_noise(tmp_path: Path) -> None:
+    head = TinyHead(draft_vocab=40)
+    proposer = make_proposer(tmp_path, head)
+    one, other = Request(proposer, head, 1, 20, own()), Request(proposer, head, 2, 20, Sampling.of(SEED, 1.0))
+    shared = Request(proposer, head, 3, 20, Sampling.of(SEED, 1.0))
+    verifying = fresh(proposer, one, Until(4)).tokens
+    for certain, stops in ((SURE, {4}), (UNSURE, {0})):
+        until = Until(3, 0.9, [certain] * 3)
+        premises = [Premise(r.key, 20, until, verifying, 6) for r in (one, other)]
+        owned, _ = proposer.draft_outcomes(premises)
+        again, _ = proposer.draft_outcomes(premises)
+        assert {o.accepted for o in owned} == stops
+        assert [(o.accepted, o.token) for o in owned] == [(o.accepted, o.token) for o in again]
+        assert [o.tokens for o in owned] != [o.tokens for o in again]
+        assert all(len(o.tokens) == 3 for o in owned), "no floor"
+        for outcome in owned:
+            decode(outcome.tokens, outcome.proposal)
+        # The same text and seed with shared noise: the same tokens come, in the same order.
+        proposer.open(3, list(one.tokens), 19, 0.0, Sampling.of(SEED, 1.0))
+        proposer.draft([Ask(3, 20, 19, one.features[:19])])
+        twin = proposer.draft_outcomes([Premise(shared.key, 20, replace(until, floor=0.0), verifying, 6)])[0]
+        assert [(o.accepted, o.token) for o in twin] == [(o.accepted, o.token) for o in owned]
+        assert all(not o.proposal for o in twin)
+
+
+def test_the_chance_of_an_outcome_depends_on_the_shape_alone(tmp_path: Path) -> None:
+    """With weights for the value alone, where verification stops is the same whichever token is verified first."""
+    head = TinyHead()
+    proposer = make_proposer(tmp_path, head)
+    request = Request(proposer, head, 1, 20, own(3.0))
+    # Far steeper than any sign is large: one stop gets all outcomes, by the sign of value + 1.
+    until = Until(2, 0.0, [UNSURE, UNSURE, [200.0, 0.0, 200.0]])
+    drafted = fresh(proposer, request, Until(1))
+    expected = 1 if drafted.signs[0] > -1 else 0
+    for token in range(head.vocab):
+        found = proposer.draft_outcomes([Premise(1, 20, until, [token], 4)])[0]
+        assert {o.accepted for o in found} == {expected}
+
+
+def test_the_protocol_carries_proposals(tmp_path: Path) -> None:
+    service = DrafterService("drafter-0", make_proposer(tmp_path, HEAD), 60.0)
+    verifier = AheadVerifier(service)
+    first = msgspec.structs.replace(opening("a", temperature=1.0), independent=True, top_k=2)
+    verifier.round(first, opening("b", temperature=1.0), msgspec.structs.replace(opening("c"), independent=True))
+    messages = verifier.next(*(NextItem(name, 6, 4, [], 4, 0.5) for name in "abc"), chance_weights=[SURE] * 3)
+    a, b, c = drafts_of(messages)
+    _, chances = decode(a.tokens, a.proposal)
+    assert all(sum(chance > 0 for chance in row) == 2 for row in chances)
+    assert b.proposal == c.proposal == b""
+    blocks = {block.request_id: block.outcomes for block in blocks_of(messages)}
+    assert len(blocks["a"]) == 4
+    for outcome in blocks["a"]:
+        decode(outcome.tokens, outcome.proposal)
+    assert not any(o.proposal for o in (*blocks["b"], *blocks["c"]))
+
+
+WRONG: list[dict[str, float]] = [{"top_k": -2}, {"top_p": 1.5}, {"top_p": math.nan}, {"min_p": -0.1}, {"min_p": 2.0}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_restrictions_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, float]) -> None:
+    service = DrafterService("drafter-0", make_proposer(tmp_path, HEAD), 60.0)
+    verifier = AheadVerifier(service)
+    item = msgspec.structs.replace(opening("a", temperature=1.0), independent=True, **wrong)
+    (_, refusal) = handle(service, verifier.features, verifier.frames(item))[0]
+    assert b"out of range" in refusal
+
+
+def test_a_look_up_is_certain() -> None:
+    proposer = NgramProposer(100, 1000, 1000)
+    proposer.open("a", [1, 2, 3, 1, 2], 0, 0.0, own())
+    (drafted,) = proposer.draft([Ask("a", 5, 0, None, Until(2))])
+    assert drafted == Drafted([3, 1], [])
