@@ -12,9 +12,9 @@ Noise.  A request has a seed.  The verifier's token at position t is the v that 
 (`backend/noise`).  The draft token is the v that maximises `log q(v) + G(seed, t, v)`.  A draft token is accepted while it
 equals the verifier's own.  So a drafter's use of the noise changes how many tokens are accepted, never the text.
 
-Independent drafts.  A request without a seed of its own is judged by rejection sampling.  Its draft tokens are samples of q, drawn
-afresh for each draft, and q travels with them over its likeliest tokens (`Draft.proposal`).  The verifier's last token still
-uses the seed's noise, so outcomes are ranked as for shared noise.
+Independent drafts.  A request without a seed of its own is judged by rejection sampling.  Its draft tokens are samples of q,
+drawn afresh for each draft, and q travels with them over its likeliest tokens (`Draft.proposal`).  The verifier's last token
+still uses the seed's noise, so outcomes are ranked as for shared noise.
 
 Signs.  A draft comes with two numbers per token, its value and its lead (`backend/speculation/chances.py`), or with none.
 
