@@ -140,7 +140,7 @@ def _target_ids(offsets: Tensor, config: HeadConfig) -> Tensor:
     ids = offsets.to(torch.int64) + torch.arange(config.draft_vocab_size)
     if bool(((ids < 0) | (ids >= config.vocab_size)).any()):
         raise CheckpointError("tensor d2t: points outside the target's vocabulary")
-    if len(ids.unique()) != len(ids):
+    if len(set(ids.tolist())) != len(ids):
         raise CheckpointError("tensor d2t: names a token of the target twice")
     return ids
 
