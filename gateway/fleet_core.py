@@ -324,9 +324,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         record.placed_at = time.monotonic()
         record.taken = False
         asked = record.claim.asked
-        link.add(
-            record.request, record.place_id, record.emitted, record.noise_seed, asked if asked != RequestOptions() else None
-        )
+        link.add(record.request, record.place_id, record.emitted, asked if asked != RequestOptions() else None)
         self._accounts.placed(record, link)
         self.sequences.put(record, link)
         record.claim.verifier = link.member.id

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,8 +43,6 @@ class InFlight:
     emitted: list[int] = field(default_factory=list)
     said: int = 0
     """Tokens of these in its answer: none after a stop string."""
-    noise_seed: int = field(default_factory=lambda: secrets.randbits(64))
-    """The seed for a request that gives none.  Equal at every verifier, so that a move changes no token."""
     places: int = 0
     """How often it was given to a verifier so far."""
     placed_at: float = 0.0

@@ -19,6 +19,7 @@ from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
 from backend.fleet.speed import Line
 from backend.records.rows import Row, name_for_records
 from backend.speculation.pairing import Pairing
+from backend.speculation.proposals import Proposal
 from backend.speculation.waiting import Plan
 from backend.wire.engine import RequestOptions
 
@@ -33,6 +34,8 @@ class StepOrders:
     """Whether drafters need this step's features at once."""
     pairings: dict[str, Pairing] = field(default_factory=dict)
     """Of each new request."""
+    proposals: dict[str, Proposal] = field(default_factory=dict)
+    """What the sampled drafts of this step were drawn from."""
 
 
 class Drafted(NamedTuple):

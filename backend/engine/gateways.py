@@ -223,7 +223,7 @@ class GatewayPort:
             refuse_unfit(request, self._welcome.fixed_responses, self._vocab_size, self._welcome.max_model_len)
             if request.lora_request is not None:
                 self._weights.read_adapter(request.lora_request)
-            add_request(self._core, request, addition.emitted, addition.noise_seed, addition.asked)
+            add_request(self._core, request, addition.emitted, addition.asked)
             self._tell(gateway, TAKEN, addition.request_id.encode())
         except Exception as error:
             # An error in one request, unreadable frames included, must not end the engine for the others.

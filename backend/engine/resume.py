@@ -5,7 +5,8 @@ that it has preempted.  The prefill runs over prompt and output; penalties, `min
 grammar continue from there.  vLLM's model runner starts every request without output.  So the scheduler passes these tokens on
 (`counting.py`) and the runner takes them in (`runner.ResumedOutputs`).
 
-A sampled request continues exactly as it would have, because its noise depends only on its seed and each token's position.
+A request with a seed continues exactly as it would have, because its noise depends only on the seed and each token's position.
+A request without one continues with new noise: what the verifier before had drawn must not be judged again.
 Mode `native` has vLLM's own sampler, whose generator cannot be restored.  There a seeded request continues with a new seed,
 derived from the first seed and the number of tokens emitted: the distribution is the same, the tokens are not.
 """
@@ -22,17 +23,17 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from backend.wire.engine import GREEDY_BELOW, LOGPROBS_MODE, NOISE_SEED, NOT_LEARNED, RequestOptions
+from backend.engine.fixed import fixed_response
+from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, LOGPROBS_MODE, NOISE_SEED, NOT_LEARNED, RequestOptions
 
 
 def add_request(
     core: EngineCore,
     request: EngineCoreRequest,
     emitted: Sequence[int] = (),
-    noise_seed: int | None = None,
     asked: RequestOptions | None = None,
 ) -> None:
-    """Adds `request` to the engine, to continue after its `emitted` output tokens; `noise_seed` and `asked` as in `Addition`.
+    """Adds `request` to the engine, to continue after its `emitted` output tokens; `asked` as in `Addition`.
 
     Raises what vLLM raises for a request that it refuses, and `ValueError` if `emitted` cannot be the request's output.
     """
@@ -43,7 +44,7 @@ def add_request(
     # A pooling request has no such parameters.
     if request.sampling_params is not None:
         shares_noise = core.vllm_config.additional_config["outrider"]["shared_noise"]
-        _complete(request.sampling_params, shares_noise, len(emitted), noise_seed, asked or RequestOptions())
+        _complete(request.sampling_params, shares_noise, len(emitted), asked or RequestOptions())
     made, wave = core.preprocess_add_request(request)
     made.outrider = asked
     if emitted:
@@ -55,7 +56,7 @@ def add_request(
     core.add_request(made, wave)
 
 
-def _complete(params: Any, shares_noise: bool, emitted: int, noise_seed: int | None, asked: RequestOptions) -> None:
+def _complete(params: Any, shares_noise: bool, emitted: int, asked: RequestOptions) -> None:
     """Adds to a request's parameters what the sampler and the runner must know."""
     if emitted:
         # The prompt's log probabilities were sent with the first token.
@@ -63,9 +64,11 @@ def _complete(params: Any, shares_noise: bool, emitted: int, noise_seed: int | N
     if params.extra_args:
         # Clients may pass extra arguments (`vllm_xargs`), but these belong to the verifier.
         theirs = params.extra_args
-        params.extra_args = {name: theirs[name] for name in theirs.keys() - {NOISE_SEED, LOGPROBS_MODE, NOT_LEARNED}}
+        params.extra_args = {
+            name: theirs[name] for name in theirs.keys() - {NOISE_SEED, INDEPENDENT, LOGPROBS_MODE, NOT_LEARNED}
+        }
     if shares_noise:
-        _seed(params, noise_seed)
+        _seed(params)
     elif emitted and params.seed is not None:
         params.seed = continued_seed(params.seed, emitted)
     if asked.logprobs_mode is not None:
@@ -97,14 +100,19 @@ def _check_vocabulary(core: EngineCore, tokens: Sequence[int], name: str) -> Non
         raise ValueError(f"{name} is not in the vocabulary")
 
 
-def _seed(params: Any, noise_seed: int | None) -> None:
-    """Moves the seed to where our sampler reads it.  vLLM would create an unused generator from `params.seed`."""
+def _seed(params: Any) -> None:
+    """Decides how a sampled request's drafts are judged, and moves the seed to where our sampler reads it.
+
+    vLLM would create an unused generator from `params.seed`.
+    """
     # `sampling_type` must not be read here: vLLM caches its value, and would still create the generator.
     if params.temperature < GREEDY_BELOW:
         return
-    seed = params.seed if params.seed is not None else noise_seed
-    seed = secrets.randbits(64) if seed is None else seed % 2**64
-    _add_argument(params, NOISE_SEED, seed)
+    # vLLM cuts drafts before the first token that a grammar forbids.  That decision has seen the token, so only drafts that
+    # decide nothing may be cut so.
+    if params.seed is None and params.structured_outputs is None and fixed_response(params) is None:
+        _add_argument(params, INDEPENDENT, True)
+    _add_argument(params, NOISE_SEED, secrets.randbits(64) if params.seed is None else params.seed % 2**64)
     params.seed = None
 
 

@@ -22,8 +22,9 @@ from backend.engine.features import FeatureShipper
 from backend.engine.fixed import fixed_response
 from backend.engine.postponed import Span
 from backend.engine.spans import TRACE_ARGUMENT
+from backend.speculation.proposals import Proposal
 from backend.wire.drafting import Open
-from backend.wire.engine import GREEDY_BELOW, NOISE_SEED, NOT_LEARNED
+from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, NOISE_SEED, NOT_LEARNED
 
 
 class SeededPrefill:
@@ -115,6 +116,7 @@ class RemoteDrafting:
 
     shipper: FeatureShipper | None
     aux_layers: tuple[int, ...]
+    proposals: dict[str, Proposal]
 
     ships_features: bool
     cudagraph_dispatcher: Any
@@ -137,6 +139,7 @@ class RemoteDrafting:
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """vLLM's method of the same name; first reports finished requests to drafters, also in a step that runs nothing."""
+        self.proposals = scheduler_output.outrider.proposals
         if self.shipper is not None:
             self.shipper.finish(scheduler_output.finished_req_ids)
             self.shipper.preempted(scheduler_output.preempted_req_ids or ())
@@ -199,6 +202,10 @@ class RemoteDrafting:
             trace=str(arguments.get(TRACE_ARGUMENT, "")),
             prompt=state.num_prompt_tokens,
             learn=not arguments.get(NOT_LEARNED),
+            independent=bool(sampled and arguments.get(INDEPENDENT)),
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            min_p=params.min_p,
         )
 
     def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[Span]:

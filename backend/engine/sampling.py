@@ -5,6 +5,9 @@ of p_t, but it depends only on the seed and the preceding tokens.  A draft token
 the sampled token replaces the first draft token that differs.  So the text is the same for any draft (Gumbel coupling,
 arXiv 2408.07978).  Greedy requests have no noise.
 
+Drafts of requests that need not repeat (`INDEPENDENT`) are judged by `rejection.py` instead, which accepts more.  Only the
+token after the accepted ones is drawn with G.
+
 The target's distribution p comes from vLLM's own processors, applied to each row as if the draft tokens before it had been
 emitted.  vLLM's rejection sampler is not used; what it does not support (`min_p`, `logit_bias`, custom processors) works here.
 """
@@ -29,8 +32,10 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker import gpu_model_runner
 
 from backend.engine import thinking
-from backend.noise import choose
-from backend.wire.engine import GREEDY_BELOW, LOGPROBS_MODE, NOISE_SEED
+from backend.engine.rejection import Judged, judge, table_of
+from backend.noise import choose, uniforms
+from backend.speculation.proposals import Proposal
+from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, LOGPROBS_MODE, NOISE_SEED
 
 
 class Rows:
@@ -65,6 +70,9 @@ class Rows:
 class SharedNoise:
     """Mixin over vLLM's V1 model runner: `_sample` draws with each request's own noise."""
 
+    proposals: dict[str, Proposal] = {}  # noqa: RUF012 (replaced in each step)
+    """What the drafts of the running step were sampled from, by request."""
+
     def _sample(self, logits: Any, spec_decode_metadata: Any) -> SamplerOutput:
         """vLLM's method of the same name; `logits` is `[rows, vocabulary]`."""
         runner: Any = self
@@ -83,13 +91,22 @@ class SharedNoise:
             raw = np.array([_wants_raw(each, runner.sampler.logprobs_mode) for each in states])
         processed, kept = _processed(logits, metadata, rows, runner.sampler, raw)
         if metadata.all_greedy:
-            chosen = runner.sampler.greedy_sample(processed)
+            chosen, settled = runner.sampler.greedy_sample(processed), None
         else:
-            lengths = batch.num_tokens_no_spec[:count][rows.request] + rows.depth
+            lengths = batch.num_tokens_no_spec[:count].astype(np.int64)
             seeds = np.array([_argument(each, NOISE_SEED, 0) for each in states], dtype=np.uint64).view(np.int64)
-            chosen = _draw(processed, metadata, rows, seeds[rows.request], lengths)
-        sampled = _accepted(chosen, drafts, rows)
+            free = [i for i, each in enumerate(states) if drafted[i] and _argument(each, INDEPENDENT, False)]
+            assert drafts is not None or not free
+            judged = _judge(processed, drafts, rows, free, self._proposals_of(free), seeds, lengths) if free else None
+            chosen = _draw(processed, metadata, rows, seeds, lengths, free, judged)
+            settled = None if judged is None else (free, judged.accepted)
+        sampled = _accepted(chosen, drafts, rows, settled)
         return SamplerOutput(sampled.to(torch.int32), _logprobs(kept, chosen, metadata, rows, runner.sampler))
+
+    def _proposals_of(self, places: Sequence[int]) -> list[Proposal | None]:
+        """What the drafts at these places of the batch were sampled from; None: they are certain."""
+        runner: Any = self
+        return [self.proposals.get(runner.input_batch.req_ids[i]) for i in places]
 
 
 def _wants_raw(state: Any, mode: str) -> bool:
@@ -102,32 +119,87 @@ def _argument(state: Any, name: str, default: Any) -> Any:
     return params.extra_args.get(name, default) if params is not None and params.extra_args else default
 
 
-def _draw(logits: Tensor, metadata: SamplingMetadata, rows: Rows, seeds: Any, positions: Any) -> Tensor:
-    """The sampled token of each row, `[rows]`; `logits` are already divided by the temperature."""
+def _judge(
+    logits: Tensor,
+    drafts: Tensor,
+    rows: Rows,
+    free: Sequence[int],
+    proposals: Sequence[Proposal | None],
+    seeds: np.ndarray[Any, Any],
+    lengths: np.ndarray[Any, Any],
+) -> Judged:
+    """Verifies the drafts of the requests `free` by rejection.  `drafts`: all draft tokens, in row order."""
+    device, counts = logits.device, np.asarray(rows.drafted)[free]
+    tokens, ids, chances = table_of([[0] * n for n in counts.tolist()], proposals)
+    deepest = tokens.shape[1]
+    at = rows.starts[free][:, None] + np.minimum(np.arange(deepest + 1), counts[:, None])
+    # Each request before has one row more than draft tokens.
+    place = np.minimum(at[:, :-1] - np.asarray(free)[:, None], len(drafts) - 1)
+    packed = np.concatenate((at, place, np.stack((counts, seeds[free], lengths[free]), axis=1)), axis=1)
+    on_device = async_tensor_h2d(packed, device=device)
+    table, where, rest = on_device.split((deepest + 1, deepest, 3), dim=1)
+    drawn = drafts.long()[where]
+    of = async_tensor_h2d(ids, device=device)
+    certain = async_tensor_h2d(np.array([each is None for each in proposals]), device=device)
+    of[:, :, 0] = torch.where(certain.unsqueeze(1), drawn, of[:, :, 0])
+    u = uniforms(rest[:, 1].contiguous(), rest[:, 2].contiguous(), deepest)
+    return judge(logits, table, rest[:, 0], drawn, of, async_tensor_h2d(chances, device=device), u)
+
+
+def _draw(
+    logits: Tensor,
+    metadata: SamplingMetadata,
+    rows: Rows,
+    seeds: np.ndarray[Any, Any],
+    lengths: np.ndarray[Any, Any],
+    free: Sequence[int],
+    judged: Judged | None,
+) -> Tensor:
+    """The verifier's own token of each row, `[rows]`; `logits` are already divided by the temperature.
+
+    Of the requests `free`, one row each is drawn, from `judged`; their other rows hold nothing.
+    """
     assert metadata.temperature is not None
     scales = rows.spread((metadata.temperature >= GREEDY_BELOW).to(torch.float32))
-    on_device = async_tensor_h2d(np.stack((seeds, positions.astype(np.int64))), device=logits.device)
-    return choose(logits, on_device[0], on_device[1], torch.ones_like(scales), scales).columns
+    keys = np.stack((seeds[rows.request], lengths[rows.request] + rows.depth))
+    if judged is None:
+        on_device = async_tensor_h2d(keys, device=logits.device)
+        return choose(logits, on_device[0], on_device[1], torch.ones_like(scales), scales).columns
+    others = np.nonzero(~np.isin(rows.request, free))[0]
+    first = np.stack((seeds[free], lengths[free], rows.starts[free]))
+    drawn = async_tensor_h2d(np.concatenate((keys[:, others], first[:2]), axis=1), device=logits.device)
+    places = async_tensor_h2d(np.concatenate((others, first[2])), device=logits.device)
+    drawn[1, len(others) :] += judged.accepted
+    places[len(others) :] += judged.accepted
+    joined = torch.cat((logits[places[: len(others)]], judged.last)) if len(others) else judged.last
+    own = scales[places]
+    columns = choose(joined, drawn[0], drawn[1], torch.ones_like(own), own).columns
+    return torch.zeros(len(logits), dtype=columns.dtype, device=logits.device).scatter_(0, places, columns)
 
 
-def _accepted(chosen: Tensor, drafts: Tensor | None, rows: Rows) -> Tensor:
+def _accepted(chosen: Tensor, drafts: Tensor | None, rows: Rows, settled: tuple[Sequence[int], Tensor] | None) -> Tensor:
     """The tokens that each verification emits, `[requests, deepest + 1]`, padded with -1.
 
-    `chosen` `[rows]` is the verifier's own token of each row.  `drafts` holds all draft tokens in row order.
+    `chosen` `[rows]` is the verifier's own token of each row.  `drafts` holds all draft tokens in row order.  `settled`:
+    requests, and how many of their draft tokens were accepted; these tokens are written into `chosen`.
     """
     if drafts is None:
         return chosen.unsqueeze(1)
     table = rows.table()
-    own = chosen[table]
     # `drafts` has the order of the rows, but each request has one row more than draft tokens.
     draft_at = (table[:, :-1] - async_tensor_h2d(np.arange(len(rows.drafted))[:, None], device=table.device)).clamp_(
         max=len(drafts) - 1
     )
     limits = async_tensor_h2d(np.asarray(rows.drafted)[:, None], device=table.device)
     steps = torch.arange(rows.deepest + 1, device=table.device)
-    same = (own[:, :-1] == drafts[draft_at]) & (steps[:-1] < limits)
+    same = (chosen[table[:, :-1]] == drafts[draft_at]) & (steps[:-1] < limits)
     accepted = same.long().cumprod(1).sum(1, keepdim=True)
-    return own.masked_fill(steps > accepted, -1)
+    if settled is not None:
+        requests, counts = async_tensor_h2d(np.asarray(settled[0]), device=table.device), settled[1].unsqueeze(1)
+        accepted[requests] = counts
+        here, taken = table[requests, :-1], steps[:-1] < counts
+        chosen[here[taken]] = drafts[draft_at[requests]][taken].to(chosen.dtype)
+    return chosen[table].masked_fill(steps > accepted, -1)
 
 
 # -- the target's distribution -----------------------------------------------------------------------------------------

@@ -18,11 +18,12 @@ from vllm.v1.outputs import DraftTokenIds
 
 from backend.engine.counting import UNDRAFTED, CountingScheduler, Drafted
 from backend.fleet import DrafterRef, VerifierStats
+from backend.speculation.chances import Rule
 from backend.speculation.pairing import Pairing
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import Plan
 from backend.wire.drafting import Drafts, NextItem
-from backend.wire.engine import RequestOptions
+from backend.wire.engine import INDEPENDENT, RequestOptions
 
 logger = logging.getLogger(__name__)
 
@@ -181,6 +182,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         self.features_needed = attached.features_needed
         output = super().schedule(throttle_prefills)
         output.outrider.pairings.update(self._pair(output.scheduled_new_reqs))
+        output.outrider.proposals.update(attached.proposals)
         self._tokens = output.total_num_scheduled_tokens
         self._drafted = sum(map(len, output.scheduled_spec_decode_tokens.values()))
         could_admit = len(self.waiting) and self._tokens < self.max_num_scheduled_tokens
@@ -218,7 +220,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
                 and not request.is_finished()
                 and self.warm_up_drafts is None
             ):
-                self.speculator.ended(request_id, request._all_token_ids, length, _is_greedy(request))
+                self.speculator.ended(request_id, request._all_token_ids, length, _rule_of(request))
         return outputs
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -240,5 +242,8 @@ class DraftingScheduler(CountingScheduler, Scheduler):
         return int(min(chunks, room))
 
 
-def _is_greedy(request: Any) -> bool:
-    return request.sampling_params is not None and request.sampling_params.sampling_type == SamplingType.GREEDY
+def _rule_of(request: Any) -> Rule:
+    params = request.sampling_params
+    if params is None or params.sampling_type == SamplingType.GREEDY:
+        return Rule.GREEDY
+    return Rule.INDEPENDENT if params.extra_args and params.extra_args.get(INDEPENDENT) else Rule.SHARED

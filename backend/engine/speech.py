@@ -74,11 +74,10 @@ class EngineCodec:
         request: EngineCoreRequest,
         place_id: str,
         emitted: Sequence[int] = (),
-        noise_seed: int | None = None,
         asked: RequestOptions | None = None,
     ) -> list[Buffer]:
         """A request, to be continued after its `emitted` tokens; its outputs will carry the id `place_id`."""
-        return [ADD, _pack(Addition(place_id, list(emitted), noise_seed, asked)), *self._encoder.encode(request)]
+        return [ADD, _pack(Addition(place_id, list(emitted), asked)), *self._encoder.encode(request)]
 
     def abort(self, place_ids: Sequence[str]) -> list[Buffer]:
         """Aborts these requests: they end without further outputs."""

@@ -3,7 +3,8 @@
 A request has a seed of 64 bits.  `G(seed, t, v)` is Gumbel noise for token `v` at absolute position `t`: the token that
 maximises `log p(v) + G` is a sample of p.  The noise comes from a counter-based generator, Philox 4x32-10 (Salmon et al.,
 SC11), so it can be computed from the seed for a single token.  The key is the seed's lower and upper half, the counter
-`(v >> 2, t, 0, 0)`.  Token `v` takes word `v & 3` of the result, called `x`.  Then
+`(v >> 2, t, domain, 0)`.  Token `v` takes word `v & 3` of the result, called `x`.  The noise above has domain 0.  Other domains
+are independent of it: `uniforms` has domain 1.  Then
 
     U = (x + 1/2) / 2**32,    E = -log U,    G = -log E.
 
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from backend.noise import cpu
 
+_JUDGING = 1
+"""The domain of `uniforms`."""
 _OWN_NUMBERS = np.empty((0, cpu.TILE), np.uint64), np.empty(0, np.int64), np.empty(0, np.int64)
 """The layout if a column's number is its token id: empty."""
 
@@ -40,15 +43,25 @@ def to_int64(seed: int) -> int:
     return seed - (1 << 64) if seed >> 63 else seed
 
 
-def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor, domain: int = 0) -> Tensor:
     """The noise of `tokens` int64 `[R, M]` at `positions` int64 `[R]` under `seeds` int64 `[R]`: float32 `[R, M]`."""
     if tokens.is_cuda:
         from backend.noise import cuda
 
-        return cuda.gumbel(seeds, positions, tokens)
+        return cuda.gumbel(seeds, positions, tokens, domain)
     noise = torch.empty(tokens.shape, dtype=torch.float32)
-    cpu.gumbel(_int64(seeds), _int64(positions), _int64(tokens), noise.numpy())
+    cpu.gumbel(_int64(seeds), _int64(positions), _int64(tokens), domain, noise.numpy())
     return noise
+
+
+def uniforms(seeds: Tensor, lengths: Tensor, count: int) -> Tensor:
+    """`count` numbers, uniform in (0, 1], for the verification that begins at each of `lengths` int64 `[R]`.
+
+    They belong to the verification, not to positions of the text: block verification reads numbers beyond the token at which
+    it stops.  They are independent of the tokens' noise under the same `seeds` int64 `[R]`.  Float32 `[R, count]`.
+    """
+    places = torch.arange(count, device=seeds.device).expand(len(seeds), count).contiguous()
+    return torch.exp(-torch.exp(-gumbel(seeds, lengths, places, _JUDGING)))
 
 
 def choose(

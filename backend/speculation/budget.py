@@ -3,13 +3,18 @@
 A draft token is accepted with its survival S, the product of the chances up to it.  A step over B requests with N draft tokens
 takes T(base + N) and emits B + sum S tokens.  S falls along a request, so the N tokens with the largest S are whole prefixes.
 The best N makes (B + sum S) / T(base + N) largest, as in DSpark's adaptive verification.  T is not convex: every N is tried.
+
+That looks at all tokens of a draft.  A draft that was sampled may not be cut so, or the text would be biased: whether its token
+i is verified may depend on the chances up to i, not on later ones, which depend on the token (docs/drafting.md).  With such
+drafts in a step, `spend_in_order` goes down the ranking and stops at the first token that does not pay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from heapq import heapify, heappop, heapreplace
+from itertools import accumulate, pairwise
 from operator import itemgetter, mul
 
 
@@ -32,6 +37,55 @@ class Spent:
     """Sum of the survivals taken: draft tokens expected to be accepted."""
     seconds: float
     """T(base + N)."""
+
+
+def spend_in_order(survivals: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], times: Sequence[float]) -> Spent:
+    """Chooses the draft tokens that pay, reading a request's next survival only after the one before was taken.
+
+    `expected`: survivals that may be read as a whole: for sampled drafts, what their first token's chance lets expect.  They
+    decide whether any token is verified.  `times` as in `spend`; the token after n pays if it does along the greatest convex
+    curve below `times`.
+    """
+    whole = spend(expected, times)
+    if not whole.tokens:
+        return whole
+    curve = _convex(times)
+    emitted, lengths = float(len(survivals)), [0] * len(survivals)
+    ranked = [(-row[0], i) for i, row in enumerate(survivals) if row]
+    heapify(ranked)
+    taken, last = 0, 1.0
+    while ranked:
+        s, i = -ranked[0][0], ranked[0][1]
+        if taken and (emitted + s) * curve[taken] <= emitted * curve[taken + 1]:
+            break
+        emitted, taken, last = emitted + s, taken + 1, s
+        lengths[i] += 1
+        row = survivals[i]
+        if lengths[i] < len(row):
+            heapreplace(ranked, (-row[lengths[i]], i))
+        else:
+            heappop(ranked)
+    price = emitted / curve[taken] * (curve[taken + 1] - curve[taken])
+    left_out = -ranked[0][0] if ranked else 0.0
+    threshold = max(left_out, min(price, last))
+    return Spent(lengths, threshold, taken, emitted - len(survivals), times[taken])
+
+
+def _convex(times: Sequence[float]) -> list[float]:
+    """The greatest convex curve that is nowhere above `times[1:]`; entry 0 is that of 1.  Verifying any draft has been paid."""
+    corners: list[int] = []
+    for n in range(1, len(times)):
+        while len(corners) > 1:
+            a, b = corners[-2:]
+            if (times[b] - times[a]) * (n - b) < (times[n] - times[b]) * (b - a):
+                break
+            corners.pop()
+        corners.append(n)
+    curve = [times[1]] * len(times)
+    for a, b in pairwise(corners):
+        slope = (times[b] - times[a]) / (b - a)
+        curve[a : b + 1] = [times[a] + slope * (n - a) for n in range(a, b + 1)]
+    return curve
 
 
 def spend(survivals: Sequence[Sequence[float]], times: Sequence[float]) -> Spent:

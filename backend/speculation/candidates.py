@@ -15,14 +15,15 @@ from typing import NamedTuple
 from backend.fleet import LOOKUP, Reliability
 from backend.speculation.budget import survivals
 from backend.speculation.calibration import Calibration
-from backend.speculation.chances import chances
+from backend.speculation.chances import Rule, chances
 from backend.speculation.guesses import Guesses, Resolved
 from backend.speculation.own_text import OwnText
 from backend.speculation.prediction import Prediction
+from backend.speculation.proposals import Proposal, unpack
 from backend.speculation.shared import SharedTexts
 from backend.speculation.texts import TextSource
 from backend.speculation.waiting import Ask, Foresight, Outlook
-from backend.wire.drafting import Block, Draft
+from backend.wire.drafting import Block, Draft, Outcome
 from backend.wire.engine import RequestOptions, Said
 
 _ASKS = {"off": Ask.PLAIN, "sync": Ask.DRAFT, "ahead": Ask.AHEAD, "auto": None}
@@ -41,7 +42,7 @@ class Source(NamedTuple):
 
     drafter_id: str
     """`LOOKUP` where no drafter made it."""
-    greedy: bool
+    rule: Rule
     kind: str = "fresh"
     """A drafter's `fresh` or `ahead`, or `TextSource.kind`."""
 
@@ -53,10 +54,21 @@ class Candidate(NamedTuple):
     tokens: list[int]
     signs: list[float]
     survivals: list[float]
+    """Of a sampled draft, entry i may be read only once token i - 1 is sure to be verified (`proposals.py`)."""
+    expected: list[float]
+    """Survivals that any decision may read: of a sampled draft, powers of its first token's chance."""
     worth: float
-    """Draft tokens expected to be accepted: the sum of the survivals."""
+    """Draft tokens expected to be accepted: the sum of `expected`."""
     draft_s: float = 0.0
     """Compute time of its drafter, seconds."""
+    proposal: Proposal | None = None
+    """What a sampled draft was drawn from."""
+
+    def __eq__(self, other: object) -> bool:
+        # Arrays have no truth value; a draft is made once.
+        return self is other
+
+    __hash__ = object.__hash__
 
 
 @dataclass
@@ -65,7 +77,7 @@ class Request:
 
     text: list[int]
     """All tokens; the engine's own list, which grows."""
-    greedy: bool
+    rule: Rule
     longest: int
     """Its longest draft."""
     ask: Ask | None = None
@@ -79,6 +91,10 @@ class Request:
     looked_up_at: int = 0
     verified: Candidate | None = None
     """The draft that the running step verifies, uncut."""
+    verified_length: int = 0
+    """How many of its tokens the step verifies."""
+    judged: tuple[Candidate, int, int] | None = None
+    """A sampled draft that was verified and not learned from: the draft, tokens accepted, tokens judged."""
     block: tuple[str, Block, float] | None = None
     """Outcomes drafted ahead: drafter, outcomes, and its compute in seconds."""
     outcomes: int = 0
@@ -122,13 +138,20 @@ class Candidates:
         self._asked[request_id] = asked, prompt_len
         self.forced += asked.mode in ("sync", "ahead")
 
-    def grown(self, request_id: str, text: list[int], greedy: bool) -> None:
+    def grown(self, request_id: str, text: list[int], rule: Rule) -> None:
         """A step added tokens to the request; `text` is all of them."""
         request = self.requests.get(request_id)
         if request is None:
-            self.requests[request_id] = self._made(request_id, text, greedy)
+            self.requests[request_id] = self._made(request_id, text, rule)
         else:
             request.text = text
+
+    def verified(self, request_id: str, emitted: int) -> None:
+        """A step that verified the request's draft has emitted so many tokens."""
+        request = self.requests[request_id]
+        candidate, length = request.verified, request.verified_length
+        if candidate is not None and candidate.proposal is not None:
+            request.judged = candidate, emitted - 1, min(emitted, length)
 
     def release(self, request_id: str) -> None:
         """The request is preempted: drops its available drafts."""
@@ -166,7 +189,7 @@ class Candidates:
         request_id, request = draft.request_id, self.requests.get(draft.request_id)
         if request is None or draft.base_len > len(request.text):
             return "stale"
-        candidate = self._checked(request_id, request, Source(drafter_id, request.greedy), draft.tokens, draft.signs, draft_s)
+        candidate = self._checked(request_id, request, Source(drafter_id, request.rule), draft, draft_s)
         in_time = draft.base_len == len(request.text)
         if candidate is not None:
             self._take(request_id, request, candidate, draft.base_len)
@@ -188,9 +211,10 @@ class Candidates:
         """Makes available the draft made ahead, at length `began`, for the outcome that came.  `counts`: count hits."""
         block, request.block = request.block, None
         verified, candidate = request.outcomes_of, None
-        if verified is not None and verified.source.drafter_id != LOOKUP:
+        said = request.text[began:]
+        if verified is not None and verified.source.drafter_id != LOOKUP and _has_rest(request, verified, len(said)):
             # The step verified only part of this draft: the rest may still be used.
-            self._go_on(request_id, request, verified, request.text[began:])
+            self._go_on(request_id, request, verified, said)
         if request.candidate is None and block is not None:
             drafter_id, outcomes, draft_s = block
             said = request.text[outcomes.base_len :]
@@ -198,8 +222,8 @@ class Candidates:
             rank = rank_of(outcomes, said) if said and is_new else None
             if rank is not None:
                 found = outcomes.outcomes[rank]
-                source = Source(drafter_id, request.greedy, "ahead")
-                candidate = self._checked(request_id, request, source, found.tokens, found.signs, draft_s)
+                source = Source(drafter_id, request.rule, "ahead")
+                candidate = self._checked(request_id, request, source, found, draft_s)
             if counts and is_new:
                 self.foresight.observe(rank, request.outcomes)
         if candidate is not None:
@@ -219,6 +243,11 @@ class Candidates:
     def learn(self, request_id: str, request: Request) -> None:
         """Compares the request's drafts with its text, and indexes new text for look-ups."""
         self._learn_from(request_id, request, self._guesses.advance(request_id, request.text))
+        if request.judged is not None:
+            candidate, accepted, judged = request.judged
+            request.judged = None
+            if self._is_sampled():
+                self._calibration(candidate.source).observe(request_id, candidate.signs, accepted, judged)
         for each in request.texts:
             if self._room > 0:
                 self._room -= each.advance(request.text, self._room)
@@ -228,9 +257,9 @@ class Candidates:
         if self._shared is not None:
             self._shared.advance(self._room + FOR_OTHERS)
 
-    def weights(self, drafter_id: str, *, greedy: bool) -> list[float]:
+    def weights(self, drafter_id: str, rule: Rule) -> list[float]:
         """The weights (`chances.py`) by which a drafter judges the tokens of its fresh drafts."""
-        return self._calibration(Source(drafter_id, greedy)).weights
+        return self._calibration(Source(drafter_id, rule)).weights
 
     def reliability(self) -> dict[str, Reliability]:
         """How well chances were predicted, by kind of source."""
@@ -241,7 +270,7 @@ class Candidates:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _made(self, request_id: str, text: list[int], greedy: bool) -> Request:
+    def _made(self, request_id: str, text: list[int], rule: Rule) -> Request:
         asked, prompt_len = self._asked.get(request_id, _NOTHING_ASKED)
         longest = self._longest if asked.longest is None else min(asked.longest, self._longest)
         texts: list[TextSource] = [Prediction(asked.prediction, prompt_len)] if asked.prediction else []
@@ -249,7 +278,7 @@ class Candidates:
             texts.append(OwnText())
             if asked.learn:
                 texts.append(self._shared.reader(asked.tenant, len(text)))
-        return Request(text, greedy, 0 if asked.mode == "off" else longest, _ASKS[asked.mode], texts)
+        return Request(text, rule, 0 if asked.mode == "off" else longest, _ASKS[asked.mode], texts)
 
     def _look_up(self, request_id: str, request: Request) -> Candidate | None:
         if request.looked_up_at == len(request.text):
@@ -258,7 +287,7 @@ class Candidates:
         for each in request.texts:
             tokens, signs = each.propose(request.text, request.longest)
             if tokens:
-                candidate = self._candidate(request_id, Source(LOOKUP, request.greedy, each.kind), tokens, signs, 0.0)
+                candidate = self._candidate(request_id, Source(LOOKUP, request.rule, each.kind), tokens, signs, 0.0)
                 self._note(request_id, request, candidate, request.looked_up_at)
                 if request.looked_up is None or candidate.worth > request.looked_up.worth:
                     request.looked_up = candidate
@@ -271,9 +300,10 @@ class Candidates:
         done = len(said)
         if len(candidate.tokens) <= done or candidate.tokens[:done] != said:
             return False
-        rest = self._candidate(
-            request_id, candidate.source, candidate.tokens[done:], candidate.signs[2 * done :], candidate.draft_s
-        )
+        tokens, signs, proposal = candidate.tokens[done:], candidate.signs[2 * done :], candidate.proposal
+        if proposal is not None:
+            proposal = proposal.part(done, len(candidate.tokens))
+        rest = self._candidate(request_id, candidate.source, tokens, signs, candidate.draft_s, proposal)
         if request.candidate is not None and request.candidate.worth >= rest.worth:
             return False
         request.candidate = rest
@@ -297,7 +327,8 @@ class Candidates:
         return self._lots.random() * len(self.requests) < SAMPLED
 
     def _note(self, request_id: str, request: Request, candidate: Candidate, base_len: int) -> None:
-        if self._is_sampled():
+        # The text depends on a sampled draft: it is learned from where it was verified (`judged`).
+        if candidate.proposal is None and self._is_sampled():
             known = self._guesses.note(request_id, candidate.source, base_len, candidate.tokens, candidate.signs, request.text)
             self._learn_from(request_id, request, known)
 
@@ -311,23 +342,47 @@ class Candidates:
                     each.scored(draft.matched, draft.seen)
 
     def _checked(
-        self, request_id: str, request: Request, source: Source, tokens: list[int], signs: list[float], draft_s: float
+        self, request_id: str, request: Request, source: Source, draft: Draft | Outcome, draft_s: float
     ) -> Candidate | None:
         """A drafter's draft, cut to the length asked for; None if it is empty or malformed."""
-        signs, longest = signs or [0.0] * (2 * len(tokens)), request.longest
+        tokens, longest = draft.tokens, request.longest
+        signs = draft.signs or [0.0] * (2 * len(tokens))
         if not tokens or len(signs) != 2 * len(tokens) or min(tokens) < 0 or max(tokens) >= self._vocab_size:
             return None
-        return self._candidate(request_id, source, tokens[:longest], signs[: 2 * longest], draft_s)
+        proposal = None
+        if draft.proposal:
+            proposal = unpack(draft.proposal, tokens, self._vocab_size)
+            if proposal is None or request.rule != Rule.INDEPENDENT:
+                return None
+            proposal = proposal.part(0, longest)
+        return self._candidate(request_id, source, tokens[:longest], signs[: 2 * longest], draft_s, proposal)
 
-    def _candidate(self, request_id: str, source: Source, tokens: list[int], signs: list[float], draft_s: float) -> Candidate:
-        chances = survivals(self._calibration(source).chances(request_id, signs))
-        return Candidate(source, tokens, signs, chances, sum(chances), draft_s)
+    def _candidate(
+        self,
+        request_id: str,
+        source: Source,
+        tokens: list[int],
+        signs: list[float],
+        draft_s: float,
+        proposal: Proposal | None = None,
+    ) -> Candidate:
+        found = survivals(self._calibration(source).chances(request_id, signs))
+        expected = found if proposal is None else [found[0] ** n for n in range(1, len(found) + 1)]
+        return Candidate(source, tokens, signs, found, expected, sum(expected), draft_s, proposal)
 
     def _calibration(self, source: Source) -> Calibration:
         known = self._calibrations.get(source)
         if known is None:
             known = self._calibrations[source] = Calibration(self._longest)
         return known
+
+
+def _has_rest(request: Request, verified: Candidate, emitted: int) -> bool:
+    """Whether a draft's tokens behind the `emitted` ones may still be used.
+
+    Those of a sampled draft may if all that were verified were accepted: where it is rejected depends on all of them.
+    """
+    return verified.proposal is None or emitted == request.verified_length + 1
 
 
 def rank_of(block: Block, said: Sequence[int]) -> int | None:

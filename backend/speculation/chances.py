@@ -5,18 +5,33 @@ the runner-up.  For place j of a draft
 
     chance = sigmoid(a * value + b * lead + e_j),    value and lead clipped to [-8, 8].
 
+Drafts that are judged by rejection have other signs, because a chance must not depend on the token that was drawn: the value is
+minus the entropy of q in nats, the lead the logarithm of its largest probability over its second largest.
+
 (A logistic model of confidence and margin, as in vLLM's adaptive verification, vllm-project/vllm pull request 52992.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 from math import exp
 
 CLIP = 8.0
 """Signs are cut to +-8.  Beyond it they say nothing more, and a single far one would outweigh all that was learned."""
 STEEPEST = 30.0
 """Log-odds below -30 are cut there, so that `exp` does not overflow."""
+
+
+class Rule(IntEnum):
+    """How a request's drafts are judged; fixed for its life.  Also the place of its weights in `Next.chance_weights`."""
+
+    GREEDY = 0
+    """A draft token is accepted if it is the target's likeliest."""
+    SHARED = 1
+    """A draft token is accepted if it is the token that the target draws with the request's noise."""
+    INDEPENDENT = 2
+    """Rejection sampling (`backend/engine/rejection.py`)."""
 
 
 def chance(weights: Sequence[float], place: int, value: float, lead: float) -> float:

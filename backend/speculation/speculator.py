@@ -18,10 +18,12 @@ from functools import partial
 
 from msgspec.structs import replace
 
-from backend.speculation.budget import Spent, spend
+from backend.speculation.budget import Spent, spend, spend_in_order
 from backend.speculation.candidates import Candidate, Candidates, Request
+from backend.speculation.chances import Rule
 from backend.speculation.deadlines import Questions
 from backend.speculation.preference import Preference
+from backend.speculation.proposals import Proposal
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Load, Pending, Plan, Prospect, Times, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
@@ -43,6 +45,8 @@ class Attached:
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     """By request."""
+    proposals: dict[str, Proposal] = field(default_factory=dict)
+    """What they were sampled from, if they were."""
     lost: list[str] = field(default_factory=list)
     """Drafters that missed a deadline, once for each draft that is no longer waited for."""
     features_needed: bool = False
@@ -139,9 +143,10 @@ class Speculator:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def ended(self, request_id: str, text: list[int], began: int, greedy: bool) -> None:
+    def ended(self, request_id: str, text: list[int], began: int, rule: Rule) -> None:
         """A step added tokens to a request that goes on.  `text`: all its tokens; `began`: its length before the step."""
-        self.candidates.grown(request_id, text, greedy)
+        self.candidates.grown(request_id, text, rule)
+        self.candidates.verified(request_id, len(text) - began)
         self._ended[request_id] = began
         if request_id in self._verifying:
             self.preference.learn(request_id, len(text) - began)
@@ -204,7 +209,10 @@ class Speculator:
             self._floor = ROOM * spent.threshold
             for (request_id, request), length in zip(present, spent.lengths, strict=True):
                 if length and request.verified is not None:
+                    request.verified_length = length
                     attached.tokens[request_id] = request.verified.tokens[:length]
+                    if request.verified.proposal is not None:
+                        attached.proposals[request_id] = request.verified.proposal.part(0, length)
                 else:
                     request.verified = None
         for _, request in present:
@@ -273,8 +281,8 @@ class Speculator:
                     items[i] = replace(item, verifying=item.verifying[:cut])
 
     def chance_weights(self, drafter_id: str) -> list[list[float]]:
-        """The weights (`chances.py`) by which a drafter ends unlikely drafts: for greedy and for sampled requests."""
-        return [self.candidates.weights(drafter_id, greedy=greedy) for greedy in (True, False)]
+        """The weights (`chances.py`) by which a drafter judges its drafts, by `Rule`."""
+        return [self.candidates.weights(drafter_id, rule) for rule in Rule]
 
     def hold(self, decoding: Iterable[str], prefill: int, now: float) -> float | None:
         """Until when the next step should wait for drafts; call again then.  None: the step should begin."""
@@ -292,9 +300,13 @@ class Speculator:
         draft_s = times.at(len(missing), k)
         waited_s = now - min(self.questions.pending[present[i][0]].asked_at for i in missing)
         candidates, spent = self._spend(present, base)
-        rows = [candidate.survivals if candidate is not None else [] for candidate in candidates]
+        rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
         pending = Pending(missing, k, draft_s, waited_s)
-        if not waiting_pays(spent or self._spend_on(rows, base), rows, pending, self._expected(), at, base):
+        # What a sampled draft would gain must not decide whether it is verified now or with the missing ones.
+        is_read = any(candidate is not None and candidate.proposal is not None for candidate in candidates)
+        if spent is None or is_read:
+            spent = self._spend_on(rows, base)
+        if not waiting_pays(spent, rows, pending, self._expected(), at, base):
             return None
         return min(deadline, now + max(pending.left_s, draft_s / 8))
 
@@ -355,7 +367,13 @@ class Speculator:
         candidates = [self.candidates.best(request_id, request) for request_id, request in present]
         if self._spent_for != (base, candidates):
             rows = [candidate.survivals if candidate is not None else [] for candidate in candidates]
-            self._last_spent = self._spend_on(rows, base) if any(rows) else None
+            self._last_spent = None
+            if any(candidate is not None and candidate.proposal is not None for candidate in candidates):
+                expected = [candidate.expected if candidate is not None else [] for candidate in candidates]
+                times = self.step_times.row(base, sum(map(len, rows)) + 2)
+                self._last_spent = spend_in_order(rows, expected, times)
+            elif any(rows):
+                self._last_spent = self._spend_on(rows, base)
             self._spent_for = base, candidates
         return candidates, self._last_spent
 

@@ -133,7 +133,7 @@ class Next(msgspec.Struct, frozen=True, tag="next"):
 
     items: list[NextItem]
     chance_weights: list[list[float]] = []
-    """Weights of `speculation/chances.py` for greedy and for sampled requests; empty: no draft ends before its `k`."""
+    """Weights of `speculation/chances.py`, by its `Rule`; empty: no draft ends before its `k`."""
 
 
 class Part(msgspec.Struct, frozen=True, tag="part"):

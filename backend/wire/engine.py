@@ -33,7 +33,7 @@ import msgspec
 
 from backend.fleet.stats import Weights
 
-ENGINE_WIRE_VERSION = 9
+ENGINE_WIRE_VERSION = 10
 
 HELLO, ADD, ABORT, UTILITY, SHARE, ROWS, PING = b"h", b"a", b"x", b"u", b"e", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"
@@ -52,6 +52,8 @@ FIXED_RESPONSE = "outrider_fixed_response"
 
 NOISE_SEED = "outrider_noise_seed"
 """Key of `SamplingParams.extra_args` within a verifier: the seed of a request's noise (`backend/noise`), below 2**64."""
+INDEPENDENT = "outrider_independent"
+"""Key of `SamplingParams.extra_args` within a verifier: drafts are judged by rejection, since the text need not repeat."""
 LOGPROBS_MODE = "outrider_logprobs_mode"
 """Key of `SamplingParams.extra_args` within a verifier: the request's `RequestOptions.logprobs_mode`."""
 NOT_LEARNED = "outrider_not_learned"
@@ -143,9 +145,6 @@ class Addition(msgspec.Struct, frozen=True):
     so that late outputs of its previous verifier are not mistaken for current ones."""
     emitted: list[int] = []
     """Output tokens that the client already has.  The verifier continues after them, as if it had sampled them."""
-    noise_seed: int | None = None
-    """Noise seed of a request that names no seed; below 2**64, and equal at every verifier that gets the request.  None: the
-    verifier draws a seed."""
     asked: RequestOptions | None = None
     """None: the defaults."""
 

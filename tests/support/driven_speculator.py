@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from backend.speculation.chances import Rule
 from backend.speculation.speculator import Attached, Speculator
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 
@@ -59,7 +60,7 @@ class Driven:
         self.texts = {name: truth[:20] for name, truth in self.truth.items()}
         self.arriving: list[tuple[float, list[NextItem]]] = []
         for name, text in self.texts.items():
-            self.speculator.ended(name, text, len(text) - 1, True)
+            self.speculator.ended(name, text, len(text) - 1, Rule.GREEDY)
         self._deliver(self.speculator.ask(self.now))
 
     def _text(self) -> list[int]:
@@ -93,7 +94,7 @@ class Driven:
             kept = next((i for i, token in enumerate(draft) if token != true[i]), len(draft))
             accepted += kept
             text += true[: kept + 1]
-            self.speculator.ended(name, text, length, True)
+            self.speculator.ended(name, text, length, Rule.GREEDY)
         self._receive()
         asks = self.speculator.ask(self.now)
         self._deliver(asks)

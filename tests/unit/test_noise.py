@@ -47,13 +47,15 @@ def test_the_reference_gives_the_published_answers(
     assert philox(counter, key) == [int(word, 16) for word in words.split()]
 
 
-@given(SEEDS, st.integers(0, 2**32 - 1), st.lists(st.integers(0, 2**34 - 1), min_size=1, max_size=40))
-def test_every_word_is_that_of_the_reference(seed: int, position: int, counters: list[int]) -> None:
+@given(SEEDS, st.integers(0, 2**32 - 1), st.sampled_from([0, 1]), st.lists(st.integers(0, 2**34 - 1), min_size=1, max_size=40))
+def test_every_word_is_that_of_the_reference(seed: int, position: int, domain: int, counters: list[int]) -> None:
     words = np.zeros(4 * len(counters), np.uint32)
     given = np.array([counter >> 2 for counter in counters], np.uint64)
-    cpu.fill_words(given, len(counters), np.uint64(position), np.uint64(seed), words)
+    cpu.fill_words(given, len(counters), np.uint64(position), np.uint64(domain), np.uint64(seed), words)
     for place, counter in enumerate(counters):
-        assert words[4 * place : 4 * place + 4].tolist() == philox((counter >> 2, position, 0, 0), (seed % 2**32, seed >> 32))
+        assert words[4 * place : 4 * place + 4].tolist() == philox(
+            (counter >> 2, position, domain, 0), (seed % 2**32, seed >> 32)
+        )
 
 
 @given(
@@ -316,7 +318,7 @@ for rows, size, ids in ((3, 3000, False), (4, 1500, True), (2, 1, False)):
         for one, other in zip(on_gpu, on_cpu, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     tokens = torch.randint(0, 150000, (rows, 300), generator=generator)
-    one, other = cuda.gumbel(seeds, positions, tokens), noise.gumbel(seeds, positions, tokens)
+    one, other = cuda.gumbel(seeds, positions, tokens, 0), noise.gumbel(seeds, positions, tokens)
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 logits = torch.zeros(1, 5000)
 none = torch.zeros(1, dtype=torch.int64)
@@ -353,7 +355,7 @@ for kernel, constants in (
     (cuda.choose_kernel, {"HAS_IDS": True, "BLOCK": 1024}),
     (cuda.choose_kernel, {"HAS_IDS": False, "BLOCK": 1024}),
     (cuda.scores_kernel, {"HAS_IDS": True, "BLOCK": 1024}),
-    (cuda.gumbel_kernel, {"BLOCK": 1024}),
+    (cuda.gumbel_kernel, {"DOMAIN": 1, "BLOCK": 1024}),
 ):
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     try:
@@ -391,7 +393,7 @@ def test_what_was_compiled_at_the_start_serves_all_sizes_and_addresses(monkeypat
         # With an odd number of rows, the positions' address is not divisible by 16.
         seeds, positions = torch.zeros(2, rows, dtype=torch.int64)
         asked = torch.zeros(rows, size), seeds, positions, torch.ones(rows), torch.ones(rows)
-        cuda.gumbel(seeds, positions, torch.zeros(rows, 1, dtype=torch.int64))
+        cuda.gumbel(seeds, positions, torch.zeros(rows, 1, dtype=torch.int64), 0)
         for ids in (None, torch.arange(size)):
             cuda.choose(*asked, ids)
             cuda.rank(*asked, 2, ids)

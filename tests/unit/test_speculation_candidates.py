@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from backend.speculation.candidates import SAMPLED, Candidates, Source
+from backend.speculation.chances import Rule
 from backend.wire.drafting import Draft
 
 STEPS = 100
@@ -21,7 +22,7 @@ def test_in_a_batch_of_any_size_all_requests_are_learned_from(
     texts = {f"r{i}": [1, 2, 3] for i in range(requests)}
     for made.steps in range(STEPS):
         for name, text in texts.items():
-            made.grown(name, text, True)
+            made.grown(name, text, Rule.GREEDY)
             made.take_fresh("d0", Draft(name, len(text), [7], [0.5, 0.5]), 0.0, 0.0)
             text.append(7)
             made.learn(name, made.requests[name])
@@ -29,4 +30,4 @@ def test_in_a_batch_of_any_size_all_requests_are_learned_from(
     most = min(requests, SAMPLED) * STEPS
     assert 0.8 * most <= learned <= 1.2 * most
     assert 0.8 * most <= len(expected) <= 1.2 * most
-    assert made._calibrations[Source("d0", True)]._requests.keys() == texts.keys()
+    assert made._calibrations[Source("d0", Rule.GREEDY)]._requests.keys() == texts.keys()

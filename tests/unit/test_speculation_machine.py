@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from backend.fleet import LOOKUP
+from backend.speculation.chances import Rule
 from backend.speculation.speculator import Speculator
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from backend.wire.engine import RequestOptions
@@ -68,7 +69,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.asked[name] = asked or RequestOptions()
         if asked is not None:
             self.speculator.candidates.asked(name, asked, 5)
-        self.speculator.ended(name, self.texts[name], 5, not sampled)
+        self.speculator.ended(name, self.texts[name], 5, Rule.SHARED if sampled else Rule.GREEDY)
         self._ask()
 
     @precondition(lambda self: self.decoding)
@@ -107,7 +108,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         accepted = len(draft) if right else self.dice.randrange(len(draft) + 1)
         rejected = draft[accepted] if accepted < len(draft) else -1
         text += [*draft[:accepted], self.dice.choice([token for token in range(SMALL) if token != rejected])]
-        self.speculator.ended(name, text, length, name != "r2")
+        self.speculator.ended(name, text, length, Rule.SHARED if name == "r2" else Rule.GREEDY)
 
     def _longest(self, name: str) -> int:
         asked = self.asked[name]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from backend.fleet import LOOKUP
 from backend.speculation.candidates import INDEXED_PER_STEP, rank_of
+from backend.speculation.chances import Rule
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
 from backend.wire.drafting import Block, Draft, Outcome
@@ -35,7 +36,7 @@ def test_the_outcome_that_was_said_is_found_and_no_other(
 def one(mode: str = "sync", lookups: bool = False) -> tuple[Speculator, list[int]]:
     """With a request of six tokens whose draft has been asked for."""
     made, text = speculator(mode, lookups), [1, 2, 3, 4, 5, 6]
-    made.ended("r", text, 5, True)
+    made.ended("r", text, 5, Rule.GREEDY)
     assert [item.base_len for item in made.ask(100.0)["d0"]] == [6]
     return made, text
 
@@ -57,7 +58,7 @@ def test_of_what_comes_late_the_rest_is_verified_if_it_still_fits(token: int, ve
     made, text = one()
     made.attach(["r"], 0, 100.2)
     text.append(token)
-    made.ended("r", text, 6, True)
+    made.ended("r", text, 6, Rule.GREEDY)
     assert made.arrived("d0", Draft("r", 6, [7, 9], [8.0] * 4), 1e-3, 100.21)[0] == verdict
     made.ask(100.21)
     assert made.attach(["r"], 0, 100.22).tokens == left
@@ -67,11 +68,11 @@ def test_what_is_not_verified_is_learned_from() -> None:
     made, text = one()
     made.attach(["r"], 0, 100.2)
     text.append(7)
-    made.ended("r", text, 6, True)
+    made.ended("r", text, 6, Rule.GREEDY)
     made.ask(100.2)
     made.arrived("d0", Draft("r", 6, [7, 9]), 1e-3, 100.21)
     text.append(8)
-    made.ended("r", text, 7, True)
+    made.ended("r", text, 7, Rule.GREEDY)
     made.ask(100.22)
     made.learn(0.0)
     reliability = made.candidates.reliability()
@@ -84,7 +85,7 @@ def test_a_preempted_request_is_asked_for_anew() -> None:
     made.release("r")
     assert made.attach([], 0, 100.02).tokens == {}
     text.append(7)
-    made.ended("r", text, 6, True)
+    made.ended("r", text, 6, Rule.GREEDY)
     assert [item.base_len for item in made.ask(100.03)["d0"]] == [7]
     assert made.attach(["r"], 0, 100.04).tokens == {}
 
@@ -180,13 +181,13 @@ def test_a_block_that_comes_a_step_too_late_says_nothing_of_hits() -> None:
     for length in (6, 7):
         made.attach(["r"], 0, 100.0 + length)
         text.append(7)
-        made.ended("r", text, length, True)
+        made.ended("r", text, length, Rule.GREEDY)
         made.ask(100.0 + length)
         made.take_blocks("d0", [Block("r", 6, [7], [Outcome(1, 7, [1])])], 1e-3)
     assert made.candidates.foresight._looks == looks
     assert made.attach(["r"], 0, 110.0).tokens == {}
     text.append(7)
-    made.ended("r", text, 8, True)
+    made.ended("r", text, 8, Rule.GREEDY)
     made.take_blocks("d0", [Block("r", 8, [], [Outcome(0, 7, [1])])], 1e-3)
     made.ask(111.0)
     assert made.candidates.foresight._looks != looks
@@ -195,13 +196,13 @@ def test_a_block_that_comes_a_step_too_late_says_nothing_of_hits() -> None:
 
 def test_nobody_waits_for_a_probe() -> None:
     made, text = speculator("auto"), [1, 2, 3]
-    made.ended("r", text, 2, True)
+    made.ended("r", text, 2, Rule.GREEDY)
     assert made.ask(100.0) == {}, "nothing is known yet: plain steps"
     made.step_times.observe(1, 0.05)
     made.timed(1, K, 1e-3, 0.0, 1e-3, 100.0)
     made.attach(["r"], 0, 100.0)
     text.append(4)
-    made.ended("r", text, 3, True)
+    made.ended("r", text, 3, Rule.GREEDY)
     assert made.ask(100.01), "the first steps probe"
     assert made.hold(["r"], 0, 100.01) is None
     assert made.arrived("d0", Draft("r", 4, [5, 6], [8.0] * 4), 1e-3, 100.011)[0] == "ready"
@@ -212,12 +213,12 @@ def test_what_is_left_of_a_cut_draft_is_verified_next() -> None:
     made, text = one("ahead")
     made.attach(["r"], 0, 100.001)
     text += [7]
-    made.ended("r", text, 6, True)
+    made.ended("r", text, 6, Rule.GREEDY)
     made.take_blocks("d0", [Block("r", 6, [], [Outcome(0, 7, [8, 9, 10, 11])])], 1e-3)
     assert made.ask(100.01)["d0"][0].verifying == [8, 9, 10, 11]
     made.attach(["r"], 0, 100.011)
     text += [8, 9]
-    made.ended("r", text, 7, True)
+    made.ended("r", text, 7, Rule.GREEDY)
     assert made.ask(100.02)["d0"][0].verifying == [10, 11]
     assert made.attach(["r"], 0, 100.02).tokens == {"r": [10, 11]}
 
@@ -229,7 +230,7 @@ def test_nothing_is_left_of_a_draft_of_long_ago() -> None:
         attached = made.attach(["r"], 0, now)
         assert step < 2 * PROBE_STEPS or not attached.tokens, "that was drafted for the last probe"
         text.append(9)
-        made.ended("r", text, len(text) - 1, True)
+        made.ended("r", text, len(text) - 1, Rule.GREEDY)
         asked = made.ask(now + 0.1).get("d0", [])
         if step == PROBE_STEPS - 3:
             blocks = [Block("r", item.base_len, item.verifying, [Outcome(0, 9, [9, 8, 8])]) for item in asked]
@@ -250,7 +251,7 @@ def test_a_request_that_repeats_itself_drafts_better_than_a_bad_drafter() -> Non
 def test_without_drafters_nobody_is_asked() -> None:
     made, text = speculator("sync"), [1, 2, 3]
     made.set_drafters({})
-    made.ended("r", text, 2, True)
+    made.ended("r", text, 2, Rule.GREEDY)
     assert made.ask(100.0) == {}
     assert made.hold(["r"], 0, 100.0) is None
     assert made.plan.k == 0
@@ -273,7 +274,7 @@ def test_in_an_overloaded_batch_every_request_and_others_outputs_are_indexed_in_
         for text in texts.values():
             text += text[:1] * INDEXED_PER_STEP
         for name, text in texts.items():
-            made.ended(name, text, len(text) - INDEXED_PER_STEP, True)
+            made.ended(name, text, len(text) - INDEXED_PER_STEP, Rule.GREEDY)
         made.attach(texts, 0, 100.0 + step)
         made.ask(100.0 + step)
         made.learn(0.0)

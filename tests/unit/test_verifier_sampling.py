@@ -319,7 +319,7 @@ def test_what_agrees_is_accepted_and_one_token_more(drafts: list[list[int]], see
     assert rows.depth.tolist() == [j for draft in drafts for j in range(len(draft) + 1)]
     flat = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
     chosen = torch.tensor([token for tokens in own for token in tokens])
-    emitted = _accepted(chosen, flat if len(flat) else None, rows).tolist()
+    emitted = _accepted(chosen, flat if len(flat) else None, rows, None).tolist()
     for row, draft, tokens in zip(emitted, drafts, own, strict=True):
         accepted = next((i for i, token in enumerate(draft) if token != tokens[i]), len(draft))
         assert row == tokens[: accepted + 1] + [-1] * (rows.deepest - accepted)
@@ -333,7 +333,7 @@ def test_nothing_waits_for_the_device_before_all_of_the_sampling_is_launched(mon
     chosen, drafts = torch.tensor([5, 6, 7, 8]), torch.tensor([5, 9])
     monkeypatch.setattr(torch, "tensor", None)
     monkeypatch.setattr(torch, "as_tensor", None)
-    assert _accepted(chosen, drafts, rows).tolist() == [[5, 6, -1], [8, -1, -1]]
+    assert _accepted(chosen, drafts, rows, None).tolist() == [[5, 6, -1], [8, -1, -1]]
 
 
 def test_processors_are_all_built_where_speculation_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:

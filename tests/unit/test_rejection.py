@@ -1,0 +1,205 @@
+"""Sampled drafts do not change the text: exact enumeration through the product's own budget and verifying code.
+
+Tokens 0 to 2, drafts of two tokens.  q and p are far apart.  Whether and how far a draft is verified is decided by
+`spend_in_order` from chances made of q's shape; three wrong ways to decide, and wrong noise, are seen to bias the text.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from math import prod
+
+import numpy as np
+import pytest
+import torch
+
+from backend.engine.rejection import judge, table_of
+from backend.noise import choose, gumbel, uniforms
+from backend.speculation.budget import spend_in_order, survivals
+from backend.speculation.proposals import Proposal, unpack
+
+V, D = 3, 2
+Text = tuple[int, ...]
+Cut = Callable[[Text], int]
+DICE = np.random.default_rng(0)
+PREFIXES = [text for n in range(D + 2) for text in itertools.product(range(V), repeat=n)]
+P = {text: DICE.dirichlet(np.full(V, 0.7)) for text in PREFIXES}
+Q = {text: DICE.dirichlet(np.full(V, 0.7)).astype(np.float32) for text in PREFIXES}
+TEXTS = list(itertools.product(range(V), repeat=D + 1))
+TRUE = {text: prod(P[text[:i]][text[i]] for i in range(D + 1)) for text in TEXTS}
+
+
+def outcomes(draft: Text, length: int) -> Iterator[tuple[Text, float]]:
+    """What a verification of the first `length` tokens may emit, with its chance; from `judge`, at every u that matters."""
+    if not length:
+        yield from (((v,), P[()][v]) for v in range(V))
+        return
+    # The interval [0, 1) of each u is cut into equal cells; the midpoints are tried, so chances are right to 1 / CELLS.
+    logits = torch.tensor(np.log([P[draft[:i]] for i in range(length + 1)]), dtype=torch.float32)
+    cells = 400
+    u = (torch.arange(cells) + 0.5) / cells
+    grid = torch.cartesian_prod(*[u] * length).view(-1, length)
+    tokens, ids, q = table_of([draft[:length]], [proposal_of(draft)])
+    many = (len(grid), -1)
+    judged = judge(
+        logits,
+        torch.arange(length + 1).expand(many),
+        torch.full((len(grid),), length),
+        torch.from_numpy(tokens).expand(many),
+        torch.from_numpy(ids).expand(len(grid), -1, -1),
+        torch.from_numpy(q).expand(len(grid), -1, -1),
+        grid,
+    )
+    last = judged.last.softmax(1).double()
+    for accepted in range(length + 1):
+        mine = judged.accepted == accepted
+        for v in range(V):
+            yield (*draft[:accepted], v), float(last[mine, v].sum()) / len(grid)
+
+
+def proposal_of(draft: Text) -> Proposal:
+    rows = [Q[draft[:i]] for i in range(len(draft))]
+    return Proposal(np.tile(np.arange(V, dtype=np.int32), (len(draft), 1)), np.stack(rows))
+
+
+def error(cut: Cut) -> float:
+    """Total variation between the first D + 1 tokens emitted and the target's."""
+    got = dict.fromkeys(TEXTS, 0.0)
+    for draft in itertools.product(range(V), repeat=D):
+        weight = prod(float(Q[draft[:i]][draft[i]]) for i in range(D))
+        for said, chance in outcomes(draft, cut(draft)):
+            for tail in itertools.product(range(V), repeat=D + 1 - len(said)):
+                text = said + tail
+                got[text] += weight * chance * prod(P[text[:i]][text[i]] for i in range(len(said), D + 1))
+    return sum(abs(got[text] - TRUE[text]) for text in TEXTS) / 2
+
+
+def chances_of(draft: Text) -> list[float]:
+    """As the product makes them: from q's shape alone."""
+    return [float(Q[draft[:i]].max()) for i in range(D)]
+
+
+def spent(draft: Text, times: list[float]) -> int:
+    row = survivals(chances_of(draft))
+    expected = [row[0] ** n for n in range(1, D + 1)]
+    return spend_in_order([row, [0.6, 0.3]], [expected, [0.6, 0.3]], times).lengths[0]
+
+
+@pytest.mark.parametrize("price", [0.01, 0.1, 0.14, 0.18, 0.22, 0.3])
+def test_the_budget_biases_nothing(price: float) -> None:
+    times = [1 + price * n for n in range(8)]
+    assert error(lambda draft: spent(draft, times)) < 0.004
+
+
+def test_some_price_makes_the_budget_depend_on_the_draft() -> None:
+    """Else the test above shows nothing."""
+    drafts = list(itertools.product(range(V), repeat=D))
+    assert any(
+        len({spent(draft, [1 + price * n for n in range(8)]) for draft in drafts}) > 1 for price in (0.1, 0.14, 0.18, 0.22)
+    )
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param(
+            lambda x: 0 if Q[()][x[0]] < 0.35 else 1 if Q[x[:1]][x[1]] < 0.35 else 2, id="the token's own probability"
+        ),
+        pytest.param(lambda x: 0 if Q[x[:1]].max() < 0.6 else 2, id="what follows the token"),
+        pytest.param(lambda x: 2 if x[0] == 1 else 0, id="the token"),
+    ],
+)
+def test_a_cut_that_has_seen_the_token_is_found(cut: Cut) -> None:
+    assert error(cut) > 0.01
+
+
+def generated(count: int, u_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
+    """Chi-square of the texts of `count` requests, whose drafts are verified whole with `u_of(seeds, lengths)`."""
+    dice = np.random.default_rng(1)
+    drafts = np.zeros((count, D), np.int64)
+    logits, q = np.zeros((count, D + 1, V), np.float32), np.zeros((count, D, V), np.float32)
+    for i in range(D + 1):
+        for text in itertools.product(range(V), repeat=i):
+            mine = (drafts[:, :i] == text).all(axis=1)
+            logits[mine, i] = np.log(P[text])
+            if i < D:
+                q[mine, i] = Q[text]
+                drafts[mine, i] = dice.choice(V, p=Q[text].astype(float) / Q[text].astype(float).sum(), size=mine.sum())
+    seeds, lengths = torch.arange(count), torch.full((count,), 5)
+    rows = torch.arange(count * (D + 1)).view(count, D + 1)
+    ids = torch.arange(V).expand(count, D, V)
+    flat, u = torch.from_numpy(logits).view(-1, V), u_of(seeds, lengths)
+    judged = judge(flat, rows, torch.full((count,), D), torch.from_numpy(drafts), ids, torch.from_numpy(q), u)
+    ones = torch.ones(count)
+    last = choose(judged.last.contiguous(), seeds, lengths + judged.accepted, ones, ones).columns
+    got = dict.fromkeys(TEXTS, 0)
+    for draft, accepted, token in zip(drafts.tolist(), judged.accepted.tolist(), last.tolist(), strict=True):
+        said = [*draft[:accepted], token]
+        while len(said) < D + 1:
+            said.append(int(dice.choice(V, p=P[tuple(said)])))
+        got[tuple(said)] += 1
+    return sum((got[text] - count * TRUE[text]) ** 2 / (count * TRUE[text]) for text in TEXTS)
+
+
+LIMIT = 58.0
+"""Chi-square with 26 degrees of freedom is above this once in 3,000 times; the noise is fixed."""
+
+
+def test_texts_have_the_targets_distribution() -> None:
+    assert generated(60_000, lambda seeds, lengths: uniforms(seeds, lengths, D)) < LIMIT
+
+
+@pytest.mark.parametrize(
+    "u_of",
+    [
+        pytest.param(
+            lambda s, n: torch.exp(-torch.exp(-gumbel(s, n, torch.arange(D).expand(len(s), D).contiguous()))),
+            id="without a domain",
+        ),
+        pytest.param(lambda s, n: uniforms(s, n, D) ** 1.2, id="not uniform"),
+    ],
+)
+def test_wrong_noise_is_found(u_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+    assert generated(120_000, u_of) > LIMIT
+
+
+def test_a_certain_draft_is_accepted_with_the_targets_probability() -> None:
+    tokens, ids, q = table_of([[1], [2, 0]], [None, None])
+    assert q.sum() == 3
+    u = torch.full((2, 2), 0.3)
+    logits = torch.log(torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3], [0.1, 0.7, 0.2], [0.4, 0.3, 0.3], [1.0, 0, 0]]))
+    rows = torch.tensor([[0, 1, 1], [2, 3, 4]])
+    judged = judge(logits, rows, torch.tensor([1, 2]), *map(torch.from_numpy, (tokens, ids, q)), u)
+    assert judged.accepted.tolist() == [1, 0]
+    assert judged.last[0].softmax(0).tolist() == pytest.approx([0.5, 0.2, 0.3])
+    assert judged.last[1].softmax(0).tolist() == pytest.approx([1 / 8, 7 / 8, 0])
+
+
+def test_a_draft_whose_proposal_is_the_target_is_always_accepted() -> None:
+    p = np.array([[0.25, 0.25, 0.5]], np.float32)
+    tokens, ids, q = table_of([[2]], [Proposal(np.array([[0, 1, 2]], np.int32), p)])
+    logits = torch.log(torch.from_numpy(p)).repeat(2, 1)
+    judged = judge(
+        logits, torch.tensor([[0, 1]]), torch.tensor([1]), *map(torch.from_numpy, (tokens, ids, q)), torch.ones(1, 1)
+    )
+    assert judged.accepted.tolist() == [1]
+
+
+def packed(rows: list[list[float]]) -> bytes:
+    chances = np.array(rows, "<f4")
+    return np.tile(np.arange(chances.shape[1], dtype="<i4"), (len(rows), 1)).tobytes() + chances.tobytes()
+
+
+def test_proposals_are_read_from_the_wire() -> None:
+    sound = [[0.5, 0.5, 0], [0, 0.25, 0.75]]
+    found = unpack(packed(sound), [1, 2], 3)
+    assert found is not None
+    assert found.chances.tolist() == sound
+    assert found.part(1, 2).ids.tolist() == [[0, 1, 2]]
+    assert unpack(packed(sound), [2, 2], 3) is None, "a token that could not be drawn"
+    assert unpack(packed(sound), [1, 2], 2) is None, "outside the vocabulary"
+    assert unpack(packed([[0.5, 0.6, 0], [0, 0.25, 0.75]]), [1, 2], 3) is None, "not a distribution"
+    assert unpack(packed([[1.5, -0.5, 0], [0, 0.25, 0.75]]), [0, 2], 3) is None
+    assert unpack(packed([[float("nan"), 0.5, 0.5], [0, 0.25, 0.75]]), [1, 2], 3) is None
+    assert unpack(packed(sound)[:-1], [1, 2], 3) is None
