@@ -329,16 +329,27 @@ def _logprobs(
     by_token = metadata.logprob_token_ids
     if by_token and rows.deepest:
         by_token = {row: by_token[i] for row, i in enumerate(rows.request.tolist()) if i in by_token}
-    if by_token:
-        found = sampler.gather_specific_token_logprobs(of, by_token, chosen)
-    elif metadata.max_num_logprobs == -1:
+    found = sampler.gather_specific_token_logprobs(of, by_token, chosen) if by_token else None
+    if metadata.max_num_logprobs == -1:
         found = LogprobsTensors(torch.empty(0), of, torch.empty(0))
-    else:
-        found = sampler.gather_logprobs(of, metadata.max_num_logprobs, chosen)
-    if not rows.deepest:
+    elif metadata.max_num_logprobs is not None:
+        likeliest = sampler.gather_logprobs(of, metadata.max_num_logprobs, chosen)
+        found = likeliest if found is None else _each_its_own(found, list(by_token or ()), likeliest)
+    if found is None or not rows.deepest:
         return found
     table = rows.table().flatten()
     return LogprobsTensors(*(each[table] if each.numel() else each for each in found[:3]))
+
+
+def _each_its_own(named: LogprobsTensors, of: list[int], likeliest: LogprobsTensors) -> LogprobsTensors:
+    """The rows `of` of `named`, the others of `likeliest`.  vLLM reads as many columns of a row as its request asks for."""
+    joined = []
+    for ids, top in zip(named[:2], likeliest[:2], strict=True):
+        both = top.new_zeros(len(top), max(ids.shape[1], top.shape[1]))
+        both[:, : top.shape[1]] = top
+        both[of, : ids.shape[1]] = ids[of]
+        joined.append(both)
+    return LogprobsTensors(*joined, likeliest.selected_token_ranks)
 
 
 @contextmanager

@@ -120,15 +120,20 @@ class Runner(SharedNoise):
 
 
 def sample(
-    requests: list[Request], logprobs: int | None = None, mode: str = "raw_logprobs", holder: Any = None
+    requests: list[Request],
+    logprobs: int | None = None,
+    mode: str = "raw_logprobs",
+    holder: Any = None,
+    by_token: dict[int, list[int]] | None = None,
 ) -> SamplerOutput:
-    """One step; `holder` has the thinking budgets."""
+    """One step; `holder` has the thinking budgets, `by_token` the `logprob_token_ids` of each request."""
     logits = torch.cat([request.logits[: len(request.draft) + 1] for request in requests])
     drafted = [len(request.draft) for request in requests]
     tokens = torch.tensor([token for request in requests for token in request.draft], dtype=torch.int32)
     before = [list(request.output) for request in requests]
     runner = Runner(requests, logprobs, mode)
     runner.input_batch.sampling_metadata.thinking_budget_state_holder = holder
+    runner.input_batch.sampling_metadata.logprob_token_ids = by_token
     output = runner._sample(logits.clone(), SimpleNamespace(num_draft_tokens=drafted, draft_token_ids=tokens))
     assert [request.output for request in requests] == before, "outputs are as they were"
     return output
@@ -252,6 +257,25 @@ def test_each_request_has_the_log_probabilities_it_asks_for() -> None:
                 for found, wanted in zip(output.logprobs_tensors[:3], expected[:3], strict=True):
                     assert torch.equal(found[mine], wanted[mine])
                 del request.params.extra_args[LOGPROBS_MODE]
+
+
+def test_tokens_that_one_request_names_do_not_replace_the_alternatives_of_others() -> None:
+    for seed in range(8):
+        requests = batch(seed, ["penalties", "top"])
+        for names in (7,), (7, 2, 9, 4, 11):
+            by_token = {i: list(names) for i in range(seed % 2, len(requests), 2)}
+            output = sample(requests, 3, by_token=by_token)
+            width = output.sampled_token_ids.shape[1]
+            wanted = {
+                True: sample(requests, None, by_token=by_token).logprobs_tensors,
+                False: sample(requests, 3).logprobs_tensors,
+            }
+            for i in range(len(requests)):
+                mine, alone = slice(i * width, (i + 1) * width), wanted[i in by_token]
+                columns = 1 + (len(names) if i in by_token else 3)
+                for found, its in zip(output.logprobs_tensors[:2], alone[:2], strict=True):
+                    assert torch.equal(found[mine, :columns], its[mine, :columns])
+                assert torch.equal(output.logprobs_tensors[2][mine], alone[2][mine])
 
 
 def test_seeds_and_positions_decide_and_greedy_requests_have_no_noise() -> None:
