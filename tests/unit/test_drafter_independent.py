@@ -134,7 +134,8 @@ def allowed(logits: list[float], sampling: Sampling) -> tuple[set[int], set[int]
         least = max(sampling.min_p * chances[ranked[0]] * (1 + slack), 1e-30 if slack > 0 else 0.0)
         left = [c for c in ranked if chances[c] >= least]
         left = left[: sampling.top_k] if sampling.top_k else left
-        mass, before, kept = sum(chances[c] for c in left), 0.0, set()
+        kept: set[int] = set()
+        mass, before = sum(chances[c] for c in left), 0.0
         for c in left:
             if not kept or sampling.top_p == 1 or before < (sampling.top_p - slack) * mass:
                 kept.add(c)
