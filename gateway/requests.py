@@ -193,6 +193,6 @@ def check_generation(request: Any, *, vllm_speculates: bool) -> None:
         raise BadRequest(f"`{FIXED_RESPONSE}` belongs to rollouts.", param="vllm_xargs")
     if vllm_speculates:
         # vLLM's rejection sampler does not support them.
-        unsupported = [name for name in ("min_p", "logit_bias") if getattr(request, name, None)]
+        unsupported = [name for name in ("min_p", "logit_bias", "logprob_token_ids") if getattr(request, name, None)]
         if unsupported:
             raise BadRequest(f"`{unsupported[0]}` is not supported in mode native.", param=unsupported[0])

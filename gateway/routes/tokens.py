@@ -55,6 +55,7 @@ async def generate_tokens(request: Request) -> Response:
         max_tokens=sampling.max_tokens if "max_tokens" in parameters else None,
         min_p=sampling.min_p,
         logit_bias=sampling.logit_bias,
+        logprob_token_ids=sampling.logprob_token_ids,
     )
 
     async def create(_: Any, request: Request) -> Any:

@@ -94,7 +94,13 @@ def test_what_vllm_understands_is_never_without_effect():
 
 @pytest.mark.parametrize(
     ("fields", "param"),
-    [({"n": MAX_CHOICES + 1}, "n"), ({"n": 0}, "n"), ({"min_p": 0.1}, "min_p"), ({"logit_bias": {"5": 1.0}}, "logit_bias")],
+    [
+        ({"n": MAX_CHOICES + 1}, "n"),
+        ({"n": 0}, "n"),
+        ({"min_p": 0.1}, "min_p"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"logprobs": True, "logprob_token_ids": [5]}, "logprob_token_ids"),
+    ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields, param):
     asked = parse(ChatCompletionRequest, {**CHAT, **fields})
