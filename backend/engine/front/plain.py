@@ -28,6 +28,7 @@ from vllm.v1.engine.output_processor import RequestState
 from backend.engine.front.chunks import Template, chat_template, completion_template, to_json
 from backend.engine.front.client import FleetClient, Submit, submissions
 from backend.engine.front.deferred import Deferred, deferred
+from backend.engine.front.logprobs import ChatLogprobs, with_prompt_logprobs
 from backend.engine.front.reading import ReadsChats
 from backend.engine.front.usage import last_chunk, streamed
 
@@ -251,16 +252,7 @@ def _dump(serving: Any, chunk: Any, usage: UsageInfo, **dump: bool) -> str:
     return last_chunk(chunk.model_dump_json(exclude_none=True, **dump))
 
 
-class Refusals:
-    """Adds the field `refusal` of OpenAI's schema to log probabilities."""
-
-    def _create_chat_logprobs(self, *args: Any, **kwargs: Any) -> Any:
-        made = super()._create_chat_logprobs(*args, **kwargs)  # type: ignore[misc]
-        made.refusal = None
-        return made
-
-
-class ChatOfMany(Refusals, ReadsChats, OpenAIServingChatBatch):
+class ChatOfMany(ChatLogprobs, ReadsChats, OpenAIServingChatBatch):
     """vLLM's chat completions of several conversations in one request."""
 
     async def chat_completion_full_generator_batch(self, request: Any, generators: Any, *args: Any, **kwargs: Any) -> Any:
@@ -271,7 +263,7 @@ class ChatOfMany(Refusals, ReadsChats, OpenAIServingChatBatch):
         return await deferred(generators, lambda *results: full(request, list(results), *args, **kwargs))
 
 
-class Chat(Refusals, ReadsChats, OpenAIServingChat):
+class Chat(ChatLogprobs, ReadsChats, OpenAIServingChat):
     """vLLM's chat completions, with a `PlainStream` where one was offered (`client.offer_plain`) and suffices."""
 
     def chat_completion_stream_generator(
@@ -338,6 +330,8 @@ class Completion(OpenAIServingCompletion):
         """vLLM's stream, or a plain one."""
         submit = submissions()
         if submit is None or not is_plain(self, request):
+            if request.echo:
+                result_generator = with_prompt_logprobs(result_generator)
             stream: AsyncGenerator[str, None] = super().completion_stream_generator(
                 request, engine_inputs, result_generator, request_id, created_time, model_name, *args, **kwargs
             )

@@ -32,6 +32,7 @@ from backend.config import Settings
 from backend.engine.front import any_model  # noqa: F401  (registers itself)
 from backend.engine.front.client import FleetClient
 from backend.engine.front.deferred import deferred
+from backend.engine.front.logprobs import TokensLogprobs, likeliest
 from backend.engine.front.messages import Messages, StreamFailed
 from backend.engine.front.plain import Chat, ChatOfMany, Completion
 from backend.engine.front.pooling import Pooling
@@ -54,7 +55,7 @@ FEW_LOGPROBS = 5_000
 """Log probabilities, tokens times alternatives, that the event loop can make and serialize in some 50 ms."""
 
 
-class Tokens(ServingTokens):
+class Tokens(TokensLogprobs, ServingTokens):
     """vLLM's serving class, except that an answer with log probabilities is a `Deferred`."""
 
     async def serve_tokens_full_generator(self, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -82,6 +83,9 @@ class Responses(OpenAIServingResponses):
     ) -> Any:
         contexts = read_contexts(result_generator, request, sampling_params)
         return super()._process_simple_streaming_events(request, sampling_params, contexts, *args, **kwargs)
+
+    def _topk_logprobs(self, logprobs: Any, top_logprobs: int, *args: Any, **kwargs: Any) -> Any:
+        return super()._topk_logprobs(likeliest(logprobs, top_logprobs), top_logprobs, *args, **kwargs)
 
     async def responses_full_generator(
         self, request: Any, sampling_params: Any, result_generator: Any, context: Any, *args: Any, **kwargs: Any
