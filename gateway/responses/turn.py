@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
-from backend.engine.front import ResponseRequest
+from backend.engine.front import ResponseRequest, decode_custom_tool_input_prefix
 from gateway.bounds import MAX_ITEMS
 from gateway.errors import BadRequest
 from gateway.inquiry import SpeculationOptions
@@ -109,9 +111,32 @@ def _new_id(item: Item) -> str:
 
 def _ended(output: list[Item] | None, status: object) -> list[Item] | None:
     """Output items.  If the response is incomplete, so is the last item, which vLLM marks as completed."""
-    if status != "incomplete" or not output or "status" not in output[-1]:
-        return output
-    return [*output[:-1], {**output[-1], "status": "incomplete"}]
+    return [*output[:-1], cut_off(output[-1])] if status == "incomplete" and output else output
+
+
+def cut_off(item: Item) -> Item:
+    """The last item of an incomplete response: incomplete, unless it is a call with all its arguments.
+
+    vLLM shows the JSON around a custom tool's input where it is cut.
+    """
+    if item["type"] == "function_call" and _is_whole(item["arguments"]):
+        return item
+    if item["type"] == "custom_tool_call":
+        start = re.sub(r"\s", "", item["input"][:32])
+        if not (start.startswith(_WRAPPED) or _WRAPPED.startswith(start)):
+            return item
+        item = {**item, "input": decode_custom_tool_input_prefix(item["input"])}
+    return {**item, "status": "incomplete"}
+
+
+_WRAPPED = '{"input"'
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
 
 
 def _only(details: dict[str, Any], name: str) -> dict[str, Any]:
