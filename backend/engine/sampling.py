@@ -96,8 +96,9 @@ class SharedNoise:
             lengths = batch.num_tokens_no_spec[:count].astype(np.int64)
             seeds = np.array([_argument(each, NOISE_SEED, 0) for each in states], dtype=np.uint64).view(np.int64)
             free = [i for i, each in enumerate(states) if drafted[i] and _argument(each, INDEPENDENT, False)]
-            assert drafts is not None or not free
-            judged = _judge(processed, drafts, rows, free, self._proposals_of(free), seeds, lengths) if free else None
+            judged = None
+            if free and drafts is not None:
+                judged = _judge(processed, drafts, rows, free, self._proposals_of(free), seeds, lengths)
             chosen = _draw(processed, metadata, rows, seeds, lengths, free, judged)
             settled = None if judged is None else (free, judged.accepted)
         sampled = _accepted(chosen, drafts, rows, settled)

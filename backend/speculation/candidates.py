@@ -47,7 +47,8 @@ class Source(NamedTuple):
     """A drafter's `fresh` or `ahead`, or `TextSource.kind`."""
 
 
-class Candidate(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Candidate:
     """A draft for the present length of its request."""
 
     source: Source
@@ -63,12 +64,6 @@ class Candidate(NamedTuple):
     """Compute time of its drafter, seconds."""
     proposal: Proposal | None = None
     """What a sampled draft was drawn from."""
-
-    def __eq__(self, other: object) -> bool:
-        # Arrays have no truth value; a draft is made once.
-        return self is other
-
-    __hash__ = object.__hash__
 
 
 @dataclass

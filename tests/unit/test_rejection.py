@@ -170,7 +170,7 @@ def test_a_certain_draft_is_accepted_with_the_targets_probability() -> None:
     u = torch.full((2, 2), 0.3)
     logits = torch.log(torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3], [0.1, 0.7, 0.2], [0.4, 0.3, 0.3], [1.0, 0, 0]]))
     rows = torch.tensor([[0, 1, 1], [2, 3, 4]])
-    judged = judge(logits, rows, torch.tensor([1, 2]), *map(torch.from_numpy, (tokens, ids, q)), u)
+    judged = judge(logits, rows, torch.tensor([1, 2]), torch.from_numpy(tokens), torch.from_numpy(ids), torch.from_numpy(q), u)
     assert judged.accepted.tolist() == [1, 0]
     assert judged.last[0].softmax(0).tolist() == pytest.approx([0.5, 0.2, 0.3])
     assert judged.last[1].softmax(0).tolist() == pytest.approx([1 / 8, 7 / 8, 0])
@@ -181,7 +181,13 @@ def test_a_draft_whose_proposal_is_the_target_is_always_accepted() -> None:
     tokens, ids, q = table_of([[2]], [Proposal(np.array([[0, 1, 2]], np.int32), p)])
     logits = torch.log(torch.from_numpy(p)).repeat(2, 1)
     judged = judge(
-        logits, torch.tensor([[0, 1]]), torch.tensor([1]), *map(torch.from_numpy, (tokens, ids, q)), torch.ones(1, 1)
+        logits,
+        torch.tensor([[0, 1]]),
+        torch.tensor([1]),
+        torch.from_numpy(tokens),
+        torch.from_numpy(ids),
+        torch.from_numpy(q),
+        torch.ones(1, 1),
     )
     assert judged.accepted.tolist() == [1]
 
