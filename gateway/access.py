@@ -1,5 +1,6 @@
-"""Access control: keys, rights, quotas, and the limit on requests in flight.  Plain ASGI, inside `Envelope` and `Guard`.
+"""Access control: keys, rights, quotas, and the limit on requests in flight.  Plain ASGI, between the router and its routes.
 
+The route that was found decides who may call it, so no spelling of a path can evade that.
 `Access` puts the caller into `scope["state"]["caller"]` (`gateway.keys.caller`), and a new `Claim` into
 `scope["state"]["claim"]` (`gateway.admission.claim`).  The routes fill in the claim.
 """
@@ -9,11 +10,13 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,13 +29,10 @@ from gateway.keys.quotas import Quotas
 from gateway.keys.ring import KeyRing, read_entries
 from gateway.keys.sharing import open_store
 from gateway.metrics import GatewayMetrics
-from gateway.rights import Right
+from gateway.rights import Right, right_of
 
 audit = logging.getLogger("outrider.audit")
 
-METRICS_PATH = "/metrics"
-FILES_PATH = "/v1/files"
-"""Bodies sent there go to disk."""
 AUDITED_BYTES = 2048
 """Most bytes of an administrator's command in the log."""
 
@@ -61,49 +61,55 @@ def ring_of(settings: Settings) -> KeyRing:
 
 
 class Access:
-    """Checks the key, then the limit on requests in flight, then the key's quotas.
+    """Checks the key, then the limit on requests in flight, then the key's quotas."""
 
-    `asked`: the right that a path asks for, if it is not any key.  All paths below `/admin` are for administrators.
-    """
-
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, doors: AccessRules, asked: Mapping[str, Right]) -> None:
-        self._app = app
-        self._asked = asked
+    def __init__(self, metrics: GatewayMetrics, doors: AccessRules) -> None:
         self._metrics = metrics
         self._doors = doors
         self._others = self._other_bytes = 0
         """Requests by POST in progress that do not generate, and the bytes of their bodies."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
+    def guard(self, app: FastAPI) -> None:
+        """Stands before every route of `app`, and before its answer to unknown URLs.
+
+        Raises `TypeError` for a route that does not say who may call it.
+        """
+        for route in app.routes:
+            right = right_of(route)
+            assert isinstance(route, APIRoute)
+            route.app = partial(self._enter, route.app, right, bool((route.openapi_extra or {}).get("form")))
+        app.router.default = partial(self._enter, app.router.default, Right.KEY, False)
+
+    async def _enter(self, app: ASGIApp, right: Right, to_disk: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request pass to `app` if its caller has the right.  `to_disk`: the body is not kept in memory."""
+        state = scope["state"]
+        if "caller" in state:
+            # A batch's line comes with its owner and its claim; see `gateway.batches.calls`.
+            await app(scope, receive, send)
             return
-        path = scope["path"]
-        state = scope.setdefault("state", {})
-        right = Right.ADMINISTER if f"{path}/".startswith("/admin/") else self._asked.get(path, Right.KEY)
         if right is Right.ADMINISTER:
-            await self._administer(scope, receive, send)
+            await self._administer(app, scope, receive, send)
             return
         caller = state["caller"] = self._caller(scope, right)
         # Work comes by POST; other methods only read and are not limited.
         if scope["method"] != "POST":
-            await self._app(scope, receive, send)
+            await app(scope, receive, send)
             return
         quotas = self._doors.quotas
-        if path != FILES_PATH:
+        if not to_disk:
             receive = await whole_body(scope, receive)
         most = self._doors.max_in_flight
         if (self._metrics.in_flight if right is Right.GENERATE else self._others) >= most:
             raise TooManyRequests(f"More than {most} requests are in flight. Try again.")
         if right is not Right.GENERATE:
-            await self._serve_other(scope, receive, send, caller)
+            await self._serve_other(app, scope, receive, send, caller)
             return
         with self._metrics.one_in_flight():
             await quotas.begin(caller)
             claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
             refused = False
             try:
-                await self._app(scope, receive, send)
+                await app(scope, receive, send)
             except RateLimited:
                 refused = True
                 raise
@@ -111,7 +117,7 @@ class Access:
                 quotas.end(caller, refused=refused)
                 claim.close()
 
-    async def _serve_other(self, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
+    async def _serve_other(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
         """Serves a request that does not generate; it may wait, for a thread for example, with its body in memory."""
         size = scope["state"].get("body_bytes", 0)
         if self._others and self._other_bytes + size > MAX_ARRIVING_BYTES:
@@ -121,7 +127,7 @@ class Access:
         try:
             await self._doors.quotas.begin(caller)
             try:
-                await self._app(scope, receive, send)
+                await app(scope, receive, send)
             finally:
                 self._doors.quotas.end(caller)
         finally:
@@ -130,8 +136,8 @@ class Access:
 
     def _caller(self, scope: Scope, right: Right) -> Caller:
         ring = self._doors.ring
-        guarded = scope["path"] == METRICS_PATH and ring.guards_metrics
-        if right is Right.NOTHING and not guarded:
+        guarded = right is Right.METRICS and ring.guards_metrics
+        if right is Right.NOTHING or (right is Right.METRICS and not guarded):
             return ANYBODY
         caller = ring.find(scope)
         if guarded:
@@ -142,7 +148,7 @@ class Access:
             raise Forbidden("This key does not open the metrics.")
         return caller
 
-    async def _administer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _administer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets only administrators' requests pass.  Logs the caller, the command and its status."""
         known = self._doors.ring.find(scope) or self._doors.ring.find_administrator(scope)
         who, status, asked = "nobody" if known is None else known.name or "anybody", 0, bytearray()
@@ -163,7 +169,7 @@ class Access:
         try:
             caller = scope["state"]["caller"] = self._administrator(scope)
             who = caller.name or "this machine"
-            await self._app(scope, heard, answered)
+            await app(scope, heard, answered)
         except Exception as error:
             status = getattr(error, "status", 500)
             raise

@@ -19,7 +19,7 @@ from gateway.balancing import Balancer
 from gateway.errors import translate
 from gateway.guard import Guard
 from gateway.middleware import Envelope
-from gateway.rights import rights
+from gateway.rights import Right, paths
 from gateway.routes import (
     admin,
     batches,
@@ -102,8 +102,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _http_error)
     settings = gateway.settings.gateway
-    asked = rights(app.routes)
-    app.add_middleware(Access, metrics=gateway.metrics, doors=gateway.doors, asked=asked)
+    Access(gateway.metrics, gateway.doors).guard(app)
     has_key, origins = (lambda: not gateway.doors.ring.open), settings.cors_origins
     app.add_middleware(Guard, listens_on=settings.host, has_key=has_key, origins=origins)
     app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.doors.quotas)
@@ -117,7 +116,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         )
     # Added last, so outermost.
     if gateway.tracing is not None:
-        app.add_middleware(RequestSpans, tracing=gateway.tracing, asked=asked)
+        app.add_middleware(RequestSpans, tracing=gateway.tracing, skipped=paths(app.routes, Right.NOTHING, Right.METRICS))
     return app
 
 
@@ -125,6 +124,6 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answers Starlette's own 404 and 405, and wrong parameters in a URL.  All other errors reach `Envelope`."""
     known = translate(error)
     if known.status == 404:
-        known.message = f"Unknown URL: {request.method} {ascii(request.url.path[:128])[1:-1]}"
+        known.message = f"Unknown URL: {request.method} {ascii(request.scope['path'][:128])[1:-1]}"
     allowed = getattr(error, "headers", None) or {}
-    return JSONResponse(known.body_for(request.url.path), status_code=known.status, headers={**allowed, **known.headers()})
+    return JSONResponse(known.body_for(request.scope["path"]), status_code=known.status, headers={**allowed, **known.headers()})

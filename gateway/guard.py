@@ -1,4 +1,4 @@
-"""Checks host names and origins, and bounds the time a body takes to arrive.  Plain ASGI, between `Envelope` and `Access`."""
+"""Checks path, host names and origins, and bounds the time a body takes to arrive.  Plain ASGI, inside `Envelope`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.errors import Forbidden, PayloadTooLarge, RequestTimeout, TooManyRequests
+from gateway.errors import BadRequest, Forbidden, PayloadTooLarge, RequestTimeout, TooManyRequests
 from gateway.sse import ClientGone
 
 BODY_TIMEOUT_S = 60.0
@@ -25,15 +25,16 @@ MAX_ARRIVING_BYTES = 1 << 29
 PROBES = frozenset({"/livez", "/liveness", "/readyz", "/health"})
 """Served under any host name; the answers contain no information."""
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")
 
 
 class Guard:
-    """Sets a deadline for every body.  On loopback without a key, also refuses host names and origins other than loopback ones.
+    """Refuses control characters in paths, and sets a deadline for every body.
 
-    Such a gateway trusts this machine.  But a web page could make a browser on this machine call it: under a host name of the
-    page's own (DNS rebinding), or from a foreign origin without reading the answer.  Pages of `origins`
-    may call; `*` means all.
+    On loopback without a key, also refuses host names and origins other than loopback ones.  Such a gateway trusts this
+    machine.  But a web page could make a browser on this machine call it: under a host name of the page's own (DNS
+    rebinding), or from a foreign origin without reading the answer.  Pages of `origins` may call; `*` means all.
     """
 
     def __init__(self, app: ASGIApp, *, listens_on: str, has_key: Callable[[], bool], origins: Sequence[str]) -> None:
@@ -46,6 +47,8 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if _CONTROL.search(scope["path"]):
+            raise BadRequest("The URL's path has a control character.", code="invalid_url")
         if self._local and not self._has_key() and scope["path"] not in PROBES:
             headers = Headers(scope=scope)
             if not is_loopback(host_of(headers.get("host", ""))):

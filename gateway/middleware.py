@@ -1,6 +1,6 @@
 """Work on every request before and after its route: id, counting, headers, log, errors.  Plain ASGI; bodies are not copied.
 
-`gateway.guard` and `gateway.access` run inside of it.
+`gateway.guard` runs inside of it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.access import METRICS_PATH
 from gateway.admission.claim import Claim
 from gateway.errors import translate
 from gateway.guard import PROBES
@@ -29,7 +28,7 @@ logger = logging.getLogger(__name__)
 access = logging.getLogger("outrider.access")
 """Logs one line per request: at level `info`, for probes and scrapers at `debug`."""
 
-QUIET_PATHS = PROBES | {METRICS_PATH}
+QUIET_PATHS = PROBES | {"/metrics"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -75,7 +74,7 @@ class Envelope:
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.request_done(route, status or 499)
-            level = logging.DEBUG if scope["path"] in QUIET_PATHS else logging.INFO
+            level = logging.DEBUG if route in QUIET_PATHS else logging.INFO
             if access.isEnabledFor(level):
                 said = _said(scope, route, status or 499, started, request_id)
                 access.log(level, "%s", _text(said), extra={"fields": said})

@@ -50,12 +50,13 @@ def described(
     streams: bool = False,
     text: str | None = None,
     form: bool = False,
-    right: Right = Right.KEY,
+    right: Right,
 ) -> dict[str, Any]:
     """Arguments of a route's decorator, which tell `document` of the route, and `Access` who may call it.
 
     `takes`: the body's model or schema; `gives`: the answer's; `streams`: the answer may be server-sent events; `text`: the
-    answer's media type if it is not JSON; `form`: the body is a form, not JSON; `right`: what the caller needs.
+    answer's media type if it is not JSON; `form`: the body is a form, which goes to disk, not JSON; `right`: what the caller
+    needs.
     """
     content: dict[str, Any] = {}
     if gives is not None:
@@ -69,7 +70,7 @@ def described(
     if takes is not None:
         media = "multipart/form-data" if form else "application/json"
         shown["requestBody"] = {"required": True, "content": {media: {"schema": _ref(takes)}}}
-    return {"openapi_extra": {"shown": shown, "takes": _models(takes), "gives": _models(gives), "right": right}}
+    return {"openapi_extra": {"shown": shown, "takes": _models(takes), "gives": _models(gives), "right": right, "form": form}}
 
 
 UNDESCRIBED: dict[str, Any] = {"include_in_schema": False, "openapi_extra": {"right": Right.NOTHING}}

@@ -13,7 +13,9 @@ class Right(Enum):
     """What a route asks of its caller."""
 
     NOTHING = "nothing"
-    """No key.  Probes and scrapers have none; the pages and the API's document contain nothing about the fleet."""
+    """No key.  Probes have none; the pages and the API's document contain nothing about the fleet."""
+    METRICS = "metrics"
+    """No key, until some key has the right to read the metrics; then such a key."""
     KEY = "key"
     """Any key."""
     GENERATE = "generate"
@@ -22,18 +24,14 @@ class Right(Enum):
     """An administrator: the route changes the fleet."""
 
 
-def rights(routes: Iterable[BaseRoute]) -> dict[str, Right]:
-    """The right that each path asks for.  Paths that are not listed ask for `Right.KEY`.
+def right_of(route: BaseRoute) -> Right:
+    """What a route asks for.  Raises `TypeError` if it does not say: no such route is served."""
+    right = (route.openapi_extra or {}).get("right") if isinstance(route, APIRoute) else None
+    if not isinstance(right, Right):
+        raise TypeError(f"{route} does not say who may call it")
+    return right
 
-    `Access` compares whole paths, without the method.  Raises `TypeError` if routes of one path ask for different rights, or
-    if a path with parameters asks for another right than `Right.KEY`.
-    """
-    found: dict[str, Right] = {}
-    for route in routes:
-        if isinstance(route, APIRoute):
-            right = (route.openapi_extra or {}).get("right", Right.KEY)
-            if found.setdefault(route.path, right) is not right:
-                raise TypeError(f"routes of {route.path} ask for different rights")
-            if "{" in route.path and right is not Right.KEY:
-                raise TypeError(f"{route.path} has parameters: only {Right.KEY} can be asked for it")
-    return found
+
+def paths(routes: Iterable[BaseRoute], *asked: Right) -> frozenset[str]:
+    """The paths of the routes that ask for one of these rights."""
+    return frozenset(route.path for route in routes if right_of(route) in asked and isinstance(route, APIRoute))

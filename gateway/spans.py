@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Set
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,7 +11,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from backend.tracing import Span, Tracing
 from gateway.in_flight import Cut, InFlight
 from gateway.metrics import GatewayMetrics
-from gateway.rights import Right
 
 
 class RequestSpans:
@@ -21,10 +20,10 @@ class RequestSpans:
     serving classes take the context of an engine request from the headers.
     """
 
-    def __init__(self, app: ASGIApp, tracing: Tracing, asked: Mapping[str, Right]) -> None:
+    def __init__(self, app: ASGIApp, tracing: Tracing, skipped: Set[str]) -> None:
         self._app = app
         self._tracing = tracing
-        self._skipped = frozenset(path for path, right in asked.items() if right is Right.NOTHING)
+        self._skipped = skipped
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._skipped:

@@ -1,7 +1,8 @@
 """Makes the request of a batch's line to the application, in process, with the rights of the batch's owner.
 
-The request reaches the routes as any other request, but passes no middleware.  So it needs no key and does not count as a
-request in flight.  `gateway.batches.pace` decides how many lines are carried out at a time.
+The request reaches the routes as any other request, but passes no middleware.  `gateway.access` takes the caller that it has
+here.  So it needs no key and does not count as a request in flight.  `gateway.batches.pace` decides how many lines are carried
+out at a time.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ from gateway.errors import ApiError, BadRequest, Conflict, NotFound, NotSupporte
 from gateway.openapi import described, shape
 from gateway.reload import ReloadError, reload_all
 from gateway.requests import read_json
+from gateway.rights import Right
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -31,14 +32,14 @@ _ERRORS: dict[Reason, type[ApiError]] = {
 }
 
 
-@router.get("/admin/operations", **described(gives=shape("version", "operations")))
+@router.get("/admin/operations", **described(gives=shape("version", "operations"), right=Right.ADMINISTER))
 async def operations(request: Request) -> Response:
     """Operations that wait, run or ended recently; and the fleet's version."""
     fleet = await gateway_of(request).client.core.directory.look()
     return JSONResponse({"version": fleet.version, "operations": [msgspec.to_builtins(each) for each in fleet.operations]})
 
 
-@router.get("/admin/operations/{operation_id:int}", **described(gives=shape("id")))
+@router.get("/admin/operations/{operation_id}", **described(gives=shape("id"), right=Right.ADMINISTER))
 async def operation(request: Request, operation_id: int) -> Response:
     """One operation."""
     fleet = await gateway_of(request).client.core.directory.look()
@@ -48,7 +49,7 @@ async def operation(request: Request, operation_id: int) -> Response:
     raise NotFound(f"There is no operation {operation_id}.")
 
 
-@router.post("/admin/reload", **described(gives=shape("changed", "needs_restart", "keys")))
+@router.post("/admin/reload", **described(gives=shape("changed", "needs_restart", "keys"), right=Right.ADMINISTER))
 async def reload(request: Request) -> Response:
     """Reads keys, limits and routing again.  200: they are in force; 400: they are wrong, and nothing has changed."""
     gateway = gateway_of(request)
@@ -60,7 +61,10 @@ async def reload(request: Request) -> Response:
         raise BadRequest(f"Nothing has changed: {error}.", code="invalid_settings") from None
 
 
-@router.post("/admin/{command}", **described(get_args(AnyCommand), shape("version", "dry_run", "effects", "operation")))
+@router.post(
+    "/admin/{command}",
+    **described(get_args(AnyCommand), shape("version", "dry_run", "effects", "operation"), right=Right.ADMINISTER),
+)
 async def administer(request: Request, command: str) -> Response:
     """Changes the fleet.  200: done, or nothing to do; 202: an operation will do it."""
     gateway = gateway_of(request)

@@ -14,6 +14,7 @@ from gateway.batches.store import WINDOW_S
 from gateway.errors import BadRequest, Conflict
 from gateway.openapi import BATCH, LIST, described
 from gateway.requests import Body, fitted, read_json
+from gateway.rights import Right
 from gateway.routes.files import ExpiresAfter, lifetime_of
 from gateway.routes.lists import page_of
 from gateway.state import gateway_of, owner_of
@@ -35,7 +36,7 @@ class NewBatch(Body):
     output_expires_after: ExpiresAfter | None = None
 
 
-@router.post("/v1/batches", **described(NewBatch, BATCH))
+@router.post("/v1/batches", **described(NewBatch, BATCH, right=Right.KEY))
 async def create_batch(request: Request) -> Response:
     """Creates a batch, which is carried out as the fleet has time."""
     gateway = gateway_of(request)
@@ -59,20 +60,20 @@ async def create_batch(request: Request) -> Response:
     return JSONResponse(shown(batch))
 
 
-@router.get("/v1/batches", **described(gives=LIST))
+@router.get("/v1/batches", **described(gives=LIST, right=Right.KEY))
 async def list_batches(request: Request, limit: int = Query(20, ge=1, le=100), after: str | None = None) -> Response:
     """All batches, the latest first."""
     batches = await gateway_of(request).batches.store.batches(owner_of(request))
     return JSONResponse(page_of(batches, limit, "desc", after))
 
 
-@router.get("/v1/batches/{batch_id}", **described(gives=BATCH))
+@router.get("/v1/batches/{batch_id}", **described(gives=BATCH, right=Right.KEY))
 async def get_batch(request: Request, batch_id: str) -> Response:
     """One batch, with its progress."""
     return JSONResponse(shown((await gateway_of(request).batches.store.batch(batch_id, owner_of(request))).batch))
 
 
-@router.post("/v1/batches/{batch_id}/cancel", **described(gives=BATCH))
+@router.post("/v1/batches/{batch_id}/cancel", **described(gives=BATCH, right=Right.KEY))
 async def cancel_batch(request: Request, batch_id: str) -> Response:
     """Cancels a batch; answers so far are kept."""
     batches = gateway_of(request).batches

@@ -14,6 +14,7 @@ from gateway.errors import NotFound
 from gateway.openapi import CONVERSATION, DELETED, ITEM, LIST, described
 from gateway.requests import Body, ModelT, fitted, read_json
 from gateway.responses.turn import as_items
+from gateway.rights import Right
 from gateway.routes.lists import as_json, page_of
 from gateway.state import gateway_of, owner_of
 
@@ -41,7 +42,7 @@ class NewConversation(Metadata):
     items: list[dict[str, Any]] = Field([], max_length=MAX_ITEMS)
 
 
-@router.post("/v1/conversations", **described(NewConversation, CONVERSATION))
+@router.post("/v1/conversations", **described(NewConversation, CONVERSATION, right=Right.KEY))
 async def create_conversation(request: Request) -> Response:
     """Creates a conversation, with its first items."""
     asked = await _read(request, NewConversation)
@@ -51,13 +52,13 @@ async def create_conversation(request: Request) -> Response:
     return JSONResponse(await store.create_conversation(conversation_id, owner_of(request), asked.metadata, items))
 
 
-@router.get("/v1/conversations/{conversation_id}", **described(gives=CONVERSATION))
+@router.get("/v1/conversations/{conversation_id}", **described(gives=CONVERSATION, right=Right.KEY))
 async def get_conversation(request: Request, conversation_id: str) -> Response:
     """Returns a conversation's metadata."""
     return JSONResponse(await gateway_of(request).responses.store.conversation(conversation_id, owner_of(request)))
 
 
-@router.post("/v1/conversations/{conversation_id}", **described(Metadata, CONVERSATION))
+@router.post("/v1/conversations/{conversation_id}", **described(Metadata, CONVERSATION, right=Right.KEY))
 async def update_conversation(request: Request, conversation_id: str) -> Response:
     """Replaces a conversation's metadata."""
     asked = await _read(request, Metadata)
@@ -65,14 +66,14 @@ async def update_conversation(request: Request, conversation_id: str) -> Respons
     return JSONResponse(await store.update_conversation(conversation_id, owner_of(request), asked.metadata))
 
 
-@router.delete("/v1/conversations/{conversation_id}", **described(gives=DELETED))
+@router.delete("/v1/conversations/{conversation_id}", **described(gives=DELETED, right=Right.KEY))
 async def delete_conversation(request: Request, conversation_id: str) -> Response:
     """Deletes a conversation and its items."""
     await gateway_of(request).responses.store.delete_conversation(conversation_id, owner_of(request))
     return JSONResponse({"id": conversation_id, "object": "conversation.deleted", "deleted": True})
 
 
-@router.get("/v1/conversations/{conversation_id}/items", **described(gives=LIST))
+@router.get("/v1/conversations/{conversation_id}/items", **described(gives=LIST, right=Right.KEY))
 async def list_items(
     request: Request, conversation_id: str, limit: int = Query(20, ge=1, le=100), order: str = "desc", after: str | None = None
 ) -> Response:
@@ -81,7 +82,7 @@ async def list_items(
     return as_json(page_of(items, limit, order, after))
 
 
-@router.post("/v1/conversations/{conversation_id}/items", **described(Items, LIST))
+@router.post("/v1/conversations/{conversation_id}/items", **described(Items, LIST, right=Right.KEY))
 async def add_items(request: Request, conversation_id: str) -> Response:
     """Adds items to a conversation."""
     items = as_items((await _read(request, Items)).items)
@@ -89,7 +90,7 @@ async def add_items(request: Request, conversation_id: str) -> Response:
     return as_json(page_of(items, MAX_ITEMS, "asc", None))
 
 
-@router.get("/v1/conversations/{conversation_id}/items/{item_id}", **described(gives=ITEM))
+@router.get("/v1/conversations/{conversation_id}/items/{item_id}", **described(gives=ITEM, right=Right.KEY))
 async def get_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """One item of a conversation."""
     for item in await gateway_of(request).responses.store.items(conversation_id, owner_of(request)):
@@ -98,7 +99,7 @@ async def get_item(request: Request, conversation_id: str, item_id: str) -> Resp
     raise NotFound("There is no such item in this conversation.", param="item_id")
 
 
-@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", **described(gives=CONVERSATION))
+@router.delete("/v1/conversations/{conversation_id}/items/{item_id}", **described(gives=CONVERSATION, right=Right.KEY))
 async def delete_item(request: Request, conversation_id: str, item_id: str) -> Response:
     """Deletes an item; answers with the conversation."""
     store, owner = gateway_of(request).responses.store, owner_of(request)

@@ -16,6 +16,7 @@ from gateway.batches.store import FILE_LIFETIME_S
 from gateway.errors import BadRequest, PayloadTooLarge, TooManyRequests, UnsupportedMedia
 from gateway.openapi import DELETED, FILE, LIST, UPLOAD, described
 from gateway.requests import Body, bounded, media_type, read_object
+from gateway.rights import Right
 from gateway.routes.lists import page_of
 from gateway.state import gateway_of, owner_of
 
@@ -39,7 +40,7 @@ class ExpiresAfter(Body):
     seconds: int = Field(ge=3600, le=FILE_LIFETIME_S)
 
 
-@router.post("/v1/files", **described(UPLOAD, FILE, form=True))
+@router.post("/v1/files", **described(UPLOAD, FILE, form=True, right=Right.KEY))
 async def upload_file(request: Request) -> Response:
     """Stores a file."""
     gateway = gateway_of(request)
@@ -82,7 +83,7 @@ async def upload_file(request: Request) -> Response:
             await form.close()
 
 
-@router.get("/v1/files", **described(gives=LIST))
+@router.get("/v1/files", **described(gives=LIST, right=Right.KEY))
 async def list_files(
     request: Request,
     purpose: str | None = None,
@@ -95,13 +96,13 @@ async def list_files(
     return JSONResponse(page_of(files, limit, order, after))
 
 
-@router.get("/v1/files/{file_id}", **described(gives=FILE))
+@router.get("/v1/files/{file_id}", **described(gives=FILE, right=Right.KEY))
 async def get_file(request: Request, file_id: str) -> Response:
     """One file's metadata."""
     return JSONResponse(shown(await gateway_of(request).batches.store.file(file_id, owner_of(request))))
 
 
-@router.get("/v1/files/{file_id}/content", **described(text="application/octet-stream"))
+@router.get("/v1/files/{file_id}/content", **described(text="application/octet-stream", right=Right.KEY))
 async def get_content(request: Request, file_id: str) -> Response:
     """A file's content."""
     store = gateway_of(request).batches.store
@@ -109,7 +110,7 @@ async def get_content(request: Request, file_id: str) -> Response:
     return FileResponse(store.path(file.id), media_type="application/octet-stream")
 
 
-@router.delete("/v1/files/{file_id}", **described(gives=DELETED))
+@router.delete("/v1/files/{file_id}", **described(gives=DELETED, right=Right.KEY))
 async def delete_file(request: Request, file_id: str) -> Response:
     """Deletes a file."""
     await gateway_of(request).batches.store.delete_file(file_id, owner_of(request))

@@ -39,7 +39,7 @@ async def messages(request: Request) -> Response:
     return await respond(gateway, request, asked, gateway.services.messages.create_messages, MESSAGES, _shown, inquiry)
 
 
-@router.post("/v1/messages/count_tokens", **described(AnthropicCountTokensRequest, shape("input_tokens")))
+@router.post("/v1/messages/count_tokens", **described(AnthropicCountTokensRequest, shape("input_tokens"), right=Right.KEY))
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens of messages."""
     gateway = gateway_of(request)

@@ -34,14 +34,14 @@ from gateway.state import Gateway, gateway_of
 router = APIRouter()
 
 
-@router.get("/v1/models", **described(gives=LIST))
+@router.get("/v1/models", **described(gives=LIST, right=Right.KEY))
 async def list_models(request: Request) -> Response:
     """The base model and its adapters, with the fields of OpenAI's and of Anthropic's API."""
     cards = _cards(request)
     return JSONResponse(page_of(cards, len(cards), "asc", None))
 
 
-@router.get("/v1/models/{model_id:path}", **described(gives=shape("id", "object", "created", "owned_by")))
+@router.get("/v1/models/{model_id:path}", **described(gives=shape("id", "object", "created", "owned_by"), right=Right.KEY))
 async def get_model(request: Request, model_id: str) -> Response:
     """One model or adapter."""
     for card in _cards(request):
@@ -87,7 +87,7 @@ async def load_adapter(request: Request) -> Response:
     asked, gateway = await _adapter(request, LoadLoRAAdapterRequest), gateway_of(request)
     known = gateway.services.models.lora_requests.get(asked.lora_name)
     # An adapter that was unloaded may still be in verifiers, under the number that its name and directory give it.
-    asked.load_inplace |= known is None or not request.url.path.startswith("/v1")
+    asked.load_inplace |= known is None or not request.scope["route"].path.startswith("/v1")
     answer = _said(await gateway.services.models.load_lora_adapter(asked))
     if known is not None and known.lora_path == asked.lora_path:
         # Verifiers have discarded what the earlier one computed.
@@ -125,8 +125,8 @@ def _said(result: Any) -> Response:
     return JSONResponse({"message": checked(result)})
 
 
-@router.post("/tokenize", **described((TokenizeCompletionRequest, TokenizeChatRequest), TokenizeResponse))
-@router.post("/v1/tokenize", **described((TokenizeCompletionRequest, TokenizeChatRequest), TokenizeResponse))
+@router.post("/tokenize", **described((TokenizeCompletionRequest, TokenizeChatRequest), TokenizeResponse, right=Right.KEY))
+@router.post("/v1/tokenize", **described((TokenizeCompletionRequest, TokenizeChatRequest), TokenizeResponse, right=Right.KEY))
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of messages through the chat template."""
     gateway = gateway_of(request)
@@ -138,8 +138,8 @@ async def tokenize(request: Request) -> Response:
         return _answer(await unless_disconnected(request, gateway.services.tokenization.create_tokenize(asked, request)))
 
 
-@router.post("/detokenize", **described(DetokenizeRequest, DetokenizeResponse))
-@router.post("/v1/detokenize", **described(DetokenizeRequest, DetokenizeResponse))
+@router.post("/detokenize", **described(DetokenizeRequest, DetokenizeResponse, right=Right.KEY))
+@router.post("/v1/detokenize", **described(DetokenizeRequest, DetokenizeResponse, right=Right.KEY))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     gateway = gateway_of(request)
@@ -148,7 +148,7 @@ async def detokenize(request: Request) -> Response:
     return _answer(await gateway.services.tokenization.create_detokenize(asked, request))
 
 
-@router.get("/tokenizer_info", **described(gives=TokenizerInfoResponse))
+@router.get("/tokenizer_info", **described(gives=TokenizerInfoResponse, right=Right.KEY))
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer's configuration and the chat template, without the paths that they were read from."""
     said = answers.body(await gateway_of(request).services.tokenization.get_tokenizer_info())

@@ -48,7 +48,7 @@ async def readyz(request: Request) -> Response:
     return JSONResponse({"status": "ok"})
 
 
-@router.api_route("/metrics", methods=PROBED, **described(text="text/plain", right=Right.NOTHING))
+@router.api_route("/metrics", methods=PROBED, **described(text="text/plain", right=Right.METRICS))
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     gateway = gateway_of(request)
@@ -57,7 +57,7 @@ async def metrics(request: Request) -> Response:
     return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
 
-@router.get("/fleet", **described(gives={"type": "object"}))
+@router.get("/fleet", **described(gives={"type": "object"}, right=Right.KEY))
 async def fleet(request: Request) -> Response:
     """Members, assignments, load and acceptance.  The fleet page shows them, and the differences between two answers."""
     gateway = gateway_of(request)
@@ -82,7 +82,7 @@ async def fleet(request: Request) -> Response:
     )
 
 
-@router.get("/version", **described(gives=shape("version", "vllm")))
+@router.get("/version", **described(gives=shape("version", "vllm"), right=Right.KEY))
 async def version() -> Response:
     """The versions of Outrider and of vLLM."""
     return JSONResponse({"version": _own_version(), "vllm": VLLM_VERSION})

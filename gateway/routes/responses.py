@@ -50,7 +50,7 @@ async def create_response(request: Request) -> Response:
     return await responses.answer(turn, made)
 
 
-@router.post("/v1/responses/input_tokens", **described(ResponsesRequest, shape("object", "input_tokens")))
+@router.post("/v1/responses/input_tokens", **described(ResponsesRequest, shape("object", "input_tokens"), right=Right.KEY))
 async def count_input(request: Request) -> Response:
     """Counts the tokens of an input."""
     gateway = gateway_of(request)
@@ -62,7 +62,7 @@ async def count_input(request: Request) -> Response:
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 
 
-@router.get("/v1/responses/{response_id}", **described(gives=RESPONSE, streams=True))
+@router.get("/v1/responses/{response_id}", **described(gives=RESPONSE, streams=True, right=Right.KEY))
 async def get_response(request: Request, response_id: str, stream: bool = False, starting_after: int = -1) -> Response:
     """A stored response; with `stream`, the events of a background response that is or was streamed."""
     gateway = gateway_of(request)
@@ -74,20 +74,20 @@ async def get_response(request: Request, response_id: str, stream: bool = False,
     return _follow(gateway, response_id, starting_after)
 
 
-@router.post("/v1/responses/{response_id}/cancel", **described(gives=RESPONSE))
+@router.post("/v1/responses/{response_id}/cancel", **described(gives=RESPONSE, right=Right.KEY))
 async def cancel_response(request: Request, response_id: str) -> Response:
     """Cancels a background response."""
     return JSONResponse(await gateway_of(request).responses.cancel(response_id, owner_of(request)))
 
 
-@router.delete("/v1/responses/{response_id}", **described(gives=DELETED))
+@router.delete("/v1/responses/{response_id}", **described(gives=DELETED, right=Right.KEY))
 async def delete_response(request: Request, response_id: str) -> Response:
     """Deletes a response."""
     await gateway_of(request).responses.delete(response_id, owner_of(request))
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-@router.get("/v1/responses/{response_id}/input_items", **described(gives=LIST))
+@router.get("/v1/responses/{response_id}/input_items", **described(gives=LIST, right=Right.KEY))
 async def input_items(
     request: Request, response_id: str, limit: int = Query(20, ge=1, le=100), order: str = "desc", after: str | None = None
 ) -> Response:

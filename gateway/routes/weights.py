@@ -79,7 +79,7 @@ async def resume(request: Request, verifier: str | None = None) -> Response:
     return _said(await _hold(gateway_of(request), verifier, False, "resume"), status="resumed")
 
 
-@router.get("/is_paused", **described(gives=shape("is_paused")))
+@router.get("/is_paused", **described(gives=shape("is_paused"), right=Right.KEY))
 async def is_paused(request: Request, verifier: str | None = None) -> Response:
     """Whether all verifiers, or the named one, are paused."""
     return JSONResponse({"is_paused": all((await _results(gateway_of(request), verifier, "is_scheduler_paused")).values())})
@@ -104,7 +104,7 @@ async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] =
     return JSONResponse({"status": "awake" if all(woken.values()) else "sleeping", "tags": tags, "verifiers": woken})
 
 
-@router.get("/is_sleeping", **described(gives=shape("is_sleeping")))
+@router.get("/is_sleeping", **described(gives=shape("is_sleeping"), right=Right.KEY))
 async def is_sleeping(request: Request, verifier: str | None = None) -> Response:
     """Whether all verifiers, or the named one, sleep or are paused."""
     return JSONResponse({"is_sleeping": all((await _results(gateway_of(request), verifier, "is_sleeping")).values())})
@@ -173,7 +173,7 @@ async def _abort(gateway: Gateway, request_ids: list[str] | None, verifier: str 
     return texts if gateway.peers is None else texts | await gateway.peers.abort(request_ids, verifier)
 
 
-@router.get("/weight_info", **described(gives=shape("weight_version", "verifiers")))
+@router.get("/weight_info", **described(gives=shape("weight_version", "verifiers"), right=Right.KEY))
 async def weight_info(request: Request) -> Response:
     """The version of the fleet's newest weights, and that of each verifier."""
     core = gateway_of(request).client.core
@@ -181,14 +181,14 @@ async def weight_info(request: Request) -> Response:
     return JSONResponse({"weight_version": core.weights.newest.version, "verifiers": verifiers})
 
 
-@router.get("/get_world_size", **described(gives=shape("world_size")))
+@router.get("/get_world_size", **described(gives=shape("world_size"), right=Right.KEY))
 async def get_world_size(request: Request) -> Response:
     """The number of tensor-parallel ranks of all verifiers together."""
     gateway = gateway_of(request)
     return JSONResponse({"world_size": len(gateway.client.core.ready_links) * gateway.settings.verifier.tensor_parallel})
 
 
-@router.get("/server_info", **described(gives=shape("weight_version", "verifiers")))
+@router.get("/server_info", **described(gives=shape("weight_version", "verifiers"), right=Right.KEY))
 async def server_info(request: Request) -> Response:
     """Versions, model, and the weights that each verifier runs."""
     gateway = gateway_of(request)

@@ -27,7 +27,6 @@ from gateway.access import Access, AccessRules
 from gateway.keys.ring import KeyRing
 from gateway.metrics import GatewayMetrics
 from gateway.middleware import Envelope
-from gateway.rights import rights
 from gateway.routes import operations, page
 
 STEP_S = 0.02
@@ -141,7 +140,7 @@ class Story:
 
 def page_app(story: Story, api_key: str | None = None) -> FastAPI:
     """The page, its files and `/fleet`, behind the gateway's own middleware."""
-    app = FastAPI(docs_url=None)
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.state.gateway = SimpleNamespace(
         client=SimpleNamespace(core=story),
         metrics=story.metrics,
@@ -152,6 +151,6 @@ def page_app(story: Story, api_key: str | None = None) -> FastAPI:
     app.include_router(operations.router)
     metrics = GatewayMetrics()
     doors = AccessRules(KeyRing(api_key))
-    app.add_middleware(Access, metrics=metrics, doors=doors, asked=rights(app.routes))
+    Access(metrics, doors).guard(app)
     app.add_middleware(Envelope, metrics=metrics, quotas=doors.quotas)
     return app

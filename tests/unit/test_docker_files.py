@@ -20,11 +20,11 @@ import yaml
 
 from backend.config import sources
 from gateway.cli import usage
-from gateway.rights import Right, rights
+from gateway.rights import Right, paths
 from gateway.routes import operations
 from tests.support.container_files import DOCKER, ROOT, compose, copied, exec_form, filled, inherited, reaches_builder, stages
 
-OPEN_PATHS = {path for path, right in rights(operations.router.routes).items() if right is Right.NOTHING}
+OPEN_PATHS = paths(operations.router.routes, Right.NOTHING, Right.METRICS)
 STAGES = stages(DOCKER / "Dockerfile")
 IMAGES = ("gateway", "worker")
 SECRETS = {"RAY_TOKEN": "t", "GRAFANA_PASSWORD": "p"}

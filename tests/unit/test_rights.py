@@ -1,37 +1,56 @@
-"""Which routes need no key, which only administrators may call, and which count as requests in flight."""
+"""Which routes need no key, which only administrators may call, and which count as requests in flight.
+
+No spelling of a path evades that: the right belongs to the route that is found.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import itertools
+import logging
 import pkgutil
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import unquote
 
 import pytest
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.routing import APIRoute
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Mount
 
 import gateway.routes
-from gateway.openapi import described
-from gateway.rights import Right, rights
+from backend.config import Settings
+from gateway.access import Access, AccessRules
+from gateway.app import build_app
+from gateway.keys.ring import Entry, KeyRing, make_key
+from gateway.metrics import GatewayMetrics
+from gateway.rights import Right, paths, right_of
 from gateway.routes import page, weights
 
 MODULES = [importlib.import_module(f"gateway.routes.{each.name}") for each in pkgutil.iter_modules(gateway.routes.__path__)]
-ASKED = rights(route for module in MODULES if hasattr(module, "router") for route in module.router.routes)
+ROUTES = [route for module in MODULES if hasattr(module, "router") for route in module.router.routes]
 
 
 def of(right: Right) -> set[str]:
-    return {path for path, each in ASKED.items() if each is right}
+    return {*paths(ROUTES, right)}
 
 
 def test_only_probes_metrics_pages_and_the_document_need_no_key() -> None:
-    api = {"/livez", "/liveness", "/readyz", "/health", "/metrics", "/openapi.json"}
+    api = {"/livez", "/liveness", "/readyz", "/health", "/openapi.json"}
     assert of(Right.NOTHING) - api == set(page.PAGES)
     assert api <= of(Right.NOTHING)
+    assert of(Right.METRICS) == {"/metrics"}
 
 
 def test_what_changes_the_fleet_is_for_administrators() -> None:
     reads = {"/is_paused", "/is_sleeping", "/weight_info", "/get_world_size", "/server_info"}
-    paths = {route.path for route in weights.router.routes}  # type: ignore[attr-defined]
+    changes = {route.path for route in weights.router.routes} - reads  # type: ignore[attr-defined]
     adapters = {f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")}
-    assert of(Right.ADMINISTER) == paths - reads | adapters
+    assert of(Right.ADMINISTER) == changes | adapters | {route.path for route in ROUTES if route.path.startswith("/admin")}
 
 
 def test_what_generates_is_limited() -> None:
@@ -42,16 +61,138 @@ def test_what_generates_is_limited() -> None:
 async def nothing() -> None: ...
 
 
-def test_a_path_with_parameters_asks_for_a_key_only() -> None:
+def test_a_route_that_does_not_say_who_may_call_it_is_not_served() -> None:
     router = APIRouter()
-    router.add_api_route("/things/{name}", nothing, **described(right=Right.NOTHING))
-    with pytest.raises(TypeError, match="has parameters"):
-        rights(router.routes)
+    router.add_api_route("/things", nothing)
+    mounts: list[BaseRoute] = [Mount("/files", app=router)]
+    for routes in (router.routes, mounts):
+        app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, routes=routes)
+        with pytest.raises(TypeError, match="does not say who may call it"):
+            Access(GatewayMetrics(), AccessRules()).guard(app)
 
 
-def test_a_path_asks_for_one_right() -> None:
-    router = APIRouter()
-    router.add_api_route("/things", nothing, **described(right=Right.NOTHING))
-    router.add_api_route("/things", nothing, methods=["POST"], **described())
-    with pytest.raises(TypeError, match="different rights"):
-        rights(router.routes)
+def _key(name: str, **fields: Any) -> tuple[str, Entry]:
+    key, entry = make_key(name)
+    return key, Entry(name=name, sha256=entry.split()[-1], **fields)
+
+
+CLIENT, ADMIN, SCRAPER = _key("client"), _key("admin", rights=["admin"]), _key("scraper", rights=["metrics"])
+KEYS = {"no": None, "a wrong": "or-wrong", "a client's": CLIENT[0], "an administrator's": ADMIN[0], "a scraper's": SCRAPER[0]}
+FLEETS = {
+    "no key": KeyRing(),
+    "one key": KeyRing(CLIENT[0]),
+    "keys": KeyRing(None, None, [CLIENT[1], ADMIN[1], SCRAPER[1]]),
+}
+ENDS = (
+    *("%0A", "%0D", "%0D%0A", "%00", "%09", "%1F", "%7F", "%C2%85", "%E2%80%A8"),
+    *("/", "//", "/.", "/..", "%20", "%2F", "%3F", "%23", ";", "."),
+)
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "/pause": lambda path: path,
+    **{f"/pause{end}": partial(lambda end, path: path + end, end) for end in ENDS},
+    "//pause": lambda path: f"/{path}",
+    "/%2Fpause": lambda path: f"/%2F{path[1:]}",
+    "%2Fpause": lambda path: f"%2F{path[1:]}",
+    "/./pause": lambda path: f"/.{path}",
+    "/x/../pause": lambda path: f"/x/..{path}",
+    "/livez/../pause": lambda path: f"/livez/..{path}",
+    "/livez%0A/../pause": lambda path: f"/livez%0A/..{path}",
+    "/PAUSE": str.upper,
+    "/Pause": lambda path: path[:1] + path[1:].capitalize(),
+    "/pau%73e": lambda path: "".join(f"%{ord(each):02x}" if each in "aeiou" else each for each in path),
+    "/pau%2573e": lambda path: f"{path[:-1]}%25{ord(path[-1]):02x}",
+    "pause": lambda path: path[1:],
+    "http://x/pause": lambda path: f"http://x{path}",
+}
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+def may(right: Right, fleet: str, key: str, local: bool) -> bool:
+    """What docs/keys.md promises."""
+    if right is Right.NOTHING:
+        return True
+    if right is Right.METRICS:
+        return fleet != "keys" or key in ("an administrator's", "a scraper's")
+    known = fleet == "no key" or key == "a client's" or (fleet == "keys" and key in ("an administrator's", "a scraper's"))
+    if right is Right.ADMINISTER:
+        return known and (key == "an administrator's" if fleet == "keys" else local)
+    return known
+
+
+class Walk:
+    """The application without its endpoints: a request that reaches one is answered with the route's right."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, local: bool) -> None:
+        def handler(route: APIRoute) -> Any:
+            async def reached(request: Request) -> Response:
+                return Response(headers={"reached": right_of(route).name})
+
+            return reached
+
+        monkeypatch.setattr(APIRoute, "get_route_handler", handler)
+        settings = Settings.model_validate({"gateway": {"host": "127.0.0.1" if local else "0.0.0.0"}})
+        self.doors, self._local = AccessRules(), local
+        self._app = build_app(
+            SimpleNamespace(  # type: ignore[arg-type]
+                settings=settings,
+                metrics=GatewayMetrics(),
+                doors=self.doors,
+                tracing=None,
+                max_body_bytes=1024,
+                arriving_bytes=0,
+            )
+        )
+        self.routes: list[APIRoute] = [route for route in self._app.routes if isinstance(route, APIRoute)]
+
+    async def ask(self, method: str, target: str, key: str | None) -> tuple[int, Right | None]:
+        """The status, and the right of the route that was reached.  The target is decoded as uvicorn does it."""
+        headers = [(b"host", b"localhost" if self._local else b"fleet.example")]
+        headers += [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        scope = {"type": "http", "method": method, "path": unquote(target), "query_string": b"", "headers": headers}
+        scope |= {"client": ("127.0.0.1" if self._local else "10.0.0.9", 5), "root_path": "", "http_version": "1.1"}
+        answers: list[Any] = []
+
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+
+        async def send(message: Any) -> None:
+            answers.append(message)
+
+        await self._app(scope | {"state": {}}, receive, send)
+        reached = dict(answers[0]["headers"]).get(b"reached")
+        return answers[0]["status"], None if reached is None else Right[reached.decode()]
+
+
+WEAKEST = {("no key", "no"), ("keys", "a client's")}
+"""Fleets and keys with which every spelling is tried, where administering needs more.  In others the router is no other one."""
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["loopback", "0.0.0.0"])
+def test_no_spelling_of_a_path_gives_a_right(
+    local: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "outrider.audit")
+    walk = Walk(monkeypatch, local)
+
+    async def all_of_them() -> int:
+        administered = 0
+        for route, fleet, (name, key) in itertools.product(walk.routes, FLEETS, KEYS.items()):
+            walk.doors.ring = FLEETS[fleet]
+            right, path, method = right_of(route), route.path_format.replace("{operation_id}", "7"), max(route.methods)
+            asked = [(method, "/pause")]
+            if not local and (fleet, name) in WEAKEST:
+                asked += [(each, "/pause") for each in METHODS if each != method]
+                asked += [(method, each) for each in SPELLINGS if each != "/pause"]
+            for method, spelling in asked:
+                status, reached = await walk.ask(method, SPELLINGS[spelling](path), key)
+                said = f"{method} {SPELLINGS[spelling](path)} of {fleet} with {name} key: {status}"
+                assert status < 500, said
+                assert reached is None or may(reached, fleet, name, local), said
+                if spelling == "/pause" and method in route.methods:
+                    assert (reached is right) == may(right, fleet, name, local), said
+                administered += reached is Right.ADMINISTER and method not in ("GET", "HEAD")
+        return administered
+
+    administered = asyncio.run(all_of_them())
+    logged = [each for each in caplog.records if each.name == "outrider.audit" and each.fields["status"] == 200]  # type: ignore[attr-defined]
+    assert len(logged) == administered > 0
