@@ -18,7 +18,7 @@ from backend.config import sources
 from backend.config.sources import CommandError, ConfigError
 from gateway import administer, present, tools
 from gateway.logs import configure_logging
-from gateway.preflight import check_gateway
+from gateway.preflight import check_gateway, check_keys
 from gateway.processes import (
     GATEWAY_PROCESS,
     further_processes,
@@ -141,6 +141,7 @@ def gateway(arguments: list[str]) -> int:
 
     with joined_fleet(loaded) as (settings, info, coordinator):
         tracing.check(settings.tracing)
+        check_keys(settings.gateway, type(settings).model_validate_json(info.settings_json).gateway)
         check_gateway(settings)
         if not Path(info.models.target_dir).is_dir():
             return fail(f"this machine has no {info.models.target_dir}, the directory of the fleet's model", FAILED)

@@ -13,6 +13,7 @@ from backend.config.sources import ConfigError
 
 if TYPE_CHECKING:
     from backend.config import Settings
+    from backend.config.settings import GatewaySettings
 
 
 def check_gateway(settings: Settings) -> None:
@@ -28,6 +29,14 @@ def check_gateway(settings: Settings) -> None:
             probe.bind((host, port))
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--port 0 takes a free one)") from error
+
+
+def check_keys(own: GatewaySettings, theirs: GatewaySettings) -> None:
+    """Refuses a further gateway that would need fewer keys than the fleet was started with.  Raises `ConfigError`."""
+    for names in (("api_key", "keys_file"), ("admin_key", "keys_file")):
+        named = [name for name in names if getattr(theirs, name)]
+        if named and not any(getattr(own, name) for name in names):
+            raise ConfigError(f"the fleet is served with gateway.{named[0]}: set {' or '.join(names)} for this gateway too")
 
 
 def check_files(settings: Settings) -> None:

@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,7 +18,8 @@ import yaml
 
 from backend.config import Settings
 from backend.config import runtime as runtime_files
-from backend.config.sources import Loaded
+from backend.config.sources import ConfigError, Loaded
+from backend.coordinator.messages import FleetInfo
 from backend.fleet import Assignment, DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, VerifierStats
 from backend.launch import state
 from backend.launch.cluster import ClusterError, RayCluster
@@ -188,6 +190,34 @@ def test_a_fleet_that_listens_everywhere_is_announced_by_a_loopback_name(monkeyp
     assert cli.main(["serve"]) == 0
     fleet.announce.assert_called_once_with("https://127.0.0.1:8000")
     assert present.here("http://[::]:8000") == "http://[::1]:8000"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "given", "refused"),
+    [
+        ({}, [], ""),
+        ({"api_key": "k"}, [], "gateway.api_key"),
+        ({"api_key": "k"}, ["--api-key", "other"], ""),
+        ({"admin_key": "k"}, ["--api-key", "other"], "gateway.admin_key"),
+        ({"admin_key": "k"}, ["--gateway-admin-key", "k"], ""),
+        ({"keys_file": "/k"}, [], "gateway.keys_file"),
+        ({"keys_file": "/k"}, ["--api-key", "other"], "gateway.keys_file"),
+        ({"keys_file": "/k"}, ["--api-key", "other", "--gateway-admin-key", "k"], ""),
+    ],
+)
+def test_a_further_gateway_needs_the_keys_that_its_fleet_has(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    theirs: dict[str, str],
+    given: list[str],
+    refused: str,
+) -> None:
+    info = FleetInfo(Settings.model_validate({"gateway": theirs}).model_dump_json(), DEMO)
+    monkeypatch.setattr(cli, "joined_fleet", lambda loaded: nullcontext((loaded.settings, info, None)))
+    # The next check: it shows that keys were no reason to refuse.
+    monkeypatch.setattr(cli, "check_gateway", Mock(side_effect=ConfigError("keys are right")))
+    assert cli.main(["gateway", "--host", "0.0.0.0", *given]) == 2
+    assert (f"served with {refused}:" if refused else "keys are right") in capsys.readouterr().err
 
 
 def test_a_gateway_is_found_at_a_socket_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
