@@ -34,8 +34,8 @@ class AsyncFleet:
 
     def __init__(
         self,
-        model: str | None = None,
-        drafter: str | None = None,
+        model: str | Path | None = None,
+        drafter: str | Path | None = None,
         *,
         start_timeout_s: float = 600.0,
         concurrency: int = 256,

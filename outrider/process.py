@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from pathlib import PurePath
 
 from outrider.types import OutriderError
 
@@ -92,4 +93,4 @@ class FleetProcess:
 
 
 def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return str(value) if isinstance(value, str | PurePath) else json.dumps(value)

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from functools import wraps
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from outrider.asynchronous import AsyncFleet
@@ -43,7 +44,7 @@ class Fleet:
     Methods, arguments and errors are those of `AsyncFleet`; methods block, and generators are plain ones.
     """
 
-    def __init__(self, model: str | None = None, drafter: str | None = None, **settings: Any) -> None:
+    def __init__(self, model: str | Path | None = None, drafter: str | Path | None = None, **settings: Any) -> None:
         self._fleet = AsyncFleet(model, drafter, **settings)
 
     @classmethod

@@ -380,6 +380,18 @@ def test_a_fleet_that_torchrun_starts_has_groups_of_its_own(monkeypatch: pytest.
     assert not given.keys() & {"TORCHELASTIC_USE_AGENT_STORE", "RAY_JOB_CONFIG_JSON_ENV_VAR"}
 
 
+def test_a_path_is_given_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(command: list[str], **_: Any) -> None:
+        assert {"--model=/models/demo", "--drafter=/heads/demo", "--state-dir=/state"} <= {*command}
+        raise OSError("not today")
+
+    monkeypatch.setattr("outrider.process.subprocess.Popen", start)
+    settings = AsyncFleet(Path("/models/demo"), Path("/heads/demo"), state_dir=Path("/state"))._settings
+    assert settings is not None
+    with pytest.raises(OSError, match="not today"):
+        FleetProcess(settings)
+
+
 def test_a_fleet_of_its_own_is_called_with_its_key_which_no_flag_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "key").write_text("of-a-file\n")
     for given, sent in (("plain", "plain"), (f"@{tmp_path}/key", "of-a-file")):
