@@ -171,6 +171,8 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's method of the same name, after checks and admission."""
         asked = getattr(params, "prompt_logprobs", None)
+        if asked == -1:
+            asked = self.model_config.get_vocab_size()
         if (
             asked
             and isinstance(prompt, dict)
