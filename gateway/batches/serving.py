@@ -26,7 +26,7 @@ from backend.config import Settings
 from gateway.access import AccessRules
 from gateway.batches import lines
 from gateway.batches.calls import Calls
-from gateway.batches.objects import Answer, Batch, Counts, Errors, Status
+from gateway.batches.objects import Answer, Batch, Counts, Errors, LineError, Status
 from gateway.batches.pace import Pace
 from gateway.batches.store import Kept, Store
 from gateway.errors import BadRequest
@@ -49,6 +49,7 @@ RETRY_S = (0.5, 30.0)
 """Seconds between attempts at a line that the fleet cannot serve now: first and longest wait."""
 EXPIRED = {"code": "batch_expired", "message": "This request could not be executed before the completion window expired."}
 CANCELLED = {"code": "batch_cancelled", "message": "This request was not executed: the batch was cancelled."}
+GONE = LineError("input_file_missing", "The input file is gone.  Lines that were answered before are in the output file.")
 FAILED = {"code": "server_error", "message": "The server had an error while processing this request."}
 
 
@@ -160,6 +161,11 @@ class Batches:
     async def _to_its_end(self, batch_id: str) -> None:
         """Carries out a batch from whatever state it is in."""
         kept = await self.store.batch(batch_id)
+        there = await asyncio.to_thread(self.store.path(kept.batch.input_file_id).is_file)
+        if not there and kept.batch.status != "finalizing":
+            await self.store.change(batch_id, None, lambda now: replace(now, errors=Errors([GONE])))
+            await self.store.finish(kept, "failed")
+            return
         if kept.batch.status == "validating":
             kept = replace(kept, batch=await self._check(kept.batch))
         if kept.batch.status == "failed":
