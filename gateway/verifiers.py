@@ -21,7 +21,7 @@ from gateway.directory import Directory, follow
 from gateway.engine_link import DECLARED_LOST, RESTARTED, LinkListener, Loss, VerifierLink
 from gateway.errors import NoVerifier
 from gateway.in_flight import InFlight
-from gateway.pauses import Pauses
+from gateway.pauses import Changes, Pauses
 from gateway.weights_in_force import WeightsInForce
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,7 @@ class Verifiers(LinkListener):
         self.links: dict[str, VerifierLink] = {}
         self.weights = WeightsInForce()
         self.pauses = Pauses()
+        self.pausing = Changes()
         self.standing: set[str] = set()
         """Incarnations of verifiers that were paused from here, and whose pause was not ended from here."""
         self.first_ready = asyncio.Event()

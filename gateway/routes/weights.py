@@ -97,10 +97,7 @@ async def sleep(
 async def wake_up(request: Request, tags: Annotated[list[str] | None, Query()] = None, verifier: str | None = None) -> Response:
     """Undoes it; with `tags`, for the weights or the KV cache alone."""
     gateway = gateway_of(request)
-    before = gateway.client.core.pauses
     woken = await _hold(gateway, verifier, False, "wake_up", tags)
-    if not all(woken.values()):
-        await _remember(gateway, before)
     return JSONResponse({"status": "awake" if all(woken.values()) else "sleeping", "tags": tags, "verifiers": woken})
 
 
@@ -244,14 +241,21 @@ async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments
 
 async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: str, *arguments: Any) -> dict[str, Any]:
     """A pause, or its end: also for verifiers that become ready meanwhile or later, unless it is refused."""
-    before = gateway.client.core.pauses
-    await _remember(gateway, before.after(verifier, paused))
-    try:
-        results = await _results(gateway, verifier, method, *arguments)
-    except (BadRequest, NotFound, NotSupported, NoVerifier):
-        await _remember(gateway, before)
-        raise
     core = gateway.client.core
+    begun, pauses = core.pausing.begin(core.pauses, verifier, paused)
+    refused = False
+    try:
+        await _remember(gateway, pauses)
+        results = await _results(gateway, verifier, method, *arguments)
+        # Awake in part, they sleep on.
+        refused = method == "wake_up" and not all(results.values())
+    except (BadRequest, NotFound, NotSupported, NoVerifier):
+        refused = True
+        raise
+    finally:
+        now = core.pausing.end(begun, core.pauses, refused=refused)
+        if now != core.pauses:
+            await _remember(gateway, now)
     change = core.standing.update if paused else core.standing.difference_update
     change(link.member.incarnation for link in core.ready_links if link.member.id in results)
     return results
