@@ -51,13 +51,14 @@ class FleetCore(Verifiers, EngineCoreClient):
     """The fleet, with the interface of an engine core for vLLM's front half.
 
     It calls `on_failed(request_ids, error)` when requests fail without the client's fault, and `on_interactive()` before it
-    submits a sequence outside of batches.
+    submits a sequence outside of batches; `on_counters(stats)` gets each report of a verifier.
     """
 
     def __init__(self, directory: Directory, wire: Wire, metrics: GatewayMetrics, settings: Settings) -> None:
         super().__init__(directory, wire)
         self.on_failed: Callable[[list[str], Unavailable], None] = lambda ids, error: None
         self.on_interactive: Callable[[], None] = lambda: None
+        self.on_counters: Callable[[VerifierStats], None] = lambda stats: None
         # AsyncLLM checks whether its engine core is dead.  A fleet never counts as dead.
         self.resources = SimpleNamespace(engine_dead=False)
         self._metrics = metrics
@@ -141,6 +142,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         self._accounts.came(accounts)
 
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None:
+        self.on_counters(stats)
         self.weights.compare(link)
         own = self.sequences.placed(link.member.id)
         self.choosing.observe(stats, own)

@@ -87,6 +87,8 @@ class FleetCollector(Collector):
     def __init__(self, core: FleetCore, model: str) -> None:
         self._core, self._model = core, model
         self._totals = FleetTotals()
+        # At scrapes alone, what a verifier did between the last one and its restart would be lost.
+        core.on_counters = self._totals.update
 
     def collect(self) -> Iterator[Metric]:
         stats, snapshot = self._core.stats(), self._core.snapshot or UNKNOWN

@@ -1,6 +1,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from prometheus_client import generate_latest
@@ -169,6 +170,17 @@ def test_totals_never_fall_when_a_verifier_restarts():
     totals.update(stats(started_at=1.0, drafts=12))
     totals.update(stats(started_at=2.0, drafts=1, accepted=5))
     assert totals.sums()["vllm:spec_decode_num_drafts_total",] == 13
+
+
+def test_what_a_verifier_counted_between_a_scrape_and_its_restart_is_kept():
+    core = Mock(snapshot=Core().snapshot)
+    reports = [stats(drafts=10), stats(drafts=12), stats(started_at=2.0, drafts=1, accepted=5)]
+    core.stats = lambda: reports[-1:]
+    metrics = GatewayMetrics()
+    metrics.registry.register(FleetCollector(core, "demo"))
+    for report in reports:
+        FleetCore.on_stats(core, Mock(), report)
+    assert exposed(metrics)["vllm:spec_decode_num_drafts"].samples[0].value == 13
 
 
 def test_what_a_verifier_counts_needs_a_definition_to_be_summed(monkeypatch):
