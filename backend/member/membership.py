@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -65,6 +65,8 @@ class Membership:
         self._interval_s = interval_s
         self._read_stats = read_stats
         self._obey = obey
+        self._changing = threading.Lock()
+        """Held while `_member` is read, changed and written: threads of the member's own and the reports' do so."""
         self._registered = member.route
         self._away = False
         self._retiring = False
@@ -86,22 +88,27 @@ class Membership:
 
     def become(self, state: MemberState, address: str = "") -> None:
         """Changes the state, and the address if one is given, that the next report carries."""
-        self._member = msgspec.structs.replace(self._member, state=state, address=address or self._member.address)
+        with self._changing:
+            self._change(state=state, address=address or self._member.address)
 
     def take_head(self, head: str, takes_features: bool) -> None:
         """This drafter now has another head or draft model; the next report registers it again."""
-        self._member = msgspec.structs.replace(self._member, head=head, takes_features=takes_features)
+        with self._changing:
+            self._change(head=head, takes_features=takes_features)
 
     def drain(self, ordered: bool) -> None:
         """Switches between `ready` and `draining`, as ordered.  A member that is still starting stays `starting`."""
-        state = self._member.state
-        if state in ("ready", "draining"):
-            self.become("draining" if ordered or self._retiring else "ready")
+        with self._changing:
+            if self._member.state in ("ready", "draining"):
+                self._change(state="draining" if ordered or self._retiring else "ready")
 
     def retire(self) -> None:
         """Drains for good, regardless of later orders, because this process is about to end."""
         self._retiring = True
         self.drain(ordered=True)
+
+    def _change(self, **fields: Any) -> None:
+        self._member = msgspec.structs.replace(self._member, **fields)
 
     def _run(self) -> None:
         while not self._leave.wait(self._interval_s):

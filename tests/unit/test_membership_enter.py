@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+from unittest.mock import Mock
+
+import msgspec
 import pytest
 
 from backend.coordinator.messages import CoordinatorUnavailable
 from backend.fleet import Member
 from backend.member import membership
-from backend.member.membership import enter
+from backend.member.membership import Membership, enter
 from backend.transport import ServerKeys
 
 KEYS = ServerKeys("public", "secret")
@@ -45,3 +50,22 @@ def test_it_does_not_wait_for_ever() -> None:
     with pytest.raises(CoordinatorUnavailable):
         enter(coordinator, MEMBER, limit_s=0.05)  # type: ignore[arg-type]
     assert coordinator.asked > 1
+
+
+def test_of_two_changes_at_once_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    changing = Membership(Mock(), MEMBER, lambda: None, lambda orders: None)
+    other = threading.Thread(target=changing.become, args=("ready",))
+    replace = msgspec.structs.replace
+
+    def slowly(member: Member, **fields: Any) -> Member:
+        changed = replace(member, **fields)
+        if "head" in fields:
+            other.start()
+            # Enough for a change that need not wait.
+            other.join(0.2)
+        return changed
+
+    monkeypatch.setattr(msgspec.structs, "replace", slowly)
+    changing.take_head("/head", True)
+    other.join()
+    assert (changing._member.head, changing._member.state) == ("/head", "ready")
