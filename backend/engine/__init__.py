@@ -2,3 +2,8 @@
 
 The core (`build.py`, `scheduler.py`, `runner.py`, `sampling.py`, `worker.py`) runs in a verifier, `front/` in a gateway.
 """
+
+from backend.config import environment
+
+# Read when vLLM's request models are imported.  The gateway bounds the strings (`gateway/bounds.py`).
+environment.export({"VLLM_MAX_STOP_STRINGS": "64"})

@@ -231,3 +231,8 @@ async def test_a_lost_verifier_ends_a_stream_with_an_error_event():
         assert lines[-2] == "event: error"
         assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "overloaded_error"
         assert running.idle
+
+
+async def test_many_stop_sequences(running):
+    answer = await client(running).messages.create(**HI, stop_sequences=[*(f"<{n}>" for n in range(63)), "f(x"])
+    assert (answer.content[0].text, answer.stop_reason, answer.stop_sequence) == ("def ", "stop_sequence", "f(x")
