@@ -210,7 +210,8 @@ def check_items(items: list[Any], context: int, *, history: bool) -> None:
         _check_field("input", items)
         _check_length("input", items, context)
     except BadRequest as error:
-        raise type(error)(f"With what came before it, {error.message}" if history else error.message, param="input") from None
+        message = error.message + (" What came before it counts." if history else "")
+        raise type(error)(message, param="input") from None
 
 
 def _check_length(name: str, value: Any, context: int) -> None:

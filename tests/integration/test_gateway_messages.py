@@ -67,7 +67,7 @@ async def test_tokens_are_counted(running):
         ({"model": "nope"}, 404, "not_found_error"),
         ({"messages": 5}, 400, "invalid_request_error"),
         ({"max_tokens": None}, 400, "invalid_request_error"),
-        ({"mcp_servers": []}, 400, "invalid_request_error"),
+        ({"mcp_servers": [{"type": "url", "url": "https://x", "name": "x"}]}, 400, "invalid_request_error"),
     ],
 )
 async def test_errors_have_anthropics_shape(running, fields, status, kind):

@@ -335,7 +335,7 @@ async def test_what_came_before_counts(running):
     assert added.status_code == 200
     error = (await running.http.post("/v1/responses", json=asked)).json()["error"]
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
-    assert error["message"].startswith("With what came before it, `input` has more than")
+    assert error["message"].endswith(" What came before it counts.")
     error = (await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [long] * 2})).json()["error"]
     assert (error["param"], error["code"]) == ("items", "context_length_exceeded")
 
@@ -348,7 +348,7 @@ async def test_the_items_of_a_conversation_are_bounded(running):
         assert added.status_code == 200
     asked = {"model": "demo", "conversation": conversation}
     error = (await running.http.post("/v1/responses", json={**asked, "input": [said] * 9})).json()["error"]
-    assert (error["param"], error["message"]) == ("input", "With what came before it, `input` has more than 2048 entries.")
+    assert (error["param"], error["message"]) == ("input", "`input` has more than 2048 entries. What came before it counts.")
     error = (await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [said] * 9})).json()["error"]
     assert (error["param"], error["code"]) == ("items", "conversation_full")
 
