@@ -52,15 +52,6 @@ class Drafted(NamedTuple):
 UNDRAFTED = Drafted("")
 
 
-class _Verification(NamedTuple):
-    request_id: str
-    base_len: int
-    drafted: int
-    accepted: int
-    by: Drafted
-    is_forced: bool
-
-
 class Counters:
     """The verifier's counters; busy + idle = wall time."""
 
@@ -173,11 +164,10 @@ class CountingScheduler:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's method of the same name."""
         self.counters.stats.verify_s += time.monotonic() - self._scheduled_at
-        verified = self._verifications(scheduler_output, model_runner_output)
+        self._count_verifications(scheduler_output, model_runner_output)
         self._updating = True
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
         self._updating = False
-        self._count_verifications(verified, outputs)
         self._count_outputs(self.counters.stats, outputs)
         return outputs
 
@@ -243,12 +233,11 @@ class CountingScheduler:
         self.counters.stats.preemptions += 1
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
 
-    def _verifications(self, scheduler_output: Any, model_runner_output: Any) -> list[_Verification]:
-        """The step's verifications, before vLLM cuts their tokens at a request's end."""
-        found: list[_Verification] = []
+    def _count_verifications(self, scheduler_output: Any, model_runner_output: Any) -> None:
         sampled = model_runner_output.sampled_token_ids
         index = model_runner_output.req_id_to_index
-        prefilled = 0
+        stats, records, prefilled = self.counters.stats, self.records, 0
+        waited_s = stats.idle_s["awaiting_draft"] - self._awaited_s
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
             if request is None:
@@ -260,26 +249,17 @@ class CountingScheduler:
             tokens = sampled[row] if sampled and row is not None else []
             if not tokens:
                 continue
-            drafted = sum(token >= 0 for token in drafts)
+            stats.verifications += 1
+            drafted, accepted = sum(token >= 0 for token in drafts), len(tokens) - 1
             by = self.drafted_by(request_id) if drafted else UNDRAFTED
-            is_forced = fixed_response(request.sampling_params) is not None
-            found.append(_Verification(request_id, base_len, drafted, len(tokens) - 1, by, is_forced))
-        if self.records is not None and scheduler_output.num_scheduled_tokens:
-            self.records.prefilled(prefilled)
-        return found
-
-    def _count_verifications(self, verified: list[_Verification], outputs: Any) -> None:
-        """Counts them.  A draft token behind the request's end was not emitted, and does not count as accepted."""
-        emitted = {each.request_id: len(each.new_token_ids) for of in outputs.values() for each in of.outputs}
-        waited_s = self.counters.stats.idle_s["awaiting_draft"] - self._awaited_s
-        for request_id, base_len, drafted, most, by, is_forced in verified:
-            accepted = min(most, emitted.get(request_id, 0))
-            self.counters.stats.verifications += 1
             if by is not UNDRAFTED:
+                is_forced = fixed_response(request.sampling_params) is not None
                 self.counters.verification(by.drafter_id, drafted, accepted, is_forced)
             self.accounts.verified(request_id, by.source, by.drafter_id, drafted, accepted, waited_s)
-            if self.records is not None:
-                self.records.verified(request_id, base_len, drafted, accepted, by.drafter_id, by.ahead, by.draft_s)
+            if records is not None:
+                records.verified(request_id, base_len, drafted, accepted, by.drafter_id, by.ahead, by.draft_s)
+        if records is not None and scheduler_output.num_scheduled_tokens:
+            records.prefilled(prefilled)
 
     def _count_outputs(self, stats: VerifierStats, outputs: Any) -> None:
         for client_outputs in outputs.values():
