@@ -39,16 +39,15 @@ class Spent:
     """T(base + N)."""
 
 
-def spend_in_order(survivals: Sequence[Sequence[float]], expected: Sequence[Sequence[float]], times: Sequence[float]) -> Spent:
+def spend_in_order(survivals: Sequence[Sequence[float]], expected: Spent, times: Sequence[float]) -> Spent:
     """Chooses the draft tokens that pay, reading a request's next survival only after the one before was taken.
 
-    `expected`: survivals that may be read as a whole: for sampled drafts, what their first token's chance lets expect.  They
-    decide whether any token is verified.  `times` as in `spend`; the token after n pays if it does along the greatest convex
-    curve below `times`.
+    `expected`: the result of `spend` for survivals that may be read as a whole: for sampled drafts, what their first token's
+    chance lets expect.  It decides whether any token is verified.  `times` as in `spend`; the token after n pays if it does
+    along the greatest convex curve below `times`.
     """
-    whole = spend(expected, times)
-    if not whole.tokens:
-        return whole
+    if not expected.tokens:
+        return expected
     curve = _convex(times)
     emitted, lengths = float(len(survivals)), [0] * len(survivals)
     ranked = [(-row[0], i) for i, row in enumerate(survivals) if row]

@@ -203,6 +203,7 @@ class Speculator:
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
         self._base = max(len(present) + prefill, 1)
         candidates, spent = self._spend(present, self._base)
+        spent = self._in_order(candidates, spent, self._base)
         for (_, request), candidate in zip(present, candidates, strict=True):
             request.verified = candidate
         if spent is not None:
@@ -273,7 +274,8 @@ class Speculator:
     def _cut(self, asks: dict[str, list[NextItem]], k: int) -> None:
         """Cuts each `verifying` to what will be verified, at most `k` tokens: each token costs the drafter a pass."""
         present = self.candidates.present(self._ended)
-        spent = self._spend(present, max(len(present), 1))[1]
+        base = max(len(present), 1)
+        spent = self._in_order(*self._spend(present, base), base)
         cuts = {r: n for (r, _), n in zip(present, spent.lengths, strict=True)} if spent is not None else {}
         for items in asks.values():
             for i, item in enumerate(items):
@@ -302,11 +304,7 @@ class Speculator:
         candidates, spent = self._spend(present, base)
         rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
         pending = Pending(missing, k, draft_s, waited_s)
-        # What a sampled draft would gain must not decide whether it is verified now or with the missing ones.
-        is_read = any(candidate is not None and candidate.proposal is not None for candidate in candidates)
-        if spent is None or is_read:
-            spent = self._spend_on(rows, base)
-        if not waiting_pays(spent, rows, pending, self._expected(), at, base):
+        if not waiting_pays(spent or self._spend_on(rows, base), rows, pending, self._expected(), at, base):
             return None
         return min(deadline, now + max(pending.left_s, draft_s / 8))
 
@@ -363,19 +361,20 @@ class Speculator:
         return self._load.drafted
 
     def _spend(self, present: list[tuple[str, Request]], base: int) -> tuple[list[Candidate | None], Spent | None]:
-        """Each request's best draft, and how much of it to verify.  Computed again only when a draft or `base` has changed."""
+        """Each request's best draft, and how much of it should pay.  Computed again only when a draft or `base` has changed."""
         candidates = [self.candidates.best(request_id, request) for request_id, request in present]
         if self._spent_for != (base, candidates):
-            rows = [candidate.survivals if candidate is not None else [] for candidate in candidates]
-            self._last_spent = None
-            if any(candidate is not None and candidate.proposal is not None for candidate in candidates):
-                expected = [candidate.expected if candidate is not None else [] for candidate in candidates]
-                times = self.step_times.row(base, sum(map(len, rows)) + 2)
-                self._last_spent = spend_in_order(rows, expected, times)
-            elif any(rows):
-                self._last_spent = self._spend_on(rows, base)
+            rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
+            self._last_spent = self._spend_on(rows, base) if any(rows) else None
             self._spent_for = base, candidates
         return candidates, self._last_spent
+
+    def _in_order(self, candidates: list[Candidate | None], expected: Spent | None, base: int) -> Spent | None:
+        """How much of each draft to verify, once it is known how much should pay."""
+        if expected is None or all(candidate is None or candidate.proposal is None for candidate in candidates):
+            return expected
+        rows = [candidate.survivals if candidate is not None else [] for candidate in candidates]
+        return spend_in_order(rows, expected, self.step_times.row(base, sum(map(len, rows)) + 2))
 
     def _spend_on(self, rows: list[list[float]], base: int) -> Spent:
         return spend(rows, self.step_times.row(base, sum(map(len, rows)) + 2))

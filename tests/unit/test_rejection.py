@@ -16,7 +16,7 @@ import torch
 
 from backend.engine.rejection import judge, table_of
 from backend.noise import choose, gumbel, uniforms
-from backend.speculation.budget import spend_in_order, survivals
+from backend.speculation.budget import spend, spend_in_order, survivals
 from backend.speculation.proposals import Proposal, unpack
 
 V, D = 3, 2
@@ -83,7 +83,7 @@ def chances_of(draft: Text) -> list[float]:
 def spent(draft: Text, times: list[float]) -> int:
     row = survivals(chances_of(draft))
     expected = [row[0] ** n for n in range(1, D + 1)]
-    return spend_in_order([row, [0.6, 0.3]], [expected, [0.6, 0.3]], times).lengths[0]
+    return spend_in_order([row, [0.6, 0.3]], spend([expected, [0.6, 0.3]], times), times).lengths[0]
 
 
 @pytest.mark.parametrize("price", [0.01, 0.1, 0.14, 0.18, 0.22, 0.3])
