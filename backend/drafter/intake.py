@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from backend.drafter.proposer import MAX_DRAFT, Proposer
+from backend.speculation.chances import Rule
 from backend.transport.ring import RingReader
 from backend.wire.drafting import HELLO_FIRST, Close, Commit, Next, Open, Round
 
@@ -74,7 +75,7 @@ def check_next(message: Next, proposer: Proposer) -> None:
     """Checks a `Next`.  Raises `Malformed`."""
     if len({item.request_id for item in message.items}) != len(message.items):
         raise Malformed("a request twice in one message")
-    if len(message.chance_weights) not in (0, 2, 3):
+    if len(message.chance_weights) not in (0, len(Rule)):
         raise Malformed("chance_weights are for greedy requests, shared noise and independent drafts")
     if any(len(weights) < 3 or not all(map(math.isfinite, weights)) for weights in message.chance_weights):
         raise Malformed("a judge has at least three weights, all finite")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from backend.noise import to_int64
+from backend.speculation.chances import Rule
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +54,13 @@ class Sampling:
             return cls(to_int64(seed), 0.0)
         return cls(to_int64(seed), temperature, independent, top_k, top_p, min_p)
 
+    @property
+    def rule(self) -> Rule:
+        """How the verifier judges the request's drafts."""
+        if self.temperature == 0:
+            return Rule.GREEDY
+        return Rule.INDEPENDENT if self.independent else Rule.SHARED
+
 
 GREEDY = Sampling(0, 0.0)
 
@@ -61,8 +69,7 @@ GREEDY = Sampling(0, 0.0)
 class Until:
     """When a draft ends: after `k` tokens, or before the first whose survival falls below `floor`.
 
-    `chance_weights`: the weights (`chances.py`) for greedy requests, for shared noise, and for independent drafts; of two, the
-    second serves both of the latter.  Empty: `floor` has no effect.
+    `chance_weights`: the weights (`chances.py`) for requests of each `Rule`.  Empty: `floor` has no effect.
     """
 
     k: int
@@ -71,8 +78,7 @@ class Until:
 
     def judge(self, sampling: Sampling) -> Sequence[float] | None:
         """The weights for a request with this sampling; None if it has none."""
-        kind = 0 if sampling.temperature == 0 else 2 if sampling.independent else 1
-        return self.chance_weights[min(kind, len(self.chance_weights) - 1)] if self.chance_weights else None
+        return self.chance_weights[sampling.rule] if self.chance_weights else None
 
 
 class Drafted(NamedTuple):
