@@ -43,7 +43,7 @@ class Dialect:
     waiting: bytes = KEEP_ALIVE
     """What keeps the connection open before the first event."""
     silent: bytes = KEEP_ALIVE
-    """The same between events: an event where clients count only events."""
+    """What keeps it open between events: itself an event where clients count only events."""
 
 
 CHAT = Dialect(lambda error: event(error.body()) + DONE, (DONE,))

@@ -5,8 +5,8 @@ of p_t, but it depends only on the seed and the preceding tokens.  A draft token
 the sampled token replaces the first draft token that differs.  So the text is the same for any draft (Gumbel coupling,
 arXiv 2408.07978).  Greedy requests have no noise.
 
-Drafts of requests that need not repeat (`INDEPENDENT`) are judged by `rejection.py` instead, which accepts more.  Only the
-token after the accepted ones is drawn with G.
+Drafts of requests that need not repeat (`INDEPENDENT`) are judged by `rejection.py` instead.  Only the token after
+the accepted ones is drawn with G.
 
 The target's distribution p comes from vLLM's own processors, applied to each row as if the draft tokens before it had been
 emitted.  vLLM's rejection sampler is not used; what it does not support (`min_p`, `logit_bias`, custom processors) works here.
