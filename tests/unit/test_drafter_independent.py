@@ -30,6 +30,8 @@ SEED = 2**63 + 5
 CPU = torch.device("cpu")
 DRAWN = 20_000
 LOGITS = torch.tensor([0.3, 2.0, -1.0, 1.5, 0.0, -2.5, 1.0, -0.2])
+HOT = 50.0
+"""A temperature at which a head is sure of nothing: drafts of several tokens that are drawn twice differ."""
 UNSURE, SURE = [0.0, 0.0, -20.0], [0.0, 0.0, 20.0]
 
 
@@ -113,7 +115,7 @@ def test_signs_say_nothing_of_the_token(tmp_path: Path) -> None:
     assert drafts[0].signs == pytest.approx(expected, abs=1e-5)
     assert pick([own(top_k=1)], LOGITS.unsqueeze(0))[0].signs == [0.0, CLIP]
     proposer = make_proposer(tmp_path, TinyHead(draft_vocab=40))
-    request = Request(proposer, TinyHead(), 1, 12, own(1.5))
+    request = Request(proposer, TinyHead(), 1, 12, own(HOT))
     found = [fresh(proposer, request, Until(1)) for _ in range(16)]
     assert len({tuple(drafted.tokens) for drafted in found}) > 1
     assert len({(tuple(drafted.signs), drafted.proposal) for drafted in found}) == 1
@@ -219,8 +221,8 @@ def test_each_kind_of_request_is_judged_by_its_own_weights() -> None:
 def test_outcomes_are_drafted_independently_and_ranked_with_the_shared_noise(tmp_path: Path) -> None:
     head = TinyHead(draft_vocab=40)
     proposer = make_proposer(tmp_path, head)
-    one, other = Request(proposer, head, 1, 20, own()), Request(proposer, head, 2, 20, Sampling.of(SEED, 1.0))
-    shared = Request(proposer, head, 3, 20, Sampling.of(SEED, 1.0))
+    one, other = Request(proposer, head, 1, 20, own(HOT)), Request(proposer, head, 2, 20, Sampling.of(SEED, HOT))
+    shared = Request(proposer, head, 3, 20, Sampling.of(SEED, HOT))
     verifying = fresh(proposer, one, Until(4)).tokens
     for certain, stops in ((SURE, {4}), (UNSURE, {0})):
         until = Until(3, 0.9, [certain] * 3)
@@ -234,7 +236,7 @@ def test_outcomes_are_drafted_independently_and_ranked_with_the_shared_noise(tmp
         for outcome in owned:
             decode(outcome.tokens, outcome.proposal)
         # The same text and seed with shared noise: the same tokens come, in the same order.
-        proposer.open(3, list(one.tokens), 19, 0.0, Sampling.of(SEED, 1.0))
+        proposer.open(3, list(one.tokens), 19, 0.0, Sampling.of(SEED, HOT))
         proposer.draft([Ask(3, 20, 19, one.features[:19])])
         twin = proposer.draft_outcomes([Premise(shared.key, 20, replace(until, floor=0.0), verifying, 6)])[0]
         assert [(o.accepted, o.token) for o in twin] == [(o.accepted, o.token) for o in owned]
