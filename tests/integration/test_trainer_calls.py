@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,16 +27,21 @@ from backend.rollout.trace import Case, write_cases
 from tests.support.fleet_process import ServedFleet, wait_for
 from tests.support.lora import write_adapter
 from tests.support.processes import ENGINE_ENV, ROOT
+from tests.support.standing import STAND_AT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 TARGET = Path(backend.models.demo.__file__).parent / "target"
-RUNNING, LONG = 4, 400
+RUNNING, LONG, STOOD = 4, 400, 40
 BYTES = {"content-type": "application/octet-stream"}
 
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[ServedFleet]:
-    served = ServedFleet("--verifiers", "2", "--drafters", "1", "--mode", "sync", "--verifier-adapters-loadable", "true")
+    options = ["--verifiers", "2", "--drafters", "1", "--mode", "sync", "--verifier-adapters-loadable", "true"]
+    gate = json.dumps({"logits_processors": ["tests.support.standing:Standing"]})
+    served = ServedFleet(
+        *options, "--verifier-engine-args", gate, "--gateway-balance-interval-s", "0", env={"PYTHONPATH": str(ROOT)}
+    )
     yield served
     served.stop()
 
@@ -50,10 +54,11 @@ def http(fleet: ServedFleet) -> Iterator[httpx.Client]:
 
 @pytest.fixture(autouse=True)
 def whole(fleet: ServedFleet, http: httpx.Client) -> None:
-    """A test that failed leaves no pause and no lost verifier to the next."""
+    """A test that failed leaves no pause, no lost verifier and no requests that stand to the next."""
 
     def all_run() -> bool:
         http.post("/resume")
+        http.post("/abort_requests", json={})
         return bool(http.get("/get_world_size").json()["world_size"] == 2)
 
     wait_for(all_run, what="two verifiers run")
@@ -126,42 +131,32 @@ def send(http: httpx.Client, tensors: dict[str, torch.Tensor]) -> None:
 
 
 class Meanwhile:
-    """Long requests, again and again, while something is done to the fleet."""
+    """Requests that each verifier has begun, and that stand still until it is paused."""
 
-    def __init__(self, fleet: ServedFleet, http: httpx.Client, length: int = LONG) -> None:
-        self._ending = threading.Event()
+    def __init__(self, http: httpx.Client) -> None:
         self._pool = ThreadPoolExecutor(RUNNING)
-        self._begun: set[int] = set()
-        self._clients = [self._pool.submit(self._ask, http, length, length * i // RUNNING) for i in range(RUNNING)]
-        # The counter may still miss what was generated before: only its second step is of these alone.
-        wait_for(lambda: len(self._begun) == RUNNING, what="requests of the whole length are there")
-        steps = {fleet.metric("outrider_verifier_tokens_total")}
+        self._told: list[int] = []
+        self._clients = [self._pool.submit(self._ask, http, number) for number in range(RUNNING)]
+        wait_for(lambda: len(self._told) == RUNNING or any(each.done() for each in self._clients), what="all have begun")
 
-        def two_steps() -> bool:
-            steps.add(fleet.metric("outrider_verifier_tokens_total"))
-            return len(steps) > 2
-
-        wait_for(two_steps, what="requests run")
-
-    def _ask(self, http: httpx.Client, length: int, first: int) -> list[dict[str, Any]]:
-        # Of the same length they would all end at once, and nothing would run for a moment.
-        found = [choice for choice in ([generate(http, first)] if first else []) if choice["finish_reason"] == "abort"]
-        self._begun.add(first)
-        found.append(generate(http, length))
-        while not self._ending.is_set():
-            found.append(generate(http, length))
-        return found
-
-    def end(self) -> None:
-        """Those that run are the last."""
-        self._ending.set()
+    def _ask(self, http: httpx.Client, number: int) -> dict[str, Any]:
+        """The whole answer."""
+        body = asking(LONG, stream=True)
+        body["sampling_params"]["extra_args"] = {STAND_AT: STOOD}
+        tokens: list[int] = []
+        with http.stream("POST", "/inference/v1/generate", json=body) as streamed:
+            for line in streamed.iter_lines():
+                if line.startswith("data: {"):
+                    choice: dict[str, Any] = json.loads(line[6:])["choices"][0]
+                    if not tokens:
+                        self._told.append(number)
+                    tokens += choice["token_ids"]
+        return {**choice, "token_ids": tokens}
 
     def choices(self) -> list[dict[str, Any]]:
         """All, when they have ended."""
-        self.end()
-        found = [choice for client in self._clients for choice in client.result()]
-        self._pool.shutdown()
-        return found
+        self._pool.shutdown(wait=False)
+        return [client.result(120) for client in self._clients]
 
 
 def test_skyrl(fleet: ServedFleet, http: httpx.Client, others: Path, before: list[int], after: list[int]) -> None:
@@ -172,26 +167,18 @@ def test_skyrl(fleet: ServedFleet, http: httpx.Client, others: Path, before: lis
         return fleet.metric("outrider_accepted_tokens_by_version_total", version=version) > 0
 
     wait_for(lambda: accepted("0"), what="accepted tokens of the first version")
-    meanwhile = Meanwhile(fleet, http)
-    # Without drafts it lasts for seconds: this one is cut in the middle, even if this process is held up meanwhile.
-    slow = asking(LONG, stream=True, outrider={"mode": "off"})
-    with http.stream("POST", "/inference/v1/generate", json=slow) as streamed:
-        chunks = (json.loads(line[6:])["choices"][0] for line in streamed.iter_lines() if line.startswith("data: {"))
-        told = [next(chunks)]
-        began = time.monotonic()
-        assert said(http, "/pause", params={"mode": "keep", "clear_cache": "false"})["status"] == "paused"
-        assert http.get("/is_paused").json() == {"is_paused": True}
-        said(http, "/update_weights", json={"weight_dir": str(others), "weight_version": 1})
-        assert said(http, "/resume")["status"] == "resumed"
-        print(f"pause to resume: {1e3 * (time.monotonic() - began):.0f} ms with {RUNNING} requests")
-        generate(http, 1)
-        print(f"pause to the first token of a new request: {1e3 * (time.monotonic() - began):.0f} ms")
-        told += chunks
-    choices = [*meanwhile.choices(), {**told[-1], "token_ids": [token for chunk in told for token in chunk["token_ids"]]}]
+    meanwhile = Meanwhile(http)
+    began = time.monotonic()
+    assert said(http, "/pause", params={"mode": "keep", "clear_cache": "false"})["status"] == "paused"
+    assert http.get("/is_paused").json() == {"is_paused": True}
+    said(http, "/update_weights", json={"weight_dir": str(others), "weight_version": 1})
+    assert said(http, "/resume")["status"] == "resumed"
+    print(f"pause to resume: {1e3 * (time.monotonic() - began):.0f} ms with {RUNNING} requests")
+    generate(http, 1)
+    print(f"pause to the first token of a new request: {1e3 * (time.monotonic() - began):.0f} ms")
+    choices = meanwhile.choices()
     assert all((choice["finish_reason"], len(choice["token_ids"])) == ("length", LONG) for choice in choices)
-    crossing = [choice for choice in choices if len(choice["weight_versions"]) == 2]
-    assert crossing, [choice["weight_versions"] for choice in choices]
-    for choice in crossing:
+    for choice in choices:
         first, second = choice["weight_versions"]
         assert (first["version"], first["start"], second["version"], second["end"]) == ("0", 0, "1", LONG)
         assert first["end"] == second["start"] > 0
@@ -248,7 +235,7 @@ def test_the_other_calls_of_skyrls_client(http: httpx.Client, tmp_path: Path) ->
 
 def test_tensors_in_parts_while_requests_run(fleet: ServedFleet, http: httpx.Client, before: list[int]) -> None:
     """vLLM's four calls, with safetensors' bytes as what they bring."""
-    meanwhile = Meanwhile(fleet, http)
+    meanwhile = Meanwhile(http)
     said(http, "/init_weight_transfer_engine", json={"init_info": {}})
     said(http, "/start_weight_update", json={"is_checkpoint_format": True})
     send(http, target())
@@ -258,8 +245,7 @@ def test_tensors_in_parts_while_requests_run(fleet: ServedFleet, http: httpx.Cli
     assert http.post("/resume").status_code == 400, "half a model must not answer"
     said(http, "/finish_weight_update", json={"weight_version": "two"})
     versions = [[each["version"] for each in choice["weight_versions"]] for choice in meanwhile.choices()]
-    assert ["1", "two"] in versions
-    assert all(each in (["1"], ["1", "two"], ["two"]) for each in versions)
+    assert versions == [["1", "two"]] * RUNNING
     assert tokens(http) == before
 
 
@@ -318,14 +304,13 @@ def test_after_an_update_that_fails_everywhere_the_fleet_serves(http: httpx.Clie
 
 
 def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Client) -> None:
-    # On a busy machine shorter ones may all have ended when the call comes.
-    meanwhile = Meanwhile(fleet, http, 4 * LONG)
+    meanwhile = Meanwhile(http)
     aborted = said(http, "/abort_requests", json={})
     ended = [choice for choice in meanwhile.choices() if choice["finish_reason"] == "abort"]
-    assert len(ended) == aborted["aborted"] > 0
+    assert len(ended) == aborted["aborted"] == RUNNING
     assert sorted(len(each) for (each,) in aborted["token_ids"].values()) == sorted(len(c["token_ids"]) for c in ended)
 
-    meanwhile = Meanwhile(fleet, http, 4 * LONG)
+    meanwhile = Meanwhile(http)
     said(http, "/pause", params={"mode": "abort"})
     with ThreadPoolExecutor(1) as pool:
         new = pool.submit(generate, http, 4)
@@ -333,9 +318,9 @@ def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Cli
         assert not new.done()
         said(http, "/resume")
         assert new.result()["finish_reason"] == "length"
-    assert "abort" in {choice["finish_reason"] for choice in meanwhile.choices()}
+    assert [choice["finish_reason"] for choice in meanwhile.choices()] == ["abort"] * RUNNING
 
-    meanwhile = Meanwhile(fleet, http, 300)
+    meanwhile = Meanwhile(http)
     said(http, "/pause", params={"mode": "wait"})
     assert http.get("/is_paused").json() == {"is_paused": True}
     said(http, "/resume")
