@@ -18,6 +18,7 @@ from backend.config import Settings
 from backend.config.settings import MAX_NUM_BATCHED_TOKENS, VerifierSettings
 from backend.engine.parsers import reasoning_parser
 from backend.models.head_config import read_config, text_config
+from backend.models.resolve import DEMO
 
 RANKS: tuple[int, ...] = get_args(MaxLoRARanks)
 """The values that vLLM accepts for `max_lora_rank`."""
@@ -25,6 +26,11 @@ DEFAULT_RANK = 16
 """`max_lora_rank` at least, if adapters may be loaded later; vLLM's own default."""
 KEPT_ADAPTERS = 8
 """Adapters in host memory.  vLLM keeps one, and reads another from disk again within a step whenever they alternate."""
+
+
+BACKENDS = ("xgrammar", "guidance")
+"""For structured outputs.  vLLM's others silently ignore many keywords of a schema."""
+_STRUCTURED = "structured_outputs_config"
 
 
 class EngineSetupError(ValueError):
@@ -50,8 +56,29 @@ def common_arguments(settings: Settings, model_dir: str) -> dict[str, Any]:
         "max_num_seqs": verifier.max_num_seqs,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "reasoning_parser": reasoning_parser(verifier.reasoning_parser, model_dir, settings.gateway.chat_template) or "",
+        _STRUCTURED: _structured_outputs(settings, model_dir),
         **_adapter_arguments(verifier),
     }
+
+
+def other_arguments(verifier: VerifierSettings) -> dict[str, Any]:
+    """What people said of vLLM's arguments, but for what `common_arguments` has taken in."""
+    return {name: value for name, value in verifier.engine_args.items() if name != _STRUCTURED}
+
+
+def _structured_outputs(settings: Settings, model_dir: str) -> dict[str, Any]:
+    """One backend for the whole fleet: vLLM's `auto` chooses by request, but a verifier keeps that of its first request."""
+    given = settings.verifier.engine_args.get(_STRUCTURED, {})
+    if not isinstance(given, dict):
+        raise EngineSetupError(f"verifier.engine_args: {_STRUCTURED} must be a dictionary")
+    backend = given.get("backend", "auto")
+    if backend == "auto":
+        # As vLLM does for Mistral's own tokenizers: xgrammar does not know their special tokens.
+        backend = "guidance" if (Path(model_dir) / "tekken.json").exists() else "xgrammar"
+    if backend not in BACKENDS:
+        raise EngineSetupError(f"verifier.engine_args: {_STRUCTURED}.backend must be {' or '.join(BACKENDS)}, not {backend!r}")
+    # The demo model knows Python: where JSON allows whitespace, it would indent for ever.
+    return {"disable_any_whitespace": settings.model == DEMO, **given, "backend": backend}
 
 
 def _dtype(target_dir: str) -> str:

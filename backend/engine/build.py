@@ -20,12 +20,12 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 from backend.config import REMOTE_MODES, Settings, environment
-from backend.engine.arguments import EngineSetupError, common_arguments, remote_speculation
+from backend.engine.arguments import EngineSetupError, common_arguments, other_arguments, remote_speculation
 from backend.engine.tensor_transfer import NAME
 from backend.models.checkpoint import drafter_config
 from backend.models.head_config import DRAFT_MODEL, load_config
 from backend.models.kinds import KINDS
-from backend.models.resolve import DEMO, ResolvedModels
+from backend.models.resolve import ResolvedModels
 from backend.models.vocabulary import shared_tokens
 
 SUPPORTED_VLLM = "0.32."
@@ -51,7 +51,7 @@ def engine_arguments(settings: Settings, paths: ResolvedModels) -> dict[str, Any
     if settings.mode in REMOTE_MODES:
         arguments["async_scheduling"] = False
         arguments["scheduler_cls"] = "backend.engine.scheduler.DraftingScheduler"
-    return merged(arguments, verifier.engine_args)
+    return merged(arguments, other_arguments(verifier))
 
 
 def merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,12 +87,6 @@ def build_config(settings: Settings, paths: ResolvedModels) -> VllmConfig:
             "CUDA graphs of a target with recurrent layers do not fit drafts that differ in length: add "
             """--verifier-engine-args '{"enforce_eager": true}', or take --mode off or native"""
         )
-    structured = config.structured_outputs_config
-    if settings.model == DEMO and structured.backend in ("auto", "xgrammar", "guidance"):
-        # The demo model knows Python: where JSON allows whitespace, it would indent for ever.  In mode `native` vLLM makes the
-        # drafter's configuration of this one, and there refuses the option with `auto`.  Each request names its backend.
-        structured.disable_any_whitespace = True
-        structured.backend = "xgrammar" if structured.backend == "auto" else structured.backend
     if settings.mode not in REMOTE_MODES:
         name = "PlainAsyncScheduler" if config.scheduler_config.async_scheduling else "PlainScheduler"
         config.scheduler_config.scheduler_cls = f"backend.engine.scheduler.{name}"

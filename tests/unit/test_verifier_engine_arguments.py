@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import vllm.platforms
@@ -15,7 +16,7 @@ from vllm.config.utils import replace
 from vllm.platforms.interface import UnspecifiedPlatform
 
 from backend.config import Settings
-from backend.engine.arguments import EngineSetupError
+from backend.engine.arguments import EngineSetupError, common_arguments
 from backend.engine.build import build_config, engine_arguments
 from backend.engine.fixed import takes_fixed
 from backend.engine.front.config import build_vllm_config
@@ -118,6 +119,38 @@ def test_vllm_can_make_a_drafters_configuration_of_the_demos() -> None:
     """It does so in mode native, and checks everything anew."""
     config = build_config(Settings.model_validate({"mode": "native"}), demo_models())
     assert replace(config).structured_outputs_config.disable_any_whitespace
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "found"),
+    [
+        ("demo", {}, ("xgrammar", True)),
+        ("demo", {"backend": "auto"}, ("xgrammar", True)),
+        ("demo", {"backend": "guidance"}, ("guidance", True)),
+        ("demo", {"disable_any_whitespace": False}, ("xgrammar", False)),
+        (str(TARGET_DIR), {}, ("xgrammar", False)),
+        (str(TARGET_DIR), {"backend": "guidance", "disable_any_whitespace": True}, ("guidance", True)),
+    ],
+)
+def test_gateways_and_verifiers_have_one_grammar_backend(model: str, given: dict[str, Any], found: tuple[str, bool]) -> None:
+    """With `auto`, vLLM chooses by request, and a verifier keeps the first one's."""
+    settings = Settings.model_validate({"model": model, "verifier": {"engine_args": {"structured_outputs_config": given}}})
+    for config in (build_config(settings, demo_models()), build_vllm_config(settings, str(TARGET_DIR))):
+        structured = config.structured_outputs_config
+        assert (structured.backend, structured.disable_any_whitespace) == found
+
+
+def test_mistrals_own_tokenizers_have_guidance(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tekken.json").touch()
+    assert common_arguments(Settings(), str(tmp_path))["structured_outputs_config"]["backend"] == "guidance"
+
+
+@pytest.mark.parametrize("given", [{"backend": "outlines"}, {"backend": "lm-format-enforcer"}, "xgrammar"])
+def test_backends_that_ignore_much_are_refused(given: object) -> None:
+    settings = Settings.model_validate({"verifier": {"engine_args": {"structured_outputs_config": given}}})
+    with pytest.raises(EngineSetupError, match="structured_outputs_config"):
+        common_arguments(settings, str(TARGET_DIR))
 
 
 def test_a_gateway_of_the_cuda_build_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
 from backend.config import Settings, environment
-from backend.engine.arguments import common_arguments, remote_speculation
+from backend.engine.arguments import common_arguments, other_arguments, remote_speculation
 
 ENGINE_ONLY = frozenset(
     {
@@ -58,6 +58,6 @@ def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:
         # Makes vLLM's serving layer pass trace contexts on; vLLM itself makes no spans here.
         "otlp_traces_endpoint": settings.tracing.endpoint,
     }
-    given = settings.verifier.engine_args
+    given = other_arguments(settings.verifier)
     arguments |= {name: value for name, value in given.items() if name not in ENGINE_ONLY}
     return AsyncEngineArgs(**arguments).create_engine_config()

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import copy
 import hashlib
+import json
 import multiprocessing
 import os
 import pickle
@@ -28,10 +29,13 @@ from typing import Any
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams, check_json_nesting
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
+
+from backend.engine.front.schemas import KEYWORDS, check_regex, check_schema, schemas_of_tag
 
 WORKERS = 2
 """Checks that run at the same time; further ones wait."""
@@ -211,10 +215,14 @@ def _serve(vllm_config: VllmConfig, pipe: Connection, cpu_limit_s: float) -> Non
             except MemoryError:
                 return
             except Exception as error:
-                verdict = _ECHO.sub("", (str(error) or _TOO_MUCH).splitlines()[0])
+                verdict = _ECHO.sub(_without_echo, (str(error) or _TOO_MUCH).splitlines()[0])
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.setitimer(signal.ITIMER_REAL, 0)
             pipe.send(verdict)
+
+
+def _without_echo(quoted: re.Match[str]) -> str:
+    return quoted[0] if quoted[0].strip('"') in KEYWORDS else ""
 
 
 def _limit_memory() -> None:
@@ -232,10 +240,24 @@ class Check:
         self._managers: dict[str, StructuredOutputManager] = {}
 
     def __call__(self, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
+        check_json_nesting(asked.json)
+        check_json_nesting(asked.structural_tag, structural_tag=True)
+        if self._vllm_config.structured_outputs_config.backend == "xgrammar":
+            _check_kept(asked)
+        if isinstance(asked.structural_tag, str):
+            for schema in _schemas_of(asked.structural_tag):
+                # llguidance compiles them only when the model gets there.
+                if isinstance(verdict := self(StructuredOutputsParams(json=schema)), str):
+                    return verdict
         params = SamplingParams(structured_outputs=asked)
-        params._validate_structured_outputs(
-            self._vllm_config.model_config, self._vllm_config.structured_outputs_config, self._tokenizer
-        )
+        try:
+            params._validate_structured_outputs(
+                self._vllm_config.model_config, self._vllm_config.structured_outputs_config, self._tokenizer
+            )
+        except VLLMValidationError as error:
+            if asked.json is not None and "regex" in str(error):
+                raise ValueError(f"pattern: {error}") from error
+            raise
         backend = asked._backend or ""
         if backend not in self._managers:
             self._managers[backend] = StructuredOutputManager(self._vllm_config)
@@ -247,6 +269,23 @@ class Check:
         grammar = request.structured_output_request._grammar.result()
         if manager.backend is None:
             return asked
+        if isinstance(grammar, GuidanceGrammar) and (problem := grammar.ll_matcher.get_error()):
+            raise ValueError(problem)  # vLLM only logs it
         allowed = manager.backend.allocate_token_bitmask(1)
         grammar.fill_bitmask(allowed, 0)
         return asked if bool((allowed != 0).any()) else _NOTHING
+
+
+def _check_kept(asked: StructuredOutputsParams) -> None:
+    """Raises `ValueError` for what xgrammar would ignore.  What is no JSON is left to vLLM."""
+    if asked.regex:
+        check_regex(asked.regex)
+    if asked.json is not None:
+        with contextlib.suppress(json.JSONDecodeError):
+            check_schema(json.loads(asked.json) if isinstance(asked.json, str) else asked.json)
+
+
+def _schemas_of(structural_tag: str) -> list[dict[str, Any]]:
+    with contextlib.suppress(json.JSONDecodeError):
+        return [schema for schema in schemas_of_tag(structural_tag) if isinstance(schema, dict) and schema]
+    return []

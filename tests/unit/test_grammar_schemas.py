@@ -1,0 +1,179 @@
+"""Which keywords of a schema a grammar keeps: the table in docs/api.md, row by row, with both backends' own compilers."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import llguidance
+import llguidance.torch
+import numpy as np
+import pytest
+import xgrammar
+from jsonschema import Draft202012Validator
+from vllm.sampling_params import StructuredOutputsParams
+
+from backend.config import Settings
+from backend.engine.front.config import build_vllm_config
+from backend.engine.front.grammar import Check
+from backend.engine.front.schemas import check_schema
+from backend.models.demo import TARGET_DIR
+from tests.support.processes import ROOT
+
+BACKENDS = ("xgrammar", "guidance")
+ROW = re.compile(r"^\| `(\{.*\})`[^|]*\| (.*?) \| (.*?) \|$", re.MULTILINE)
+TEXTS = 25
+LONG = 40
+BYTES = llguidance.LLTokenizer("byte")
+ENDS, USUAL = frozenset('"]},:'), frozenset("abxyz0123")
+CHARACTERS = ["<end>", *map(chr, range(32, 127)), "\n", "\t"]
+
+
+def rows() -> Iterator[Any]:
+    section = (ROOT / "docs/api.md").read_text().split("\n## Structured outputs\n")[1].split("\n## ")[0]
+    for schema, *found in ROW.findall(section):
+        for backend, verdict in zip(BACKENDS, found, strict=True):
+            yield pytest.param(backend, json.loads(schema), verdict, id=f"{backend} {schema}")
+
+
+@cache
+def check(backend: str) -> Check:
+    engine_args = {"structured_outputs_config": {"backend": backend, "disable_any_whitespace": True}}
+    return Check(build_vllm_config(Settings.model_validate({"verifier": {"engine_args": engine_args}}), str(TARGET_DIR)))
+
+
+def refusal(backend: str, **asked: Any) -> str | None:
+    try:
+        found = check(backend)(StructuredOutputsParams(**asked))
+    except Exception as error:
+        return str(error)
+    return found if isinstance(found, str) else None
+
+
+@pytest.mark.parametrize(("backend", "schema", "verdict"), rows())
+def test_a_keyword_is_kept_or_named(backend: str, schema: dict[str, Any], verdict: str) -> None:
+    refused = refusal(backend, json=schema)
+    if verdict == "kept":
+        assert refused is None
+        written = list(texts(backend, schema))
+        assert written
+        for text in written:
+            assert Draft202012Validator(schema).is_valid(json.loads(text)) or "exclusiveMinimum" in schema, text
+    else:
+        assert verdict.removeprefix("refused: ").strip("`") in (refused or "kept")
+
+
+A_CASE = {"type": "object", "properties": {"kind": {"const": "a"}}, "required": ["kind"]}
+OTHER_CASE = {"type": "object", "properties": {"kind": {"enum": ["b", "c"]}}, "required": ["kind"]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "keyword"),
+    [
+        ({"oneOf": [{"$ref": "#/$defs/a"}, OTHER_CASE, {"type": "null"}], "$defs": {"a": A_CASE}}, None),
+        ({"oneOf": [A_CASE, OTHER_CASE | {"required": []}]}, "oneOf"),
+        ({"oneOf": [{"const": 1}, {"type": "string"}]}, None),
+        ({"type": "object", "anyOf": [A_CASE, {"$ref": "#/$defs/a"}], "$defs": {"a": OTHER_CASE}}, None),
+        ({"type": "number", "anyOf": [{"type": "integer"}, {"enum": [0.5]}]}, None),
+        ({"type": "number", "anyOf": [{"type": "integer"}, {"enum": ["0.5"]}]}, "type"),
+        ({"type": "object", "properties": {"a": {"$ref": "#"}, "b": {"type": "string", "x-order": 1, "default": ""}}}, None),
+        ({"type": "object", "properties": {"a": {"$ref": "#/definitions/n"}}, "definitions": {"n": {"not": {}}}}, "not"),
+        ({"anyOf": [{"$ref": "#"}]}, None),
+        ({"type": "object", "anyOf": [{"$ref": "#"}]}, "circles"),
+        ({"type": "object", "properties": {"a": {"type": "object", "minProperties": True}}}, "minProperties"),
+        ({"type": "array", "items": [{"type": "integer"}], "additionalItems": False}, "items"),
+        ({"type": "object", "propertyNames": {"pattern": "^a$", "maxLength": 3}}, "maxLength"),
+        ({"type": []}, "type"),
+        (True, None),
+    ],
+)
+def test_what_xgrammar_makes_of_schemas_within_schemas(schema: Any, keyword: str | None) -> None:
+    if keyword is None:
+        check_schema(schema)
+    else:
+        with pytest.raises(ValueError, match=keyword):
+            check_schema(schema)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_schemas_in_structural_tags_are_checked_too(backend: str) -> None:
+    def tag(schema: dict[str, Any]) -> str:
+        return json.dumps({"structures": [{"begin": "f(", "schema": schema, "end": ")"}], "triggers": ["f("]})
+
+    assert refusal(backend, structural_tag=tag({"type": "string"})) is None
+    assert "uniqueItems" in (refusal(backend, structural_tag=tag({"type": "array", "uniqueItems": True})) or "")
+
+
+def test_a_grammar_that_guidance_cannot_compile_is_refused() -> None:
+    """It takes such a tag for a special token, and says so only in vLLM's log."""
+    tag = {"structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
+    assert "special token" in (refusal("guidance", structural_tag=json.dumps(tag)) or "")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pattern", ["(?=a)b", "a(?!b)", "(?<=a)b", "a^b", "a$b"])
+def test_what_a_regex_would_lose_is_refused(backend: str, pattern: str) -> None:
+    assert refusal(backend, regex=pattern) is not None
+    assert refusal(backend, regex='^[a-z]{2}"\\n$') is None
+
+
+def texts(backend: str, schema: dict[str, Any]) -> Iterator[str]:
+    """What a model could write that draws any allowed character."""
+    start = {"xgrammar": xgrammar_walk, "guidance": guidance_walk}[backend](json.dumps(schema))
+    drawn = random.Random(1)
+    for _ in range(TEXTS):
+        text, (allowed, take) = "", start()
+        while "" not in (choices := allowed()) or (len(choices) > 1 and drawn.random() < 0.5):
+            ends = [each for each in choices if each in ENDS] if len(text) > LONG or drawn.random() < 0.5 else []
+            usual = [each for each in choices if each in USUAL]
+            choice = drawn.choice(ends or usual or [each for each in choices if each])
+            take(choice)
+            text += choice
+            if len(text) > 3 * LONG:
+                break
+        else:
+            yield text
+
+
+Walk = Callable[[], tuple[Callable[[], list[str]], Callable[[str], Any]]]
+
+
+def xgrammar_walk(schema: str) -> Walk:
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(CHARACTERS, stop_token_ids=[0]), max_threads=1)
+    compiled = compiler.compile_json_schema(schema, any_whitespace=False, separators=(",", ":"))
+
+    def start() -> tuple[Callable[[], list[str]], Callable[[str], Any]]:
+        matcher, mask = xgrammar.GrammarMatcher(compiled), xgrammar.allocate_token_bitmask(1, len(CHARACTERS))
+
+        def allowed() -> list[str]:
+            matcher.fill_next_token_bitmask(mask)
+            return ["" if token == 0 else CHARACTERS[token] for token in set_bits(mask) if token < len(CHARACTERS)]
+
+        return allowed, lambda text: matcher.accept_token(CHARACTERS.index(text))
+
+    return start
+
+
+def guidance_walk(schema: str) -> Walk:
+    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+
+    def start() -> tuple[Callable[[], list[str]], Callable[[str], Any]]:
+        matcher, mask = llguidance.LLMatcher(BYTES, grammar), llguidance.torch.allocate_token_bitmask(1, BYTES.vocab_size)
+
+        def allowed() -> list[str]:
+            llguidance.torch.fill_next_token_bitmask(matcher, mask, 0)
+            found = set_bits(mask)
+            return [""] * (BYTES.eos_token in found) + [chr(token) for token in found if 31 < token < 127]
+
+        return allowed, lambda text: matcher.consume_token(ord(text))
+
+    return start
+
+
+def set_bits(mask: Any) -> list[int]:
+    found: list[int] = np.nonzero(np.unpackbits(mask[0].numpy().view(np.uint8), bitorder="little"))[0].tolist()
+    return found
