@@ -37,16 +37,17 @@ def stats(busy_s: float, idle_s: float, awaiting_s: float, steps: int, counters:
         idle_s={"no_work": idle_s, "awaiting_draft": awaiting_s},
         steps=steps,
         verify_s=busy_s / 2,
+        decode_steps=steps,
+        decode_s=busy_s * 0.6,
         verifications=2 * steps,
         drafters={"d": counters},
     )
 
 
 def measured(configuration: Configuration = SYNC, number: int = 0, paced: bool = False) -> Sample:
-    before = Snapshot(
-        stats(1.0, 5.0, 0.5, 10, DraftCounters(drafts=5, accepted_tokens=5)), 100.0, DrafterStats("d", 0, busy_s=1)
-    )
-    counters = DraftCounters(drafts=15, accepted_tokens=25, rounds=20, draft_s=0.04, bytes_sent=4000)
+    first = DraftCounters(drafts=5, draft_tokens=10, accepted_tokens=5, accepted_by_position=[3, 2])
+    before = Snapshot(stats(1.0, 5.0, 0.5, 10, first), 100.0, DrafterStats("d", 0, busy_s=1))
+    counters = DraftCounters(15, 40, 25, [], [12, 8, 5], rounds=20, draft_s=0.04, bytes_sent=4000)
     after = Snapshot(stats(3.0, 6.0, 1.5, 30, counters), 104.0, DrafterStats("d", 0, busy_s=1.5))
     answers = [Answer(tokens=[1] * 11, sent_at=10.0, first_at=10.5, last_at=12.5)]
     rate = sum(len(answer.tokens) for answer in answers) / 2.5
@@ -70,6 +71,9 @@ def test_a_sample_divides_differences() -> None:
     assert found.busy_core_s == pytest.approx(2.0 + 0.5)
     assert found.bytes_per_round == pytest.approx(200)
     assert found.accounted == pytest.approx(1.0)
+    assert found.accepted_shares == pytest.approx([0.9, 0.6, 0.5])
+    assert found.step_tokens == pytest.approx((40 + 30) / 20)
+    assert found.step_ms == pytest.approx(60.0)
     assert found.hit_rate is None
     assert "no_work" not in found.idle
 
@@ -195,8 +199,23 @@ def test_rows_are_compared_with_the_faster_native_variant(tmp_path: Path, result
         results.samples["demo", Configuration(mode, 4, (0,)), POINT] = each
     report.write(tmp_path, ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results, lambda _: None)
     lines = (tmp_path / "bench.md").read_text().splitlines()
-    assert "| code c1 t0 | sync-k4 | 4 | 1.00 | 0.50 | 0.80 |" in lines
-    assert "| code c1 t0 | native-probabilistic-k4 | 2 | 0.50 | 0.25 | 0.80 |" in lines
+    assert "| code c1 t0 | sync-k4 | 4 | 1.00 | 0.50 | 0.80 | - |" in lines
+    assert "| code c1 t0 | native-probabilistic-k4 | 2 | 0.50 | 0.25 | 0.80 | - |" in lines
+
+
+@pytest.mark.parametrize(("options", "best"), [([], 3.1 * 10 / 16), (["--pace", "6,1000,1,1"], 3.1 * 7 / 10)])
+def test_the_limit_is_from_natives_acceptance_and_measured_or_paced_steps(
+    results: Results, options: list[str], best: float
+) -> None:
+    """Measured steps take 8 ms and 2 ms per token, paced ones 6 ms and 1 ms."""
+    shares = {"off": [], "sync": [1.0, 0.9], "native": [0.8, 0.7, 0.6]}
+    for (mode, per_step), k in zip({"off": 1, "sync": 3, "native": 4}.items(), (0, 4, 4), strict=True):
+        own = {"step_tokens": per_step, "step_ms": 8.0 + 2 * per_step, "accepted_shares": shares[mode]}
+        each = [msgspec.structs.replace(measured(SYNC, i), **own) for i in range(3)]
+        results.samples["demo", Configuration(mode, k, (0,)), POINT] = each
+    about = report.document(ABOUT, options_module.parse(options), split_cores([0, 1], None, None), results)
+    lines = report.markdown(about, results.rows(), []).splitlines()
+    assert sum(line.endswith(f"| {best:.2f} |") and line.startswith("| code c1 t0 |") for line in lines) == 3
 
 
 def test_greedy_differences_are_listed(results: Results) -> None:

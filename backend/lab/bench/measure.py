@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -58,6 +59,10 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Core-seconds: busy time of the verifier and of the drafter, each times its number of cores."""
     tokens_per_busy_core_s: float
     bytes_per_round: float | None
+    step_tokens: float
+    """Tokens of a step without prefill: one per request and the draft tokens."""
+    step_ms: float
+    """Time of a step without prefill, bookkeeping and sending included."""
     accounted: float
     """Busy and idle time / wall time between the two readings; 1 if no time is lost or counted twice."""
 
@@ -74,6 +79,8 @@ class Sample(Figures, frozen=True, kw_only=True):
     and `overhead_ms` (the rest: our work and vLLM's).  `overrun_share` is the share of steps with an overrun.  Per draft pass:
     `pass_overrun_ms` and `pass_overrun_share`.
     """
+    accepted_shares: list[float] = []
+    """Share of drafts that were accepted up to each place, cut ones included."""
     reliability: dict[str, Reliability] = {}
     """How well the chances of draft tokens were predicted, by source."""
 
@@ -91,6 +98,8 @@ class Row(Figures, frozen=True, kw_only=True):
     rounds: int
     idle: dict[str, float]
     paced: dict[str, float]
+    accepted_shares: list[float]
+    """Means over the rounds."""
     reliability: dict[str, Reliability]
     """Summed over all rounds."""
     spread: dict[str, list[float] | None]
@@ -136,8 +145,11 @@ def sample(
         busy_core_s=core_s,
         tokens_per_busy_core_s=tokens / max(core_s, 1e-9),
         bytes_per_round=drafting.bytes_sent / drafting.rounds if is_timed else None,
+        step_tokens=(new.verifications - old.verifications + drafting.draft_tokens) / max(new.steps - old.steps, 1),
+        step_ms=(new.decode_s - old.decode_s) / max(new.decode_steps - old.decode_steps, 1) * 1e3,
         accounted=(busy_s + sum(idle_s.values())) / max(after.at - before.at, 1e-9),
         paced=_paced(before, after, busy_s, idle_s),
+        accepted_shares=[n / drafting.drafts for n in drafting.accepted_by_position],
         reliability={name: each.plus(old.reliability.get(name, Reliability()), -1) for name, each in new.reliability.items()},
     )
 
@@ -166,12 +178,14 @@ def _paced(before: Snapshot, after: Snapshot, busy_s: float, idle_s: Mapping[str
 
 
 def drafting_between(old: VerifierStats, new: VerifierStats) -> DraftCounters:
-    """The growth of the counters over all drafters; lists and reasons are left empty."""
+    """The growth of the counters over all drafters; other lists than `accepted_by_position`, and reasons, are left empty."""
     total = DraftCounters()
     for drafter_id, counters in new.drafters.items():
         earlier = old.drafters.get(drafter_id, DraftCounters())
         for name in GROWING:
             setattr(total, name, getattr(total, name) + getattr(counters, name) - getattr(earlier, name))
+        places = total.accepted_by_position, counters.accepted_by_position, (-n for n in earlier.accepted_by_position)
+        total.accepted_by_position = [sum(each) for each in zip_longest(*places, fillvalue=0)]
     return total
 
 
@@ -187,6 +201,9 @@ def row(target: str, configuration: Configuration, point: Point, samples: Sequen
         rounds=len(samples),
         idle={cause: statistics.median(s.idle.get(cause, 0.0) for s in samples) for cause in causes},
         paced={name: statistics.median(s.paced[name] for s in samples) for name in samples[0].paced},
+        accepted_shares=[
+            sum(each) / len(samples) for each in zip_longest(*(s.accepted_shares for s in samples), fillvalue=0.0)
+        ],
         reliability=together(s.reliability for s in samples),
         spread={name: [min(values), max(values)] if values else None for name, values in by_name.items()},
         per_round={name: [getattr(s, name) for s in ordered] for name in ("tokens_per_s", "tokens_per_busy_core_s")},

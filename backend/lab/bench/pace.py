@@ -32,7 +32,7 @@ class Cost:
     fixed_ms: float
     token_us: float
 
-    def seconds(self, tokens: int) -> float:
+    def seconds(self, tokens: float) -> float:
         return self.fixed_ms / 1e3 + tokens * self.token_us / 1e6
 
     def slower(self, factor: float) -> Cost:

@@ -13,9 +13,11 @@ import msgspec
 from backend.fleet import CHANCE_BINS
 from backend.lab.bench import plot
 from backend.lab.bench.identical import PLAIN, Difference
+from backend.lab.bench.limit import limit, step_times
 from backend.lab.bench.markdown import NOTHING, number, table
 from backend.lab.bench.measure import Row, ratio, together
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, Options
+from backend.lab.bench.pace import Cost
 from backend.lab.bench.plan import CoreSplit, Point
 from backend.lab.bench.run import WARM_UP_TOKENS, Results
 from backend.models.resolve import Say
@@ -89,7 +91,7 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
         points = list(dict.fromkeys(row.point for row in own))
         by_point = sorted(own, key=lambda row: points.index(row.point))
         for section in (
-            _throughput(by_point),
+            _throughput(by_point, _limits(own, settings["pace"])),
             _section("What a step is made of", CYCLES, [row for row in own if row.paced]),
             _section("Per request, and where the time goes", LATENCY, by_point),
             _foretold(own),
@@ -167,12 +169,26 @@ def _section(title: str, columns: Columns, rows: Sequence[Row]) -> list[str]:
     return [f"### {title}", "", *table(list(columns), body), ""]
 
 
-def _throughput(rows: Sequence[Row]) -> list[str]:
+def _throughput(rows: Sequence[Row], limits: Mapping[Point, float]) -> list[str]:
     """Throughput with an equal verifier, and per busy core."""
     columns = {**_WHAT, "tok/s": _spread("tokens_per_s", 0)}
-    ratios = ["x off", "x best native", "x off, per busy core"]
-    body = [[*(cell(row) for cell in columns.values()), *_ratios(rows, row)] for row in rows]
+    ratios = ["x off", "x best native", "x off, per busy core", "limit, x off"]
+    body = [[*(cell(row) for cell in columns.values()), *_ratios(rows, row), number(limits.get(row.point), 2)] for row in rows]
     return ["### Throughput: equal verifier, per busy core", "", *table([*columns, *ratios], body), ""]
+
+
+def _limits(rows: Sequence[Row], pace: Mapping[str, Any] | None) -> dict[Point, float]:
+    """By point, what the best measured acceptance would bring (`limit.py`): that of `native`, which verifies whole drafts."""
+    # `native` drafts within its steps.
+    steps = ((row.step_tokens, row.step_ms / 1e3) for row in rows if row.mode not in NATIVES)
+    step_s = Cost(**pace["target"]).seconds if pace else step_times(steps)
+    found: dict[Point, float] = {}
+    for point in dict.fromkeys(row.point for row in rows if step_s is not None):
+        drafted = [row for row in rows if row.point == point and row.accepted_shares]
+        best = max(drafted, key=lambda row: (row.mode in NATIVES, sum(row.accepted_shares)), default=None)
+        if best is not None and step_s is not None:
+            found[point] = limit(point.concurrency, best.accepted_shares, step_s)
+    return found
 
 
 def _ratios(rows: Sequence[Row], row: Row) -> list[str]:
