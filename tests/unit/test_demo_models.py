@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from backend.drafter.draws import _Samples, fresh_noise
+from backend.drafter.proposer import Sampling
 from backend.lab.demo.drafter import new_drafter, save_drafter, train_drafter
 from backend.lab.demo.evaluate import accept
 from backend.lab.demo.llama import config_of, features, generate, llama_config, load_llama, new_llama, save_llama
@@ -74,6 +76,23 @@ def decode(drafter: Drafter, tokens: torch.Tensor, read: torch.Tensor) -> torch.
     keys, values = attention.widen(key), attention.widen(value)
     attended = torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
     return block.finish(read, attention.merge(attended))[:, -1:]
+
+
+@torch.no_grad()
+def test_drafts_sampled_from_the_likeliest_tokens_lose_little() -> None:
+    """At temperature 1 a draft token is accepted with the chance sum min(p, q); q has its likeliest tokens only."""
+    target = load_llama(TARGET_DIR)
+    drafter = load_drafter(DRAFTER_DIR, target.model.embed_tokens.weight)
+    torch.manual_seed(0)
+    text = generate(target, torch.full((8, 1), BEGIN_ID), 96, temperature=1.0)
+    scores, inputs = features(target, text, drafter.shape.feature_layers)
+    p = scores[:, 1:-1].flatten(0, 1).softmax(1)
+    (output,) = drafter.unroll(text[:, 1:], inputs[:, :-2], 1)
+    logits = drafter.logits(output).flatten(0, 1)
+    ids, q = _Samples([Sampling(0, 1.0, independent=True)] * len(logits), fresh_noise(logits.device)).restricted(logits)
+    kept, whole = torch.minimum(p.gather(1, ids), q).sum(1).mean(), torch.minimum(p, logits.softmax(1)).sum(1).mean()
+    assert whole > 0.7
+    assert kept > 0.96 * whole
 
 
 @torch.no_grad()
