@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -64,14 +63,14 @@ class _Timed:
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
-        self._deadline = time.monotonic() + BODY_TIMEOUT_S
+        self._deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
         self._complete = False
 
     async def __call__(self) -> Message:
         if self._complete:
             return await self._receive()
         try:
-            async with asyncio.timeout(max(0.0, self._deadline - time.monotonic())):
+            async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
             self._complete = True

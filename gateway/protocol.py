@@ -181,12 +181,17 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
+    @property
+    def _unread_bytes(self) -> int:
+        """Bytes of answers that the client has not taken."""
+        socket = self.transport.get_extra_info("socket")
+        # The kernel's queue holds megabytes, and wakes us only when a third of it is free.
+        queued = int.from_bytes(fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return self.transport.get_write_buffer_size() + queued
+
     def _watch_reader(self, before: int | None) -> None:
         """Ends the connection when nothing was taken since there were `before` bytes to send; else looks again."""
-        socket = self.transport.get_extra_info("socket")
-        queued = int.from_bytes(fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-        # The kernel's queue holds megabytes, and wakes us only when a third of it is free.
-        left = self.transport.get_write_buffer_size() + queued
+        left = self._unread_bytes
         if before is not None and left >= before:
             self.transport.abort()
         else:

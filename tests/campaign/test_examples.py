@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.fleet_process import ROOT
 
-pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
 
 @pytest.mark.parametrize("options", [(), ("--off-policy",), ("--mode", "off")], ids=["on-policy", "off-policy", "off"])

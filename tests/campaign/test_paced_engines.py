@@ -17,7 +17,7 @@ from backend.lab.bench.pace import parse_pace
 from backend.lab.bench.plan import Configuration, CoreSplit
 from tests.support.processes import demo_models
 
-pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
 
 def test_steps_and_drafts_of_real_engines_take_at_least_the_stated_time(tmp_path: Path) -> None:

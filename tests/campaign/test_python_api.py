@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.fleet_process import ROOT, wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
 IN_AN_ACTOR = """
 import ray

@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.fleet_process import ROOT, ServedFleet, wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
 PROMPTS, SAMPLES, TOKENS = 16, 2, 800
 

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.fleet_process import ServedFleet, wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
 PAUSE_S = 3.0
 """Longer than the coordinator's lease, shorter than the connection's own patience."""

@@ -16,7 +16,7 @@ from backend.lab.bench.prompts import Prompts
 from tests.support.fleet_process import ServedFleet, wait_for
 from tests.support.processes import Drafter, Verifier, demo_models
 
-pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
 REQUESTS, TOKENS = 8, 128
 PROMPT = "def read_lines(path):\n    "

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
@@ -22,3 +24,20 @@ async def running(gateway: Running) -> AsyncIterator[Running]:
     gateway.verifier.renew()
     yield gateway
     await eventually(lambda: gateway.idle and gateway.server.gateway.metrics.in_flight == 0)
+
+
+@pytest.fixture
+async def elapse() -> Callable[[float], Awaitable[None]]:
+    """Sets the clock of the test's event loop forward by seconds, and lets the timers run that are due then.
+
+    The clock is not set back: what a file's gateway does from time to time would then pause.
+    """
+    loop = asyncio.get_running_loop()
+
+    async def forward(seconds: float) -> None:
+        ahead = loop.time() - time.monotonic() + seconds
+        loop.time = lambda: time.monotonic() + ahead  # type: ignore[method-assign]
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    return forward

@@ -15,7 +15,7 @@ from tests.integration.test_gateway_streams import events
 from tests.support.engine_gateway import EngineFleet, engine_fleet
 from tests.support.fake_verifier import eventually
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.engine
 
 SCHEMA = {"type": "object", "properties": {"x": {"type": "array", "items": {"enum": [1, 22]}, "minItems": 20, "maxItems": 20}}}
 BASE = {"model": "demo", "temperature": 0, "max_tokens": 160, "stream": True, "stream_options": {"include_usage": True}}

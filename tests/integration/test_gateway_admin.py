@@ -163,7 +163,7 @@ async def test_a_draining_verifier_gets_no_new_requests_and_its_own_finish_or_mo
         assert len(first.sequences) == 1
         assert not first.sequences[0].aborted.is_set()
         running.directory.snapshot = drained(migrate=True)  # type: ignore[method-assign]
-        await asyncio.wait_for(first.sequences[0].aborted.wait(), 30)
+        await asyncio.wait_for(first.sequences[0].aborted.wait(), 120)
         moved = await next(done for done in asyncio.as_completed(requests))
         assert events(moved.content)[-1]["choices"][0]["finish_reason"] == "length"
         for request in requests:

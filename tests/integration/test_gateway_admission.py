@@ -6,6 +6,7 @@ import openai
 import pytest
 
 from gateway.keys.ring import make_key
+from gateway.sse import KEEP_ALIVE_S
 from tests.support.fake_verifier import count_up, eventually, gated
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
@@ -189,12 +190,15 @@ async def test_those_who_wait_are_aborted_with_nothing_generated(path, asked):
         assert len(running.verifier.sequences) == len(filled.requests)
 
 
-async def test_streams_get_comments_while_they_wait_and_an_error_at_the_end_of_it(monkeypatch):
-    monkeypatch.setattr("gateway.sse.KEEP_ALIVE_S", 0.05)
+async def test_streams_get_comments_while_they_wait_and_an_error_at_the_end_of_it(elapse):
     async with running_gateway(slots=SLOTS) as running:
         filled = Filled(running)
         await filled.fill()
-        late = await ask(running, "b", {"x-outrider-max-wait-s": "0.3"}, stream=True)
+        asked = ask(running, "b", {"x-outrider-max-wait-s": "50"}, stream=True)
+        await filled.queue(1)
+        for seconds in (KEEP_ALIVE_S, KEEP_ALIVE_S, 50 - 2 * KEEP_ALIVE_S):
+            await elapse(seconds)
+        late = await asked
         assert late.text.startswith(": keep-alive\n: keep-alive\n")
         assert '"overloaded"' in late.text
         assert late.text.endswith("data: [DONE]\n\n")

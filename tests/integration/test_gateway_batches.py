@@ -44,7 +44,7 @@ async def begin(client, content, endpoint=CHATS, **fields):
     return await client.batches.create(input_file_id=file.id, endpoint=endpoint, completion_window="24h", **fields)
 
 
-async def until(client, batch, *statuses, timeout_s=30):
+async def until(client, batch, *statuses, timeout_s=120):
     deadline = time.monotonic() + timeout_s
     while (batch := await client.batches.retrieve(batch.id)).status not in statuses:
         assert time.monotonic() < deadline, batch
@@ -414,7 +414,7 @@ async def test_of_many_lines_that_wait_one_looks():
         await eventually(lambda: looks >= 20)
         assert looks < 50
         pace._room = lambda: 100
-        await asyncio.wait_for(asyncio.gather(*waiting), 30)
+        await asyncio.wait_for(asyncio.gather(*waiting), 120)
 
 
 async def test_batches_take_no_places_of_others():

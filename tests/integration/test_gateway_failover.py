@@ -67,7 +67,7 @@ async def metric(running, line: str) -> bool:
 async def test_a_killed_verifier_is_not_noticed():
     async with two_with_a_stream() as (running, first, second, request):
         first.kill()
-        chunks = events((await asyncio.wait_for(request, 5)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         (resumed,) = second.sequences
         assert resumed.emitted == [300, 301, 302, 303]
         assert resumed.request_id != resumed.request.request_id, "late outputs of the first place are told apart"
@@ -86,7 +86,7 @@ async def test_all_sequences_of_a_request_survive():
         for sequence in second.sequences:
             if not sequence.emitted:
                 sequence.emit(list(range(304, 312)), FinishReason.LENGTH)
-        chunks = events((await asyncio.wait_for(request, 5)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         texts = ["", "", ""]
         for choice in (choice for chunk in chunks for choice in chunk["choices"]):
             texts[choice["index"]] += choice["text"]
@@ -100,13 +100,13 @@ async def test_a_hung_verifier_is_given_up(monkeypatch):
         for link in running.core.links.values():
             link._silence_limit_s = 0.5
         first.hung = True
-        chunks = events((await asyncio.wait_for(request, 10)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         assert chunks[-1]["usage"]["completion_tokens"] == 12
         assert await metric(running, 'outrider_failovers_total{cause="silent"} 1.0')
         # It wakes up again: what still runs there is ended, and what it still emits is nobody's.
         first.hung = False
         first.sequences[0].emit([1, 2, 3], FinishReason.LENGTH)
-        await asyncio.wait_for(first.sequences[0].aborted.wait(), 5)
+        await asyncio.wait_for(first.sequences[0].aborted.wait(), 120)
 
 
 async def test_before_the_first_token_it_simply_starts_elsewhere():
@@ -118,7 +118,7 @@ async def test_before_the_first_token_it_simply_starts_elsewhere():
         first, second = sorted(running.verifiers, key=lambda each: len(each.sequences), reverse=True)
         second.behaviour = count_up
         first.kill()
-        chunks = events((await asyncio.wait_for(request, 5)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         assert second.sequences[0].emitted == []
         assert text_of(chunks) == text_of(await undisturbed(running))
 
@@ -133,20 +133,21 @@ async def test_with_nowhere_to_go_it_waits_for_a_verifier_to_come(tmp_path):
         assert await metric(running, "outrider_sequences_without_verifier 1.0")
         restarted = FakeVerifier(tmp_path, "verifier-0").start()
         running.directory.set_members([restarted.member])
-        chunks = events((await asyncio.wait_for(request, 10)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         assert text_of(chunks) == text_of(await undisturbed(running))
         restarted.close()
 
 
-async def test_it_does_not_wait_for_ever_nor_after_the_client_has_gone():
-    async with running_gateway(queue_wait_s=0.3) as running:
+async def test_it_does_not_wait_for_ever_nor_after_the_client_has_gone(elapse):
+    async with running_gateway(queue_wait_s=40) as running:
         running.verifier.behaviour = stall
         requests = [asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM)) for _ in range(2)]
         await eventually(lambda: sum(bool(record.emitted) for record in running.core.sequences) == 2)
         requests[0].cancel()
         running.verifier.kill()
         await eventually(lambda: len(running.core.sequences.waiting()) == 1)
-        chunks = events((await asyncio.wait_for(requests[1], 5)).content)
+        await elapse(40)
+        chunks = events((await asyncio.wait_for(requests[1], 120)).content)
         assert chunks[-1]["error"]["code"] == "verifier_lost"
         assert running.idle
         await asyncio.gather(*requests, return_exceptions=True)
@@ -160,7 +161,7 @@ async def test_a_request_that_kills_verifiers_is_refused_and_spares_the_third():
     async with running_gateway(verifiers=3) as running:
         for verifier in running.verifiers:
             verifier.behaviour = die
-        response = await asyncio.wait_for(running.http.post("/v1/completions", json={**COMPLETION, "max_tokens": 9}), 10)
+        response = await asyncio.wait_for(running.http.post("/v1/completions", json={**COMPLETION, "max_tokens": 9}), 120)
         assert response.status_code == 500
         assert response.json()["error"]["code"] == "request_poisoned"
         assert response.headers["x-should-retry"] == "false"
@@ -179,7 +180,7 @@ async def test_verifiers_that_die_together_are_no_reason_to_blame_a_request(tmp_
         await eventually(lambda: len(running.core.sequences.waiting()) == 1)
         restarted = FakeVerifier(tmp_path, first.name).start()
         running.directory.set_members([restarted.member])
-        chunks = events((await asyncio.wait_for(request, 10)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         assert text_of(chunks) == text_of(await undisturbed(running))
         restarted.close()
 
@@ -192,7 +193,7 @@ async def test_how_many_verifiers_a_request_may_cost(monkeypatch):
     async with running_gateway(verifiers=3) as running:
         for verifier in running.verifiers:
             verifier.behaviour = die
-        response = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 10)
+        response = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 120)
         assert response.json()["error"]["code"] == "request_poisoned"
         assert sorted(len(verifier.sequences) for verifier in running.verifiers) == [0, 0, 1]
 
@@ -216,7 +217,7 @@ async def test_a_verifier_that_forgot_us_is_greeted_again_and_the_request_goes_o
         running.verifier.behaviour = count_up
         for _ in range(2):
             running.verifier.refuse("unknown")
-        chunks = events((await asyncio.wait_for(request, 5)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         assert text_of(chunks) == text_of(await undisturbed(running))
         assert running.core.ready_links == [link]
         assert not running.core.sequences
@@ -232,10 +233,10 @@ async def test_a_migrated_request_leaves_one_verifier_and_goes_on_at_the_other(n
         assert running.core.migrate(ids, second.name if named else None, "test") == 1
         # What the first one emits after the cut must not reach the client: not late, not twice.
         first.sequences[0].emit([304, 305, 306])
-        chunks = events((await asyncio.wait_for(request, 5)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         assert text_of(chunks) == text_of(await undisturbed(running))
         assert chunks[-1]["usage"]["completion_tokens"] == 12
-        await asyncio.wait_for(first.sequences[0].aborted.wait(), 5)
+        await asyncio.wait_for(first.sequences[0].aborted.wait(), 120)
         assert await metric(running, 'outrider_migrations_total{cause="test"} 1.0')
         assert await metric(running, 'outrider_recovery_seconds_count{kind="migration"} 1.0')
         assert running.idle
@@ -249,10 +250,10 @@ async def test_there_and_back_again():
         assert running.core.migrate([request_id], first.name, "test") == 1
         await eventually(lambda: len(first.sequences) == 2)
         old, new = first.sequences
-        await asyncio.wait_for(old.aborted.wait(), 5)
+        await asyncio.wait_for(old.aborted.wait(), 120)
         old.emit([304, 305], FinishReason.LENGTH)
         new.emit(list(range(304, 312)), FinishReason.LENGTH)
-        chunks = events((await asyncio.wait_for(request, 5)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         assert text_of(chunks) == text_of(await undisturbed_after(running))
 
 
@@ -268,7 +269,7 @@ async def test_a_migration_with_nowhere_to_go_leaves_the_request_alone(running: 
     await eventually(lambda: any(record.emitted for record in running.core.sequences))
     assert running.core.migrate(running.core.requests_at("verifier-0"), None, "test") == 0
     running.verifier.sequences[0].emit(list(range(304, 312)), FinishReason.LENGTH)
-    assert events((await asyncio.wait_for(request, 5)).content)[-1]["usage"]["completion_tokens"] == 12
+    assert events((await asyncio.wait_for(request, 120)).content)[-1]["usage"]["completion_tokens"] == 12
 
 
 async def test_a_verifier_with_a_shorter_context_takes_no_request_that_would_outgrow_it(tmp_path):
@@ -281,7 +282,7 @@ async def test_a_verifier_with_a_shorter_context_takes_no_request_that_would_out
         await eventually(lambda: len(running.core.ready_links) == 2)
         assert running.core.migrate(running.core.requests_at("verifier-0"), "small", "test") == 0
         running.verifier.sequences[0].emit(list(range(304, 340)), FinishReason.LENGTH)
-        assert (await asyncio.wait_for(request, 5)).status_code == 200
+        assert (await asyncio.wait_for(request, 120)).status_code == 200
         small.close()
 
 
@@ -301,7 +302,7 @@ async def test_stop_strings_and_chat_streams_span_the_cut():
             verifier.behaviour = count_up
         (record,) = running.core.sequences
         assert running.core.migrate([record.request.request_id], None, "test") == 1
-        chunks = events((await asyncio.wait_for(request, 5)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
         assert text == whole[: whole.index(stop)]
         assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
@@ -336,7 +337,7 @@ async def test_a_verifier_that_is_stopped_and_comes_back_is_no_reason_to_blame_a
             if pauses == 2:
                 running.verifier.behaviour = count_up
             await go_on(running)
-        chunks = events((await asyncio.wait_for(request, 5)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         assert chunks[-1]["usage"]["completion_tokens"] == 12
         assert await metric(running, "outrider_poisoned_total 0.0")
         assert running.idle
@@ -362,7 +363,7 @@ async def test_they_do_not_wait_for_long_nor_for_one_that_never_was(monkeypatch)
     async with running_gateway() as running:
         await stop_for_a_moment(running)
         for _ in range(2):
-            answer = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 5)
+            answer = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 120)
             assert answer.status_code == 503
         assert running.idle
 
@@ -387,6 +388,6 @@ async def test_nor_are_several_that_are_stopped_in_turn(monkeypatch):
             await eventually(lambda: len(running.core.ready_links) == 2)
         for sequence in running.verifiers[0].sequences + running.verifiers[1].sequences:
             sequence.emit([1, 2], FinishReason.LENGTH)
-        chunks = events((await asyncio.wait_for(request, 5)).content)
+        chunks = events((await asyncio.wait_for(request, 120)).content)
         assert not [chunk for chunk in chunks if "error" in chunk]
         assert await metric(running, "outrider_poisoned_total 0.0")

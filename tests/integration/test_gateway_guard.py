@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import socket
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -41,12 +40,12 @@ class Wire:
     async def rest(self) -> bytes:
         """Everything until the server closes."""
         with contextlib.suppress(ConnectionError):
-            return await asyncio.wait_for(self.reader.read(), 30)
+            return await asyncio.wait_for(self.reader.read(), 120)
         return b""
 
     async def answer(self) -> tuple[int, bytes]:
         """One response: its status and body."""
-        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 30)
+        head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 120)
         length = next(int(line.split(b":")[1]) for line in head.lower().split(b"\r\n") if line.startswith(b"content-length"))
         return int(head.split()[1]), await self.reader.readexactly(length)
 
@@ -65,6 +64,11 @@ async def wire(running: Running) -> AsyncIterator[Wire]:
 
 def server_connections(running: Running) -> set[Any]:
     return set(running.server._server.server_state.connections)
+
+
+def arrived(running: Running) -> int:
+    """Bytes of heads that have not ended."""
+    return sum(each._pending for each in server_connections(running) if not each.transport.is_closing())
 
 
 def code_of(body: bytes) -> str:
@@ -136,8 +140,6 @@ async def test_headers_without_end_behind_a_request_end_its_connection(running, 
             await client.reader.readuntil(b"data: ")
         for _ in range(20):
             await client.send(b"x: " + b"a" * (1 << 16))
-            await asyncio.sleep(0.01)
-        assert client.reader.at_eof() or client.writer.is_closing()
         # An answer in the midst of a stream would be taken for a part of it.
         assert not stream or b"HTTP/1.1 431" not in await client.rest()
     await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
@@ -154,70 +156,71 @@ async def test_largest_headers_and_urls_pass(running):
     assert (await running.http.get("/livez?" + "a" * 8000, headers=headers)).status_code == 200
 
 
-async def test_headers_that_do_not_end_are_given_up(running, monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
+async def test_headers_that_do_not_end_are_given_up(running, elapse):
     async with wire(running) as client:
         await client.send(b"GET /livez HTTP/1.1\r\nhost: local")
+        await eventually(lambda: arrived(running) > 0)
+        await elapse(protocol.HEAD_TIMEOUT_S)
         status, body = await client.answer()
         assert (status, code_of(body)) == (408, "request_timeout")
         assert await client.rest() == b""
 
 
-async def test_headers_that_trickle_are_given_up(running, monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.3)
+async def test_headers_that_trickle_are_given_up(running, elapse):
     async with wire(running) as client:
         await client.send(b"GET /livez HTTP/1.1\r\n")
-        began = time.monotonic()
-        answer = asyncio.ensure_future(client.answer())
-        while not answer.done() and time.monotonic() < began + 5:
+        for _ in range(2):
+            before = arrived(running)
             await client.send(b"x: a\r\n")
-            await asyncio.sleep(0.02)
-        assert (await answer)[0] == 408
+            await eventually(lambda before=before: arrived(running) > before)
+            await elapse(protocol.HEAD_TIMEOUT_S / 2)
+        assert not arrived(running)
+        assert (await client.answer())[0] == 408
 
 
-async def test_a_request_after_a_slow_one_has_its_own_time(running, monkeypatch):
+async def test_a_request_after_a_slow_one_has_its_own_time(running, elapse):
     """On one connection: an answer, silence longer than a head may take, another request."""
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.2)
     async with wire(running) as client:
         for _ in range(2):
             await client.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
             assert (await client.answer())[0] == 200
-            await asyncio.sleep(0.4)
+            await elapse(protocol.HEAD_TIMEOUT_S)
 
 
-async def test_a_stream_is_longer_than_any_of_these_times(monkeypatch):
-    monkeypatch.setattr(protocol, "HEAD_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.1)
-    async with running_gateway() as running:
-        running.verifier.behaviour = silence
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION))
-        await eventually(lambda: len(running.verifier.sequences) == 1)
-        await asyncio.sleep(0.4)
-        await count_up(running.verifier, running.verifier.sequences[0])
-        assert (await request).status_code == 200
+async def test_a_stream_is_longer_than_any_of_these_times(running, elapse):
+    running.verifier.behaviour = silence
+    request = asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION))
+    await eventually(lambda: len(running.verifier.sequences) == 1)
+    await elapse(max(protocol.HEAD_TIMEOUT_S, guard.BODY_TIMEOUT_S))
+    await count_up(running.verifier, running.verifier.sequences[0])
+    assert (await request).status_code == 200
 
 
-async def test_half_sent_bodies_take_no_place(monkeypatch):
-    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 1.0)
+async def test_half_sent_bodies_take_no_place(elapse):
     async with running_gateway(max_in_flight=2) as running, contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(wire(running)) for _ in range(300)]
         for client in clients:
             await client.send(HEAD + b"\r\n" + BODY[:10])
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
         assert running.server.gateway.metrics.in_flight == 0
+        await eventually(lambda: running.server.gateway.arriving_bytes == 10 * len(clients))
+        await elapse(guard.BODY_TIMEOUT_S)
         answers = await asyncio.gather(*(client.answer() for client in clients))
         assert {(status, code_of(body)) for status, body in answers} == {(408, "request_timeout")}
         await eventually(lambda: len(running.server._server.server_state.connections) <= 2)
 
 
-async def test_a_body_that_goes_on_has_time(running, monkeypatch):
-    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(guard, "BODY_BYTES_PER_S", 10)
+async def test_a_body_that_goes_on_has_time(running, monkeypatch, elapse):
+    """Each byte brings as much as passes until the next one."""
+    each_s = 2 * guard.BODY_TIMEOUT_S / len(BODY)
+    monkeypatch.setattr(guard, "BODY_BYTES_PER_S", 1 / each_s)
     async with wire(running) as client:
         await client.send(HEAD + b"\r\n")
-        for byte in BODY:
+        for number, byte in enumerate(BODY[:-1], 1):
             await client.send(bytes([byte]))
-            await asyncio.sleep(0.01)
+            await eventually(lambda number=number: running.server.gateway.arriving_bytes == number)
+            await elapse(each_s)
+        await client.send(BODY[-1:])
         assert (await client.answer())[0] == 200
 
 
@@ -226,8 +229,7 @@ async def test_too_much_that_arrives_at_once_is_refused(running, monkeypatch):
     async with wire(running) as first, wire(running) as second:
         large = POST + b"content-length: 9999\r\n\r\n"
         await first.send(large + b" " * 900)
-        await eventually(lambda: bool(running.server._server.server_state.tasks))
-        await asyncio.sleep(0.05)
+        await eventually(lambda: running.server.gateway.arriving_bytes == 900)
         await second.send(large + b" " * 900)
         status, answer = await second.answer()
         assert (status, code_of(answer)) == (429, "rate_limit_exceeded")
@@ -242,27 +244,25 @@ async def test_a_file_on_its_way_to_disk_takes_no_room_of_others(running, monkey
     part = b'--b\r\ncontent-disposition: form-data; name="file"; filename="f"\r\n\r\n'
     async with wire(running) as upload, wire(running) as other:
         await upload.send(head + b"content-length: 9999\r\n\r\n" + part + b" " * 5000)
-        await eventually(lambda: bool(running.server._server.server_state.tasks))
-        await asyncio.sleep(0.05)
         await other.send(HEAD + b"\r\n" + BODY[:10])
-        await asyncio.sleep(0.05)
+        await eventually(lambda: running.server.gateway.arriving_bytes == 10)
         await other.send(BODY[10:])
         assert (await other.answer())[0] == 200
     await eventually(lambda: not running.server._server.server_state.tasks)
     assert running.server.gateway.arriving_bytes == 0
 
 
-async def endless(verifier, sequence):
-    """More than all buffers hold, until it is aborted."""
-    while not sequence.aborted.is_set():
-        sequence.emit([300] * 1000)
-        await asyncio.sleep(0.001)
-
-
 @asynccontextmanager
 async def unread_stream(running: Running, sent_ahead: int) -> AsyncIterator[socket.socket]:
-    """A connection that has asked for an endless stream, with room in the kernel for `sent_ahead` bytes of it."""
-    running.verifier.behaviour = endless
+    """A connection with a stream of more than all buffers hold, among them the kernel's for `sent_ahead` bytes of it."""
+    full = asyncio.Event()
+
+    async def fill(verifier, sequence):
+        while not full.is_set():
+            sequence.emit([300] * 1000)
+            await asyncio.sleep(0.001)
+
+    running.verifier.behaviour = fill
     url, loop = httpx.URL(running.server.url), asyncio.get_running_loop()
     body = json.dumps({**COMPLETION, "stream": True}).encode()
     with socket.socket(fileno=os.dup(running.server._server.servers[0].sockets[0].fileno())) as listener:
@@ -274,30 +274,35 @@ async def unread_stream(running: Running, sent_ahead: int) -> AsyncIterator[sock
         await loop.sock_connect(client, (url.host, url.port))
         await loop.sock_sendall(client, POST + b"content-length: %d\r\n\r\n" % len(body) + body)
         await eventually(lambda: any(each.flow.write_paused for each in server_connections(running)))
+        full.set()
         yield client
 
 
 @pytest.mark.parametrize("ends", [False, True])
-async def test_a_stream_that_is_never_read_ends_as_if_its_client_had_left(monkeypatch, ends):
-    monkeypatch.setattr(protocol, "WRITE_TIMEOUT_S", 0.3)
+async def test_a_stream_that_is_never_read_ends_as_if_its_client_had_left(elapse, ends):
     async with running_gateway() as running:
         metrics = running.server.gateway.metrics
         async with unread_stream(running, 1 << 14):
             if ends:
                 running.verifier.sequences[0].emit([], FinishReason.LENGTH)
-            await eventually(lambda: running.idle and metrics.in_flight == 0 and not server_connections(running))
+            while server_connections(running):
+                await elapse(protocol.WRITE_TIMEOUT_S)
+                await asyncio.sleep(0.01)
+            await eventually(lambda: running.idle and metrics.in_flight == 0)
         # The abort may still be on its way to the verifier.
         await eventually(lambda: running.verifier.sequences[0].aborted.is_set() != ends)
         assert metrics._disconnects._value.get() == 1
 
 
-async def test_a_stream_that_is_read_slowly_goes_on(monkeypatch):
+async def test_a_stream_that_is_read_slowly_goes_on(elapse):
     """Also where the kernel holds so much of it that the gateway's own buffer stands still."""
-    monkeypatch.setattr(protocol, "WRITE_TIMEOUT_S", 0.3)
-    async with running_gateway() as running, unread_stream(running, 1 << 19) as client:
-        for _ in range(30):
+    async with running_gateway() as running, unread_stream(running, 1 << 17) as client:
+        (connection,) = server_connections(running)
+        for _ in range(5):
+            before = connection._unread_bytes
             await asyncio.get_running_loop().sock_recv(client, 8192)
-            await asyncio.sleep(0.05)
+            await eventually(lambda before=before: connection._unread_bytes < before)
+            await elapse(protocol.WRITE_TIMEOUT_S)
         assert not running.verifier.sequences[0].aborted.is_set()
 
 
@@ -391,7 +396,7 @@ async def test_while_streams_finish_probes_and_new_requests_are_told():
                 assert answer.json()["error"]["code"] == "shutting_down"
         await count_up(running.verifier, running.verifier.sequences[0])
         assert (await request).status_code == 200
-        await asyncio.wait_for(running.stopped, 30)
+        await asyncio.wait_for(running.stopped, 120)
 
 
 async def test_an_unknown_url_is_named(running):

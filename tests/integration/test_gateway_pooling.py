@@ -10,7 +10,7 @@ from tests.support.engine_gateway import engine_fleet
 from tests.support.fake_verifier import eventually
 from tests.support.running_gateway import CHAT
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.engine
 EMBEDS = {"engine_args": {"runner": "pooling", "convert": "embed"}}
 
 

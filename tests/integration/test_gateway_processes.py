@@ -25,9 +25,9 @@ from tests.support.fake_verifier import eventually
 from tests.support.fleet_process import ServedFleet, wait_for
 from tests.support.lora import write_adapter
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
-FRESH = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=60)
+FRESH = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0), timeout=120)
 """Each request goes over a connection of its own, which either process may get."""
 ADMIN = {"authorization": "Bearer adm"}
 
@@ -88,7 +88,7 @@ def gateway_pids(fleet: ServedFleet, key: str) -> dict[str, int]:
 
 
 def test_both_serve_and_load_stays_balanced(fleet: ServedFleet, first_key: str) -> None:
-    wait_for(lambda: len(gateway_pids(fleet, first_key)) == 2, 30)
+    wait_for(lambda: len(gateway_pids(fleet, first_key)) == 2)
     before = samples(fleet, "outrider_verifier_tokens_total", "verifier")
 
     def ask(number: int) -> str:
@@ -103,7 +103,7 @@ def test_both_serve_and_load_stays_balanced(fleet: ServedFleet, first_key: str) 
     assert sum(by_gateway.values()) == 96 * 16
     # A fair hash gives one of the two fewer than 28 of 96 connections once in 25,000 runs.
     assert min(by_gateway.values()) >= 28 * 16
-    wait_for(lambda: sum(samples(fleet, "outrider_verifier_tokens_total", "verifier").values()) >= 96 * 16, 30)
+    wait_for(lambda: sum(samples(fleet, "outrider_verifier_tokens_total", "verifier").values()) >= 96 * 16)
     after = samples(fleet, "outrider_verifier_tokens_total", "verifier")
     gained = [after[name] - before.get(name, 0) for name in after]
     assert len(gained) == 2
@@ -130,7 +130,7 @@ def test_a_reload_reaches_all(fleet: ServedFleet, first_key: str, keys: Path) ->
     assert {post(fleet, second, prompt="x", max_tokens=1).status_code for _ in range(16)} == {200}
     keys.write_text(old)
     os.kill(fleet.process.pid, signal.SIGHUP)
-    wait_for(lambda: {post(fleet, second, prompt="x", max_tokens=1).status_code for _ in range(16)} == {401}, 30)
+    wait_for(lambda: {post(fleet, second, prompt="x", max_tokens=1).status_code for _ in range(16)} == {401})
 
 
 def test_background_responses_are_cancelled_and_followed_through_any(fleet: ServedFleet, first_key: str) -> None:
@@ -169,10 +169,10 @@ def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet
     assert FRESH.post(f"{fleet.url}/v1/load_lora_adapter", json=asked, headers=ADMIN).status_code == 200
     victim = next(pid for pid in gateway_pids(fleet, first_key).values() if pid != first)
     os.kill(victim, signal.SIGKILL)
-    wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 503, 30)
+    wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 503)
     assert {post(fleet, first_key, prompt="x", max_tokens=1).status_code for _ in range(8)} == {200}
-    wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 200, 60)
-    wait_for(lambda: victim not in gateway_pids(fleet, first_key).values() and len(gateway_pids(fleet, first_key)) == 2, 30)
+    wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 200)
+    wait_for(lambda: victim not in gateway_pids(fleet, first_key).values() and len(gateway_pids(fleet, first_key)) == 2)
     # What was loaded before, the new one has asked for.
     assert {post(fleet, first_key, model="sql", prompt="x", max_tokens=1).status_code for _ in range(12)} == {200}
 

@@ -246,7 +246,7 @@ async def test_cancelling_aborts_at_the_verifier(running):
     begun = await responses.create(model="demo", input="hi", background=True)
     await eventually(lambda: bool(running.verifier.sequences))
     assert (await responses.cancel(begun.id)).status == "cancelled"
-    await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 30)
+    await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 120)
     assert (await responses.retrieve(begun.id)).status == "cancelled"
     assert running.idle
 

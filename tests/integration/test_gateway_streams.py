@@ -112,7 +112,7 @@ async def test_stop_strings_end_the_sequence_at_the_verifier(running):
     choice = (await running.http.post("/v1/completions", json=body)).json()["choices"][0]
     assert choice["finish_reason"] == "stop"
     assert choice["text"] == whole[: whole.index(whole[3:5])]
-    await asyncio.wait_for(running.verifier.sequences[-1].aborted.wait(), 30)
+    await asyncio.wait_for(running.verifier.sequences[-1].aborted.wait(), 120)
     assert running.idle
 
 
@@ -186,7 +186,7 @@ async def test_a_slow_first_token_starts_the_stream_with_a_comment(running, monk
         assert response.status_code == 200
         first = await anext(response.aiter_raw())
         assert first == b": keep-alive\n"
-    await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 30)
+    await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 120)
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -203,7 +203,7 @@ async def test_a_client_that_leaves_aborts_at_the_verifier(running, path, when):
     request.cancel()
     await asyncio.gather(request, return_exceptions=True)
     aborted = [sequence.aborted.wait() for sequence in running.verifier.sequences]
-    await asyncio.wait_for(asyncio.gather(*aborted), 30)
+    await asyncio.wait_for(asyncio.gather(*aborted), 120)
     await eventually(lambda: running.idle and metrics.in_flight == 0)
     assert metrics._disconnects._value.get() == before + 1
 
@@ -225,7 +225,7 @@ async def test_a_verifier_lost_mid_stream_with_no_other_is_one_error_event(path,
         request = asyncio.ensure_future(raw_stream(running, path, {**body, "n": 2}))
         await eventually(lambda: len(_emitted(running)) == 2)
         running.verifier.kill()
-        chunks = events(await asyncio.wait_for(request, 30))
+        chunks = events(await asyncio.wait_for(request, 120))
         errors = [chunk for chunk in chunks if "error" in chunk]
         assert errors == [chunks[-1]]
         assert errors[0]["error"]["code"] == "verifier_lost"
@@ -241,9 +241,9 @@ async def test_a_verifier_lost_before_the_first_byte_with_no_other_is_a_503():
         running.verifier.behaviour = silence
         for stream in (True,):
             request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": stream}))
-            await asyncio.wait_for(running.verifier.added.wait(), 30)
+            await asyncio.wait_for(running.verifier.added.wait(), 120)
             running.verifier.kill()
-            response = await asyncio.wait_for(request, 30)
+            response = await asyncio.wait_for(request, 120)
             assert response.status_code == 503
             assert response.json()["error"]["code"] == "verifier_lost"
             assert response.headers["retry-after"]
@@ -279,7 +279,7 @@ async def test_more_than_max_in_flight_is_429():
     async with running_gateway(max_in_flight=1) as running:
         running.verifier.behaviour = gated(gate)
         first = asyncio.ensure_future(raw_stream(running, "/v1/completions", COMPLETION))
-        await asyncio.wait_for(running.verifier.added.wait(), 30)
+        await asyncio.wait_for(running.verifier.added.wait(), 120)
         refused = await running.http.post("/v1/chat/completions", json=CHAT)
         assert refused.status_code == 429
         assert refused.json()["error"]["code"] == "rate_limit_exceeded"

@@ -219,7 +219,7 @@ async def test_requests_of_one_verifier_are_aborted():
         await eventually(lambda: [len(each.sequences) for each in running.verifiers] == [1, 1])
         await post(running, "/abort_requests", 404, json={}, params={"verifier": "nobody"})
         assert (await post(running, "/abort_requests", json={}, params={"verifier": "verifier-1"}))["aborted"] == 1
-        await asyncio.wait_for(running.verifiers[1].sequences[0].aborted.wait(), 30)
+        await asyncio.wait_for(running.verifiers[1].sequences[0].aborted.wait(), 120)
         assert not running.verifiers[0].sequences[0].aborted.is_set()
         assert (await post(running, "/abort_requests", json={}))["aborted"] == 1
         await asyncio.gather(*requests)

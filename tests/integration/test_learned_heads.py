@@ -14,7 +14,7 @@ from backend.models.demo import TARGET_DIR
 from backend.models.resolve import ResolvedModels, resolve
 from tests.support.processes import Drafter, Verifier, demo_models, generate_on, together
 
-pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
 K = {"num_speculative_tokens": 4, "verifier": {"lookup": False}}
 PROMPTS = [[5 + (37 * i + j * j) % 900 for j in range(8 + 3 * i)] for i in range(8)]

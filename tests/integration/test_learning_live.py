@@ -21,7 +21,7 @@ from backend.wire.engine import RequestOptions
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.run_drafter import GO_ON
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.engine
 
 PARAMS = SamplingParams(temperature=0.8, seed=7, max_tokens=40, ignore_eos=True)
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

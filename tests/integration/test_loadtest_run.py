@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(*arguments: str, module: Sequence[str] = ("loadtest",)) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *module, *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 def loaded(stub: StubGateway, results: Path, *arguments: str, status: int, **more: Any) -> Any:

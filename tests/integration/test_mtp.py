@@ -18,7 +18,7 @@ from backend.models.demo import TARGET_DIR
 from backend.models.resolve import ModelError, ResolvedModels, resolve
 from tests.support.processes import Drafter, Verifier, generate_on, together
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 HIDDEN, INNER, HEADS, VOCAB, K = 64, 96, 2, 2048, 4
 PROMPTS = [[7 + 31 * i + j for j in range(5 + i)] for i in range(6)]

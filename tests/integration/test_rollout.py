@@ -20,7 +20,7 @@ from backend.models.demo import TARGET_DIR
 from backend.rollout.requests import Tokenizer
 from tests.support.processes import ENGINE_ENV, ROOT
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 ROUNDS = 2
 

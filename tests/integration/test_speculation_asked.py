@@ -11,7 +11,7 @@ from tests.support.engine_gateway import EngineFleet, engine_fleet
 from tests.support.fake_verifier import eventually
 from tests.support.processes import Verifier
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.engine
 
 TOKENS, K = 96, 8
 PROMPT = "import os\n\n\ndef read_lines(path):\n    with open(path) as file:\n" * 12

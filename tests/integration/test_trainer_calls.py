@@ -29,7 +29,7 @@ from tests.support.lora import write_adapter
 from tests.support.processes import ENGINE_ENV, ROOT
 from tests.support.standing import STAND_AT
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 TARGET = Path(backend.models.demo.__file__).parent / "target"
 RUNNING, LONG, STOOD = 4, 400, 40
 BYTES = {"content-type": "application/octet-stream"}
@@ -48,7 +48,7 @@ def fleet() -> Iterator[ServedFleet]:
 
 @pytest.fixture(scope="module")
 def http(fleet: ServedFleet) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=fleet.url, timeout=60) as client:
+    with httpx.Client(base_url=fleet.url, timeout=120) as client:
         yield client
 
 
@@ -350,7 +350,7 @@ def test_a_verifier_that_is_started_anew_gets_the_newest_weights(
         return found is not None and found["weights"]["version"] == "last"
 
     wait_for(lambda: "verifier-0" not in http.get("/server_info").json()["verifiers"], what="it is gone")
-    wait_for(renewed, 120, what="it has come back with them")
+    wait_for(renewed, what="it has come back with them")
     assert tokens(http)[:8] == after
 
 
@@ -365,7 +365,7 @@ def test_a_verifier_that_is_started_anew_during_a_pause_is_paused(http: httpx.Cl
         found = http.get("/server_info").json()["verifiers"].get("verifier-1")
         return found is not None and found["weights"]["version"] == "last"
 
-    wait_for(stands_still, 120, what="it has come back with the newest weights")
+    wait_for(stands_still, what="it has come back with the newest weights")
     assert http.get("/is_paused", params={"verifier": "verifier-1"}).json() == {"is_paused": True}
     said(http, "/resume")
     assert tokens(http)[:8] == after
@@ -399,7 +399,7 @@ def test_a_rollout_that_joins_gives_each_prompt_its_own_sampling_and_new_weights
     assert done.returncode == 0, done.stderr
     asked = {"model": "demo", "prompt": cases[2].prompt, "max_tokens": 40, **OWN[2]}
     answer = said(http, "/v1/completions", json=asked)["choices"][0]["text"]
-    wait_for(lambda: http.get("/weight_info").json()["weight_version"] == "step-8", 30, "the gateway to know")
+    wait_for(lambda: http.get("/weight_info").json()["weight_version"] == "step-8", what="the gateway to know")
     for number, version in enumerate((earlier, "step-8")):
         directory = tmp_path / "step5" / f"round{number}"
         assert json.loads((directory / "report.json").read_text())["weights"] == version

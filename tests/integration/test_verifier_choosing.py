@@ -16,7 +16,7 @@ from backend.models.writing import WEIGHTS
 from backend.wire.engine import RequestOptions
 from tests.support.processes import Drafter, Verifier, together
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 TOKENS = 32
 

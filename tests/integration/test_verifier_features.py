@@ -14,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 from tests.support.lora import write_adapter
 from tests.support.processes import Drafter, Verifier, generate_on, together
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 PROMPTS = [[7 + (11 * i + j) % 900 for j in range(20 + 9 * i)] for i in range(6)]

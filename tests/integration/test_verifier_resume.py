@@ -15,7 +15,7 @@ from backend.models.demo import TARGET_DIR
 from backend.wire.engine import ADD, LOGPROBS_MODE, NOISE_SEED, Addition
 from tests.support.processes import Drafter, Verifier, together
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 PROMPTS = [[5 + (7 * i + j) % 900 for j in range(8 + 30 * i)] for i in range(4)]
 CUTS = (1, 7, 20)

@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from backend.models.demo import TARGET_DIR
 from tests.support.processes import Verifier
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True)
 Tensors = dict[str, torch.Tensor]

@@ -236,7 +236,7 @@ class FakeVerifier:
         self.send(client, wire.OUTPUTS, *MsgpackEncoder().encode(answer))
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
     """Waits until a condition is true; raises `AssertionError` if it is not in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -29,18 +29,22 @@ class ServedFleet:
         *arguments: str,
         start_timeout_s: float = 180.0,
         command: str = "serve",
-        module: str = "gateway.cli",
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
-        """`prefix` is put before the command, to run it in another machine (`Machine.enter`)."""
+        """`prefix` is put before the command, to run it in another machine (`Machine.enter`).
+
+        A fleet of this machine ends with the test's process, one of another machine with that machine.
+        """
+        entry = ["gateway.cli"] if prefix else ["outrider.child", str(os.getpid())]
         self.output: list[str] = []
         self._url = threading.Event()
         self.url = ""
         self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", module, command, "--port", "0", *arguments],
+            [*prefix, sys.executable, "-m", *entry, command, "--port", "0", *arguments],
             cwd=ROOT,
             env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(env or {}),
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -107,7 +111,7 @@ class ServedFleet:
             self.http.close()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 60.0, what: str = "the condition") -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0, what: str = "the condition") -> None:
     """Polls until `condition()` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -18,7 +18,7 @@ def descendants(pid: int) -> set[int]:
         return set()
 
 
-def wait_gone(pids: Iterable[int], timeout_s: float = 20.0) -> None:
+def wait_gone(pids: Iterable[int], timeout_s: float = 120.0) -> None:
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), timeout_s, "the end of all processes")
 
 

@@ -171,7 +171,7 @@ def test_provisioning_names_what_is_there():
 
 
 def promtool(*arguments: object) -> None:
-    done = subprocess.run([str(PROMTOOL), *map(str, arguments)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([str(PROMTOOL), *map(str, arguments)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 
 from backend.config import DraftingSettings
@@ -18,6 +19,7 @@ from backend.rollout.corpus import Corpus, Document
 from tests.support.drafter_heads import check
 
 
+@pytest.mark.usefixtures("in_float32")
 def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:
     lines = "".join(f"def double_{n}(x):\n    return 2 * x + {n}\n" for n in range(400))
     monkeypatch.setattr(draft_model, "load_corpus", lambda: Corpus((Document("a.py", lines),), ()))

@@ -146,7 +146,6 @@ def test_commands_exist(command: str) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
         check=True,
     )
     for flag in ("--gateway-host", "--gateway-api-key", "--ray-address", "--ray-wait-s"):
@@ -174,7 +173,6 @@ def test_the_entry_point_joins_where_it_is_told_to(given: dict[str, str], tmp_pa
         env={"PATH": f"{tmp_path}:/usr/bin:/bin", **given},
         capture_output=True,
         text=True,
-        timeout=30,
         check=True,
     )
     lines = done.stdout.splitlines()

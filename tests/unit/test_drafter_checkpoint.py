@@ -222,7 +222,7 @@ def test_llama3_scaling_stretches_long_waves_only() -> None:
 @pytest.mark.parametrize(("module", "absent"), [("backend.models.check", "torch"), ("backend.drafter.process", "vllm")])
 def test_imports_stay_light(module: str, absent: str) -> None:
     code = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_head_of_another_seed_is_another_head(tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class Peer:
         return welcome
 
     def hear(self) -> ToVerifier:
-        assert self.drafts.socket.poll(10_000)
+        assert self.drafts.socket.poll(60_000)
         frames = self.drafts.receive()
         assert frames is not None
         return decode_to_verifier(frames[0])
@@ -105,7 +105,7 @@ class Peer:
     def give(self, ranks: list[Inner]) -> list[TargetTensor]:
         """Answers the drafter's wishes until it has no more; it then wants to be greeted again.  What it asked for."""
         asked: list[TargetTensor] = []
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             if self.drafts.socket.poll(20):
                 message = self.hear()

@@ -35,6 +35,8 @@ from tests.support.drafter_heads import check
 
 DEVICE = torch.device("cpu")
 
+pytestmark = pytest.mark.usefixtures("in_float32")
+
 
 # -- rules -------------------------------------------------------------------------------------------------------------
 
@@ -486,7 +488,7 @@ def test_the_trainer_of_a_given_head_waits_until_it_is_needed(start: str, tmp_pa
     try:
         if not trains:
             live(own._watch, 2, KEPT + 1)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while own._trainer is None:
             assert time.monotonic() < deadline
             time.sleep(0.05)

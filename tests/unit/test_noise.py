@@ -285,7 +285,7 @@ def test_compiles_where_nothing_can_be_kept(tmp_path: Path) -> None:
         "import torch\nfrom backend import noise\n"
         "noise.warm_up(torch.device('cpu'))\nprint('warm')\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "warm", done.stderr[-2000:]
 
 
@@ -332,7 +332,6 @@ def test_the_gpu_kernel_interpreted_agrees_with_the_cpu() -> None:
         [sys.executable, "-c", INTERPRETED],
         capture_output=True,
         text=True,
-        timeout=110,
         check=False,
         env=os.environ | {"TRITON_INTERPRET": "1"},
     )
@@ -368,7 +367,7 @@ print("compiled")
 
 
 def test_the_gpu_kernels_compile() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
     if "SKIP" in done.stderr:
         pytest.skip(done.stderr.strip())
     assert done.stdout.strip() == "compiled", done.stderr[-2000:]

@@ -7,6 +7,7 @@ Tokens 0 to 2, drafts of two tokens.  q and p are far apart.  Whether and how fa
 from __future__ import annotations
 
 import itertools
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from math import prod
 
@@ -26,6 +27,7 @@ DICE = np.random.default_rng(0)
 PREFIXES = [text for n in range(D + 2) for text in itertools.product(range(V), repeat=n)]
 P = {text: DICE.dirichlet(np.full(V, 0.7)) for text in PREFIXES}
 Q = {text: DICE.dirichlet(np.full(V, 0.7)).astype(np.float32) for text in PREFIXES}
+SUMS = {text: p.cumsum()[:-1].tolist() for text, p in P.items()}
 TEXTS = list(itertools.product(range(V), repeat=D + 1))
 TRUE = {text: prod(P[text[:i]][text[i]] for i in range(D + 1)) for text in TEXTS}
 
@@ -137,7 +139,7 @@ def generated(count: int, u_of: Callable[[torch.Tensor, torch.Tensor], torch.Ten
     for draft, accepted, token in zip(drafts.tolist(), judged.accepted.tolist(), last.tolist(), strict=True):
         said = [*draft[:accepted], token]
         while len(said) < D + 1:
-            said.append(int(dice.choice(V, p=P[tuple(said)])))
+            said.append(bisect(SUMS[tuple(said)], dice.random()))
         got[tuple(said)] += 1
     return sum((got[text] - count * TRUE[text]) ** 2 / (count * TRUE[text]) for text in TEXTS)
 

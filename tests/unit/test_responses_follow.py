@@ -46,7 +46,7 @@ async def written(followed: Followed) -> bytes:
                 await asyncio.sleep(0)
 
     gateway: Any = followed
-    await asyncio.wait_for(_follow(gateway, "r", -1)({"type": "http", "method": "GET"}, receive, send), 30)
+    await asyncio.wait_for(_follow(gateway, "r", -1)({"type": "http", "method": "GET"}, receive, send), 120)
     return b"".join(sent)
 
 

@@ -265,7 +265,7 @@ def test_a_greeting_that_a_cut_has_lost_is_sent_again(fleet: Fleet, monkeypatch:
             worker.client.fetch_rows()
         worker.client.mend()
         assert lost
-        assert not worker.client.fetch_rows(timeout_s=5.0)
+        assert not worker.client.fetch_rows(timeout_s=60.0)
     finally:
         workers.close()
 

@@ -204,6 +204,7 @@ def test_a_verifier_that_does_not_answer_costs_little_and_leaves_nothing(fleet: 
             assert workers.look() == ([], [])
         assert len(workers.hub._sockets) == sockets
         monkeypatch.setattr("backend.rollout.workers.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 61))
+        monkeypatch.setattr("backend.rollout.workers.ANSWER_S", 60.0)
         hung.hung = False
         assert [worker.name for worker in workers.look()[0]] == ["verifier-1"]
     finally:

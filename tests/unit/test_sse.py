@@ -48,7 +48,7 @@ async def test_whoever_waits_is_woken_by_an_event_and_by_the_end(events):
         waiting = asyncio.ensure_future(events.more())
         await asyncio.sleep(0)
         happen()
-        await asyncio.wait_for(waiting, 30)
+        await asyncio.wait_for(waiting, 120)
 
 
 async def test_a_comment_comes_one_interval_after_the_last_event(events):

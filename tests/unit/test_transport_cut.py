@@ -57,18 +57,18 @@ def test_a_client_is_heard_again_before_the_server_knows_that_it_was_cut(tmp_pat
     try:
         dealer = ours.dealer(f"ipc://{tmp_path}/between")
         dealer.send(b"first")
-        theirs.poll(5.0)
+        theirs.poll(60.0)
         heard = router.receive()
         assert heard is not None
         between.cut()
-        until, again = time.monotonic() + 3.0, None
+        until, again = time.monotonic() + 60.0, None
         while again is None and time.monotonic() < until:
             dealer.send(b"again")
             theirs.poll(0.05)
             again = router.receive()
         assert again is not None, "the server ignores the new connection"
         assert router.send(again[0], b"welcome")
-        assert ours.poll(3.0)
+        assert ours.poll(60.0)
         assert dealer.receive() == [b"welcome"]
     finally:
         between.close()

@@ -42,9 +42,7 @@ wire.close()
 
 
 def test_messages_that_are_not_read_for_longer_than_the_heartbeats_last_end_no_process(tmp_path: Path) -> None:
-    ended = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "s")], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path / "s")], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert int(ended.stdout) > 0
 
@@ -66,7 +64,7 @@ for number in range(300):
     peer.close(0)
     hub.drop(dropped)
     kept.send(b"here")
-    assert stays.poll(5000), f"nothing arrives any more after {number} peers"
+    assert stays.poll(60_000), f"nothing arrives any more after {number} peers"
     stays.recv_multipart()
 stays.close(0)
 hub.close()
@@ -76,7 +74,5 @@ theirs.close()
 
 def test_a_peer_that_ends_while_it_is_dropped_stops_no_other_connection(tmp_path: Path) -> None:
     """The end of a connection is reported to its monitor.  Without a reader, that would block libzmq's only I/O thread."""
-    ended = subprocess.run(
-        [sys.executable, "-c", DROPS, str(tmp_path / "s")], capture_output=True, text=True, timeout=60, check=False
-    )
+    ended = subprocess.run([sys.executable, "-c", DROPS, str(tmp_path / "s")], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

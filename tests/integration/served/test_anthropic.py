@@ -12,7 +12,7 @@ from anthropic import Anthropic, AsyncAnthropic
 from tests.support.checkable import COLOURS, QUESTION, SCHEMA, Paint, paint_of
 from tests.support.fleet_process import ServedFleet
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.engine
 ASKED = {"model": "demo", "max_tokens": 1000, "messages": QUESTION}
 COLOUR: Any = {"format": {"type": "json_schema", "schema": {"type": "string", "enum": list(COLOURS)}}}
 """`output_config` of an answer that is one of the colours, in quotes: it is JSON."""

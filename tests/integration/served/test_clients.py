@@ -16,7 +16,7 @@ import pytest
 from tests.support.collector import Collector
 from tests.support.fleet_process import ROOT, ServedFleet, wait_for
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 PROMPTS = [f"def function_{i}(a, b):\n    " for i in range(8)]
 LONG = 400
@@ -67,9 +67,9 @@ def test_a_traced_request_is_one_tree_of_spans(fleet: ServedFleet, collector: Co
     answer = fleet.http.post("/v1/completions", json=body, headers={"traceparent": f"00-{trace_id}-00f067aa0ba902b7-01"})
     assert answer.status_code == 200
     # A drafter is told that a request is over with the round that comes next.
-    wait_for(lambda: len(collector.spans) >= 6, 20, "the first spans")
+    wait_for(lambda: len(collector.spans) >= 6, what="the first spans")
     fleet.complete("def untraced(", max_tokens=4)
-    wait_for(lambda: bool(collector.named("drafter")), 20, "the drafter's span")
+    wait_for(lambda: bool(collector.named("drafter")), what="the drafter's span")
     spans = {span.name: span for span in collector.spans}
     parents = {name: span.parent_id for name, span in spans.items()}
     ids = {name: span.span_id for name, span in spans.items()}
@@ -109,12 +109,14 @@ def test_metrics_and_fleet_tell_of_the_work(fleet: ServedFleet) -> None:
 
 def test_a_client_that_disconnects_frees_its_slot(fleet: ServedFleet) -> None:
     body = {"model": "demo", "prompt": "x = ", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=60) as answer:
+    before = fleet.metric("outrider_verifier_tokens_total")
+    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=120) as answer:
         # The iterator is kept: httpx closes the connection when it is collected.
         lines = answer.iter_lines()
         next(lines)
         wait_for(lambda: fleet.metric("outrider_verifier_running") == 1, what="the request running")
-    wait_for(lambda: fleet.metric("outrider_verifier_running") == 0, timeout_s=2, what="the slot being free")
+    wait_for(lambda: fleet.metric("outrider_verifier_running") == 0, what="the slot being free")
+    assert fleet.metric("outrider_verifier_tokens_total") < before + 4000, "it was ended"
 
 
 def test_killed_drafter_costs_no_request_and_comes_back(fleet: ServedFleet, expected: list[str]) -> None:
@@ -162,7 +164,7 @@ def test_drafter_that_answers_garbage_changes_nothing(fleet: ServedFleet, expect
         assert stream_all(fleet, threading.Barrier(len(PROMPTS))) == expected
         wait_for(lambda: fleet.metric("outrider_drafts_dropped_total", reason="invalid") > 0, what="the garbage on /metrics")
     finally:
-        child.communicate(timeout=30)
+        child.communicate(timeout=120)
     wait_for(lambda: len(fleet.fleet()["assignments"]) == 1, what="the garbage drafter being gone")
     accepted = fleet.metric("outrider_accepted_tokens_total")
     assert fleet.complete(PROMPTS[2], max_tokens=LONG, ignore_eos=True, **APART)["choices"][0]["text"] == expected[2]

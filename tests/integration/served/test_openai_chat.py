@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.checkable import CHOICE, COLOURS, NAMED, PAINT, QUESTION, RESPONSE_FORMAT, STOP, Paint, paint_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.engine
 
 
 def text(answer) -> str:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.checkable import CHOICE, COLOURS, FLAT_NAMED, FLAT_PAINT, TEXT_FORMAT, Paint, paint_of
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.engine
 ASKED = {"model": "demo", "input": "Which colour?"}
 
 

@@ -8,7 +8,7 @@ from openai import AsyncOpenAI, OpenAI
 
 from tests.support.checkable import CHOICE, COLOURS, QUESTION
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.engine
 
 
 def test_a_choice(client):

@@ -14,12 +14,12 @@ import pytest
 from tests.support.fleet_process import ROOT, ServedFleet
 from tests.support.process_tree import descendants, leftovers, shared_memory, wait_gone
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.engine
 
 
 def test_status_shows_it(fleet: ServedFleet) -> None:
     command = [sys.executable, "-m", "gateway.cli", "status", "--json"]
-    snapshot = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout)
+    snapshot = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
     assert {each["member"]["kind"]: each["member"]["state"] for each in snapshot["members"]} == {
         "verifier": "ready",
         "drafter": "ready",
@@ -35,7 +35,7 @@ def test_it_ends_and_leaves_nothing(fleet: ServedFleet, home: Path) -> None:
     assert shared, "Ray's object store, at least"
     assert leftovers(home) != []
     os.killpg(fleet.process.pid, signal.SIGINT)  # as a terminal does
-    assert fleet.process.wait(timeout=60) == 0
+    assert fleet.process.wait(timeout=120) == 0
     wait_gone(family)
     assert leftovers(home) == []
     assert [path for path in shared if Path(path).exists()] == []
