@@ -346,10 +346,13 @@ def test_a_verifier_that_is_started_anew_gets_the_newest_weights(
 
     def renewed() -> bool:
         found = http.get("/server_info").json()["verifiers"].get("verifier-0")
+        if found is None:
+            return False
         assert generate(http, 8)["token_ids"] == after
-        return found is not None and found["weights"]["version"] == "last"
+        return bool(found["weights"]["version"] == "last")
 
     wait_for(lambda: "verifier-0" not in http.get("/server_info").json()["verifiers"], what="it is gone")
+    assert generate(http, 8)["token_ids"] == after
     wait_for(renewed, what="it has come back with them")
     assert tokens(http)[:8] == after
 

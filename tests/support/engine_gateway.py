@@ -42,7 +42,7 @@ class EngineFleet:
         states = {each.name: "ready" if each is serving else "draining" for each in self.verifiers}
         self.directory.set_members([msgspec.structs.replace(each, state=states[each.id]) for each in self.directory.members])
 
-    async def quiet(self, timeout_s: float = 20.0) -> None:
+    async def quiet(self, timeout_s: float = 120.0) -> None:
         """Waits until no request is in flight at the gateway or at any connected verifier."""
 
         def empty() -> bool:

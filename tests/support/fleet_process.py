@@ -27,7 +27,7 @@ class ServedFleet:
     def __init__(
         self,
         *arguments: str,
-        start_timeout_s: float = 180.0,
+        start_timeout_s: float = 400.0,
         command: str = "serve",
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
@@ -99,7 +99,7 @@ class ServedFleet:
             pids.append(int(children[0]))
         os.kill(pids[-1], signal.SIGINT)
 
-    def stop(self, timeout_s: float = 60.0) -> int:
+    def stop(self, timeout_s: float = 120.0) -> int:
         """Ends the fleet as with Ctrl-C; returns the exit status."""
         if self.process.poll() is None:
             self.interrupt()
@@ -111,7 +111,7 @@ class ServedFleet:
             self.http.close()
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 120.0, what: str = "the condition") -> None:
+def wait_for(condition: Callable[[], bool], timeout_s: float = 300.0, what: str = "the condition") -> None:
     """Polls until `condition()` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():

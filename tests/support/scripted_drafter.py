@@ -54,7 +54,7 @@ class ScriptedDrafter:
         self._hub: Hub
         self._thread = threading.Thread(target=self._run, args=(address,), daemon=True)
         self._thread.start()
-        assert self._ready.wait(10)
+        assert self._ready.wait(120)
 
     def close(self) -> None:
         self._stop.set()

@@ -15,6 +15,8 @@ from examples.calculator import CALL, TURNS, beginnings, calculator
 from outrider import Fleet, OutriderError
 from tests.support.fleet_process import ServedFleet, wait_for
 
+pytestmark = pytest.mark.engine
+
 TARGET = Path(backend.models.demo.__file__).parent / "target"
 ROUNDED = 0.1
 """By how much two computations in bfloat16 may differ, in nats."""
