@@ -21,6 +21,7 @@ from vllm.v1.executor.abstract import Executor
 
 from backend.config import REMOTE_MODES, Settings, environment
 from backend.engine.arguments import EngineSetupError, common_arguments, other_arguments, remote_speculation
+from backend.engine.guidance import repair_guidance
 from backend.engine.tensor_transfer import NAME
 from backend.models.checkpoint import drafter_config
 from backend.models.head_config import DRAFT_MODEL, load_config
@@ -108,6 +109,7 @@ def build_core(config: VllmConfig, on_lost_rank: Callable[[], None]) -> EngineCo
 
     vLLM calls `on_lost_rank`, on one of its own threads, when the process of a tensor-parallel rank has died.
     """
+    repair_guidance()
     return EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=on_lost_rank)
 
 

@@ -14,6 +14,8 @@ import llguidance.torch
 import numpy as np
 import pytest
 import xgrammar
+from hypothesis import given
+from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from vllm.sampling_params import StructuredOutputsParams
 
@@ -21,8 +23,10 @@ from backend.config import Settings
 from backend.engine.front.config import build_vllm_config
 from backend.engine.front.grammar import Check
 from backend.engine.front.schemas import check_schema
+from backend.engine.guidance import WholeGrammar
 from backend.models.demo import TARGET_DIR
 from tests.support.processes import ROOT
+from tests.support.properties import examples
 
 BACKENDS = ("xgrammar", "guidance")
 ROW = re.compile(r"^\| `(\{.*\})`[^|]*\| (.*?) \| (.*?) \|$", re.MULTILINE)
@@ -65,6 +69,47 @@ def test_a_keyword_is_kept_or_named(backend: str, schema: dict[str, Any], verdic
             assert Draft202012Validator(schema).is_valid(json.loads(text)) or "exclusiveMinimum" in schema, text
     else:
         assert verdict.removeprefix("refused: ").strip("`") in (refused or "kept")
+
+
+END = BYTES.eos_token
+STEPS = st.lists(st.tuples(st.lists(st.sampled_from([97, 98, 99, END]), min_size=1, max_size=5), st.booleans()), max_size=6)
+
+
+@given(STEPS)
+@examples(100)
+def test_a_draft_that_is_taken_back_leaves_no_trace_in_guidance(steps: list[tuple[list[int], bool]]) -> None:
+    """Even if the end-of-text token is in the middle of the grammar, or behind its end."""
+    grammar = f'start: "a" (<[{END}]> "b")* "c"'
+
+    def made() -> WholeGrammar:
+        return WholeGrammar(llguidance.LLMatcher(BYTES, grammar), BYTES, BYTES.vocab_size)
+
+    drafted, plain = made(), made()
+    for draft, kept in steps:
+        taken = 0
+        while taken < len(draft) and drafted.accept_tokens("", draft[taken : taken + 1]):
+            taken += 1
+        if kept:
+            assert plain.accept_tokens("", draft[:taken])
+        else:
+            drafted.rollback(taken)
+        if taken < len(draft):
+            drafted, plain = made(), made()  # a rejected token ends a request
+        for each in (drafted, plain):
+            assert each.ll_matcher.get_error() == ""
+        masks = [llguidance.torch.allocate_token_bitmask(1, BYTES.vocab_size) for _ in range(2)]
+        for each, mask in zip((drafted, plain), masks, strict=True):
+            each.fill_bitmask(mask, 0)
+        assert set_bits(masks[0]) == set_bits(masks[1])
+        assert drafted.is_terminated() == plain.is_terminated()
+
+
+def test_the_end_of_text_token_inside_a_grammar_does_not_end_it() -> None:
+    matcher = llguidance.LLMatcher(BYTES, f'start: "a" <[{END}]> "b"')
+    grammar = WholeGrammar(matcher, BYTES, BYTES.vocab_size)
+    assert grammar.accept_tokens("", [97, END])
+    assert not grammar.is_terminated()
+    assert not grammar.accept_tokens("", [99])
 
 
 A_CASE = {"type": "object", "properties": {"kind": {"const": "a"}}, "required": ["kind"]}

@@ -22,7 +22,7 @@ from jsonschema import (
 )
 from jsonschema.exceptions import best_match
 
-KEYWORDS = frozenset(
+KEYWORDS: frozenset[str] = frozenset(
     itertools.chain(
         ("then", "else", "minContains", "maxContains"),
         *(
@@ -224,7 +224,7 @@ def _disjoint(one: Any, other: Any, root: Any) -> bool:
     if types[0] and types[1] and types[0].isdisjoint(types[1]):
         return True
     shared = set(one.get("required", ())) & set(other.get("required", ())) if types[0] == types[1] == {"object"} else ()
-    return any(_disjoint(*(each["properties"].get(name) for each in (one, other)), root) for name in shared)
+    return any(_disjoint(one.get("properties", {}).get(name), other.get("properties", {}).get(name), root) for name in shared)
 
 
 def _lossy(pattern: str, in_json: bool = True) -> bool:
