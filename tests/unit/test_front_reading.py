@@ -4,8 +4,10 @@ import json
 from types import SimpleNamespace
 
 import pytest
+import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.outputs import CompletionOutput
 from vllm.parser import ParserManager
@@ -15,6 +17,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
 import backend.engine.front.any_model  # noqa: F401  (registers its parser)
 from backend.engine.front import reading as front
+from backend.engine.front.schemas import check_schema
 from backend.engine.parsers import ANY_MODEL
 from tests.support.properties import examples
 from tests.support.tool_answers import ANSWERS, tokenizer, tokens_of
@@ -180,3 +183,27 @@ def test_whole_calls_of_a_cut_answer_stay(length):
     ends = [WANTED.index("1}") + 2, WANTED.index('[}"}') + 4]
     whole = [call for call, end in zip([("paint", {"x": 1}), ("stop", {"why": "no, [}"})], ends, strict=True) if length >= end]
     assert [(call.name, json.loads(call.arguments)) for call in calls or ()] == whole
+
+
+NUMBER, WORD = {"type": "integer"}, {"enum": ["a", "b"]}
+
+
+@pytest.mark.parametrize("place", ["$defs", "definitions"])
+def test_tools_with_definitions_of_one_name_keep_their_own(place):
+    def tool(name, kind):
+        whole = {"a": {"$ref": f"#/{place}/Kind"}, "again": {"$ref": "#"}}
+        schema = {"type": "object", "properties": whole, "required": ["a"], place: {"Kind": kind}}
+        return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+    request = asked(tools=[tool("count", NUMBER), tool("say", WORD), _tool("stop")], tool_choice="required")
+    before = [each.model_dump() for each in request.tools]
+    adjusted = read_class(ANY)(TOKENIZER, request.tools).adjust_request(request)
+    assert [each.model_dump() for each in adjusted.tools] == before
+    schema = adjusted.structured_outputs.json
+    check_schema(schema)
+    xgrammar.Grammar.from_json_schema(json.dumps(schema))
+    is_valid = Draft202012Validator(schema).is_valid
+    for name, right, wrong in (("count", 3, "a"), ("say", "a", 3)):
+        assert is_valid([{"name": name, "parameters": {"a": right, "again": {"a": right}}}])
+        assert not is_valid([{"name": name, "parameters": {"a": wrong}}])
+        assert not is_valid([{"name": name, "parameters": {"a": right, "again": {"a": wrong}}}])

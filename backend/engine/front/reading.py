@@ -32,6 +32,19 @@ class Reading(Parser):
     _detokenizer: IncrementalDetokenizer | None = None
     _handed: tuple[DeltaMessage | None] | None = None
 
+    def adjust_request(self, request: Any) -> Any:
+        """vLLM's method of the same name, which joins the schemas of all tools if a call is `required`."""
+        tools = request.tools
+        if not tools or request.tool_choice != "required":
+            return super().adjust_request(request)
+        request.tools = [_rooted(tool) for tool in tools]
+        try:
+            adjusted = super().adjust_request(request)
+        finally:
+            request.tools = tools
+        adjusted.tools = tools
+        return adjusted
+
     def read(self, output: CompletionOutput, prompt: list[int] | None, request: Any, params: Any) -> Iterator[CompletionOutput]:
         """The output in parts; `parse_delta` then returns a part's message.  `params` has the request's stop strings."""
         if self._detokenizer is None:
@@ -132,6 +145,27 @@ def _join(first: DeltaMessage | None, then: DeltaMessage | None) -> bool:
         return False
     function.arguments = (function.arguments or "") + (more.arguments or "")
     return True
+
+
+def _rooted(tool: Any) -> Any:
+    """The tool with a schema whose references hold within any other: all of it is one definition, named as the tool."""
+    holder = getattr(tool, "function", tool)
+    schema = getattr(holder, "parameters", None)
+    if not isinstance(schema, dict) or (within := _moved(schema, f"#/$defs/{holder.name}")) == schema:
+        return tool
+    moved = holder.model_copy(update={"parameters": {"$ref": f"#/$defs/{holder.name}", "$defs": {holder.name: within}}})
+    return moved if holder is tool else tool.model_copy(update={"function": moved})
+
+
+def _moved(schema: Any, root: str) -> Any:
+    """The schema with references that begin at `root`."""
+    if isinstance(schema, list):
+        return [_moved(each, root) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved = {name: _moved(value, root) for name, value in schema.items()}
+    ref = schema.get("$ref")
+    return moved | {"$ref": root + ref[1:]} if isinstance(ref, str) and ref.startswith("#") else moved
 
 
 def reading(parser: type[Parser] | None) -> type[Parser] | None:

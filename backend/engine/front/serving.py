@@ -179,6 +179,7 @@ def build_services(
         "reasoning_parser": client.vllm_config.structured_outputs_config.reasoning_parser,
     }
     renderer = OnlineRenderer(model_config=client.model_config, renderer=client.renderer, **parsing, **common)
+    renderer.parser = reading(renderer.parser)
     counted: dict[str, Any] = {"enable_prompt_tokens_details": True}
     chatting: dict[str, Any] = {"online_renderer": renderer, **counted, **parsing, **common}
     services = Services(
