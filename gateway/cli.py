@@ -234,6 +234,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "trace": (f"make traces {OWN}", tools.trace),
     "train-drafter": (f"train a head for a model from prompts {OWN}", tools.train_drafter),
     "train-demo": ("train the built-in demo models again", partial(tools.laboratory, "train-demo")),
+    "selfcheck": ("check and time a drafter on this machine's GPU", partial(tools.laboratory, "selfcheck")),
 }
 CHANGES = {name: (summary, partial(administration, name)) for name, summary in administer.SUMMARIES.items()}
 """Each command's summary, and the function that runs it."""

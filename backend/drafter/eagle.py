@@ -12,10 +12,12 @@ import torch
 
 from backend import noise
 from backend.drafter import cache
-from backend.drafter.draws import Draws, Ends, fresh_noise
-from backend.drafter.head import Head, Rows
+from backend.drafter.attention import Reach
+from backend.drafter.decoding import Decoder, columns_behind, rows_behind, tips
+from backend.drafter.draws import Ends, Rules
+from backend.drafter.head import LONG, Head, Rows, Stretch
 from backend.drafter.intake import TORCH_DTYPES
-from backend.drafter.outcomes import Imagination, Shape, steps_behind, tips
+from backend.drafter.outcomes import Imagination, Shape
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Ask, Drafted, Premise, Sampling, Usage
 from backend.models.checkpoint import HeadWeights
 from backend.wire.drafting import Outcome
@@ -29,26 +31,27 @@ def compute_dtype(stored: str, device: torch.device) -> torch.dtype:
 class EagleProposer:
     """An EAGLE head behind the `Proposer` protocol."""
 
-    def __init__(self, weights: HeadWeights, cache_tokens: int, device: str = "cpu") -> None:
+    def __init__(self, weights: HeadWeights, cache_tokens: int, device: str = "cpu", graphs: bool = True) -> None:
         config = weights.config
         self.kind: str = config.kind
         self.vocab_size = config.vocab_size
         self.borrowed = weights.borrowed
         self.max_position = weights.max_position
         where = torch.device(device)
-        dtype = compute_dtype(config.dtype, where)
+        self.dtype = dtype = compute_dtype(config.dtype, where)
         self._cache = cache.RowCache(cache_tokens, lambda *move: self._head.move(*move))
-        # A batch drafts on until its last row is done, so rows may go past their own end.
-        positions = self.max_position + MAX_DRAFT
+        # A batch drafts on until its last row is done, so rows may go past their own end; outcomes begin as much later.
+        positions = self.max_position + 2 * MAX_DRAFT
         with torch.inference_mode():
             self._head = Head(weights, where, dtype, self._cache.capacity, positions)
         raw = weights.projection
         self._projection = None if raw is None else raw.to(self._head.device, self._head.dtype)
         width = config.hidden_size if raw is None else raw.weight.shape[1]
         self.hidden = width if self._head.takes_features else 0
-        self._fresh = fresh_noise(where)
-        self._imagination = Imagination(self._head, self.max_position, self._fresh)
         noise.warm_up(where)
+        with torch.inference_mode():
+            self._decoder = Decoder(self._head, graphs)
+        self._imagination = Imagination(self._head, self._decoder, self.max_position)
 
     def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
         """Starts a sequence.  Reuses rows of an earlier one with the same prefix, up to where its own features begin."""
@@ -166,35 +169,29 @@ class EagleProposer:
         joined = None
         if features:
             joined = (features[0] if len(features) == 1 else torch.cat(features)).to(device=head.device, dtype=head.dtype)
-        packed = torch.tensor([ids, positions, places], device=head.device)
-        counts = [batch[i].rows for i in extended]
-        rows = Rows(packed[0], packed[1], packed[2], [s.start for s in held], [s.length for s in held], counts)
-        last = [end - 1 for end in accumulate(counts)]
-        keep = None if len(ids) == len(counts) else torch.tensor(last, device=head.device)
         if self._projection is not None and joined is not None:
             joined = self._projection(joined)
-        output = head.forward(rows, joined, keep)
+        counts = [batch[i].rows for i in extended]
+        begins = [s.start for s, count in zip(held, counts, strict=True) for _ in range(count)]
+        zeros, ones = [0] * len(ids), [1] * len(ids)
+        numbers = torch.tensor([ids, positions, places, begins, zeros, zeros, ones, zeros], device=head.device)
+        last = torch.tensor([end - 1 for end in accumulate(counts)], device=head.device)
+        is_long = max(counts) >= LONG
+        output = None if is_long else self._decoder.extend(numbers, joined, last)
+        if output is None:
+            stretches = [Stretch(s.start, s.length, count) for s, count in zip(held, counts, strict=True)]
+            rows = Rows(numbers[0], numbers[1], Reach(*numbers[2:7]), stretches if is_long else ())
+            output = head.forward(rows, joined, last)
         for row, (i, sequence) in enumerate(extended.items()):
             sequence.tip = batch[i].base_len, output[row : row + 1]
             self._cache.publish(sequence)
 
     def _decode(self, sequences: list[cache.Sequence], ends: Ends, depth: int) -> list[Drafted]:
         """Drafts at most `depth` tokens per sequence, starting from each sequence's tip."""
-        head = self._head
-        samplings = [s.sampling for s in sequences]
-        draws = Draws(samplings, head.draft_to_target, self._fresh)
-        positions, places = steps_behind(sequences, depth, head.device)
-        starts, ones = [s.start for s in sequences], [1] * len(sequences)
-        logits, feature = head.read(tips(sequences))
-        for step in range(depth):
-            # The token drafted from a row becomes the input of the next row.
-            picked = draws.pick(logits, positions[step] + head.token_offset)
-            if not ends.take(picked):
-                break
-            lengths = [s.length + 1 + step for s in sequences]
-            rows = Rows(picked.tokens, positions[step], places[step], starts, lengths, ones)
-            logits, feature = head.read(head.forward(rows, feature, None))
-        return ends.cut()
+        device = self._head.device
+        rules = Rules.of([s.sampling for s in sequences])
+        rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
+        return self._decoder.lanes(depth, rules, rows, columns, tips(sequences)).decode(depth, lambda: ends, picks_first=True)
 
 
 def _is_at(sequence: cache.Sequence, base_len: int) -> bool:

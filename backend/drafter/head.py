@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from backend.drafter.attention import Reach, attend
+from backend.drafter.proposer import MAX_DRAFT
 from backend.models.checkpoint import HeadWeights
 from backend.models.head_config import DRAFT_MODEL
 from backend.models.rope import inverse_frequencies
@@ -31,57 +32,32 @@ ROTATION_BYTES = 256 * 2**20
 TABLE_CHUNK = 8192
 """Embeddings converted at a time; bounds memory."""
 QUERY_CHUNK = 512
-"""Query rows per attention call of an inner layer; bounds the size of its mask."""
-GATHERED_ROWS = 1 << 17
-"""Cache rows copied for an attention call, with padding, unless one sequence has more: 512 MiB where a row has 4 KiB."""
+"""Query rows per attention call of an inner layer over a long stretch; bounds the size of its mask."""
+LONG = 32
+"""New rows of one sequence from which on an inner layer attends by matrix products, sequence by sequence."""
+SPARE_ROWS = MAX_DRAFT + 1
+"""Rows at the cache's end for rows that only fill up a batch."""
 
 
-class Padded(NamedTuple):
-    """The cache rows of one attention call, padded to the longest of its sequences."""
+class Stretch(NamedTuple):
+    """A sequence's new rows: its first row in the cache, its rows there with the new ones, and its new rows."""
 
-    part: list[int] | None
-    """Which sequences; None: all."""
-    places: Tensor
-    """`[sequences, longest]`: rows of the cache."""
-    visible: Tensor
-    """`[sequences, longest]`: which of them count."""
+    start: int
+    length: int
+    new: int
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The input of a forward pass: new rows of several sequences, one sequence after the other.
+    """The input of a forward pass: new rows of several sequences, `[rows]` int64 each: token, position, and what it attends to.
 
-    `ids`, `positions`, `places` are `[rows]` int64: the row's token, its position, and its row of the cache.
-    `starts`, `lengths`, `counts`: per sequence its first row in the cache, its rows there with the new ones, and its new rows.
-    `masks`: None: every row attends to those before it.  If rows are branches that share what lies before them: per sequence a
-    mask of what each new row may attend to, `[counts * group, at least lengths]`, 0 or minus infinity.
+    `stretches`: the same of whole sequences, if one has `LONG` new rows or more.
     """
 
     ids: Tensor
     positions: Tensor
-    places: Tensor
-    starts: list[int]
-    lengths: list[int]
-    counts: list[int]
-    masks: list[Tensor] | None = None
-
-    @cached_property
-    def padded(self) -> list[Padded]:
-        """The attention calls for one query per sequence; several where the padded rows of one call would be too many.
-
-        All layers share them: on a GPU, making the tensors waits for the device.
-        """
-        if len(self.lengths) * max(self.lengths) <= GATHERED_ROWS:
-            return [self._pad(None, self.starts, self.lengths)]
-        parts = similar(self.lengths, GATHERED_ROWS)
-        return [self._pad(part, [self.starts[i] for i in part], [self.lengths[i] for i in part]) for part in parts]
-
-    def _pad(self, part: list[int] | None, first: list[int], counts: list[int]) -> Padded:
-        device = self.places.device
-        starts, lengths = torch.tensor([first, counts], device=device).unsqueeze(-1)
-        longest = torch.arange(max(counts), device=device)
-        visible = longest < lengths
-        return Padded(part, torch.where(visible, starts + longest, starts), visible)
+    reach: Reach
+    stretches: Sequence[Stretch] = ()
 
 
 @dataclass
@@ -103,17 +79,17 @@ class _Layer:
 
 
 class Head:
-    """The network and its cache of `capacity` rows, `[layers, capacity, 2 * kv_heads * head_dim]`."""
+    """The network and its cache of `capacity` rows and a few spare ones, `[layers, rows, 2 * kv_heads * head_dim]`."""
 
     def __init__(self, weights: HeadWeights, device: torch.device, dtype: torch.dtype, capacity: int, positions: int) -> None:
         config = weights.config
         self.config = config
         self.device, self.dtype = device, dtype
+        self.is_asynchronous = device.type == "cuda"
+        """Whether operations return before they are done, so that reading a result waits."""
         # Where torch 2.13 prefers cuDNN's attention (compute capability 9.0 and 10.0), each new number of rows takes a plan of
         # some 30 ms, which is kept for ever; here every step has another number.
         torch.backends.cuda.enable_cudnn_sdp(False)
-        # A GPU is faster with one padded call per step, a CPU with reads in place, sequence by sequence.
-        self.gather = device.type == "cuda"
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.group = self.heads // self.kv_heads
         self.query_width = self.heads * self.head_dim
@@ -140,11 +116,10 @@ class Head:
         self.draft_to_target = None if mapping is None or is_whole else mapping.to(device)
         self._source = {}
         width = 2 * self.kv_heads * self.head_dim
-        self.cache = torch.zeros(config.num_layers, capacity, width, device=device, dtype=dtype)
+        self.capacity = capacity
+        self.cache = torch.zeros(config.num_layers, capacity + SPARE_ROWS, width, device=device, dtype=dtype)
         self._flat = list(self.cache.unbind(0))
-        paired = self.cache.view(config.num_layers, capacity, 2, self.kv_heads, self.head_dim)
-        self._keys = [paired[i, :, 0].transpose(0, 1).unsqueeze(0) for i in range(config.num_layers)]
-        self._values = [paired[i, :, 1].transpose(0, 1).unsqueeze(0) for i in range(config.num_layers)]
+        self._keyed = list(self.cache.view(config.num_layers, -1, 2, self.kv_heads, self.head_dim).unbind(0))
 
     def move(self, source: int, target: int, rows: int) -> None:
         """Copies rows of the cache in every layer; the two stretches do not overlap."""
@@ -154,8 +129,8 @@ class Head:
     def forward(self, rows: Rows, features: Tensor | None, keep: Tensor | None) -> Tensor:
         """Computes the rows and writes them to the cache.  Returns `[kept, hidden]`, the outputs before the final norm.
 
-        `features` is `[rows, hidden]`; a draft model ignores it.  `keep`: index of the row whose output is returned, one per
-        sequence, in the sequences' order.  None: all rows; each must then be its sequence's only new row or a branch.
+        `features` is `[rows, hidden]`; a draft model ignores it.  `keep`: indices of the rows whose outputs are returned; None:
+        all.
         """
         part = self._embed(rows.ids)
         table = self._rotations
@@ -171,23 +146,21 @@ class Head:
         for index, layer in enumerate(self.layers):
             residual, qkv = self._project(index, layer, hidden, part)
             self._rotate(layer, qkv, rotations)
-            self._flat[index].index_copy_(0, rows.places, qkv[:, self.query_width :])
-            queries = qkv[:, : self.query_width]
+            self._flat[index].index_copy_(0, rows.reach.places, qkv[:, self.query_width :])
+            queries, reach = qkv[:, : self.query_width], rows.reach
             if index == last and keep is not None:
-                queries, residual = queries.index_select(0, keep), residual.index_select(0, keep)
-            if rows.masks is not None:
-                attended = self._attend_branches(index, queries, rows, rows.masks)
-            elif index == last or keep is None:
-                attended = self._attend_last(index, queries, rows)
+                queries, residual, reach = queries.index_select(0, keep), residual.index_select(0, keep), reach.of(keep)
+            if rows.stretches and index < last:
+                attended = self._attend_stretches(index, queries, rows.stretches)
             else:
-                attended = self._attend_all(index, queries, rows)
+                attended = attend(queries.reshape(-1, self.heads, self.head_dim), self._keyed[index], reach)
+                attended = attended.view(-1, self.query_width)
             hidden = self._finish(layer, residual, attended)
         return hidden
 
-    def read(self, output: Tensor) -> tuple[Tensor, Tensor]:
-        """From outputs `[n, hidden]`: logits `[n, draft vocabulary]` in float32, features `[n, hidden]` for the next step."""
-        normed = self._normed(output)
-        return (normed @ self.lm_head).float(), normed if self.config.norm_output else output
+    def read(self, output: Tensor) -> Tensor:
+        """From outputs `[n, hidden]`: logits `[n, draft vocabulary]` in float32."""
+        return (self._normed(output) @ self.lm_head).float()
 
     def feature(self, output: Tensor) -> Tensor:
         """From outputs `[n, hidden]`: features `[n, hidden]` for the next step."""
@@ -218,69 +191,24 @@ class Head:
             keys.copy_(self._rms(keys, layer.k_norm))
         _rotate_pairs(vectors, rotations)
 
-    def _attend_last(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
-        """Attention of one query row per sequence to all rows of its sequence.  Queries, result: `[sequences, query_width]`."""
-        folded = queries.view(-1, 1, self.kv_heads, self.group, self.head_dim)
-        if self.gather and len(rows.starts) > 1:
-            return self._attend_gathered(index, folded.squeeze(1), rows).reshape(-1, self.query_width)
-        keys, values = self._keys[index], self._values[index]
-        attended = [
-            functional.scaled_dot_product_attention(folded[i], keys.narrow(2, start, length), values.narrow(2, start, length))
-            for i, (start, length) in enumerate(zip(rows.starts, rows.lengths, strict=True))
-        ]
-        return (attended[0] if len(attended) == 1 else torch.cat(attended)).reshape(-1, self.query_width)
-
-    def _attend_branches(self, index: int, queries: Tensor, rows: Rows, masks: list[Tensor]) -> Tensor:
-        """Attention of each row as its sequence's mask allows.  Queries and result: `[rows, query_width]`.
-
-        All branches of a sequence are queries of one call, so the rows they share are read once, in place.
-        """
-        pieces = queries.split_with_sizes(rows.counts)
-        attended = [
-            self._attend(index, piece, start, mask[:, :length])
-            for piece, start, length, mask in zip(pieces, rows.starts, rows.lengths, masks, strict=True)
-        ]
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
-
-    def _attend_gathered(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
-        """Attention of one query per sequence to copies of its rows.  In and out: `[sequences, kv_heads, group, head_dim]`."""
-        attended = torch.empty_like(queries)
-        for padded in rows.padded:
-            if padded.part is None:
-                return self._attend_padded(index, queries, padded)
-            attended[padded.part] = self._attend_padded(index, queries[padded.part], padded)
-        return attended
-
-    def _attend_padded(self, index: int, queries: Tensor, padded: Padded) -> Tensor:
-        places = padded.places
-        gathered = self.cache[index].index_select(0, places.flatten())
-        paired = gathered.view(*places.shape, 2, self.kv_heads, self.head_dim)
-        return functional.scaled_dot_product_attention(
-            queries, paired[:, :, 0].transpose(1, 2), paired[:, :, 1].transpose(1, 2), padded.visible[:, None, None]
-        )
-
-    def _attend_all(self, index: int, queries: Tensor, rows: Rows) -> Tensor:
-        """Attention of every row to its sequence's rows up to itself (inner layers).  In and out: `[rows, query_width]`."""
+    def _attend_stretches(self, index: int, queries: Tensor, stretches: Sequence[Stretch]) -> Tensor:
+        """Attention of every row to its sequence's rows up to itself.  In and out: `[rows, query_width]`."""
         attended = []
-        for piece, start, length in zip(queries.split_with_sizes(rows.counts), rows.starts, rows.lengths, strict=True):
-            before = length - len(piece)
+        for piece, (start, length, count) in zip(
+            queries.split_with_sizes([each.new for each in stretches]), stretches, strict=True
+        ):
+            keys, values = self._keyed[index][start : start + length].permute(1, 2, 0, 3).unsqueeze(1)
+            before = length - count
             for part in torch.split(piece, QUERY_CHUNK):
-                visible = torch.ones(len(part), before + len(part), dtype=torch.bool, device=self.device).tril(before)
-                attended.append(self._attend(index, part, start, visible.repeat_interleave(self.group, 0)))
-                before += len(part)
+                seen = before + len(part)
+                visible = torch.ones(len(part), seen, dtype=torch.bool, device=self.device).tril(before)
+                folded = part.view(1, len(part), self.heads, self.head_dim).transpose(1, 2)
+                found = functional.scaled_dot_product_attention(
+                    folded, keys[:, :, :seen], values[:, :, :seen], visible, enable_gqa=True
+                )
+                attended.append(found.transpose(1, 2).reshape(len(part), self.query_width))
+                before = seen
         return torch.cat(attended)
-
-    def _attend(self, index: int, queries: Tensor, start: int, mask: Tensor) -> Tensor:
-        """Attention of several rows of one sequence.  Queries and result: `[n, query_width]`; `mask`: `[n * group, seen]`."""
-        count, seen = len(queries), mask.shape[1]
-        folded = queries.view(count, self.kv_heads, self.group, self.head_dim).transpose(0, 1)
-        attended = functional.scaled_dot_product_attention(
-            folded.reshape(1, self.kv_heads, -1, self.head_dim),
-            self._keys[index].narrow(2, start, seen),
-            self._values[index].narrow(2, start, seen),
-            mask,
-        )
-        return attended.view(self.kv_heads, count, -1).transpose(0, 1).reshape(count, self.query_width)
 
     def _finish(self, layer: _Layer, residual: Tensor, attended: Tensor) -> Tensor:
         hidden = torch.addmm(residual, attended, layer.out)
@@ -368,17 +296,6 @@ class Head:
 
     def _on_device(self, tensor: Tensor) -> Tensor:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
-
-
-def similar(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Indices of sequences in parts.  Padded to its longest, a part has at most `most` rows, or is one sequence."""
-    parts: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if parts and (len(parts[-1]) + 1) * lengths[i] <= most:
-            parts[-1].append(i)
-        else:
-            parts.append([i])
-    return parts
 
 
 def _affine(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

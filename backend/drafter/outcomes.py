@@ -22,18 +22,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from functools import cache
+from math import nan
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from backend.drafter.cache import Sequence
-from backend.drafter.draws import Draws, Ends
-from backend.drafter.head import Head, Rows
-from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Drafted, Premise
-from backend.speculation.chances import chances
+from backend.drafter.decoding import Decoder, Lanes, columns_behind, rows_behind, tips
+from backend.drafter.draws import Draws, Ends, Rules
+from backend.drafter.head import Head
+from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Premise
+from backend.speculation.chances import CLIP
 from backend.wire.drafting import Outcome
 
+Table = list[list[int]]
 NEVER = float("-inf")
 UNLIKELY = -30.0
 """The value given to a token outside the draft vocabulary, for which the head has no probability."""
@@ -74,13 +77,15 @@ class _Branches:
     tokens: Tensor
     scores: Tensor
 
+    def read(self) -> tuple[Table, Table, list[list[float]]]:
+        return self.stops.tolist(), self.tokens.tolist(), self.scores.tolist()
+
 
 class Imagination:
     """Enumerates outcomes with one head; keeps no state between calls."""
 
-    def __init__(self, head: Head, max_position: int, fresh: torch.Generator) -> None:
-        self._head = head
-        self._fresh = fresh
+    def __init__(self, head: Head, decoder: Decoder, max_position: int) -> None:
+        self._head, self._decoder = head, decoder
         self._max_position = max_position
         mapping = head.draft_to_target
         self._draft_ids = None if mapping is None else {target: own for own, target in enumerate(mapping.tolist())}
@@ -88,114 +93,99 @@ class Imagination:
 
     def outcomes(self, premises: list[Premise], sequences: list[Sequence], shape: Shape) -> list[list[Outcome]]:
         """Outcomes with drafts, likeliest first.  Sequences need their premise's length, and `shape.scratch` spare rows."""
-        outputs = self._force(premises, sequences, shape.depth)
-        branches = self._choose(premises, sequences, outputs, shape)
-        stops, tokens, scores = branches.stops.tolist(), branches.tokens.tolist(), branches.scores.tolist()
-        # One limit per branch: 0 for padding beyond the outcomes asked for, and for impossible outcomes.
-        limits = [
-            min(p.until.k, MAX_DRAFT, self._max_position - p.base_len - 1 - stop) if at < p.outcomes and score > NEVER else 0
-            for p, own_stops, own_scores in zip(premises, stops, scores, strict=True)
-            for at, (stop, score) in enumerate(zip(own_stops, own_scores, strict=True))
-        ]
+        device = self._head.device
+        rules = Rules.of([s.sampling for s in sequences])
+        rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
+        padded = [premise.verifying + [0] * (shape.depth - len(premise.verifying)) for premise in premises]
+        verifying = torch.tensor(padded, dtype=torch.int64, device=device).view(len(premises), shape.depth)
+        forced = self._decoder.lanes(shape.depth, rules._replace(independent=False), rows, columns, tips(sequences))
+        outputs = forced.outputs(verifying)
+        seeds, wide = (each.repeat_interleave(shape.depth + 1, -1) for each in (rows[-1], columns))
+        draws = Draws(seeds, wide, self._head.draft_to_target, rules)
+        branches = self._choose(premises, sequences, outputs, draws, shape)
         width = branches.stops.shape[1]
-        ends = Ends(
-            limits,
-            [p.until for p in premises for _ in range(width)],
-            [s.sampling for s in sequences for _ in range(width)],
-        )
-        drafted = self._branch(sequences, outputs, branches, ends, shape)
+        samplings = [s.sampling for s in sequences for _ in range(width)]
+        untils = [p.until for p in premises for _ in range(width)]
+        lanes = self._branch(rules, rows, columns, outputs, branches, shape)
+        read = cache(branches.read)
+        drafted = lanes.decode(shape.steps, lambda: Ends(self._limits(premises, *read()), untils, samplings), picks_first=False)
+        stopped, tokens, scores = read()
         return [
             [
-                Outcome(stops[i][at], tokens[i][at], (draft := drafted[i * width + at]).tokens, draft.signs, draft.proposal)
+                Outcome(stopped[i][at], tokens[i][at], (draft := drafted[i * width + at]).tokens, draft.signs, draft.proposal)
                 for at in range(min(premise.outcomes, width))
                 if scores[i][at] > NEVER
             ]
             for i, premise in enumerate(premises)
         ]
 
-    def _force(self, premises: list[Premise], sequences: list[Sequence], depth: int) -> Tensor:
-        """The head's outputs when it is fed the draft under verification: `[sequences, depth + 1, hidden]`."""
-        head = self._head
-        padded = [premise.verifying + [0] * (depth - len(premise.verifying)) for premise in premises]
-        ids = torch.tensor(padded, device=head.device).t().contiguous()
-        positions, places = steps_behind(sequences, depth, head.device)
-        starts, ones = [s.start for s in sequences], [1] * len(sequences)
-        output = tips(sequences)
-        outputs = [output]
-        for step in range(depth):
-            lengths = [s.length + 1 + step for s in sequences]
-            rows = Rows(ids[step], positions[step], places[step], starts, lengths, ones)
-            output = head.forward(rows, head.feature(output), None)
-            outputs.append(output)
-        return torch.stack(outputs, dim=1)
+    def _limits(self, premises: list[Premise], stops: Table, tokens: Table, scores: list[list[float]]) -> list[int]:
+        """One limit per branch: 0 for padding beyond the outcomes asked for, and for impossible outcomes."""
+        return [
+            min(p.until.k, MAX_DRAFT, self._max_position - p.base_len - 1 - stop) if at < p.outcomes and score > NEVER else 0
+            for p, own_stops, own_scores in zip(premises, stops, scores, strict=True)
+            for at, (stop, score) in enumerate(zip(own_stops, own_scores, strict=True))
+        ]
 
-    def _draws(self, sequences: list[Sequence], times: int) -> Draws:
-        """Draws for `times` rows of each sequence."""
-        samplings = [s.sampling for s in sequences for _ in range(times)]
-        return Draws(samplings, self._head.draft_to_target, self._fresh)
-
-    def _choose(self, premises: list[Premise], sequences: list[Sequence], outputs: Tensor, shape: Shape) -> _Branches:
+    def _choose(
+        self, premises: list[Premise], sequences: list[Sequence], outputs: Tensor, draws: Draws, shape: Shape
+    ) -> _Branches:
         """The most probable outcomes, by the module's formula.  Tensors begin with `[sequences, stops]`."""
         device, count, stops = self._head.device, len(premises), shape.depth + 1
-        logits = self._head.read(outputs.flatten(0, 1))[0]
-        draws = self._draws(sequences, stops)
-        first = [p.base_len - 1 + self._head.token_offset for p in premises]
-        at = torch.tensor(first, device=device).unsqueeze(1) + torch.arange(stops, device=device)
+        logits = self._head.read(outputs.flatten(0, 1))
+        first = [
+            [p.base_len - 1 + self._head.token_offset, len(p.verifying), *self._own_ids(p.verifying, stops)] for p in premises
+        ]
+        given = torch.tensor(first, device=device)
+        stop = torch.arange(stops, device=device)
+        at, lengths, drafted = given[:, :1] + stop, given[:, 1:2], given[:, 2:]
         # One token more than can be chosen, since the verified token is no outcome.
         size = min(max(shape.width, 1) + 1, self._draft_vocab)
-        drafted = torch.tensor([self._own_ids(p.verifying, stops) for p in premises], device=device)
-        lengths = torch.tensor([len(p.verifying) for p in premises], device=device).unsqueeze(1)
         columns, values, verified = draws.survey(logits, at.flatten(), size, drafted.clamp(min=0).flatten())
         columns, values = columns.view(count, stops, size), values.view(count, stops, size)
         # At the last stop there is no token to accept.
-        stop = torch.arange(stops, device=device)
         verified = verified.view(count, stops).masked_fill(drafted < 0, UNLIKELY).masked_fill(stop >= lengths, NEVER)
         others = values.masked_fill(columns == drafted.unsqueeze(-1), NEVER)
         shapes = draws.shapes(logits)
-        accepted, ended = self._fates(premises, sequences, draws, verified, others, shapes)
+        accepted, ended = self._fates(draws, verified, others, shapes, self._weights(premises, sequences, stops))
         before = (accepted.cumsum(1) - accepted).masked_fill(stop > lengths, NEVER)
         scores = (others + (before + ended).unsqueeze(-1)).flatten(1)
         chosen, where = scores.topk(min(shape.width, scores.shape[1]), dim=-1)
         tokens = draws.tokens_of(columns.flatten(1).gather(1, where))
         return _Branches(torch.div(where, size, rounding_mode="floor"), tokens, chosen)
 
-    def _fates(
-        self,
-        premises: list[Premise],
-        sequences: list[Sequence],
-        draws: Draws,
-        verified: Tensor,
-        others: Tensor,
-        shapes: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def _weights(self, premises: list[Premise], sequences: list[Sequence], stops: int) -> Tensor:
+        """The weights by which each sequence's tokens are judged: `a`, `b` and e of each stop; NaN: it has none."""
+        rows = []
+        for premise, sequence in zip(premises, sequences, strict=True):
+            own = UNJUDGED if sequence.sampling.independent else (nan, nan, nan)
+            a, b, *offsets = premise.until.judge(sequence.sampling) or own
+            rows.append([a, b, *offsets[:stops], *offsets[-1:] * (stops - len(offsets))])
+        return torch.tensor(rows, dtype=torch.float32, device=self._head.device)
+
+    @staticmethod
+    def _fates(draws: Draws, verified: Tensor, others: Tensor, shapes: Tensor | None, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Logarithms of each verified token's chance, and of a factor: `[sequences, stops]` each.
 
         The factor times exp(value) is the chance that a verification which gets here ends with the token of that value.
-        `shapes`: the signs at all stops of the sequences with independent drafts.
+        `shapes`: the signs at all stops, for sequences with independent drafts.
         """
         rest = others.logsumexp(-1).clamp(min=torch.finfo(torch.float32).min)
         is_sampled = (draws.scales > 0).view(verified.shape)
         total = torch.where(is_sampled, torch.logaddexp(rest, verified), 0.0)
-        accepted, ended = verified - total, -total
         leads = verified - others[..., 0].maximum(others[..., min(1, others.shape[-1] - 1)])
         signs = torch.stack((verified, leads), dim=-1)
         if shapes is not None:
-            own = [i for i, sequence in enumerate(sequences) if sequence.sampling.independent]
-            signs[own] = shapes.view(len(own), *signs.shape[1:])
-        known = signs.flatten(1).tolist()
-        for i, (premise, sequence) in enumerate(zip(premises, sequences, strict=True)):
-            weights = premise.until.judge(sequence.sampling)
-            if weights is None and sequence.sampling.independent:
-                weights = UNJUDGED
-            if weights is not None:
-                count = len(premise.verifying)
-                judged = torch.tensor(chances(weights, known[i][: 2 * count]), device=verified.device)
-                judged = judged.clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
-                accepted[i, :count] = judged.log()
-                ended[i] = -rest[i]
-                ended[i, :count] += torch.log1p(-judged)
+            signs = torch.where(draws.independent.view(*verified.shape, 1), shapes.view(signs.shape), signs)
+        # `chances` in `speculation/chances.py`, for all at once.
+        signs = signs.nan_to_num(nan=-CLIP).clamp(-CLIP, CLIP)
+        judged = (weights[:, :1] * signs[..., 0] + weights[:, 1:2] * signs[..., 1] + weights[:, 2:]).sigmoid()
+        judged = judged.clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
+        is_judged, is_last = weights[:, :1].isfinite(), verified == NEVER
+        accepted = torch.where(is_judged, judged.log(), verified - total)
+        ended = torch.where(is_judged, torch.where(is_last, 0.0, torch.log1p(-judged)) - rest, -total)
         # At the last stop no token is verified: its chance must not count.
-        return accepted.masked_fill(verified == NEVER, 0.0), ended
+        return accepted.masked_fill(is_last, 0.0), ended
 
     def _own_ids(self, verifying: list[int], count: int) -> list[int]:
         """The tokens' ids in the draft vocabulary, -1 for tokens outside it; padded with -1 to `count`."""
@@ -205,56 +195,26 @@ class Imagination:
             own = [known.get(token, -1) for token in verifying]
         return own + [-1] * (count - len(own))
 
-    def _branch(
-        self, sequences: list[Sequence], outputs: Tensor, branches: _Branches, ends: Ends, shape: Shape
-    ) -> list[Drafted]:
-        """The drafts for all outcomes, `width` per sequence.
+    def _branch(self, rules: Rules, rows: Tensor, columns: Tensor, outputs: Tensor, branches: _Branches, shape: Shape) -> Lanes:
+        """Lanes for all outcomes, `width` per sequence.
 
         In the cache, the rows of the draft under verification come first, then for each step one row per branch.
         """
-        head, device = self._head, self._head.device
         count, width = branches.tokens.shape
-        stride = torch.arange(count, device=device).unsqueeze(1) * (shape.depth + 1)
-        feature = head.feature(outputs.flatten(0, 1).index_select(0, (stride + branches.stops).flatten()))
-        last, places = steps_behind(sequences, shape.depth + 1, device)
-        # Tokens beyond the last position are cut off later; until then positions must stay within the head's.
-        positions = (last[0].unsqueeze(1) + branches.stops).flatten()
-        furthest = head.positions - 1
-        first = (places[-1].unsqueeze(1) + torch.arange(width, device=device)).flatten()
-        starts, counts = [s.start for s in sequences], [width] * count
-        masks = self._masks(sequences, branches.stops, shape)
-        draws = self._draws(sequences, width)
-        ids = branches.tokens.flatten()
-        for step in range(shape.steps):
-            lengths = [s.length + shape.depth + (step + 1) * width for s in sequences]
-            at = (positions + step).clamp_(max=furthest)
-            rows = Rows(ids, at, first + step * width, starts, lengths, counts, masks)
-            logits, feature = head.read(head.forward(rows, feature, None))
-            picked = draws.pick(logits, positions + step + head.token_offset + 1)
-            if not ends.take(picked):
-                break
-            ids = picked.tokens
-        return ends.cut()
-
-    def _masks(self, sequences: list[Sequence], stops: Tensor, shape: Shape) -> list[Tensor]:
-        """Per sequence, what each branch may attend to: the sequence's rows, the draft's rows before its stop, and its own."""
-        head, (count, width) = self._head, stops.shape
-        drafted = torch.arange(shape.depth, device=head.device) < stops.unsqueeze(-1)
-        own = torch.eye(width, dtype=torch.bool, device=head.device).repeat(1, shape.steps)
-        visible = torch.cat((drafted, own.expand(count, -1, -1)), dim=-1)
-        hidden = torch.zeros(visible.shape, dtype=head.dtype, device=head.device).masked_fill_(~visible, NEVER)
-        folded = hidden.repeat_interleave(head.group, 1)
-        return [functional.pad(mask, (s.length, 0)) for mask, s in zip(folded, sequences, strict=True)]
-
-
-def tips(sequences: Many[Sequence]) -> Tensor:
-    """The sequences' tips, the outputs that drafting starts from: `[sequences, hidden]`."""
-    outputs = [sequence.tip[1] for sequence in sequences if sequence.tip is not None]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-
-
-def steps_behind(sequences: Many[Sequence], steps: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Positions and cache places of the next `steps` rows behind each sequence's last: `[steps, sequences]` each."""
-    first = [[sequence.tip[0] - 1 if sequence.tip else 0 for sequence in sequences], [s.start + s.length for s in sequences]]
-    packed = torch.tensor(first, device=device).unsqueeze(1) + torch.arange(steps, device=device).view(1, -1, 1)
-    return packed[0], packed[1]
+        stride = torch.arange(count, device=outputs.device).unsqueeze(1) * (shape.depth + 1)
+        output = outputs.flatten(0, 1).index_select(0, (stride + branches.stops).flatten())
+        _, positions, places, starts, _, _, ones, seeds = rows.unsqueeze(2).expand(-1, -1, width)
+        tails = places - starts + shape.depth
+        own = places + shape.depth + torch.arange(width, device=outputs.device)
+        numbers = (
+            branches.tokens,
+            positions + branches.stops,
+            own,
+            starts,
+            tails - shape.depth + branches.stops,
+            tails,
+            ones * width,
+            seeds,
+        )
+        wide = columns.repeat_interleave(width, 1)
+        return self._decoder.lanes(shape.steps, rules, torch.stack(numbers).flatten(1), wide, output)

@@ -23,3 +23,10 @@ def train_demo(arguments: list[str], say: Say) -> None:
     from backend.lab.demo.__main__ import main
 
     main(arguments)
+
+
+def selfcheck(arguments: list[str], say: Say) -> None:
+    """Checks and times a drafter on this machine's GPU."""
+    from backend.lab.selfcheck import main
+
+    main(arguments, say)

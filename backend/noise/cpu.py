@@ -37,20 +37,22 @@ _SIGN, _MAGNITUDE, _LEAST = np.int32(31), np.int32(0x7FFFFFFF), np.int32(-(2**31
 _NEVER = np.float32(-np.inf)
 
 
-def _compiled(kernel: Kernel) -> Kernel:
+def compiled(kernel: Kernel, loose: bool = False) -> Kernel:
     """Compiles a kernel at its first call and caches the result on disk if possible.
 
-    No result depends on NaN or the sign of zero; LLVM must know that (`nnan`, `nsz`) to vectorize maxima.
+    No result depends on NaN or the sign of zero; LLVM must know that (`nnan`, `nsz`) to vectorize maxima.  With `loose`, sums
+    may be taken in any order, and are vectorized too.
     """
-    options: dict[str, Any] = {"nogil": True, "fastmath": {"nnan", "nsz"}, "boundscheck": False}
+    fastmath = {"nnan", "nsz", *(("reassoc", "contract", "arcp") if loose else ())}
+    options: dict[str, Any] = {"nogil": True, "fastmath": fastmath, "boundscheck": False}
     try:
-        compiled: Kernel = numba.njit(cache=True, **options)(kernel)
+        found: Kernel = numba.njit(cache=True, **options)(kernel)
     except RuntimeError:  # Numba found no writable directory for its cache.
-        compiled = numba.njit(**options)(kernel)
-    return compiled
+        found = numba.njit(**options)(kernel)
+    return found
 
 
-@_compiled
+@compiled
 def fill_words(counters: Any, count: int, position: Any, domain: Any, seed: Any, words: Any) -> None:
     """Philox 4x32-10: writes the four `words` of each counter `(counters[i], position, domain, 0)`, `i` below `count`.
 
@@ -68,14 +70,14 @@ def fill_words(counters: Any, count: int, position: Any, domain: Any, seed: Any,
         words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3] = c0, c1, c2, c3
 
 
-@_compiled
+@compiled
 def noise_of(word: Any) -> Any:
     """G of one word.  Float64 keeps both logarithms accurate for U close to 0 or 1; the result is float32."""
     u = (np.float64(word) + 0.5) * 2.0**-32
     return np.float32(-np.log(-np.log(u)))
 
 
-@_compiled
+@compiled
 def gumbel(seeds: Any, positions: Any, tokens: Any, domain: int, noise: Any) -> None:
     """Writes the noise of `tokens` `[R, M]` in a domain into `noise` `[R, M]`."""
     words = np.empty(4, np.uint32)
@@ -88,7 +90,7 @@ def gumbel(seeds: Any, positions: Any, tokens: Any, domain: int, noise: Any) -> 
             noise[row, column] = noise_of(words[token & 3])
 
 
-@_compiled
+@compiled
 def lay_out(ids: Any, counters: Any, counts: Any, slots: Any) -> None:
     """Writes the counters that each tile of `ids` needs, and where each column's word will be.
 
@@ -106,7 +108,7 @@ def lay_out(ids: Any, counters: Any, counts: Any, slots: Any) -> None:
         counts[tile] = count
 
 
-@_compiled
+@compiled
 def tile_maxima(logits: Any, maxima: Any) -> int:
     """Writes every tile's largest logit; returns the tile with the largest of all."""
     best = 0
@@ -123,7 +125,7 @@ def tile_maxima(logits: Any, maxima: Any) -> int:
     return best
 
 
-@_compiled
+@compiled
 def fill_bounds(logits: Any, beta: Any, scale: Any, words: Any, bounds: Any, least: Any) -> int:
     """Writes an upper bound of each score of the tile; returns how many bounds reach `least`."""
     reached = 0
@@ -135,7 +137,7 @@ def fill_bounds(logits: Any, beta: Any, scale: Any, words: Any, bounds: Any, lea
     return reached
 
 
-@_compiled
+@compiled
 def rank(logits: Any, seeds: Any, positions: Any, betas: Any, scales: Any, layout: Any, columns: Any, scores: Any) -> None:
     """Writes each row's F largest scores, in descending order, and their columns, `[R, F]`; ranks beyond V get minus infinity.
 
@@ -188,7 +190,7 @@ def rank(logits: Any, seeds: Any, positions: Any, betas: Any, scales: Any, layou
             columns[row, place] = min(columns[row, place], size - 1)
 
 
-@_compiled
+@compiled
 def insert(columns: Any, scores: Any, column: int, score: Any) -> None:
     """Inserts a column into the ranking if its score suffices.  Of equal scores, the first column leads."""
     place = columns.shape[0]

@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from backend.drafter.decoding import GRAPH_STEPS, SIZES, Lanes
+from backend.drafter.draws import Rules
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import GREEDY, Ask, Premise, Sampling, Until
 from backend.models.check import find_misfits
@@ -182,14 +184,25 @@ def make_proposer(
     layout: str = "eagle",
     suffix: str = "safetensors",
     dtype: torch.dtype = torch.float32,
-    gather: bool = False,
+    as_on_gpu: bool = False,
 ) -> EagleProposer:
-    """A proposer over a head written to `directory`; `dtype` and `gather` can be set as on a GPU."""
+    """A proposer over a head written to `directory`.
+
+    As on a GPU, `dtype` can be set, and decoding can use tensors that stay where they are, with padding, and read no result
+    before the end.
+    """
     target = write_target(directory / "target", head)
     weights = load_drafter(write_head(directory / "head", head, layout, suffix), target)
     with mock.patch("backend.drafter.eagle.compute_dtype", return_value=dtype):
         proposer = EagleProposer(weights, cache_tokens)
-    proposer._head.gather = gather
+    if as_on_gpu:
+        proposer._head.is_asynchronous = True
+        with torch.inference_mode():
+            proposer._decoder._captured = {
+                (size, own): Lanes(proposer._head, size, GRAPH_STEPS, Rules(independent=own))
+                for size in SIZES
+                for own in (False, True)
+            }
     return proposer
 
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from backend.drafter import eagle
 from backend.drafter import head as head_module
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.head import Rows, similar
 from backend.drafter.proposer import MAX_DRAFT, Ask, Premise, Until
 from backend.models.checkpoint import load_drafter
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
@@ -100,13 +100,14 @@ def assert_drafts(reference: Reference, session: Session, drafts: list[int], k: 
         assert drafts == expected
 
 
-@pytest.mark.parametrize("gathered", [0, 1 << 17, 60], ids=["in place", "gathered", "gathered in parts"])
+@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("long", [3, 1000], ids=["long stretches", "row by row"])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 def test_ragged_batches_draft_by_the_book(
-    tmp_path: Path, head: TinyHead, gathered: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, head: TinyHead, long: int, as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proposer, reference = make_proposer(tmp_path, head, gather=bool(gathered)), Reference(head)
-    monkeypatch.setattr(head_module, "GATHERED_ROWS", gathered)
+    monkeypatch.setattr(eagle, "LONG", long)
+    proposer, reference = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head)
     sessions = [Session(proposer, Target(head), i) for i in range(4)]
     lengths, k = (9, 2, 40, 5), 4
     asks = [s.open(tokens_of(i, n), k) for i, (s, n) in enumerate(zip(sessions, lengths, strict=True))]
@@ -116,29 +117,6 @@ def test_ragged_batches_draft_by_the_book(
             assert_drafts(reference, session, drafts, k)
         # Between one and three tokens were decided, rarely those that were drafted: all else is rolled back.
         asks = [s.commit(tokens_of(100 * step + i, 1 + (i + step) % 3), k) for i, s in enumerate(sessions)]
-
-
-@examples(50)
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=20), st.integers(1, 2000))
-def test_parts_of_a_batch_have_each_sequence_once_and_few_rows(lengths: list[int], most: int) -> None:
-    parts = similar(lengths, most)
-    assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
-    assert all(len(part) == 1 or len(part) * max(lengths[i] for i in part) <= most for part in parts)
-    assert len(parts) == 1 or len(lengths) * max(lengths) > most
-
-
-def test_one_long_sequence_does_not_make_the_copies_of_short_ones_long(tmp_path: Path) -> None:
-    head = make_proposer(tmp_path, TinyHead(), gather=True)._head
-    none = torch.zeros(64)
-    rows = Rows(none, none, none, [0] * 64, [500] * 40 + [32_000] + [500] * 23, [1] * 64)
-    with mock.patch.object(head, "_attend_padded", side_effect=lambda _, queries, padded: queries) as padded:
-        for _ in range(2):
-            head._attend_last(0, torch.zeros(64, head.query_width), rows)
-    calls = [call.args[2] for call in padded.call_args_list]
-    assert [each.visible.sum(1).tolist() for each in calls[:2]] == [[500] * 63, [32_000]]
-    assert [a is b for a, b in zip(calls[:2], calls[2:], strict=True)] == [True, True], (
-        "all layers share what says where rows lie"
-    )
 
 
 def test_without_a_table_of_rotations_drafts_are_the_same(tmp_path: Path) -> None:
@@ -224,7 +202,7 @@ def test_a_known_prefix_is_reused(tmp_path: Path, closed: bool) -> None:
 @given(st.data())
 def test_any_interleaving_of_requests_drafts_by_the_book(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     head = TinyHead(hidden=16, heads=2, kv_heads=1, layers=data.draw(st.integers(1, 2)))
-    proposer = make_proposer(tmp_path_factory.mktemp("head"), head, cache_tokens=1024, gather=data.draw(st.booleans()))
+    proposer = make_proposer(tmp_path_factory.mktemp("head"), head, cache_tokens=1024)
     target, reference = Target(head), Reference(head)
     sessions: dict[int, Session] = {}
     for _ in range(data.draw(st.integers(1, 8))):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -15,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from backend.drafter.draws import SUPPORT, Draws, Ends, fresh_noise
+from backend.drafter.decoding import NUMBERS, Decoder
+from backend.drafter.draws import SUPPORT, Ends, Rules, columns_of
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import GREEDY, Ask, Drafted, Premise, Sampling, Until
@@ -42,10 +44,14 @@ def own(temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: flo
 def pick(samplings: Sequence[Sampling], logits: Tensor, token_ids: Tensor | None = None, k: int = 1) -> list[Drafted]:
     """A draft of `k` tokens per row, all from the same logits `[rows, V]`."""
     rows = len(samplings)
-    draws, ends = Draws(samplings, token_ids, fresh_noise(CPU)), Ends([k] * rows, [Until(k)] * rows, samplings)
-    for place in range(k):
-        ends.take(draws.pick(logits, torch.full((rows,), place)))
-    return ends.cut()
+    head = mock.Mock(device=CPU, dtype=torch.float32, capacity=8, token_offset=1, is_asynchronous=False)
+    head.config.hidden_size, head.lm_head, head.draft_to_target = 1, logits[:1], token_ids
+    output = torch.zeros(rows, 1)
+    head.read.return_value, head.feature.return_value, head.forward.return_value = logits, output, output
+    numbers, columns = torch.zeros(NUMBERS, rows, dtype=torch.int64), torch.tensor(columns_of(samplings))
+    numbers[-1] = torch.tensor([sampling.seed for sampling in samplings])
+    lanes = Decoder(head, graphs=False).lanes(k, Rules.of(samplings), numbers, columns, output)
+    return lanes.decode(k, lambda: Ends([k] * rows, [Until(k)] * rows, samplings), picks_first=True)
 
 
 def decode(tokens: Sequence[int], proposal: bytes) -> tuple[list[list[int]], list[list[float]]]:

@@ -53,10 +53,10 @@ def check(book: Reference, request: Request, verifying: list[int], outcomes: lis
     return clear
 
 
-@pytest.mark.parametrize("gather", [False, True], ids=["in place", "gathered"])
+@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["as on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-def test_every_outcome_is_drafted_by_the_book(tmp_path: Path, head: TinyHead, gather: bool) -> None:
-    proposer, book = make_proposer(tmp_path, head, gather=gather), Reference(head)
+def test_every_outcome_is_drafted_by_the_book(tmp_path: Path, head: TinyHead, as_on_gpu: bool) -> None:
+    proposer, book = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head)
     # One token is outside a reduced vocabulary, one draft is shorter than the others.
     requests = [Request(proposer, head, key, length) for key, length in enumerate((9, 2, 40))]
     verifying = [requests[0].fresh(), [60, 3], requests[2].fresh(3)]

@@ -1,0 +1,69 @@
+"""Attention of single rows to rows of the KV cache: one call for all rows of all sequences, of any lengths.  Drafter thread.
+
+What a row attends to is said by five numbers, so that branches which share their beginning need no mask.  With `at` the row's
+own place, counted from its sequence's `start`, it attends to the rows
+
+    0 .. bound - 1,    and    at, at - stride, at - 2 stride, ... down to tail.
+
+A row that continues its sequence has bound 0, tail 0 and stride 1.  A branch has `bound` rows in common with others; behind
+`tail`, one row of each of `stride` branches follow each other.  `bound` is at most `tail`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What rows see: int64 `[rows]` each.  `places` and `starts` are rows of the cache, the others count from `starts`."""
+
+    places: Tensor
+    starts: Tensor
+    bounds: Tensor
+    tails: Tensor
+    strides: Tensor
+
+    def of(self, rows: Tensor) -> Reach:
+        """That of some rows, by their indices."""
+        return Reach(*(getattr(self, each.name).index_select(0, rows) for each in fields(self)))
+
+
+def attend(queries: Tensor, cache: Tensor, reach: Reach) -> Tensor:
+    """Attention of `queries` `[rows, heads, head_dim]` to keys and values `cache` `[capacity, 2, kv_heads, head_dim]`.
+
+    Softmax is in float32; result as `queries`.
+    """
+    scale = queries.shape[-1] ** -0.5
+    if queries.is_cuda:
+        from backend.drafter.attention import cuda
+
+        return cuda.attend(queries, cache, reach, scale)
+    if queries.dtype != torch.float32:
+        return _attend_one_by_one(queries, cache, reach)
+    from backend.drafter.attention import cpu
+
+    result = torch.empty_like(queries)
+    given = queries, cache, reach.places, reach.starts, reach.bounds, reach.tails, reach.strides
+    kernel: Callable[..., None] = cpu.attend
+    kernel(*(each.contiguous().numpy() for each in given), scale, result.numpy())
+    return result
+
+
+def _attend_one_by_one(queries: Tensor, cache: Tensor, reach: Reach) -> Tensor:
+    """The definition: what other types on a CPU, and tests, use."""
+    found = []
+    for row, query in enumerate(queries):
+        place, start, bound, tail, stride = (
+            int(each[row]) for each in (reach.places, reach.starts, reach.bounds, reach.tails, reach.strides)
+        )
+        at = place - start
+        seen = [start + o for o in range(at + 1) if o < bound or (o >= tail and (at - o) % stride == 0)]
+        keys, values = cache[seen].transpose(0, 2).unbind(1)
+        found.append(functional.scaled_dot_product_attention(query.unsqueeze(1), keys, values, enable_gqa=True).squeeze(1))
+    return torch.stack(found)

@@ -1,0 +1,112 @@
+"""What a draft costs on a GPU: operators started, and waits for results.  Neither may grow with requests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from backend.drafter.decoding import Lanes
+from backend.drafter.eagle import EagleProposer
+from backend.drafter.proposer import GREEDY, Ask, Premise, Sampling, Until
+from tests.support.drafter_heads import Request, TinyHead, make_proposer, tokens_of
+
+HEADS = {"head": TinyHead(draft_vocab=40), "two layers": TinyHead(layers=2)}
+SAMPLINGS = {
+    "greedy": [GREEDY],
+    "independent": [Sampling.of(1, 1.0, True)],
+    "mixed": [GREEDY, Sampling.of(1, 0.8), Sampling.of(2, 0.7, True, 5)],
+}
+READS = "tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"
+
+
+class Counting(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[str(operator)] += 1
+        return operator(*args, **(kwargs or {}))
+
+
+def operators(run: Callable[[], object]) -> Counter[str]:
+    with Counting() as counting:
+        run()
+    return counting.seen
+
+
+def opened(folder: Path, head: TinyHead, count: int, samplings: list[Sampling]) -> tuple[EagleProposer, list[Request]]:
+    proposer = make_proposer(folder, head, cache_tokens=16384, as_on_gpu=True)
+    return proposer, [Request(proposer, head, key, 20 + key % 7, samplings[key % len(samplings)]) for key in range(count)]
+
+
+@pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+def test_operators_do_not_grow_with_requests(tmp_path: Path, head: TinyHead, samplings: list[Sampling]) -> None:
+    drafting, enumerating, extending = [], [], []
+    for count in (4, 64):
+        proposer, requests = opened(tmp_path / str(count), head, count, samplings)
+        asks = [Ask(r.key, len(r.tokens), 0, None, Until(4)) for r in requests]
+        drafting.append(operators(lambda: proposer.draft(asks)))  # noqa: B023  (called here)
+        premises = [r.premise(tokens_of(count, 3), 4) for r in requests]
+        enumerating.append(operators(lambda: proposer.draft_outcomes(premises)))  # noqa: B023  (called here)
+        features = torch.randn(2, head.hidden)
+        for request in requests:
+            proposer.commit(request.key, len(request.tokens) + 2, tokens_of(count, 2), 2, 0.0)
+        rounds = [Ask(r.key, len(r.tokens) + 2, 2, features) for r in requests]
+        extending.append(operators(lambda: proposer.draft(rounds)))  # noqa: B023  (called here)
+    # Padding takes a few: whether there is any depends on the count.  Each request's tip is a view of one result.
+    views = {"aten.slice.Tensor", "aten.fill_.Tensor", "aten.copy_.default", "aten.expand.default"}
+    for few, many in (drafting, enumerating, extending):
+        assert {name: number for name, number in few.items() if name not in views} == {
+            name: number for name, number in many.items() if name not in views
+        }
+    assert drafting[1].total() <= drafting[0].total() + 20
+    assert enumerating[1].total() <= enumerating[0].total() + 20
+
+
+@pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+def test_no_step_waits_for_a_result(tmp_path: Path, samplings: list[Sampling]) -> None:
+    """What is captured as a graph: a step that read a result could not be."""
+    proposer, requests = opened(tmp_path, TinyHead(draft_vocab=40), 6, samplings)
+    run, steps = Lanes.run, Counter[str]()
+
+    def guarded(lanes: Lanes, step: Callable[[], None]) -> None:
+        steps[step.__name__] += 1
+        with mock.patch.multiple(torch.Tensor, **{name: mock.Mock(side_effect=AssertionError(name)) for name in READS}):
+            run(lanes, step)
+
+    with mock.patch.object(Lanes, "run", guarded):
+        drafts = proposer.draft([Ask(r.key, len(r.tokens), 0, None, Until(4)) for r in requests])
+        proposer.draft_outcomes([r.premise(d.tokens, 4) for r, d in zip(requests, drafts, strict=True)])
+    assert steps.keys() == {"pick", "advance_and_pick", "follow"}
+
+
+def test_longer_drafts_and_more_rows_than_were_captured_are_drafted_too(tmp_path: Path) -> None:
+    head = TinyHead()
+    proposer, requests = opened(tmp_path / "one", head, 3, [GREEDY])
+    other, others = opened(tmp_path / "two", head, 3, [GREEDY])
+    other._decoder._captured.clear()
+    for k, outcomes in ((20, 4), (6, 64), (6, 100)):
+        drafts = [
+            p.draft([Ask(r.key, len(r.tokens), 0, None, Until(k)) for r in rs])
+            for p, rs in ((proposer, requests), (other, others))
+        ]
+        assert [d.tokens for d in drafts[0]] == [d.tokens for d in drafts[1]]
+        found = [
+            p.draft_outcomes(
+                [Premise(r.key, len(r.tokens), Until(k), d.tokens, outcomes) for r, d in zip(rs, drafts[0], strict=True)]
+            )
+            for p, rs in ((proposer, requests), (other, others))
+        ]
+        one, two = ([[(o.accepted, o.token, o.tokens) for o in outcomes] for outcomes in each] for each in found)
+        assert one == two
