@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 from unittest import mock
 
 from gateway import cli
 from gateway.processes import run_gateway
+from outrider.child import end_with_parent
 
 LOSSES = 50
 
@@ -18,5 +20,6 @@ def patient_gateway(*given: Any) -> None:
 
 
 if __name__ == "__main__":
+    threading.Thread(target=end_with_parent, args=(int(sys.argv.pop(1)),), daemon=True).start()
     with mock.patch("gateway.cli.run_gateway", patient_gateway):
         sys.exit(cli.main())

@@ -29,6 +29,7 @@ class ServedFleet:
         *arguments: str,
         start_timeout_s: float = 400.0,
         command: str = "serve",
+        module: str = "outrider.child",
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
     ) -> None:
@@ -36,7 +37,7 @@ class ServedFleet:
 
         A fleet of this machine ends with the test's process, one of another machine with that machine.
         """
-        entry = ["gateway.cli"] if prefix else ["outrider.child", str(os.getpid())]
+        entry = ["gateway.cli"] if prefix else [module, str(os.getpid())]
         self.output: list[str] = []
         self._url = threading.Event()
         self.url = ""
