@@ -120,7 +120,7 @@ events = st.lists(st.tuples(st.floats(0.01, 0.6), st.sampled_from(["restart", "h
 
 @pytest.mark.parametrize("mode", MODES)
 @examples(
-    6,
+    4,
     phases=[Phase.explicit, Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
