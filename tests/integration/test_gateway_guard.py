@@ -183,9 +183,12 @@ async def test_a_request_after_a_slow_one_has_its_own_time(running, elapse):
     """On one connection: an answer, silence longer than a head may take, another request."""
     async with wire(running) as client:
         for _ in range(2):
-            await client.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            await client.send(b"GET /livez HTTP/1.1\r\n")
+            await eventually(lambda: arrived(running) > 0)
+            await client.send(b"host: localhost\r\n\r\n")
             assert (await client.answer())[0] == 200
             await elapse(protocol.HEAD_TIMEOUT_S)
+            assert not client.reader.at_eof()
 
 
 async def test_a_stream_is_longer_than_any_of_these_times(running, elapse):

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from backend.drafter.draws import _Samples, fresh_noise
+from backend.drafter.draws import Draws, Rules, columns_of
 from backend.drafter.proposer import Sampling
 from backend.lab.demo.drafter import new_drafter, save_drafter, train_drafter
 from backend.lab.demo.evaluate import accept
@@ -89,7 +89,9 @@ def test_drafts_sampled_from_the_likeliest_tokens_lose_little() -> None:
     p = scores[:, 1:-1].flatten(0, 1).softmax(1)
     (output,) = drafter.unroll(text[:, 1:], inputs[:, :-2], 1)
     logits = drafter.logits(output).flatten(0, 1)
-    ids, q = _Samples([Sampling(0, 1.0, independent=True)] * len(logits), fresh_noise(logits.device)).restricted(logits)
+    rows = torch.zeros(len(logits), dtype=torch.int64)
+    columns = torch.tensor(columns_of([Sampling(0, 1.0, independent=True)] * len(logits)))
+    ids, q = Draws(rows, columns, None, Rules(shared=False))._restricted(logits)
     kept, whole = torch.minimum(p.gather(1, ids), q).sum(1).mean(), torch.minimum(p, logits.softmax(1)).sum(1).mean()
     assert whole > 0.7
     assert kept > 0.96 * whole
