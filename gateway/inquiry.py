@@ -59,6 +59,7 @@ class SequenceStatistics:
         return {
             "index": index,
             "mode": mode,
+            "rule": next((account.rule for account in accounts if account.rule), None),
             "tokens": emitted,
             "unaccounted_tokens": max(emitted - known, 0),
             "tokens_per_second": round((emitted - 1) / (last - first), 3) if last > first else None,

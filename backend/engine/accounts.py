@@ -12,9 +12,9 @@ class Accounts:
         self._open: dict[str, tuple[int | None, Account]] = {}
         self._ended: dict[int, list[Account]] = {}
 
-    def began(self, request_id: str, gateway: int | None) -> None:
-        """Opens an account.  `gateway`, vLLM's client index, gets it at the end; None: no gateway has asked."""
-        self._open[request_id] = gateway, Account(request_id)
+    def began(self, request_id: str, gateway: int | None, rule: str) -> None:
+        """Opens an account.  `gateway`: vLLM's index of the client that gets it at the end; None: no gateway has asked."""
+        self._open[request_id] = gateway, Account(request_id, rule=rule)
 
     def verified(self, request_id: str, source: str, drafter: str, drafted: int, accepted: int, waited_s: float) -> None:
         """Counts a verification (`drafted` 0: without a draft).  Its step had waited `waited_s` for drafts."""

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple
 from backend.engine.accounts import Accounts
 from backend.engine.fixed import fixed_response
 from backend.engine.recording import Recording
+from backend.engine.resume import rule_of
 from backend.engine.spans import EngineSpans
 from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
 from backend.fleet.speed import Line
 from backend.records.rows import Row, name_for_records
+from backend.speculation.chances import RULE_NAMES
 from backend.speculation.pairing import Pairing
 from backend.speculation.proposals import Proposal
 from backend.speculation.waiting import Plan
@@ -187,7 +189,8 @@ class CountingScheduler:
         asked: RequestOptions | None = getattr(request, "outrider", None)
         asks = asked is not None and asked.account
         if asks or is_traced:
-            self.accounts.began(request.request_id, request.client_index if asks else None)
+            rule = RULE_NAMES[rule_of(request.sampling_params)]
+            self.accounts.began(request.request_id, request.client_index if asks else None, rule)
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:

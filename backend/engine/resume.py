@@ -19,11 +19,13 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from vllm.sampling_params import SamplingType
 from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
 from backend.engine.fixed import fixed_response
+from backend.speculation.chances import Rule
 from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, LOGPROBS_MODE, NOISE_SEED, NOT_LEARNED, RequestOptions
 
 
@@ -114,6 +116,15 @@ def _seed(params: Any) -> None:
         _add_argument(params, INDEPENDENT, True)
     _add_argument(params, NOISE_SEED, secrets.randbits(64) if params.seed is None else params.seed % 2**64)
     params.seed = None
+
+
+def rule_of(params: Any) -> Rule:
+    """How a request's drafts are judged, by its parameters after `add_request`."""
+    if params is None or params.sampling_type == SamplingType.GREEDY:
+        return Rule.GREEDY
+    shares_noise = params.extra_args and NOISE_SEED in params.extra_args and INDEPENDENT not in params.extra_args
+    # vLLM's own sampler has no shared noise.
+    return Rule.SHARED if shares_noise else Rule.INDEPENDENT
 
 
 def _add_argument(params: Any, name: str, value: Any) -> None:

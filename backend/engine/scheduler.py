@@ -10,20 +10,19 @@ import logging
 import time
 from typing import Any
 
-from vllm.sampling_params import SamplingType
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from backend.engine.counting import UNDRAFTED, CountingScheduler, Drafted
+from backend.engine.resume import rule_of
 from backend.fleet import DrafterRef, VerifierStats
-from backend.speculation.chances import Rule
 from backend.speculation.pairing import Pairing
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import Plan
 from backend.wire.drafting import Drafts, NextItem
-from backend.wire.engine import INDEPENDENT, RequestOptions
+from backend.wire.engine import RequestOptions
 
 logger = logging.getLogger(__name__)
 
@@ -220,7 +219,7 @@ class DraftingScheduler(CountingScheduler, Scheduler):
                 and not request.is_finished()
                 and self.warm_up_drafts is None
             ):
-                self.speculator.ended(request_id, request._all_token_ids, length, _rule_of(request))
+                self.speculator.ended(request_id, request._all_token_ids, length, rule_of(request.sampling_params))
         return outputs
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -240,10 +239,3 @@ class DraftingScheduler(CountingScheduler, Scheduler):
             first = self.waiting.peek_request()
             chunks += first.num_tokens if first is not self._held_back else 0
         return int(min(chunks, room))
-
-
-def _rule_of(request: Any) -> Rule:
-    params = request.sampling_params
-    if params is None or params.sampling_type == SamplingType.GREEDY:
-        return Rule.GREEDY
-    return Rule.INDEPENDENT if params.extra_args and params.extra_args.get(INDEPENDENT) else Rule.SHARED

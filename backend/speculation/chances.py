@@ -34,6 +34,10 @@ class Rule(IntEnum):
     """Rejection sampling (`backend/engine/rejection.py`)."""
 
 
+RULE_NAMES = {Rule.GREEDY: "greedy", Rule.SHARED: "shared_noise", Rule.INDEPENDENT: "rejection_sampling"}
+"""As clients read them."""
+
+
 def chance(weights: Sequence[float], place: int, value: float, lead: float) -> float:
     """The chance of one token.  `weights` are `[a, b, e_0, ...]`; the last e holds for all later places, too."""
     odds = weights[0] * clipped(value) + weights[1] * clipped(lead) + weights[min(place + 2, len(weights) - 1)]

@@ -135,6 +135,8 @@ class Account(msgspec.Struct):
     tallies: list[Tally] = []
     waited_s: float = 0.0
     """Seconds that the request's steps waited for drafts of any request."""
+    rule: str = ""
+    """How its drafts are judged: `greedy`, `shared_noise` or `rejection_sampling`."""
 
 
 class Addition(msgspec.Struct, frozen=True):

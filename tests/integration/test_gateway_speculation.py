@@ -29,7 +29,16 @@ RESPONSE: dict[str, Any] = {"model": "demo", "input": "hi", "max_output_tokens":
 async def drafting(verifier: FakeVerifier, sequence: Sequence) -> None:
     """Six tokens in two verifications, one of which had a draft from each source."""
     drafts = [Tally("fresh", "drafter-0", 1, 4, 2), Tally("prediction", "lookup", 2, 7, 3)]
-    tell(verifier, sequence, tokens=6, verifications=2, accepted_lengths=[0, 1, 0, 1], tallies=drafts, waited_s=0.25)
+    tell(
+        verifier,
+        sequence,
+        tokens=6,
+        verifications=2,
+        accepted_lengths=[0, 1, 0, 1],
+        tallies=drafts,
+        waited_s=0.25,
+        rule="greedy",
+    )
     await count_up(verifier, sequence)
 
 
@@ -108,6 +117,7 @@ async def tells(running: Running, path: str, predicted: dict[str, Any]) -> None:
     assert choice == {
         "index": 0,
         "mode": "sync",
+        "rule": "greedy",
         "tokens": 6,
         "unaccounted_tokens": 0,
         "verifications": 2,

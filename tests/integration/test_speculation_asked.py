@@ -66,6 +66,7 @@ async def test_wishes_are_met_and_change_no_token() -> None:
         assert short["drafted"] == sum(short["accepted_lengths"])
 
         for told in (predicted, wrong, fresh, ahead, short):
+            assert told["rule"] == "shared_noise"
             assert told["tokens"] == TOKENS
             assert told["unaccounted_tokens"] == 0
             assert told["accepted"] == sum(n * count for n, count in enumerate(told["accepted_lengths"]))
@@ -83,6 +84,10 @@ async def test_wishes_are_met_and_change_no_token() -> None:
         same, alone, _ = await ask(fleet, {"mode": "sync"})
         assert same == text
         assert "shared" not in {each["source"] for each in alone["sources"]}
+
+        for asked, rule in (({"seed": None}, "rejection_sampling"), ({"temperature": 0}, "greedy")):
+            _, told, _ = await ask(fleet, {}, max_tokens=1, **asked)
+            assert told["rule"] == rule
 
         # By a stop string the gateway ends the sequence, and the verifier tells all the same.
         _, stopped, _ = await ask(fleet, {}, stop=[text[40:44]])

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from backend.engine.counting import StepOrders
-from backend.engine.resume import _advanced, continued_seed
+from backend.engine.resume import _advanced, _complete, continued_seed, rule_of
 from backend.engine.runner import ResumedOutputs
+from backend.speculation.chances import Rule
+from backend.wire.engine import RequestOptions
 
 
 class Batch:
@@ -66,6 +70,24 @@ def test_a_continued_seed_is_another_one_each_time() -> None:
     assert len(seeds) == 20 * 19
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert continued_seed(7, 5) == continued_seed(7, 5)
+
+
+@pytest.mark.parametrize(
+    ("params", "remote", "native"),
+    [
+        (SamplingParams(temperature=0, seed=1), Rule.GREEDY, Rule.GREEDY),
+        (SamplingParams(temperature=1), Rule.INDEPENDENT, Rule.INDEPENDENT),
+        (SamplingParams(temperature=1, seed=1), Rule.SHARED, Rule.INDEPENDENT),
+        (SamplingParams(structured_outputs=StructuredOutputsParams(regex="a*")), Rule.SHARED, Rule.INDEPENDENT),
+        (None, Rule.GREEDY, Rule.GREEDY),
+    ],
+)
+def test_the_rule_of_a_request(params: SamplingParams | None, remote: Rule, native: Rule) -> None:
+    for shares_noise, rule in ((True, remote), (False, native)):
+        own = copy.deepcopy(params)
+        if own is not None:
+            _complete(own, shares_noise, 0, RequestOptions())
+        assert rule_of(own) == rule
 
 
 class Grammar:
