@@ -16,6 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from backend.engine.counting import UNDRAFTED, CountingScheduler, Drafted
+from backend.engine.dead_ends import DeadEnds
 from backend.engine.resume import rule_of
 from backend.fleet import DrafterRef, VerifierStats
 from backend.speculation.pairing import Pairing
@@ -27,15 +28,15 @@ from backend.wire.engine import RequestOptions
 logger = logging.getLogger(__name__)
 
 
-class PlainScheduler(CountingScheduler, Scheduler):
+class PlainScheduler(CountingScheduler, DeadEnds, Scheduler):
     """Modes `off` and `native`: vLLM's own scheduling, counted."""
 
 
-class PlainAsyncScheduler(CountingScheduler, AsyncScheduler):
+class PlainAsyncScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
     """Modes `off` and `native` with vLLM's asynchronous scheduling, counted."""
 
 
-class DraftingScheduler(CountingScheduler, Scheduler):
+class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
     """Modes with remote drafting: `sync`, `ahead` and `auto`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
