@@ -1,4 +1,4 @@
-"""Repairs of vLLM on the CPU: two replaced kernels, and an output matrix that is packed again.  Worker process.
+"""Repairs of vLLM on the CPU: replaced kernels, and an output matrix that is packed again.  Worker process.
 
 `expand`: vLLM 0.32 expands per-request sampling parameters (temperature, top-k, top-p) to per-token ones with a Triton kernel.
 The CPU stand-in for that kernel converts every tensor to int64 and drops the copy it wrote to.  The caller then divides logits
@@ -10,6 +10,8 @@ put it.  The registry itself is not used: it searches every loaded module for re
 `count_at_least`: vLLM compiles its own kernel when a request first asks for log probabilities, which stops the verifier for
 seconds.
 
+`shrink`: rows of a batch without an adapter have the index -1, for which vLLM's kernel takes the last adapter loaded.
+
 `repack_output_matrix`: on a CPU, vLLM keeps a packed copy of the output matrix.  If that matrix is tied to the embedding, no
 weight of its name is ever loaded.  So an exchange of weights would leave the old copy in place, and the model wrong.
 (vllm/model_executor/model_loader/reload/layerwise.py, `finalize_layerwise_processing`.)
@@ -18,10 +20,14 @@ weight of its name is ever loaded.  So an exchange of weights would leave the ol
 from __future__ import annotations
 
 import torch
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.sample import rejection_sampler, sampler
+
+_shrink = lora_ops.bgmv_shrink
 
 
 def expand(
@@ -46,9 +52,18 @@ def count_at_least(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     return (rows >= values).sum(-1)
 
 
+def shrink(
+    inputs: torch.Tensor, weights: torch.Tensor, output: torch.Tensor, adapters: torch.Tensor, scaling: float = 1.0
+) -> None:
+    """vLLM's kernel of the first matrix of adapters; `adapters` `[rows]` is -1 where a row has none."""
+    _shrink(inputs, weights, output, adapters, scaling)
+    output.masked_fill_((adapters < 0).unsqueeze(1), 0.0)
+
+
 def repair_cpu_kernels() -> None:
-    """Replaces the two kernels, after vLLM has registered its own.  Where Triton runs on the CPU, `expand` stays vLLM's."""
+    """Replaces the kernels, after vLLM has registered its own.  Where Triton runs on the CPU, `expand` stays vLLM's."""
     sampler.batched_count_greater_than = count_at_least
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink
     if HAS_TRITON:
         return
     launcher = rejection_sampler._expand

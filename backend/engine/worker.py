@@ -20,6 +20,7 @@ from backend.engine import target_rows, tensor_transfer
 from backend.engine.feature_link import Projection
 from backend.engine.features import FeatureShipper, Shipped
 from backend.engine.fixed import FixedResponses, takes_fixed
+from backend.engine.prompt_logprobs import AdapterPromptLogprobs
 from backend.engine.runner import RemoteDrafting, ResumedOutputs
 from backend.engine.sampling import SharedNoise, all_logits_processors
 from backend.fleet import DrafterRef
@@ -49,7 +50,10 @@ class Mixed:
         with all_logits_processors() if options["shared_noise"] else nullcontext():
             super().init_device()  # type: ignore[misc]
         runner_type = type(self.model_runner)
-        mixins = (*self.platform_mixins, *([ResumedOutputs] if issubclass(runner_type, GPUModelRunner) else []))
+        mixins = (
+            *self.platform_mixins,
+            *([ResumedOutputs, AdapterPromptLogprobs] if issubclass(runner_type, GPUModelRunner) else []),
+        )
         if options["shared_noise"]:
             warm_up(self.model_runner.device)
             mixins = (SharedNoise, *mixins)

@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 import vllm  # must be the first of vLLM's modules
+from vllm.lora.ops.torch_ops import lora_ops
+from vllm.lora.punica_wrapper.utils import convert_mapping
 from vllm.triton_utils.dispatcher import _rebind_kernels
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
@@ -25,7 +27,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import backend.noise  # noqa: F401
 from backend.engine.build import SUPPORTED_VLLM
-from backend.engine.cpu_kernels import count_at_least, expand
+from backend.engine.cpu_kernels import count_at_least, expand, shrink
 
 PARAMETERS = {
     (GPUModelRunner, "propose_draft_token_ids"): [
@@ -42,6 +44,14 @@ PARAMETERS = {
     ],
     (GPUModelRunner, "execute_model"): ["self", "scheduler_output", "intermediate_tensors"],
     (GPUModelRunner, "sample_tokens"): ["self", "grammar_output"],
+    (GPUModelRunner, "_get_prompt_logprobs_dict"): ["self", "hidden_states", "num_scheduled_tokens"],
+    (GPUModelRunner, "_set_active_loras"): [
+        "self",
+        "prompt_lora_mapping",
+        "token_lora_mapping",
+        "lora_requests",
+        "mapping_type",
+    ],
     (GPUModelRunner, "_sample"): ["self", "logits", "spec_decode_metadata"],
     (GPUModelRunner, "_update_states"): ["self", "scheduler_output"],
     (InputBatch, "add_request"): ["self", "request"],
@@ -163,6 +173,16 @@ def test_counting_without_a_compiler_is_what_vllm_compiles() -> None:
     values = rows[:, :1]
     uncompiled = logprobs.batched_count_greater_than._torchdynamo_orig_callable
     assert torch.equal(count_at_least(rows, values), uncompiled(rows, values))
+
+
+def test_rows_without_an_adapter_get_nothing_of_the_adapter_of_others() -> None:
+    """vLLM's kernels on the CPU give them the last adapter, whose index is -1 too."""
+    weights, rows, output = torch.randn(2, 1, 3, 4), torch.randn(3, 4), torch.ones(3, 3)
+    shrink(rows, weights, output, torch.tensor([-1, 1, 0]), 0.5)
+    expected = [torch.zeros(3), weights[1, 0] @ rows[1] * 0.5, weights[0, 0] @ rows[2] * 0.5]
+    torch.testing.assert_close(output, torch.stack(expected))
+    assert "x > 0 else -1" in inspect.getsource(convert_mapping)
+    assert "bgmv_shrink(inputs, lora_a_weights" in inspect.getsource(lora_ops.sgmv_shrink)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
