@@ -24,6 +24,7 @@ from backend.engine.client import Answer
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.noise import choose, gumbel
 from backend.wire.engine import Account, RequestOptions
+from tests.support.draws import Exact, draw
 from tests.support.other_vocabulary import write_permuted
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.statistics import chi_square, chi_square_tail
@@ -398,6 +399,8 @@ def _logprobs(answer: Answer) -> list[list[float]]:
 
 # -- plain decoding draws from p ---------------------------------------------------------------------------------------
 
+FEW_SAMPLES = 1_000
+UNSEEDED = SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True)
 PROMPT = "import os\nimport sys\n\n\ndef main(args):\n    "
 
 
@@ -442,6 +445,24 @@ def test_many_more_draws_are_from_the_targets_distribution(plain: Verifier) -> N
     found = p_values(plain, samples(plain, MANY_SAMPLES))
     print(found)
     assert min(found.values()) * len(found) > SIGNIFICANT, found
+
+
+@pytest.fixture(scope="module")
+def unseeded(plain: Verifier) -> Exact:
+    return Exact(plain, AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids, UNSEEDED, 3, FEW_SAMPLES)
+
+
+@pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
+def test_requests_without_a_seed_draw_from_the_targets_distribution(
+    engines: dict[str, Verifier], said: dict[str, Future[Said]], unseeded: Exact, mode: str
+) -> None:
+    """The noise is new each time.  The campaign has more draws, and other kinds of requests."""
+    said[mode].result()
+    before, prompt = accepted(engines[mode]), AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids
+    found = unseeded.p_value(draw(engines[mode], prompt, [UNSEEDED] * FEW_SAMPLES))
+    print(found)
+    assert accepted(engines[mode]) - before > FEW_SAMPLES / 4, "it really speculated"
+    assert found > SIGNIFICANT / 1000
 
 
 def first_tokens(probabilities: dict[int, float], noise: float) -> list[int]:

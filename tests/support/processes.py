@@ -127,11 +127,15 @@ class Apart(EngineClient):
 class Verifier(Child):
     """A running verifier and a client of it."""
 
-    def __init__(self, directory: Path, settings: dict[str, Any], paths: ResolvedModels | None = None) -> None:
+    def __init__(
+        self, directory: Path, settings: dict[str, Any], paths: ResolvedModels | None = None, token_s: float | None = None
+    ) -> None:
+        """`token_s`: how long a token of a step takes, of the times by which drafts are decided (`steady.py`)."""
         address = f"ipc://{directory}/v{os.urandom(3).hex()}.sock"
         # The name must be unique: drafters identify verifiers by name, and a second of that name would replace the first.
         self.name = f"verifier-{os.urandom(3).hex()}"
         job = {"verifier_id": self.name, "settings": settings, "paths": paths or demo_models(), "address": address}
+        job["token_s"] = token_s
         super().__init__(run_verifier.main, job, directory)
         self.client = Apart(self.address)
 

@@ -18,7 +18,7 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
     from tests.support.steady import keep_steady
 
     logging.basicConfig(level="INFO")
-    keep_steady()
+    keep_steady(job.get("token_s"))
     settings = Settings.model_validate(job["settings"])
     process = VerifierProcess(job["verifier_id"], "incarnation", settings, job["paths"], job["address"])
     process.start()

@@ -13,12 +13,12 @@ from backend.speculation.step_times import DraftTimes
 STEP_S, TOKEN_S, PASS_S = 1.0, 1e-3, 1e-3
 
 
-def keep_steady() -> None:
-    """For the whole process."""
+def keep_steady(token_s: float | None = None) -> None:
+    """For the whole process.  `token_s`: another time per token."""
     stepped, observe = Speculator.stepped, DraftTimes.observe
 
     def steady_step(self: Speculator, tokens: int, seconds: float, drafted: int) -> None:
-        stepped(self, tokens, STEP_S + TOKEN_S * tokens, drafted)
+        stepped(self, tokens, STEP_S + (token_s or TOKEN_S) * tokens, drafted)
 
     def steady_draft(self: DraftTimes, rows: int, k: int, computed_s: float, waited_s: float) -> None:
         observe(self, rows, k, PASS_S * (k + 1), PASS_S * (k + 1))
