@@ -79,6 +79,8 @@ class Request:
     """What the client wants asked of its drafter; None: the verifier chooses."""
     texts: list[TextSource] = field(default_factory=list)
     """The texts in which drafts are looked up."""
+    is_predicted: bool = False
+    """Whether its client has predicted the answer."""
     candidate: Candidate | None = None
     """The best draft from a drafter."""
     looked_up: Candidate | None = None
@@ -273,7 +275,8 @@ class Candidates:
             texts.append(OwnText())
             if asked.learn:
                 texts.append(self._shared.reader(asked.tenant, len(text)))
-        return Request(text, rule, 0 if asked.mode == "off" else longest, _ASKS[asked.mode], texts)
+        longest = 0 if asked.mode == "off" else longest
+        return Request(text, rule, longest, _ASKS[asked.mode], texts, bool(asked.prediction))
 
     def _look_up(self, request_id: str, request: Request) -> Candidate | None:
         if request.looked_up_at == len(request.text):

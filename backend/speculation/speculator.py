@@ -93,6 +93,8 @@ class Speculator:
         """Since the last choice: tokens emitted, and the sum over steps of seconds times requests."""
         self._began = 0.0
         """When the latest step began."""
+        self._fruitless, self._resting = 0, False
+        """Steps since a draft was verified; whether look-ups rest (`_has_turn`)."""
 
     # -- drafters ------------------------------------------------------------------------------------------------------
 
@@ -202,6 +204,7 @@ class Speculator:
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
         self._base = max(len(present) + prefill, 1)
+        self._resting = self._fruitless >= RECONSIDER_EVERY and not attached.features_needed
         candidates, spent = self._spend(present, self._base)
         spent = self._in_order(candidates, spent, self._base)
         for (_, request), candidate in zip(present, candidates, strict=True):
@@ -216,6 +219,7 @@ class Speculator:
                         attached.proposals[request_id] = request.verified.proposal.part(0, length)
                 else:
                     request.verified = None
+        self._fruitless = 0 if attached.tokens else self._fruitless + 1
         for _, request in present:
             request.candidate = None
         self._spent_for = (0, [])
@@ -323,11 +327,12 @@ class Speculator:
         # Begins with another request each step: the room for indexing may not suffice for all.
         unlearned = list(self._unlearned.items())
         first = self.candidates.steps % max(len(unlearned), 1)
-        for request_id, began in unlearned[first:] + unlearned[:first]:
+        for place, (request_id, began) in enumerate(unlearned[first:] + unlearned[:first], first):
             request = self.candidates.requests.get(request_id)
             if request is None:
                 continue
-            self.candidates.learn(request_id, request)
+            if request.is_predicted or self._has_turn(place % len(unlearned), len(unlearned)):
+                self.candidates.learn(request_id, request)
             if self._step_s is not None:
                 self._emitted += len(request.text) - began
         if self._unlearned:
@@ -362,12 +367,25 @@ class Speculator:
 
     def _spend(self, present: list[tuple[str, Request]], base: int) -> tuple[list[Candidate | None], Spent | None]:
         """Each request's best draft, and how much of it should pay.  Computed again only when a draft or `base` has changed."""
-        candidates = [self.candidates.best(request_id, request) for request_id, request in present]
+        candidates = [
+            self.candidates.best(request_id, request)
+            if request.is_predicted or self._has_turn(place, len(present))
+            else request.candidate
+            for place, (request_id, request) in enumerate(present)
+        ]
         if self._spent_for != (base, candidates):
             rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
             self._last_spent = self._spend_on(rows, base) if any(rows) else None
             self._spent_for = base, candidates
         return candidates, self._last_spent
+
+    def _has_turn(self, place: int, count: int) -> bool:
+        """Whether the request at this place of `count` is looked up.
+
+        While nobody is asked and no look-up pays, one in sixteen is, or one a step, by turns: all would lengthen plain steps.
+        """
+        turns = min(count, RECONSIDER_EVERY)
+        return not self._resting or (place - self.candidates.steps) % turns == 0
 
     def _in_order(self, candidates: list[Candidate | None], expected: Spent | None, base: int) -> Spent | None:
         """How much of each draft to verify, once it is known how much should pay."""

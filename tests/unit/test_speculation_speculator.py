@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,10 +13,10 @@ from hypothesis import strategies as st
 from backend.fleet import LOOKUP
 from backend.speculation.candidates import INDEXED_PER_STEP, rank_of
 from backend.speculation.chances import Rule
-from backend.speculation.speculator import Speculator
+from backend.speculation.speculator import RECONSIDER_EVERY, Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
 from backend.wire.drafting import Block, Draft, Outcome
-from backend.wire.engine import Said
+from backend.wire.engine import RequestOptions, Said
 from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, Drafter, Driven, K, Turn, speculator
 
 
@@ -281,3 +283,46 @@ def test_in_an_overloaded_batch_every_request_and_others_outputs_are_indexed_in_
     assert all(made.candidates.requests[name].texts[0].propose(text, 1)[0] for name, text in texts.items())
     reader = made.candidates.requests["r0"].texts[1]
     assert reader.propose([*texts["r0"], 2, 3, 4, 5], 2)[0] == [6, 7]
+
+
+def plainly(made: Speculator, texts: dict[str, list[int]], steps: int, next_token: Callable[[str], int]) -> list[int]:
+    """Runs steps with no drafter; returns how many requests were looked up in each."""
+    found = []
+    for _ in range(steps):
+        attached = made.attach(list(texts), 0, 0.0)
+        found.append(sum(request.looked_up_at == len(request.text) for request in made.candidates.requests.values()))
+        made.learn(0.0)
+        for name, text in texts.items():
+            began = len(text)
+            for token in [*attached.tokens.get(name, []), None]:
+                true = next_token(name)
+                text.append(true)
+                if token != true:
+                    break
+            made.ended(name, text, began, Rule.GREEDY)
+        made.ask(0.0)
+        made.stepped(len(texts), 1e-3 * len(texts), 0)
+    return found
+
+
+def test_look_ups_rest_while_none_pays_and_wake_when_one_does() -> None:
+    made, dice = Speculator("auto", K, 4, True, 50, LONGEST_WAIT_S), random.Random(0)
+    made.candidates.asked("r0", RequestOptions(prediction=[51, 52, 53]), 0)
+    for tokens in (1, 32, 33, 64, 200):
+        for _ in range(20):
+            made.step_times.observe(tokens, 1e-3 * tokens, 0)
+    texts = {f"r{i}": [dice.randrange(50) for _ in range(20)] for i in range(32)}
+    for name, text in texts.items():
+        made.ended(name, text, 19, Rule.GREEDY)
+    found = plainly(made, texts, 100, lambda name: dice.randrange(50))
+    assert found[:RECONSIDER_EVERY] == [32] * RECONSIDER_EVERY
+    assert set(found[-32:]) <= {2, 3}, "two by turns, and the one that has a prediction"
+    last = {name: request.looked_up_at for name, request in made.candidates.requests.items()}
+    assert min(last.values()) >= len(texts["r0"]) - 1 - RECONSIDER_EVERY, "each has its turn"
+
+    for tokens in (1, 32, 33, 64, 200):
+        for _ in range(200):
+            made.step_times.observe(tokens, 1e-3, 0)
+    plainly(made, texts, 3 * RECONSIDER_EVERY, lambda name: len(texts[name]) % 5)
+    assert made.attach(list(texts), 0, 0.0).tokens
+    assert not made._resting
