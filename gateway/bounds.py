@@ -175,6 +175,9 @@ def _check_messages(messages: Any) -> None:
             raise BadRequest(f"`messages[{index}].content` must be a string or a list of parts.", param="messages")
         if isinstance(content, list) and set(map(type, content)) - {dict, str}:
             raise BadRequest(f"`messages[{index}].content` has a part that is no object.", param="messages")
+        for at, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and not isinstance(part.get("text"), str | None):
+                raise BadRequest(f"`messages[{index}].content[{at}].text` must be a string.", param="messages")
 
 
 def count_prompts(prompt: Any) -> int:

@@ -98,36 +98,43 @@ REFUSED: Mapping[str, str] = {
 EMPTY: Mapping[str, Any] = {"suffix": "", "mcp_servers": []}
 """Values that ask for nothing: the field is absent.  Clients send them where a field has a default."""
 
-
-def without_nulls(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` without nulls that mean "absent": in its own fields, and in the objects that OpenAI's API defines.
-
-    Objects that clients define (JSON schemas, template arguments) are not changed.  `stream_options` is not changed either:
-    without a stream it is an error, even if it asks for nothing.
-    """
-    kept = {name: value for name, value in data.items() if value is not None and (name not in EMPTY or value != EMPTY[name])}
-    for name in ("reasoning", "text", "thinking", "output_config"):
-        if isinstance(kept.get(name), dict):
-            kept[name] = _dropped(kept[name])
-    for name in ("response_format", "tool_choice"):
-        if isinstance(kept.get(name), dict):
-            kept[name] = _dropped(kept[name], "json_schema", "function")
-    if isinstance(kept.get("text"), dict) and isinstance(kept["text"].get("format"), dict):
-        kept["text"] = {**kept["text"], "format": _dropped(kept["text"]["format"])}
-    if isinstance(kept.get("tools"), list):
-        kept["tools"] = [_dropped(each, "function") for each in kept["tools"]]
-    for name in ("messages", "input"):
-        if isinstance(kept.get(name), list):
-            kept[name] = [_dropped(each) for each in kept[name]]
-    return kept
-
-
-def _dropped(value: Any, *inside: str) -> Any:
-    """An object without its nulls, and without nulls in the objects under the keys `inside`."""
-    if not isinstance(value, dict):
-        return value
-    return {
-        name: _dropped(each) if name in inside and isinstance(each, dict) else each
-        for name, each in value.items()
-        if each is not None
+CLIENTS = frozenset(
+    {
+        "arguments",
+        "chat_template_kwargs",
+        "client_metadata",
+        "documents",
+        "extra_args",
+        "input_examples",
+        "input_schema",
+        "json",
+        "json_schema",
+        "media_io_kwargs",
+        "metadata",
+        "mm_processor_kwargs",
+        "parameters",
+        "schema",
+        "vllm_xargs",
     }
+)
+"""Fields whose objects clients define: JSON schemas, arguments of tools and templates.  A null in them is a value."""
+
+
+def drop_nulls(value: Any) -> None:
+    """Takes nulls out of all objects in a body, at any depth: they mean that a field is absent.  Objects of clients stay."""
+    below = [value]
+    while below:
+        each = below.pop()
+        if isinstance(each, dict):
+            for name in [name for name, inner in each.items() if inner is None]:
+                del each[name]
+            # The arguments of a tool call of Anthropic's are an object `input`; elsewhere that is a list of items.
+            ours = (name for name in each if name not in CLIENTS and not (name == "input" and isinstance(each[name], dict)))
+            below.extend(each[name] for name in ours)
+        elif isinstance(each, list):
+            below.extend(inner for inner in each if isinstance(inner, dict | list))
+
+
+def present(data: dict[str, Any]) -> dict[str, Any]:
+    """`data` without fields that ask for nothing."""
+    return {name: value for name, value in data.items() if value is not None and (name not in EMPTY or value != EMPTY[name])}

@@ -12,12 +12,12 @@ import uuid
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway.admission.claim import Claim
-from gateway.errors import translate
+from gateway.errors import BadRequest, translate
 from gateway.guard import PROBES
 from gateway.keys.caller import ANYBODY
 from gateway.keys.quotas import Quotas
@@ -44,17 +44,17 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = _take_request_id(scope)
-        scope.setdefault("state", {})
+        state = scope.setdefault("state", {})
+        _take_request_id(scope)
         status = 0
 
         async def named_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-                message["headers"] += _times(started, scope["state"].get("claim"))
-                message["headers"] += self._quotas.headers(scope["state"].get("caller", ANYBODY))
+                MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
+                message["headers"] += _times(started, state.get("claim"))
+                message["headers"] += self._quotas.headers(state.get("caller", ANYBODY))
             await send(message)
 
         started = time.monotonic()
@@ -66,7 +66,7 @@ class Envelope:
         except Exception as error:
             known = translate(error)
             if known.status == 500:
-                logger.exception("request %s failed", request_id)
+                logger.exception("request %s failed", state["request_id"])
             if status:
                 raise
             response = JSONResponse(known.body_for(scope["path"]), known.status, known.headers())
@@ -76,7 +76,7 @@ class Envelope:
             self._metrics.request_done(route, status or 499)
             level = logging.DEBUG if route in QUIET_PATHS else logging.INFO
             if access.isEnabledFor(level):
-                said = _said(scope, route, status or 499, started, request_id)
+                said = _said(scope, route, status or 499, started)
                 access.log(level, "%s", _text(said), extra={"fields": said})
 
 
@@ -94,7 +94,7 @@ def _times(started: float, claim: Claim | None) -> list[tuple[bytes, bytes]]:
     ]
 
 
-def _said(scope: Scope, route: str, status: int, started: float, request_id: str) -> dict[str, Any]:
+def _said(scope: Scope, route: str, status: int, started: float) -> dict[str, Any]:
     """The fields of a request's log line."""
     said: dict[str, Any] = {
         "method": scope["method"],
@@ -102,7 +102,7 @@ def _said(scope: Scope, route: str, status: int, started: float, request_id: str
         "status": status,
         "ms": round((time.monotonic() - started) * 1000, 2),
         "key": scope["state"].get("caller", ANYBODY).name or None,
-        "request_id": request_id,
+        "request_id": scope["state"]["request_id"],
     }
     claim: Claim | None = scope["state"].get("claim")
     if claim is not None:
@@ -121,12 +121,26 @@ def _text(said: dict[str, Any]) -> str:
     return " ".join([head, *rest])
 
 
-def _take_request_id(scope: Scope) -> str:
+def _take_request_id(scope: Scope) -> None:
     """The client's request id if it is well-formed, else a new one, which is put into the headers for the routes."""
     given = Headers(scope=scope).get("x-request-id", "")
-    if _REQUEST_ID.fullmatch(given):
-        return given
-    new = uuid.uuid4().hex
-    scope["headers"] = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
-    scope["headers"].append((b"x-request-id", new.encode()))
-    return new
+    scope["state"]["unnamed"] = not _REQUEST_ID.fullmatch(given)
+    scope["state"]["request_id"] = given
+    if scope["state"]["unnamed"]:
+        _name(scope, uuid.uuid4().hex)
+
+
+def take_name(request: Request, name: Any) -> None:
+    """The body's `request_id`: the request's id, unless a header has named one.  Raises `BadRequest`."""
+    if not isinstance(name, str) or not _REQUEST_ID.fullmatch(name):
+        raise BadRequest("`request_id` must be 1 to 128 printable ASCII characters without blanks.", param="request_id")
+    if request.scope["state"].get("unnamed"):
+        _name(request.scope, name)
+        # vLLM asks the request, which keeps headers that it has read.
+        request._headers = Headers(scope=request.scope)
+
+
+def _name(scope: Scope, name: str) -> None:
+    others = [pair for pair in scope["headers"] if pair[0] != b"x-request-id"]
+    scope["headers"] = [*others, (b"x-request-id", name.encode())]
+    scope["state"]["request_id"] = name

@@ -99,5 +99,4 @@ def path_of(error: Any) -> list[str]:
     for part in error["loc"]:
         if isinstance(part, int) or (part.isidentifier() and part.islower() and part not in _TYPES):
             named.append(str(part))
-    # Messages are validated one by one, so pydantic's path lacks the name of their list.
-    return ["messages", *named] if named and named[0].isdigit() else named
+    return named

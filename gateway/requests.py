@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, Mapping, Set
+from collections.abc import AsyncGenerator, Iterator, Mapping, Set
 from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -22,9 +22,10 @@ from backend.engine.front import VLLMClientError
 from backend.engine.front.grammar import asked_in
 from backend.wire.engine import FIXED_RESPONSE
 from gateway.bounds import MAX_CHOICES, check_bounds, check_structure, check_text, grammar_field
-from gateway.errors import BadRequest, PayloadTooLarge, UnsupportedMedia, from_pydantic
-from gateway.fields import NO_EFFECT, REFUSED, Fits, without_nulls
+from gateway.errors import ApiError, BadRequest, PayloadTooLarge, UnsupportedMedia, from_pydantic
+from gateway.fields import NO_EFFECT, REFUSED, Fits, drop_nulls, present
 from gateway.guard import read_body
+from gateway.middleware import take_name
 
 LARGE_BYTES = 1 << 18
 """Larger bodies are decoded in a thread.  Each step of decoding holds the interpreter, but others run in between."""
@@ -48,6 +49,8 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
         raise BadRequest("The request body must be a JSON object.", code="invalid_json")
     check_text(data, request.app.state.gateway.client.model_config.max_model_len)
     asked_in.set(grammar_field(data))
+    if "request_id" in data:
+        take_name(request, data["request_id"])
     return data
 
 
@@ -92,6 +95,8 @@ def _decode(body: bytearray) -> Any:
             json.dumps(data, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         raise BadRequest("The request body is not valid JSON.", code="invalid_json") from None
+    if "null" in text:
+        drop_nulls(data)
     return data
 
 
@@ -104,19 +109,59 @@ def _finite(number: str) -> float:
 
 
 def parse(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
-    """Checks bounds; makes a `model`, without nulls and fields without effect.  Raises `BadRequest` or ValidationError."""
+    """Checks bounds; makes a `model`, without fields that have no effect.  Raises `BadRequest` or ValidationError."""
     check_bounds(data)
     return fitted(model, data, no_effect)
 
 
 def fitted(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
     """As `parse`, for `data` whose bounds were checked before."""
-    kept = check_fields(model, without_nulls(data), no_effect)
+    kept = check_fields(model, present(data), no_effect)
     try:
-        return model.model_validate(kept)
+        made = model.model_validate(kept)
+        _read_lists(getattr(made, "messages", None), "messages")
+        return made
+    except pydantic.ValidationError as error:
+        if not _is_lists_own(error):
+            raise
+        raise _of_tool_calls(model, kept) from None
     except _TRIPPED:
         wrong = _wrong_field(model, kept)
         raise BadRequest(f"{f'`{wrong}`' if wrong else 'A field of the request'} has the wrong type.", param=wrong) from None
+
+
+def _read_lists(messages: Any, place: str) -> None:
+    """Reads the lists in messages, which pydantic checks only then.  Raises `BadRequest` naming the place."""
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, list):
+            _read_lists(message, f"{place}.{index}")
+        for name, value in message.items() if isinstance(message, dict) else ():
+            if isinstance(value, Iterator):
+                try:
+                    message[name] = list(value)
+                except pydantic.ValidationError as error:
+                    raise _in_list(error, f"{place}.{index}.{name}") from None
+
+
+def _is_lists_own(error: pydantic.ValidationError) -> bool:
+    """Whether a list was read that pydantic checks only then: the place is one in that list."""
+    return isinstance(next(iter(error.errors(include_url=False, include_input=False)[0]["loc"]), None), int)
+
+
+def _in_list(error: pydantic.ValidationError, place: str) -> ApiError:
+    known = from_pydantic(error, place)
+    known.param = "messages"
+    return known
+
+
+def _of_tool_calls(model: type[pydantic.BaseModel], kept: dict[str, Any]) -> ApiError:
+    """The error of the first message with a wrong tool call.  vLLM's own validator reads these, and does not say of which."""
+    for index, message in enumerate(kept["messages"]):
+        try:
+            model.model_validate({**kept, "messages": [message]})
+        except pydantic.ValidationError as error:
+            return _in_list(error, f"messages.{index}.tool_calls")
+    raise AssertionError("together they are wrong")
 
 
 _TRIPPED = (TypeError, AttributeError, KeyError)

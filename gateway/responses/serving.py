@@ -19,7 +19,7 @@ from gateway.admission.claim import Claim
 from gateway.bounds import check_bounds, check_items
 from gateway.calling import callable_tools, named_tools, only_allowed
 from gateway.errors import BadRequest, RateLimited, translate
-from gateway.fields import RESPONDING
+from gateway.fields import RESPONDING, drop_nulls
 from gateway.requests import fitted
 from gateway.responses.events import Event, complete, failed
 from gateway.responses.store import UNFINISHED, Item, Row, Store
@@ -101,6 +101,8 @@ class Responses:
         theirs = {name: value for name, value in only_allowed(data).items() if name not in ours}
         check_bounds(theirs)
         items = [*history, *own]
+        # What vLLM made has nulls.
+        drop_nulls(items)
         check_items(items, self._context, history=bool(history))
         # vLLM neither stores a response nor makes one in the background: this gateway does.
         fixed = {"input": items, "store": False, "background": False, "stream": background or data.get("stream")}

@@ -1,5 +1,6 @@
 """The gateway over HTTP, whole, in front of a fake verifier: everything but streams."""
 
+import asyncio
 import json
 import socket
 
@@ -7,6 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gateway.server import _listen
+from tests.integration.test_gateway_streams import stall
 from tests.support.fake_verifier import eventually
 from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, running_gateway
 
@@ -176,9 +178,9 @@ async def test_many_conversations_in_one_request(running):
 
 
 async def test_stream_options_need_a_stream(running):
-    for options in ({"include_usage": True}, {"include_usage": None}):
-        refused = await running.http.post("/v1/completions", json={**COMPLETION, "stream_options": options})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options"), refused.text
+    body = {**COMPLETION, "stream_options": {"include_usage": True}}
+    refused = await running.http.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options"), refused.text
 
 
 async def test_completion_with_usage_and_n(running):
@@ -201,6 +203,36 @@ async def test_request_ids_come_back(running):
     assert response.json()["id"] == "cmpl-mine-7"
     bad = await running.http.get("/livez", headers={"x-request-id": "a b"})
     assert bad.headers["x-request-id"] != "a b"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "prefix"),
+    [
+        ("/v1/completions", COMPLETION, "cmpl-"),
+        ("/v1/chat/completions", CHAT, "chatcmpl-"),
+        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 2}}, ""),
+    ],
+)
+async def test_a_body_may_name_its_request(running, path, body, prefix):
+    named = {**body, "request_id": "mine-8"}
+    answer = await running.http.post(path, json=named)
+    assert answer.headers["x-request-id"] == "mine-8"
+    assert answer.json().get("id", answer.json().get("request_id")).endswith(f"{prefix}mine-8")
+    assert "mine-8" in running.verifier.sequences[-1].request.request_id
+    answer = await running.http.post(path, json=named, headers={"x-request-id": "header-9"})
+    assert answer.headers["x-request-id"] == "header-9"
+    for wrong in ("a b", "", "x" * 129, 5):
+        answer = await running.http.post(path, json={**body, "request_id": wrong})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "request_id"), wrong
+
+
+async def test_a_request_is_aborted_by_the_id_in_its_body(running):
+    running.verifier.behaviour = stall
+    asked = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "request_id": "mine-10"}))
+    await eventually(lambda: len(running.verifier.sequences) == 1)
+    aborted = (await running.http.post("/abort_requests", json={"request_ids": ["mine-10"]})).json()
+    assert aborted["aborted"] == 1
+    assert (await asked).json()["choices"][0]["finish_reason"] == "abort"
 
 
 async def test_readiness_follows_the_verifiers():

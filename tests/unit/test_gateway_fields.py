@@ -1,12 +1,16 @@
 """The tables of request fields: what they do, and that the docs say the same."""
 
+import copy
+import json
 import re
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pydantic
 import pytest
 from anthropic.types import message_count_tokens_params, message_create_params
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses import ResponseIncludable
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
@@ -14,12 +18,16 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from backend.engine.front import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
+    BatchChatCompletionRequest,
     ChatCompletionRequest,
+    GenerateRequest,
     ResponseRequest,
     VLLMClientError,
 )
+from backend.engine.front.parameters import PARAMETERS
 from gateway.errors import BadRequest
 from gateway.fields import (
+    CLIENTS,
     GENERATING,
     MESSAGES_NO_EFFECT,
     MESSAGING,
@@ -27,9 +35,12 @@ from gateway.fields import (
     REFUSED,
     RESPONDING,
     RESPONSES_NO_EFFECT,
-    without_nulls,
+    drop_nulls,
+    present,
 )
-from gateway.requests import parse
+from gateway.requests import _decode, parse
+from gateway.responses.turn import as_items
+from tests.support.properties import examples
 
 DOCS = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 
@@ -127,34 +138,119 @@ def test_what_would_change_a_message_is_refused(name, value):
         parse(AnthropicMessagesRequest, {**SAID, name: value}, MESSAGING)
 
 
-def test_null_means_absent():
-    asked = {
-        "model": "demo",
-        "temperature": None,
-        "stream_options": {"include_usage": None},
-        "messages": [{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}], "refusal": None}],
-        "tools": [{"type": "function", "strict": None, "function": {"name": "f", "description": None}}],
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": None, "schema": {}}},
-    }
-    assert without_nulls(asked) == {
-        "model": "demo",
-        "stream_options": {"include_usage": None},
-        "messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}],
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
-    }
+NAMES = st.sampled_from(["messages", "content", "type", "annotations", "status", "n", "input", "sampling_params", *CLIENTS])
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=4),
+    max_leaves=20,
+)
 
 
-def test_nulls_of_what_clients_define_stay():
-    schema = {"type": "object", "properties": {"a": {"enum": [None], "default": None}}}
-    asked = {
-        "tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}],
-        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
-        "chat_template_kwargs": {"a": None},
-    }
-    assert without_nulls(asked) == asked
+def without_nulls(value: Any) -> Any:
+    """What `drop_nulls` leaves, said another way."""
+    if isinstance(value, list):
+        return [without_nulls(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    clients = {*CLIENTS, "input"} if isinstance(value.get("input"), dict) else CLIENTS
+    return {name: each if name in clients else without_nulls(each) for name, each in value.items() if each is not None}
+
+
+@examples(200)
+@given(st.dictionaries(NAMES, VALUES))
+def test_null_means_absent_at_any_depth_but_not_in_what_clients_define(body):
+    read = copy.deepcopy(body)
+    drop_nulls(read)
+    assert read == without_nulls(body)
+
+
+def decoded(body: Any) -> Any:
+    return _decode(bytearray(json.dumps(body).encode()))
+
+
+SAYS = {"role": "user", "content": "x"}
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [None], "default": None}}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "others", "body", "nulls"),
+    [
+        (
+            GenerateRequest,
+            NO_EFFECT,
+            {"token_ids": [1], "sampling_params": {}},
+            {"token_ids": [1], "sampling_params": dict.fromkeys(PARAMETERS), "cache_salt": None},
+        ),
+        (
+            BatchChatCompletionRequest,
+            NO_EFFECT,
+            {"messages": [[SAYS, {"role": "assistant"}]]},
+            {"messages": [[{**SAYS, "name": None}, {"role": "assistant", "content": None, "tool_calls": None}]]},
+        ),
+        (
+            ChatCompletionRequest,
+            NO_EFFECT,
+            {"messages": [SAYS, {"role": "assistant", "tool_calls": [CALL]}], "structured_outputs": {"json": SCHEMA}},
+            {
+                "messages": [
+                    SAYS,
+                    {"role": "assistant", "content": None, "refusal": None, "tool_calls": [{**CALL, "index": None}]},
+                ],
+                "structured_outputs": {
+                    "json": SCHEMA,
+                    **dict.fromkeys(("regex", "disable_fallback", "disable_any_whitespace", "disable_additional_properties")),
+                },
+                "stop": None,
+            },
+        ),
+        (
+            ChatCompletionRequest,
+            NO_EFFECT,
+            {
+                "messages": [SAYS],
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+                "chat_template_kwargs": {"a": None},
+            },
+            {
+                "messages": [SAYS],
+                "tools": [
+                    {"type": "function", "strict": None, "function": {"name": "f", "parameters": SCHEMA, "description": None}}
+                ],
+                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": None}},
+                "chat_template_kwargs": {"a": None},
+            },
+        ),
+        (
+            ResponseRequest,
+            RESPONDING,
+            {"input": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}]},
+            {
+                "input": [
+                    {
+                        "type": "message",
+                        "id": None,
+                        "role": "assistant",
+                        "content": [{"type": "output_text", "text": "a", "annotations": None, "logprobs": None}],
+                        "status": None,
+                    }
+                ]
+            },
+        ),
+    ],
+)
+def test_a_request_with_nulls_is_the_request_without(model, others, body, nulls):
+    read = [parse(model, {"model": "demo", **decoded(each)}, others) for each in (body, nulls)]
+    plain, with_nulls = (str(each.model_dump(exclude={"request_id"})) for each in read)
+    assert re.sub(r"msg_\w+", "", with_nulls) == re.sub(r"msg_\w+", "", plain)
+
+
+def test_an_item_whose_type_is_null_is_a_message():
+    (item,) = as_items(decoded([{"type": None, "role": "user", "content": "x"}]))
+    assert item["type"] == "message"
 
 
 def test_what_asks_for_nothing_is_absent():
-    assert without_nulls({"suffix": "", "mcp_servers": [], "prompt": "", "tools": []}) == {"prompt": "", "tools": []}
-    assert without_nulls({"suffix": "x", "mcp_servers": [1]}) == {"suffix": "x", "mcp_servers": [1]}
+    assert present({"suffix": "", "mcp_servers": [], "prompt": "", "tools": []}) == {"prompt": "", "tools": []}
+    assert present({"suffix": "x", "mcp_servers": [1]}) == {"suffix": "x", "mcp_servers": [1]}

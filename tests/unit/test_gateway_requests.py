@@ -4,7 +4,7 @@ import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
-from backend.engine.front import AnthropicMessagesRequest, GenerateRequest, ResponseRequest
+from backend.engine.front import AnthropicMessagesRequest, BatchChatCompletionRequest, GenerateRequest, ResponseRequest
 from gateway.bounds import MAX_CHOICES
 from gateway.errors import BadRequest, translate
 from gateway.fields import GENERATING, MESSAGING, NO_EFFECT, REFUSED, RESPONDING
@@ -120,3 +120,37 @@ def test_a_client_cannot_dictate_its_own_response():
     with pytest.raises(BadRequest) as caught:
         check_generation(asked, vllm_speculates=False)
     assert caught.value.param == "vllm_xargs"
+
+
+SAYS = {"role": "user", "content": "x"}
+PART = {"type": "text", "text": "x"}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("message", "place"),
+    [
+        ({"role": "user", "content": [{"type": "text"}]}, "content.0.text"),
+        ({"role": "assistant", "content": "x", "tool_calls": [CALL, {**CALL, "id": 5}]}, "tool_calls.1.id"),
+    ],
+)
+def test_an_error_in_a_list_within_a_message_names_the_message(message, place):
+    for model, messages, index in (
+        (ChatCompletionRequest, [SAYS, message], "1"),
+        (BatchChatCompletionRequest, [[SAYS], [SAYS, SAYS, message]], "1.2"),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            parse(model, {"model": "m", "messages": messages})
+        assert (caught.value.param, caught.value.message.partition(": ")[0]) == ("messages", f"messages.{index}.{place}")
+
+
+def test_the_text_of_a_part_is_text():
+    messages = [SAYS, {"role": "user", "content": [PART, {"type": "text", "text": 5}]}]
+    with pytest.raises(BadRequest) as caught:
+        parse(ChatCompletionRequest, {"model": "m", "messages": messages})
+    assert (caught.value.param, caught.value.message) == ("messages", "`messages[1].content[1].text` must be a string.")
+
+
+def test_lists_in_messages_stay_what_they_are():
+    messages = [{"role": "user", "content": [PART, PART]}, {"role": "assistant", "content": [PART], "tool_calls": [CALL]}]
+    assert parse(ChatCompletionRequest, {"model": "m", "messages": messages}).messages == messages
