@@ -94,8 +94,8 @@ class FleetCore(Verifiers, EngineCoreClient):
 
     async def admit(self) -> None:
         """Waits until the current request may be submitted.  Raises `NoVerifier`, or `Overloaded` when too many wait."""
-        if not self.routable():
-            raise NoVerifier
+        # The last verifier may have been lost while the prompt was tokenized.
+        await self.wait_routable(self.gate.wait_s)
         await self.gate.enter(current_claim())
 
     def abandon(self) -> None:
@@ -340,6 +340,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         return await self._outputs.get()
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        await self.wait_routable(self.gate.wait_s)
         for link in self.ready_links:
             if link.welcome is not None:
                 return tuple(link.welcome.supported_tasks)
@@ -361,7 +362,9 @@ class FleetCore(Verifiers, EngineCoreClient):
             return
         try:
             if not self._place(record):
-                raise NoVerifier
+                await self.wait_routable(self.gate.wait_s)
+                if not self._place(record):
+                    raise NoVerifier
         except OverflowError:
             raise VLLMValidationError("A number in the request is out of range.") from None
         claim.began(len(request.prompt_token_ids or ()), record.placed_at)

@@ -355,6 +355,32 @@ async def test_new_requests_wait_a_moment_for_a_verifier_that_was_just_lost(monk
         assert [(await request).status_code for request in requests] == [200, 200, 200]
 
 
+@pytest.mark.parametrize("after", ["until_routable", "admit"])
+async def test_so_does_one_that_is_being_prepared_when_the_verifier_is_lost(monkeypatch, after):
+    monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
+    async with running_gateway() as running:
+        let_through, waits = getattr(running.core, after), running.core.wait_routable
+        waiting = []
+
+        async def lost_then(*args):
+            await let_through(*args)
+            monkeypatch.undo()
+            monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
+            monkeypatch.setattr(running.core, "wait_routable", noted)
+            await stop_for_a_moment(running)
+
+        async def noted(patience_s):
+            waiting.append(patience_s)
+            await waits(patience_s)
+
+        monkeypatch.setattr(running.core, after, lost_then)
+        request = asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION))
+        await eventually(lambda: bool(waiting) or request.done())
+        assert not request.done()
+        await go_on(running)
+        assert (await request).status_code == 200
+
+
 async def test_they_do_not_wait_for_long_nor_for_one_that_never_was(monkeypatch):
     monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
     async with running_gateway(verifiers=0) as running:
