@@ -33,6 +33,8 @@ from gateway.rights import Right, right_of
 
 audit = logging.getLogger("outrider.audit")
 
+FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"})
+"""Headers by which proxies say that a request is another's."""
 AUDITED_BYTES = 2048
 """Most bytes of an administrator's command in the log."""
 
@@ -184,8 +186,8 @@ class Access:
         """The caller, if it may administer the fleet.  Raises `Unauthorized` or `Forbidden`.
 
         If any key has that right, such a key is required.  Otherwise the request must come from this machine, with the API key
-        if there is one, and with a loopback name as `Host`: a web page could send its visitor's browser here under another.
-        Pages that may call (`cors_origins`) may not administer.
+        if there is one, through no proxy that says so, and with a loopback name as `Host`: a web page could send its
+        visitor's browser here under another.  Pages that may call (`cors_origins`) may not administer.
         """
         ring = self._doors.ring
         if ring.has_admin:
@@ -198,7 +200,9 @@ class Access:
             raise Unauthorized("Missing or wrong admin key. Send it as `Authorization: Bearer <key>`.")
         client, headers = scope.get("client"), Headers(scope=scope)
         is_local = client is not None and is_loopback(client[0]) and is_loopback(host_of(headers.get("host", "")))
-        if not (is_local and is_local_origin(headers.get("origin"))):
+        # A proxy on this machine passes on others' requests.  The server reads `X-Forwarded-For`, which may say what it likes.
+        is_own = FORWARDED.isdisjoint(headers.keys())
+        if not (is_local and is_own and is_local_origin(headers.get("origin"))):
             raise Forbidden("Without a key for it the fleet is administered from the gateway's own machine only.")
         caller = ring.find(scope)
         if caller is None:

@@ -84,8 +84,10 @@ class InFlight:
         """What routing may know about the sequence."""
         request = self.request
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-        scope = f"{adapter}/{request.cache_salt or ''}"
-        return Ask(request.prompt_token_ids or (), scope, self.claim.session)
+        scope = f"{len(adapter)}/{adapter}/{request.cache_salt or ''}"
+        # Of one key: others may name their sessions alike.
+        session = f"{self.claim.caller.owner}/{self.claim.session}" if self.claim.session else None
+        return Ask(request.prompt_token_ids or (), scope, session)
 
     @property
     def place_id(self) -> str:

@@ -22,6 +22,8 @@ from starlette.types import Scope
 from gateway.keys.caller import ANYBODY, Caller, Limits, Priority
 
 PREFIX = "or-"
+RESERVED = frozenset({"admin-key", "anybody", "api-key", "nobody"})
+"""Names of callers in logs and counts that no entry of the keys file may have."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
@@ -53,6 +55,8 @@ class Entry(BaseModel):
     def _plain(cls, value: str) -> str:
         if not _NAME.fullmatch(value):
             raise ValueError("expected up to 64 letters, digits, dots, dashes, underscores or @")
+        if value in RESERVED:
+            raise ValueError("this name is the server's own")
         return value
 
     @field_validator("sha256")
@@ -170,5 +174,7 @@ def make_key(name: str) -> tuple[str, str]:
     """A new key, and its entry for the keys file.  Raises `KeyFileError` for an invalid name."""
     if not _NAME.fullmatch(name):
         raise KeyFileError("a key's name has up to 64 letters, digits, dots, dashes, underscores or @")
+    if name in RESERVED:
+        raise KeyFileError(f"{name} is a name of the server's own")
     key = PREFIX + secrets.token_urlsafe(32)
     return key, f"  - name: {name}\n    sha256: {_digest(key).hex()}\n"

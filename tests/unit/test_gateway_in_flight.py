@@ -10,7 +10,7 @@ import pytest
 
 from gateway.admission.claim import Claim
 from gateway.in_flight import InFlight, Sequences
-from gateway.keys.caller import ANYBODY, Priority
+from gateway.keys.caller import ANYBODY, Caller, Priority
 
 LINKS: list[Any] = [SimpleNamespace(member=SimpleNamespace(id=name)) for name in ("verifier-0", "verifier-1")]
 
@@ -58,3 +58,24 @@ def test_counts_are_those_of_the_sequences(seed: int) -> None:
         sequences.remove(record)
     check(sequences)
     assert not len(sequences)
+
+
+def asked(adapter: str = "", salt: str = "", owner: str = "", session: str | None = None) -> Any:
+    request: Any = SimpleNamespace(
+        request_id="r",
+        prompt_token_ids=[1],
+        lora_request=SimpleNamespace(lora_name=adapter) if adapter else None,
+        cache_salt=salt or None,
+    )
+    return InFlight(request, None, 0.0, claim=Claim(Caller(owner, owner), session=session)).ask
+
+
+def test_requests_that_share_no_cache_have_different_scopes() -> None:
+    named = [("", "a/b"), ("a", "b"), ("a/b", ""), ("a", "/b"), ("a/", "b"), ("", "1/a/b"), ("1/a", "b")]
+    assert len({asked(adapter, salt).scope for adapter, salt in named}) == len(named)
+
+
+def test_a_session_is_one_of_its_key() -> None:
+    named = [("", "a/b"), ("a", "b"), ("", "b"), ("b", "b")]
+    assert len({asked(owner=owner, session=session).session for owner, session in named}) == len(named)
+    assert asked(owner="a").session is None

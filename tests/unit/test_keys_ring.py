@@ -3,7 +3,7 @@ import hashlib
 import pytest
 
 from gateway.keys.caller import ANYBODY, Priority
-from gateway.keys.ring import KeyFileError, KeyRing, make_key, read_entries
+from gateway.keys.ring import RESERVED, KeyFileError, KeyRing, make_key, read_entries
 
 
 def digest(key):
@@ -67,6 +67,15 @@ keys:
     assert keys.guards_metrics
 
 
+def test_no_entry_has_a_name_of_the_servers_own():
+    keys = KeyRing("api", "admin")
+    callers = (keys.find(scope("Bearer api")), keys.find_administrator(scope("Bearer admin")))
+    assert {caller.name for caller in callers if caller is not None} | {"anybody", "nobody"} == RESERVED
+    for name in RESERVED:
+        with pytest.raises(KeyFileError, match="the server's own"):
+            make_key(name)
+
+
 def test_single_keys_go_on_working():
     assert KeyRing().find(scope()) is ANYBODY
     assert KeyRing().find(scope("Bearer anything")) is ANYBODY
@@ -95,6 +104,7 @@ WRONG = {
     f"keys:\n{ENTRY}    rights: [root]\n": "keys.0.rights.0 (a): ",
     "keys:\n  - name: a\n    sha256: secret\n": "expected 64 lower-case hexadecimal digits",
     f"keys:\n  - name: a b\n    sha256: {digest('a')}\n": "expected up to 64 letters",
+    f"keys:\n  - name: admin-key\n    sha256: {digest('a')}\n": "this name is the server's own",
     f"keys:\n{ENTRY}{ENTRY}": "the name a is there twice",
     f"keys:\n{ENTRY}  - name: b\n    sha256: {digest('a')}\n": "the key is there twice",
 }
