@@ -141,7 +141,9 @@ class SpeculationOptions:
             await asyncio.wait(awaited, timeout=ACCOUNT_WAIT_S)
         if self.asked.prediction and isinstance(usage := body.get("usage"), dict):
             predicted = [t for told in self.told.values() for t in told.tallies() if t.source == "prediction"]
-            accepted = sum(tally.accepted for tally in predicted)
+            said = sum(told.record.said for told in self.told.values())
+            # A verifier hears of a stop string only after its tokens.
+            accepted = min(sum(tally.accepted for tally in predicted), said)
             usage["completion_tokens_details"] = {
                 **(usage.get("completion_tokens_details") or {}),
                 "accepted_prediction_tokens": accepted,

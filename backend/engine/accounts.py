@@ -11,6 +11,8 @@ class Accounts:
     def __init__(self) -> None:
         self._open: dict[str, tuple[int | None, Account]] = {}
         self._ended: dict[int, list[Account]] = {}
+        self._last: dict[str, tuple[Tally, int]] = {}
+        """Of each request whose last verification had a draft: where that counts, and how many tokens of it were accepted."""
 
     def began(self, request_id: str, gateway: int | None, rule: str) -> None:
         """Opens an account.  `gateway`: vLLM's index of the client that gets it at the end; None: no gateway has asked."""
@@ -20,6 +22,7 @@ class Accounts:
         """Counts a verification (`drafted` 0: without a draft).  Its step had waited `waited_s` for drafts."""
         if request_id not in self._open:
             return
+        self._last.pop(request_id, None)
         _, account = self._open[request_id]
         account.verifications += 1
         account.waited_s += waited_s
@@ -34,14 +37,25 @@ class Accounts:
         tally.drafts += 1
         tally.drafted += drafted
         tally.accepted += accepted
+        self._last[request_id] = tally, accepted
 
     def emitted(self, request_id: str, tokens: int) -> None:
-        """Counts tokens sent to the gateway: those up to the request's end."""
-        if request_id in self._open:
-            self._open[request_id][1].tokens += tokens
+        """Counts what the last verification sent to the gateway: tokens none behind the end is accepted."""
+        if request_id not in self._open:
+            return
+        account = self._open[request_id][1]
+        account.tokens += tokens
+        tally, accepted = self._last.pop(request_id, (None, 0))
+        if tally is not None and accepted > tokens:
+            tally.accepted -= accepted - tokens
+            account.accepted_lengths[accepted] -= 1
+            account.accepted_lengths[tokens] += 1
+            while not account.accepted_lengths[-1]:
+                account.accepted_lengths.pop()
 
     def ended(self, request_id: str) -> Account | None:
         """Closes and returns the account; None if the request has none."""
+        self._last.pop(request_id, None)
         gateway, account = self._open.pop(request_id, (None, None))
         if gateway is not None and account is not None:
             self._ended.setdefault(gateway, []).append(account)

@@ -1,13 +1,17 @@
 """Which alternatives an answer shows, and the log probabilities of an echoed prompt."""
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm.entrypoints.generate.base.protocol import DeltaMessage
+from vllm.entrypoints.openai.responses.context import SimpleContext
 from vllm.logprobs import Logprob, append_logprobs_for_next_position
 
 from backend.engine.front.logprobs import TokensLogprobs, likeliest, with_prompt_logprobs
+from backend.engine.front.serving import Responses
 from tests.support.properties import examples
 
 VALUES = st.lists(st.integers(-50, -1), min_size=4, max_size=12, unique=True)
@@ -53,3 +57,57 @@ async def test_a_prompt_keeps_its_log_probabilities_when_results_are_joined() ->
 
     found = [(prompt, result.prompt_logprobs) async for prompt, result in with_prompt_logprobs(results())]
     assert found == [(0, ["a"]), (1, ["b"]), (0, ["a"]), (1, ["b"])]
+
+
+class Thinking:
+    """A parser to which `<` begins a thought and `>` ends it; both are no text."""
+
+    is_thinking = False
+
+    def read(self, output: Any, *others: Any) -> list[Any]:
+        return [output]
+
+    def parse_delta(self, delta_text: str, **others: Any) -> DeltaMessage | None:
+        self.is_thinking = delta_text == "<" or (self.is_thinking and delta_text != ">")
+        if delta_text in ("<", ">", ""):
+            return None
+        return DeltaMessage(reasoning=delta_text) if self.is_thinking else DeltaMessage(content=delta_text)
+
+
+@pytest.mark.parametrize(
+    ("parser", "texts", "shown"),
+    [
+        (None, ["a", "", "", "b", "c", ""], ["a", "b", "c"]),
+        (Thinking(), ["<", "x", "", "y", ">", "", "b", "", "c"], ["b", "c"]),
+    ],
+)
+async def test_a_streamed_response_shows_tokens_without_text_with_the_next_text(
+    parser: Any, texts: list[str], shown: list[str]
+) -> None:
+    context = SimpleContext.__new__(SimpleContext)
+    context.response_parser, context.last_output = parser, None
+
+    async def contexts() -> Any:
+        for token, text in enumerate(texts):
+            found = [{token: Logprob(-1.0, 1, f"{token}")}]
+            output = SimpleNamespace(text=text, token_ids=[token], logprobs=found, finish_reason=None)
+            context.last_output = cast("Any", SimpleNamespace(outputs=[output], prompt_token_ids=[]))
+            yield context
+
+    request = SimpleNamespace(
+        tools=[],
+        include_reasoning=True,
+        is_include_output_logprobs=lambda: True,
+        top_logprobs=0,
+        request_id="r",
+        parallel_tool_calls=True,
+    )
+    service = Responses.__new__(Responses)
+    service.return_tokens_as_token_ids = False
+    made = service._process_simple_streaming_events(request, None, contexts(), context, "m", None, None, 0, lambda event: event)
+    deltas = [each async for each in made if each.type == "response.output_text.delta"]
+    assert [each.delta for each in deltas] == shown
+    told = [int(one.token) for each in deltas for one in each.logprobs]
+    # Without those of a thought, and of what is behind the last text.
+    first = texts.index(">") if ">" in texts else 0
+    assert told == list(range(first, max(token for token, text in enumerate(texts) if text) + 1))

@@ -1,5 +1,7 @@
 """What verifiers say of requests that asked for it."""
 
+import pytest
+
 from backend.engine.accounts import Accounts
 from backend.wire.engine import Account, Tally
 
@@ -34,3 +36,18 @@ def test_a_traced_requests_account_is_told_to_no_gateway():
     accounts.verified("r", "fresh", "d", 3, 2, 0.1)
     assert accounts.ended("r") == Account("r", 0, 1, [0, 0, 1], [Tally("fresh", "d", 1, 3, 2)], 0.1, "greedy")
     assert accounts.take() == {}
+
+
+@pytest.mark.parametrize(("emitted", "accepted"), [(9, 8), (8, 8), (2, 2), (1, 1)])
+def test_draft_tokens_behind_the_requests_end_are_not_accepted(emitted: int, accepted: int):
+    accounts = Accounts()
+    accounts.began("r", 0)
+    accounts.verified("r", "prediction", "", 3, 1, 0.0)
+    accounts.emitted("r", 2)
+    accounts.verified("r", "prediction", "", 8, 8, 0.0)
+    accounts.emitted("r", emitted)
+    lengths = [0] * (accepted + 1)
+    lengths[1] += 1
+    lengths[accepted] += 1
+    tallies = [Tally("prediction", "", 2, 11, 1 + accepted)]
+    assert accounts.ended("r") == Account("r", 2 + emitted, 2, lengths, tallies, 0.0)

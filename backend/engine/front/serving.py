@@ -32,7 +32,7 @@ from backend.config import Settings
 from backend.engine.front import any_model  # noqa: F401  (registers itself)
 from backend.engine.front.client import FleetClient
 from backend.engine.front.deferred import deferred
-from backend.engine.front.logprobs import TokensLogprobs, likeliest
+from backend.engine.front.logprobs import Marked, TokensLogprobs, Unshown, likeliest
 from backend.engine.front.messages import Messages, StreamFailed
 from backend.engine.front.plain import Chat, ChatOfMany, Completion
 from backend.engine.front.pooling import Pooling
@@ -67,11 +67,11 @@ class Tokens(TokensLogprobs, ServingTokens):
 
 
 class Responses(OpenAIServingResponses):
-    """vLLM's serving class with three differences.
+    """vLLM's serving class with four differences.
 
     An answer that was aborted is `incomplete`, not `completed` or `cancelled`.  A whole answer with more than
     `FEW_LOGPROBS` is a `Deferred`; the last events of such a stream, which repeat the whole text, have none.
-    Parsers read token by token.
+    Parsers read token by token.  In a stream, log probabilities of tokens without text come with the next text.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -81,8 +81,15 @@ class Responses(OpenAIServingResponses):
     def _process_simple_streaming_events(
         self, request: Any, sampling_params: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        contexts = read_contexts(result_generator, request, sampling_params)
-        return super()._process_simple_streaming_events(request, sampling_params, contexts, *args, **kwargs)
+        unshown, contexts = Unshown(), read_contexts(result_generator, request, sampling_params)
+        marked = unshown.contexts(contexts)
+        made = super()._process_simple_streaming_events(request, sampling_params, marked, *args, **kwargs)
+        return unshown.events(made)
+
+    def _create_response_logprobs(self, token_ids: Any, logprobs: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(logprobs, Marked):
+            token_ids, logprobs = logprobs.unshown.take(token_ids, logprobs)
+        return super()._create_response_logprobs(token_ids, logprobs, *args, **kwargs)
 
     def _topk_logprobs(self, logprobs: Any, top_logprobs: int, *args: Any, **kwargs: Any) -> Any:
         return super()._topk_logprobs(likeliest(logprobs, top_logprobs), top_logprobs, *args, **kwargs)
