@@ -5,12 +5,14 @@ Reads `FleetCore` at scrape time.  Owns only the last counters of each verifier,
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Any, get_args
 
 import msgspec
+from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -28,8 +30,11 @@ from backend.fleet import (
     VerifierStats,
 )
 from gateway.fleet_core import FleetCore
-from gateway.metrics import DEFINITIONS, kind_of
+from gateway.in_flight import InFlight
+from gateway.metrics import DEFINITIONS, GatewayMetrics, kind_of
 
+MODEL = "model_name"
+"""The label of vLLM's names."""
 UNKNOWN = FleetSnapshot(0, [], [], {})
 """Before the directory's first answer."""
 
@@ -59,7 +64,7 @@ class FleetTotals:
 
     def sums(self) -> Sums:
         """Of every metric that is summed; 0 where nothing was reported and there is no label."""
-        total: Sums = Counter({(name,): 0 for name in _summed() if not DEFINITIONS[name].labels})
+        total: Sums = Counter({(name,): 0 for name in _summed() if not {*DEFINITIONS[name].labels} - {MODEL}})
         for each in (self._gone, *map(_sums, self._last.values())):
             total.update(each)
         return total
@@ -118,14 +123,21 @@ class FleetCollector(Collector):
         yield _family("vllm:kv_cache_usage_perc", [([self._model], usage)])
         sums = self._totals.sums()
         for summed in _summed():
-            yield _family(summed, [(labels, value) for (name, *labels), value in sums.items() if name == summed])
+            of = [self._model] * (MODEL in DEFINITIONS[summed].labels)
+            yield _family(summed, [([*of, *labels], value) for (name, *labels), value in sums.items() if name == summed])
+        answering = [each.welcome for each in self._core.ready_links if each.welcome is not None]
+        caches = [(each.verifier_id, str(each.block_size), str(each.num_kv_blocks)) for each in answering]
+        yield _family("vllm:cache_config_info", [([self._model, *each], 1) for each in caches])
 
 
 class GatewayCollector(Collector):
-    """Metrics of this gateway's connections, queue and batches."""
+    """Metrics of this gateway's connections, queue and batches, and its own under vLLM's names.
 
-    def __init__(self, core: FleetCore) -> None:
-        self._core = core
+    `max_loras`: adapters that one step may have; None: there are no adapters.
+    """
+
+    def __init__(self, core: FleetCore, metrics: GatewayMetrics, model: str, max_loras: int | None = None) -> None:
+        self._core, self._metrics, self._model, self._max_loras = core, metrics, model, max_loras
 
     def collect(self) -> Iterator[Metric]:
         gate, sequences = self._core.gate, self._core.sequences
@@ -135,6 +147,11 @@ class GatewayCollector(Collector):
         yield _family("outrider_shed_total", [([], gate.shed)])
         yield _family("outrider_batch_sequences", [(["running"], sequences.batched), (["held"], sequences.held)])
         yield _family("outrider_sequences_without_verifier", [([], len(sequences.waiting()))])
+        for name, histogram in self._metrics.under_vllms_names.items():
+            yield _renamed(histogram, name, self._model)
+        if self._max_loras is not None:
+            labels = [str(self._max_loras), _adapters(sequences, placed=False), _adapters(sequences, placed=True)]
+            yield _family("vllm:lora_requests_info", [(labels, time.time())])
 
 
 Samples = Iterable[tuple[list[str], float]]
@@ -148,6 +165,21 @@ def _family(name: str, samples: Samples) -> Metric:
     for labels, value in samples:
         family.add_metric(labels, value)
     return family
+
+
+def _renamed(histogram: Histogram, name: str, model: str) -> Metric:
+    """The histogram under another name, with the label `model_name`."""
+    renamed = Metric(name, DEFINITIONS[name].help, "histogram")
+    for family in histogram.collect():
+        for sample in family.samples:
+            renamed.add_sample(name + sample.name.removeprefix(family.name), {MODEL: model, **sample.labels}, sample.value)
+    return renamed
+
+
+def _adapters(sequences: Iterable[InFlight], *, placed: bool) -> str:
+    """Those of sequences that have a verifier, or of the others."""
+    asked = [each.request.lora_request for each in sequences if (each.link is not None) == placed]
+    return ",".join(sorted({each.lora_name for each in asked if each is not None}))
 
 
 def _all_of(counts: Mapping[Any, int], kinds: Any, states: Any) -> Samples:

@@ -96,7 +96,7 @@ DEFINITIONS: dict[str, Definition] = {
     # What verifiers report
     "outrider_drafts_total": _pair("drafts", "verifications that had at least one draft token"),
     "outrider_draft_tokens_total": _pair("draft_tokens", "draft tokens verified"),
-    "outrider_accepted_tokens_total": _pair("accepted_tokens", "draft tokens kept"),
+    "outrider_accepted_tokens_total": _pair("accepted_tokens", "draft tokens kept, those behind an answer's end included"),
     "outrider_draft_tokens_by_position_total": _pair(
         "drafted_by_position", "draft tokens verified at each position, from 0", "position"
     ),
@@ -199,6 +199,20 @@ DEFINITIONS: dict[str, Definition] = {
     "vllm:num_requests_running": Definition("sequences in the batches of all verifiers", ("model_name",)),
     "vllm:num_requests_waiting": Definition("sequences that wait at verifiers to enter a batch", ("model_name",)),
     "vllm:kv_cache_usage_perc": Definition("share of the KV cache in use, 0 to 1; mean over verifiers", ("model_name",)),
+    "vllm:prefix_cache_queries_total": Definition(
+        "prompt tokens that were looked up in prefix caches", ("model_name",), field="prompt_tokens"
+    ),
+    "vllm:prefix_cache_hits_total": Definition("of these, tokens that were found", ("model_name",), field="cached_tokens"),
+    "vllm:cache_config_info": Definition(
+        "1 per verifier that answers, with the tokens of a block and the blocks of its KV cache",
+        ("model_name", "engine", "block_size", "num_gpu_blocks"),
+    ),
+    "vllm:lora_requests_info": Definition(
+        "time of the scrape; this gateway's adapters in use, with commas, and how many a step may have; only with adapters",
+        ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
+    ),
+    "vllm:time_to_first_token_seconds": Definition("see outrider_time_to_first_token_seconds", ("model_name",)),
+    "vllm:inter_token_latency_seconds": Definition("see outrider_inter_chunk_seconds", ("model_name",)),
 }
 
 _LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -209,6 +223,8 @@ _BUCKETS: dict[str, tuple[float, ...]] = {
     "outrider_inter_chunk_seconds": _LATENCIES,
     "outrider_tgs_decode": _SPEEDS,
     "outrider_tgs_e2e": _SPEEDS,
+    "vllm:time_to_first_token_seconds": _LATENCIES,
+    "vllm:inter_token_latency_seconds": _LATENCIES,
 }
 """Of the histograms."""
 _KNOWN = {
@@ -262,6 +278,10 @@ class GatewayMetrics:
         self._inter_chunk = self._histogram("outrider_inter_chunk_seconds")
         self._tgs_decode = self._histogram("outrider_tgs_decode")
         self._tgs_e2e = self._histogram("outrider_tgs_e2e")
+        self.under_vllms_names = {
+            "vllm:time_to_first_token_seconds": self._first_token,
+            "vllm:inter_token_latency_seconds": self._inter_chunk,
+        }
         name = "outrider_requests_in_flight"
         gauge = Gauge(name, DEFINITIONS[name].help, registry=self.own)
         gauge.set_function(lambda: self.in_flight)

@@ -69,7 +69,8 @@ def build_gateway(
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
     services = build_services(client, settings, served_names, ApiError)
     metrics.fleet.register(FleetCollector(core, served_names[0]))
-    metrics.own.register(GatewayCollector(core))
+    max_loras = vllm_config.lora_config.max_loras if vllm_config.lora_config else None
+    metrics.own.register(GatewayCollector(core, metrics, served_names[0], max_loras))
     folder = state_folder(settings)
     store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.responses_bytes)
     responses = Responses(store, vllm_config.model_config.max_model_len)

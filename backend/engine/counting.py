@@ -277,6 +277,7 @@ class CountingScheduler:
                         self.spans.emitted(output.request_id)
                 if output.prefill_stats is not None:
                     stats.prompt_tokens += output.prefill_stats.num_prompt_tokens
+                    stats.cached_tokens += output.prefill_stats.num_cached_tokens
                 if output.finish_reason is not None:
                     self._count_ended(stats, output.request_id, str(output.finish_reason))
 

@@ -129,6 +129,8 @@ class VerifierStats(msgspec.Struct):
     prefill_s: float = 0.0
     """Time of the steps with prefill."""
     prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Of these, tokens that the prefix cache had."""
     tokens: int = 0
     """Tokens emitted."""
     verifications: int = 0

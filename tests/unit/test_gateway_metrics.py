@@ -24,7 +24,17 @@ def stats(started_at: float = 1.0, drafts: int = 10, accepted: int = 15) -> Veri
         by_version={"0": Verified(2, 8, 6), "7": Verified(drafts, 4 * drafts, accepted)},
         dropped={"late": 1},
     )
-    return VerifierStats("v0", started_at, "sync", 4, busy_s=1.5, requests_finished={"stop": 2}, drafters={"d0": counters})
+    return VerifierStats(
+        "v0",
+        started_at,
+        "sync",
+        4,
+        busy_s=1.5,
+        prompt_tokens=30,
+        cached_tokens=20,
+        requests_finished={"stop": 2},
+        drafters={"d0": counters},
+    )
 
 
 class Core:
@@ -32,7 +42,7 @@ class Core:
 
     def __init__(self, *reports: VerifierStats) -> None:
         self.reports = list(reports)
-        self.ready_links = [None]
+        self.ready_links = [SimpleNamespace(welcome=SimpleNamespace(verifier_id="v0", block_size=16, num_kv_blocks=100))]
         self.sequences = Sequences()
         self.gate = SimpleNamespace(sequences=2, tokens=300, shed=1)
         self.links: dict[str, Any] = {}
@@ -58,7 +68,7 @@ def metrics() -> GatewayMetrics:
     made = GatewayMetrics()
     core = cast(FleetCore, Core(stats()))
     made.registry.register(FleetCollector(core, "demo"))
-    made.registry.register(GatewayCollector(core))
+    made.own.register(GatewayCollector(core, made, "demo", max_loras=2))
     return made
 
 
@@ -160,8 +170,49 @@ def test_vllm_names_carry_the_fleet_totals(metrics):
             {"model_name": "demo"},
             sum(each.value for each in families[f"outrider_verifier_{name}"].samples),
         )
+    (cache,) = families["vllm:cache_config_info"].samples
+    labels = {"model_name": "demo", "engine": "v0", "block_size": "16", "num_gpu_blocks": "100"}
+    assert (cache.labels, cache.value) == (labels, 1)
+    for name, value in (("queries", 30), ("hits", 20)):
+        (tokens,) = families[f"vllm:prefix_cache_{name}"].samples
+        assert (tokens.name, tokens.labels, tokens.value) == (f"vllm:prefix_cache_{name}_total", {"model_name": "demo"}, value)
     by_position = families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
     assert [(each.labels["position"], each.value) for each in by_position] == [("0", 10), ("1", 5), ("2", 0), ("3", 0)]
+
+
+def test_latencies_have_vllms_names_too(metrics):
+    record = sequence(arrived=1.0, tokens=0)
+    metrics.on_tokens(record, 1.2)
+    record.last_token = 1.2
+    metrics.on_tokens(record, 1.25)
+    families = exposed(metrics)
+    for name, own in (("time_to_first_token_seconds",) * 2, ("inter_token_latency_seconds", "inter_chunk_seconds")):
+        ours, theirs = families[f"outrider_{own}"].samples, families[f"vllm:{name}"].samples
+        assert all(each.labels.pop("model_name") == "demo" for each in theirs)
+        assert [(each.name.rpartition("_")[2], each.labels, each.value) for each in theirs] == [
+            (each.name.rpartition("_")[2], each.labels, each.value) for each in ours
+        ]
+        assert {each.name for each in theirs} == {f"vllm:{name}_{part}" for part in ("bucket", "count", "sum")}
+        assert [each.value for each in theirs if each.name.endswith("_count")] == [1]
+
+
+def test_adapters_in_use_are_shown_where_there_are_adapters():
+    core, metrics = Core(stats()), GatewayMetrics()
+    collector = GatewayCollector(cast(FleetCore, core), metrics, "demo", max_loras=2)
+    for number, (adapter, link) in enumerate((("sql", "v0"), ("c", "v0"), ("sql", "v0"), (None, "v0"), ("late", None))):
+        lora = None if adapter is None else SimpleNamespace(lora_name=adapter)
+        request: Any = SimpleNamespace(request_id=f"r{number}", prompt_token_ids=[1], lora_request=lora)
+        at: Any = SimpleNamespace(member=SimpleNamespace(id="v0"))
+        record = InFlight(request, None, 0.0)
+        core.sequences.put(record, at)
+        if link is None:
+            core.sequences.cut(record, None)
+    metrics.own.register(collector)
+    (shown,) = exposed(metrics)["vllm:lora_requests_info"].samples
+    assert shown.labels == {"max_lora": "2", "running_lora_adapters": "c,sql", "waiting_lora_adapters": "late"}
+    plain = GatewayMetrics()
+    plain.own.register(GatewayCollector(cast(FleetCore, core), plain, "demo"))
+    assert "vllm:lora_requests_info" not in exposed(plain)
 
 
 def test_totals_never_fall_when_a_verifier_restarts():
@@ -173,7 +224,7 @@ def test_totals_never_fall_when_a_verifier_restarts():
 
 
 def test_what_a_verifier_counted_between_a_scrape_and_its_restart_is_kept():
-    core = Mock(snapshot=Core().snapshot)
+    core = Mock(snapshot=Core().snapshot, ready_links=[])
     reports = [stats(drafts=10), stats(drafts=12), stats(started_at=2.0, drafts=1, accepted=5)]
     core.stats = lambda: reports[-1:]
     metrics = GatewayMetrics()
