@@ -158,11 +158,11 @@ def gateway(arguments: list[str]) -> int:
 
 
 def status(arguments: list[str]) -> int:
-    """Shows the members of a running fleet: `outrider status [NAMESPACE or PID] [--json]`."""
+    """Shows the members of a running fleet: `outrider status [NAMESPACE, PID or --port PORT] [--json]`."""
     as_json = "--json" in arguments
     rest = [argument for argument in arguments if argument != "--json"]
     name = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    description = "Shows a running fleet: [NAMESPACE or PID] [--json] [--ray-address ADDRESS --ray-namespace NAME]."
+    description = "Shows a running fleet: [NAMESPACE, PID or --port N] [--json] [--ray-address ADDRESS --ray-namespace NAME]."
     loaded = sources.load(rest, "outrider status", description)
     from backend.launch.finding import found_fleet
 

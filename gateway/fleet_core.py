@@ -161,7 +161,8 @@ class FleetCore(Verifiers, EngineCoreClient):
             self._rooms.gone(link.member.id)
         orphans = self.sequences.at(link)
         level = logging.WARNING if orphans else logging.INFO
-        logger.log(level, "verifier %s gone (%s) with %d sequences", link.member.id, loss.cause, len(orphans))
+        what = f"; its {len(orphans)} sequences go on at another, or wait for one" if orphans else ""
+        logger.log(level, "verifier %s is lost (%s)%s", link.member.id, loss.cause, what)
         self._strays[link.member.id] = link.member.incarnation, [record.place_id for record in orphans]
         self._fail_over(orphans, loss.cause, died=loss.blames_verifier)
 
@@ -362,9 +363,7 @@ class FleetCore(Verifiers, EngineCoreClient):
             return
         try:
             if not self._place(record):
-                await self.wait_routable(self.gate.wait_s)
-                if not self._place(record):
-                    raise NoVerifier
+                raise NoVerifier
         except OverflowError:
             raise VLLMValidationError("A number in the request is out of range.") from None
         claim.began(len(request.prompt_token_ids or ()), record.placed_at)

@@ -41,7 +41,8 @@ def plan_line(settings: Settings, models: ResolvedModels) -> str:
         drafters = f"{settings.drafters} drafter{'' if settings.drafters == 1 else 's'}"
         kinds = ", ".join(each.kind for each in models.in_turn) or models.drafter_kind
         how = f"{drafters} ({kinds}), up to {settings.num_speculative_tokens} tokens per draft"
-    return f"model {models.name}: {verifiers}, {how}"
+    learns = "" if models.learning_dir is None else "; drafters learn from live traffic"
+    return f"model {models.name}: {verifiers}, {how}{learns}"
 
 
 def ready(url: str, settings: Settings, models: ResolvedModels) -> str:

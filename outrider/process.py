@@ -52,6 +52,7 @@ class FleetProcess:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+        self._say("a fleet starts; this takes a minute, longer where a model is downloaded")
 
     def wait_until_it_serves(self, timeout_s: float) -> str:
         """The fleet's URL, when it serves.  Raises `OutriderError` with the end of the log if it does not serve in time."""
@@ -59,7 +60,13 @@ class FleetProcess:
         if not self.url:
             self.stop()
             raise OutriderError(0, "fleet_not_started", f"the fleet did not start:\n{self.tail}")
+        self._say(f"the fleet serves at {self.url}")
         return self.url
+
+    @staticmethod
+    def _say(line: str) -> None:
+        """Tells a person at the terminal; the caller's own output stays its own."""
+        sys.stderr.write(f"outrider: {line}\n")
 
     @property
     def tail(self) -> str:

@@ -98,7 +98,7 @@ class GatewaySettings(Section):
         ge=1,
         description="log probabilities of one prompt: its tokens times 1 + prompt_logprobs; each holds up others for 10 us",
     )
-    max_body_mib: int = Field(16, ge=1, description="largest request body in MiB")
+    max_body_mib: int = Field(20, ge=1, description="largest request body in MiB")
     drain_s: float = Field(
         30.0,
         ge=0,

@@ -14,6 +14,7 @@ import secrets
 import shutil
 import tempfile
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -88,10 +89,12 @@ def running() -> list[FleetFile]:
     return found
 
 
-def find(name: str | None) -> FleetFile:
-    """The running fleet with that namespace or pid; without a name, the only one.  Raises `StateError`."""
+def find(name: str | None, port: int | None = None) -> FleetFile:
+    """The running fleet with that namespace or pid, or whose gateway has that port; else the only one.  Raises `StateError`."""
     fleets = running()
     matching = [f for f in fleets if name is None or name in (f.namespace, str(f.pid))]
+    if name is None and port is not None:
+        matching, name = [f for f in fleets if urlsplit(f.url).port == port], f"port {port}"
     if len(matching) == 1:
         return matching[0]
     known = ", ".join(f"{f.namespace} (pid {f.pid})" for f in fleets)

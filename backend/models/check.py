@@ -14,6 +14,7 @@ from typing import Any, Literal
 from backend.models.head_config import (
     CheckpointError,
     HeadConfig,
+    Rope,
     default_aux_layers,
     load_config,
     load_model_config,
@@ -138,6 +139,14 @@ def _check_positions(head: HeadConfig, target: dict[str, Any], found: Misfits) -
     rope = rope_of(target)
     if rope.theta != head.rope.theta:
         found.warnings.append(f"rope_theta: the head says {head.rope.theta:g}, the target {rope.theta:g}")
+    if (said := _scaling(head.rope)) != (wanted := _scaling(rope)):
+        found.warnings.append(f"rope scaling: the head says {said}, the target {wanted}; acceptance may drop")
+
+
+def _scaling(rope: Rope) -> str:
+    """The kind of scaling, and its numbers, whatever else a configuration has beside them."""
+    numbers = {name: value for name, value in rope.scaling.items() if name != "rope_theta" and type(value) in (int, float)}
+    return " ".join([rope.kind, *(f"{name}={value:g}" for name, value in sorted(numbers.items()) if rope.kind != "default")])
 
 
 def misshapen(config: HeadConfig, files: TensorFiles) -> Iterator[str]:

@@ -75,7 +75,7 @@ CONTEXT = "context_length_exceeded"
 ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
     # what, path, body, status, param, code
     # The body itself
-    ("body over the limit", COMPLETIONS, b" " * (16 * MIB + 1), 413, None, "payload_too_large"),
+    ("body over the limit", COMPLETIONS, b" " * (20 * MIB + 1), 413, None, "payload_too_large"),
     ("lists of lists", COMPLETIONS, b'{"prompt": [' + b"[]," * (5 * MIB) + b"[]]}", 413, None, "payload_too_large"),
     ("many numbers", COMPLETIONS, b'{"prompt": [' + b"1," * (7 * MIB) + b"1]}", 413, None, "payload_too_large"),
     ("many objects", COMPLETIONS, b'{"prompt": [' + b'{"a":1},' * MIB + b"1]}", 413, None, "payload_too_large"),

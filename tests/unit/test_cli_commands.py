@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,10 +18,10 @@ import yaml
 
 from backend.config import Settings
 from backend.config import runtime as runtime_files
-from backend.config.sources import ConfigError, Loaded
+from backend.config.sources import ConfigError, Loaded, load
 from backend.coordinator.messages import FleetInfo
 from backend.fleet import Assignment, DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, VerifierStats
-from backend.launch import state
+from backend.launch import finding, state
 from backend.launch.cluster import ClusterError, RayCluster
 from backend.models.resolve import ResolvedModels
 from gateway import cli, present
@@ -235,6 +235,30 @@ def test_fleets_are_found_by_namespace_or_pid(runtime: Path) -> None:
         state.find(None)
     with pytest.raises(runtime_files.StateError, match="no fleet 'three'"):
         state.find("three")
+
+
+def test_a_fleet_is_found_by_the_port_on_the_command_line(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pid, port in ((os.getpid(), 8001), (os.getppid(), 8002)):
+        state.write(msgspec.structs.replace(fleet_file(pid, f"at-{port}"), url=f"http://127.0.0.1:{port}"))
+    asked = Mock(side_effect=state.find)
+    monkeypatch.setattr(state, "find", asked)
+    monkeypatch.setattr(RayCluster, "open", Mock(side_effect=ConfigError("found")))
+
+    def found(*arguments: str, name: str | None = None) -> str:
+        with suppress(ConfigError), finding.found_fleet(load([*arguments], "outrider status", ""), name):
+            pass
+        return str(state.find(*asked.call_args.args).namespace)
+
+    assert [found("--port", "8002"), found("--gateway-port=8001"), found("--port=8002", name="at-8001")] == [
+        "at-8002",
+        "at-8001",
+        "at-8001",
+    ]
+    with pytest.raises(runtime_files.StateError, match="no fleet 'port 9'"):
+        found("--port", "9")
+    monkeypatch.setenv("OUTRIDER_GATEWAY__PORT", "8002")
+    with pytest.raises(runtime_files.StateError, match="several fleets"):
+        found()
 
 
 @pytest.mark.parametrize("by_address", [False, True])

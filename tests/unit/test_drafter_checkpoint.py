@@ -147,6 +147,19 @@ def test_misfits_of_the_configuration(tmp_path: Path) -> None:
     assert [line.partition(" if ")[0] for line in find_misfits(head_dir, target_dir).warnings] == [
         "feature layers: 1, 3, 4 are read as the inputs of these layers, as in vLLM;"
     ]
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}
+    edit(head_dir, rope_theta=1e4, rope_scaling=scaling, eagle_config=None)
+    assert find_misfits(head_dir, target_dir).warnings == [
+        "rope scaling: the head says llama3 factor=8 low_freq_factor=1, the target default; acceptance may drop"
+    ]
+    edit(target_dir, rope_parameters={"rope_theta": 1e4, **scaling, "attention_bias": None})
+    assert find_misfits(head_dir, target_dir).warnings == []
+    edit(head_dir, rope_scaling={"type": "linear", "factor": 4})
+    assert find_misfits(head_dir, target_dir).warnings == [
+        "rope scaling: the head says linear factor=4, the target llama3 factor=8 low_freq_factor=1; acceptance may drop"
+    ]
+    edit(head_dir, rope_scaling=None)
+    edit(target_dir, rope_parameters=None)
     edit(head_dir, rope_theta=5e5)
     edit(head_dir, draft_vocab_size=99)
     assert "draft vocabulary: 99 tokens are more than the target's 61" in check(head_dir, target_dir)

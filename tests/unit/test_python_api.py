@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
@@ -378,6 +379,17 @@ def test_a_fleet_that_torchrun_starts_has_groups_of_its_own(monkeypatch: pytest.
         FleetProcess({})
     assert given.keys() >= {"PATH", "PYTHONUNBUFFERED"}
     assert not given.keys() & {"TORCHELASTIC_USE_AGENT_STORE", "RAY_JOB_CONFIG_JSON_ENV_VAR"}
+
+
+def test_a_fleet_says_that_it_starts_and_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    child = Mock(stdout=["model demo\n", "serving at http://127.0.0.1:8123/v1 - try:\n"])
+    monkeypatch.setattr("outrider.process.subprocess.Popen", lambda *_, **others: child)
+    assert FleetProcess({}).wait_until_it_serves(60) == "http://127.0.0.1:8123"
+    said = capsys.readouterr()
+    assert (said.out, [line.split(";")[0] for line in said.err.splitlines()]) == (
+        "",
+        ["outrider: a fleet starts", "outrider: the fleet serves at http://127.0.0.1:8123"],
+    )
 
 
 def test_a_path_is_given_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
