@@ -41,7 +41,7 @@ def test_a_traced_requests_account_is_told_to_no_gateway():
 @pytest.mark.parametrize(("emitted", "accepted"), [(9, 8), (8, 8), (2, 2), (1, 1)])
 def test_draft_tokens_behind_the_requests_end_are_not_accepted(emitted: int, accepted: int):
     accounts = Accounts()
-    accounts.began("r", 0)
+    accounts.began("r", 0, "greedy")
     accounts.verified("r", "prediction", "", 3, 1, 0.0)
     accounts.emitted("r", 2)
     accounts.verified("r", "prediction", "", 8, 8, 0.0)
@@ -50,4 +50,4 @@ def test_draft_tokens_behind_the_requests_end_are_not_accepted(emitted: int, acc
     lengths[1] += 1
     lengths[accepted] += 1
     tallies = [Tally("prediction", "", 2, 11, 1 + accepted)]
-    assert accounts.ended("r") == Account("r", 2 + emitted, 2, lengths, tallies, 0.0)
+    assert accounts.ended("r") == Account("r", 2 + emitted, 2, lengths, tallies, 0.0, "greedy")
