@@ -162,7 +162,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         orphans = self.sequences.at(link)
         level = logging.WARNING if orphans else logging.INFO
         what = f"; its {len(orphans)} sequences go on at another, or wait for one" if orphans else ""
-        logger.log(level, "verifier %s is lost (%s)%s", link.member.id, loss.cause, what)
+        logger.log(level, "verifier %s gone (%s)%s", link.member.id, loss.cause, what)
         self._strays[link.member.id] = link.member.incarnation, [record.place_id for record in orphans]
         self._fail_over(orphans, loss.cause, died=loss.blames_verifier)
 
