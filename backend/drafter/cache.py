@@ -47,6 +47,9 @@ class Sequence:
     """Where drafting starts: the base length of its last round, and the head's output `[1, hidden]` for the last row."""
     ahead: tuple[int, list[int]] = (0, [])
     """A position, and tokens whose rows from there on lie behind the last true row.  They become true if these tokens come."""
+    drafted: tuple[int, list[int], Tensor] | None = None
+    """Its latest draft, while the draft's rows lie behind its own: where its own begin, the tokens, and the head's outputs
+    `[tokens - 1, hidden]` after them."""
     sampling: Sampling = GREEDY
 
     @property
@@ -125,6 +128,7 @@ class RowCache:
         kept = splice(sequence.tokens, base_len, tokens)
         self._unchain(sequence, kept // BLOCK)
         self.truncate(sequence, kept - 1)
+        sequence.drafted = None
 
     def truncate(self, sequence: Sequence, position: int) -> None:
         """Drops all rows at `position` and behind."""
@@ -176,6 +180,7 @@ class RowCache:
         elif rows:
             sequence.spans.append([position, rows])
         sequence.length += rows
+        sequence.drafted = None
 
     def adopt(self, sequence: Sequence) -> None:
         """Commits the rows made ahead for tokens that have come, without the last token's: drafting starts by computing it."""

@@ -102,8 +102,10 @@ class Draws:
         """
         picked = []
         if self._rules.shared:
-            columns, scores, leads = noise.choose(logits, self._seeds, positions, self._betas, self.scales, self._token_ids)
-            picked.append((columns, scores - self._totals(logits), leads))
+            given = self._seeds, positions, self._betas, self.scales, self._token_ids
+            columns, scores, leads, totals = noise.choose(logits, *given, totals=True)
+            assert totals is not None
+            picked.append((columns, scores - totals, leads))
         support = chances = None
         if self._rules.independent:
             support, chances = self._restricted(logits)

@@ -13,7 +13,7 @@ import torch
 from backend import noise
 from backend.drafter import cache
 from backend.drafter.attention import Reach
-from backend.drafter.decoding import Decoder, columns_behind, rows_behind, tips
+from backend.drafter.decoding import BRANCHES, Decoder, columns_behind, rows_behind, tips
 from backend.drafter.draws import Ends, Rules
 from backend.drafter.head import LONG, Head, Rows, Stretch
 from backend.drafter.intake import TORCH_DTYPES
@@ -109,7 +109,7 @@ class EagleProposer:
     @torch.inference_mode()
     def draft_outcomes(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
         """Drafts for likely outcomes of verifications.  Its cache rows are scratch: the next true rows overwrite them."""
-        likely = Shape.of(batch)
+        likely = Shape.of(batch, BRANCHES if self._head.is_asynchronous else 1)
         chosen: dict[int, cache.Sequence] = {}
         for i, premise in enumerate(batch):
             sequence = self._cache.peek(premise.key)
@@ -191,7 +191,11 @@ class EagleProposer:
         device = self._head.device
         rules = Rules.of([s.sampling for s in sequences])
         rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
-        return self._decoder.lanes(depth, rules, rows, columns, tips(sequences)).decode(depth, lambda: ends, picks_first=True)
+        lanes = self._decoder.lanes(depth, rules, rows, columns, tips(sequences))
+        drafts = lanes.decode(depth, lambda: ends, picks_first=True)
+        for sequence, drafted, outputs in zip(sequences, drafts, lanes.kept(lanes.taken - 1), strict=True):
+            sequence.drafted = sequence.start, drafted.tokens, outputs
+        return drafts
 
 
 def _is_at(sequence: cache.Sequence, base_len: int) -> bool:

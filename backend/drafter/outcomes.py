@@ -29,11 +29,12 @@ import torch
 from torch import Tensor
 
 from backend.drafter.cache import Sequence
-from backend.drafter.decoding import Decoder, Lanes, columns_behind, rows_behind, tips
+from backend.drafter.decoding import BRANCHES, Decoder, Lanes, columns_behind, rows_behind, tips
 from backend.drafter.draws import Draws, Ends, Rules
 from backend.drafter.head import Head
 from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Premise
 from backend.speculation.chances import CLIP
+from backend.speculation.tokens import common_prefix
 from backend.wire.drafting import Outcome
 
 Table = list[list[int]]
@@ -55,11 +56,12 @@ class Shape:
     steps: int
 
     @classmethod
-    def of(cls, batch: Many[Premise]) -> Shape:
-        """The smallest shape that fits all of `batch`."""
+    def of(cls, batch: Many[Premise], multiple: int = 1) -> Shape:
+        """The smallest shape that fits all of `batch`, with a multiple of so many outcomes."""
+        width = max((min(premise.outcomes, MAX_OUTCOMES) for premise in batch), default=0)
         return cls(
             max((len(premise.verifying) for premise in batch), default=0),
-            max((min(premise.outcomes, MAX_OUTCOMES) for premise in batch), default=0),
+            -(-width // multiple) * multiple,
             max((min(premise.until.k, MAX_DRAFT) for premise in batch), default=0),
         )
 
@@ -96,10 +98,7 @@ class Imagination:
         device = self._head.device
         rules = Rules.of([s.sampling for s in sequences])
         rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
-        padded = [premise.verifying + [0] * (shape.depth - len(premise.verifying)) for premise in premises]
-        verifying = torch.tensor(padded, dtype=torch.int64, device=device).view(len(premises), shape.depth)
-        forced = self._decoder.lanes(shape.depth, rules._replace(independent=False), rows, columns, tips(sequences))
-        outputs = forced.outputs(verifying)
+        outputs = self._force(premises, sequences, rules, rows, columns, shape.depth)
         seeds, wide = (each.repeat_interleave(shape.depth + 1, -1) for each in (rows[-1], columns))
         draws = Draws(seeds, wide, self._head.draft_to_target, rules)
         branches = self._choose(premises, sequences, outputs, draws, shape)
@@ -118,6 +117,28 @@ class Imagination:
             ]
             for i, premise in enumerate(premises)
         ]
+
+    def _force(
+        self, premises: list[Premise], sequences: list[Sequence], rules: Rules, rows: Tensor, columns: Tensor, depth: int
+    ) -> Tensor:
+        """The head's outputs when it is fed the draft under verification: `[sequences, depth + 1, hidden]`.
+
+        Those of a draft that this drafter has just made are still there.
+        """
+        found = [tips(sequences).unsqueeze(1)]
+        known = min(_known(p.verifying, s, depth) for p, s in zip(premises, sequences, strict=True))
+        if known:
+            found.append(torch.stack([s.drafted[2][:known] for s in sequences if s.drafted is not None]))
+        if known < depth:
+            padded = [[*premise.verifying, *[0] * depth][known:depth] for premise in premises]
+            begin = torch.tensor([0, known, known, 0, 0, 0, 0, 0], device=rows.device).unsqueeze(1)
+            lanes = self._decoder.lanes(
+                depth - known, rules._replace(independent=False), rows + begin, columns, found[-1][:, -1]
+            )
+            found.append(lanes.forced(torch.tensor(padded, device=rows.device)))
+        for sequence in sequences:
+            sequence.drafted = None
+        return torch.cat(found, dim=1)
 
     def _limits(self, premises: list[Premise], stops: Table, tokens: Table, scores: list[list[float]]) -> list[int]:
         """One limit per branch: 0 for padding beyond the outcomes asked for, and for impossible outcomes."""
@@ -217,4 +238,17 @@ class Imagination:
             seeds,
         )
         wide = columns.repeat_interleave(width, 1)
-        return self._decoder.lanes(shape.steps, rules, torch.stack(numbers).flatten(1), wide, output)
+        share = BRANCHES if width % BRANCHES == 0 else 1
+        return self._decoder.lanes(shape.steps, rules, torch.stack(numbers).flatten(1), wide, output, share)
+
+
+def _known(verifying: list[int], sequence: Sequence, depth: int) -> int:
+    """Of how many of the tokens under verification the sequence's latest draft has left outputs and rows.
+
+    What is behind a draft's end is never looked at.
+    """
+    if sequence.drafted is None:
+        return 0
+    start, tokens, outputs = sequence.drafted
+    known = min(common_prefix(verifying, tokens), len(outputs)) if start == sequence.start else 0
+    return depth if known == len(verifying) and len(outputs) >= depth else known

@@ -161,7 +161,7 @@ class Requests:
         return self._draft(asks)
 
     def draft(self, k: int = K) -> list[Drafted]:
-        """Drafts anew for all texts as they are."""
+        """Drafts anew for all texts as they are: the same tokens, unless they are samples."""
         return self._draft([Ask(key, self.lengths[key], 0, None, Until(k)) for key in range(self.count)])
 
     def enumerate(self, drafts: list[Drafted]) -> list[list[Any]]:
@@ -271,8 +271,7 @@ def time_drafts(device: str, configs: dict[str, HeadConfig], batches: Sequence[t
                     proposer.close(key)
                 held = Requests(proposer, count, length, [SAMPLINGS[rule]])
                 confirm = median_ms(device, partial(held.confirm, 0))
-                drafts = held.draft()
-                enumerate_all = partial(held.enumerate, drafts)
+                enumerate_all = partial(held.enumerate, held.draft())
                 yield {
                     "weights": name,
                     "rule": rule,
@@ -280,16 +279,19 @@ def time_drafts(device: str, configs: dict[str, HeadConfig], batches: Sequence[t
                     "graphs": graphs,
                     f"confirm {NEW_ROWS}, ms": confirm,
                     f"draft {K}, ms": median_ms(device, held.draft),
-                    f"enumerate {OUTCOMES}, ms": median_ms(device, enumerate_all),
+                    f"enumerate {OUTCOMES}, ms": median_ms(device, enumerate_all, held.draft),
                     "calls to draft": calls(device, held.draft),
                     "calls to enumerate": calls(device, enumerate_all),
                 }
 
 
-def median_ms(device: str, run: Callable[[], object]) -> float:
-    """The median time of `run`, until the device is done."""
+def median_ms(device: str, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """The median time of `run`, until the device is done; the time of `before`, which comes first, does not count."""
     times = []
     for _ in range(REPEATS + 3):
+        before()
+        if device == "cuda":
+            torch.cuda.synchronize()
         started = time.perf_counter()
         run()
         if device == "cuda":

@@ -36,6 +36,8 @@ class Choice(NamedTuple):
     """Float32: the largest score; minus infinity if no column may win."""
     leads: Tensor
     """Float32: largest minus second largest score; infinity without a runner-up."""
+    totals: Tensor | None = None
+    """Float32, if wanted: the logarithm of the sum of `exp(logit * beta)`."""
 
 
 def to_int64(seed: int) -> int:
@@ -65,9 +67,15 @@ def uniforms(seeds: Tensor, lengths: Tensor, count: int) -> Tensor:
 
 
 def choose(
-    logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, token_ids: Tensor | None = None
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    betas: Tensor,
+    scales: Tensor,
+    token_ids: Tensor | None = None,
+    totals: bool = False,
 ) -> Choice:
-    """For each row of `logits` `[R, V]`, the column with the largest score `logit * beta + scale * G`.
+    """For each row of `logits` `[R, V]`, the column with the largest score `logit * beta + scale * G`.  `totals`: these, too.
 
     `seeds` and `positions` are int64 `[R]`, `betas` (inverse temperatures, positive) and `scales` float32 `[R]`.  For a row of
     scale 0 no noise is computed.  `token_ids` int64 `[V]` are the columns' tokens, if not their numbers.  A logit of minus
@@ -76,11 +84,12 @@ def choose(
     if logits.is_cuda:
         from backend.noise import cuda
 
-        return Choice(*cuda.choose(logits, seeds, positions, betas, scales, token_ids))
+        return Choice(*cuda.choose(logits, seeds, positions, betas, scales, token_ids, totals))
     # Where V is 1, the CPU's kernel gives the second rank minus infinity.
     columns, scores = rank(logits, seeds, positions, betas, scales, 2, token_ids)
     best, second = scores.unbind(1)
-    return Choice(columns[:, 0], best, torch.where(best == float("-inf"), 0.0, best - second))
+    sums = (logits.float() * betas.unsqueeze(1)).logsumexp(1) if totals else None
+    return Choice(columns[:, 0], best, torch.where(best == float("-inf"), 0.0, best - second), sums)
 
 
 def rank(

@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = 1024
+BLOCKS = 256
+"""Blocks that are joined at once, at least: one kernel serves all usual vocabularies."""
 
 _kernel = triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=["seeds", "positions", "ids"])
 """Otherwise a kernel is compiled again once a size or an address is divisible by 16, or is not, and a request waits."""
@@ -77,8 +79,9 @@ def scores_kernel(logits, seeds, positions, betas, scales, ids, found, size, HAS
 
 @_kernel
 def choose_kernel(
-    logits, seeds, positions, betas, scales, ids, best, second, chosen, size, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, seeds, positions, betas, scales, ids, best, second, chosen, tops, sums, size,
+    HAS_IDS: tl.constexpr, TOTALS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row, block = tl.program_id(0), tl.program_id(1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
@@ -90,6 +93,35 @@ def choose_kernel(
     tl.store(best + at, top)
     tl.store(chosen + at, place.to(tl.int64))
     tl.store(second + at, tl.max(tl.where(columns == place, float("-inf"), scores), 0))
+    if TOTALS:
+        whole = tl.load(logits + row.to(tl.int64) * size + columns, mask=inside, other=float("-inf")).to(tl.float32)
+        whole *= tl.load(betas + row)
+        most = tl.max(whole, 0)
+        tl.store(tops + at, most)
+        tl.store(sums + at, tl.sum(tl.exp(whole - tl.where(most == float("-inf"), 0.0, most)), 0))
+
+
+@_kernel
+def join_kernel(
+    best, second, chosen, tops, sums, columns, scores, leads, totals, size, TOTALS: tl.constexpr, BLOCKS: tl.constexpr
+):
+    row, blocks = tl.program_id(0), tl.arange(0, BLOCKS)
+    at, inside = row.to(tl.int64) * size + blocks, blocks < size
+    bests = tl.load(best + at, mask=inside, other=float("-inf"))
+    top = tl.max(bests, 0)
+    # Of equal blocks, the first.
+    block = tl.minimum(tl.min(tl.where((bests == top) & inside, blocks, BLOCKS), 0), size - 1)
+    tl.store(columns + row, tl.load(chosen + row.to(tl.int64) * size + block))
+    others = tl.max(tl.where(blocks == block, float("-inf"), bests), 0)
+    runner_up = tl.maximum(tl.load(second + row.to(tl.int64) * size + block), others)
+    tl.store(scores + row, top)
+    tl.store(leads + row, tl.where(top == float("-inf"), 0.0, top - runner_up))
+    if TOTALS:
+        mosts = tl.load(tops + at, mask=inside, other=float("-inf"))
+        most = tl.max(mosts, 0)
+        safe = tl.where(most == float("-inf"), 0.0, most)
+        parts = tl.load(sums + at, mask=inside, other=0.0) * tl.exp(mosts - safe)
+        tl.store(totals + row, safe + tl.log(tl.sum(parts, 0)))
 
 
 def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor, domain: int) -> Tensor:
@@ -105,31 +137,33 @@ def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor, domain: int) -> Ten
     return noise
 
 
-def _run(kernel, given: Sequence[Tensor], ids: Tensor | None, results: Sequence[Tensor]) -> None:
+def _run(kernel, given: Sequence[Tensor], ids: Tensor | None, results: Sequence[Tensor], **constants: bool) -> None:
     """Runs a kernel over the blocks of all rows.  `given`: logits, seeds, positions, inverse temperatures and scales."""
     rows, size = given[0].shape
     if rows:
         inputs = [each.contiguous() for each in (*given, given[1] if ids is None else ids)]
-        kernel[(rows, triton.cdiv(size, BLOCK))](*inputs, *results, size, HAS_IDS=ids is not None, BLOCK=BLOCK)
+        kernel[(rows, triton.cdiv(size, BLOCK))](*inputs, *results, size, HAS_IDS=ids is not None, BLOCK=BLOCK, **constants)
 
 
 def choose(
-    logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, ids: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, ids: Tensor | None, totals: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """See `backend.noise.choose`."""
     rows, size = logits.shape
     blocks = triton.cdiv(size, BLOCK)
     best = torch.empty((rows, blocks), dtype=torch.float32, device=logits.device)
-    second, chosen = torch.empty_like(best), torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
-    _run(choose_kernel, (logits, seeds, positions, betas, scales), ids, (best, second, chosen))
-    scores, block = best.max(dim=1, keepdim=True)
-    # Of equal blocks, the first; `max` does not promise which one it returns.
-    block = (best == scores).to(torch.uint8).argmax(dim=1, keepdim=True)
-    others = best.scatter(1, block, float("-inf")).amax(dim=1)
-    runner_up = torch.maximum(second.gather(1, block).squeeze(1), others)
-    scores = scores.squeeze(1)
-    leads = torch.where(scores == float("-inf"), 0.0, scores - runner_up)
-    return chosen.gather(1, block).squeeze(1), scores, leads
+    second, tops, sums = torch.empty_like(best), torch.empty_like(best), torch.empty_like(best)
+    chosen = torch.empty((rows, blocks), dtype=torch.int64, device=logits.device)
+    _run(choose_kernel, (logits, seeds, positions, betas, scales), ids, (best, second, chosen, tops, sums), TOTALS=totals)
+    scores = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    leads, found = torch.empty_like(scores), torch.empty_like(scores)
+    columns = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if rows:
+        join_kernel[(rows,)](
+            best, second, chosen, tops, sums, columns, scores, leads, found, blocks,
+            TOTALS=totals, BLOCKS=max(triton.next_power_of_2(blocks), BLOCKS),
+        )  # fmt: skip
+    return columns, scores, leads, found if totals else None
 
 
 def rank(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from backend.drafter.decoding import GRAPH_STEPS, SIZES, Lanes
+from backend.drafter.decoding import GRAPH_STEPS, KINDS, Lanes
 from backend.drafter.draws import Rules
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import GREEDY, Ask, Premise, Sampling, Until
@@ -199,9 +199,8 @@ def make_proposer(
         proposer._head.is_asynchronous = True
         with torch.inference_mode():
             proposer._decoder._captured = {
-                (size, own): Lanes(proposer._head, size, GRAPH_STEPS, Rules(independent=own))
-                for size in SIZES
-                for own in (False, True)
+                (size, own, share): Lanes(proposer._head, size, GRAPH_STEPS, Rules(independent=own), share)
+                for size, own, share in KINDS
             }
     return proposer
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
+from backend.drafter.decoding import Lanes
 from backend.drafter.proposer import MAX_OUTCOMES, Ask, Premise, Until
 from backend.wire.drafting import Outcome
 from tests.support.drafter_heads import Reference, Request, TinyHead, make_proposer, tokens_of
@@ -66,6 +68,25 @@ def test_every_outcome_is_drafted_by_the_book(tmp_path: Path, head: TinyHead, as
     for request, tokens, outcomes, count in zip(requests, verifying, proposer.draft_outcomes(premises), wanted, strict=True):
         clear += check(book, request, tokens, outcomes, count)
     assert clear > 15
+
+
+@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("cut", [4, 3, 1], ids=["whole", "but the last", "first"])
+def test_what_drafting_has_computed_is_not_computed_again(tmp_path: Path, cut: int, as_on_gpu: bool) -> None:
+    head = TinyHead(layers=2)
+    proposer, book = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head)
+    requests = [Request(proposer, head, key, length) for key, length in enumerate((9, 30, 40))]
+    for last in (False, True):
+        # Room for branches is made first: a sequence that moves leaves its draft's rows behind.
+        drafts = proposer.draft([Ask(r.key, len(r.tokens), 0, None, Until(4)) for r in requests])
+        verifying = [drafts[0].tokens[:cut], drafts[1].tokens[: max(cut - 1, 1)], drafts[2].tokens[:cut]]
+        premises = [r.premise(v, 6) for r, v in zip(requests, verifying, strict=True)]
+        with mock.patch.object(Lanes, "follow", autospec=True, side_effect=Lanes.follow, __name__="follow") as followed:
+            found = proposer.draft_outcomes(premises)
+        if last:
+            assert followed.call_count == (1 if cut == 4 else 0)
+        clear = sum(check(book, r, v, o, 6) for r, v, o in zip(requests, verifying, found, strict=True))
+        assert clear > 8
 
 
 def test_outcomes_equal_those_of_a_fresh_sequence(tmp_path: Path) -> None:

@@ -307,8 +307,8 @@ for rows, size, ids in ((3, 3000, False), (4, 1500, True), (2, 1, False)):
     positions = torch.randint(0, 4096, (rows,), generator=generator)
     betas, scales = torch.rand(rows, generator=generator) + 0.5, torch.tensor([1.0, 0.0, 0.7, 1.0])[:rows]
     token_ids = torch.randperm(9000, generator=generator)[:size].sort().values if ids else None
-    on_gpu = cuda.choose(logits, seeds, positions, betas, scales, token_ids)
-    on_cpu = noise.choose(logits, seeds, positions, betas, scales, token_ids)
+    on_gpu = cuda.choose(logits, seeds, positions, betas, scales, token_ids, True)
+    on_cpu = noise.choose(logits, seeds, positions, betas, scales, token_ids, True)
     for one, other in zip(on_gpu, on_cpu, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     if rows == 3:
@@ -322,7 +322,7 @@ for rows, size, ids in ((3, 3000, False), (4, 1500, True), (2, 1, False)):
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 logits = torch.zeros(1, 5000)
 none = torch.zeros(1, dtype=torch.int64)
-assert cuda.choose(logits, none, none, torch.ones(1), torch.zeros(1), None)[0].tolist() == [0]
+assert cuda.choose(logits, none, none, torch.ones(1), torch.zeros(1), None, False)[0].tolist() == [0]
 print("same")
 """
 
@@ -349,10 +349,12 @@ except ImportError as error:
     raise SystemExit(f"SKIP no Triton here: {error}")
 types = {"logits": "*fp32", "seeds": "*i64", "positions": "*i64", "betas": "*fp32", "scales": "*fp32", "ids": "*i64"}
 types |= {"best": "*fp32", "second": "*fp32", "chosen": "*i64", "tokens": "*i64", "noise": "*fp32", "found": "*fp32"}
+types |= {"tops": "*fp32", "sums": "*fp32", "columns": "*i64", "scores": "*fp32", "leads": "*fp32", "totals": "*fp32"}
 types["size"] = "i32"
 for kernel, constants in (
-    (cuda.choose_kernel, {"HAS_IDS": True, "BLOCK": 1024}),
-    (cuda.choose_kernel, {"HAS_IDS": False, "BLOCK": 1024}),
+    (cuda.choose_kernel, {"HAS_IDS": True, "TOTALS": True, "BLOCK": 1024}),
+    (cuda.choose_kernel, {"HAS_IDS": False, "TOTALS": False, "BLOCK": 1024}),
+    (cuda.join_kernel, {"TOTALS": True, "BLOCKS": 256}),
     (cuda.scores_kernel, {"HAS_IDS": True, "BLOCK": 1024}),
     (cuda.gumbel_kernel, {"DOMAIN": 1, "BLOCK": 1024}),
 ):
@@ -380,7 +382,7 @@ def test_what_was_compiled_at_the_start_serves_all_sizes_and_addresses(monkeypat
     from backend.noise import cuda
 
     target, variants = make_backend(compiler.GPUTarget("cuda", 90, 32)), set()
-    for kernel in (cuda.choose_kernel, cuda.scores_kernel, cuda.gumbel_kernel):
+    for kernel in (cuda.choose_kernel, cuda.join_kernel, cuda.scores_kernel, cuda.gumbel_kernel):
         bind = jit.create_function_from_signature(kernel.signature, kernel.params, target)
 
         def note(*inputs: Any, grid: Any, warmup: bool, kernel: Any = kernel, bind: Any = bind, **options: Any) -> None:
@@ -394,12 +396,13 @@ def test_what_was_compiled_at_the_start_serves_all_sizes_and_addresses(monkeypat
         asked = torch.zeros(rows, size), seeds, positions, torch.ones(rows), torch.ones(rows)
         cuda.gumbel(seeds, positions, torch.zeros(rows, 1, dtype=torch.int64), 0)
         for ids in (None, torch.arange(size)):
-            cuda.choose(*asked, ids)
+            for totals in (False, True):
+                cuda.choose(*asked, ids, totals)
             cuda.rank(*asked, 2, ids)
 
     ask(2, 2)
     compiled = set(variants)
-    assert len(compiled) == 5
+    assert len(compiled) == 9
     for rows, size in ((1, 151_936), (2, 151_936), (3, 151_936), (3, 32_001)):
         ask(rows, size)
     assert variants == compiled
