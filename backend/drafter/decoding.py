@@ -24,16 +24,8 @@ SIZES = 1, 2, 4, 8, 16, 32, 64, 128, 256
 """Numbers of rows for which steps are captured."""
 GRAPH_STEPS = 16
 """Longest draft for which steps are captured."""
-BRANCHES = 4
-"""On a GPU the number of branches of each sequence is a multiple of this, so that they share the reading of its keys."""
-KINDS = [
-    (size, independent, share)
-    for size in reversed(SIZES)
-    for independent in (False, True)
-    for share in (1, BRANCHES)
-    if size % share == 0
-]
-"""What is captured: rows, whether some are independent, and how many rows each sequence has, or a multiple of it."""
+KINDS = [(size, independent) for size in reversed(SIZES) for independent in (False, True)]
+"""What is captured: numbers of rows, and whether some are independent."""
 NUMBERS = 8
 """Integers per row that decoding begins with: token, position, place, start, bound, tail, stride, seed."""
 
@@ -41,13 +33,13 @@ NUMBERS = 8
 class Lanes:
     """The state of `size` rows while at most `steps` tokens are decoded for each."""
 
-    def __init__(self, head: Head, size: int, steps: int, rules: Rules, share: int = 1) -> None:
+    def __init__(self, head: Head, size: int, steps: int, rules: Rules) -> None:
         device = head.device
         self._head = head
         self.count = self.size = size
         self.taken = 0
         """Tokens that the latest `decode` has drawn."""
-        self.rules, self._share = rules, share
+        self.rules = rules
         self._numbers = torch.empty(NUMBERS, size, dtype=torch.int64, device=device)
         self._ids, self._positions, places, starts, bounds, tails, strides, seeds = self._numbers.unbind()
         self._reach = Reach(places, starts, bounds, tails, strides)
@@ -95,7 +87,7 @@ class Lanes:
 
     def advance(self) -> None:
         """Computes each row's token, at the next place."""
-        rows = Rows(self._ids, self._positions, self._reach, share=self._share)
+        rows = Rows(self._ids, self._positions, self._reach)
         self._output.copy_(self._head.forward(rows, self._head.feature(self._output), None))
         self._positions += 1
         self._reach.places.add_(self._reach.strides)
@@ -201,40 +193,37 @@ class Decoder:
     def __init__(self, head: Head, graphs: bool) -> None:
         self._head = head
         self._fresh = fresh_noise(head.device)
-        self._captured: dict[tuple[int, bool, int], Lanes] = {}
+        self._captured: dict[tuple[int, bool], Lanes] = {}
         if graphs and head.is_asynchronous:
             self._capture()
 
-    def lanes(self, steps: int, rules: Rules, numbers: Tensor, columns: Tensor, output: Tensor, share: int = 1) -> Lanes:
+    def lanes(self, steps: int, rules: Rules, numbers: Tensor, columns: Tensor, output: Tensor) -> Lanes:
         """Lanes with these rows; they serve until the next call."""
         count = numbers.shape[1]
-        found = self._fitting(count, rules.independent, share) if steps <= GRAPH_STEPS else None
-        lanes = Lanes(self._head, count, steps, rules, share) if found is None else found
+        found = self._fitting(count, rules.independent) if steps <= GRAPH_STEPS else None
+        lanes = Lanes(self._head, count, steps, rules) if found is None else found
         lanes.load(numbers, columns, output, self._fresh)
         return lanes
 
     def extend(self, numbers: Tensor, features: Tensor | None, last: Tensor) -> Tensor | None:
         """Computes rows on true features as a graph; outputs of the rows `last`.  None: there is no graph for so many rows."""
-        lanes = self._fitting(numbers.shape[1], False, 1)
+        lanes = self._fitting(numbers.shape[1], False)
         if lanes is None:
             return None
         lanes.load(numbers, 1.0, 0.0 if features is None else features, self._fresh)
         return lanes.extended(last)
 
-    def _fitting(self, count: int, independent: bool, share: int) -> Lanes | None:
+    def _fitting(self, count: int, independent: bool) -> Lanes | None:
         size = next((size for size in SIZES if size >= count), 0)
-        return self._captured.get((size, independent, share))
+        return self._captured.get((size, independent))
 
     def _capture(self) -> None:
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the others then fit into its memory.
-        for size, independent, share in KINDS:
-            lanes = Lanes(self._head, size, GRAPH_STEPS, Rules(independent=independent), share)
-            steps = [lanes.advance_and_pick]
-            if share == 1:
-                steps += [lanes.pick, *([] if independent else [lanes.follow, lanes.extend])]
-            lanes.capture(pool, steps)
-            self._captured[size, independent, share] = lanes
+        for size, independent in KINDS:
+            lanes = Lanes(self._head, size, GRAPH_STEPS, Rules(independent=independent))
+            lanes.capture(pool, [lanes.pick, lanes.advance_and_pick, *([] if independent else [lanes.follow, lanes.extend])])
+            self._captured[size, independent] = lanes
 
 
 def rows_behind(sequences: Sequence[cache.Sequence], device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from backend import noise
 from backend.drafter import cache
 from backend.drafter.attention import Reach
-from backend.drafter.decoding import BRANCHES, Decoder, columns_behind, rows_behind, tips
+from backend.drafter.decoding import Decoder, columns_behind, rows_behind, tips
 from backend.drafter.draws import Ends, Rules
 from backend.drafter.head import LONG, Head, Rows, Stretch
 from backend.drafter.intake import TORCH_DTYPES
@@ -109,7 +109,7 @@ class EagleProposer:
     @torch.inference_mode()
     def draft_outcomes(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
         """Drafts for likely outcomes of verifications.  Its cache rows are scratch: the next true rows overwrite them."""
-        likely = Shape.of(batch, BRANCHES if self._head.is_asynchronous else 1)
+        likely = Shape.of(batch)
         chosen: dict[int, cache.Sequence] = {}
         for i, premise in enumerate(batch):
             sequence = self._cache.peek(premise.key)

@@ -58,8 +58,6 @@ class Rows:
     positions: Tensor
     reach: Reach
     stretches: Sequence[Stretch] = ()
-    share: int = 1
-    """So many rows that follow each other belong to one sequence."""
 
 
 @dataclass
@@ -155,7 +153,7 @@ class Head:
             if rows.stretches and index < last:
                 attended = self._attend_stretches(index, queries, rows.stretches)
             else:
-                attended = attend(queries.reshape(-1, self.heads, self.head_dim), self._keyed[index], reach, rows.share)
+                attended = attend(queries.reshape(-1, self.heads, self.head_dim), self._keyed[index], reach)
                 attended = attended.view(-1, self.query_width)
             hidden = self._finish(layer, residual, attended)
         return hidden

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from backend.drafter.cache import Sequence
-from backend.drafter.decoding import BRANCHES, Decoder, Lanes, columns_behind, rows_behind, tips
+from backend.drafter.decoding import Decoder, Lanes, columns_behind, rows_behind, tips
 from backend.drafter.draws import Draws, Ends, Rules
 from backend.drafter.head import Head
 from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Premise
@@ -56,12 +56,11 @@ class Shape:
     steps: int
 
     @classmethod
-    def of(cls, batch: Many[Premise], multiple: int = 1) -> Shape:
-        """The smallest shape that fits all of `batch`, with a multiple of so many outcomes."""
-        width = max((min(premise.outcomes, MAX_OUTCOMES) for premise in batch), default=0)
+    def of(cls, batch: Many[Premise]) -> Shape:
+        """The smallest shape that fits all of `batch`."""
         return cls(
             max((len(premise.verifying) for premise in batch), default=0),
-            -(-width // multiple) * multiple,
+            max((min(premise.outcomes, MAX_OUTCOMES) for premise in batch), default=0),
             max((min(premise.until.k, MAX_DRAFT) for premise in batch), default=0),
         )
 
@@ -238,8 +237,7 @@ class Imagination:
             seeds,
         )
         wide = columns.repeat_interleave(width, 1)
-        share = BRANCHES if width % BRANCHES == 0 else 1
-        return self._decoder.lanes(shape.steps, rules, torch.stack(numbers).flatten(1), wide, output, share)
+        return self._decoder.lanes(shape.steps, rules, torch.stack(numbers).flatten(1), wide, output)
 
 
 def _known(verifying: list[int], sequence: Sequence, depth: int) -> int:

@@ -199,8 +199,7 @@ def make_proposer(
         proposer._head.is_asynchronous = True
         with torch.inference_mode():
             proposer._decoder._captured = {
-                (size, own, share): Lanes(proposer._head, size, GRAPH_STEPS, Rules(independent=own), share)
-                for size, own, share in KINDS
+                (size, own): Lanes(proposer._head, size, GRAPH_STEPS, Rules(independent=own)) for size, own in KINDS
             }
     return proposer
 

@@ -34,17 +34,16 @@ class Reach:
         return Reach(*(getattr(self, each.name).index_select(0, rows) for each in fields(self)))
 
 
-def attend(queries: Tensor, cache: Tensor, reach: Reach, share: int = 1) -> Tensor:
+def attend(queries: Tensor, cache: Tensor, reach: Reach) -> Tensor:
     """Attention of `queries` `[rows, heads, head_dim]` to keys and values `cache` `[capacity, 2, kv_heads, head_dim]`.
 
-    Each `share` rows that follow each other belong to one sequence; a GPU reads its keys once for them.  Softmax is in float32;
-    result as `queries`.
+    Softmax is in float32; result as `queries`.
     """
     scale = queries.shape[-1] ** -0.5
     if queries.is_cuda:
         from backend.drafter.attention import cuda
 
-        return cuda.attend(queries, cache, reach, scale, share)
+        return cuda.attend(queries, cache, reach, scale)
     if queries.dtype != torch.float32:
         return _attend_one_by_one(queries, cache, reach)
     from backend.drafter.attention import cpu

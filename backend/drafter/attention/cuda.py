@@ -26,49 +26,41 @@ _kernel = triton.jit(do_not_specialize_on_alignment=["places", "starts", "bounds
 @_kernel
 def attend_kernel(
     queries, cache, places, starts, bounds, tails, strides, sums, tops, totals, scale,
-    KV: tl.constexpr, GROUP: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
+    KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    block, head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start, bound, tail, stride = tl.load(starts + row), tl.load(bounds + row), tl.load(tails + row), tl.load(strides + row)
+    at = tl.load(places + row) - start
     members, dims = tl.arange(0, PADDED), tl.arange(0, WIDE)
-    exists = members < GROUP * SHARE
-    rows = block * SHARE + members // GROUP
-    start = tl.load(starts + block * SHARE)
-    at = tl.load(places + rows, mask=exists, other=0) - start
-    bound, tail = tl.load(bounds + rows, mask=exists, other=0), tl.load(tails + rows, mask=exists, other=0)
-    stride = tl.load(strides + rows, mask=exists, other=1)
-    inside = exists[:, None] & (dims < DIM)[None, :]
-    own = rows * (KV * GROUP) + head * GROUP + members % GROUP
+    inside = (members < GROUP)[:, None] & (dims < DIM)[None, :]
+    own = row.to(tl.int64) * KV * GROUP + head * GROUP + members
     query = tl.load(queries + own[:, None] * DIM + dims[None, :], mask=inside, other=0.0)
-    length = tl.max(tl.where(exists, at, 0), 0) + 1
-    chunk = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK) * BLOCK
+    chunk = tl.cdiv(tl.cdiv(at + 1, SPLITS), BLOCK) * BLOCK
     begin = split * chunk
-    end = tl.minimum(begin + chunk, length)
+    end = tl.minimum(begin + chunk, at + 1)
     top = tl.full((PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     found = tl.zeros((PADDED, WIDE), tl.float32)
     for first in range(begin, end, BLOCK):
         offsets = first + tl.arange(0, BLOCK)
-        back = at[:, None] - offsets[None, :]
-        behind = (offsets[None, :] >= tail[:, None]) & (back >= 0) & (back % stride[:, None] == 0)
-        seen = ((offsets[None, :] < bound[:, None]) | behind) & (offsets < end)[None, :]
+        seen = ((offsets < bound) | ((offsets >= tail) & ((at - offsets) % stride == 0))) & (offsets < end)
         base = cache + (start + offsets) * (2 * KV * DIM) + head * DIM
-        # Rows that nobody sees are not read: what an earlier sequence left there may not be finite.
-        there = tl.max(seen.to(tl.int32), 0) > 0
-        key = tl.load(base[None, :] + dims[:, None], mask=there[None, :] & (dims < DIM)[:, None], other=0.0)
-        scores = tl.where(seen, tl.dot(query, key, input_precision="ieee") * scale, float("-inf"))
+        key = tl.load(base[None, :] + dims[:, None], mask=seen[None, :] & (dims < DIM)[:, None], other=0.0)
+        scores = tl.dot(query, key, input_precision="ieee") * scale
+        scores = tl.where(seen[None, :], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, 1))
         # A block without a row that is seen leaves the maximum at minus infinity.
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         weights = tl.exp(scores - safe[:, None])
         shrink = tl.exp(top - safe)
-        value = tl.load(base[:, None] + KV * DIM + dims[None, :], mask=there[:, None] & (dims < DIM)[None, :], other=0.0)
+        value = tl.load(base[:, None] + KV * DIM + dims[None, :], mask=seen[:, None] & (dims < DIM)[None, :], other=0.0)
         found = found * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = higher
     place = own * SPLITS + split
-    tl.store(tops + place, top, mask=exists)
-    tl.store(totals + place, total, mask=exists)
+    tl.store(tops + place, top, mask=members < GROUP)
+    tl.store(totals + place, total, mask=members < GROUP)
     tl.store(sums + place[:, None] * DIM + dims[None, :], found, mask=inside)
 
 
@@ -84,22 +76,21 @@ def join_kernel(sums, tops, totals, result, DIM: tl.constexpr, WIDE: tl.constexp
     tl.store(result + own * DIM + dims, joined.to(result.dtype.element_ty), mask=dims < DIM)
 
 
-def attend(queries: Tensor, cache: Tensor, reach: Reach, scale: float, share: int) -> Tensor:
+def attend(queries: Tensor, cache: Tensor, reach: Reach, scale: float) -> Tensor:
     """See `backend.drafter.attention.attend`."""
     queries = queries.contiguous()
     rows, heads, dim = queries.shape
     kv_heads = cache.shape[2]
     group = heads // kv_heads
-    blocks = rows // share
-    splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, max(blocks * kv_heads, 1))), MOST_SPLITS)
-    padded, wide = (max(triton.next_power_of_2(each), 16) for each in (group * share, dim))
+    splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, max(rows * kv_heads, 1))), MOST_SPLITS)
+    padded, wide = (max(triton.next_power_of_2(each), 16) for each in (group, dim))
     tops = torch.empty(rows, heads, splits, dtype=torch.float32, device=queries.device)
     totals, sums = torch.empty_like(tops), torch.empty(*tops.shape, dim, dtype=torch.float32, device=queries.device)
     result = torch.empty_like(queries)
     if rows:
-        attend_kernel[(blocks, kv_heads, splits)](
+        attend_kernel[(rows, kv_heads, splits)](
             queries, cache, reach.places, reach.starts, reach.bounds, reach.tails, reach.strides, sums, tops, totals, scale,
-            KV=kv_heads, GROUP=group, SHARE=share, DIM=dim, PADDED=padded, WIDE=wide, SPLITS=splits, BLOCK=BLOCK,
+            KV=kv_heads, GROUP=group, DIM=dim, PADDED=padded, WIDE=wide, SPLITS=splits, BLOCK=BLOCK,
         )  # fmt: skip
         join_kernel[(rows * heads,)](sums, tops, totals, result, DIM=dim, WIDE=wide, SPLITS=splits)
     return result
