@@ -40,8 +40,8 @@ def test_profiles_are_what_the_data_sheet_says() -> None:
     assert small.target.token_us == pytest.approx(32.5, abs=0.1)
     assert large.target.fixed_ms == pytest.approx(14.0, abs=0.1)
     assert large.target.token_us == pytest.approx(71.4, abs=0.1)
-    assert small.drafter.fixed_ms == pytest.approx(0.38, abs=0.01)
-    assert large.drafter.fixed_ms == pytest.approx(1.0, abs=0.01)
+    assert small.drafter.fixed_ms == pytest.approx(0.45, abs=0.01)
+    assert large.drafter.fixed_ms == pytest.approx(1.07, abs=0.01)
     assert large.native.fixed_ms < large.drafter.fixed_ms, "four devices read a head faster than one"
     assert small.target.seconds(100) == pytest.approx(6.0e-3 + 3.25e-3, abs=1e-4)
 

@@ -346,26 +346,31 @@ COMPILED = """
 try:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
+    from backend.drafter.attention import cuda as attention
     from backend.noise import cuda
 except ImportError as error:
     raise SystemExit(f"SKIP no Triton here: {error}")
 types = {"logits": "*fp32", "seeds": "*i64", "positions": "*i64", "betas": "*fp32", "scales": "*fp32", "ids": "*i64"}
 types |= {"best": "*fp32", "second": "*fp32", "chosen": "*i64", "tokens": "*i64", "noise": "*fp32", "found": "*fp32"}
 types |= {"tops": "*fp32", "sums": "*fp32", "columns": "*i64", "scores": "*fp32", "leads": "*fp32", "totals": "*fp32"}
-types["size"] = "i32"
+types |= dict.fromkeys(("places", "starts", "bounds", "tails", "strides"), "*i64")
+types |= {"size": "i32", "scale": "fp32", "queries": "*bf16", "cache": "*bf16", "result": "*bf16"}
 for kernel, constants in (
     (cuda.choose_kernel, {"HAS_IDS": True, "TOTALS": True, "BLOCK": 1024}),
     (cuda.choose_kernel, {"HAS_IDS": False, "TOTALS": False, "BLOCK": 1024}),
     (cuda.join_kernel, {"TOTALS": True, "BLOCKS": 256}),
+    (attention.attend_kernel, {"KV": 8, "GROUP": 4, "DIM": 128, "PADDED": 16, "WIDE": 128, "SPLITS": 8, "BLOCK": 64}),
+    (attention.join_kernel, {"DIM": 128, "WIDE": 128, "SPLITS": 8}),
     (cuda.scores_kernel, {"HAS_IDS": True, "BLOCK": 1024}),
     (cuda.gumbel_kernel, {"DOMAIN": 1, "BLOCK": 1024}),
 ):
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    try:
-        made = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
-    except RuntimeError as error:
-        raise SystemExit(f"SKIP Triton has no compiler for this GPU here: {error}")
-    assert made.asm["ptx"]
+    for capability in 90, 100:
+        try:
+            made = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32))
+        except RuntimeError as error:
+            raise SystemExit(f"SKIP Triton has no compiler for this GPU here: {error}")
+        assert made.asm["ptx"]
 print("compiled")
 """
 

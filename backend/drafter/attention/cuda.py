@@ -30,8 +30,14 @@ def attend_kernel(
     SPLITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, bound, tail, stride = tl.load(starts + row), tl.load(bounds + row), tl.load(tails + row), tl.load(strides + row)
-    at = tl.load(places + row) - start
+    start = tl.load(starts + row)
+    at = (tl.load(places + row) - start).to(tl.int32)
+    # A remainder of 64 bits for each row attended to would cost more than reading it.
+    bound, tail, stride = (
+        tl.load(bounds + row).to(tl.int32),
+        tl.load(tails + row).to(tl.int32),
+        tl.load(strides + row).to(tl.int32),
+    )
     members, dims = tl.arange(0, PADDED), tl.arange(0, WIDE)
     inside = (members < GROUP)[:, None] & (dims < DIM)[None, :]
     own = row.to(tl.int64) * KV * GROUP + head * GROUP + members

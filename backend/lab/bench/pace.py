@@ -21,8 +21,10 @@ BYTES_PER_S = 0.8 * 3.35e12
 FLOP_PER_S = 0.5 * 989e12
 ALL_REDUCES_MS = 2 * 80 * 0.005
 """All-reduces of Llama 70B on several devices: two in each of 80 layers, of 5 us each."""
-LAUNCH_MS = 0.1
-"""Kernel launches of a head's pass: a dozen short kernels and the choice of tokens."""
+LAUNCH_MS = 0.17
+"""What a head's pass takes beyond the reading of its weights, with CUDA graphs and the choice of a token, at one request.
+
+Measured on an H200: 0.34 ms a token, of which the weights take 0.17 (`benchmarks/results/h200-drafter`)."""
 
 
 @dataclass(frozen=True)
