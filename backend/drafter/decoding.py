@@ -139,7 +139,7 @@ class Lanes:
 
     def kept(self, steps: int) -> Tensor:
         """The head's outputs after each of the first `steps` tokens: `[count, steps, hidden]`."""
-        return self._outputs[:steps, : self.count].transpose(0, 1).contiguous()
+        return self._outputs[:steps, : self.count].transpose(0, 1).clone()
 
     def forced(self, tokens: Tensor) -> Tensor:
         """The head's outputs after each of `tokens` `[count, steps]`: `[count, steps, hidden]`."""

@@ -89,6 +89,17 @@ def test_what_drafting_has_computed_is_not_computed_again(tmp_path: Path, cut: i
         assert clear > 8
 
 
+def test_what_drafting_has_computed_stays_a_request_s_own(tmp_path: Path) -> None:
+    """On a GPU the next draft, of another request, is made in the same tensors."""
+    head = TinyHead()
+    proposer, book = make_proposer(tmp_path, head, as_on_gpu=True), Reference(head)
+    requests = [Request(proposer, head, key, 20 + key) for key in range(3)]
+    for _ in range(2):
+        verifying = [request.fresh()[:3] for request in requests]
+        found = [proposer.draft_outcomes([r.premise(v, 6)])[0] for r, v in zip(requests, verifying, strict=True)]
+    assert sum(check(book, r, v, o, 6) for r, v, o in zip(requests, verifying, found, strict=True)) > 8
+
+
 def test_outcomes_equal_those_of_a_fresh_sequence(tmp_path: Path) -> None:
     head = TinyHead(layers=2)
     proposer = make_proposer(tmp_path, head)
