@@ -78,7 +78,7 @@ async def serving(server: GatewayServer, verifiers: int) -> AsyncIterator[tuple[
         task = asyncio.create_task(server.serve())
         try:
             await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers, 60)
-            async with httpx.AsyncClient(base_url=server.url, timeout=120, verify=False) as http:
+            async with httpx.AsyncClient(base_url=server.url, timeout=300, verify=False) as http:
                 yield http, task
         finally:
             # The second call ends what is still open.
