@@ -45,11 +45,11 @@ class Lanes:
         self._reach = Reach(places, starts, bounds, tails, strides)
         self._columns = torch.empty(SAMPLING_COLUMNS, size, device=device)
         self.draws = Draws(seeds, self._columns, head.draft_to_target, rules)
-        self._output = torch.empty(size, head.config.hidden_size, dtype=head.dtype, device=device)
+        self.output = torch.empty(size, head.config.hidden_size, dtype=head.dtype, device=device)
         self._step = torch.zeros(1, dtype=torch.int64, device=device)
         self._darts = torch.empty(steps, size, dtype=torch.float64, device=device)
         self._forced = torch.empty(steps, size, dtype=torch.int64, device=device)
-        self._outputs = torch.empty(steps, *self._output.shape, dtype=head.dtype, device=device)
+        self._outputs = torch.empty(steps, *self.output.shape, dtype=head.dtype, device=device)
         self._marks = torch.empty(3, steps, size, dtype=torch.int32, device=device)
         """Each token drafted, its value and its lead: their bits."""
         support = min(SUPPORT, head.lm_head.shape[1]) if rules.independent else 0
@@ -63,11 +63,11 @@ class Lanes:
         self.count = count = numbers.shape[1]
         self._numbers[:, :count] = numbers
         self._columns[:, :count] = columns
-        self._output[:count] = output
+        self.output[:count] = output
         if count < self.size:
             self._numbers[:, count:] = self._padding
             self._columns[:, count:] = 1.0
-            self._output[count:] = 0.0
+            self.output[count:] = 0.0
         self._step.zero_()
         if self.rules.independent:
             self._darts.uniform_(generator=fresh)
@@ -75,7 +75,7 @@ class Lanes:
     def pick(self) -> None:
         """Draws each row's next token."""
         head, darts = self._head, self._darts.index_select(0, self._step).squeeze(0)
-        picked = self.draws.pick(head.read(self._output), self._positions + head.token_offset, darts)
+        picked = self.draws.pick(head.read(self.output), self._positions + head.token_offset, darts)
         signs = torch.stack((picked.values, picked.leads)).view(torch.int32)
         marks = torch.cat((picked.tokens.to(torch.int32).unsqueeze(0), signs))
         self._marks.index_copy_(1, self._step, marks.unsqueeze(1))
@@ -88,25 +88,25 @@ class Lanes:
     def advance(self) -> None:
         """Computes each row's token, at the next place."""
         rows = Rows(self._ids, self._positions, self._reach)
-        self._output.copy_(self._head.forward(rows, self._head.feature(self._output), None))
+        self.output.copy_(self._head.forward(rows, self._head.feature(self.output), None))
         self._positions += 1
         self._reach.places.add_(self._reach.strides)
 
     def extend(self) -> None:
         """Computes each row's token on a true feature, in place of the output loaded."""
-        self._output.copy_(self._head.forward(Rows(self._ids, self._positions, self._reach), self._output, None))
+        self.output.copy_(self._head.forward(Rows(self._ids, self._positions, self._reach), self.output, None))
 
     def advance_and_pick(self) -> None:
         """Computes each row's token, keeps the output, and draws the next token."""
         self.advance()
-        self._outputs.index_copy_(0, (self._step - 1).clamp(min=0), self._output.unsqueeze(0))
+        self._outputs.index_copy_(0, (self._step - 1).clamp(min=0), self.output.unsqueeze(0))
         self.pick()
 
     def follow(self) -> None:
         """Computes the next of the tokens that are given, and keeps its output."""
         self._ids.copy_(self._forced.index_select(0, self._step).squeeze(0))
         self.advance()
-        self._outputs.index_copy_(0, self._step, self._output.unsqueeze(0))
+        self._outputs.index_copy_(0, self._step, self.output.unsqueeze(0))
         self._step += 1
 
     def run(self, step: Callable[[], None]) -> None:
@@ -121,7 +121,7 @@ class Lanes:
         """Captures methods as graphs; the rows are padding meanwhile."""
         self._numbers[:] = self._padding
         self._columns[:] = 1.0
-        self._output.zero_()
+        self.output.zero_()
         self._forced.zero_()
         self._darts.zero_()
         for step in steps:
@@ -150,11 +150,6 @@ class Lanes:
         for _ in range(steps):
             self.run(self.follow)
         return self.kept(steps)
-
-    def extended(self, rows: Tensor) -> Tensor:
-        """The outputs of some of the rows on true features, which were loaded: `[those rows, hidden]`."""
-        self.run(self.extend)
-        return self._output.index_select(0, rows)
 
     def decode(self, steps: int, ends: Callable[[], Ends], picks_first: bool) -> list[Drafted]:
         """Drafts at most `steps` tokens per row.  With `picks_first`, the first tokens follow from the outputs loaded.
@@ -211,7 +206,8 @@ class Decoder:
         if lanes is None:
             return None
         lanes.load(numbers, 1.0, 0.0 if features is None else features, self._fresh)
-        return lanes.extended(last)
+        lanes.run(lanes.extend)
+        return lanes.output.index_select(0, last)
 
     def _fitting(self, count: int, independent: bool) -> Lanes | None:
         size = next((size for size in SIZES if size >= count), 0)

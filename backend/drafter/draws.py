@@ -54,13 +54,11 @@ class Rules(NamedTuple):
     shared: bool = True
     """Some row is greedy or has shared noise."""
     independent: bool = True
-    tempered: bool = True
-    """Some row has a temperature other than 1 and 0."""
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling]) -> Rules:
         own = [sampling.independent for sampling in samplings]
-        return cls(not all(own), any(own), any(sampling.temperature not in (0.0, 1.0) for sampling in samplings))
+        return cls(not all(own), any(own))
 
 
 SAMPLING_COLUMNS = 6
@@ -131,16 +129,12 @@ class Draws:
         columns, scores = noise.rank(logits, self._seeds, positions, self._betas, self.scales, count, self._token_ids)
         noises = noise.gumbel(self._seeds, positions, self.tokens_of(others).unsqueeze(1)).squeeze(1)
         further = logits.gather(1, others.unsqueeze(1)).squeeze(1) * self._betas + self.scales * noises
-        totals = self._totals(logits)
+        totals = (logits * self._betas.unsqueeze(1)).logsumexp(1)
         return columns, scores - totals.unsqueeze(1), further - totals
 
     def tokens_of(self, columns: Tensor) -> Tensor:
         """The target's ids of the tokens of these columns."""
         return columns if self._token_ids is None else self._token_ids[columns]
-
-    def _totals(self, logits: Tensor) -> Tensor:
-        """Score minus this is a value: the logarithm of the softmax's denominator, `[rows]`."""
-        return (logits * self._betas.unsqueeze(1) if self._rules.tempered else logits).logsumexp(1)
 
     def _restricted(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Columns and their probabilities, `[rows, M]` each, likeliest first; the order of restrictions is vLLM's."""

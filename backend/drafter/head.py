@@ -1,4 +1,4 @@
-"""The arithmetic of an EAGLE head or a draft model and its KV cache, in plain torch on a CPU or GPU.  Drafter thread.
+"""The arithmetic of an EAGLE head or a draft model and its KV cache, on a CPU or GPU: torch, and `attention/`.  Drafter thread.
 
 Written for small batches, where every operator call and every byte of weights counts.  The embedding's share of layer 0's input
 projection is computed per token beforehand (or at least its norm is).  q, k and v are one product.  In the last layer, rows

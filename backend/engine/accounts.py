@@ -40,7 +40,7 @@ class Accounts:
         self._last[request_id] = tally, accepted
 
     def emitted(self, request_id: str, tokens: int) -> None:
-        """Counts what the last verification sent to the gateway: tokens none behind the end is accepted."""
+        """Counts the tokens that the last verification sent to the gateway; draft tokens behind the end are not accepted."""
         if request_id not in self._open:
             return
         account = self._open[request_id][1]
