@@ -24,6 +24,7 @@ from pydantic.fields import FieldInfo
 
 from backend.config import environment
 from backend.config.settings import Settings
+from backend.config.yaml_text import read_yaml_text
 
 KeyPath = tuple[str, ...]
 
@@ -179,7 +180,7 @@ def read_variables(variables: Mapping[str, str]) -> dict[KeyPath, Given]:
 def read_yaml(file: Path) -> dict[KeyPath, Given]:
     """The settings given in a YAML file."""
     try:
-        tree = yaml.safe_load(file.read_text(encoding="utf-8"))
+        tree = read_yaml_text(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, ValueError) as error:

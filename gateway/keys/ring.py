@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
+from backend.config.yaml_text import read_yaml_text
 from gateway.keys.caller import ANYBODY, Caller, Limits, Priority
 
 PREFIX = "or-"
@@ -84,14 +85,14 @@ class _File(BaseModel):
 def read_entries(path: Path) -> list[Entry]:
     """The entries of a keys file.  Raises `KeyFileError`."""
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        tree = read_yaml_text(path.read_text(encoding="utf-8"))
         entries = _File.model_validate(tree).keys
     except OSError as error:
         raise KeyFileError(f"{path}: cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise KeyFileError(f"{path}: {_explain(error, tree)}") from None
     except (yaml.YAMLError, ValueError):
-        # The parser's own message would show a piece of the file.  An impossible date is a ValueError.
+        # The parser's own message would show a piece of the file.  An impossible `!!timestamp` is a ValueError.
         raise KeyFileError(f"{path}: not YAML") from None
     names = [each.name for each in entries]
     hashes = [each for entry in entries for each in entry.sha256]

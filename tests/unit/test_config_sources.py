@@ -122,7 +122,8 @@ def test_a_wrong_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, name: str
         ("- 1", "expected a mapping of settings"),
         ("verifiers: many", "verifiers: input should be a valid integer"),
         ("a: [", "not YAML"),
-        ("mode: 2026-02-31", "not YAML: day is out of range for month"),
+        ("mode: !!int x", "not YAML: invalid literal for int"),
+        ("mode: 2026-02-31", "mode: input should be "),
         ("verifier: {engine_args: 3}", "verifier.engine_args: input should be a valid dictionary, not 3"),
     ],
 )

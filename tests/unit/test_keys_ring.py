@@ -96,7 +96,8 @@ def test_single_keys_go_on_working():
 ENTRY = f"  - name: a\n    sha256: {digest('a')}\n"
 WRONG = {
     "keys: [": "not YAML",
-    f"keys:\n{ENTRY}    until: 2026-02-31\n": "not YAML",
+    f"keys:\n{ENTRY}    weight: !!int secret\n": "not YAML",
+    f"keys:\n{ENTRY}    until: 2026-02-31\n": "keys.0.until (a): extra inputs",
     "[]": "the file: ",
     "keys:\n  - name: a\n": "keys.0.sha256 (a): field required",
     f"keys:\n{ENTRY}    weigth: 2\n": "keys.0.weigth (a): extra inputs",
