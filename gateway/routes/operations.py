@@ -90,7 +90,7 @@ async def version() -> Response:
 
 @router.get("/openapi.json", **UNDESCRIBED)
 async def openapi(request: Request) -> Response:
-    """The API's document; `/docs` shows it."""
+    """The API's document."""
     app = request.app
     if app.openapi_schema is None:
         app.openapi_schema = await asyncio.to_thread(document, app, _own_version())

@@ -1,7 +1,7 @@
-"""The fleet page at `/`, the API's page at `/docs`, and their files.
+"""The fleet page at `/` and its files.
 
-They are equal for all clients and contain nothing about the fleet, so they need no key.  The fleet page reads `/fleet`, which
-needs one.  The page asks its user for the key and sends it in a header.
+They are equal for all clients and contain nothing about the fleet, so they need no key.  The page reads `/fleet`, which needs
+one: it asks its user for the key and sends it in a header.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ router = APIRouter()
 FOLDER = Path(__file__).parents[1] / "page"
 PAGES = {
     "/": "index.html",
-    "/docs": "docs.html",
     **{f"/page/{each.name}": each.name for each in FOLDER.iterdir() if each.suffix in {".css", ".js", ".svg"}},
 }
 """The paths that are served, and their files."""
