@@ -58,7 +58,7 @@ lint: setup-dev ## ruff, mypy and the import contracts
 bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten minutes)
 	@exec $(BIN)/outrider bench $(ARGS)
 
-bench-rollouts: setup-dev ## a long-tailed batch natively, and disaggregated without and with moves (ARGS="--output DIR"; half an hour)
+bench-rollouts: setup-dev ## a long-tailed batch natively and disaggregated (ARGS="--output DIR"; 20 minutes)
 	@exec $(BIN)/python -m backend.lab.bench.rollouts $(ARGS)
 
 bench-gateway: setup-dev ## measure what the gateway costs per chunk and request, beside vLLM's own API server (six minutes)

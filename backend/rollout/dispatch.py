@@ -53,18 +53,9 @@ class Dispatcher:
             sent.append((request, worker))
         return sent
 
-    @property
-    def waiting(self) -> int:
-        """Number of requests that wait for a worker."""
-        return len(self._waiting)
-
     def expect(self, request: int, tokens: int) -> None:
         """Sets how many tokens of a response are still expected."""
         self._expected[request] = tokens
-
-    def move(self, request: int, source: str, target: str) -> None:
-        self._running[source].remove(request)
-        self._running[target].add(request)
 
     def done(self, request: int, worker: str) -> None:
         """Notes that a request's last token has arrived: its worker has room for another request."""

@@ -176,7 +176,7 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
     from backend.rollout.workers import Workers
 
     about = _about(options, place, work.step)
-    slots, interval_s = place.settings.verifier.max_num_seqs, place.settings.gateway.balance_interval_s
+    slots = place.settings.verifier.max_num_seqs
     # A fleet of its own has no other client, and ends with the rollout.
     lease_s = math.inf if options.join is None else GATEWAY_LEASE_S
     keys = place.coordinator.info().fleet_keys
@@ -191,7 +191,7 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
             responses = work.front.responses()
             # With `disable=None` the bar is only shown on a terminal.
             with tqdm(desc=f"round {number}", total=len(requests), unit=" requests", mininterval=0.0, disable=None) as bar:
-                runner = RoundRunner(number, requests, workers, slots, responses, bar, interval_s, options.seed)
+                runner = RoundRunner(number, requests, workers, slots, responses, bar, options.seed)
                 runner.say = say
                 finished = runner.run()
             report, text = round_report(finished, about, workers.version, fault)

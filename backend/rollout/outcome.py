@@ -51,8 +51,6 @@ class Round:
     responses: dict[int, RequestOutput] = field(default_factory=dict)
     """By request number."""
     deaths: list[Death] = field(default_factory=list)
-    moves: int = 0
-    """How many times a request was moved to a faster worker."""
 
     def tokens(self, number: int) -> Sequence[int]:
         """A response's tokens."""

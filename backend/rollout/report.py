@@ -34,7 +34,6 @@ def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fau
         "tokens_per_s": tokens / finished.wall_s,
         "acceptance_is": kind,
         f"{kind}_acceptance_length": drafting.acceptance_length,
-        "moved": finished.moves,
         "weights": weights,
         "weights_fault": fault,
         "died": msgspec.to_builtins(finished.deaths),

@@ -1,16 +1,15 @@
 """Runs one round of a rollout: sends the batch to the fleet and gathers answers and rows.  The command's process, main thread.
 
 A request is complete when its last token has arrived.  When a worker is lost or drained, its unfinished requests go on at other
-workers, after the tokens that have arrived.  When only the connection to it was cut, they go on there.  When no request waits
-any more, requests move from slow workers to fast ones where that pays (`backend.routing.balance`).  The round ends when all
-workers that live have sent their rows.
+workers, after the tokens that have arrived.  When only the connection to it was cut, they go on there.  The round
+ends when all workers that live have sent their rows.
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
 
@@ -25,7 +24,6 @@ from backend.rollout.dispatch import Dispatcher
 from backend.rollout.outcome import Death, Part, Round
 from backend.rollout.requests import Request
 from backend.rollout.workers import Worker, Workers
-from backend.routing.balance import Limits, Movable, Reported, expected_remaining, plan_moves, reported_loads
 
 POLL_S = 0.05
 LOOK_S = 0.5
@@ -47,8 +45,6 @@ class _Sent:
     place: int
     """Index of the request in the batch."""
     worker: Worker
-    at: float
-    """When the request was sent, in `time.monotonic()` seconds."""
 
 
 class RoundRunner:
@@ -62,10 +58,9 @@ class RoundRunner:
         window: int,
         responses: Responses,
         bar: tqdm[None],
-        balance_interval_s: float = 0.0,
         seed: int | None = None,
     ) -> None:
-        """At most `window` requests run on a worker at a time; with a balance interval of 0, no request moves.
+        """At most `window` requests run on a worker at a time.
 
         `seed` is for free responses whose parameters have none; with None, they are not reproducible.
         """
@@ -77,7 +72,6 @@ class RoundRunner:
         self._seed = seed
         self._bar = bar
         self._dispatcher = Dispatcher([request.expected for request in requests], window)
-        self._slots = window
         self._attempts = [0] * len(requests)
         self._running: dict[str, _Sent] = {}
         self._numbers: dict[str, int] = {}
@@ -89,8 +83,7 @@ class RoundRunner:
         self._parts: dict[int, Part] = {}
         """By worker number."""
         self._tokens = 0
-        self._balance_interval_s = balance_interval_s
-        self._began = self._next_look = self._next_tend = self._next_balance = self._next_progress = 0.0
+        self._began = self._next_look = self._next_tend = self._next_progress = 0.0
         self._busy_at = 0.0
 
     def run(self) -> Round:
@@ -149,7 +142,7 @@ class RoundRunner:
         worker.client.add(request.prompt, self._params(request), request_id, self._responses.tokens(place))
         self._sent_at.setdefault(place, time.monotonic())
         self._numbers[request_id] = request.number
-        self._running[request_id] = _Sent(place, worker, time.monotonic())
+        self._running[request_id] = _Sent(place, worker)
 
     def _params(self, request: Request) -> SamplingParams:
         params = copy(request.params)
@@ -233,32 +226,6 @@ class RoundRunner:
             self._first_at.setdefault(sent.place, answer.first_at)
         return answer
 
-    def _balance(self, now: float) -> None:
-        """Moves requests from slow workers to faster ones where `plan_moves` expects a gain."""
-        reported = [
-            Reported(name, client.stats, client.welcome.num_kv_blocks * client.welcome.block_size)
-            for name, client in ((name, worker.client) for name, worker in self._workers.present.items())
-            if client.stats is not None and client.welcome is not None
-        ]
-        tokens = {each.id: each.stats.response_tokens for each in reported}
-        movables = [self._movable(each, sent, tokens) for each, sent in self._running.items() if sent.worker.name in tokens]
-        for move in plan_moves(reported_loads(reported, self._slots), movables, Limits(), now):
-            sent = self._running.pop(move.request_id)
-            sent.worker.client.abort(move.request_id)
-            self._keep(move.request_id, sent)
-            self._dispatcher.move(sent.place, move.source, move.target)
-            self._send_to(sent.place, self._workers.present[move.target])
-            self._round.moves += 1
-
-    def _movable(self, request_id: str, sent: _Sent, typical: Mapping[str, float]) -> Movable:
-        request, worker = self._requests[sent.place], sent.worker
-        emitted = len(self._responses.tokens(sent.place))
-        if request.fixed is not None:
-            remaining = float(len(request.fixed) - emitted)
-        else:
-            remaining = expected_remaining(emitted, request.params.max_tokens or 0, typical[worker.name])
-        return Movable(request_id, worker.name, len(request.prompt) + emitted, remaining, sent.at)
-
     def _look_after(self, now: float) -> None:
         if now >= self._next_tend:
             self._next_tend = now + TEND_S
@@ -270,9 +237,6 @@ class RoundRunner:
                 self._bury(worker, reason, now)
             for worker in come:
                 self._welcome(worker)
-        if self._balance_interval_s and now >= self._next_balance and not self._dispatcher.waiting:
-            self._next_balance = now + self._balance_interval_s
-            self._balance(now)
         if self._workers.present:
             self._busy_at = now
         elif now - self._busy_at > NOBODY_S and not self._workers.is_catching_up:

@@ -118,14 +118,12 @@ async def stall(verifier: FakeVerifier, sequence: Sequence) -> None:
     await respond(verifier, sequence, upto=2)
 
 
-def run(
-    fleet: Fleet, asked: list[Request], responses: Responses, window: int = 3, interval_s: float = 0.0, seed: int | None = None
-) -> Round:
+def run(fleet: Fleet, asked: list[Request], responses: Responses, window: int = 3, seed: int | None = None) -> Round:
     """One round."""
     workers = fleet.workers = Workers(fleet, None)  # type: ignore[arg-type]
     try:
         workers.look()
         bar = tqdm(file=io.StringIO(), total=len(asked))
-        return RoundRunner(0, asked, workers, window, responses, bar, interval_s, seed).run()
+        return RoundRunner(0, asked, workers, window, responses, bar, seed).run()
     finally:
         workers.close()

@@ -9,7 +9,6 @@ import pytest
 
 from backend.config import Settings, sources
 from backend.config.sources import ConfigError
-from backend.lab.bench.rollouts import STAY, WAYS
 from backend.launch.fleet import Fleet
 from backend.rollout import main
 from backend.rollout.options import fleet_settings, rollout_options, slices
@@ -121,10 +120,6 @@ def test_sampling_parameters_of_the_command(tmp_path: Path) -> None:
     options, _ = rollout_options([*NEEDED, "--sampling", f"@{file}", "--temperature", "0.5", "--max-tokens", "30"])
     assert options.sampling == {"temperature": 0.5, "max_tokens": 9, "stop": ["\n\n"]}
     assert options.max_tokens == 30
-
-
-def test_requests_move_in_only_one_way_of_the_benchmark() -> None:
-    assert [way for way, flags in WAYS.items() if not set(STAY) <= set(flags)] == ["disaggregated, moving"]
 
 
 @pytest.mark.parametrize("trusted", [False, True])

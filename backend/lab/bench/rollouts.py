@@ -1,4 +1,4 @@
-"""`make bench-rollouts`: compares rollouts of one batch with native and with disaggregated drafting, without and with moves.
+"""`make bench-rollouts`: compares rollouts of one batch with native and with disaggregated drafting.
 
 Parent process.
 
@@ -27,13 +27,7 @@ from backend.rollout.make import SHORTEST, STDLIB, make_trace
 from backend.rollout.options import TraceOptions
 from backend.rollout.trace import read_trace, write_cases
 
-STAY = ("--gateway-balance-interval-s", "0")
-REMOTE = ("--drafters", "2")
-WAYS: Mapping[str, tuple[str, ...]] = {
-    "native": ("--mode", "native", *STAY),
-    "disaggregated": (*REMOTE, *STAY),
-    "disaggregated, moving": REMOTE,
-}
+WAYS: Mapping[str, tuple[str, ...]] = {"native": ("--mode", "native"), "disaggregated": ("--drafters", "2")}
 LONGEST_PROMPT = 256
 
 
@@ -53,23 +47,21 @@ def measure(trace: Path, output: Path, flags: Sequence[str]) -> dict[str, Any]:
     if done.returncode:
         raise SystemExit("\n".join(done.stderr.splitlines()[-5:]))
     report = json.loads((output / "step0" / "round0" / "report.json").read_text(encoding="utf-8"))
-    names = ("requests", "tokens", "wall_s", "tokens_per_s", "teacher_forced_acceptance_length", "moved")
+    names = ("requests", "tokens", "wall_s", "tokens_per_s", "teacher_forced_acceptance_length")
     return {name: report[name] for name in names} | {"behind_s": report["straggler"]["behind_the_others_s"]}
 
 
 def markdown(result: Mapping[str, Any]) -> str:
     """The results as a Markdown page: medians over rounds (minimum to maximum); speed-ups are ratios within a round."""
     rounds: list[dict[str, dict[str, Any]]] = result["rounds"]
-    head = ("way", "wall time, s", "tokens/s", "times as fast as native", "acceptance length", "moved", "straggler behind, s")
+    head = ("way", "wall time, s", "tokens/s", "times as fast as native", "acceptance length", "straggler behind, s")
     body = []
     for way in WAYS:
         mine = [each[way] for each in rounds]
         faster = [each["native"]["wall_s"] / each[way]["wall_s"] for each in rounds]
         lengths = [each["teacher_forced_acceptance_length"] or 1.0 for each in mine]
-        wall_s, speed, moved, behind_s = (
-            [each[name] for each in mine] for name in ("wall_s", "tokens_per_s", "moved", "behind_s")
-        )
-        cells = (wall_s, 1), (speed, 0), (faster, 2), (lengths, 2), (moved, 0), (behind_s, 1)
+        wall_s, speed, behind_s = ([each[name] for each in mine] for name in ("wall_s", "tokens_per_s", "behind_s"))
+        cells = (wall_s, 1), (speed, 0), (faster, 2), (lengths, 2), (behind_s, 1)
         body.append([way, *(spread(values, digits) for values, digits in cells)])
     about = result["about"]
     first = rounds[0]["native"]
@@ -89,7 +81,7 @@ def main(arguments: Sequence[str]) -> None:
     for number in range(given.rounds):
         found = {}
         for way in [*WAYS][number % len(WAYS) :] + [*WAYS][: number % len(WAYS)]:
-            found[way] = measure(trace, given.output / f"{way.replace(', ', '-')}-{number}", [*WAYS[way], *flags])
+            found[way] = measure(trace, given.output / f"{way}-{number}", [*WAYS[way], *flags])
             print(f"round {number}, {way}: {json.dumps(found[way])}", flush=True)
         rounds.append(found)
         result = {"about": about, "rounds": rounds}
