@@ -195,8 +195,8 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
         for each in new:
             adapter = each.lora_request.lora_name if each.lora_request is not None else ""
             asked = getattr(self.requests[each.req_id], "outrider", None) or RequestOptions()
-            begin = self.speculator.preference.begin
-            pairings[each.req_id] = begin(each.req_id, each.prompt_token_ids or [], adapter, asked.tenant, asked.session)
+            session = asked.session and f"{asked.tenant}/{asked.session}"
+            pairings[each.req_id] = self.speculator.preference.begin(each.req_id, adapter, session)
         return pairings
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:

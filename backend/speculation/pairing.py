@@ -1,10 +1,32 @@
-"""Which of a verifier's drafters serves a request.  Pure; the scheduler's and the worker's process get the same result."""
+"""Which of a verifier's drafters serves a request.  Pure.
+
+The scheduler decides on a `Pairing` for each new request; it and the worker then get the same drafter from it.  Where drafters
+have different heads (`Member.head`), a request goes to the head that has brought its adapter the most tokens per verification
+while drafters were asked; a late or missing draft counts as an empty one.  A request keeps its head for life, because another
+head would have to read all of its text first.  Drafters with the same head share its requests by a hash.
+"""
 
 from __future__ import annotations
 
+import random
 import zlib
+from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
+
+WINDOW = 512
+"""Verifications that a mean covers; older ones decay."""
+TRIED = 64
+"""Verifications of an adapter that each head gets before heads are compared."""
+TRY_ONE_IN = 16
+"""After that, one in 16 requests of an adapter goes to the head that has had the fewest."""
+SESSIONS = 4096
+"""Most sessions remembered, the latest."""
+KEPT_FOR = 1.1
+"""A session's earlier head counts as so much better, because it has read the session's earlier text."""
+TOGETHER = 8
+"""Most requests that are paired with one drafter at a time because they begin with the same text."""
 
 
 class Pairing(NamedTuple):
@@ -47,3 +69,95 @@ def having(heads: Mapping[str, str], head: str | None) -> list[str]:
     if head is None:
         return list(heads)
     return [drafter_id for drafter_id, each in heads.items() if each == head] or list(heads)
+
+
+@dataclass
+class HeadScore:
+    """What one head gained one adapter's requests, in recent verifications."""
+
+    requests: int = 0
+    verifications: float = 0.0
+    tokens: float = 0.0
+
+    def learn(self, tokens: int) -> None:
+        kept = 1 - 1 / WINDOW
+        self.verifications = self.verifications * kept + 1
+        self.tokens = self.tokens * kept + tokens
+
+    @property
+    def mean(self) -> float:
+        """Tokens per verification."""
+        return self.tokens / self.verifications if self.verifications else 0.0
+
+
+class Preference:
+    """Pairs each request of one verifier with a drafter; the scheduler's process and thread."""
+
+    def __init__(self) -> None:
+        self._heads: dict[str, str] = {}
+        self.has_choice = False
+        """Whether the drafters have different heads."""
+        self._scores: dict[str, dict[str, HeadScore]] = {}
+        """By adapter and head."""
+        self._sessions = OrderedDict[str, str]()
+        """The latest head of each session."""
+        self._chosen: dict[str, HeadScore] = {}
+        """By request, if there was a choice."""
+        self._pairings = Pairings()
+        # Were it every sixteenth request, trials would always meet the same client where clients take turns.
+        self._dice = random.Random(0)
+
+    def set_drafters(self, heads: dict[str, str]) -> None:
+        """The assignment changed.  `heads`: drafter to the name of its head."""
+        self._heads = dict(sorted(heads.items()))
+        self.has_choice = len(set(heads.values())) > 1
+
+    def begin(self, request_id: str, adapter: str, session: str = "") -> Pairing:
+        """Decides on a new request's head and drafter.  `session`: one tenant's session, or empty."""
+        if request_id not in self._pairings:
+            key = key_of(request_id, session)
+            if sum(each.key == key for each in self._pairings.values()) >= TOGETHER:
+                # A client that calls everything one session must not keep all other drafters idle.
+                key = request_id
+            self._pairings[request_id] = Pairing(key, self._choose(request_id, adapter, session) if self.has_choice else None)
+        return self._pairings[request_id]
+
+    def _choose(self, request_id: str, adapter: str, session: str) -> str:
+        before = self._scores.get(adapter, {})
+        scores = {head: before.get(head) or HeadScore() for head in sorted(set(self._heads.values()))}
+        self._scores[adapter] = scores
+        if self._dice.random() < 1 / TRY_ONE_IN:
+            head = _least_known(scores)
+        else:
+            head = _best(scores, self._sessions.pop(session, None))
+            if session:
+                self._sessions[session] = head
+                if len(self._sessions) > SESSIONS:
+                    self._sessions.popitem(last=False)
+        scores[head].requests += 1
+        self._chosen[request_id] = scores[head]
+        return head
+
+    def drafter_of(self, request_id: str) -> str | None:
+        """The drafter of a request; None without drafters."""
+        return self._pairings[request_id].drafter(self._heads)
+
+    def learn(self, request_id: str, tokens: int) -> None:
+        """Takes one verification, for which the request's drafter had been asked: it emitted `tokens` tokens."""
+        if request_id in self._chosen:
+            self._chosen[request_id].learn(tokens)
+
+    def forget(self, request_id: str) -> None:
+        self._chosen.pop(request_id, None)
+        self._pairings.pop(request_id, None)
+
+
+def _least_known(scores: dict[str, HeadScore]) -> str:
+    return min(scores, key=lambda head: scores[head].requests)
+
+
+def _best(scores: dict[str, HeadScore], earlier: str | None) -> str:
+    """The best head; `earlier`, the session's head, is given up only for one that is better by far."""
+    if any(each.verifications < TRIED for each in scores.values()):
+        return earlier if earlier in scores else _least_known(scores)
+    return max(scores, key=lambda head: scores[head].mean * (KEPT_FOR if head == earlier else 1))

@@ -22,7 +22,7 @@ from backend.speculation.budget import Spent, spend, spend_in_order
 from backend.speculation.candidates import Candidate, Candidates, Request
 from backend.speculation.chances import Rule
 from backend.speculation.deadlines import Questions
-from backend.speculation.preference import Preference
+from backend.speculation.pairing import Preference
 from backend.speculation.proposals import Proposal
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Load, Pending, Plan, Prospect, Times, waiting_pays
@@ -78,7 +78,7 @@ class Speculator:
         self._unlearned: dict[str, int] = {}
         self._ended: dict[str, int] = {}
         self._verifying: set[str] = set()
-        """Requests of the running step, if drafters were asked and have different heads (`preference.py`)."""
+        """Requests of the running step, if drafters were asked and have different heads (`pairing.py`)."""
         self._drafter_ids: list[str] = []
         self._probing, self._probed, self._probes = False, 0, 0
         self._asked_ahead = False

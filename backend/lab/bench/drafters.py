@@ -3,8 +3,8 @@
     python -m backend.lab.bench.drafters --sets demo backend/models/demo/draft-model demo+backend/models/demo/draft-model
 
 One verifier in mode `auto` gets each set of drafters in turn, in alternating rounds; another verifier decodes plainly.  With
-`A+B` each request gets the drafter that drafts better for it; with `A=B` its id alone decides.  Drafters share the drafter's
-core.  Prints a table, and writes it to `--output`.
+`A+B` requests get the drafter that drafts better for them; with `A=B` a request's id alone decides.  All drafters share
+one core.  Prints a table, and writes it to `--output`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from backend.lab.bench.prompts import Prompts
 
 def main() -> None:
     parser = options("drafters", __doc__, tokens=128)
-    parser.add_argument(
-        "--sets", nargs="+", required=True, help="drafters, A+B: of which each request gets the better, A=B: either"
-    )
+    parser.add_argument("--sets", nargs="+", required=True, help="drafters, A+B: of which requests get the better, A=B: either")
     parser.add_argument("--domains", default="code", help="code,prose: requests of both, by turns")
     parser.add_argument("--temperatures", default="0,0.8")
     parser.add_argument("--concurrency", default="1,4")
