@@ -2,8 +2,8 @@
 
 Written for small batches, where every operator call and every byte of weights counts.  The embedding's share of layer 0's input
 projection is computed per token beforehand (or at least its norm is).  q, k and v are one product.  In the last layer, rows
-that no draft starts from contribute keys and values only.  Semantics are those of vLLM's `llama_eagle3`, `llama_eagle` and
-`mimo_mtp`.  A draft model is a head without features: its rows begin as embeddings.
+that no draft starts from contribute keys and values only.  Semantics are those of vLLM's `llama_eagle3` and `llama_eagle`.
+A draft model is a head without features: its rows begin as embeddings.
 
 A rotation is one complex multiplication (RoFormer, section 3.4).  Checkpoints pair dimension i with i + head_dim/2.  The output
 rows of the query and key projections are reordered once, so that pairs lie side by side.  No dot product changes by that.
@@ -107,7 +107,6 @@ class Head:
         self.table, self.table_weight, self.feature_fc = self._input_tables(weights.embedding)
         self.layers = [self._layer(index) for index in range(config.num_layers)]
         self.hidden_norm = self._vector("layers.0.hidden_norm.weight")
-        self.feature_norm = self._vector("feature_norm.weight")
         self.norm = self._vector("norm.weight")
         self.lm_head = self._on_device(weights.lm_head.t())
         mapping = weights.draft_to_target
@@ -135,10 +134,6 @@ class Head:
         part = self._embed(rows.ids)
         table = self._rotations
         rotations = _rotations(rows.positions, self._frequencies) if table is None else table.index_select(0, rows.positions)
-        if self.feature_norm is not None and features is not None:
-            # MTP layers were trained without the embedding at position 0, and on normed features.
-            part = part.masked_fill((rows.positions == 0).unsqueeze(1), 0.0)
-            features = self._rms(features, self.feature_norm)
         hidden = part
         if self.takes_features and features is not None:
             hidden = features if self.feature_fc is None else torch.addmm(part, features, self.feature_fc)
@@ -234,7 +229,7 @@ class Head:
             weight, bias = self._fused("layers.0.self_attn", ("q_proj", "k_proj", "v_proj"))
             on_embedding, feature_fc = weight[:, :hidden], None
         else:
-            norm, bias = self._source.get("token_norm.weight"), self._source.get("fc.bias")
+            norm, bias = None, self._source.get("fc.bias")
             on_embedding, on_feature = self._source["fc.weight"].tensor_split(2, dim=1)
             feature_fc = self._on_device(on_feature.t())
         fits = embedding.shape[0] * on_embedding.shape[0] * self.dtype.itemsize <= TABLE_BYTES and bias is None

@@ -122,8 +122,6 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
             return {"num_speculative_tokens": k, **native}
         assert paths.drafter_dir is not None, "`resolve` finds a model for mode native"
         config = drafter_config(paths.drafter_dir, paths.target_dir)
-        if config.is_mtp:
-            return {"method": "mtp", "num_speculative_tokens": k}
         model = {"method": config.kind, "model": paths.drafter_dir, "num_speculative_tokens": k}
         if config.kind != DRAFT_MODEL:
             return model

@@ -81,9 +81,6 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
         keep = {n for n in keep if not n.startswith(("fc.", "fc_norm."))}
     stored = files.read_many([names[name] for name in sorted(keep)])
     tensors = {name: stored[names[name]] for name in keep}
-    if config.is_mtp:
-        # MTP layers join feature and embedding in the opposite order.
-        tensors["fc.weight"] = torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
     borrowed = BORROWED - tensors.keys()
     embedding = tensors.pop(EMBEDDING, None)
     lm_head = tensors.pop(LM_HEAD, None)

@@ -2,8 +2,7 @@
 
 Heads have two layouts.  SafeAILab's is a Llama configuration with a few extra keys; speculators' wraps one in
 `transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.  A draft model is a
-language model of its own, in the layout of transformers.  If a target's checkpoint has layers for multi-token prediction (MTP),
-the first of them is treated as an EAGLE-1 head with norms on its two inputs.
+language model of its own, in the layout of transformers.
 """
 
 from __future__ import annotations
@@ -21,10 +20,6 @@ from backend.models.tensor_files import CheckpointError as CheckpointError
 HeadKind = Literal["eagle", "eagle3", "draft_model"]
 
 DRAFT_MODEL: Literal["draft_model"] = "draft_model"
-MTP_ARCHITECTURES = ("MiMoForCausalLM",)
-"""Targets whose MTP layers the drafter can compute: dense blocks."""
-MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Keys under which configurations give the number of MTP layers."""
 MODELOPT = "hf_quant_config.json"
 """Where ModelOpt says how a checkpoint is quantised; its `config.json` may say nothing."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -72,8 +67,6 @@ class HeadConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    is_mtp: bool = False
-    """Whether it is the first MTP layer of the target's own checkpoint."""
 
     @property
     def drafter_kind(self) -> DrafterKind:
@@ -153,11 +146,6 @@ def _is_midlayer_alone(head_dir: str) -> bool:
     return "midlayer" in parts and "layers" not in parts
 
 
-def mtp_layers(config: dict[str, Any]) -> int:
-    """The number of layers for multi-token prediction in a checkpoint's configuration."""
-    return max(int(config.get(name) or 0) for name in MTP_LAYERS)
-
-
 def same_features(new: HeadConfig, old: HeadConfig) -> str | None:
     """Why the head `new` cannot draft from the features that verifiers send for `old`; None: it can."""
     for what in ("kind", "hidden_size", "target_hidden_size", "vocab_size", "aux_layers"):
@@ -212,8 +200,6 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     vocab = int(target.get("vocab_size") or layer["vocab_size"])
     # An absent key means True in speculators' layout and False in the other (vLLM reads them so).
     before_residual = bool(outer.get("norm_before_residual", bool(speculators)))
-    # A head's configuration may repeat the target's number of MTP layers, but not its architecture.
-    is_mtp = mtp_layers(outer) > 0 and bool(set(MTP_ARCHITECTURES) & set(outer.get("architectures") or []))
     eagle = outer.get("eagle_config") or {}
     before_fc = bool(eagle.get("norm_before_fc", outer.get("norm_before_fc", False)))
     return HeadConfig(
@@ -222,7 +208,7 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         hidden_size=hidden,
         target_hidden_size=int(outer.get("target_hidden_size") or layer.get("target_hidden_size") or hidden),
         intermediate_size=int(layer["intermediate_size"]),
-        num_layers=1 if is_mtp else int(layer.get("num_hidden_layers", 1)),
+        num_layers=int(layer.get("num_hidden_layers", 1)),
         num_heads=heads,
         num_kv_heads=int(layer.get("num_key_value_heads") or heads),
         head_dim=int(layer.get("head_dim") or hidden // heads),
@@ -237,8 +223,7 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         norm_before_residual=before_residual,
         norm_before_fc=before_fc,
         fc_norm=bool(outer.get("fc_norm", False)),
-        norm_output=is_mtp or bool(outer.get("norm_output", False)),
-        is_mtp=is_mtp,
+        norm_output=bool(outer.get("norm_output", False)),
         dtype=str(_dtype(outer) or _dtype(layer) or "float32"),
         unsupported=tuple(_unsupported(outer, layer)),
     )

@@ -8,30 +8,9 @@ from backend.models.tensor_files import TensorFiles
 Shape = tuple[int, ...]
 
 
-MTP_PREFIX = "model.mtp_layers.0."
-MTP_NAMES = {
-    "token_layernorm.": "token_norm.",
-    "hidden_layernorm.": "feature_norm.",
-    "input_proj.": "fc.",
-    "final_layernorm.": "norm.",
-}
-"""Prefixes of an MTP layer's tensors outside its block -> canonical prefixes."""
-
-
 def canonical_names(files: TensorFiles) -> dict[str, str]:
-    """Canonical name -> name in the files, for every tensor of a drafter (`midlayer.` becomes `layers.0.`).
-
-    For a checkpoint with MTP layers, only the tensors of the first MTP layer.
-    """
-    mtp = [name for name in files.tensors if name.startswith(MTP_PREFIX)]
-    if mtp:
-        return {_of_mtp(name.removeprefix(MTP_PREFIX)): name for name in mtp}
+    """Canonical name -> name in the files, for every tensor of a drafter (`midlayer.` becomes `layers.0.`)."""
     return {name.removeprefix("model.").replace("midlayer.", "layers.0."): name for name in files.tensors}
-
-
-def _of_mtp(name: str) -> str:
-    beginning, dot, rest = name.partition(".")
-    return MTP_NAMES.get(beginning + dot, f"layers.0.{beginning}.") + rest
 
 
 def is_draft_model(files: TensorFiles) -> bool:
@@ -49,9 +28,6 @@ def required_tensors(config: HeadConfig) -> dict[str, Shape]:
         shapes["norm.weight"] = (hidden,)
     elif config.kind == "eagle":
         shapes["fc.weight"] = (hidden, 2 * hidden)
-        if config.is_mtp:
-            norms = ("token_norm", "feature_norm", "norm", "layers.0.input_layernorm")
-            shapes |= {f"{name}.weight": (hidden,) for name in norms}
     else:
         shapes["norm.weight"] = (hidden,)
         shapes["layers.0.hidden_norm.weight"] = (hidden,)

@@ -20,13 +20,16 @@ from backend.config import REMOTE_MODES, Settings, environment
 from backend.config.sources import ConfigError
 from backend.models.check import find_misfits, reads_last_state, why_not_learning
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
-from backend.models.head_config import MTP_ARCHITECTURES, CheckpointError, load_config, mtp_layers, same_features, text_config
+from backend.models.head_config import CheckpointError, load_config, same_features, text_config
 from backend.models.initial_head import write_initial_head, write_widened_head
 from backend.models.kinds import KINDS, WEIGHTLESS, DrafterKind
 
 DEMO = "demo"
 GROW = "grow"
 MTP = "mtp"
+"""vLLM's name for drafting with a target's own layers for multi-token prediction."""
+NEEDS_OWN_CODE = {"MiMoForCausalLM"}
+"""Architectures whose configuration vLLM reads by the checkpoint's own code."""
 MODES_WITH_DRAFTS = REMOTE_MODES | {"native"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
 DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -122,11 +125,8 @@ def drafter_names(settings: Settings) -> list[str]:
 def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafter:
     if name in WEIGHTLESS:
         return OwnDrafter(None, WEIGHTLESS[name], name)
-    if name == MTP:
-        directory = _with_mtp_layers(target)
-    else:
-        code = trusts_code(settings)
-        directory = _initial_head(target, settings) if name == GROW else find("--drafter", name, DRAFTER_DIR, say, code)
+    code = trusts_code(settings)
+    directory = _initial_head(target, settings) if name == GROW else find("--drafter", name, DRAFTER_DIR, say, code)
     return OwnDrafter(str(directory), check_drafter(name, directory, target, settings, say), name)
 
 
@@ -145,6 +145,10 @@ def check_combination(settings: Settings) -> None:
     if settings.mode in REMOTE_MODES and settings.drafters == 0:
         raise ModelError(f"--mode {settings.mode} needs a drafter: give --drafters 1 or more, or --mode native or off")
     names = drafter_names(settings)
+    if MTP in names and settings.mode in MODES_WITH_DRAFTS:
+        raise ModelError(
+            "--drafter mtp: layers for multi-token prediction are not supported: give an EAGLE head, a model or ngram"
+        )
     if len(names) > 1 and settings.mode == "native":
         raise ModelError("--mode native drafts with one model: give --drafter one name")
     if len(names) > 1 and settings.mode in REMOTE_MODES and settings.drafters != "auto" and settings.drafters < len(names):
@@ -164,7 +168,7 @@ def check_combination(settings: Settings) -> None:
 
 def check_without_download(settings: Settings, say: Say) -> None:
     """Checks as much as possible without network access and without writing anything.  Raises `ModelError`."""
-    if all(name in (DEMO, MTP, *WEIGHTLESS) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
+    if all(name in (DEMO, *WEIGHTLESS) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
         resolve(settings, say)
     else:
         check_combination(settings)
@@ -206,7 +210,7 @@ def check_code(directory: Path, settings: Settings) -> None:
     """Refuses a MiMo model, whose configuration vLLM reads by the checkpoint's own code, unless that code is trusted."""
     config = read_json(directory / "config.json", "--model")
     has_code = "AutoConfig" in (config.get("auto_map") or {})
-    if has_code and set(MTP_ARCHITECTURES) & set(config["architectures"]) and not trusts_code(settings):
+    if has_code and NEEDS_OWN_CODE & set(config["architectures"]) and not trusts_code(settings):
         trust = "--verifier-engine-args '{\"trust_remote_code\": true}'"
         raise ModelError(f"--model {settings.model}: vLLM needs the checkpoint's own code; if you trust that: {trust}")
 
@@ -278,17 +282,6 @@ def _learning_dir(settings: Settings, target: Path) -> Path:
         return Path(settings.drafting.learning_dir)
     digest = hashlib.sha256(f"{target}\n{settings.drafter}".encode()).hexdigest()[:8]
     return environment.state_dir() / "learning" / f"{target.name}-{digest}"
-
-
-def _with_mtp_layers(target: Path) -> Path:
-    config = read_json(target / "config.json", "--model")
-    if not mtp_layers(config):
-        raise ModelError(f"--drafter mtp: {target} has no layers for multi-token prediction")
-    if not set(MTP_ARCHITECTURES) & set(config["architectures"]):
-        raise ModelError(
-            f"--drafter mtp: those of {config['architectures'][0]} are not supported, only of {', '.join(MTP_ARCHITECTURES)}"
-        )
-    return target
 
 
 def _initial_head(target: Path, settings: Settings) -> Path:

@@ -59,9 +59,6 @@ class TinyHead:
         tensors: Tensors = {"target.embed": draw(self.vocab, h), "target.lm_head": draw(self.vocab, h)}
         if self.kind != "eagle3":
             tensors["fc.weight"] = draw(h, 2 * h, scale=h**-0.5)
-            if self.kind == "mtp":
-                norms = ("token_norm", "feature_norm", "norm", "layers.0.input_layernorm")
-                tensors |= {f"{name}.weight": 1 + draw(h, scale=0.2) for name in norms}
         else:
             tensors["fc.weight"] = draw(h, 3 * h, scale=h**-0.5)
             tensors["norm.weight"] = 1 + draw(h, scale=0.2)
@@ -140,11 +137,6 @@ def write_head(directory: Path, head: TinyHead, layout: str = "eagle", suffix: s
         "norm_before_fc": head.norm_before_fc,
         "fc_norm": head.fc_norm,
     }
-    if head.kind == "mtp":
-        config = head.layer_config() | {"architectures": ["MiMoForCausalLM"], "num_nextn_predict_layers": 1}
-        (directory / "config.json").write_text(json.dumps(config | {"num_hidden_layers": head.target_layers}))
-        save_file(mtp_tensors(tensors), directory / "model.safetensors")
-        return str(directory)
     if head.kind == "eagle3":
         extras["draft_vocab_size"] = head.draft_vocab
     if layout == "speculators":
@@ -166,15 +158,6 @@ def write_head(directory: Path, head: TinyHead, layout: str = "eagle", suffix: s
     else:
         save_file(tensors, directory / "model.safetensors")
     return str(directory)
-
-
-def mtp_tensors(tensors: Tensors) -> Tensors:
-    """The tensors of an MTP layer, named as in MiMo's checkpoints, whose projection takes the feature before the embedding."""
-    swapped = torch.cat(tensors["fc.weight"].chunk(2, dim=1)[::-1], dim=1)
-    names = {"token_norm": "token_layernorm", "feature_norm": "hidden_layernorm", "fc": "input_proj", "norm": "final_layernorm"}
-    found = {name.removeprefix("layers.0."): tensor for name, tensor in (tensors | {"fc.weight": swapped}).items()}
-    renamed = {names.get(name.split(".")[0], name.split(".")[0]) + "." + name.split(".", 1)[1]: t for name, t in found.items()}
-    return {f"model.mtp_layers.0.{name}": tensor.contiguous() for name, tensor in renamed.items()}
 
 
 def make_proposer(
@@ -211,7 +194,7 @@ def check(head_dir: str, target_dir: str) -> list[str]:
 
 
 class Reference:
-    """The documented equations of EAGLE, EAGLE-3 and MTP heads, with the shared noise by definition, dense and in float64."""
+    """The documented equations of EAGLE and EAGLE-3 heads, with the shared noise by definition, dense and in float64."""
 
     def __init__(self, head: TinyHead, seed: int = 0, temperature: float = 0.0) -> None:
         self.head, self.seed, self.temperature = head, seed, temperature
@@ -249,16 +232,13 @@ class Reference:
                 self.margin = min(self.margin, float(best[0] - best[1]))
                 token = ids[int(values.argmax())]
                 drafts.append(token)
-            rows.append((rows[-1][0] + 1, token, normed if self.head.norm_output or kind == "mtp" else output))
+            rows.append((rows[-1][0] + 1, token, normed if self.head.norm_output else output))
         return drafts
 
     def _forward(self, rows: list[tuple[int, int, Tensor]]) -> Tensor:
         positions = torch.tensor([p for p, _, _ in rows], dtype=torch.float64)
         embeds = torch.stack([self.w["target.embed"][t] for _, t, _ in rows])
         hidden = torch.stack([feature for _, _, feature in rows])
-        if self.head.kind == "mtp":
-            embeds = self._norm(embeds, "token_norm") * (positions > 0).unsqueeze(1)
-            hidden = self._norm(hidden, "feature_norm")
         if self.head.kind != "eagle3":
             hidden = torch.cat((embeds, hidden), dim=1) @ self.w["fc.weight"].T
         for i in range(self.head.layers):
@@ -269,7 +249,7 @@ class Reference:
                 inputs = torch.cat((self._norm(embeds, f"{name}.input_layernorm"), normed), dim=1)
             else:
                 residual = hidden
-                inputs = self._norm(hidden, f"{name}.input_layernorm") if i or self.head.kind == "mtp" else hidden
+                inputs = self._norm(hidden, f"{name}.input_layernorm") if i else hidden
             hidden = residual + self._attention(name, inputs, positions)
             normed = self._norm(hidden, f"{name}.post_attention_layernorm")
             gate = torch.nn.functional.silu(self._linear(f"{name}.mlp.gate_proj", normed))

@@ -32,7 +32,6 @@ HEADS = {
     "wide heads": TinyHead(heads=2, kv_heads=2, head_dim=32),
     "eagle 1": TinyHead(kind="eagle"),
     "eagle 1, two layers": TinyHead(kind="eagle", layers=2),
-    "mtp": TinyHead(kind="mtp"),
 }
 CLOSE_CALL = 1e-3
 
