@@ -1,17 +1,16 @@
 """uvicorn's HTTP/1.1 protocol with bounds on connections, on what comes before the body, and on clients that take no answer.
 
-uvicorn has no such bounds with httptools.  It also loses the body of a request that offers to change the protocol (`Upgrade:
-h2c`).  A server may ignore such an offer, and this one does.  Errors have the usual JSON format, and end the connection.
+uvicorn has no such bounds with httptools.  It also loses the body of a request that offers to change the protocol, as Java's
+HTTP client does by default (`Upgrade: h2c`).  A server may ignore such an offer, and this one does.  Errors have the usual JSON
+format, and end the connection.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import resource
 import sys
-import termios
 from http import HTTPStatus
 from typing import Any
 
@@ -181,17 +180,9 @@ class BoundedProtocol(HttpToolsProtocol):
         else:
             self.transport.close()
 
-    @property
-    def _unread_bytes(self) -> int:
-        """Bytes of answers that the client has not taken."""
-        socket = self.transport.get_extra_info("socket")
-        # The kernel's queue holds megabytes, and wakes us only when a third of it is free.
-        queued = int.from_bytes(fcntl.ioctl(socket.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
-        return self.transport.get_write_buffer_size() + queued
-
     def _watch_reader(self, before: int | None) -> None:
         """Ends the connection when nothing was taken since there were `before` bytes to send; else looks again."""
-        left = self._unread_bytes
+        left = self.transport.get_write_buffer_size()
         if before is not None and left >= before:
             self.transport.abort()
         else:
