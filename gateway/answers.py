@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import secrets
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -55,17 +52,14 @@ def body(answer: pydantic.BaseModel) -> dict[str, Any]:
     return made | {"usage": detailed(made["usage"])} if "usage" in made else made
 
 
-class InPieces:
-    """An answer whose log probabilities were serialized apart, because they may be many.
-
-    A call that serializes holds the interpreter, and with it all other requests.  So each call has few tokens.
-    """
+class Whole:
+    """An answer whose log probabilities are serialized apart, because they may be many."""
 
     def __init__(self, answer: Any, shown: Callable[[Any], dict[str, Any]]) -> None:
-        self._pieces: list[list[bytes] | None] = []
+        self._texts: list[bytes | None] = []
         for each, name in _bearers(answer, getattr):
             values = getattr(each, name, None)
-            self._pieces.append(None if values is None else _text(values))
+            self._texts.append(None if values is None else _text(values))
             if values is not None:
                 setattr(each, name, None)
         self.body = shown(answer)
@@ -73,17 +67,10 @@ class InPieces:
 
     def response(self, body: dict[str, Any]) -> Response:
         """The whole response.  `body` is `self.body`, perhaps with fields added."""
-        marked: dict[bytes, list[bytes]] = {}
-        for (each, name), pieces in zip(_bearers(body, dict.get), self._pieces, strict=True):
-            if pieces is not None:
-                each[name] = secrets.token_hex(8)
-                marked[each[name].encode()] = pieces
-        rest = msgspec.json.encode(body)
-        parts = []
-        for mark in sorted(marked, key=rest.index):
-            before, _, rest = rest.partition(b'"%b"' % mark)
-            parts += [before, *marked[mark]]
-        return in_turns([*parts, rest])
+        for (each, name), text in zip(_bearers(body, dict.get), self._texts, strict=True):
+            if text is not None:
+                each[name] = msgspec.Raw(text)
+        return in_turns(msgspec.json.encode(body))
 
 
 def _bearers(answer: Any, get: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
@@ -96,43 +83,38 @@ def _bearers(answer: Any, get: Callable[..., Any]) -> Iterator[tuple[Any, str]]:
         yield from ((part, "logprobs") for part in get(item, "content", None) or () if get(part, "type", None) == "output_text")
 
 
-async def in_pieces(answer: Deferred, shown: Callable[[Any], dict[str, Any]]) -> InPieces:
+async def whole(answer: Deferred, shown: Callable[[Any], dict[str, Any]]) -> Whole:
     """vLLM's answer, made and serialized in a thread; `shown` makes its JSON object."""
     return await asyncio.get_running_loop().run_in_executor(_MAKING, _made, answer, shown)
 
 
 _MAKING = ThreadPoolExecutor(1, "answers")
 """Serializes one such answer at a time."""
-_TURN, _PAUSE_S = 128, 1e-4
-"""After so many tokens the thread sleeps so many seconds, so that the event loop gets the interpreter."""
+_TURN = 128
+"""Tokens that one call serializes.  It holds the interpreter, and with it all other requests."""
 
 
-def _made(answer: Deferred, shown: Callable[[Any], dict[str, Any]]) -> InPieces:
-    # A garbage collection over so many new objects would also hold the interpreter for long.
+def _made(answer: Deferred, shown: Callable[[Any], dict[str, Any]]) -> Whole:
+    # Garbage collections over so many new objects double the CPU time, and each holds the interpreter for up to seconds.
     gc.disable()
     try:
-        return InPieces(checked(answer.make()), shown)
+        return Whole(checked(answer.make()), shown)
     finally:
         gc.enable()
 
 
-def _text(logprobs: Any) -> list[bytes]:
+def _text(logprobs: Any) -> bytes:
     if isinstance(logprobs, list):
         return _list(logprobs)
-    fields = [[f',"{name}":'.encode(), *_list(values)] for name, values in logprobs]
-    fields[0][0] = b"{" + fields[0][0][1:]
-    return [*chain.from_iterable(fields), b"}"]
+    return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), _list(values)) for name, values in logprobs)
 
 
-def _list(values: list[Any] | None) -> list[bytes]:
+def _list(values: list[Any] | None) -> bytes:
     if values is None:
-        return [b"null"]
-    pieces = []
-    for start in range(0, len(values), _TURN):
-        pieces.append((b"," if start else b"") + to_json(values[start : start + _TURN])[1:-1])
-        time.sleep(_PAUSE_S)
+        return b"null"
+    pieces = [to_json(values[start : start + _TURN])[1:-1] for start in range(0, len(values), _TURN)]
     discard(values)
-    return [b"[", *pieces, b"]"]
+    return b"[%b]" % b",".join(pieces)
 
 
 def _spoken(value: dict[str, Any]) -> dict[str, Any]:

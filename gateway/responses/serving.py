@@ -120,9 +120,9 @@ class Responses:
             body = shown(made)
             await self._keep(turn, body)
             return JSONResponse(body)
-        pieces = await answers.in_pieces(made, shown)
-        await self._keep(turn, pieces.body)
-        return pieces.response(pieces.body)
+        whole = await answers.whole(made, shown)
+        await self._keep(turn, whole.body)
+        return whole.response(whole.body)
 
     async def stream(self, turn: Turn, made: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
         """Makes the response's events from vLLM's.  The response is stored before its last event."""

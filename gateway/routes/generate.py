@@ -102,11 +102,11 @@ async def respond(
         answer = Generated(answer if inquiry is None else inquiry.add_to_stream(answer))
     if isinstance(answer, Generated | PlainStream):
         return await stream_response(request, answer, dialect, gateway.metrics.client_left)
-    pieces = await answers.in_pieces(answer, shown) if isinstance(answer, Deferred) else None
-    body = shown(answer) if pieces is None else pieces.body
+    whole = await answers.whole(answer, shown) if isinstance(answer, Deferred) else None
+    body = shown(answer) if whole is None else whole.body
     if inquiry is not None:
         body = await inquiry.add_to(body)
-    return Response(msgspec.json.encode(body), media_type="application/json") if pieces is None else pieces.response(body)
+    return Response(msgspec.json.encode(body), media_type="application/json") if whole is None else whole.response(body)
 
 
 async def generate(

@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 from vllm.utils.async_utils import merge_async_iterators
 
 WHOLE_BYTES = 1 << 20
-"""Largest answer that is sent at once."""
+"""Largest answer, or part of one, that is sent at once."""
 
 
 class Deferred:
@@ -42,18 +42,17 @@ async def deferred(results: Sequence[AsyncIterator[Any]], answer: Callable[..., 
     return Deferred(lambda: asyncio.run(answer(*map(again, range(len(results))))), list(last.values()))
 
 
-def in_turns(pieces: Sequence[bytes]) -> Response:
-    """A JSON answer that is sent piece by piece, if it is large: joining hundreds of megabytes would hold up the event loop."""
-    size = sum(map(len, pieces))
-    if size <= WHOLE_BYTES:
-        return Response(b"".join(pieces), media_type="application/json")
+def in_turns(body: bytes) -> Response:
+    """A JSON answer that is sent piece by piece, if it is large: the event loop would copy hundreds of megabytes at once."""
+    if len(body) <= WHOLE_BYTES:
+        return Response(body, media_type="application/json")
 
     async def each() -> AsyncGenerator[bytes, None]:
-        for piece in pieces:
-            yield piece
+        for start in range(0, len(body), WHOLE_BYTES):
+            yield body[start : start + WHOLE_BYTES]
             await asyncio.sleep(0)
 
-    return StreamingResponse(each(), media_type="application/json", headers={"content-length": str(size)})
+    return StreamingResponse(each(), media_type="application/json", headers={"content-length": str(len(body))})
 
 
 def discard(values: Any) -> None:

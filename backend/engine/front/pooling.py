@@ -52,7 +52,7 @@ class Embedding(ServingEmbedding):
             + msgspec.json.encode({"index": index, "object": "embedding", "embedding": encoded(result)})
             for index, result in enumerate(final_res_batch)
         ]
-        return in_turns([before + data, *vectors, after])
+        return in_turns(b"".join([before, data, *vectors, after]))
 
 
 class Pooling:
