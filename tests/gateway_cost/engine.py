@@ -56,6 +56,7 @@ class Engine:
         self._interval = job["interval_s"]
         self._limit = job["context"]
         self._socket = zmq.Context().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a ROUTER silently drops what does not fit
         self._socket.bind(job["address"])
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._encoder = MsgpackEncoder()

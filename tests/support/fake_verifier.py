@@ -91,6 +91,8 @@ class FakeVerifier:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # A ROUTER silently drops what does not fit into a queue, which may fill up while ZeroMQ's own thread gets no processor.
+        self._socket.setsockopt(zmq.SNDHWM, 0)
         self._tasks: set[asyncio.Task[None]] = set()
         self.renew()
 
