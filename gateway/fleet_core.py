@@ -351,6 +351,8 @@ class FleetCore(Verifiers, EngineCoreClient):
         """Routes and submits a sequence.  Raises `NoVerifier`, or `VLLMValidationError` if the request cannot be encoded."""
         arrived = time.monotonic() - max(0.0, time.time() - request.arrival_time)
         claim = current_claim()
+        # The last verifier may have been lost since it was admitted.
+        await self.wait_routable(self.gate.wait_s)
         record = InFlight(request, None, arrived, claim=claim)
         if not record.batched:
             self.on_interactive()

@@ -246,4 +246,5 @@ class Coordinator:
 def _reference(member: Member, generation: int, node_id: str) -> DrafterRef:
     """A drafter as a verifier on that Ray node must know it."""
     address = reached_at(member, node_id)
-    return DrafterRef(member.id, member.incarnation, address, member.server_key, generation, member.head, member.takes_features)
+    head, swaps = member.head, member.swaps
+    return DrafterRef(member.id, member.incarnation, address, member.server_key, generation, head, member.takes_features, swaps)

@@ -70,7 +70,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
             old = self._refs.get(ref.id)
             if old is not None and old != ref:
                 self.speculator.questions.reset_drafter(ref.id)
-                if old.head != ref.head:
+                if (old.head, old.swaps) != (ref.head, ref.swaps):
                     self.speculator.renewed(ref.id)
         self._refs = {ref.id: ref for ref in refs}
         self.speculator.set_drafters({ref.id: ref.head for ref in refs})

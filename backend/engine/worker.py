@@ -71,17 +71,22 @@ class Mixed:
         if get_tensor_model_parallel_rank() != 0:
             return None
 
-        @lru_cache(maxsize=KEPT_PROJECTIONS)
-        def projection(head: str) -> Projection | None:
-            if options["raw_features"] or not (options["head_dir"] and options["aux_layers"]):
-                return None
-            # `fc` runs in the target's dtype: a bfloat16 model's features gain nothing from more.
-            from backend.models.checkpoint import load_fc
+        if options["raw_features"] or not (options["head_dir"] and options["aux_layers"]):
+            return FeatureShipper(lambda head: None, options["ring_bytes"], HANDOVER_BYTES)
+        from backend.models.checkpoint import load_fc
+        from backend.models.tensor_files import written
 
-            return load_fc(head or options["head_dir"]).to(self.model_runner.device, self.model_runner.dtype)
+        @lru_cache(maxsize=KEPT_PROJECTIONS)
+        def loaded(directory: str, written: object) -> Projection:
+            # `fc` runs in the target's dtype: a bfloat16 model's features gain nothing from more.
+            return load_fc(directory).to(self.model_runner.device, self.model_runner.dtype)
 
         # An unreadable head of the fleet's own must fail the start.
-        projection("")
+        own = loaded(options["head_dir"], None)
+
+        def projection(head: str) -> Projection:
+            return loaded(head, written(head)) if head else own
+
         return FeatureShipper(projection, options["ring_bytes"], HANDOVER_BYTES)
 
     def set_drafters(

@@ -44,11 +44,13 @@ class Member(msgspec.Struct, frozen=True):
     """CPU cores that the member is bound to; empty: not bound to cores."""
     takes_features: bool = True
     """Drafters only: a head needs features; a draft model needs only tokens."""
+    swaps: int = 0
+    """Drafters only: how often it was given another head.  A directory may have been written anew."""
 
     @property
-    def route(self) -> tuple[str, str, str, str]:
+    def route(self) -> tuple[str, str, str, str, int]:
         """What peers depend on.  If any of it changes, the member registers again, and its assignments get a new generation."""
-        return self.incarnation, self.address, self.server_key, self.head
+        return self.incarnation, self.address, self.server_key, self.head, self.swaps
 
 
 def reached_at(member: Member, node_id: str) -> str:
@@ -68,6 +70,7 @@ class DrafterRef(msgspec.Struct, frozen=True):
     head: str = ""
     """`Member.head`; the verifier applies this head's projection to features."""
     takes_features: bool = True
+    swaps: int = 0
 
 
 class Orders(msgspec.Struct, frozen=True):

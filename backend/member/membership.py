@@ -94,7 +94,7 @@ class Membership:
     def take_head(self, head: str, takes_features: bool) -> None:
         """This drafter now has another head or draft model; the next report registers it again."""
         with self._changing:
-            self._change(head=head, takes_features=takes_features)
+            self._change(head=head, takes_features=takes_features, swaps=self._member.swaps + 1)
 
     def drain(self, ordered: bool) -> None:
         """Switches between `ready` and `draining`, as ordered.  A member that is still starting stays `starting`."""

@@ -31,6 +31,12 @@ class TensorInfo:
     shape: tuple[int, ...]
 
 
+def written(directory: str) -> frozenset[tuple[str, int, int]]:
+    """What changes when the files of a directory are written anew: each file's name, size and time."""
+    found = [(each.name, each.stat()) for each in Path(directory).glob("*") if each.is_file()]
+    return frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
 class TensorFiles:
     """All tensors of one directory.  Raises `CheckpointError` when there are none or a file is broken."""
 

@@ -72,6 +72,8 @@ class Batches:
         self._lock: TextIO | None = None
         self._news = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
+        self._again_at: dict[str, float] = {}
+        """When batches that could not go on are tried again (monotonic seconds).  Others have their places until then."""
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
@@ -139,7 +141,7 @@ class Batches:
         for batch_id in await self.store.open_batches(self.model):
             if len(self._running) == BATCHES_AT_ONCE:
                 return
-            if batch_id not in self._running:
+            if batch_id not in self._running and time.monotonic() >= self._again_at.get(batch_id, 0.0):
                 task = asyncio.create_task(self._carry_out(batch_id), name=batch_id)
                 self._running[batch_id] = task
                 task.add_done_callback(partial(self._ended, batch_id))
@@ -153,10 +155,11 @@ class Batches:
     async def _carry_out(self, batch_id: str) -> None:
         try:
             await self._to_its_end(batch_id)
+            self._again_at.pop(batch_id, None)
         except Exception:
             # For example, the disk is full.  The batch stays open and is tried again.
             logger.exception("batch %s cannot go on", batch_id)
-            await asyncio.sleep(TROUBLE_S)
+            self._again_at[batch_id] = time.monotonic() + TROUBLE_S
 
     async def _to_its_end(self, batch_id: str) -> None:
         """Carries out a batch from whatever state it is in."""

@@ -355,7 +355,7 @@ async def test_new_requests_wait_a_moment_for_a_verifier_that_was_just_lost(monk
         assert [(await request).status_code for request in requests] == [200, 200, 200]
 
 
-@pytest.mark.parametrize("after", ["until_routable", "admit"])
+@pytest.mark.parametrize("after", ["until_routable", "admit", "get_supported_tasks_async"])
 async def test_so_does_one_that_is_being_prepared_when_the_verifier_is_lost(monkeypatch, after):
     monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
     async with running_gateway() as running:
@@ -363,11 +363,12 @@ async def test_so_does_one_that_is_being_prepared_when_the_verifier_is_lost(monk
         waiting = []
 
         async def lost_then(*args):
-            await let_through(*args)
+            result = await let_through(*args)
             monkeypatch.undo()
             monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
             monkeypatch.setattr(running.core, "wait_routable", noted)
             await stop_for_a_moment(running)
+            return result
 
         async def noted(patience_s):
             waiting.append(patience_s)

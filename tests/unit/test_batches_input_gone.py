@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from msgspec.structs import replace
 
 from backend.config import Settings
 from gateway.batches.objects import Answer, Batch, Counts, Status
-from gateway.batches.serving import Batches
+from gateway.batches.serving import BATCHES_AT_ONCE, Batches
 
 
 @pytest.mark.parametrize("status", ["validating", "in_progress", "cancelling", "finalizing"])
@@ -32,4 +33,26 @@ async def test_it_fails_with_what_was_answered(tmp_path: Path, status: Status) -
         assert [each.code for each in ended.errors.data] == ["input_file_missing"]
     assert ended.output_file_id is not None
     assert await store.open_batches("demo") == []
+    await batches.close()
+
+
+async def test_those_that_cannot_go_on_now_hold_no_place_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = Batches(tmp_path, Settings(), "demo")
+    store, now = batches.store, int(time.time())
+    file = await store.add_file(io.BytesIO(b"{}"), "in.jsonl", "me", 3600.0)
+    tried = []
+
+    async def carry_out(batch_id: str) -> None:
+        tried.append(batch_id)
+        raise OSError
+
+    monkeypatch.setattr(batches, "_to_its_end", carry_out)
+    names = [f"b{number:02}" for number in range(BATCHES_AT_ONCE + 1)]
+    for name in names:
+        batch = Batch(id=name, endpoint="/v1/completions", input_file_id=file.id, created_at=now, expires_at=now + 60)
+        await store.add_batch(batch, "me", "demo", 3600.0)
+    for _ in range(2):
+        await batches._begin_batches()
+        await asyncio.gather(*batches._running.values())
+    assert sorted(tried) == names
     await batches.close()

@@ -69,3 +69,12 @@ def test_of_two_changes_at_once_none_is_lost(monkeypatch: pytest.MonkeyPatch) ->
     changing.take_head("/head", True)
     other.join()
     assert (changing._member.head, changing._member.state) == ("/head", "ready")
+
+
+def test_a_head_swapped_in_again_is_told_to_verifiers() -> None:
+    """Its directory may have been written anew."""
+    membership = Membership(Mock(), MEMBER, lambda: None, lambda orders: None)
+    membership.take_head("/head", True)
+    before = membership._member
+    membership.take_head("/head", True)
+    assert membership._member.route != before.route
