@@ -30,7 +30,12 @@ def test_a_head_written_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.Mo
     read: list[str] = []
     runner = SimpleNamespace(device="cpu", dtype=torch.float32)
     monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
-    monkeypatch.setattr("backend.models.checkpoint.load_fc", lambda path: (read.append(path), torch.nn.Identity())[1])
+
+    def load_fc(directory: str) -> torch.nn.Module:
+        read.append(directory)
+        return torch.nn.Identity()
+
+    monkeypatch.setattr("backend.models.checkpoint.load_fc", load_fc)
     options = {"raw_features": False, "head_dir": "own", "aux_layers": (1,), "ring_bytes": 0}
     mixed: Any = SimpleNamespace(model_runner=runner)
     shipper: Any = worker.Mixed._make_shipper(mixed, options)
