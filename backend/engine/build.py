@@ -72,9 +72,9 @@ def build_config(settings: Settings, paths: ResolvedModels) -> VllmConfig:
     """
     if not vllm.__version__.startswith(SUPPORTED_VLLM):
         raise EngineSetupError(f"vLLM {vllm.__version__} is installed; this release works with {SUPPORTED_VLLM}*")
-    if settings.mode == "off" or settings.verifier.engine_args.get("async_scheduling") is False:
-        # The hooks are in the V1 runner; on CUDA vLLM would choose the V2 runner for modes `off` and `native`.  Who switches
-        # asynchronous scheduling off may want fixed responses.
+    if settings.mode != "native" or settings.verifier.engine_args.get("async_scheduling") is False:
+        # The hooks are in the V1 runner, whatever the user's environment says; on CUDA vLLM would choose the V2 runner for
+        # modes `off` and `native`.  Who switches asynchronous scheduling off may want fixed responses.
         environment.export({"VLLM_USE_V2_MODEL_RUNNER": "0"})
     config = EngineArgs(**engine_arguments(settings, paths)).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if config.model_config.runner_type == "pooling" and settings.mode != "off":

@@ -120,6 +120,8 @@ class RemoteDrafting:
 
     ships_features: bool
     cudagraph_dispatcher: Any
+    num_spec_tokens: int
+    max_num_tokens: int
 
     def set_up_drafting(self, shipper: FeatureShipper | None, aux_layers: tuple[int, ...], ships_features: bool) -> None:
         """Must be called between construction and `load_model`.
@@ -146,6 +148,11 @@ class RemoteDrafting:
             if not scheduler_output.total_num_scheduled_tokens:
                 self.shipper.ship([], None)
         return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """vLLM's method of the same name, by which it measures memory.  It counts one row a request; drafts have more."""
+        rows = min(len(hidden_states) * (1 + self.num_spec_tokens), self.max_num_tokens)
+        return super()._dummy_sampler_run(hidden_states.repeat(1 + self.num_spec_tokens, 1)[:rows])  # type: ignore[misc]
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         return self.aux_layers or None

@@ -54,6 +54,7 @@ PARAMETERS = {
     ],
     (GPUModelRunner, "_sample"): ["self", "logits", "spec_decode_metadata"],
     (GPUModelRunner, "_update_states"): ["self", "scheduler_output"],
+    (GPUModelRunner, "_dummy_sampler_run"): ["self", "hidden_states"],
     (InputBatch, "add_request"): ["self", "request"],
     (Request, "append_output_token_ids"): ["self", "token_ids"],
     (StructuredOutputManager, "_get_constraint_bounds"): ["self", "request", "spec_tokens", "spec_tokens_committed"],

@@ -101,6 +101,7 @@ def test_other_arguments_take_the_place_of_ours_and_unknown_ones_are_named() -> 
         ("native", {"async_scheduling": False}, True),
         ("off", {}, True),
         ("off", {"async_scheduling": True}, True),
+        ("auto", {}, True),
     ],
 )
 def test_fixed_responses_need_the_v1_runner_and_synchronous_scheduling(

@@ -1,4 +1,4 @@
-"""A step without drafts is sampled plainly, one with drafts is verified."""
+"""A step without drafts is sampled plainly, one with drafts is verified; memory is measured for a row of each draft token."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
-from backend.engine.runner import UndraftedSteps
+from backend.engine.runner import RemoteDrafting, UndraftedSteps
 
 
 class Runner:
@@ -25,3 +26,17 @@ def test_the_rejection_sampler_sees_only_steps_with_drafts(drafts: list[int], ve
     metadata = SimpleNamespace(num_draft_tokens=drafts)
     assert Mixed()._sample("logits", metadata) == ("logits", metadata if verified else None)
     assert Mixed()._sample("logits", None) == ("logits", None)
+
+
+def test_memory_is_measured_for_the_rows_of_all_draft_tokens() -> None:
+    class Sampling:
+        num_spec_tokens, max_num_tokens = 8, 30
+
+        def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> int:
+            return len(hidden_states)
+
+    class Drafting(RemoteDrafting, Sampling):  # type: ignore[misc]
+        pass
+
+    runner: Any = Drafting()
+    assert [runner._dummy_sampler_run(torch.zeros(requests, 2)) for requests in (2, 3, 4)] == [18, 27, 30]
