@@ -152,7 +152,7 @@ class RemoteDrafting:
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """vLLM's method of the same name, by which it measures memory.  It counts one row a request; drafts have more."""
         rows = min(len(hidden_states) * (1 + self.num_spec_tokens), self.max_num_tokens)
-        return super()._dummy_sampler_run(hidden_states.repeat(1 + self.num_spec_tokens, 1)[:rows])  # type: ignore[misc]
+        return super()._dummy_sampler_run(hidden_states.repeat(1 + self.num_spec_tokens, 1)[:rows])  # type: ignore[misc, no-any-return]
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         return self.aux_layers or None
