@@ -49,10 +49,19 @@ async def test_tools(running):
     assert answer.stop_reason == "tool_use"
 
 
-async def test_a_call_that_was_cut_off_is_still_an_answer(running):
-    running.verifier.behaviour = saying('{"city": "Ro', FinishReason.LENGTH)
+@pytest.mark.parametrize(
+    ("said", "finish", "stop_reason"),
+    [
+        ('{"city": "Ro', FinishReason.LENGTH, "max_tokens"),
+        # As with parsers whose grammar says nothing of the arguments.
+        ('"Rome"', FinishReason.STOP, "tool_use"),
+        ("5", FinishReason.STOP, "tool_use"),
+    ],
+)
+async def test_a_call_without_an_object_of_arguments_is_still_an_answer(running, said, finish, stop_reason):
+    running.verifier.behaviour = saying(said, finish)
     answer = await client(running).messages.create(**HI, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
-    assert (answer.stop_reason, answer.content[0].input) == ("max_tokens", {})
+    assert (answer.stop_reason, answer.content[0].input) == (stop_reason, {})
 
 
 async def test_tokens_are_counted(running):

@@ -59,11 +59,13 @@ class Messages(ReadsChats, AnthropicServingMessages):
             await events.aclose()
 
     def messages_full_converter(self, generator: ChatCompletionResponse) -> AnthropicMessagesResponse:
-        """Drops the arguments of a tool call that `max_tokens` cut off; vLLM's method would fail."""
+        """Drops arguments of a tool call that are no object, or that `max_tokens` cut off; vLLM's method would fail."""
         for call in generator.choices[0].message.tool_calls:
             try:
-                json.loads(call.function.arguments)
+                whole = isinstance(json.loads(call.function.arguments), dict)
             except ValueError:
+                whole = False
+            if not whole:
                 call.function.arguments = "{}"
         answer: AnthropicMessagesResponse = super().messages_full_converter(generator)
         return answer
