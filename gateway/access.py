@@ -18,6 +18,7 @@ from urllib.parse import quote
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from backend.config import Settings
@@ -29,6 +30,7 @@ from gateway.keys.quotas import Quotas
 from gateway.keys.ring import KeyRing, read_entries
 from gateway.keys.sharing import open_store
 from gateway.metrics import GatewayMetrics
+from gateway.requests import TENSORS, media_type
 from gateway.rights import Right, right_of
 
 audit = logging.getLogger("outrider.audit")
@@ -153,10 +155,12 @@ class Access:
     async def _administer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets only administrators' requests pass.  Logs the caller, the command and its status."""
         known = self._doors.ring.find(scope) or self._doors.ring.find_administrator(scope)
-        who, status, asked = "nobody" if known is None else known.name or "anybody", 0, bytearray()
+        who, status, asked, size = "nobody" if known is None else known.name or "anybody", 0, bytearray(), 0
 
         async def heard() -> Message:
+            nonlocal size
             message = await receive()
+            size += len(message.get("body", b""))
             if len(asked) < AUDITED_BYTES:
                 # Without runs of blanks, behind which the rest would not be seen.
                 asked[:] = re.sub(rb"\s+", b" ", asked + message.get("body", b""))[:AUDITED_BYTES]
@@ -179,7 +183,8 @@ class Access:
             if scope["method"] not in ("GET", "HEAD"):
                 query = scope["query_string"].decode("latin-1")
                 what = f"{scope['method']} {quote(scope['path'])}{'?' if query else ''}{query}"
-                said = {"by": who, "what": what, "fields": _fields(asked), "status": status}
+                fields = json.dumps(f"{size} bytes") if media_type(Request(scope)) == TENSORS else _fields(asked)
+                said = {"by": who, "what": what, "fields": fields, "status": status}
                 audit.info("%s", " ".join(f"{name}={value}" for name, value in said.items()), extra={"fields": said})
 
     def _administrator(self, scope: Scope) -> Caller:

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from backend.config import sources
+from backend.config.logs import configure_logging
 from backend.config.sources import CommandError, ConfigError
 from gateway import administer, present, tools
-from gateway.logs import configure_logging
 from gateway.preflight import check_gateway, check_keys
 from gateway.processes import (
     GATEWAY_PROCESS,

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backend.config import sources
+from backend.config.logs import configure_logging
 from backend.config.sources import Loaded
-from gateway.logs import configure_logging
 from gateway.signals import OK, signals
 
 if TYPE_CHECKING:

@@ -27,6 +27,8 @@ from gateway.fields import NO_EFFECT, REFUSED, Fits, drop_nulls, present
 from gateway.guard import read_body
 from gateway.middleware import take_name
 
+TENSORS = "application/octet-stream"
+"""The media type of weights in a body."""
 LARGE_BYTES = 1 << 18
 """Larger bodies are decoded in a thread.  Each step of decoding holds the interpreter, but others run in between."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -8,8 +8,8 @@ from __future__ import annotations
 import importlib.metadata
 import sys
 
+from backend.config.logs import configure_logging
 from gateway import present
-from gateway.logs import configure_logging
 from gateway.signals import FAILED, OK, signals
 
 

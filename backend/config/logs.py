@@ -1,4 +1,6 @@
-"""The format of log lines: text for people, or one JSON object a line.  Neither contains prompts, outputs or keys.
+"""The format of log lines, in every process: text for people, or one JSON object a line.
+
+Neither contains prompts, outputs or keys.
 
 A log call may pass `extra={"fields": {...}}`.  In JSON, fields become keys of the object; for text, the message contains them.
 """
@@ -59,5 +61,6 @@ def configure_logging(level: str, kind: LogFormat = "text") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(formatter(kind))
     logging.basicConfig(level=level.upper(), handlers=[handler])
+    logging.captureWarnings(True)  # Python's warnings become lines of the log
     for noisy in ("ray", "urllib3", "httpx", "filelock", "asyncio", "uvicorn.error", "sse_starlette", "vllm"):
         logging.getLogger(noisy).setLevel(logging.ERROR)

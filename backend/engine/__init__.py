@@ -3,7 +3,11 @@
 The core (`build.py`, `scheduler.py`, `runner.py`, `sampling.py`, `worker.py`) runs in a verifier, `front/` in a gateway.
 """
 
+import logging
+
 from backend.config import environment
 
 # Read when vLLM's request models are imported.  The gateway bounds the strings (`gateway/bounds.py`).
 environment.export({"VLLM_MAX_STOP_STRINGS": "64"})
+# A process without logging of its own (one that checks grammars) would print vLLM's messages bare.
+logging.getLogger("vllm").addHandler(logging.NullHandler())

@@ -23,6 +23,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from backend.config.logs import configure_logging
 from backend.learning.lesson import acceptance_lengths, collate, loss_of
 from backend.learning.optimizers import Optimizers
 from backend.learning.ring import EXAMINED, Replay, ReplayRing, is_held_out
@@ -348,7 +349,7 @@ def _listen(orders: list[TakenBack | Followed]) -> None:
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    configure_logging("info")
     give_way()
     torch.set_num_threads(1)
     orders: list[TakenBack | Followed] = []

@@ -7,7 +7,6 @@ The launcher does not know the node on which Ray will place the actor.  So two a
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 from abc import ABC, abstractmethod
@@ -18,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 import ray
 
 from backend.config import Settings
+from backend.config.logs import configure_logging
 from backend.config.runtime import member_socket
 from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet.members import NODE_HOST, Member, MemberKind, Orders
@@ -61,7 +61,7 @@ class MemberActor(ABC):
         cores: Sequence[int] = (),
     ) -> None:
         loaded = Settings.model_validate_json(settings)
-        logging.basicConfig(level=loaded.log_level.upper(), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        configure_logging(loaded.log_level, loaded.log_format)
         check_models(paths)
         if cores:
             os.sched_setaffinity(0, cores)

@@ -22,12 +22,11 @@ from gateway.engine_link import UtilityError, VerifierForgot, VerifierGone, Veri
 from gateway.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported, NoVerifier, VerifierLost
 from gateway.openapi import described, shape
 from gateway.pauses import Pauses
-from gateway.requests import media_type, read_bytes, read_json
+from gateway.requests import TENSORS, media_type, read_bytes, read_json
 from gateway.rights import Right
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
-CHUNKS = "application/octet-stream"
 T = TypeVar("T")
 
 
@@ -135,7 +134,7 @@ async def start_weight_update(request: Request, verifier: str | None = None) -> 
 async def update_weights(request: Request, verifier: str | None = None) -> Response:
     """Loads all weights from a directory, or some tensors: as safetensors' bytes, or by vLLM's transfer engine."""
     gateway = gateway_of(request)
-    if media_type(request) == CHUNKS:
+    if media_type(request) == TENSORS:
         chunk = await read_bytes(request, gateway.max_body_bytes)
         return _said(await _results(gateway, verifier, "update_weights", bytes(chunk)))
     _, asked = await _read(request, UpdateWeights)

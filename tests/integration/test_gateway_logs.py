@@ -4,11 +4,13 @@ import asyncio
 import io
 import json
 import logging
+import subprocess
+import sys
 from contextlib import contextmanager
 
 import pytest
 
-from gateway.logs import formatter
+from backend.config.logs import formatter
 from tests.support.fake_verifier import eventually, gated
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
@@ -116,6 +118,23 @@ async def test_what_was_asked_is_logged_whatever_its_form(running, caplog, body,
     (said,) = [each.fields for each in caplog.records if each.name == "outrider.audit"]
     assert (said["status"], said["fields"]) == (answer.status_code, fields)
     assert answer.status_code != 500
+
+
+async def test_of_weights_in_a_body_only_the_size_is_logged(running, caplog):
+    caplog.set_level(logging.INFO)
+    weights = {"content-type": "application/octet-stream"}
+    await running.http.post("/update_weights", content=b"\x08\0\0\0\0\0\0\0{}      " * 1000, headers=weights)
+    (said,) = [each.fields for each in caplog.records if each.name == "outrider.audit"]
+    assert said["fields"] == '"16000 bytes"'
+
+
+def test_warnings_and_what_vllm_says_are_lines_of_the_log_or_none():
+    code = "import logging, warnings; import backend.engine; logging.getLogger('vllm.x').warning('bare'); "
+    code += "from backend.config.logs import configure_logging; configure_logging('info'); warnings.warn('two\\nlines')"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (line,) = ran.stderr.splitlines()
+    assert " WARNING py.warnings: " in line
+    assert "two" in line
 
 
 def test_an_error_forges_no_text_line():
