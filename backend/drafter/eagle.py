@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from backend import noise
 from backend.drafter import cache
@@ -31,6 +32,9 @@ def compute_dtype(stored: str, device: torch.device) -> torch.dtype:
 class EagleProposer:
     """An EAGLE head behind the `Proposer` protocol."""
 
+    head_class: type[Head] = Head
+    longest = MAX_DRAFT
+
     def __init__(self, weights: HeadWeights, cache_tokens: int, device: str = "cpu", graphs: bool = True) -> None:
         config = weights.config
         self.kind: str = config.kind
@@ -43,7 +47,7 @@ class EagleProposer:
         # A batch drafts on until its last row is done, so rows may go past their own end; outcomes begin as much later.
         positions = self.max_position + 2 * MAX_DRAFT
         with torch.inference_mode():
-            self._head = Head(weights, where, dtype, self._cache.capacity, positions)
+            self._head = self.head_class(weights, where, dtype, self._cache.capacity, positions)
         raw = weights.projection
         self._projection = None if raw is None else raw.to(self._head.device, self._head.dtype)
         width = config.hidden_size if raw is None else raw.weight.shape[1]
@@ -93,9 +97,9 @@ class EagleProposer:
     @torch.inference_mode()
     def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
         """Extends all sequences in one pass, then decodes together those that are to be drafted for."""
-        limits = [max(min(ask.until.k, MAX_DRAFT, self.max_position - ask.base_len), 0) for ask in batch]
+        limits = [max(min(ask.until.k, self.longest, self.max_position - ask.base_len), 0) for ask in batch]
         depth = max(limits, default=0)
-        extended, drafting = self._reserve(batch, limits, max(depth - 1, 0))
+        extended, drafting = self._reserve(batch, limits, self._scratch(depth))
         if extended:
             self._extend(batch, extended)
         drafts = [NOTHING for _ in batch]
@@ -125,6 +129,10 @@ class EagleProposer:
             for i, outcomes in zip(chosen, answers, strict=True):
                 found[i] = outcomes
         return found
+
+    def _scratch(self, depth: int) -> int:
+        """Cache rows that a draft of `depth` tokens takes behind a sequence's last."""
+        return max(depth - 1, 0)
 
     def _reserve(
         self, batch: Sequence[Ask], limits: list[int], scratch: int
@@ -175,16 +183,22 @@ class EagleProposer:
         begins = [s.start for s, count in zip(held, counts, strict=True) for _ in range(count)]
         zeros, ones = [0] * len(ids), [1] * len(ids)
         numbers = torch.tensor([ids, positions, places, begins, zeros, zeros, ones, zeros], device=head.device)
-        last = torch.tensor([end - 1 for end in accumulate(counts)], device=head.device)
-        is_long = max(counts) >= LONG
-        output = None if is_long else self._decoder.extend(numbers, joined, last)
-        if output is None:
-            stretches = [Stretch(s.start, s.length, count) for s, count in zip(held, counts, strict=True)]
-            rows = Rows(numbers[0], numbers[1], Reach(*numbers[2:7]), stretches if is_long else ())
-            output = head.forward(rows, joined, last)
+        stretches = [Stretch(s.start, s.length, count) for s, count in zip(held, counts, strict=True)]
+        output = self._compute(numbers, joined, stretches)
         for row, (i, sequence) in enumerate(extended.items()):
             sequence.tip = batch[i].base_len, output[row : row + 1]
             self._cache.publish(sequence)
+
+    def _compute(self, numbers: Tensor, features: Tensor | None, stretches: list[Stretch]) -> Tensor:
+        """Computes new rows, `[8, rows]` as in `decoding.NUMBERS`; the outputs of each sequence's last one."""
+        counts = [stretch.new for stretch in stretches]
+        last = torch.tensor([end - 1 for end in accumulate(counts)], device=self._head.device)
+        is_long = max(counts) >= LONG
+        output = None if is_long else self._decoder.extend(numbers, features, last)
+        if output is None:
+            rows = Rows(numbers[0], numbers[1], Reach(*numbers[2:7]), stretches if is_long else ())
+            output = self._head.forward(rows, features, last)
+        return output
 
     def _decode(self, sequences: list[cache.Sequence], ends: Ends, depth: int) -> list[Drafted]:
         """Drafts at most `depth` tokens per sequence, starting from each sequence's tip."""

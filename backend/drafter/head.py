@@ -58,6 +58,10 @@ class Rows:
     positions: Tensor
     reach: Reach
     stretches: Sequence[Stretch] = ()
+    written: Tensor | None = None
+    """Where the rows are written, if not at `reach.places`: rows of a block also see later ones."""
+    by_layer: Sequence[Reach] = ()
+    """What they see in each layer, if it differs."""
 
 
 @dataclass
@@ -132,8 +136,8 @@ class Head:
         all.
         """
         part = self._embed(rows.ids)
-        table = self._rotations
-        rotations = _rotations(rows.positions, self._frequencies) if table is None else table.index_select(0, rows.positions)
+        rotations = self._rotations_at(rows.positions)
+        written = rows.reach.places if rows.written is None else rows.written
         hidden = part
         if self.takes_features and features is not None:
             hidden = features if self.feature_fc is None else torch.addmm(part, features, self.feature_fc)
@@ -141,8 +145,8 @@ class Head:
         for index, layer in enumerate(self.layers):
             residual, qkv = self._project(index, layer, hidden, part)
             self._rotate(layer, qkv, rotations)
-            self._flat[index].index_copy_(0, rows.reach.places, qkv[:, self.query_width :])
-            queries, reach = qkv[:, : self.query_width], rows.reach
+            self._flat[index].index_copy_(0, written, qkv[:, self.query_width :])
+            queries, reach = qkv[:, : self.query_width], rows.by_layer[index] if rows.by_layer else rows.reach
             if index == last and keep is not None:
                 queries, residual, reach = queries.index_select(0, keep), residual.index_select(0, keep), reach.of(keep)
             if rows.stretches and index < last:
@@ -175,7 +179,11 @@ class Head:
             residual = normed if self.config.norm_before_residual else hidden
             return residual, torch.addmm(part, normed, layer.qkv)
         normed = hidden if layer.input_norm is None else self._rms(hidden, layer.input_norm)
-        return hidden, _affine(normed, layer.qkv, layer.qkv_bias)
+        return hidden, affine(normed, layer.qkv, layer.qkv_bias)
+
+    def _rotations_at(self, positions: Tensor) -> Tensor:
+        table = self._rotations
+        return _rotations(positions, self._frequencies) if table is None else table.index_select(0, positions)
 
     def _rotate(self, layer: _Layer, qkv: Tensor, rotations: Tensor) -> None:
         turned = qkv[:, : self.query_width + self.kv_heads * self.head_dim]
@@ -184,7 +192,7 @@ class Head:
             queries, keys = vectors[:, : self.heads], vectors[:, self.heads :]
             queries.copy_(self._rms(queries, layer.q_norm))
             keys.copy_(self._rms(keys, layer.k_norm))
-        _rotate_pairs(vectors, rotations)
+        rotate_pairs(vectors, rotations)
 
     def _attend_stretches(self, index: int, queries: Tensor, stretches: Sequence[Stretch]) -> Tensor:
         """Attention of every row to its sequence's rows up to itself.  In and out: `[rows, query_width]`."""
@@ -209,7 +217,7 @@ class Head:
         hidden = torch.addmm(residual, attended, layer.out)
         if layer.out_bias is not None:
             hidden = hidden + layer.out_bias
-        gate, up = _affine(self._rms(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        gate, up = affine(self._rms(hidden, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
         hidden = torch.addmm(hidden, functional.silu(gate) * up, layer.down)
         return hidden if layer.down_bias is None else hidden + layer.down_bias
 
@@ -222,7 +230,7 @@ class Head:
         Also returns the matrix that rows have yet to be multiplied with (None: done beforehand), and EAGLE-1's for features.
         """
         hidden = self.config.hidden_size
-        if not self.takes_features:
+        if not self.takes_features or self.config.block is not None:
             return self._on_device(embedding), None, None
         if self.is_eagle3:
             norm = self._source.get("layers.0.input_layernorm.weight")
@@ -293,7 +301,7 @@ class Head:
         return tensor.to(device=self.device, dtype=self.dtype).contiguous()
 
 
-def _affine(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def affine(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return values @ weight if bias is None else torch.addmm(bias, values, weight)
 
 
@@ -303,7 +311,7 @@ def _rotations(positions: Tensor, frequencies: Tensor) -> Tensor:
     return torch.polar(torch.ones_like(angles), angles).to(torch.complex64).unsqueeze(1)
 
 
-def _rotate_pairs(vectors: Tensor, rotations: Tensor) -> None:
+def rotate_pairs(vectors: Tensor, rotations: Tensor) -> None:
     """Rotates `[rows, heads, head_dim]` (paired order) in place by `[rows, 1, head_dim / 2]`."""
     pairs = vectors.view(*vectors.shape[:-1], -1, 2)
     if vectors.dtype == torch.float32:

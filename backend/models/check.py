@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from backend.models.head_config import (
+    DFLASH,
     CheckpointError,
     HeadConfig,
     Rope,
@@ -22,6 +23,7 @@ from backend.models.head_config import (
     rope_of,
     text_config,
 )
+from backend.models.kinds import DrafterKind
 from backend.models.layout import canonical_names, is_draft_model, required_tensors
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.vocabulary import shared_tokens
@@ -53,7 +55,7 @@ LM_HEAD = "lm_head.weight"
 class Misfits:
     """What is wrong with a pair of drafter and target.  `kind`: what the drafter's files hold."""
 
-    kind: Literal["eagle", "draft_model"] = "eagle"
+    kind: DrafterKind = "eagle"
     errors: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -72,6 +74,7 @@ def find_misfits(head_dir: str, target_dir: str) -> Misfits:
     except CheckpointError as error:
         found.errors.append(str(error))
         return found
+    found.kind = head.drafter_kind
     found.errors.extend(head.unsupported)
     _check_sizes(head, target, found)
     _check_aux_layers(head, target, found)
@@ -109,6 +112,8 @@ def _check_sizes(head: HeadConfig, target: dict[str, Any], found: Misfits) -> No
         found.errors.append(f"vocabulary: the head was made for {head.own_vocab_size} tokens, this target has {vocab}")
     if head.draft_vocab_size > head.vocab_size:
         found.errors.append(f"draft vocabulary: {head.draft_vocab_size} tokens are more than the target's {head.vocab_size}")
+    if head.block is not None and not 0 <= head.block.mask_token < head.vocab_size:
+        found.errors.append(f"mask token: {head.block.mask_token} is outside the target's vocabulary of {head.vocab_size}")
 
 
 def _check_aux_layers(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:
@@ -120,7 +125,7 @@ def _check_aux_layers(head: HeadConfig, target: dict[str, Any], found: Misfits) 
             found.errors.append(f"feature layers: {layer} is outside this target's 0..{layers}")
     if head.aux_layers == default_aux_layers(layers) and len(set(head.aux_layers)) < len(head.aux_layers):
         found.errors.append(f"feature layers: a target of {layers} layers is too shallow for the default three")
-    if tuple(layer + 1 for layer in head.aux_layers) == default_aux_layers(layers):
+    if head.kind != DFLASH and tuple(layer + 1 for layer in head.aux_layers) == default_aux_layers(layers):
         # As SpecForge's and ModelOpt's heads name the usual features.  SGLang adds one where the first is 1, except for gpt-oss
         # (sglang#25454, sglang#32334); vLLM never does.
         found.warnings.append(

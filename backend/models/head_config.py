@@ -1,8 +1,9 @@
-"""Reads the `config.json` of a drafter: of an EAGLE head in either layout, or of a draft model.  Imports no torch.
+"""Reads the `config.json` of a drafter: of a head in either layout, or of a draft model.  Imports no torch.
 
 Heads have two layouts.  SafeAILab's is a Llama configuration with a few extra keys; speculators' wraps one in
 `transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.  A draft model is a
-language model of its own, in the layout of transformers.
+language model of its own, in the layout of transformers.  DFlash heads, which draft in one
+pass, have both layouts too.
 """
 
 from __future__ import annotations
@@ -17,9 +18,15 @@ from backend.models.kinds import DrafterKind
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.tensor_files import CheckpointError as CheckpointError
 
-HeadKind = Literal["eagle", "eagle3", "draft_model"]
+HeadKind = Literal["eagle", "eagle3", "dflash", "draft_model"]
 
 DRAFT_MODEL: Literal["draft_model"] = "draft_model"
+DFLASH: Literal["dflash"] = "dflash"
+DFLASH_ARCHITECTURE = "DFlashDraftModel"
+ONE_PASS = ("DFlash", "DSpark", "LiLiCorr")
+"""Parts of the names of architectures that draft in one pass."""
+MASK_EMBEDDING = "mask_embedding.pt"
+"""A file with another embedding for the mask token, which some DFlash heads have."""
 MODELOPT = "hf_quant_config.json"
 """Where ModelOpt says how a checkpoint is quantised; its `config.json` may say nothing."""
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -36,8 +43,21 @@ class Rope:
 
 
 @dataclass(frozen=True)
+class Block:
+    """How a head drafts in one pass, over the latest token and mask tokens behind it."""
+
+    mask_token: int
+    longest: int
+    """Most mask tokens, as in training; 0: the configuration does not say."""
+    causal: tuple[bool, ...]
+    """By layer: whether the block's rows see only earlier ones."""
+    windows: tuple[int, ...]
+    """By layer: how many positions back a row sees, its own included; 0: all."""
+
+
+@dataclass(frozen=True)
 class HeadConfig:
-    """An EAGLE head or a draft model.  `vocab_size` is the target's, `draft_vocab_size` its own."""
+    """A head or a draft model.  `vocab_size` is the target's, `draft_vocab_size` its own."""
 
     kind: HeadKind
     model_type: str
@@ -67,11 +87,13 @@ class HeadConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    block: Block | None = None
+    """Of a DFlash head."""
 
     @property
     def drafter_kind(self) -> DrafterKind:
         """What drafts with it."""
-        return "draft_model" if self.kind == DRAFT_MODEL else "eagle"
+        return "eagle" if self.kind == "eagle3" else self.kind
 
 
 def read_config(directory: str) -> dict[str, Any]:
@@ -122,6 +144,7 @@ def _load(parse: Callable[[dict[str, Any], dict[str, Any]], HeadConfig], directo
     own = read_config(directory)
     if (Path(directory) / MODELOPT).is_file():
         own.setdefault("quantization_config", {"quant_method": "modelopt"})
+    own["mask_embedding"] = (Path(directory) / MASK_EMBEDDING).is_file()
     target = text_config(read_config(target_dir)) if target_dir else {}
     if target_dir and target.get("vocab_size") is None:
         target = target | {"vocab_size": _embedding_rows(target_dir)}
@@ -189,13 +212,16 @@ def _parse_model(own: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
 
 def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     speculators = outer.get("speculators_model_type")
-    if speculators not in (None, "eagle3"):
-        raise ValueError(f"speculators_model_type {speculators!r} is not supported, only 'eagle3'")
+    if speculators not in (None, "eagle3", DFLASH):
+        raise ValueError(f"speculators_model_type {speculators!r} is not supported, only 'eagle3' and 'dflash'")
     layer = outer["transformer_layer_config"] if speculators else outer
     own_vocab = int(layer.get("vocab_size") or 0)
     if isinstance(layer.get("model"), dict):
         layer = {**layer["model"], **layer}
-    kind = "eagle3" if speculators else _kind(outer)
+    kind = speculators or _kind(outer)
+    if kind == DFLASH:
+        # Its layers are Qwen3's, whatever the target's are.
+        layer = {"rope_theta": 1e6, **layer, "model_type": "qwen3"}
     hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
     vocab = int(target.get("vocab_size") or layer["vocab_size"])
     # An absent key means True in speculators' layout and False in the other (vLLM reads them so).
@@ -213,20 +239,46 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         num_kv_heads=int(layer.get("num_key_value_heads") or heads),
         head_dim=int(layer.get("head_dim") or hidden // heads),
         vocab_size=vocab,
-        draft_vocab_size=int(outer.get("draft_vocab_size") or vocab) if kind == "eagle3" else vocab,
+        draft_vocab_size=int(outer.get("draft_vocab_size") or vocab) if kind != "eagle" else vocab,
         own_vocab_size=own_vocab,
         max_position=int(layer.get("max_position_embeddings") or 2048),
         rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
         rope=rope_of(layer),
         aux_layers=_aux_layers(outer, kind, target),
-        uses_aux=kind == "eagle3" and bool(eagle.get("use_aux_hidden_state", True)),
+        uses_aux=kind == DFLASH or (kind == "eagle3" and bool(eagle.get("use_aux_hidden_state", True))),
         norm_before_residual=before_residual,
         norm_before_fc=before_fc,
         fc_norm=bool(outer.get("fc_norm", False)),
         norm_output=bool(outer.get("norm_output", False)),
         dtype=str(_dtype(outer) or _dtype(layer) or "float32"),
-        unsupported=tuple(_unsupported(outer, layer)),
+        block=_block(outer, layer) if kind == DFLASH else None,
+        unsupported=tuple(_unsupported_block(outer, layer) if kind == DFLASH else _unsupported(outer, layer)),
     )
+
+
+def _block(outer: dict[str, Any], layer: dict[str, Any]) -> Block:
+    """Reads what vLLM reads, with its order of precedence."""
+    own = _of_dflash(outer)
+    count, window = int(layer["num_hidden_layers"]), own.get("swa_window_size", layer.get("sliding_window"))
+    sliding = [kind == "sliding_attention" for kind in layer.get("layer_types") or [False] * count]
+    said = next((each for each in (layer.get("is_causal"), own.get("causal")) if each is not None), None)
+    causal = tuple(each if said is None else bool(said) for each in sliding)
+    if own.get("use_swa") and not any(sliding):
+        sliding = [True] * count
+    if len(sliding) != count:
+        raise ValueError(f"{len(sliding)} layer_types for {count} layers")
+    if any(sliding) and not window:
+        raise ValueError("sliding-window attention without a size of the window")
+    windows = tuple(int(window or 0) if each else 0 for each in sliding)
+    return Block(int(own["mask_token_id"]), max(int(outer.get("block_size") or 0) - 1, 0), causal, windows)
+
+
+def _of_dflash(outer: dict[str, Any]) -> dict[str, Any]:
+    """`dflash_config`; speculators' layout has the same under other keys."""
+    if not outer.get("speculators_model_type"):
+        return {"mask_token_id": outer.get("mask_token_id"), **(outer.get("dflash_config") or {})}
+    causal = not outer.get("sliding_window_non_causal", True)
+    return {"mask_token_id": outer["mask_token_id"], "sample_from_anchor": outer.get("sample_from_anchor"), "causal": causal}
 
 
 def _dtype(config: dict[str, Any]) -> Any:
@@ -236,6 +288,8 @@ def _dtype(config: dict[str, Any]) -> Any:
 
 def _kind(config: dict[str, Any]) -> HeadKind:
     names = [str(name) for name in config.get("architectures") or []]
+    if "dflash_config" in config or any(part in name for name in names for part in ONE_PASS):
+        return DFLASH
     eagle3_keys = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")
     if any("Eagle3" in name for name in names) or any(key in config for key in eagle3_keys):
         return "eagle3"
@@ -244,6 +298,11 @@ def _kind(config: dict[str, Any]) -> HeadKind:
 
 def _aux_layers(outer: dict[str, Any], kind: HeadKind, target: dict[str, Any]) -> tuple[int, ...]:
     eagle = outer.get("eagle_config") or {}
+    if kind == DFLASH:
+        # `target_layer_ids` are layers whose outputs are meant: the inputs of the next ones.
+        outputs = (outer.get("dflash_config") or {}).get("target_layer_ids") or []
+        inputs = outer.get("eagle_aux_hidden_state_layer_ids") or outer.get("aux_hidden_state_layer_ids")
+        return tuple(int(i) for i in inputs) if inputs else tuple(int(i) + 1 for i in outputs)
     if kind == "eagle" or not eagle.get("use_aux_hidden_state", True):
         return ()
     ids = outer.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
@@ -267,4 +326,27 @@ def _unsupported(outer: dict[str, Any], layer: dict[str, Any]) -> list[str]:
         problems.append("sliding-window attention is not supported")
     if outer.get("speculators_model_type") and layer.get("model_type", "llama") not in ("llama", "qwen3"):
         problems.append(f"model_type {layer['model_type']!r} is not supported, only 'llama' and 'qwen3'")
+    return problems
+
+
+def _unsupported_block(outer: dict[str, Any], layer: dict[str, Any]) -> list[str]:
+    problems = _unsupported(outer, {key: value for key, value in layer.items() if key != "layer_types"})
+    names, own = outer.get("architectures") or [], _of_dflash(outer)
+    if not outer.get("speculators_model_type") and names != [DFLASH_ARCHITECTURE]:
+        problems.insert(0, f"{', '.join(names)}: of heads that draft in one pass, only {DFLASH_ARCHITECTURE} is supported")
+    flags = {
+        "attention sinks": own.get("attention_sink_bias", layer.get("add_swa_attention_sink_bias")),
+        "attention_value_scale": own.get("attention_value_scale") not in (None, 1),
+        "logit_scale": outer.get("logit_scale") not in (None, 1),
+        "is_neox_style false": not layer.get("is_neox_style", True),
+        "sample_from_anchor": own.get("sample_from_anchor"),
+        "use_aux_hidden_state false": not own.get("use_aux_hidden_state", outer.get("use_aux_hidden_state", True)),
+        MASK_EMBEDDING: outer["mask_embedding"],
+    }
+    problems += [f"{name} is not supported" for name, is_set in flags.items() if is_set]
+    if not _aux_layers(outer, DFLASH, {}):
+        problems.append("dflash_config names no target_layer_ids")
+    block = _block(outer, layer)
+    if any(window and not causal for window, causal in zip(block.windows, block.causal, strict=True)):
+        problems.append("sliding-window attention that is not causal is not supported")
     return problems

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-DrafterKind = Literal["eagle", "draft_model", "ngram", "none"]
+DrafterKind = Literal["eagle", "dflash", "draft_model", "ngram", "none"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Kind:
 
 KINDS: Mapping[DrafterKind, Kind] = {
     "eagle": Kind("backend.drafter.eagle:EagleProposer", has_weights=True, takes_features=True),
+    "dflash": Kind("backend.drafter.dflash:DFlashProposer", has_weights=True, takes_features=True),
     "draft_model": Kind("backend.drafter.draft_model:ModelProposer", has_weights=True),
     # The suffixes are as long as those of the drafter (`backend/speculation/lookup.py`).
     "ngram": Kind(

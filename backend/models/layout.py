@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backend.models.head_config import DRAFT_MODEL, HeadConfig
+from backend.models.head_config import DFLASH, DRAFT_MODEL, HeadConfig
 from backend.models.tensor_files import TensorFiles
 
 Shape = tuple[int, ...]
@@ -14,10 +14,10 @@ def canonical_names(files: TensorFiles) -> dict[str, str]:
 
 
 def is_draft_model(files: TensorFiles) -> bool:
-    """Whether these are weights of a whole language model.  EAGLE heads differ: they have an `fc` or a norm for features."""
+    """Whether these are weights of a whole language model.  Heads differ: they have an `fc` or a norm for features."""
     names = canonical_names(files)
     whole = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
-    return whole <= names.keys() and not {"fc.weight", "layers.0.hidden_norm.weight"} & names.keys()
+    return whole <= names.keys() and not {"fc.weight", "hidden_norm.weight", "layers.0.hidden_norm.weight"} & names.keys()
 
 
 def required_tensors(config: HeadConfig) -> dict[str, Shape]:
@@ -28,6 +28,8 @@ def required_tensors(config: HeadConfig) -> dict[str, Shape]:
         shapes["norm.weight"] = (hidden,)
     elif config.kind == "eagle":
         shapes["fc.weight"] = (hidden, 2 * hidden)
+    elif config.kind == DFLASH:
+        shapes |= {"norm.weight": (hidden,), "hidden_norm.weight": (hidden,)} | _fc_tensors(config)
     else:
         shapes["norm.weight"] = (hidden,)
         shapes["layers.0.hidden_norm.weight"] = (hidden,)
@@ -67,7 +69,7 @@ def _layer_tensors(config: HeadConfig, index: int) -> dict[str, Shape]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
-    if index > 0 or config.kind == DRAFT_MODEL:
+    if index > 0 or config.kind in (DFLASH, DRAFT_MODEL):
         shapes["input_layernorm.weight"] = (hidden,)
     if config.model_type == "qwen3":
         shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}

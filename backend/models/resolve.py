@@ -20,7 +20,7 @@ from backend.config import REMOTE_MODES, Settings, environment
 from backend.config.sources import ConfigError
 from backend.models.check import find_misfits, reads_last_state, why_not_learning
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
-from backend.models.head_config import CheckpointError, load_config, same_features, text_config
+from backend.models.head_config import MASK_EMBEDDING, CheckpointError, load_config, same_features, text_config
 from backend.models.initial_head import write_initial_head, write_widened_head
 from backend.models.kinds import KINDS, WEIGHTLESS, DrafterKind
 
@@ -32,7 +32,7 @@ NEEDS_OWN_CODE = {"MiMoForCausalLM"}
 """Architectures whose configuration vLLM reads by the checkpoint's own code."""
 MODES_WITH_DRAFTS = REMOTE_MODES | {"native"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json", "tiktoken.model")
-DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
+DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken", MASK_EMBEDDING)
 OTHER_COPIES = ("original/*", "metal/*")
 """Weights once more, in formats that vLLM does not read (Llama's, gpt-oss's)."""
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

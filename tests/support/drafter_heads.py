@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from backend.drafter.decoding import GRAPH_STEPS, KINDS, Lanes
@@ -46,6 +46,8 @@ class TinyHead:
     bias: bool = False
     model_type: str = "llama"
     rope: dict[str, Any] = field(default_factory=dict, hash=False)
+    dflash: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Further keys of a DFlash head's configuration."""
     seed: int = 0
 
     def weights(self) -> Tensors:
@@ -57,7 +59,16 @@ class TinyHead:
 
         h, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         tensors: Tensors = {"target.embed": draw(self.vocab, h), "target.lm_head": draw(self.vocab, h)}
-        if self.kind != "eagle3":
+        if self.kind == "dflash":
+            tensors["fc.weight"] = draw(h, 3 * h, scale=h**-0.5)
+            tensors |= {
+                f"{name}.weight": 1 + draw(h, scale=0.2) for name in ("norm", "hidden_norm", "layers.0.input_layernorm")
+            }
+            if self.draft_vocab != self.vocab:
+                tensors["lm_head.weight"] = draw(self.draft_vocab, h)
+                picked = torch.randperm(self.vocab, generator=generator)[: self.draft_vocab].sort().values
+                tensors["d2t"] = picked - torch.arange(self.draft_vocab)
+        elif self.kind != "eagle3":
             tensors["fc.weight"] = draw(h, 2 * h, scale=h**-0.5)
         else:
             tensors["fc.weight"] = draw(h, 3 * h, scale=h**-0.5)
@@ -90,7 +101,7 @@ class TinyHead:
             tensors[f"layers.{i}.post_attention_layernorm.weight"] = 1 + draw(h, scale=0.2)
             if i:
                 tensors[f"layers.{i}.input_layernorm.weight"] = 1 + draw(h, scale=0.2)
-            if self.model_type == "qwen3":
+            if self.model_type == "qwen3" or self.kind == "dflash":
                 tensors[f"layers.{i}.self_attn.q_norm.weight"] = 1 + draw(self.head_dim, scale=0.2)
                 tensors[f"layers.{i}.self_attn.k_norm.weight"] = 1 + draw(self.head_dim, scale=0.2)
         return tensors
@@ -137,6 +148,13 @@ def write_head(directory: Path, head: TinyHead, layout: str = "eagle", suffix: s
         "norm_before_fc": head.norm_before_fc,
         "fc_norm": head.fc_norm,
     }
+    if head.kind == "dflash":
+        config = head.layer_config() | {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 9}
+        config["draft_vocab_size"] = head.draft_vocab
+        config |= {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 2, 3]}, "torch_dtype": "float32"} | head.dflash
+        (directory / "config.json").write_text(json.dumps(config))
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return str(directory)
     if head.kind == "eagle3":
         extras["draft_vocab_size"] = head.draft_vocab
     if layout == "speculators":
@@ -157,6 +175,26 @@ def write_head(directory: Path, head: TinyHead, layout: str = "eagle", suffix: s
         torch.save(tensors, directory / "pytorch_model.bin")
     else:
         save_file(tensors, directory / "model.safetensors")
+    return str(directory)
+
+
+def write_unigram_head(directory: Path, chances: Tensor) -> str:
+    """A DFlash head for the demo's target that drafts every token from one distribution, `[2048]`; its layers add nothing."""
+    head = TinyHead("dflash", 256, 4, 2, 64, 32, 2048, 2048, dflash={"max_position_embeddings": 4096})
+    write_head(directory, head)
+    tensors = load_file(directory / "model.safetensors")
+    tensors |= {
+        name: torch.zeros_like(t) for name, t in tensors.items() if name.endswith(("o_proj.weight", "down_proj.weight"))
+    }
+    only = torch.zeros(2048, 256)
+    only[:, 0] = 1.0
+    # The norm makes the embedding as long as the square root of its size.
+    tensors |= {
+        "norm.weight": torch.ones(256),
+        "embed_tokens.weight": only,
+        "lm_head.weight": only * chances.log().unsqueeze(1) / 16,
+    }
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return str(directory)
 
 

@@ -218,8 +218,8 @@ def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
 
 def test_other_speculators_are_refused(tmp_path: Path) -> None:
     head_dir, target_dir = pair(tmp_path, TinyHead(), layout="speculators")
-    edit(head_dir, speculators_model_type="dflash")
-    assert "dflash" in check(head_dir, target_dir)[0]
+    edit(head_dir, speculators_model_type="medusa")
+    assert "medusa" in check(head_dir, target_dir)[0]
 
 
 def test_llama3_scaling_stretches_long_waves_only() -> None:
