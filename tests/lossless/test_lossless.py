@@ -22,8 +22,10 @@ from vllm.v1.outputs import LogprobsLists
 from backend.config import REMOTE_MODES
 from backend.engine.client import Answer
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
+from backend.models.resolve import ResolvedModels
 from backend.noise import choose, gumbel
 from backend.wire.engine import Account, RequestOptions
+from tests.support.drafter_heads import write_unigram_head
 from tests.support.draws import Exact, draw
 from tests.support.other_vocabulary import write_permuted
 from tests.support.processes import Drafter, Verifier, together
@@ -58,7 +60,7 @@ SHARING = RequestOptions()
 MODES = ("off", "sync", "ahead", "auto", "native")
 
 
-def start(directory: Path, mode: str) -> Verifier:
+def start(directory: Path, mode: str, paths: ResolvedModels | None = None) -> Verifier:
     engine_args: dict[str, Any] = {
         "max_logprobs": -1,
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
@@ -67,6 +69,7 @@ def start(directory: Path, mode: str) -> Verifier:
     return Verifier(
         directory,
         {"mode": mode, "num_speculative_tokens": K, "verifier": {"draft_deadline_ms": 2000, "engine_args": engine_args}},
+        paths,
     )
 
 
@@ -463,6 +466,29 @@ def test_requests_without_a_seed_draw_from_the_targets_distribution(
     print(found)
     assert accepted(engines[mode]) - before > FEW_SAMPLES / 4, "it really speculated"
     assert found > SIGNIFICANT / 1000
+
+
+def test_a_head_that_drafts_in_one_pass_changes_no_text(
+    plain: Verifier, expected: dict[str, list[Answer]], unseeded: Exact, tmp_path: Path
+) -> None:
+    """It knows how frequent tokens are, and no more: most drafts are cut somewhere."""
+    common = torch.bincount(torch.tensor([token for answer in expected["T = 1.0"] for token in answer.tokens]), minlength=2048)
+    head = write_unigram_head(tmp_path / "head", (common + 0.01) / (common + 0.01).sum())
+    paths = ResolvedModels(str(TARGET_DIR), head, "dflash", "demo")
+    drafter, verifier = Drafter(tmp_path, paths), start(tmp_path, "sync", paths)
+    try:
+        verifier.set_drafters(drafter.ref)
+        for temperature in (0.0, 1.0):
+            found = texts(verifier, python_prompts(FEW_PROMPTS), RequestOptions(learn=False), temperature=temperature)
+            assert_same(plain, f"T = {temperature}", expected[f"T = {temperature}"][:FEW_PROMPTS], found)
+        prompt = AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids
+        assert unseeded.p_value(draw(verifier, prompt, [UNSEEDED] * FEW_SAMPLES)) > SIGNIFICANT / 1000
+        counted = verifier.client.fresh_stats().drafters["drafter-0"]
+        print(f"{counted.accepted_tokens} of {counted.draft_tokens} draft tokens accepted")
+        assert counted.accepted_tokens > FEW_PROMPTS
+    finally:
+        verifier.close()
+        drafter.close()
 
 
 def first_tokens(probabilities: dict[int, float], noise: float) -> list[int]:
