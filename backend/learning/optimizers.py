@@ -7,7 +7,10 @@ from torch import nn
 
 
 class Optimizers:
-    """Muon for the weight matrices, AdamW for embeddings, output heads and norms; one schedule scales both."""
+    """Muon for the weight matrices, AdamW for embeddings, output heads and norms; one schedule scales both.
+
+    Without `muon` AdamW does all: Muon computes in bfloat16, which is slow on a CPU without instructions for it.
+    """
 
     def __init__(
         self,
@@ -15,17 +18,21 @@ class Optimizers:
         matrix_rate: float,
         embedding_rate: float,
         decay: float,
+        muon: bool = True,
     ) -> None:
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in parameters:
-            is_matrix = parameter.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
+            is_matrix = muon and parameter.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
             (matrices if is_matrix else others).append(parameter)
         self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="original"),
-            torch.optim.AdamW(others, lr=embedding_rate, betas=(0.9, 0.95), weight_decay=0.0),
+            torch.optim.AdamW(others, lr=embedding_rate, betas=(0.9, 0.95), weight_decay=0.0)
         ]
-        self.full_rates = [matrix_rate, embedding_rate]
+        self.full_rates = [embedding_rate]
+        if muon:
+            first = torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="original")
+            self.parts.insert(0, first)
+            self.full_rates.insert(0, matrix_rate)
 
     def step(self, factor: float) -> None:
         """Apply the gradients at `factor` of the full rates, and clear them."""

@@ -19,12 +19,13 @@ import msgspec
 from backend.config import REMOTE_MODES, Settings, environment
 from backend.config.sources import ConfigError
 from backend.models.check import find_misfits, reads_last_state, why_not_learning
-from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.demo import DFLASH_DIR, DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import MASK_EMBEDDING, CheckpointError, load_config, same_features, text_config
 from backend.models.initial_head import write_initial_head, write_widened_head
 from backend.models.kinds import KINDS, WEIGHTLESS, DrafterKind
 
 DEMO = "demo"
+DEMO_DFLASH = "demo-dflash"
 GROW = "grow"
 MTP = "mtp"
 """vLLM's name for drafting with a target's own layers for multi-token prediction."""
@@ -125,8 +126,12 @@ def drafter_names(settings: Settings) -> list[str]:
 def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafter:
     if name in WEIGHTLESS:
         return OwnDrafter(None, WEIGHTLESS[name], name)
-    code = trusts_code(settings)
-    directory = _initial_head(target, settings) if name == GROW else find("--drafter", name, DRAFTER_DIR, say, code)
+    if name == DEMO_DFLASH and not DFLASH_DIR.is_dir():
+        raise ModelError(f"--drafter {name}: this head is not there yet; make it with `outrider train-demo --head dflash`")
+    if name in (GROW, DEMO_DFLASH):
+        directory = _initial_head(target, settings) if name == GROW else DFLASH_DIR
+    else:
+        directory = find("--drafter", name, DRAFTER_DIR, say, trusts_code(settings))
     return OwnDrafter(str(directory), check_drafter(name, directory, target, settings, say), name)
 
 
@@ -168,7 +173,7 @@ def check_combination(settings: Settings) -> None:
 
 def check_without_download(settings: Settings, say: Say) -> None:
     """Checks as much as possible without network access and without writing anything.  Raises `ModelError`."""
-    if all(name in (DEMO, *WEIGHTLESS) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
+    if all(name in (DEMO, DEMO_DFLASH, *WEIGHTLESS) or _is_path(name) for name in (settings.model, *drafter_names(settings))):
         resolve(settings, say)
     else:
         check_combination(settings)

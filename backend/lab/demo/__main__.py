@@ -7,19 +7,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from backend.lab.demo.dflash import train_head
 from backend.lab.demo.draft_model import train_draft_model
 from backend.lab.demo.options import DemoOptions, DrafterOptions, DraftModelOptions, TargetOptions
 from backend.lab.demo.train import train_demo
-from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
+from backend.models.demo import DFLASH_DIR, DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 
 
 def parse(arguments: Sequence[str]) -> tuple[DemoOptions, Path | None]:
     """The options, and the directory for a draft model if only a draft model is to be trained."""
     parser = argparse.ArgumentParser(prog="outrider train-demo", description=__doc__)
     parser.add_argument("--target-dir", type=Path, default=TARGET_DIR)
-    parser.add_argument("--drafter-dir", type=Path, default=DRAFTER_DIR)
+    parser.add_argument("--drafter-dir", type=Path, help="the head's directory; default: the built-in one")
     parser.add_argument("--target-minutes", type=float, default=TargetOptions().minutes)
     parser.add_argument("--drafter-minutes", type=float, default=DrafterOptions().minutes)
+    parser.add_argument(
+        "--head", choices=("eagle3", "dflash"), default="eagle3", help="`dflash`: only train a head that drafts in one pass"
+    )
     parser.add_argument(
         "--draft-model",
         type=Path,
@@ -35,7 +39,8 @@ def parse(arguments: Sequence[str]) -> tuple[DemoOptions, Path | None]:
     given = parser.parse_args(arguments)
     options = DemoOptions(
         target_dir=given.target_dir,
-        drafter_dir=given.drafter_dir,
+        drafter_dir=given.drafter_dir or (DFLASH_DIR if given.head == "dflash" else DRAFTER_DIR),
+        head=given.head,
         device=given.device,
         seed=given.seed,
         compile=not given.no_compile,
@@ -51,6 +56,8 @@ def main(arguments: Sequence[str]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     if draft_model is not None:
         train_draft_model(options, draft_model)
+    elif options.head == "dflash":
+        train_head(options)
     else:
         train_demo(options)
 

@@ -79,10 +79,14 @@ class DraftModelOptions(Budget):
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """Options of a whole run.  `device` is `auto` (CUDA if available), `cpu` or `cuda`."""
+    """Options of a whole run.  `device` is `auto` (CUDA if available), `cpu` or `cuda`.
+
+    `head`: `eagle3`, or `dflash` if only such a head is to be trained, for the target that is there, into `drafter_dir`.
+    """
 
     target_dir: Path = TARGET_DIR
     drafter_dir: Path = DRAFTER_DIR
+    head: str = "eagle3"
     vocab_size: int = 2048
     seed: int = 0
     device: str = "auto"

@@ -1,5 +1,7 @@
 """Directories of the built-in models: a small target that writes Python, its EAGLE-3 head and a draft model for it.
 
+`DFLASH_DIR` is for a head that drafts in one pass; it is not part of the repository.
+
 `backend/lab/demo/` has the code that trained them.
 """
 
@@ -8,6 +10,7 @@ from typing import Final
 
 TARGET_DIR: Final[Path] = Path(__file__).resolve().parent / "target"
 DRAFTER_DIR: Final[Path] = Path(__file__).resolve().parent / "drafter"
+DFLASH_DIR: Final[Path] = Path(__file__).resolve().parent / "dflash"
 DRAFT_MODEL_DIR: Final[Path] = Path(__file__).resolve().parent / "draft-model"
 
-__all__ = ["DRAFTER_DIR", "DRAFT_MODEL_DIR", "TARGET_DIR"]
+__all__ = ["DFLASH_DIR", "DRAFTER_DIR", "DRAFT_MODEL_DIR", "TARGET_DIR"]

@@ -1,0 +1,180 @@
+"""Makes a head that drafts in one pass for an existing demo target, trains it, and writes it in DFlash's layout.
+
+The head's layers read the target's features as keys and values.  A block is the latest token and mask tokens behind it; each
+mask predicts the token in its place.  Training puts blocks of random lengths at random places of each text, all at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from backend.lab.demo.drafter import default_feature_layers, training_rows
+from backend.lab.demo.llama import config_of, features, load_llama
+from backend.lab.demo.options import DemoOptions
+from backend.lab.demo.tokenizer import PAD_ID, token_stream
+from backend.lab.demo.train import RECORD
+from backend.lab.demo.training import Progress, goals, resolve_device, train
+from backend.learning.layers import MLP, Attention, RMSNorm, Rotary, Shape, initialise
+from backend.learning.optimizers import Optimizers
+from backend.models.writing import replacing, write_checkpoint, write_json
+from backend.rollout.corpus import load_corpus
+
+LAYERS = 2
+MASKS = 8
+"""Mask tokens of the longest block."""
+STEP_WEIGHT = 0.85
+TOKENS_PER_BLOCK = 10
+"""A text of n tokens gets n / 10 blocks in each step of the training."""
+
+
+class Layer(nn.Module):
+    """A layer of Qwen3's kind."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = Attention(shape, shape.hidden_size)
+        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = MLP(shape)
+
+
+class BlockDrafter(nn.Module):
+    """The head; embeddings and output matrix are the target's, frozen and not stored."""
+
+    embeddings: Tensor
+
+    def __init__(self, shape: Shape, feature_layers: tuple[int, ...], embeddings: Tensor) -> None:
+        super().__init__()
+        self.shape, self.feature_layers = shape, feature_layers
+        self.fc = nn.Linear(len(feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList([Layer(shape) for _ in range(shape.num_hidden_layers)])
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.rotary = Rotary(shape)
+        self.register_buffer("embeddings", embeddings.detach().clone(), persistent=False)
+        self.apply(initialise)
+
+    def forward(self, tokens: Tensor, inputs: Tensor, anchors: Tensor, lengths: Tensor) -> Tensor:
+        """Scores `[batch, blocks, MASKS, vocab]` of the tokens behind `anchors`.
+
+        `tokens` is `[batch, n]`, `inputs` the target's features of them; `anchors` and `lengths`, `[batch, blocks]`: the
+        place of each block's first token, and its masks.  Masks beyond that are not seen by the others.
+        """
+        batch, blocks = anchors.shape
+        context = self.hidden_norm(self.fc(inputs))
+        offsets = torch.arange(1 + MASKS, device=tokens.device)
+        ids = torch.full((batch, blocks, 1 + MASKS), PAD_ID, device=tokens.device)
+        ids[:, :, 0] = tokens.gather(1, anchors)
+        hidden = functional.embedding(ids.flatten(1), self.embeddings)
+        places = (anchors.unsqueeze(-1) + offsets).flatten(1)
+        seen = torch.arange(tokens.shape[1], device=tokens.device) < anchors.repeat_interleave(1 + MASKS, 1).unsqueeze(-1)
+        own = torch.eye(blocks, dtype=torch.bool, device=tokens.device).repeat_interleave(1 + MASKS, 0)
+        inside = (offsets <= lengths.unsqueeze(-1)).unsqueeze(1) & own.unsqueeze(-1)
+        visible = torch.cat((seen, inside.flatten(2)), dim=-1).unsqueeze(1)
+        before = self.rotary(torch.arange(tokens.shape[1], device=tokens.device))
+        cos, sin = self.rotary(places)
+        behind = cos.unsqueeze(1), sin.unsqueeze(1)
+        for layer in self.layers:
+            assert isinstance(layer, Layer)
+            attention = layer.self_attn
+            _, keys, values = attention.project(context, before)
+            query, key, value = attention.project(layer.input_layernorm(hidden), behind)
+            keys, values = (attention.widen(torch.cat(each, dim=2)) for each in ((keys, key), (values, value)))
+            hidden = hidden + attention.merge(functional.scaled_dot_product_attention(query, keys, values, visible))
+            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        masks = hidden.view(batch, blocks, 1 + MASKS, -1)[:, :, 1:]
+        return functional.linear(self.norm(masks), self.embeddings)
+
+
+def new_head(target: LlamaForCausalLM) -> BlockDrafter:
+    """A new head whose layers begin as its target's last ones; `fc` begins as a copy of the last feature."""
+    config = config_of(target) | {"num_hidden_layers": LAYERS}
+    shape = Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config}, qk_norm=True)
+    layers = default_feature_layers(target.config.num_hidden_layers)
+    head = BlockDrafter(shape, layers, target.model.embed_tokens.weight).to(target.device)
+    with torch.no_grad():
+        for own, theirs in zip(head.layers, target.model.layers[-LAYERS:], strict=True):
+            own.load_state_dict(theirs.state_dict(), strict=False)
+        head.norm.weight.copy_(target.model.norm.weight)
+        head.fc.weight.zero_()
+        head.fc.weight[:, -shape.hidden_size :].copy_(torch.eye(shape.hidden_size))
+    return head
+
+
+def save_head(head: BlockDrafter, target: LlamaForCausalLM, directory: Path) -> None:
+    """Writes a head of `target` in bfloat16.  Its `target_layer_ids` are outputs of layers: one less than the inputs."""
+    config = config_of(target) | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": LAYERS,
+        "block_size": 1 + MASKS,
+        "dflash_config": {"mask_token_id": PAD_ID, "target_layer_ids": [layer - 1 for layer in head.feature_layers]},
+        "torch_dtype": "bfloat16",
+    }
+    write_checkpoint(directory, config, {name: each.to(torch.bfloat16) for name, each in head.state_dict().items()})
+
+
+def block_loss(
+    head: BlockDrafter, target: LlamaForCausalLM, tokens: Tensor, anchors: Tensor, lengths: Tensor, first_choice: float
+) -> tuple[Tensor, Tensor]:
+    """Weighted cross entropy over the masks, and by place the share of first choices that are the target's, `[MASKS]`."""
+    with torch.no_grad():
+        scores, inputs = features(target, tokens, head.feature_layers)
+        goal, choice = goals(scores, first_choice)
+    offsets = torch.arange(MASKS, device=tokens.device)
+    places = (anchors.unsqueeze(-1) + offsets).flatten(1)
+    drafted = head(tokens, inputs, anchors, lengths).float().flatten(1, 2)
+    wanted = goal.gather(1, places.unsqueeze(-1).expand_as(drafted))
+    losses = functional.cross_entropy(drafted.transpose(1, 2), wanted.transpose(1, 2), reduction="none")
+    counted = (offsets < lengths.unsqueeze(-1)).flatten(1).float()
+    weights = counted * (STEP_WEIGHT**offsets).repeat(anchors.shape[1])
+    hits = (drafted.detach().argmax(-1) == choice.gather(1, places)).float() * counted
+    by_place = hits.view(-1, MASKS).sum(0) / counted.view(-1, MASKS).sum(0).clamp(min=1)
+    return (losses * weights).sum() / weights.sum(), by_place
+
+
+def train_head(options: DemoOptions) -> BlockDrafter:
+    """Trains a head for the target that is there until the budget is spent, and writes it to `drafter_dir`."""
+    settings, device = (
+        replace(options.drafter, long_share=0.0, long_length=options.drafter.length),
+        resolve_device(options.device),
+    )
+    torch.manual_seed(options.seed)
+    target = load_llama(options.target_dir).to(device).requires_grad_(False)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(options.target_dir))
+    rows, _ = training_rows(target, token_stream(tokenizer, load_corpus().train), replace(options, drafter=settings))
+    head = new_head(target)
+    is_gpu = device.type == "cuda"
+    optimizers = Optimizers(
+        head.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay, muon=is_gpu
+    )
+    hits = torch.zeros(MASKS)
+
+    def step(progress: Progress, fraction: float) -> tuple[Tensor, int, str]:
+        chance = np.random.default_rng((options.seed, progress.step))
+        length = rows.shape[1]
+        tokens = rows[chance.integers(len(rows), size=max(1, settings.tokens_per_step // length))].to(device)
+        size = len(tokens), max(1, length // TOKENS_PER_BLOCK)
+        anchors = torch.from_numpy(chance.integers(1, length - MASKS, size=size)).to(device)
+        # Half of the blocks are whole: drafts may also be shorter.
+        shorter = chance.integers(1, MASKS + 1, size=size)
+        lengths = torch.from_numpy(np.where(chance.random(size) < 0.5, MASKS, shorter)).to(device)
+        with torch.autocast(device.type, torch.bfloat16, enabled=is_gpu):
+            loss, hit = block_loss(head, target, tokens, anchors, lengths, settings.first_choice)
+        hits.add_(0.05 * (hit.cpu() - hits))
+        return loss, tokens.numel(), "first choices " + " ".join(f"{each:.3f}" for each in hits.tolist())
+
+    progress = train("head", device, settings, optimizers, step)
+    command = f"python -m backend.lab.demo --head dflash --drafter-minutes {settings.minutes:g} --seed {options.seed}"
+    with replacing(options.drafter_dir) as fresh:
+        save_head(head, target, fresh)
+        record = {"command": command, "options": asdict(settings)} | progress.spent()
+        write_json(fresh / RECORD, record | {"first_choices_of_the_target": [round(each, 4) for each in hits.tolist()]})
+    return head
