@@ -84,8 +84,8 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
         counters.draft_s += draft_s
         counters.queue_s += queue_s
         longest, k, idle = 0.0, 0, not self.speculator.outcomes
-        for draft in drafts.items:
-            verdict, waited_s = self.speculator.arrived(drafter_id, draft, draft_s, now)
+        arrived = self.speculator.arrived(drafter_id, drafts.items, draft_s, now)
+        for draft, (verdict, waited_s) in zip(drafts.items, arrived, strict=True):
             longest, k, idle = max(longest, waited_s or 0.0), max(k, len(draft.tokens)), idle and verdict == "ready"
             if verdict != "ready":
                 self.counters.dropped(drafter_id, "finished" if draft.request_id not in self.requests else verdict)

@@ -8,7 +8,7 @@ all drafts, verified or not, with the text later.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -102,6 +102,10 @@ class Request:
     """The request's length when they were asked for."""
 
 
+_Given = tuple[str, Request, Source, Draft | Outcome, float]
+"""A drafter's draft: for which request (id and state), its source, the draft, and its drafter's compute time in seconds."""
+
+
 class Candidates:
     """The available drafts of all requests of one verifier."""
 
@@ -178,25 +182,34 @@ class Candidates:
 
     # -- drafts that come ----------------------------------------------------------------------------------------------
 
-    def take_fresh(self, drafter_id: str, draft: Draft, draft_s: float, floor: float) -> str:
-        """Takes a drafter's answer; `floor`: the survival below which the drafter was to stop.  Returns a verdict.
+    def take_fresh(self, drafter_id: str, drafts: Sequence[Draft], draft_s: float, floor: float) -> list[str]:
+        """Takes a drafter's answers; `floor`: the survival below which the drafter was to stop.  Returns a verdict on each.
 
         `ready`: it, or its rest, is of use; `late`: the text went on otherwise; `stale`: no request of that length; `invalid`.
         """
-        request_id, request = draft.request_id, self.requests.get(draft.request_id)
-        if request is None or draft.base_len > len(request.text):
-            return "stale"
-        candidate = self._checked(request_id, request, Source(drafter_id, request.rule), draft, draft_s)
-        in_time = draft.base_len == len(request.text)
-        if candidate is not None:
-            self._take(request_id, request, candidate, draft.base_len)
-            in_time = in_time or self._go_on(request_id, request, candidate, request.text[draft.base_len :])
-        elif draft.tokens:
-            return "invalid"
-        else:
-            # The drafter had no draft, or its first token was below the floor.
-            self._compare(request_id, request, [floor])
-        return "ready" if in_time else "late"
+        verdicts = ["stale"] * len(drafts)
+        current = [
+            (i, draft, request)
+            for i, draft in enumerate(drafts)
+            if (request := self.requests.get(draft.request_id)) is not None and draft.base_len <= len(request.text)
+        ]
+        candidates = self._checked(
+            [(draft.request_id, request, Source(drafter_id, request.rule), draft, draft_s) for _, draft, request in current]
+        )
+        for (i, draft, request), candidate in zip(current, candidates, strict=True):
+            in_time = draft.base_len == len(request.text)
+            if candidate is not None:
+                self._take(draft.request_id, request, candidate, draft.base_len)
+                said = request.text[draft.base_len :]
+                in_time = in_time or self._go_on(draft.request_id, request, candidate, said)
+            elif draft.tokens:
+                verdicts[i] = "invalid"
+                continue
+            else:
+                # The drafter had no draft, or its first token was below the floor.
+                self._compare(draft.request_id, request, [floor])
+            verdicts[i] = "ready" if in_time else "late"
+        return verdicts
 
     def take_blocks(self, drafter_id: str, blocks: Sequence[Block], draft_s: float) -> None:
         """Takes outcomes that a drafter has drafted ahead."""
@@ -204,27 +217,32 @@ class Candidates:
             if (request := self.requests.get(block.request_id)) is not None:
                 request.block = drafter_id, block, draft_s
 
-    def look_up(self, request_id: str, request: Request, began: int, *, counts: bool) -> None:
-        """Makes available the draft made ahead, at length `began`, for the outcome that came.  `counts`: count hits."""
-        block, request.block = request.block, None
-        verified, candidate = request.outcomes_of, None
-        said = request.text[began:]
-        if verified is not None and verified.source.drafter_id != LOOKUP and _has_rest(request, verified, len(said)):
-            # The step verified only part of this draft: the rest may still be used.
-            self._go_on(request_id, request, verified, said)
-        if request.candidate is None and block is not None:
-            drafter_id, outcomes, draft_s = block
-            said = request.text[outcomes.base_len :]
-            is_new = outcomes.base_len == began
-            rank = rank_of(outcomes, said) if said and is_new else None
-            if rank is not None:
-                found = outcomes.outcomes[rank]
-                source = Source(drafter_id, request.rule, "ahead")
-                candidate = self._checked(request_id, request, source, found, draft_s)
-            if counts and is_new:
-                self.foresight.observe(rank, request.outcomes)
-        if candidate is not None:
-            self._take(request_id, request, candidate, len(request.text))
+    def look_up(self, began: Mapping[str, int], *, counts: bool) -> None:
+        """Makes available the drafts made ahead for the outcomes that came.  `counts`: count hits.
+
+        `began`: each request's length before the step that ended.
+        """
+        hits: list[_Given] = []
+        for request_id, base_len in began.items():
+            request = self.requests[request_id]
+            if not request.outcomes or request.outcomes_at != base_len:
+                continue
+            block, request.block = request.block, None
+            verified, said = request.outcomes_of, request.text[base_len:]
+            if verified is not None and verified.source.drafter_id != LOOKUP and _has_rest(request, verified, len(said)):
+                # The step verified only part of this draft: the rest may still be used.
+                self._go_on(request_id, request, verified, said)
+            if request.candidate is None and block is not None and block[1].base_len == base_len:
+                drafter_id, outcomes, draft_s = block
+                rank = rank_of(outcomes, said) if said else None
+                if rank is not None:
+                    source = Source(drafter_id, request.rule, "ahead")
+                    hits.append((request_id, request, source, outcomes.outcomes[rank], draft_s))
+                if counts:
+                    self.foresight.observe(rank, request.outcomes)
+        for (request_id, request, *_), candidate in zip(hits, self._checked(hits), strict=True):
+            if candidate is not None:
+                self._take(request_id, request, candidate, len(request.text))
 
     def best(self, request_id: str, request: Request) -> Candidate | None:
         """The best draft for the request's present length, from a drafter or a look-up."""
@@ -339,21 +357,28 @@ class Candidates:
                 if each.kind == source.kind:
                     each.scored(draft.matched, draft.seen)
 
-    def _checked(
-        self, request_id: str, request: Request, source: Source, draft: Draft | Outcome, draft_s: float
-    ) -> Candidate | None:
-        """A drafter's draft, cut to the length asked for; None if it is empty or malformed."""
-        tokens, longest = draft.tokens, request.longest
-        signs = draft.signs or [0.0] * (2 * len(tokens))
-        if not tokens or len(signs) != 2 * len(tokens) or min(tokens) < 0 or max(tokens) >= self._vocab_size:
-            return None
-        proposal = None
-        if draft.proposal:
-            proposal = unpack(draft.proposal, tokens, self._vocab_size)
-            if proposal is None or request.rule != Rule.INDEPENDENT:
-                return None
-            proposal = proposal.part(0, longest)
-        return self._candidate(request_id, source, tokens[:longest], signs[: 2 * longest], draft_s, proposal)
+    def _checked(self, given: Sequence[_Given]) -> list[Candidate | None]:
+        """Drafters' drafts, cut to the lengths asked for; None for one that is empty or malformed."""
+        found: list[Candidate | None] = [None] * len(given)
+        sound = [
+            i
+            for i, (*_, draft, _) in enumerate(given)
+            if (tokens := draft.tokens)
+            and len(draft.signs) in (0, 2 * len(tokens))
+            and min(tokens) >= 0
+            and max(tokens) < self._vocab_size
+        ]
+        drafts = [given[i][3] for i in sound]
+        proposals = unpack([each.proposal for each in drafts], [each.tokens for each in drafts], self._vocab_size)
+        for i, proposal in zip(sound, proposals, strict=True):
+            request_id, request, source, draft, draft_s = given[i]
+            if draft.proposal and (proposal is None or request.rule != Rule.INDEPENDENT):
+                continue
+            tokens, longest = draft.tokens[: request.longest], request.longest
+            signs = draft.signs[: 2 * longest] or [0.0] * (2 * len(tokens))
+            cut = None if proposal is None else proposal.part(0, longest)
+            found[i] = self._candidate(request_id, source, tokens, signs, draft_s, cut)
+        return found
 
     def _candidate(
         self,

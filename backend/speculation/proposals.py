@@ -29,21 +29,26 @@ class Proposal(NamedTuple):
         return Proposal(self.ids[first:last], self.chances[first:last])
 
 
-def unpack(data: bytes, tokens: Sequence[int], vocab_size: int) -> Proposal | None:
-    """Reads `Draft.proposal`; None if it is malformed, or could not have given the draft."""
-    count = len(tokens)
-    width, rest = divmod(len(data), 8 * count)
-    if rest or not width:
-        return None
-    half = len(data) // 2
-    ids = np.frombuffer(data, "<i4", count * width).reshape(count, width)
-    chances = np.frombuffer(data, "<f4", count * width, half).reshape(count, width)
-    drawn = np.where(ids == np.asarray(tokens)[:, None], chances, 0.0).max(axis=1)
-    is_sound = (
-        bool((chances >= 0).all())
-        and bool((np.abs(chances.sum(axis=1) - 1) < ROUNDING).all())
-        and bool((drawn > 0).all())
-        and int(ids.min()) >= 0
-        and int(ids.max()) < vocab_size
-    )
-    return Proposal(ids, chances) if is_sound else None
+def unpack(packed: Sequence[bytes], drafts: Sequence[Sequence[int]], vocab_size: int) -> list[Proposal | None]:
+    """Reads each draft's `Draft.proposal`; None if it is empty, malformed, or could not have given the draft.
+
+    Those of one size are read together: NumPy takes about as long for one as for a batch.
+    """
+    found: list[Proposal | None] = [None] * len(drafts)
+    alike: dict[tuple[int, int], list[int]] = {}
+    for i, (data, tokens) in enumerate(zip(packed, drafts, strict=True)):
+        alike.setdefault((len(data), len(tokens)), []).append(i)
+    for (size, count), places in alike.items():
+        width, rest = divmod(size, 8 * count) if count else (0, 0)
+        if rest or not width:
+            continue
+        both = np.frombuffer(b"".join([packed[i] for i in places]), "<i4").reshape(len(places), 2, count, width)
+        ids, chances = both[:, 0], both[:, 1].view("<f4")
+        drawn = np.where(ids == np.array([drafts[i] for i in places])[:, :, None], chances, 0.0).max(axis=2)
+        rows_are_sound = (drawn > 0) & (np.abs(chances.sum(axis=2) - 1) < ROUNDING) & (chances >= 0).all(axis=2)
+        rows_are_sound &= ((ids >= 0) & (ids < vocab_size)).all(axis=2)
+        for i, place in enumerate(places):
+            found[place] = Proposal(ids[i], chances[i])
+        for i in np.nonzero(~rows_are_sound.all(axis=1))[0]:
+            found[places[i]] = None
+    return found

@@ -112,14 +112,15 @@ class Speculator:
         self.candidates.renewed(drafter_id)
         self._reconsider_at = 0
 
-    def arrived(self, drafter_id: str, draft: Draft, draft_s: float, now: float) -> tuple[str, float | None]:
-        """Takes a fresh draft: `ready`, `late` (the text has gone on), `stale` (not asked for) or `invalid`.
+    def arrived(self, drafter_id: str, drafts: Sequence[Draft], draft_s: float, now: float) -> list[tuple[str, float | None]]:
+        """Takes fresh drafts: each is `ready`, `late` (the text has gone on), `stale` (not asked for) or `invalid`.
 
-        Also returns the seconds since it was asked for, if it was.
+        Also returns the seconds since each was asked for, if it was.
         """
-        waited_s = self.questions.answered(drafter_id, draft.request_id, draft.base_len, now)
-        verdict = self.candidates.take_fresh(drafter_id, draft, draft_s, self._floor) if waited_s is not None else "stale"
-        return verdict, waited_s
+        waited = [self.questions.answered(drafter_id, draft.request_id, draft.base_len, now) for draft in drafts]
+        asked = [draft for draft, waited_s in zip(drafts, waited, strict=True) if waited_s is not None]
+        verdicts = iter(self.candidates.take_fresh(drafter_id, asked, draft_s, self._floor))
+        return [("stale" if waited_s is None else next(verdicts), waited_s) for waited_s in waited]
 
     def timed(self, rows: int, k: int, draft_s: float, queue_s: float, waited_s: float, now: float) -> None:
         """Notes how long a drafter took: drafts of at most `k` tokens for `rows` requests, read at `now`.
@@ -238,9 +239,11 @@ class Speculator:
         if self._drafter_ids and (of_all or self.candidates.forced):
             k, outcomes = choice.k or self._longest, self.outcomes
             self._asked_ahead = outcomes > 0
-            for request_id in self._ended:
-                if of_all or self.candidates.requests[request_id].ask is not None:
-                    self._ask_for(request_id, k, outcomes, asks, now)
+            requests = self.candidates.requests
+            asked = [request_id for request_id in self._ended if of_all or requests[request_id].ask is not None]
+            self.candidates.look_up({each: self._ended[each] for each in asked}, counts=self._is_telling)
+            for request_id in asked:
+                self._ask_for(request_id, k, outcomes, asks, now)
             if outcomes or self.candidates.forced:
                 self._cut(asks, k)
             if choice.ask == Ask.PLAIN and not self.candidates.forced:
@@ -253,8 +256,6 @@ class Speculator:
         request, drafter_id = self.candidates.requests[request_id], self.preference.drafter_of(request_id)
         if drafter_id is None:
             return
-        if request.outcomes and request.outcomes_at == self._ended[request_id]:
-            self.candidates.look_up(request_id, request, self._ended[request_id], counts=self._is_telling)
         k = min(k, request.longest)
         if not k:
             return

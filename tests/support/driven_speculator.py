@@ -110,15 +110,13 @@ class Driven:
         self.arriving = [each for each in self.arriving if each[0] > self.now]
         for _, items in came:
             fresh = [item for item in items if not item.verifying]
-            waits = [self._draft(item) for item in fresh]
+            drafts = [
+                Draft(each.request_id, each.base_len, *self._tokens(each.request_id, each.base_len, each.k)) for each in fresh
+            ]
+            waits = [waited for _, waited in self.speculator.arrived("d0", drafts, self.drafter.draft_s, self.now)]
             if fresh and (longest := max((waited for waited in waits if waited is not None), default=0.0)):
                 self.speculator.timed(len(fresh), K, self.drafter.draft_s, 0.0, longest, self.now)
             self.speculator.take_blocks("d0", [self._block(item) for item in items if item.outcomes], self.drafter.draft_s)
-
-    def _draft(self, item: NextItem) -> float | None:
-        tokens, signs = self._tokens(item.request_id, item.base_len, item.k)
-        draft = Draft(item.request_id, item.base_len, tokens, signs)
-        return self.speculator.arrived("d0", draft, self.drafter.draft_s, self.now)[1]
 
     def _tokens(self, name: str, at: int, k: int) -> tuple[list[int], list[float]]:
         """Draft tokens and signs for the text at length `at`."""

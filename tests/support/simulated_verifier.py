@@ -7,7 +7,7 @@ known, rejections happen, and drafts made from wrong features or at a wrong leng
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -140,11 +140,12 @@ class SimulatedCore:
         """For every fresh draft that arrived, verified or not: whether its first token is right."""
         arrived = self.scheduler.speculator.arrived
 
-        def noted(drafter_id: str, draft: Draft, draft_s: float, now: float) -> tuple[str, float | None]:
-            text = self.texts.get(draft.request_id)
-            if text is not None and draft.tokens:
-                self.first_tokens.append(draft.tokens[0] == text.tokens[draft.base_len])
-            return arrived(drafter_id, draft, draft_s, now)
+        def noted(drafter_id: str, drafts: Sequence[Draft], draft_s: float, now: float) -> list[tuple[str, float | None]]:
+            for draft in drafts:
+                text = self.texts.get(draft.request_id)
+                if text is not None and draft.tokens:
+                    self.first_tokens.append(draft.tokens[0] == text.tokens[draft.base_len])
+            return arrived(drafter_id, drafts, draft_s, now)
 
         self.scheduler.speculator.arrived = noted  # type: ignore[method-assign]
         self.runner = _Runner()

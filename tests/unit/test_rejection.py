@@ -200,14 +200,25 @@ def packed(rows: list[list[float]]) -> bytes:
 
 
 def test_proposals_are_read_from_the_wire() -> None:
+    def read(rows: list[list[float]], tokens: list[int], vocab_size: int = 3) -> Proposal | None:
+        """Reads one proposal among others, of other sizes and of its own."""
+        other = packed([[0.25, 0.25, 0.5]] * len(tokens))
+        drafts = [[1], [2] * len(tokens), tokens, [2] * len(tokens)]
+        none, before, found, after = unpack([b"", other, packed(rows), other], drafts, vocab_size)
+        assert none is None
+        if vocab_size == 3:
+            assert before is not None
+            assert after is not None
+        return found
+
     sound = [[0.5, 0.5, 0], [0, 0.25, 0.75]]
-    found = unpack(packed(sound), [1, 2], 3)
+    found = read(sound, [1, 2])
     assert found is not None
     assert found.chances.tolist() == sound
     assert found.part(1, 2).ids.tolist() == [[0, 1, 2]]
-    assert unpack(packed(sound), [2, 2], 3) is None, "a token that could not be drawn"
-    assert unpack(packed(sound), [1, 2], 2) is None, "outside the vocabulary"
-    assert unpack(packed([[0.5, 0.6, 0], [0, 0.25, 0.75]]), [1, 2], 3) is None, "not a distribution"
-    assert unpack(packed([[1.5, -0.5, 0], [0, 0.25, 0.75]]), [0, 2], 3) is None
-    assert unpack(packed([[float("nan"), 0.5, 0.5], [0, 0.25, 0.75]]), [1, 2], 3) is None
-    assert unpack(packed(sound)[:-1], [1, 2], 3) is None
+    assert read(sound, [2, 2]) is None, "a token that could not be drawn"
+    assert read(sound, [1, 2], 2) is None, "outside the vocabulary"
+    assert read([[0.5, 0.6, 0], [0, 0.25, 0.75]], [1, 2]) is None, "not a distribution"
+    assert read([[1.5, -0.5, 0], [0, 0.25, 0.75]], [0, 2]) is None
+    assert read([[float("nan"), 0.5, 0.5], [0, 0.25, 0.75]], [1, 2]) is None
+    assert unpack([packed(sound)[:-1], packed(sound), b""], [[1, 2], [1], [1]], 3) == [None] * 3, "sizes that do not fit"

@@ -23,7 +23,7 @@ def test_in_a_batch_of_any_size_all_requests_are_learned_from(
     for made.steps in range(STEPS):
         for name, text in texts.items():
             made.grown(name, text, Rule.GREEDY)
-            made.take_fresh("d0", Draft(name, len(text), [7], [0.5, 0.5]), 0.0, 0.0)
+            made.take_fresh("d0", [Draft(name, len(text), [7], [0.5, 0.5])], 0.0, 0.0)
             text.append(7)
             made.learn(name, made.requests[name])
     learned = sum(made.reliability()["fresh"].seen)

@@ -168,7 +168,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
 
     def _draft(self, drafter_id: str, draft: Draft) -> None:
         question = drafter_id, draft.request_id, draft.base_len
-        verdict, waited_s = self.speculator.arrived(drafter_id, draft, 1e-3, self.now)
+        ((verdict, waited_s),) = self.speculator.arrived(drafter_id, [draft], 1e-3, self.now)
         text = self.texts.get(draft.request_id)
         if waited_s is None:
             # Nobody asked, or so long ago that it was forgotten.

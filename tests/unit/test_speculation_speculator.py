@@ -47,7 +47,7 @@ def test_sync_waits_for_drafts_up_to_their_deadline() -> None:
     made, _ = one()
     assert made.hold(["r"], 0, 100.0) == pytest.approx(100 + LONGEST_WAIT_S)
     assert made.hold(["r"], 5000, 100.05) == pytest.approx(100 + LONGEST_WAIT_S), "beside a long prompt, too"
-    assert made.arrived("d0", Draft("r", 6, [7, 8], [8.0] * 4), 1e-3, 100.06)[0] == "ready"
+    assert made.arrived("d0", [Draft("r", 6, [7, 8], [8.0] * 4)], 1e-3, 100.06)[0][0] == "ready"
     assert made.hold(["r"], 0, 100.06) is None
     assert made.attach(["r"], 0, 100.06).tokens == {"r": [7, 8]}
     late, _ = one()
@@ -61,7 +61,7 @@ def test_of_what_comes_late_the_rest_is_verified_if_it_still_fits(token: int, ve
     made.attach(["r"], 0, 100.2)
     text.append(token)
     made.ended("r", text, 6, Rule.GREEDY)
-    assert made.arrived("d0", Draft("r", 6, [7, 9], [8.0] * 4), 1e-3, 100.21)[0] == verdict
+    assert made.arrived("d0", [Draft("r", 6, [7, 9], [8.0] * 4)], 1e-3, 100.21)[0][0] == verdict
     made.ask(100.21)
     assert made.attach(["r"], 0, 100.22).tokens == left
 
@@ -72,7 +72,7 @@ def test_what_is_not_verified_is_learned_from() -> None:
     text.append(7)
     made.ended("r", text, 6, Rule.GREEDY)
     made.ask(100.2)
-    made.arrived("d0", Draft("r", 6, [7, 9]), 1e-3, 100.21)
+    made.arrived("d0", [Draft("r", 6, [7, 9])], 1e-3, 100.21)
     text.append(8)
     made.ended("r", text, 7, Rule.GREEDY)
     made.ask(100.22)
@@ -83,7 +83,7 @@ def test_what_is_not_verified_is_learned_from() -> None:
 
 def test_a_preempted_request_is_asked_for_anew() -> None:
     made, text = one()
-    made.arrived("d0", Draft("r", 6, [7, 8], [8.0] * 4), 1e-3, 100.01)
+    made.arrived("d0", [Draft("r", 6, [7, 8], [8.0] * 4)], 1e-3, 100.01)
     made.release("r")
     assert made.attach([], 0, 100.02).tokens == {}
     text.append(7)
@@ -94,14 +94,14 @@ def test_a_preempted_request_is_asked_for_anew() -> None:
 
 def test_a_draft_that_is_longer_than_was_asked_for_is_cut() -> None:
     made, _ = one()
-    assert made.arrived("d0", Draft("r", 6, [7] * 200, [8.0] * 400), 1e-3, 100.01)[0] == "ready"
+    assert made.arrived("d0", [Draft("r", 6, [7] * 200, [8.0] * 400)], 1e-3, 100.01)[0][0] == "ready"
     assert made.attach(["r"], 0, 100.01).tokens == {"r": [7] * K}
 
 
 def test_a_drafter_may_have_nothing_to_say() -> None:
     made, _ = one()
     expected = made._expected().gains[K]
-    verdict, waited_s = made.arrived("d0", Draft("r", 6, []), 1e-3, 100.01)
+    ((verdict, waited_s),) = made.arrived("d0", [Draft("r", 6, [])], 1e-3, 100.01)
     assert verdict == "ready"
     assert waited_s == pytest.approx(0.01)
     assert made.hold(["r"], 0, 100.01) is None
@@ -207,7 +207,7 @@ def test_nobody_waits_for_a_probe() -> None:
     made.ended("r", text, 3, Rule.GREEDY)
     assert made.ask(100.01), "the first steps probe"
     assert made.hold(["r"], 0, 100.01) is None
-    assert made.arrived("d0", Draft("r", 4, [5, 6], [8.0] * 4), 1e-3, 100.011)[0] == "ready"
+    assert made.arrived("d0", [Draft("r", 4, [5, 6], [8.0] * 4)], 1e-3, 100.011)[0][0] == "ready"
     assert made.attach(["r"], 0, 100.012).tokens == {"r": [5, 6]}, "but what comes in time is used"
 
 
