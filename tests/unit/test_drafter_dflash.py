@@ -164,6 +164,15 @@ def test_a_draft_in_a_batch_is_that_alone_and_that_after_a_hand_over(tmp_path: P
         assert alone.signs == pytest.approx(drafted.signs, abs=1e-4)
 
 
+def test_a_block_takes_no_rows_of_its_neighbours(tmp_path: Path) -> None:
+    """A stretch of the cache has 64 rows, and each request has 62 of its own."""
+    head = HEADS["each sees all"]
+    proposer, reference = make(tmp_path, head), Reference(head)
+    sessions = [Session(proposer, i, 63) for i in range(4)]
+    for session, drafted in zip(sessions, proposer.draft([session.ask(8) for session in sessions]), strict=True):
+        session.check(reference, drafted.tokens, 8)
+
+
 def test_a_draft_ends_at_the_floor_and_at_the_trained_length(tmp_path: Path) -> None:
     proposer = make(tmp_path, HEADS["each sees all"])
     session = Session(proposer, 1, 12)

@@ -61,4 +61,5 @@ class PacedCpuWorker(OutriderCpuWorker):
         runner, drafting = self.model_runner, self.vllm_config.speculative_config
         runner.__class__ = type(f"Paced{type(runner).__name__}", (_PacedRunner, type(runner)), {})
         runner.pace, runner.pacer = self.pace, self.pacer
-        runner.draft_passes = drafting.num_speculative_tokens if drafting is not None and drafting.use_eagle() else 0
+        has_head = drafting is not None and drafting.use_eagle()
+        runner.draft_passes = (1 if drafting.parallel_drafting else drafting.num_speculative_tokens) if has_head else 0
