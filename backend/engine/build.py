@@ -145,6 +145,7 @@ def _worker_options(settings: Settings, paths: ResolvedModels) -> dict[str, Any]
         "head_dir": head_dir,
         "aux_layers": list(load_config(head_dir, paths.target_dir).aux_layers) if head_dir is not None else [],
         "raw_features": paths.learning_dir is not None,
+        "one_pass": paths.drafter_kind == "dflash",
         "ahead_outcomes": AHEAD_OUTCOMES,
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
         "shared_noise": settings.mode != "native",

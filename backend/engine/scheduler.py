@@ -49,6 +49,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
             options["lookup"],
             self.vllm_config.model_config.get_vocab_size(),
             options["draft_deadline_ms"] / 1000,
+            options["one_pass"],
         )
         self._refs: dict[str, DrafterRef] = {}
         self._decoding: list[str] = []

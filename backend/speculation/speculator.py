@@ -56,8 +56,20 @@ class Attached:
 class Speculator:
     """Decides about the drafts of one verifier."""
 
-    def __init__(self, mode: str, longest: int, outcomes: int, lookups: bool, vocab_size: int, longest_wait_s: float) -> None:
-        """`mode`: sync, ahead or auto; `longest`: K; `outcomes`: most drafted ahead per request; `lookups`: enabled or not."""
+    def __init__(
+        self,
+        mode: str,
+        longest: int,
+        outcomes: int,
+        lookups: bool,
+        vocab_size: int,
+        longest_wait_s: float,
+        one_pass: bool = False,
+    ) -> None:
+        """`mode`: sync, ahead or auto; `longest`: K; `outcomes`: most drafted ahead per request; `lookups`: enabled or not.
+
+        `one_pass`: drafters make a draft in one pass.
+        """
         self.step_times = StepTimes()
         self.questions = Questions(longest_wait_s)
         self.candidates = Candidates(longest, outcomes, lookups, vocab_size)
@@ -69,8 +81,8 @@ class Speculator:
         self._few = min(FEW, outcomes)
         if self._fixed is not None:
             self._asking.choice = Choice(self._fixed, longest, 0.0, self._few if self._fixed == Ask.AHEAD else 0)
-        self._fresh_times, self._enumeration_times = DraftTimes(), DraftTimes()
-        self._miss_times = DraftTimes(self._fresh_times.passes)
+        self._fresh_times, self._enumeration_times = DraftTimes(one_pass=one_pass), DraftTimes()
+        self._miss_times = DraftTimes(self._fresh_times.passes, one_pass)
         plain, asked = (partial(self.step_times.at, asking=asking) for asking in (False, True))
         self._times = Times(plain, asked, self._fresh_times.at, self._miss_times.at, self._enumeration_times.at)
         self._load: Load | None = None

@@ -160,10 +160,14 @@ class StepTimes:
 
 
 class DraftTimes:
-    """Seconds from asking for drafts to having them: a pass over new text, a pass per draft token, and the way (all else)."""
+    """Seconds from asking for drafts to having them: a pass over new text, a pass per draft token, and the way (all else).
 
-    def __init__(self, passes: StepTimes | None = None) -> None:
+    With `one_pass` there is one pass, over all tokens of all drafts.
+    """
+
+    def __init__(self, passes: StepTimes | None = None, one_pass: bool = False) -> None:
         """`passes`: the pass times of another `DraftTimes` to share, where only the way differs."""
+        self._one_pass = one_pass
         self.passes = passes or StepTimes()
         self._way_s: float | None = None
 
@@ -171,11 +175,17 @@ class DraftTimes:
         """Takes the times of drafts of at most `k` tokens for `rows` requests: compute, and from question to answer."""
         way_s = max(waited_s - computed_s, 0.0)
         self._way_s = way_s if self._way_s is None else self._way_s + 0.1 * (min(way_s, 3 * self._way_s + 1e-3) - self._way_s)
-        self.passes.observe(rows, computed_s / (k + 1))
+        wide, passes = self._shape(rows, k)
+        self.passes.observe(wide, computed_s / passes)
 
     def at(self, rows: float, k: float) -> float:
         """The predicted seconds; 0 for no rows."""
-        return (self._way_s or 0.0) + (k + 1) * self.passes.at(rows) if rows > 0 else 0.0
+        wide, passes = self._shape(rows, k)
+        return (self._way_s or 0.0) + passes * self.passes.at(wide) if rows > 0 else 0.0
+
+    def _shape(self, rows: float, k: float) -> tuple[float, float]:
+        """The rows of a pass, and the passes."""
+        return (rows * (k + 1), 1) if self._one_pass else (rows, k + 1)
 
 
 def _line(xs: list[float], ys: list[float], doubts: list[float]) -> tuple[float, float]:

@@ -195,3 +195,13 @@ def test_drafts_take_a_pass_per_token_one_more_and_the_way() -> None:
     assert times.at(8, 3) == pytest.approx(4 * (1e-3 + 2e-5 * 8) + 5e-4, rel=0.05)
     times.observe(4, 4, 5e-3, 1.0)
     assert times.at(8, 3) < 6e-3
+
+
+def test_of_a_draft_in_one_pass_each_further_token_costs_a_row() -> None:
+    """Only drafts of eight tokens were made; a shorter one takes nearly as long."""
+    times = DraftTimes(one_pass=True)
+    for rows in [1, 4, 16] * 30:
+        computed = 0.004 + 1e-5 * rows * 9
+        times.observe(rows, 8, computed, computed + 0.001)
+    for rows, k in ((1, 8), (4, 2), (16, 4)):
+        assert times.at(rows, k) == pytest.approx(0.005 + 1e-5 * rows * (k + 1), rel=0.15)
