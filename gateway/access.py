@@ -51,9 +51,9 @@ class AccessRules:
 
     @classmethod
     def of(cls, settings: Settings, gateway_id: str, folder: Path | None) -> AccessRules:
-        """Gateways of this host share counts of quotas in `folder`.  Raises `KeyFileError`, `OSError` or `ValueError`."""
+        """Gateways of this host share counts of quotas in `folder`.  Raises `KeyFileError` or `OSError`."""
         # Quotas are set up even without a keys file, because a reload may add one.
-        quotas = Quotas(gateway_id, open_store(settings.gateway.quota_url, folder))
+        quotas = Quotas(gateway_id, open_store(folder))
         return cls(ring_of(settings), settings.gateway.max_in_flight, quotas)
 
 

@@ -57,12 +57,11 @@ def check_files(settings: Settings) -> None:
     except OSError as error:
         # ssl.SSLError, for a wrong certificate, is an OSError too.
         raise ConfigError(f"gateway.tls_cert, tls_key: {error.strerror or error}") from None
-    for name, url, folder in (("quota_url", asked.quota_url, None), ("state_dir", None, state_folder(settings))):
-        try:
-            if (store := open_store(url, folder)) is not None:
-                asyncio.run(store.close())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"gateway.{name}: {error}") from None
+    try:
+        if (store := open_store(state_folder(settings))) is not None:
+            asyncio.run(store.close())
+    except OSError as error:
+        raise ConfigError(f"gateway.state_dir: {error}") from None
 
 
 def state_folder(settings: Settings) -> Path | None:

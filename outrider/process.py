@@ -20,7 +20,6 @@ SECRETS = {
     "api_key": "OUTRIDER_GATEWAY__API_KEY",
     "gateway_api_key": "OUTRIDER_GATEWAY__API_KEY",
     "gateway_admin_key": "OUTRIDER_GATEWAY__ADMIN_KEY",
-    "gateway_quota_url": "OUTRIDER_GATEWAY__QUOTA_URL",
 }
 """Settings that are given to the fleet as these variables."""
 

@@ -57,11 +57,6 @@ class GatewaySettings(Section):
     keys_file: File = Field(
         None, description="YAML file of hashed keys, with models, limits, weights and rights of each (see docs/keys.md)"
     )
-    quota_url: str | None = Field(
-        None,
-        description="redis:// URL by which gateways on several hosts share what keys have used; default: a file in state_dir, "
-        "for those on one host",
-    )
     cors_origins: list[str] = Field(
         default_factory=list, description="web pages that may call, as https://host, with commas; *: all; none: no CORS"
     )
@@ -161,13 +156,6 @@ class GatewaySettings(Section):
         if self.uds is not None and self.processes > 1:
             raise ValueError("several processes share a port, and not a Unix socket (uds)")
         return self
-
-    @field_validator("quota_url")
-    @classmethod
-    def _redis(cls, value: str | None) -> str | None:
-        if value is not None and not value.startswith(("redis://", "rediss://", "unix://")):
-            raise ValueError("expected a redis://, rediss:// or unix:// URL")
-        return value
 
 
 class VerifierSettings(Section):

