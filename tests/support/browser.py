@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shlex
@@ -10,7 +9,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -87,10 +85,6 @@ class Browser:
                 raise AssertionError(f"not true in time: {script}; problems: {self.problems}")
             time.sleep(0.05)
         return value
-
-    def screenshot(self, path: Path, *, whole: bool = True) -> None:
-        answer = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(answer["data"]))
 
     def _call(self, method: str, **params: Any) -> dict[str, Any]:
         self._number += 1
