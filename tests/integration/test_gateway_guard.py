@@ -307,7 +307,7 @@ async def test_a_stream_that_is_read_slowly_goes_on(elapse):
         for _ in range(5):
             before = connection.transport.get_write_buffer_size()
             while connection.transport.get_write_buffer_size() == before:
-                await asyncio.get_running_loop().sock_recv(client, 8192)
+                assert await asyncio.get_running_loop().sock_recv(client, 8192), "the connection was cut"
             await elapse(protocol.WRITE_TIMEOUT_S)
         assert not running.verifier.sequences[0].aborted.is_set()
 
