@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -29,6 +30,15 @@ def expected(fleet: ServedFleet) -> list[str]:
     """Greedy text of all prompts, undisturbed."""
     answer = fleet.complete(PROMPTS, max_tokens=LONG, ignore_eos=True, **APART)
     return [choice["text"] for choice in answer["choices"]]
+
+
+def test_the_readmes_chat_and_tool_call(fleet: ServedFleet, capsys: pytest.CaptureFixture[str]):
+    text = (ROOT / "README.md").read_text()
+    chat, tool = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
+    exec((chat + "print()\n" + tool).replace("http://127.0.0.1:8000", fleet.url), {})
+    written, called = capsys.readouterr().out.strip().rsplit("\n", 1)
+    assert written
+    assert f"It prints `{called}`" in text
 
 
 def drafter(fleet: ServedFleet) -> dict[str, object]:
