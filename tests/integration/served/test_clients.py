@@ -32,7 +32,7 @@ def expected(fleet: ServedFleet) -> list[str]:
     return [choice["text"] for choice in answer["choices"]]
 
 
-def test_the_readmes_chat_and_tool_call(fleet: ServedFleet, capsys: pytest.CaptureFixture[str]):
+def test_the_readmes_chat_and_tool_call(fleet: ServedFleet, capsys: pytest.CaptureFixture[str]) -> None:
     text = (ROOT / "README.md").read_text()
     chat, tool = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[:2]
     exec((chat + "print()\n" + tool).replace("http://127.0.0.1:8000", fleet.url), {})
