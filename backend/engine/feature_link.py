@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -68,11 +68,11 @@ class FeatureLink:
         self.closed: list[Close] = []
         self._greet(time.monotonic())
 
-    def leave(self, frame: bytes) -> int | None:
-        """Writes a large frame into the ring; returns its position, or None: it must travel in the message."""
-        if self._ring is None or not self._ring_is_read or len(frame) < RING_FROM_BYTES:
+    def leave(self, parts: Sequence[bytes | memoryview], size: int) -> int | None:
+        """Writes a large frame of `size` bytes into the ring; returns its position, or None: it must travel in the message."""
+        if self._ring is None or not self._ring_is_read or size < RING_FROM_BYTES:
             return None
-        return self._ring.write(frame)
+        return self._ring.write(*parts)
 
     def close(self) -> None:
         self.socket.close()

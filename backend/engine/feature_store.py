@@ -8,7 +8,6 @@ rows: its next drafter then lacks distant context, nothing else.
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
 
 
@@ -20,9 +19,7 @@ class _Kept:
     """Position of the first row."""
     end: int
     """The position after the last row."""
-    chunks: deque[bytes] = field(default_factory=deque)
-    held: int = 0
-    """Bytes."""
+    rows: bytearray = field(default_factory=bytearray)
 
 
 class FeatureStore:
@@ -34,7 +31,7 @@ class FeatureStore:
         self.held = 0
         """Bytes."""
 
-    def add(self, request_id: str, start: int, rows: bytes, row_bytes: int) -> None:
+    def add(self, request_id: str, start: int, rows: bytes | memoryview, row_bytes: int) -> None:
         """Keeps the rows of the positions from `start` on.  Skips rows it has already (recomputed after a preemption)."""
         if not rows:
             return
@@ -48,9 +45,8 @@ class FeatureStore:
         new = rows[(kept.end - start) * row_bytes :]
         if not new:
             return
-        kept.chunks.append(new)
+        kept.rows += new
         kept.end += len(new) // row_bytes
-        kept.held += len(new)
         self.held += len(new)
         while self.held > self._capacity:
             self._give_up(row_bytes)
@@ -70,23 +66,21 @@ class FeatureStore:
         kept = self._kept[request_id]
         if not kept.start <= start <= end <= kept.end:
             raise ValueError("rows that are not kept")
-        if len(kept.chunks) > 1:
-            kept.chunks = deque([b"".join(kept.chunks)])
-        return kept.chunks[0][(start - kept.start) * row_bytes : (end - kept.start) * row_bytes]
+        with memoryview(kept.rows) as whole:
+            return bytes(whole[(start - kept.start) * row_bytes : (end - kept.start) * row_bytes])
 
     def forget(self, request_id: str) -> None:
         kept = self._kept.pop(request_id, None)
         if kept is not None:
-            self.held -= kept.held
+            self.held -= len(kept.rows)
 
     def _give_up(self, row_bytes: int) -> None:
         """Drops the older half of the rows of the request that holds the most bytes."""
-        request_id = max(self._kept, key=lambda each: self._kept[each].held)
+        request_id = max(self._kept, key=lambda each: len(self._kept[each].rows))
         kept = self._kept[request_id]
         rows = max((kept.end - kept.start) // 2, 1)
         if rows >= kept.end - kept.start:
             self.forget(request_id)
             return
-        newest = self.rows(request_id, kept.start + rows, kept.end, row_bytes)
-        self.held -= kept.held - len(newest)
-        kept.start, kept.chunks, kept.held = kept.start + rows, deque([newest]), len(newest)
+        del kept.rows[: rows * row_bytes]
+        kept.start, self.held = kept.start + rows, self.held - rows * row_bytes

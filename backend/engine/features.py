@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 HANDOVER_ROWS = 8192
 """Rows handed over to one drafter per step, and per message; with more, other requests' drafts would wait longer."""
+
+NO_ROWS = memoryview(b"")
 
 DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
     torch.float32: "float32",
@@ -57,7 +59,7 @@ class Shipped:
 class _Rows:
     """A step's features by request id, encoded for the wire."""
 
-    of: dict[str, bytes] = field(default_factory=dict)
+    of: dict[str, memoryview] = field(default_factory=dict)
     dtype: FeatureDtype = "float32"
     width: int = 0
     """0: drafters need no features."""
@@ -163,7 +165,7 @@ class FeatureShipper:
                 by_drafter[chosen].append(span)
         rows = self._features(spans, hidden, self._projection(""))
         for span in spans:
-            self._store.add(span.request_id, span.start, rows.of.get(span.request_id, b""), rows.row_bytes)
+            self._store.add(span.request_id, span.start, rows.of.get(span.request_id, NO_ROWS), rows.row_bytes)
         for drafter_id, its_spans in by_drafter.items():
             link = self._links.get(drafter_id)
             if link is None:
@@ -184,33 +186,37 @@ class FeatureShipper:
 
     def _ship_to(self, link: FeatureLink, spans: list[Span], rows: _Rows) -> None:
         items: list[Open | Commit | Close] = []
-        frames: list[bytes] = []
+        frames: list[bytes | memoryview] = []
         opened: set[str] = set()
         room = HANDOVER_ROWS
         for span in spans:
             handed = self._hand_over(link, span, rows, room)
+            frame: bytes | memoryview
             if handed is not None:
                 item, frame, count = handed
                 room -= count
                 opened.add(span.request_id)
             else:
                 item, first = self._item(link, span, bool(rows.width))
-                frame = rows.of.get(span.request_id, b"")[first * rows.row_bytes :]
+                frame = rows.of.get(span.request_id, NO_ROWS)[first * rows.row_bytes :]
             items.append(item)
             frames.append(frame)
-        if not self._send(link, items, b"".join(frames), rows):
+        if not self._send(link, items, frames, rows):
             for unsent in items:
                 if isinstance(unsent, Open) or unsent.request_id in opened:
                     link.next_row.pop(unsent.request_id, None)
 
-    def _send(self, link: FeatureLink, items: list[Open | Commit | Close], frame: bytes, rows: _Rows) -> bool:
-        """Sends one round, pending `Close` items first; returns False if the drafter's queue is full."""
-        at = link.leave(frame)
+    def _send(
+        self, link: FeatureLink, items: list[Open | Commit | Close], frame: Sequence[bytes | memoryview], rows: _Rows
+    ) -> bool:
+        """Sends one round, pending `Close` items first; returns False if the drafter's queue is full.  `frame`: its parts."""
+        size = sum(map(len, frame))
+        at = link.leave(frame, size)
         header = encode(Round(rows.dtype, rows.width, [*link.closed, *items], at))
         counters = self._shipped.counters[link.ref.id]
-        if link.socket.send(header, frame if at is None else b""):
+        if link.socket.send(header, b"".join(frame) if at is None else b""):
             link.closed.clear()
-            counters.bytes_sent += len(header) + len(frame)
+            counters.bytes_sent += len(header) + size
             return True
         counters.dropped["overflow"] = counters.dropped.get("overflow", 0) + 1
         return False
@@ -245,7 +251,7 @@ class FeatureShipper:
             frame = self._store.rows(request_id, at, upto, rows.row_bytes)
             if upto == end:
                 break
-            if not self._send(link, [item], frame, rows):
+            if not self._send(link, [item], [frame], rows):
                 link.next_row.pop(request_id, None)
                 return None
             at = upto
@@ -279,8 +285,8 @@ class FeatureShipper:
         # vLLM has synchronised the stream to read the sampled tokens, so this copy waits for `fc` only.
         raw = projected.contiguous().cpu()
         row_bytes = raw.shape[-1] * raw.element_size()
-        joined = raw.view(torch.uint8).numpy().tobytes()
-        of: dict[str, bytes] = {}
+        joined = raw.view(torch.uint8).view(-1).numpy().data
+        of: dict[str, memoryview] = {}
         at = 0
         for span in spans:
             of[span.request_id] = joined[at : at + span.rows * row_bytes]

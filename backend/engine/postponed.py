@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 MOST_ROWS = 4096
@@ -36,13 +37,12 @@ class Span(NamedTuple):
 
 def pick_rows(spans: list[Span], hidden: torch.Tensor) -> torch.Tensor:
     """The spans' rows, concatenated; a view of `hidden` if they are contiguous there.  `hidden`: `[num_tokens, width]`."""
-    at = 0
-    for span in spans:
-        if span.offset != at:
-            places = [row for span in spans for row in range(span.offset, span.offset + span.rows)]
-            return hidden[torch.tensor(places, device=hidden.device, dtype=torch.long)]
-        at += span.rows
-    return hidden[:at]
+    offsets, counts = np.array([(span.offset, span.rows) for span in spans], dtype=np.int64).reshape(-1, 2).T
+    begins = counts.cumsum() - counts
+    if (offsets == begins).all():
+        return hidden[: counts.sum()]
+    places = np.repeat(offsets - begins, counts) + np.arange(counts.sum())
+    return hidden.index_select(0, torch.from_numpy(places).to(hidden.device))
 
 
 @dataclass

@@ -53,9 +53,9 @@ class RingWriter:
         self._head = self._floor = 0
         self.ref = RingRef(os.getpid(), self._fd, token, capacity)
 
-    def write(self, data: bytes | memoryview) -> int | None:
-        """Copies `data` into the ring; returns its position, or None if there is no room now."""
-        size, capacity, at = len(data), self.ref.capacity, self._head
+    def write(self, *parts: bytes | memoryview) -> int | None:
+        """Copies data into the ring, its parts one after the other; returns its position, or None if there is no room now."""
+        size, capacity, at = sum(map(len, parts)), self.ref.capacity, self._head
         tail = max(_get_tail(self._map), self._floor)
         if tail >= at:
             # Everything was read: start at the front again, whose memory is still in the processor's cache.
@@ -65,7 +65,9 @@ class RingWriter:
         if size > capacity or at + size - tail > capacity:
             return None
         first = HEADER + at % capacity
-        self._map[first : first + size] = data
+        for part in parts:
+            self._map[first : first + len(part)] = part
+            first += len(part)
         self._head = at + size
         return at
 

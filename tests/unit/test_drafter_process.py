@@ -117,8 +117,9 @@ def test_a_shipper_and_a_drafter_agree_on_a_ring(process: DrafterProcess, monkey
     used: list[int] = []
     write = RingWriter.write
 
-    def noted(ring: RingWriter, data: memoryview) -> int | None:
-        at = write(ring, data)
+    def noted(ring: RingWriter, *parts: memoryview) -> int | None:
+        assert all(isinstance(part, memoryview) for part in parts), "written where they were computed to, not joined first"
+        at = write(ring, *parts)
         used.append(-1 if at is None else at)
         return at
 

@@ -61,7 +61,7 @@ def test_unread_data_is_never_overwritten(events: list[int | str]) -> None:
             unread.popleft()  # Its message was dropped: it is never read.
         elif isinstance(event, int):
             data = content(number, event)
-            written = writer.write(data)
+            written = writer.write(data[: event // 3], memoryview(data)[event // 3 :])
             if written is not None:
                 unread.append((written, data))
             else:
