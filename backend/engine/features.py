@@ -148,22 +148,24 @@ class FeatureShipper:
                 link.cold.discard(request_id)
                 link.closed.append(Close(request_id, reason))
 
-    def ship(self, spans: list[Span], hidden: torch.Tensor | None) -> None:
+    def ship(self, spans: list[Span], layers: Sequence[torch.Tensor] | None) -> None:
         """Sends this step's rows, or postpones them if drafters are in no hurry.
 
-        `hidden`: `[num_tokens, width]`, before `fc`; None if drafters need no features.
+        `layers`: each `[num_tokens, width]`; side by side they are the features before `fc`.  None: drafters need no features.
         """
-        if hidden is not None:
+        picked = None
+        if layers is not None:
+            picked = pick_rows(spans, layers)
             if not self.features_needed and not self._postponed.is_full:
-                self._postponed.add(spans, hidden)
+                self._postponed.add(spans, picked)
                 return
-            spans, hidden = self._postponed.with_present(spans, hidden)
+            spans, picked = self._postponed.with_present(spans, picked)
         by_drafter: dict[str, list[Span]] = {drafter_id: [] for drafter_id in self._assigned}
         for span in spans:
             chosen = self._drafter_of(span.request_id)
             if chosen is not None:
                 by_drafter[chosen].append(span)
-        rows = self._features(spans, hidden, self._projection(""))
+        rows = self._features(spans, picked, self._projection(""))
         for span in spans:
             self._store.add(span.request_id, span.start, rows.of.get(span.request_id, NO_ROWS), rows.row_bytes)
         for drafter_id, its_spans in by_drafter.items():
@@ -173,16 +175,24 @@ class FeatureShipper:
             if link.listen():
                 self._shipped.greeted.add(drafter_id)
             if its_spans or link.closed:
-                self._ship_to(link, its_spans, self._rows_for(link, its_spans, hidden, rows))
+                its_rows = self._rows_for(link, its_spans, spans, picked, rows)
+                self._ship_to(link, its_spans, its_rows)
 
     def _drafter_of(self, request_id: str) -> str | None:
         return self.pairings[request_id].drafter(self._assigned)
 
-    def _rows_for(self, link: FeatureLink, spans: list[Span], hidden: torch.Tensor | None, rows: _Rows) -> _Rows:
-        """The rows for this drafter: none, `rows` (the fleet's head), or rows projected for the drafter's own head."""
+    def _rows_for(
+        self, link: FeatureLink, its_spans: list[Span], spans: list[Span], picked: torch.Tensor | None, rows: _Rows
+    ) -> _Rows:
+        """The rows for this drafter: none, `rows` (the fleet's head), or its own of `picked`, projected for its own head."""
         if not link.ref.takes_features:
             return _Rows()
-        return self._features(spans, hidden, link.project) if link.ref.head else rows
+        if not link.ref.head or picked is None:
+            return rows
+        its = {span.request_id for span in its_spans}
+        parts = zip(spans, torch.split(picked, [span.rows for span in spans]), strict=True)
+        own = torch.cat([picked[:0], *(part for span, part in parts if span.request_id in its)])
+        return self._features(its_spans, own, link.project)
 
     def _ship_to(self, link: FeatureLink, spans: list[Span], rows: _Rows) -> None:
         items: list[Open | Commit | Close] = []
@@ -276,11 +286,10 @@ class FeatureShipper:
         tokens = span.tokens(span.start + first + 1, base_len)
         return Commit(span.request_id, base_len, tokens, len(tokens) if with_features else 0), first
 
-    def _features(self, spans: list[Span], hidden: torch.Tensor | None, project: Projection | None) -> _Rows:
-        """The spans' rows, projected in one call and copied to the host."""
-        if hidden is None:
+    def _features(self, spans: list[Span], picked: torch.Tensor | None, project: Projection | None) -> _Rows:
+        """The spans' rows, projected in one call and copied to the host.  `picked`: those of all spans, in order."""
+        if picked is None:
             return _Rows()
-        picked = pick_rows(spans, hidden)
         projected = picked if project is None else project(picked)
         # vLLM has synchronised the stream to read the sampled tokens, so this copy waits for `fc` only.
         raw = projected.contiguous().cpu()

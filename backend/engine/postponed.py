@@ -7,7 +7,7 @@ again, or when there are many; the drafter then extends its cache in one round. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,14 +35,15 @@ class Span(NamedTuple):
     tokens: Callable[[int, int], list[int]]
 
 
-def pick_rows(spans: list[Span], hidden: torch.Tensor) -> torch.Tensor:
-    """The spans' rows, concatenated; a view of `hidden` if they are contiguous there.  `hidden`: `[num_tokens, width]`."""
+def pick_rows(spans: list[Span], layers: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of the spans' rows, one after the other; those of all layers side by side.  A layer is `[num_tokens, width]`."""
     offsets, counts = np.array([(span.offset, span.rows) for span in spans], dtype=np.int64).reshape(-1, 2).T
-    begins = counts.cumsum() - counts
+    total, begins = counts.sum(), counts.cumsum() - counts
     if (offsets == begins).all():
-        return hidden[: counts.sum()]
-    places = np.repeat(offsets - begins, counts) + np.arange(counts.sum())
-    return hidden.index_select(0, torch.from_numpy(places).to(hidden.device))
+        return torch.cat([layer[:total] for layer in layers], dim=-1)
+    places = np.repeat(offsets - begins, counts) + np.arange(total)
+    at = torch.from_numpy(places).to(layers[0].device)
+    return torch.cat([layer.index_select(0, at) for layer in layers], dim=-1)
 
 
 @dataclass
@@ -68,10 +69,8 @@ class Postponed:
         """Whether the rows must be sent now."""
         return self.rows >= MOST_ROWS or self._bytes >= MOST_BYTES
 
-    def add(self, spans: list[Span], hidden: torch.Tensor) -> None:
-        """Sets a step's rows aside.  `hidden` `[num_tokens, width]` is copied, because the runner reuses its memory."""
-        block = pick_rows(spans, hidden)
-        block = block.clone() if block.data_ptr() == hidden.data_ptr() else block
+    def add(self, spans: list[Span], block: torch.Tensor) -> None:
+        """Sets a step's rows aside: the result of `pick_rows`, which is kept."""
         self._bytes += block.numel() * block.element_size()
         for span, rows in zip(spans, torch.split(block, [span.rows for span in spans]), strict=True):
             aside = self._asides.get(span.request_id)
@@ -89,24 +88,22 @@ class Postponed:
             aside = self._asides.pop(request_id, None)
             self.rows -= aside.end - aside.start if aside is not None else 0
 
-    def with_present(self, spans: list[Span], hidden: torch.Tensor) -> tuple[list[Span], torch.Tensor]:
-        """Takes out all postponed rows, merged with the current step's as if all had been computed in it.
+    def with_present(self, spans: list[Span], block: torch.Tensor) -> tuple[list[Span], torch.Tensor]:
+        """Takes out all postponed rows, merged with the current step's, `block`.  Returns spans, and their rows in this order.
 
         Rows of requests that are not in this step stay: vLLM had no tokens for them.  Others must be forgotten.
         """
         if not self._bytes:
-            return spans, hidden
-        parts: list[torch.Tensor] = [hidden[:0]]
+            return spans, block
+        parts: list[torch.Tensor] = [block[:0]]
         merged: list[Span] = []
-        offset = 0
-        for span in spans:
+        for span, rows in zip(spans, torch.split(block, [span.rows for span in spans]), strict=True):
             aside, start = self._asides.pop(span.request_id, None), span.start
             if aside is not None and aside.end == start:
                 start = aside.start
                 parts += aside.rows
-            parts.append(hidden[span.offset : span.offset + span.rows])
-            merged.append(span._replace(start=start, offset=offset, rows=span.start + span.rows - start))
-            offset += merged[-1].rows
+            parts.append(rows)
+            merged.append(span._replace(start=start, rows=span.start + span.rows - start))
         for aside in self._asides.values():
             # A copy, so that the memory of the others' rows is freed.
             aside.rows = [torch.cat(aside.rows)]

@@ -178,17 +178,13 @@ class RemoteDrafting:
             spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
             self.shipper.features_needed = scheduler_output.outrider.features_needed
             self.shipper.pairings.update(scheduler_output.outrider.pairings)
-            self.shipper.ship(spans, self._drafter_input(hidden_states, aux_hidden_states))
+            layers = aux_hidden_states if aux_hidden_states is not None else [hidden_states]
+            self.shipper.ship(spans, layers if self.ships_features else None)
         return [[] for _ in sampled_token_ids]
 
     def take_draft_token_ids(self) -> None:
         """Returns None: vLLM asks after each step, but drafts reach the scheduler through a socket of their own."""
         return None
-
-    def _drafter_input(self, hidden_states: torch.Tensor, aux_hidden_states: list[torch.Tensor] | None) -> torch.Tensor | None:
-        if not self.ships_features:
-            return None
-        return torch.cat(aux_hidden_states, dim=-1) if aux_hidden_states is not None else hidden_states
 
     def _opening(self, request_id: str, tokens: list[int], rows: int) -> Open:
         state = self.requests.get(request_id)  # type: ignore[attr-defined]

@@ -134,7 +134,7 @@ def test_a_shipper_and_a_drafter_agree_on_a_ring(process: DrafterProcess, monkey
         answers = []
         for number in range(20):
             hidden = torch.randn(6, HEAD.hidden, generator=torch.Generator().manual_seed(1))
-            shipper.ship([Span(f"r{number}", 0, 0, 6, lambda a, b: list(range(a, b)))], hidden)
+            shipper.ship([Span(f"r{number}", 0, 0, 6, lambda a, b: list(range(a, b)))], [hidden])
             answers.append(peer.wish(f"r{number}", 7, 4).items[0].tokens)
         assert len(answers[0]) == 4
         assert answers == answers[:1] * 20

@@ -230,7 +230,7 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
 
     def ship(start: int, rows: int) -> tuple[Round, bytes]:
         span = Span("a", start, 0, rows, lambda a, b: list(range(a, b)))
-        shipper.ship([span], torch.full((rows, 16), float(start)))
+        shipper.ship([span], [torch.full((rows, 16), float(start))])
         message = decode_to_drafter(peer.sent[-1][0])
         assert isinstance(message, Round)
         return message, peer.sent[-1][1]

@@ -117,7 +117,7 @@ class Bench:
             rows.append(self.rows[i, start : start + count])
             self.lengths[i] += count
             offset += count
-        self.shipper.ship(spans, torch.cat(rows))
+        self.shipper.ship(spans, [torch.cat(rows)])
 
     def live(self, steps: int, requests: tuple[int, ...] = (0, 1)) -> None:
         for n in range(steps):

@@ -85,7 +85,7 @@ def serve(
             shipped[i] += count
             offset += count
         with torch.no_grad():
-            shipper.ship(spans, torch.cat(rows))
+            shipper.ship(spans, [torch.cat(rows)])
         for i in live:
             draft, true = lines[name].drafts[f"r{i}"], texts.tokens[i][lengths[i] : lengths[i] + K]
             kept = next((n for n in range(K) if draft[n] != true[n]), K)

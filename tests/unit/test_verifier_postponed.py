@@ -15,19 +15,22 @@ def tokens(first: int, last: int) -> list[int]:
 
 
 def step(rows_of: dict[str, int], starts: dict[str, int], rejected: int = 0) -> tuple[list[Span], torch.Tensor]:
-    """A step over these requests; a row's value names its request and position.  `rejected` rows follow each request's."""
+    """A step over these requests, and its rows; their values name request and position.  `rejected` rows follow each's."""
     spans: list[Span] = []
     values: list[list[float]] = []
     for name, rows in rows_of.items():
         spans.append(Span(name, starts[name], len(values), rows, tokens))
         values += [[float(ord(name)), float(starts[name] + i)] for i in range(rows)] + [[-1.0, -1.0]] * rejected
-    return spans, torch.tensor(values)
+    return spans, pick_rows(spans, [torch.tensor(values)])
 
 
-def positions(span: Span, hidden: torch.Tensor) -> list[float]:
-    rows = hidden[span.offset : span.offset + span.rows]
-    assert all(row[0] == float(ord(span.request_id)) for row in rows)
-    return [float(row[1]) for row in rows]
+def positions(spans: list[Span], rows: torch.Tensor) -> list[list[int]]:
+    """The positions whose rows each span has."""
+    found = []
+    for span, part in zip(spans, torch.split(rows, [span.rows for span in spans]), strict=True):
+        assert all(row[0] == float(ord(span.request_id)) for row in part)
+        found.append([int(row[1]) for row in part])
+    return found
 
 
 @given(st.lists(st.tuples(st.dictionaries(st.sampled_from("abc"), st.integers(1, 4), min_size=1), st.booleans()), max_size=12))
@@ -41,9 +44,9 @@ def test_every_row_of_a_request_that_goes_on_comes_out_once_and_in_order(steps: 
             merged, joined = postponed.with_present(spans, hidden)
             assert [span.request_id for span in merged] == [span.request_id for span in spans]
             assert postponed.rows == sum(starts[name] - sent[name] for name in starts if name not in rows_of)
-            for span in merged:
+            for span, found in zip(merged, positions(merged, joined), strict=True):
                 name = span.request_id
-                assert positions(span, joined) == list(range(span.start, starts[name] + rows_of[name]))
+                assert found == list(range(span.start, starts[name] + rows_of[name]))
                 assert span.start == sent[name], "nothing comes twice, and nothing is left out"
                 sent[name] = span.start + span.rows
         else:
@@ -59,16 +62,7 @@ def test_rows_computed_anew_after_a_preemption_take_the_place_of_the_old() -> No
     postponed.add(*step({"a": 5}, {"a": 0}))
     (span,), joined = postponed.with_present(*step({"a": 1}, {"a": 5}))
     assert (span.start, span.rows) == (0, 6)
-    assert positions(span, joined) == [0, 1, 2, 3, 4, 5]
-
-
-def test_what_is_put_aside_survives_the_reuse_of_its_memory() -> None:
-    postponed = Postponed()
-    spans, hidden = step({"a": 2}, {"a": 0})
-    postponed.add(spans, hidden)
-    hidden.zero_()
-    (span,), joined = postponed.with_present(*step({"a": 1}, {"a": 2}))
-    assert positions(span, joined) == [0, 1, 2]
+    assert positions([span], joined)[0] == [0, 1, 2, 3, 4, 5]
 
 
 def test_rows_of_requests_that_have_ended_never_go_out_and_do_not_count() -> None:
@@ -78,7 +72,7 @@ def test_rows_of_requests_that_have_ended_never_go_out_and_do_not_count() -> Non
     assert postponed.rows == 3
     postponed.add(*step({"a": 1}, {"a": 3}))
     (span,), joined = postponed.with_present(*step({"a": 1}, {"a": 4}))
-    assert positions(span, joined) == [0, 1, 2, 3, 4]
+    assert positions([span], joined)[0] == [0, 1, 2, 3, 4]
     assert len(joined) == 5
     assert postponed.rows == 0
 
@@ -91,15 +85,21 @@ def test_it_is_full_by_rows_of_live_requests_and_by_bytes_of_all(monkeypatch: py
     assert postponed.is_full
     postponed.forget(["a"])
     assert not postponed.is_full
-    postponed.add(*step({"b": 6}, {"b": 0}))
+    spans, block = step({"b": 6}, {"b": 0})
+    postponed.add(spans, block)
+    assert postponed._asides["b"].rows[0].data_ptr() == block.data_ptr(), "not copied again"
     postponed.forget(["b"])
     assert postponed.is_full, "eighty bytes are held"
     postponed.with_present(*step({"c": 1}, {"c": 0}))
     assert not postponed.is_full
 
 
-def test_rows_that_lie_one_after_the_other_are_not_copied() -> None:
-    spans, hidden = step({"a": 2, "b": 1}, {"a": 0, "b": 0})
-    assert pick_rows(spans, hidden).data_ptr() == hidden.data_ptr()
-    spans, hidden = step({"a": 2, "b": 1}, {"a": 0, "b": 0}, rejected=1)
-    assert pick_rows(spans, hidden)[:, 1].tolist() == [0, 1, 0]
+@pytest.mark.parametrize("rejected", [0, 1])
+def test_picked_rows_are_copies_of_all_layers_side_by_side(rejected: int) -> None:
+    spans, _ = step({"a": 2, "b": 1}, {"a": 0, "b": 0}, rejected)
+    layers = [torch.arange(6.0).view(6, 1), torch.arange(6.0).view(6, 1) + 10]
+    picked = pick_rows(spans, layers)
+    for layer in layers:
+        layer.zero_()  # the runner reuses its memory
+    last = 2 + rejected
+    assert picked.tolist() == [[0, 10], [1, 11], [last, 10 + last]]
