@@ -253,7 +253,7 @@ class CountingScheduler:
             if not tokens:
                 continue
             stats.verifications += 1
-            drafted, accepted = sum(token >= 0 for token in drafts), len(tokens) - 1
+            drafted, accepted = len(drafts) - drafts.count(-1), len(tokens) - 1
             by = self.drafted_by(request_id) if drafted else UNDRAFTED
             if by is not UNDRAFTED:
                 is_forced = fixed_response(request.sampling_params) is not None

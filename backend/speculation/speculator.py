@@ -362,8 +362,8 @@ class Speculator:
         return self._load if self._load is not None and self._load.requests == n else self._load_of(n)
 
     def _load_of(self, n: int) -> Load:
-        at, candidates = self.step_times.at, self.candidates
-        return Load(n, n, candidates.alone.prospect(n, n, at), candidates.drafted.prospect(n, n, at), candidates.foresight)
+        times, candidates = self.step_times.row(n, n * self._longest + 2), self.candidates
+        return Load(n, n, candidates.alone.prospect(n, times), candidates.drafted.prospect(n, times), candidates.foresight)
 
     def _reconsider(self) -> None:
         self._load = load = self._load_of(max(min(self._base, len(self.candidates.requests)), 1))

@@ -69,15 +69,14 @@ class Outlook:
         while len(self._rows) > FEWEST and self._rows[0][0] < step - RECENT_STEPS:
             self._rows.popleft()
 
-    def prospect(self, requests: int, base: int, step_s: StepSeconds) -> Prospect:
-        """The prospect if all of `requests` requests had such drafts, in a step of `base` tokens.
+    def prospect(self, requests: int, times: Sequence[float]) -> Prospect:
+        """The prospect if all of `requests` requests had such drafts; `times` as in `spend`.
 
         Rows are dealt into steps of `requests` rows, and every step spends its budget.  Costs about a microsecond per token of
         the rows: not for every step, and only where nothing waits.
         """
         rows = [row for _, row in self._rows] or [self._prior]
         rows = [rows[i % len(rows)] for i in range(max(-(-len(rows) // requests), 1) * requests)]
-        times = [step_s(base, n) for n in range(requests * self._k + 2)]
         tokens, gains = [0.0] * (self._k + 1), [0.0] * (self._k + 1)
         for start in range(0, len(rows), requests):
             dealt = rows[start : start + requests]

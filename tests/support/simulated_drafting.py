@@ -194,7 +194,7 @@ class Verifier:
             calibration.observe(request_id, known.signs, known.matched, known.seen)
 
     def _choose(self, n: int) -> None:
-        self.load, at = n, self.times.at
-        self.prospect = self.drafted.prospect(n, n, at)
-        load = Load(n, n, self.alone.prospect(n, n, at), self.prospect, self.hits)
+        self.load, at, times = n, self.times.at, self.times.row(n, n * K + 2)
+        self.prospect = self.drafted.prospect(n, times)
+        load = Load(n, n, self.alone.prospect(n, times), self.prospect, self.hits)
         self.asking.choose(load, Times(at, at, self.draft_times.at, self.miss_times.at, lambda rows, k: 0.0))
