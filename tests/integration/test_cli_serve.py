@@ -71,6 +71,7 @@ def test_a_killed_fleet_ends_and_the_next_command_cleans_up(home: Path) -> None:
         process.kill()
 
 
+@pytest.mark.campaign
 def test_an_engine_that_cannot_start_is_one_line_and_exit_1(home: Path) -> None:
     process = outrider(home, "serve", "--port", "0", "--mode", "off", "--verifier-max-model-len", "1000000")
     try:

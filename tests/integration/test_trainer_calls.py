@@ -337,6 +337,7 @@ def test_what_vllms_own_routes_answer(http: httpx.Client) -> None:
     assert said(http, "/reset_prefix_cache")["success"] is True
 
 
+@pytest.mark.campaign
 def test_a_verifier_that_is_started_anew_gets_the_newest_weights(
     fleet: ServedFleet, http: httpx.Client, others: Path, after: list[int]
 ) -> None:

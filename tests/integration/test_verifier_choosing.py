@@ -52,6 +52,7 @@ def rounds(verifier: Verifier) -> dict[str, int]:
     return {name: stats.drafters[name].rounds for name in ("drafter-0", "drafter-1") if name in stats.drafters}
 
 
+@pytest.mark.campaign
 def test_requests_go_to_the_drafter_that_brings_most(verifier: Verifier, drafters: tuple[Drafter, Drafter]) -> None:
     expected = ask(verifier, 0, 64)
     verifier.set_drafters(*(each.ref for each in drafters))
