@@ -31,7 +31,7 @@ serve: setup ## start a fleet with the built-in demo model and its gateway
 status: setup ## show the running fleet
 	@exec $(BIN)/outrider status $(ARGS)
 
-test: setup-dev ## run all tests (about eight minutes on two cores)
+test: setup-dev ## run all tests (ten to twenty minutes on two cores)
 	@$(BIN)/python -m pytest $(TWO) $(ARGS)
 
 test-fast: setup-dev ## run the tests that start no engine, no Ray and no fleet (under two minutes)
