@@ -77,7 +77,7 @@ class Mixed:
         from backend.models.tensor_files import written
 
         @lru_cache(maxsize=KEPT_PROJECTIONS)
-        def loaded(directory: str, written: object) -> Projection:
+        def loaded(directory: str, files: object) -> Projection:
             # `fc` runs in the target's dtype: a bfloat16 model's features gain nothing from more.
             return load_fc(directory).to(self.model_runner.device, self.model_runner.dtype)
 

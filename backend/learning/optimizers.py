@@ -25,14 +25,13 @@ class Optimizers:
         for name, parameter in parameters:
             is_matrix = muon and parameter.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
             (matrices if is_matrix else others).append(parameter)
-        self.parts: list[torch.optim.Optimizer] = [
-            torch.optim.AdamW(others, lr=embedding_rate, betas=(0.9, 0.95), weight_decay=0.0)
-        ]
-        self.full_rates = [embedding_rate]
+        self.parts: list[torch.optim.Optimizer] = []
         if muon:
-            first = torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="original")
-            self.parts.insert(0, first)
-            self.full_rates.insert(0, matrix_rate)
+            self.parts.append(
+                torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="original")
+            )
+        self.parts.append(torch.optim.AdamW(others, lr=embedding_rate, betas=(0.9, 0.95), weight_decay=0.0))
+        self.full_rates = [part.defaults["lr"] for part in self.parts]
 
     def step(self, factor: float) -> None:
         """Apply the gradients at `factor` of the full rates, and clear them."""

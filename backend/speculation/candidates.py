@@ -200,8 +200,8 @@ class Candidates:
             in_time = draft.base_len == len(request.text)
             if candidate is not None:
                 self._take(draft.request_id, request, candidate, draft.base_len)
-                said = request.text[draft.base_len :]
-                in_time = in_time or self._go_on(draft.request_id, request, candidate, said)
+                emitted = request.text[draft.base_len :]
+                in_time = in_time or self._go_on(draft.request_id, request, candidate, emitted)
             elif draft.tokens:
                 verdicts[i] = "invalid"
                 continue
@@ -228,13 +228,13 @@ class Candidates:
             if not request.outcomes or request.outcomes_at != base_len:
                 continue
             block, request.block = request.block, None
-            verified, said = request.outcomes_of, request.text[base_len:]
-            if verified is not None and verified.source.drafter_id != LOOKUP and _has_rest(request, verified, len(said)):
+            verified, emitted = request.outcomes_of, request.text[base_len:]
+            if verified is not None and verified.source.drafter_id != LOOKUP and _has_rest(request, verified, len(emitted)):
                 # The step verified only part of this draft: the rest may still be used.
-                self._go_on(request_id, request, verified, said)
+                self._go_on(request_id, request, verified, emitted)
             if request.candidate is None and block is not None and block[1].base_len == base_len:
                 drafter_id, outcomes, draft_s = block
-                rank = rank_of(outcomes, said) if said else None
+                rank = rank_of(outcomes, emitted) if emitted else None
                 if rank is not None:
                     source = Source(drafter_id, request.rule, "ahead")
                     hits.append((request_id, request, source, outcomes.outcomes[rank], draft_s))

@@ -130,8 +130,8 @@ class Speculator:
         Also returns the seconds since each was asked for, if it was.
         """
         waited = [self.questions.answered(drafter_id, draft.request_id, draft.base_len, now) for draft in drafts]
-        asked = [draft for draft, waited_s in zip(drafts, waited, strict=True) if waited_s is not None]
-        verdicts = iter(self.candidates.take_fresh(drafter_id, asked, draft_s, self._floor))
+        awaited = [draft for draft, waited_s in zip(drafts, waited, strict=True) if waited_s is not None]
+        verdicts = iter(self.candidates.take_fresh(drafter_id, awaited, draft_s, self._floor))
         return [("stale" if waited_s is None else next(verdicts), waited_s) for waited_s in waited]
 
     def timed(self, rows: int, k: int, draft_s: float, queue_s: float, waited_s: float, now: float) -> None:
@@ -252,9 +252,9 @@ class Speculator:
             k, outcomes = choice.k or self._longest, self.outcomes
             self._asked_ahead = outcomes > 0
             requests = self.candidates.requests
-            asked = [request_id for request_id in self._ended if of_all or requests[request_id].ask is not None]
-            self.candidates.look_up({each: self._ended[each] for each in asked}, counts=self._is_telling)
-            for request_id in asked:
+            began = {each: n for each, n in self._ended.items() if of_all or requests[each].ask is not None}
+            self.candidates.look_up(began, counts=self._is_telling)
+            for request_id in began:
                 self._ask_for(request_id, k, outcomes, asks, now)
             if outcomes or self.candidates.forced:
                 self._cut(asks, k)

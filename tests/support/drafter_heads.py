@@ -316,9 +316,7 @@ class Reference:
         if self.head.rope:
             assert self.head.rope["rope_type"] == "linear"
             frequency = frequency / self.head.rope["factor"]
-        angle = torch.outer(positions, frequency).repeat(1, 2)[:, None]
-        turned = torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), dim=-1)
-        return x * angle.cos() + turned * angle.sin()
+        return rotated(x, positions, frequency)
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.w[f"{name}.weight"]
@@ -358,3 +356,10 @@ class Request:
 
     def premise(self, verifying: list[int], outcomes: int = 8, k: int = 4) -> Premise:
         return Premise(self.key, len(self.tokens), Until(k), verifying, outcomes)
+
+
+def rotated(x: Tensor, positions: Tensor, frequency: Tensor) -> Tensor:
+    """Rotary positions of `x` `[rows, heads, dim]`."""
+    half = x.shape[-1] // 2
+    angle = torch.outer(positions, frequency).repeat(1, 2)[:, None]
+    return x * angle.cos() + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * angle.sin()

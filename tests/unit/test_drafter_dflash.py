@@ -19,7 +19,7 @@ from backend.drafter.proposer import GREEDY, Ask, Premise, Sampling, Until
 from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import MASK_EMBEDDING, Block, CheckpointError, load_config
-from tests.support.drafter_heads import TinyHead, check, tokens_of, write_head, write_target
+from tests.support.drafter_heads import TinyHead, check, rotated, tokens_of, write_head, write_target
 from tests.support.true_noise import true_gumbel
 
 MASK, CLOSE_CALL = 3, 1e-3
@@ -87,10 +87,7 @@ class Reference:
     @staticmethod
     def _rotate(x: Tensor, positions: Tensor) -> Tensor:
         dim = x.shape[-1]
-        frequency = 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
-        angle = torch.outer(positions, frequency).repeat(1, 2)[:, None]
-        turned = torch.cat((-x[..., dim // 2 :], x[..., : dim // 2]), dim=-1)
-        return x * angle.cos() + turned * angle.sin()
+        return rotated(x, positions, 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.w[f"{name}.weight"]

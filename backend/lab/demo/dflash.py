@@ -142,10 +142,8 @@ def block_loss(
 
 def train_head(options: DemoOptions) -> BlockDrafter:
     """Trains a head for the target that is there until the budget is spent, and writes it to `drafter_dir`."""
-    settings, device = (
-        replace(options.drafter, long_share=0.0, long_length=options.drafter.length),
-        resolve_device(options.device),
-    )
+    settings = replace(options.drafter, long_share=0.0, long_length=options.drafter.length)
+    device = resolve_device(options.device)
     torch.manual_seed(options.seed)
     target = load_llama(options.target_dir).to(device).requires_grad_(False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(options.target_dir))
