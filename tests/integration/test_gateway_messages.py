@@ -47,6 +47,8 @@ async def test_tools(running):
     (use,) = answer.content
     assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Rome"})
     assert answer.stop_reason == "tool_use"
+    async with client(running).messages.stream(**HI, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"}) as stream:
+        assert (await stream.get_final_message()).content[0].input == {"city": "Rome"}
 
 
 @pytest.mark.parametrize(
@@ -56,12 +58,17 @@ async def test_tools(running):
         # As with parsers whose grammar says nothing of the arguments.
         ('"Rome"', FinishReason.STOP, "tool_use"),
         ("5", FinishReason.STOP, "tool_use"),
+        ('{"city": Rome}', FinishReason.STOP, "tool_use"),
     ],
 )
 async def test_a_call_without_an_object_of_arguments_is_still_an_answer(running, said, finish, stop_reason):
     running.verifier.behaviour = saying(said, finish)
-    answer = await client(running).messages.create(**HI, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
+    asked = {**HI, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}
+    answer = await client(running).messages.create(**asked)
     assert (answer.stop_reason, answer.content[0].input) == (stop_reason, {})
+    async with client(running).messages.stream(**asked) as stream:
+        final = await stream.get_final_message()
+    assert (final.stop_reason, final.content[0].input) == (stop_reason, {})
 
 
 async def test_tokens_are_counted(running):

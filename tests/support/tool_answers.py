@@ -8,6 +8,7 @@ from tokenizers.decoders import ByteLevel as Decoder
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
+from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
 
 SAY = "Sure. "
 
@@ -71,6 +72,9 @@ ANSWERS: dict[str, str] = {
     "granite-20b-fc": f"<function_call> {_json(between=' <function_call> ')}",
     "granite4": SAY + _HERMES,
     "hermes": SAY + _HERMES,
+    "hf": SAY
+    + '<tool_call>{"function": {"name": "paint", "arguments": {"x": 1}}}</tool_call>'
+    + f'<tool_call>{{"function": {{"name": "stop", "arguments": {_WHY}}}}}</tool_call>',
     "hunyuan_a13b": f"{SAY}<tool_calls>[{_json()}]</tool_calls>",
     "hy_v3": f"{SAY}<tool_calls>{_HY3}</tool_calls>",
     "hy_v4": f"{SAY}<tool_calls>{_GLM}</tool_calls>",
@@ -116,6 +120,8 @@ ANSWERS: dict[str, str] = {
     "muse_glimmer": "<|start|>assistant to=paint<|message|><atem:function_calls>\n"
     + '<atem:invoke name="paint">\n<atem:parameter name="x">1</atem:parameter>\n</atem:invoke>\n</atem:function_calls><|eom|>',
     "olmo3": '<function_calls>paint(x=1)\nstop(why="ärger 🎨", when={"a": [2]})</function_calls>',
+    "openai": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    + '<|channel|>commentary to=functions.paint <|constrain|>json<|message|>{"x": 1}<|call|>',
     "phi4_mini_json": f"functools[{_json()}]",
     "plamo3": SAY
     + "<|plamo:begin_tool_requests:plamo|>"
@@ -143,7 +149,16 @@ ANSWERS: dict[str, str] = {
     "step3p5": SAY + _QWEN,
     "xlam": f"[{_json()}]",
 }
-"""By the parser's name.  `hf` and `openai` need a template or Harmony's own tokens, Cohere's parsers a package."""
+"""By the parser's name.  `openai` reads Harmony's own tokens (`harmony`).  Cohere's parsers need a package that vLLM lacks."""
+RESPONSE_TEMPLATE = {
+    "fields": {
+        "content": {},
+        "thinking": {"open": "<think>", "close": "</think>"},
+        "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "repeats": True},
+    },
+    "start_anchor": "<assistant>",
+}
+"""What the parser `hf` reads an answer by."""
 
 _NOT_TOKENS = ("<parameter", "<function", "<invoke", "<x>", "</x>", "<why>", "</why>", "<atem", "</atem", "<param", "</param")
 
@@ -207,7 +222,18 @@ def tokenizer(*more: str) -> PreTrainedTokenizerFast:
     made = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>")
     found = {mark for answer in (*ANSWERS.values(), *more) for mark in _MARK.findall(answer)} | set(_MORE)
     made.add_tokens(sorted(mark for mark in found if not mark.startswith(_NOT_TOKENS)))
+    made.response_template = RESPONSE_TEMPLATE
     return made
+
+
+def harmony(text: str) -> tuple[PreTrainedTokenizerFast, list[int]]:
+    """Harmony's tokens of a text, and a tokenizer that has these alone."""
+    tokens = get_encoding().encode(text, allowed_special="all")
+    inner = Tokenizer(
+        WordLevel({"?": 0} | {get_encoding().decode([each]).replace(" ", "Ġ"): each for each in tokens}, unk_token="?")
+    )
+    inner.decoder = Decoder()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="?"), tokens
 
 
 def tokens_of(made: PreTrainedTokenizerFast, text: str) -> list[int]:

@@ -15,6 +15,8 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from backend.engine.front.reading import ReadsChats
 
 _ERROR_PREFIX = 'data: {"error"'
+_ARGUMENTS = '"type":"input_json_delta"'
+"""Stands in the events with arguments of calls and in no others; in text, its quotes would be escaped."""
 
 
 class StreamFailed(Exception):
@@ -26,7 +28,7 @@ class StreamFailed(Exception):
 
 
 class Messages(ReadsChats, AnthropicServingMessages):
-    """vLLM's class with three repairs; `tests/integration/test_gateway_messages.py` tests them."""
+    """vLLM's class with four repairs; `tests/integration/test_gateway_messages.py` tests them."""
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request | None = None) -> Any:
         """Drops a thinking budget, an upper bound, for a model that does not think; vLLM would refuse the request."""
@@ -36,7 +38,11 @@ class Messages(ReadsChats, AnthropicServingMessages):
         return await super().create_chat_completion(request, raw_request)
 
     async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """Raises `StreamFailed` where vLLM's method would write an error event that lacks the kind of error."""
+        """Raises `StreamFailed` where vLLM's method would write an error event that lacks the kind of error.
+
+        The arguments of a call come as one event, when they are whole.  Clients read them while they come, and fail at what is
+        no JSON; arguments that are no object, or that `max_tokens` cut off, are left out, which clients read as `{}`.
+        """
         failed: list[StreamFailed] = []
 
         async def watched() -> AsyncGenerator[str, None]:
@@ -50,10 +56,20 @@ class Messages(ReadsChats, AnthropicServingMessages):
                 await generator.aclose()
 
         events = super().message_stream_converter(watched())
+        held: list[dict[str, Any]] = []
         try:
             async for event in events:
                 if failed:
                     raise failed[0]
+                if _ARGUMENTS in event:
+                    held.append(json.loads(event.partition("data: ")[2]))
+                    continue
+                if held and event.startswith("event: content_block_stop"):
+                    arguments = "".join(each["delta"]["partial_json"] for each in held)
+                    if _is_object(arguments):
+                        held[0]["delta"]["partial_json"] = arguments
+                        yield f"event: content_block_delta\ndata: {json.dumps(held[0], ensure_ascii=False)}\n\n"
+                    held.clear()
                 yield event
         finally:
             await events.aclose()
@@ -61,11 +77,14 @@ class Messages(ReadsChats, AnthropicServingMessages):
     def messages_full_converter(self, generator: ChatCompletionResponse) -> AnthropicMessagesResponse:
         """Drops arguments of a tool call that are no object, or that `max_tokens` cut off; vLLM's method would fail."""
         for call in generator.choices[0].message.tool_calls:
-            try:
-                whole = isinstance(json.loads(call.function.arguments), dict)
-            except ValueError:
-                whole = False
-            if not whole:
+            if not _is_object(call.function.arguments):
                 call.function.arguments = "{}"
         answer: AnthropicMessagesResponse = super().messages_full_converter(generator)
         return answer
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
