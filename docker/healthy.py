@@ -9,7 +9,7 @@ import sys
 import httpx
 
 from backend.config import sources
-from gateway.reloading import url_of
+from gateway.cli.reload import url_of
 
 TIMEOUT_S = 5
 

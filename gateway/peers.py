@@ -26,8 +26,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from backend.engine.front import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
-from gateway.errors import ApiError, Unavailable, checked
-from gateway.pauses import Pauses
+from gateway.fleet.pauses import Pauses
+from gateway.http.errors import ApiError, Unavailable, checked
 from gateway.reload import Reloader, ReloadError
 from gateway.state import Gateway
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from backend.config import Settings
 from backend.config.sources import ConfigError
 from backend.routing.routers import make_router
-from gateway.access import ring_of
-from gateway.keys.ring import KeyFileError, KeyRing
+from gateway.auth.access import ring_of
+from gateway.auth.key_ring import KeyFileError, KeyRing
 from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)

@@ -13,12 +13,12 @@ from backend.config import Settings
 from backend.engine.front.client import FleetClient
 from backend.engine.front.serving import Services
 from backend.tracing import Tracing
-from gateway.access import AccessRules
-from gateway.batches.serving import Batches
-from gateway.fleet_core import FleetCore
-from gateway.keys.caller import caller_of
-from gateway.metrics import GatewayMetrics
-from gateway.responses.serving import Responses
+from gateway.auth.access import AccessRules
+from gateway.auth.caller import caller_of
+from gateway.fleet.core import FleetCore
+from gateway.metrics.gateway import GatewayMetrics
+from gateway.storage.batches.serving import Batches
+from gateway.storage.responses.serving import Responses
 
 if TYPE_CHECKING:
     from gateway.peers import Peers

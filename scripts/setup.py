@@ -231,7 +231,7 @@ def warm_up():
     """Imports the large packages once: proves that they work, and leaves their bytecode for the first start."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environment.update({"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"})
-    check([str(PYTHON), "-c", "import ray, gateway.server, backend.verifier.process, backend.launch.fleet"], environment)
+    check([str(PYTHON), "-c", "import ray, gateway.http.server, backend.verifier.process, backend.launch.fleet"], environment)
 
 
 # Running programs.

@@ -7,7 +7,7 @@ import logging
 
 from backend.config import environment
 
-# Read when vLLM's request models are imported.  The gateway bounds the strings (`gateway/bounds.py`).
+# Read when vLLM's request models are imported.  The gateway bounds the strings (`gateway/requests/limits.py`).
 environment.export({"VLLM_MAX_STOP_STRINGS": "64"})
 # A process without logging of its own (one that checks grammars) would print vLLM's messages bare.
 logging.getLogger("vllm").addHandler(logging.NullHandler())

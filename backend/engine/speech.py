@@ -1,6 +1,6 @@
 """The client's codec of the engine wire: messages to frames, frames to messages (`backend/wire/engine.py`).  No sockets.
 
-Used by gateways (`gateway/engine_link.py`) and synchronous clients (`client.py`), which have sockets of their own.
+Used by gateways (`gateway/fleet/engine_link.py`) and synchronous clients (`client.py`), which have sockets of their own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Balancing: decides which running requests to move from the slowest verifier to the fastest.  Pure.
 
 Events and `now` in, decisions out: no clock, socket or logger.  A gateway decides for its own requests
-(`gateway/balancing.py`).
+(`gateway/fleet/balancing.py`).
 
 Gains and costs are in request-seconds: seconds times the requests that wait.  A move gains the time that the request and its
 old neighbours save, less the time that its new neighbours lose.  It costs the recomputation of the request's prompt and emitted

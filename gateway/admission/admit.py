@@ -11,10 +11,10 @@ from typing import Any
 from starlette.requests import Request
 
 from gateway.admission.claim import Claim, enter_claim
-from gateway.bounds import count_prompts
-from gateway.errors import BadRequest, ModelNotFound
-from gateway.keys.caller import caller_of
-from gateway.requests import flag
+from gateway.auth.caller import caller_of
+from gateway.http.errors import BadRequest, ModelNotFound
+from gateway.requests.body import flag
+from gateway.requests.limits import count_prompts
 from gateway.state import Gateway
 
 BYTES_PER_TOKEN = 4

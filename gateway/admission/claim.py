@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from backend.wire.engine import RequestOptions
-from gateway.keys.caller import ANYBODY, Caller, Priority
+from gateway.auth.caller import ANYBODY, Caller, Priority
 
 if TYPE_CHECKING:
-    from gateway.inquiry import SpeculationOptions
-    from gateway.keys.quotas import Quotas
+    from gateway.auth.quotas import Quotas
+    from gateway.fleet.statistics import SpeculationOptions
 
 
 @dataclass(eq=False, slots=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from gateway.admission.claim import Claim
 from gateway.admission.queue import FairQueue, Item
-from gateway.errors import Overloaded, Unavailable
+from gateway.http.errors import Overloaded, Unavailable
 
 MAX_RETRY_AFTER_S = 60
 """Bound of `Retry-After`: later load cannot be predicted."""

@@ -1,7 +1,7 @@
 """/admin: routes that change the fleet.  Commands go to the coordinator, which checks them; see `backend.coordinator.commands`.
 
 `POST /admin/{command}` takes the command's fields as a JSON object.  `reload` is not a command of the coordinator: this gateway
-carries it out itself, with `gateway.reload`.  `gateway.access` decides who may call.
+carries it out itself, with `gateway.reload`.  `gateway.auth.access` decides who may call.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from backend.coordinator.commands import COMMANDS, AnyCommand, Reason, Refused
-from gateway.errors import ApiError, BadRequest, Conflict, NotFound, NotSupported
-from gateway.openapi import described, shape
+from gateway.auth.rights import Right
+from gateway.http.errors import ApiError, BadRequest, Conflict, NotFound, NotSupported
+from gateway.http.openapi import described, shape
 from gateway.reload import ReloadError, reload_all
-from gateway.requests import read_json
-from gateway.rights import Right
+from gateway.requests.body import read_json
 from gateway.state import gateway_of
 
 router = APIRouter()

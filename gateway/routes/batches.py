@@ -9,15 +9,15 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from gateway.batches.objects import Batch, new_id, shown
-from gateway.batches.store import WINDOW_S
-from gateway.errors import BadRequest, Conflict
-from gateway.openapi import BATCH, LIST, described
-from gateway.requests import Body, fitted, read_json
-from gateway.rights import Right
+from gateway.auth.rights import Right
+from gateway.http.errors import BadRequest, Conflict
+from gateway.http.openapi import BATCH, LIST, described
+from gateway.requests.body import Body, fitted, read_json
 from gateway.routes.files import ExpiresAfter, lifetime_of
 from gateway.routes.lists import page_of
 from gateway.state import gateway_of, owner_of
+from gateway.storage.batches.objects import Batch, new_id, shown
+from gateway.storage.batches.store import WINDOW_S
 
 router = APIRouter()
 

@@ -9,14 +9,14 @@ from fastapi import APIRouter, Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
-from gateway.bounds import check_bounds
-from gateway.errors import NotFound
-from gateway.openapi import CONVERSATION, DELETED, ITEM, LIST, described
-from gateway.requests import Body, ModelT, fitted, read_json
-from gateway.responses.turn import as_items
-from gateway.rights import Right
+from gateway.auth.rights import Right
+from gateway.http.errors import NotFound
+from gateway.http.openapi import CONVERSATION, DELETED, ITEM, LIST, described
+from gateway.requests.body import Body, ModelT, fitted, read_json
+from gateway.requests.limits import check_bounds
 from gateway.routes.lists import as_json, page_of
 from gateway.state import gateway_of, owner_of
+from gateway.storage.responses.turn import as_items
 
 router = APIRouter()
 

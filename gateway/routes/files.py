@@ -11,14 +11,14 @@ from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import FileResponse, JSONResponse, Response
 
-from gateway.batches.objects import shown
-from gateway.batches.store import FILE_LIFETIME_S
-from gateway.errors import BadRequest, PayloadTooLarge, TooManyRequests, UnsupportedMedia
-from gateway.openapi import DELETED, FILE, LIST, UPLOAD, described
-from gateway.requests import Body, bounded, media_type, read_object
-from gateway.rights import Right
+from gateway.auth.rights import Right
+from gateway.http.errors import BadRequest, PayloadTooLarge, TooManyRequests, UnsupportedMedia
+from gateway.http.openapi import DELETED, FILE, LIST, UPLOAD, described
+from gateway.requests.body import Body, bounded, media_type, read_object
 from gateway.routes.lists import page_of
 from gateway.state import gateway_of, owner_of
+from gateway.storage.batches.objects import shown
+from gateway.storage.batches.store import FILE_LIFETIME_S
 
 router = APIRouter()
 

@@ -20,18 +20,18 @@ from backend.engine.front import (
 from backend.engine.front.client import offer_plain
 from backend.engine.front.deferred import Deferred
 from backend.engine.front.plain import PlainStream
-from gateway import answers
 from gateway.admission.admit import admit
-from gateway.asking import inquire, with_usage
-from gateway.bounds import check_bounds, check_sequences
-from gateway.calling import ended_apart, only_allowed
-from gateway.errors import BadRequest, ContextTooLong, checked
-from gateway.fields import GENERATING
-from gateway.inquiry import SpeculationOptions
-from gateway.openapi import described
-from gateway.requests import ModelT, check_generation, fitted, parse, read_json
-from gateway.rights import Right
-from gateway.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
+from gateway.auth.rights import Right
+from gateway.fleet.statistics import SpeculationOptions
+from gateway.http import json_answers
+from gateway.http.errors import BadRequest, ContextTooLong, checked
+from gateway.http.openapi import described
+from gateway.http.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
+from gateway.requests.body import ModelT, check_generation, fitted, parse, read_json
+from gateway.requests.fields import GENERATING
+from gateway.requests.limits import check_bounds, check_sequences
+from gateway.requests.options import inquire, with_usage
+from gateway.requests.tools import ended_apart, only_allowed
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
@@ -91,7 +91,7 @@ async def respond(
     asked: Any,
     create: Create,
     dialect: Dialect,
-    shown: Callable[[Any], dict[str, Any]] = answers.body,
+    shown: Callable[[Any], dict[str, Any]] = json_answers.body,
     inquiry: SpeculationOptions | None = None,
 ) -> Response:
     """The response to `asked`: a stream, or the JSON that `shown` makes of vLLM's answer; with the statistics of `inquiry`."""
@@ -102,7 +102,7 @@ async def respond(
         answer = Generated(answer if inquiry is None else inquiry.add_to_stream(answer))
     if isinstance(answer, Generated | PlainStream):
         return await stream_response(request, answer, dialect, gateway.metrics.client_left)
-    whole = await answers.whole(answer, shown) if isinstance(answer, Deferred) else None
+    whole = await json_answers.whole(answer, shown) if isinstance(answer, Deferred) else None
     body = shown(answer) if whole is None else whole.body
     if inquiry is not None:
         body = await inquiry.add_to(body)

@@ -9,7 +9,7 @@ import msgspec
 from starlette.responses import Response
 
 from backend.engine.front.deferred import in_turns
-from gateway.errors import BadRequest
+from gateway.http.errors import BadRequest
 
 
 def page_of(oldest_first: Sequence[dict[str, Any]], limit: int, order: str, after: str | None) -> dict[str, Any]:

@@ -10,16 +10,16 @@ from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import AnthropicCountTokensRequest, AnthropicMessagesRequest, AnthropicMessagesResponse
 from gateway.admission.admit import check_model
-from gateway.asking import inquire
-from gateway.blocks import readable
-from gateway.bounds import check_bounds, check_text
-from gateway.errors import checked
-from gateway.fields import MESSAGES_NO_EFFECT, MESSAGING
-from gateway.openapi import described, shape
-from gateway.requests import fitted, read_json
-from gateway.rights import Right
+from gateway.auth.rights import Right
+from gateway.http.errors import checked
+from gateway.http.openapi import described, shape
+from gateway.http.sse import MESSAGES, unless_disconnected
+from gateway.requests.anthropic import readable
+from gateway.requests.body import fitted, read_json
+from gateway.requests.fields import MESSAGES_NO_EFFECT, MESSAGING
+from gateway.requests.limits import check_bounds, check_text
+from gateway.requests.options import inquire
 from gateway.routes.generate import respond
-from gateway.sse import MESSAGES, unless_disconnected
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()

@@ -20,15 +20,15 @@ from backend.engine.front import (
     TokenizerInfoResponse,
     UnloadLoRAAdapterRequest,
 )
-from gateway import answers
 from gateway.admission.admit import check_model
-from gateway.errors import BadRequest, EngineFailed, Forbidden, ModelNotFound, checked
-from gateway.keys.caller import caller_of
-from gateway.openapi import LIST, described, shape
-from gateway.requests import ModelT, parse, read_json
-from gateway.rights import Right
+from gateway.auth.caller import caller_of
+from gateway.auth.rights import Right
+from gateway.http import json_answers
+from gateway.http.errors import BadRequest, EngineFailed, Forbidden, ModelNotFound, checked
+from gateway.http.openapi import LIST, described, shape
+from gateway.http.sse import unless_disconnected
+from gateway.requests.body import ModelT, parse, read_json
 from gateway.routes.lists import page_of
-from gateway.sse import unless_disconnected
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
@@ -151,7 +151,7 @@ async def detokenize(request: Request) -> Response:
 @router.get("/tokenizer_info", **described(gives=TokenizerInfoResponse, right=Right.KEY))
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer's configuration and the chat template, without the paths that they were read from."""
-    said = answers.body(await gateway_of(request).services.tokenization.get_tokenizer_info())
+    said = json_answers.body(await gateway_of(request).services.tokenization.get_tokenizer_info())
     return JSONResponse({name: each for name, each in said.items() if name != "name_or_path" and not name.endswith("_file")})
 
 

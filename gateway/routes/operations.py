@@ -12,10 +12,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import VLLM_VERSION
-from gateway.errors import InternalError, NotAllReady, NoVerifier, ShuttingDown
-from gateway.fleet_metrics import fleet_document
-from gateway.openapi import UNDESCRIBED, described, document, shape
-from gateway.rights import Right
+from gateway.auth.rights import Right
+from gateway.http.errors import InternalError, NotAllReady, NoVerifier, ShuttingDown
+from gateway.http.openapi import UNDESCRIBED, described, document, shape
+from gateway.metrics.fleet import fleet_document
 from gateway.state import gateway_of
 
 router = APIRouter()

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
-from gateway.openapi import UNDESCRIBED
+from gateway.http.openapi import UNDESCRIBED
 
 router = APIRouter()
 

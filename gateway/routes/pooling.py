@@ -10,11 +10,11 @@ from starlette.responses import Response
 
 from backend.engine.front import pooling as vllm
 from gateway.admission.admit import admit
-from gateway.errors import BadRequest
-from gateway.openapi import LIST, described, shape
-from gateway.requests import parse, read_json
-from gateway.rights import Right
-from gateway.sse import unless_disconnected
+from gateway.auth.rights import Right
+from gateway.http.errors import BadRequest
+from gateway.http.openapi import LIST, described, shape
+from gateway.http.sse import unless_disconnected
+from gateway.requests.body import parse, read_json
 from gateway.state import gateway_of
 
 router = APIRouter()

@@ -16,16 +16,16 @@ from starlette.types import Message
 
 from backend.engine.front import ResponsesRequest
 from gateway.admission.admit import check_model
-from gateway.asking import inquire
-from gateway.errors import BadRequest, checked, translate
-from gateway.openapi import DELETED, LIST, RESPONSE, described, shape
-from gateway.requests import read_json
-from gateway.responses.events import DIALECT
-from gateway.rights import Right
+from gateway.auth.rights import Right
+from gateway.http.errors import BadRequest, checked, translate
+from gateway.http.openapi import DELETED, LIST, RESPONSE, described, shape
+from gateway.http.sse import HEADERS, KEEP_ALIVE_S, Generated, event, stream_response, unless_disconnected
+from gateway.requests.body import read_json
+from gateway.requests.options import inquire
 from gateway.routes.generate import generate
 from gateway.routes.lists import as_json, page_of
-from gateway.sse import HEADERS, KEEP_ALIVE_S, Generated, event, stream_response, unless_disconnected
 from gateway.state import Gateway, gateway_of, owner_of
+from gateway.storage.responses.events import DIALECT
 
 router = APIRouter()
 logger = logging.getLogger(__name__)

@@ -12,15 +12,15 @@ from backend.engine.front import GenerateRequest, GenerateTokensResponse
 from backend.engine.front.parameters import PARAMETERS, VERIFIERS
 from backend.records.rows import REQUEST_ID_KEY
 from backend.wire.engine import FIXED_RESPONSE
-from gateway.asking import inquire
-from gateway.bounds import check_bounds
-from gateway.errors import BadRequest
-from gateway.fields import GENERATING
-from gateway.openapi import described
-from gateway.requests import parse, read_json, unknown
-from gateway.rights import Right
+from gateway.auth.rights import Right
+from gateway.http.errors import BadRequest
+from gateway.http.openapi import described
+from gateway.http.sse import CHAT
+from gateway.requests.body import parse, read_json, unknown
+from gateway.requests.fields import GENERATING
+from gateway.requests.limits import check_bounds
+from gateway.requests.options import inquire
 from gateway.routes.generate import respond
-from gateway.sse import CHAT
 from gateway.state import gateway_of
 
 router = APIRouter()

@@ -18,12 +18,12 @@ from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import VLLM_VERSION
 from backend.wire.engine import NOT_BEGUN
-from gateway.engine_link import UtilityError, VerifierForgot, VerifierGone, VerifierLink
-from gateway.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported, NoVerifier, VerifierLost
-from gateway.openapi import described, shape
-from gateway.pauses import Pauses
-from gateway.requests import TENSORS, media_type, read_bytes, read_json
-from gateway.rights import Right
+from gateway.auth.rights import Right
+from gateway.fleet.engine_link import UtilityError, VerifierForgot, VerifierGone, VerifierLink
+from gateway.fleet.pauses import Pauses
+from gateway.http.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported, NoVerifier, VerifierLost
+from gateway.http.openapi import described, shape
+from gateway.requests.body import TENSORS, media_type, read_bytes, read_json
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()

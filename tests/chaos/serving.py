@@ -7,19 +7,19 @@ import threading
 from typing import Any
 from unittest import mock
 
-from gateway import cli
-from gateway.processes import run_gateway
+from gateway.cli import main as cli
+from gateway.cli.processes import run_gateway
 from outrider.child import end_with_parent
 
 LOSSES = 50
 
 
 def patient_gateway(*given: Any) -> None:
-    with mock.patch("gateway.fleet_core.POISON_AFTER", LOSSES):
+    with mock.patch("gateway.fleet.core.POISON_AFTER", LOSSES):
         run_gateway(*given)
 
 
 if __name__ == "__main__":
     threading.Thread(target=end_with_parent, args=(int(sys.argv.pop(1)),), daemon=True).start()
-    with mock.patch("gateway.cli.run_gateway", patient_gateway):
+    with mock.patch("gateway.cli.main.run_gateway", patient_gateway):
         sys.exit(cli.main())

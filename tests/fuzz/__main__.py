@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 import gateway.routes
-from gateway.rights import Right, paths
+from gateway.auth.rights import Right, paths
 from tests.support.environments import python_environment
 from tests.support.fleet_process import ServedFleet
 

@@ -24,7 +24,7 @@ from backend.transport.sockets import Wire
 
 def gateway(job: dict[str, Any], pipe: Connection) -> None:
     """A child's main: a gateway with one verifier, until the pipe is closed."""
-    from gateway.server import GatewayServer
+    from gateway.http.server import GatewayServer
     from tests.support.static_directory import StaticDirectory
 
     member = Member("verifier-0", "verifier", "one", job["engine"], "", "node", os.getpid(), "bench", state="ready")

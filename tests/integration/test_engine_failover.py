@@ -33,7 +33,7 @@ BODIES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 async def fleet() -> AsyncIterator[EngineFleet]:
     args = {"engine_args": {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}}
-    with mock.patch("gateway.fleet_core.POISON_AFTER", 5):
+    with mock.patch("gateway.fleet.core.POISON_AFTER", 5):
         async with engine_fleet(verifiers=3, drafters=1, verifier=args) as running:
             yield running
 

@@ -427,7 +427,7 @@ async def test_prompts_do_not_wait_for_all_that_is_to_be_tokenized(running, monk
 @pytest.mark.parametrize(("most", "memory"), [(3, 1 << 29), (64, 40_000)])
 async def test_what_does_not_generate_is_bounded_too(monkeypatch, most, memory):
     """By number, and by the bytes of its bodies, which wait in memory for a thread."""
-    monkeypatch.setattr("gateway.access.MAX_ARRIVING_BYTES", memory)
+    monkeypatch.setattr("gateway.auth.access.MAX_ARRIVING_BYTES", memory)
     async with running_gateway(max_in_flight=most) as running:
         renderer, gate, begun = running.server.gateway.services.renderer, asyncio.Event(), []
         render = renderer.render_responses

@@ -13,9 +13,9 @@ from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.actor import CoordinatorHandle
 from backend.coordinator.commands import Answer, AnyCommand, Assign, Done, Drain, Refused
 from backend.fleet import Draining, FleetSnapshot, Operation
-from gateway.access import FORWARDED
-from gateway.directory import CoordinatorDirectory
-from gateway.errors import NoCoordinator
+from gateway.auth.access import FORWARDED
+from gateway.fleet.directory import CoordinatorDirectory
+from gateway.http.errors import NoCoordinator
 from tests.integration.test_gateway_streams import events, stall
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import COMPLETION, Running, running_gateway

@@ -5,8 +5,8 @@ import asyncio
 import openai
 import pytest
 
-from gateway.keys.ring import make_key
-from gateway.sse import KEEP_ALIVE_S
+from gateway.auth.key_ring import make_key
+from gateway.http.sse import KEEP_ALIVE_S
 from tests.support.fake_verifier import count_up, eventually, gated
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 

@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.batches import serving as batching
-from gateway.batches.lines import LONGEST_ID
+from gateway.storage.batches import serving as batching
+from gateway.storage.batches.lines import LONGEST_ID
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.keys_file import Keys
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -228,7 +228,7 @@ async def test_bad_lines_fail_the_batch_before_anything_is_carried_out():
 
 
 async def test_too_many_lines(monkeypatch):
-    monkeypatch.setattr("gateway.batches.lines.MAX_LINES", 2)
+    monkeypatch.setattr("gateway.storage.batches.lines.MAX_LINES", 2)
     async with serving() as (_, client):
         batch = await until(client, await begin(client, jsonl(*(request(str(n)) for n in range(3)))), "failed")
         assert [each.code for each in batch.errors.data] == ["too_many_tasks"]
@@ -357,7 +357,7 @@ async def test_a_line_that_is_too_large_for_its_key_is_not_tried_again(tmp_path)
 
 
 async def test_people_go_first(monkeypatch):
-    monkeypatch.setattr("gateway.batches.pace.QUIET_AFTER_S", 1e9)
+    monkeypatch.setattr("gateway.storage.batches.pace.QUIET_AFTER_S", 1e9)
     async with serving() as (running, client):
         running.verifier.behaviour = silent
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(8))))
@@ -370,7 +370,7 @@ async def test_people_go_first(monkeypatch):
         assert talk.choices[0].finish_reason == "length"
         assert running.core.sequences.held == 2
         await eventually(lambda: sum(each.aborted.is_set() for each in running.verifier.sequences) == 2)
-        monkeypatch.setattr("gateway.batches.pace.QUIET_AFTER_S", 0)
+        monkeypatch.setattr("gateway.storage.batches.pace.QUIET_AFTER_S", 0)
         await eventually(lambda: sum("~2" in each.request_id for each in running.verifier.sequences) == 2)
         for each in running.verifier.sequences[:3]:
             if not each.aborted.is_set():

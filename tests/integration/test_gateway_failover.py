@@ -18,7 +18,7 @@ STREAM = {**COMPLETION, "stream": True, "max_tokens": 12, "stream_options": {"in
 @pytest.fixture(autouse=True)
 def never_starved(monkeypatch):
     """A gateway that was starved blames no request; the loop of these tests, where others run beside them, may be."""
-    monkeypatch.setattr("gateway.engine_link.STALL_S", 60.0)
+    monkeypatch.setattr("gateway.fleet.engine_link.STALL_S", 60.0)
 
 
 def text_of(chunks: list[dict]) -> str:
@@ -95,7 +95,7 @@ async def test_all_sequences_of_a_request_survive():
 
 
 async def test_a_hung_verifier_is_given_up(monkeypatch):
-    monkeypatch.setattr("gateway.engine_link.PING_INTERVAL_S", 0.05)
+    monkeypatch.setattr("gateway.fleet.engine_link.PING_INTERVAL_S", 0.05)
     async with two_with_a_stream() as (running, first, _second, request):
         for link in running.core.links.values():
             link._silence_limit_s = 0.5
@@ -189,7 +189,7 @@ async def test_how_many_verifiers_a_request_may_cost(monkeypatch):
     async def die(verifier, sequence):
         verifier.kill()
 
-    monkeypatch.setattr("gateway.fleet_core.POISON_AFTER", 1)
+    monkeypatch.setattr("gateway.fleet.core.POISON_AFTER", 1)
     async with running_gateway(verifiers=3) as running:
         for verifier in running.verifiers:
             verifier.behaviour = die
@@ -327,7 +327,7 @@ async def go_on(running: Running) -> None:
 
 
 async def test_a_verifier_that_is_stopped_and_comes_back_is_no_reason_to_blame_a_request(monkeypatch):
-    monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
+    monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.05)
     async with running_gateway() as running:
         running.verifier.behaviour = some_then_stall(2)
         request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
@@ -344,7 +344,7 @@ async def test_a_verifier_that_is_stopped_and_comes_back_is_no_reason_to_blame_a
 
 
 async def test_new_requests_wait_a_moment_for_a_verifier_that_was_just_lost(monkeypatch):
-    monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
+    monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.05)
     async with running_gateway() as running:
         await stop_for_a_moment(running)
         requests = [asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION)) for _ in range(3)]
@@ -357,7 +357,7 @@ async def test_new_requests_wait_a_moment_for_a_verifier_that_was_just_lost(monk
 
 @pytest.mark.parametrize("after", ["until_routable", "admit", "get_supported_tasks_async"])
 async def test_so_does_one_that_is_being_prepared_when_the_verifier_is_lost(monkeypatch, after):
-    monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
+    monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.05)
     async with running_gateway() as running:
         let_through, waits = getattr(running.core, after), running.core.wait_routable
         waiting = []
@@ -365,7 +365,7 @@ async def test_so_does_one_that_is_being_prepared_when_the_verifier_is_lost(monk
         async def lost_then(*args):
             result = await let_through(*args)
             monkeypatch.undo()
-            monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
+            monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.05)
             monkeypatch.setattr(running.core, "wait_routable", noted)
             await stop_for_a_moment(running)
             return result
@@ -383,10 +383,10 @@ async def test_so_does_one_that_is_being_prepared_when_the_verifier_is_lost(monk
 
 
 async def test_they_do_not_wait_for_long_nor_for_one_that_never_was(monkeypatch):
-    monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
+    monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.05)
     async with running_gateway(verifiers=0) as running:
         assert (await running.http.post("/v1/completions", json=COMPLETION)).json()["error"]["code"] == "no_verifier_ready"
-    monkeypatch.setattr("gateway.verifiers.HOLD_S", 0.3)
+    monkeypatch.setattr("gateway.fleet.verifiers.HOLD_S", 0.3)
     async with running_gateway() as running:
         await stop_for_a_moment(running)
         for _ in range(2):
@@ -396,7 +396,7 @@ async def test_they_do_not_wait_for_long_nor_for_one_that_never_was(monkeypatch)
 
 
 async def test_nor_are_several_that_are_stopped_in_turn(monkeypatch):
-    monkeypatch.setattr("gateway.verifiers.FRESH_S", 0.05)
+    monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.05)
     async with running_gateway(verifiers=2) as running:
         for verifier in running.verifiers:
             verifier.behaviour = some_then_stall(2)

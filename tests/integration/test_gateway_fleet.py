@@ -11,8 +11,8 @@ import pytest
 from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet import FleetSnapshot, Member
 from backend.transport.sockets import Wire
-from gateway.directory import CoordinatorDirectory
-from gateway.engine_link import UtilityError, VerifierLink
+from gateway.fleet.directory import CoordinatorDirectory
+from gateway.fleet.engine_link import UtilityError, VerifierLink
 from tests.integration.test_gateway_streams import events, stall
 from tests.support.fake_verifier import FakeVerifier, eventually, gated
 from tests.support.running_gateway import COMPLETION, running_gateway

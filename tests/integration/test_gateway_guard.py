@@ -16,7 +16,7 @@ import httpx
 import pytest
 from vllm.v1.engine import FinishReason
 
-from gateway import guard, protocol
+from gateway.http import guard, protocol
 from tests.integration.test_gateway_streams import silence, stall
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import COMPLETION, Running, running_gateway

@@ -7,7 +7,7 @@ import socket
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gateway.server import _listen
+from gateway.http.server import _listen
 from tests.integration.test_gateway_streams import stall
 from tests.support.fake_verifier import eventually
 from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, running_gateway

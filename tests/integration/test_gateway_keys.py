@@ -14,7 +14,7 @@ import pytest
 from backend.config import Settings
 from backend.config.settings import GatewaySettings
 from backend.config.sources import CommandError
-from gateway.reloading import reload
+from gateway.cli.reload import reload
 from tests.support.fake_verifier import eventually, gated
 from tests.support.keys_file import Keys
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway

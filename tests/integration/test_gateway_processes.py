@@ -19,7 +19,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from backend.config.sources import ConfigError, load
-from gateway.keys.ring import make_key
+from gateway.auth.key_ring import make_key
 from gateway.peers import Peers, merged
 from tests.support.fake_verifier import eventually
 from tests.support.fleet_process import ServedFleet, wait_for

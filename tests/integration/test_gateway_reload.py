@@ -12,8 +12,8 @@ import yaml
 from backend.config import Settings
 from backend.config.sources import merge, read_yaml
 from backend.routing.routers import LeastLoaded, WithAffinity
-from gateway import cli
-from gateway.keys.ring import make_key
+from gateway.auth.key_ring import make_key
+from gateway.cli import main as cli
 from gateway.peers import Peers
 from tests.support.fake_verifier import eventually, gated
 from tests.support.running_gateway import COMPLETION, running_gateway

@@ -6,8 +6,8 @@ import json
 import openai
 import pytest
 
-from gateway.bounds import MAX_TEXT_PER_TOKEN, MIN_TEXT
-from gateway.errors import Overloaded
+from gateway.http.errors import Overloaded
+from gateway.requests.limits import MAX_TEXT_PER_TOKEN, MIN_TEXT
 from tests.integration.test_gateway_streams import stall
 from tests.support.fake_verifier import eventually, gated
 from tests.support.keys_file import Keys

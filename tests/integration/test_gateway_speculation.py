@@ -11,7 +11,7 @@ import openai
 
 from backend.wire import engine as wire
 from backend.wire.engine import Account, RequestOptions, Tally
-from gateway.keys.ring import make_key
+from gateway.auth.key_ring import make_key
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
 

@@ -144,8 +144,8 @@ async def test_tokens_after_a_stop_string_are_neither_shown_nor_charged(running,
         claims.append(Claim(*args, **kwargs))
         return claims[-1]
 
-    monkeypatch.setattr("gateway.access.Claim", claim)
-    monkeypatch.setattr("gateway.inquiry.ACCOUNT_WAIT_S", 0.0)
+    monkeypatch.setattr("gateway.auth.access.Claim", claim)
+    monkeypatch.setattr("gateway.fleet.statistics.ACCOUNT_WAIT_S", 0.0)
     whole = (await running.http.post("/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
     metrics = running.server.gateway.metrics
     before = metrics._tokens._value.get()
@@ -167,7 +167,7 @@ async def test_tokens_after_a_stop_string_are_neither_shown_nor_charged(running,
 
 
 async def test_comments_keep_a_silent_stream_open(running, monkeypatch):
-    monkeypatch.setattr("gateway.sse.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("gateway.http.sse.KEEP_ALIVE_S", 0.05)
     gate = asyncio.Event()
     running.verifier.behaviour = gated(gate)
     seen = b""
@@ -180,7 +180,7 @@ async def test_comments_keep_a_silent_stream_open(running, monkeypatch):
 
 
 async def test_a_slow_first_token_starts_the_stream_with_a_comment(running, monkeypatch):
-    monkeypatch.setattr("gateway.sse.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("gateway.http.sse.KEEP_ALIVE_S", 0.05)
     running.verifier.behaviour = silence
     async with running.http.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
         assert response.status_code == 200

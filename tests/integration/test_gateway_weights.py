@@ -11,10 +11,10 @@ import pytest
 
 from backend.fleet.stats import Weights
 from backend.wire.engine import NOT_BEGUN
-from gateway.engine_link import DECLARED_LOST
-from gateway.pauses import Pauses
+from gateway.fleet.engine_link import DECLARED_LOST
+from gateway.fleet.pauses import Pauses
+from gateway.fleet.weights import WeightsInForce
 from gateway.peers import Peers
-from gateway.weights_in_force import WeightsInForce
 from tests.integration.test_gateway_streams import stall
 from tests.support.fake_verifier import FakeVerifier, eventually
 from tests.support.running_gateway import COMPLETION, Running, running_gateway

@@ -6,8 +6,8 @@ import json
 import pytest
 
 from backend.config.sources import CommandError, ConfigError
-from gateway import run_batch
-from gateway.run_batch import Gateway, carry_out
+from gateway.cli import run_batch
+from gateway.cli.run_batch import Gateway, carry_out
 from tests.integration.test_gateway_batches import TEXTS, jsonl, request, silent
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway

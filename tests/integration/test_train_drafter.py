@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from backend.models.demo import TARGET_DIR
-from gateway.train_drafter import CURVE, newest_head
+from gateway.cli.train_drafter import CURVE, newest_head
 from tests.support.drafter_heads import check
 from tests.support.processes import ENGINE_ENV, ROOT
 

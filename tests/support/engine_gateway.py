@@ -16,8 +16,8 @@ import msgspec
 from backend.config import Settings
 from backend.fleet import Member
 from backend.models.demo import TARGET_DIR
-from gateway.fleet_core import FleetCore
-from gateway.server import GatewayServer
+from gateway.fleet.core import FleetCore
+from gateway.http.server import GatewayServer
 from tests.support.fake_verifier import eventually
 from tests.support.processes import Drafter, Verifier
 from tests.support.running_gateway import serving

@@ -23,10 +23,10 @@ from backend.fleet import (
     MemberView,
     VerifierStats,
 )
-from gateway.access import Access, AccessRules
-from gateway.keys.ring import KeyRing
-from gateway.metrics import GatewayMetrics
-from gateway.middleware import Envelope
+from gateway.auth.access import Access, AccessRules
+from gateway.auth.key_ring import KeyRing
+from gateway.http.middleware import Envelope
+from gateway.metrics.gateway import GatewayMetrics
 from gateway.routes import operations, page
 
 STEP_S = 0.02

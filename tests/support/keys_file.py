@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from gateway.keys.ring import make_key
+from gateway.auth.key_ring import make_key
 
 
 class Keys:

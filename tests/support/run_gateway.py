@@ -6,7 +6,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from backend.config import Settings
-from gateway.server import GatewayServer
+from gateway.http.server import GatewayServer
 from tests.support.static_directory import StaticDirectory
 
 

@@ -15,7 +15,7 @@ import httpx
 
 import backend.models.demo
 from backend.config import Settings
-from gateway.server import GatewayServer
+from gateway.http.server import GatewayServer
 from tests.support.fake_verifier import FakeVerifier, eventually
 from tests.support.static_directory import StaticDirectory
 
@@ -74,7 +74,7 @@ async def running_gateway(
 @asynccontextmanager
 async def serving(server: GatewayServer, verifiers: int) -> AsyncIterator[tuple[httpx.AsyncClient, asyncio.Task[None]]]:
     """Serves in a task of its own, and gives a client once so many verifiers are connected.  It hears of members at once."""
-    with mock.patch("gateway.directory.POLL_INTERVAL_S", 0.02):
+    with mock.patch("gateway.fleet.directory.POLL_INTERVAL_S", 0.02):
         task = asyncio.create_task(server.serve())
         try:
             await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers, 60)

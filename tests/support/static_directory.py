@@ -9,7 +9,7 @@ from backend.fleet import FleetSnapshot, Member, MemberView
 
 
 class StaticDirectory:
-    """Implements `Directory` of `gateway/directory.py`, without a coordinator."""
+    """Implements `Directory` of `gateway/fleet/directory.py`, without a coordinator."""
 
     def __init__(self, members: Sequence[Member] = ()) -> None:
         self._version = 0

@@ -10,8 +10,8 @@ from typing import Any
 
 import uvicorn
 
-from gateway.protocol import BoundedProtocol
-from gateway.server import _listen
+from gateway.http.protocol import BoundedProtocol
+from gateway.http.server import _listen
 from tests.support.fleet_story import Story, page_app
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from backend.coordinator.commands import Add, AnyCommand, Assign, Done, Drain, Refused, Remove, Restart, Resume, SwapDrafter
 from backend.fleet import Operation
-from gateway import cli
-from gateway.administer import AdministrationError, parse, run
+from gateway.cli import main as cli
+from gateway.cli.administer import AdministrationError, parse, run
 
 
 @pytest.mark.parametrize(

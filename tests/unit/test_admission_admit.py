@@ -6,11 +6,11 @@ from typing import Any, cast
 import pytest
 from starlette.requests import Request
 
-from gateway.access import AccessRules
 from gateway.admission.admit import admit
 from gateway.admission.claim import Claim, current_claim
-from gateway.errors import ModelNotFound
-from gateway.keys.caller import Caller, Priority
+from gateway.auth.access import AccessRules
+from gateway.auth.caller import Caller, Priority
+from gateway.http.errors import ModelNotFound
 
 
 def admitted(claim: Claim, asked: dict[str, Any], size: int = 400) -> Claim:

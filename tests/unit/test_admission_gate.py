@@ -6,7 +6,7 @@ import pytest
 
 from gateway.admission.claim import Claim
 from gateway.admission.gate import Gate
-from gateway.errors import Overloaded, ShuttingDown
+from gateway.http.errors import Overloaded, ShuttingDown
 
 
 class Held:

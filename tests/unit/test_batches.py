@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.fleet.speed import Speed
-from gateway.batches.lines import ENVELOPE_BYTES, read, read_again
-from gateway.batches.objects import Answer, Usage
-from gateway.batches.pace import BUSY_STRETCH, KEPT_FREE, QUIET_STRETCH, room
+from gateway.storage.batches.lines import ENVELOPE_BYTES, read, read_again
+from gateway.storage.batches.objects import Answer, Usage
+from gateway.storage.batches.pace import BUSY_STRETCH, KEPT_FREE, QUIET_STRETCH, room
 
 speeds = st.none() | st.builds(Speed, st.floats(1e-4, 1), st.floats(0, 1))
 

@@ -11,8 +11,8 @@ import pytest
 from msgspec.structs import replace
 
 from backend.config import Settings
-from gateway.batches.objects import Answer, Batch, Counts, Status
-from gateway.batches.serving import BATCHES_AT_ONCE, Batches
+from gateway.storage.batches.objects import Answer, Batch, Counts, Status
+from gateway.storage.batches.serving import BATCHES_AT_ONCE, Batches
 
 
 @pytest.mark.parametrize("status", ["validating", "in_progress", "cancelling", "finalizing"])

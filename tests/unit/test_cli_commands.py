@@ -23,9 +23,10 @@ from backend.fleet import Assignment, DraftCounters, DrafterStats, FleetSnapshot
 from backend.launch import finding, state
 from backend.launch.cluster import ClusterError, RayCluster
 from backend.models.resolve import ResolvedModels
-from gateway import cli, present
-from gateway.keys.ring import read_entries
-from gateway.reloading import url_of
+from gateway.auth.key_ring import read_entries
+from gateway.cli import console
+from gateway.cli import main as cli
+from gateway.cli.reload import url_of
 
 DEMO = ResolvedModels("/t", "/d", "eagle", "demo")
 
@@ -130,7 +131,7 @@ def test_check_config_prints_yaml_with_sources(capsys: pytest.CaptureFixture[str
 
 def test_settings_survive_the_yaml_they_are_shown_as() -> None:
     settings = Settings.model_validate({"verifier": {"engine_args": {"block_size": 32, "a": [1, "x: y"]}}})
-    assert Settings.model_validate(yaml.safe_load(present.settings_yaml(Loaded(settings, {})))) == settings
+    assert Settings.model_validate(yaml.safe_load(console.settings_yaml(Loaded(settings, {})))) == settings
 
 
 def test_the_table_shows_who_drafts_for_whom_and_how_well() -> None:
@@ -138,7 +139,7 @@ def test_the_table_shows_who_drafts_for_whom_and_how_well() -> None:
     stats = VerifierStats("verifier-0", 0.0, "sync", 4, running=2, tokens=40, drafters=counters)
     verifier = Member("verifier-0", "verifier", "i", "ipc:///x", "", "127.0.0.1", 7, "demo", "ready")
     snapshot = FleetSnapshot(1, [MemberView(verifier, 0.1, stats)], [Assignment("verifier-0", "drafter-0", 1)], {"restarts": 3})
-    text = present.table(snapshot)
+    text = console.table(snapshot)
     assert "2 running, 0 waiting" in text
     assert "acceptance length 1.75" in text
     assert "drafters drafter-0" in text
@@ -149,7 +150,7 @@ def test_the_table_shows_how_right_a_learned_head_and_the_one_before_are() -> No
     def line(**fields: Any) -> str:
         stats = DrafterStats("drafter-0", 0.0, learning=Learning(steps=90, **fields))
         member = Member("drafter-0", "drafter", "i", "ipc:///x", "", "127.0.0.1", 7, "demo", "ready")
-        return present.table(FleetSnapshot(1, [MemberView(member, 0.1, drafter=stats)], [], {}))
+        return console.table(FleetSnapshot(1, [MemberView(member, 0.1, drafter=stats)], [], {}))
 
     assert "head version 1 (48% right), 90 steps" in line(
         version=1, live_acceptance=0.48, previous_version=1, previous_acceptance=0.5
@@ -160,11 +161,11 @@ def test_the_table_shows_how_right_a_learned_head_and_the_one_before_are() -> No
 
 
 def test_the_command_to_paste_fits_the_model(tmp_path: Path) -> None:
-    assert "/v1/completions" in present.ready("http://0.0.0.0:8000", Settings(), DEMO)
-    assert "the fleet is at http://127.0.0.1:8000/ " in present.ready("http://0.0.0.0:8000", Settings(), DEMO)
+    assert "/v1/completions" in console.ready("http://0.0.0.0:8000", Settings(), DEMO)
+    assert "the fleet is at http://127.0.0.1:8000/ " in console.ready("http://0.0.0.0:8000", Settings(), DEMO)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     chat = ResolvedModels(str(tmp_path), None, "none", "some/model")
-    text = present.ready("http://0.0.0.0:8000", Settings.model_validate({"gateway": {"api_key": "hush"}}), chat)
+    text = console.ready("http://0.0.0.0:8000", Settings.model_validate({"gateway": {"api_key": "hush"}}), chat)
     assert "curl -N http://127.0.0.1:8000/v1/chat/completions" in text
     assert "Authorization" in text
     assert "hush" not in text
@@ -184,7 +185,7 @@ def test_a_fleet_that_listens_everywhere_is_announced_by_a_loopback_name(monkeyp
     monkeypatch.setattr(cli, "run_gateway", lambda settings, info, handle, announce, *_: announce("https://0.0.0.0:8000"))
     assert cli.main(["serve"]) == 0
     fleet.announce.assert_called_once_with("https://127.0.0.1:8000")
-    assert present.here("http://[::]:8000") == "http://[::1]:8000"
+    assert console.here("http://[::]:8000") == "http://[::1]:8000"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.metrics import DEFINITIONS, kind_of
+from gateway.metrics.gateway import DEFINITIONS, kind_of
 from tests.support.dashboards import DASHBOARDS, ROOT, RULES, concrete, of_panels, of_rules, of_variables, recorded
 from tests.support.promql import names
 

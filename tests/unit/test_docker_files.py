@@ -19,8 +19,8 @@ import pytest
 import yaml
 
 from backend.config import sources
-from gateway.cli import usage
-from gateway.rights import Right, paths
+from gateway.auth.rights import Right, paths
+from gateway.cli.main import usage
 from gateway.routes import operations
 from tests.support.container_files import DOCKER, ROOT, compose, copied, exec_form, filled, inherited, reaches_builder, stages
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from gateway.batches.objects import Answer, Batch
-from gateway.batches.store import Store
-from gateway.errors import StorageFull
+from gateway.http.errors import StorageFull
+from gateway.storage.batches.objects import Answer, Batch
+from gateway.storage.batches.store import Store
 
 
 async def test_a_row_never_lacks_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from backend.fleet import IDLE_CAUSES, Learning, VerifierStats
-from gateway.fleet_core import FleetCore
-from gateway.fleet_metrics import fleet_document
+from gateway.fleet.core import FleetCore
+from gateway.metrics.fleet import fleet_document
 from gateway.routes.page import FOLDER
 from tests.support.fleet_story import Story, member
 

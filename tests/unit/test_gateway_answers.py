@@ -27,7 +27,7 @@ from vllm.logprobs import Logprob
 
 from backend.engine.front import deferred
 from backend.engine.front.pooling import Embedding
-from gateway import answers
+from gateway.http.json_answers import Whole, body
 from tests.support.watchers import Stalls
 
 USAGE = UsageInfo(prompt_tokens=1, completion_tokens=2, total_tokens=3)
@@ -78,13 +78,18 @@ def dumped(answer: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("answer", "shown"),
-    [(of_chat(), answers.body), (of_text(), answers.body), (of_prompts(), answers.body), (of_response(), dumped)],
+    [
+        (of_chat(), body),
+        (of_text(), body),
+        (of_prompts(), body),
+        (of_response(), dumped),
+    ],
     ids=["chat", "text", "prompts", "response"],
 )
 async def test_in_pieces_it_says_the_same(answer: Any, shown: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deferred, "WHOLE_BYTES", 100)
     whole = shown(copy.deepcopy(answer))
-    made = answers.Whole(answer, shown)
+    made = Whole(answer, shown)
     assert '"logprob":' not in json.dumps(made.body)
     response: Any = made.response({**made.body, "outrider": {"choices": []}})
     written = b"".join([piece async for piece in response.body_iterator])

@@ -7,9 +7,9 @@ import pytest
 
 from backend.config import Settings
 from backend.wire.engine import RequestOptions
-from gateway.asking import inquire, with_usage
-from gateway.errors import BadRequest
-from gateway.inquiry import SpeculationOptions
+from gateway.fleet.statistics import SpeculationOptions
+from gateway.http.errors import BadRequest
+from gateway.requests.options import inquire, with_usage
 
 ROWS = [
     ({"outrider": 5}, "outrider"),

@@ -9,7 +9,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from gateway.bounds import (
+from gateway.http.errors import BadRequest, ContextTooLong, PayloadTooLarge
+from gateway.http.protocol import HEAD_TIMEOUT_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_URL_BYTES
+from gateway.requests.limits import (
     FIELDS,
     MAX_STRUCTURE,
     MIN_TEXT,
@@ -21,8 +23,6 @@ from gateway.bounds import (
     count_prompts,
     grammar_field,
 )
-from gateway.errors import BadRequest, ContextTooLong, PayloadTooLarge
-from gateway.protocol import HEAD_TIMEOUT_S, MAX_HEADER_BYTES, MAX_HEADERS, MAX_URL_BYTES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
 VALUES = st.recursive(

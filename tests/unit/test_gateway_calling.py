@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from gateway.calling import callable_tools, check_kinds, ended_apart, only_allowed
-from gateway.errors import BadRequest
+from gateway.http.errors import BadRequest
+from gateway.requests.tools import callable_tools, check_kinds, ended_apart, only_allowed
 
 PAINT = {"type": "function", "function": {"name": "paint"}}
 STOP = {"type": "function", "function": {"name": "stop"}}

@@ -18,7 +18,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
 from backend.engine.front.plain import Chat, Choice, Completion
-from gateway.fleet_core import FleetCore
+from gateway.fleet.core import FleetCore
 
 USED_BY_REQUESTS = (
     "__init__", "add_request", "_add_request", "generate", "abort", "_run_output_handler", "check_admission",

@@ -7,8 +7,8 @@ from starlette.exceptions import HTTPException
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-from gateway import errors
-from gateway.errors import (
+from gateway.http import errors
+from gateway.http.errors import (
     ApiError,
     BadRequest,
     ContextTooLong,
@@ -18,8 +18,8 @@ from gateway.errors import (
     Unavailable,
     VerifierLost,
 )
+from gateway.http.sse import CHAT
 from gateway.routes.models import _said
-from gateway.sse import CHAT
 
 VLLM_ERRORS = {
     "VLLMError": InternalError,

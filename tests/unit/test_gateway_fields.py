@@ -25,8 +25,9 @@ from backend.engine.front import (
     VLLMClientError,
 )
 from backend.engine.front.parameters import PARAMETERS
-from gateway.errors import BadRequest
-from gateway.fields import (
+from gateway.http.errors import BadRequest
+from gateway.requests.body import _decode, parse
+from gateway.requests.fields import (
     CLIENTS,
     GENERATING,
     MESSAGES_NO_EFFECT,
@@ -38,8 +39,7 @@ from gateway.fields import (
     drop_nulls,
     present,
 )
-from gateway.requests import _decode, parse
-from gateway.responses.turn import as_items
+from gateway.storage.responses.turn import as_items
 from tests.support.properties import examples
 
 DOCS = (Path(__file__).parents[2] / "docs" / "api.md").read_text()

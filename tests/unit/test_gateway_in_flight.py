@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from gateway.admission.claim import Claim
-from gateway.in_flight import InFlight, Sequences
-from gateway.keys.caller import ANYBODY, Caller, Priority
+from gateway.auth.caller import ANYBODY, Caller, Priority
+from gateway.fleet.sequences import InFlight, Sequences
 
 LINKS: list[Any] = [SimpleNamespace(member=SimpleNamespace(id=name)) for name in ("verifier-0", "verifier-1")]
 

@@ -9,10 +9,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from backend.engine.counting import CountingScheduler
 from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, Verified, VerifierStats
-from gateway.fleet_core import FleetCore
-from gateway.fleet_metrics import FleetCollector, FleetTotals, GatewayCollector, fleet_document
-from gateway.in_flight import Cut, InFlight, Sequences
-from gateway.metrics import DEFINITIONS, Definition, GatewayMetrics, kind_of
+from gateway.fleet.core import FleetCore
+from gateway.fleet.sequences import Cut, InFlight, Sequences
+from gateway.metrics.fleet import FleetCollector, FleetTotals, GatewayCollector, fleet_document
+from gateway.metrics.gateway import DEFINITIONS, Definition, GatewayMetrics, kind_of
 
 
 def stats(started_at: float = 1.0, drafts: int = 10, accepted: int = 15) -> VerifierStats:

@@ -4,7 +4,7 @@ import pydantic
 import pytest
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-from gateway.errors import bad_request, translate
+from gateway.http.errors import bad_request, translate
 
 
 def told(messages):

@@ -5,10 +5,10 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from backend.engine.front import AnthropicMessagesRequest, BatchChatCompletionRequest, GenerateRequest, ResponseRequest
-from gateway.bounds import MAX_CHOICES
-from gateway.errors import BadRequest, translate
-from gateway.fields import GENERATING, MESSAGING, NO_EFFECT, REFUSED, RESPONDING
-from gateway.requests import check_fields, check_generation, parse
+from gateway.http.errors import BadRequest, translate
+from gateway.requests.body import check_fields, check_generation, parse
+from gateway.requests.fields import GENERATING, MESSAGING, NO_EFFECT, REFUSED, RESPONDING
+from gateway.requests.limits import MAX_CHOICES
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 

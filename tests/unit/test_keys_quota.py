@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.keys.caller import Limits
-from gateway.keys.quota import Ledger, Shared, duration
+from gateway.auth.caller import Limits
+from gateway.auth.quota import Ledger, Shared, duration
 
 PER_MINUTE = Limits(requests_per_minute=60)
 

@@ -2,8 +2,8 @@ import hashlib
 
 import pytest
 
-from gateway.keys.caller import ANYBODY, Priority
-from gateway.keys.ring import RESERVED, KeyFileError, KeyRing, make_key, read_entries
+from gateway.auth.caller import ANYBODY, Priority
+from gateway.auth.key_ring import RESERVED, KeyFileError, KeyRing, make_key, read_entries
 
 
 def digest(key):

@@ -5,11 +5,11 @@ import contextlib
 
 import pytest
 
-from gateway.errors import RateLimited
-from gateway.keys.caller import Caller, Limits
-from gateway.keys.quota import Use
-from gateway.keys.quotas import Quotas
-from gateway.keys.sharing import Store, open_store
+from gateway.auth.caller import Caller, Limits
+from gateway.auth.quota import Use
+from gateway.auth.quotas import Quotas
+from gateway.auth.sharing import Store, open_store
+from gateway.http.errors import RateLimited
 
 CALLER = Caller("team", "team", limits=Limits(5, 1000, 3))
 

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from gateway.errors import NotSupported
-from gateway.pauses import Changes, Pauses
+from gateway.fleet.pauses import Changes, Pauses
+from gateway.http.errors import NotSupported
 from gateway.routes import weights
 
 

@@ -15,7 +15,7 @@ from backend.records.reading import Records, RecordsError, Selection
 from backend.records.rows import DecisionRow
 from backend.records.schema import ABOUT, KINDS
 from backend.records.summary import Summary, summarise
-from gateway import cli
+from gateway.cli import main as cli
 from tests.support.recorded import START, Rows, record, request, step, verification
 
 REQUEST_SPEEDS = ("request, decoding", "request, end to end")

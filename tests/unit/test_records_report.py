@@ -16,7 +16,7 @@ from backend.records.reading import Records
 from backend.records.summary import Summary, summarise
 from backend.rollout.outcome import Part, Round
 from backend.rollout.results import write_round
-from gateway import cli
+from gateway.cli import main as cli
 from tests.support.recorded import Rows, record, request, step, verification
 
 

@@ -12,11 +12,11 @@ import pydantic
 import pytest
 
 from gateway.admission.claim import Claim
-from gateway.errors import RateLimited
-from gateway.keys.caller import Caller, Limits
-from gateway.responses import serving
-from gateway.responses.serving import Responses
-from gateway.responses.store import Kept, Store
+from gateway.auth.caller import Caller, Limits
+from gateway.http.errors import RateLimited
+from gateway.storage.responses import serving
+from gateway.storage.responses.serving import Responses
+from gateway.storage.responses.store import Kept, Store
 
 
 class Made(pydantic.BaseModel, extra="allow"):

@@ -9,8 +9,8 @@ from vllm.entrypoints.generate.base.protocol import DeltaFunctionCall, DeltaMess
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 from vllm.entrypoints.openai.responses.streaming_events import SimpleStreamingEventProcessor
 
-from gateway.responses.events import complete
-from gateway.responses.turn import cut_off
+from gateway.storage.responses.events import complete
+from gateway.storage.responses.turn import cut_off
 from tests.support.properties import examples
 
 TOOLS = ResponsesRequest.model_validate(

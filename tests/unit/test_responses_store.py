@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from gateway.bounds import MAX_ITEMS
-from gateway.errors import BadRequest, NotFound
-from gateway.responses.store import INTERRUPTED, LIFETIME_S, Kept, Store
+from gateway.http.errors import BadRequest, NotFound
+from gateway.requests.limits import MAX_ITEMS
+from gateway.storage.responses.store import INTERRUPTED, LIFETIME_S, Kept, Store
 
 DAY = 86400.0
 
@@ -14,7 +14,7 @@ DAY = 86400.0
 @pytest.fixture
 def now(monkeypatch):
     at = [1e9]
-    monkeypatch.setattr("gateway.responses.store.time.time", lambda: at[0])
+    monkeypatch.setattr("gateway.storage.responses.store.time.time", lambda: at[0])
     return at
 
 
@@ -71,7 +71,7 @@ async def test_one_item_more_than_fits_is_refused_and_nothing_is_lost(store):
 
 
 async def test_what_every_continuation_would_read_is_bounded(store, monkeypatch):
-    monkeypatch.setattr("gateway.responses.store.MAX_HISTORY_BYTES", 1000)
+    monkeypatch.setattr("gateway.storage.responses.store.MAX_HISTORY_BYTES", 1000)
     await store.create_conversation("c", "me", {}, [{"id": "a", "text": "x" * 700}])
     with pytest.raises(BadRequest, match="1000 are the most") as caught:
         await store.add_items("c", "me", [{"id": "b", "text": "x" * 700}])

@@ -24,11 +24,11 @@ from starlette.routing import BaseRoute, Mount
 
 import gateway.routes
 from backend.config import Settings
-from gateway.access import Access, AccessRules
-from gateway.app import build_app
-from gateway.keys.ring import Entry, KeyRing, make_key
-from gateway.metrics import GatewayMetrics
-from gateway.rights import Right, paths, right_of
+from gateway.auth.access import Access, AccessRules
+from gateway.auth.key_ring import Entry, KeyRing, make_key
+from gateway.auth.rights import Right, paths, right_of
+from gateway.http.app import build_app
+from gateway.metrics.gateway import GatewayMetrics
 from gateway.routes import page, weights
 
 MODULES = [importlib.import_module(f"gateway.routes.{each.name}") for each in pkgutil.iter_modules(gateway.routes.__path__)]

@@ -12,7 +12,7 @@ from backend.config.sources import ConfigError
 from backend.launch.fleet import Fleet
 from backend.rollout import main
 from backend.rollout.options import fleet_settings, rollout_options, slices
-from gateway import cli
+from gateway.cli import main as cli
 
 NEEDED = ("--trace", "train.3.parquet", "--out", "o")
 

@@ -1,17 +1,17 @@
-"""Events on their way to a connection (`gateway/sse.py`): what is taken, and when a silent stream gets a comment."""
+"""Events on their way to a connection (`gateway/http/sse.py`): what is taken, and when a silent stream gets a comment."""
 
 import asyncio
 
 import pytest
 
-from gateway.errors import ShuttingDown
-from gateway.responses.events import DIALECT as RESPONSES
-from gateway.sse import CHAT, KEEP_ALIVE, KEEP_ALIVE_S, MESSAGES, Events, event
+from gateway.http.errors import ShuttingDown
+from gateway.http.sse import CHAT, KEEP_ALIVE, KEEP_ALIVE_S, MESSAGES, Events, event
+from gateway.storage.responses.events import DIALECT as RESPONSES
 
 
 @pytest.fixture(autouse=True)
 def interval(monkeypatch):
-    monkeypatch.setattr("gateway.sse.KEEP_ALIVE_S", 10.0)
+    monkeypatch.setattr("gateway.http.sse.KEEP_ALIVE_S", 10.0)
 
 
 @pytest.fixture

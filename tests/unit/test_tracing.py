@@ -21,7 +21,7 @@ from backend.engine.spans import TRACE_ARGUMENT, EngineSpans
 from backend.tracing import Tracing, TracingError, open_tracing
 from backend.wire.drafting import Open, Round, decode_to_drafter, encode
 from backend.wire.engine import Account, Tally
-from gateway.cli import main
+from gateway.cli.main import main
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"

@@ -1,0 +1,1 @@
+"""Who calls: keys, the rights that each route asks for, and quotas."""

@@ -1,0 +1,223 @@
+"""Access control: keys, rights, quotas, and the limit on requests in flight.  Plain ASGI, between the router and its routes.
+
+The route that was found decides who may call it, so no spelling of a path can evade that.
+`Access` puts the caller into `scope["state"]["caller"]` (`gateway.auth.caller`), and a new `Claim` into
+`scope["state"]["claim"]` (`gateway.admission.claim`).  The routes fill in the claim.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from urllib.parse import quote
+
+from fastapi import FastAPI
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from backend.config import Settings
+from gateway.admission.claim import Claim
+from gateway.auth.caller import ANYBODY, Caller
+from gateway.auth.key_ring import KeyRing, read_entries
+from gateway.auth.quotas import Quotas
+from gateway.auth.rights import Right, right_of
+from gateway.auth.sharing import open_store
+from gateway.http.errors import Forbidden, RateLimited, TooManyRequests, Unauthorized
+from gateway.http.guard import MAX_ARRIVING_BYTES, host_of, is_local_origin, is_loopback, whole_body
+from gateway.metrics.gateway import GatewayMetrics
+from gateway.requests.body import TENSORS, media_type
+
+audit = logging.getLogger("outrider.audit")
+
+FORWARDED = frozenset({"forwarded", "via", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto", "x-real-ip"})
+"""Headers by which proxies say that a request is another's."""
+AUDITED_BYTES = 2048
+"""Most bytes of an administrator's command in the log."""
+
+
+@dataclass
+class AccessRules:
+    """The keys and limits in force.  A reload replaces `ring` and `max_in_flight` between two requests."""
+
+    ring: KeyRing = field(default_factory=KeyRing)
+    max_in_flight: int = 1024
+    quotas: Quotas = field(default_factory=lambda: Quotas("", None))
+
+    @classmethod
+    def of(cls, settings: Settings, gateway_id: str, folder: Path | None) -> AccessRules:
+        """Gateways of this host share counts of quotas in `folder`.  Raises `KeyFileError` or `OSError`."""
+        # Quotas are set up even without a keys file, because a reload may add one.
+        quotas = Quotas(gateway_id, open_store(folder))
+        return cls(ring_of(settings), settings.gateway.max_in_flight, quotas)
+
+
+def ring_of(settings: Settings) -> KeyRing:
+    """The keys of the settings and the keys file.  Raises `KeyFileError`."""
+    asked = settings.gateway
+    entries = read_entries(Path(asked.keys_file)) if asked.keys_file else []
+    return KeyRing(asked.api_key, asked.admin_key, entries)
+
+
+class Access:
+    """Checks the key, then the limit on requests in flight, then the key's quotas."""
+
+    def __init__(self, metrics: GatewayMetrics, doors: AccessRules) -> None:
+        self._metrics = metrics
+        self._doors = doors
+        self._others = self._other_bytes = 0
+        """Requests by POST in progress that do not generate, and the bytes of their bodies."""
+
+    def guard(self, app: FastAPI) -> None:
+        """Stands before every route of `app`, and before its answer to unknown URLs.
+
+        Raises `TypeError` for a route that does not say who may call it.
+        """
+        for route in app.routes:
+            right = right_of(route)
+            assert isinstance(route, APIRoute)
+            route.app = partial(self._enter, route.app, right, bool((route.openapi_extra or {}).get("form")))
+        app.router.default = partial(self._enter, app.router.default, Right.KEY, False)
+
+    async def _enter(self, app: ASGIApp, right: Right, to_disk: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets a request pass to `app` if its caller has the right.  `to_disk`: the body is not kept in memory."""
+        state = scope["state"]
+        if "caller" in state:
+            # A batch's line comes with its owner and its claim; see `gateway.storage.batches.calls`.
+            await app(scope, receive, send)
+            return
+        if right is Right.ADMINISTER:
+            await self._administer(app, scope, receive, send)
+            return
+        caller = state["caller"] = self._caller(scope, right)
+        # Work comes by POST; other methods only read and are not limited.
+        if scope["method"] != "POST":
+            await app(scope, receive, send)
+            return
+        quotas = self._doors.quotas
+        if not to_disk:
+            receive = await whole_body(scope, receive)
+        most = self._doors.max_in_flight
+        if (self._metrics.in_flight if right is Right.GENERATE else self._others) >= most:
+            raise TooManyRequests(f"More than {most} requests are in flight. Try again.")
+        if right is not Right.GENERATE:
+            await self._serve_other(app, scope, receive, send, caller)
+            return
+        with self._metrics.one_in_flight():
+            await quotas.begin(caller)
+            claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
+            refused = False
+            try:
+                await app(scope, receive, send)
+            except RateLimited:
+                refused = True
+                raise
+            finally:
+                quotas.end(caller, refused=refused)
+                claim.close()
+
+    async def _serve_other(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
+        """Serves a request that does not generate; it may wait, for a thread for example, with its body in memory."""
+        size = scope["state"].get("body_bytes", 0)
+        if self._others and self._other_bytes + size > MAX_ARRIVING_BYTES:
+            raise TooManyRequests("Too many large requests are in progress. Try again.")
+        self._others += 1
+        self._other_bytes += size
+        try:
+            await self._doors.quotas.begin(caller)
+            try:
+                await app(scope, receive, send)
+            finally:
+                self._doors.quotas.end(caller)
+        finally:
+            self._others -= 1
+            self._other_bytes -= size
+
+    def _caller(self, scope: Scope, right: Right) -> Caller:
+        ring = self._doors.ring
+        guarded = right is Right.METRICS and ring.guards_metrics
+        if right is Right.NOTHING or (right is Right.METRICS and not guarded):
+            return ANYBODY
+        caller = ring.find(scope)
+        if guarded:
+            caller = ring.find_administrator(scope) or caller
+        if caller is None:
+            raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")
+        if guarded and not (caller.metrics or caller.admin):
+            raise Forbidden("This key does not open the metrics.")
+        return caller
+
+    async def _administer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Lets only administrators' requests pass.  Logs the caller, the command and its status."""
+        known = self._doors.ring.find(scope) or self._doors.ring.find_administrator(scope)
+        who, status, asked, size = "nobody" if known is None else known.name or "anybody", 0, bytearray(), 0
+
+        async def heard() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if len(asked) < AUDITED_BYTES:
+                # Without runs of blanks, behind which the rest would not be seen.
+                asked[:] = re.sub(rb"\s+", b" ", asked + message.get("body", b""))[:AUDITED_BYTES]
+            return message
+
+        async def answered(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            caller = scope["state"]["caller"] = self._administrator(scope)
+            who = caller.name or "this machine"
+            await app(scope, heard, answered)
+        except Exception as error:
+            status = getattr(error, "status", 500)
+            raise
+        finally:
+            if scope["method"] not in ("GET", "HEAD"):
+                query = scope["query_string"].decode("latin-1")
+                what = f"{scope['method']} {quote(scope['path'])}{'?' if query else ''}{query}"
+                fields = json.dumps(f"{size} bytes") if media_type(Request(scope)) == TENSORS else _fields(asked)
+                said = {"by": who, "what": what, "fields": fields, "status": status}
+                audit.info("%s", " ".join(f"{name}={value}" for name, value in said.items()), extra={"fields": said})
+
+    def _administrator(self, scope: Scope) -> Caller:
+        """The caller, if it may administer the fleet.  Raises `Unauthorized` or `Forbidden`.
+
+        If any key has that right, such a key is required.  Otherwise the request must come from this machine, with the API key
+        if there is one, through no proxy that says so, and with a loopback name as `Host`: a web page could send its
+        visitor's browser here under another.  Pages that may call (`cors_origins`) may not administer.
+        """
+        ring = self._doors.ring
+        if ring.has_admin:
+            caller = ring.find_administrator(scope)
+            if caller is not None:
+                return caller
+            known = ring.find(scope)
+            if known is not None and known.owner:
+                raise Forbidden("This key may not administer the fleet.")
+            raise Unauthorized("Missing or wrong admin key. Send it as `Authorization: Bearer <key>`.")
+        client, headers = scope.get("client"), Headers(scope=scope)
+        is_local = client is not None and is_loopback(client[0]) and is_loopback(host_of(headers.get("host", "")))
+        # A proxy on this machine passes on others' requests.  The server reads `X-Forwarded-For`, which may say what it likes.
+        is_own = FORWARDED.isdisjoint(headers.keys())
+        if not (is_local and is_own and is_local_origin(headers.get("origin"))):
+            raise Forbidden("Without a key for it the fleet is administered from the gateway's own machine only.")
+        caller = ring.find(scope)
+        if caller is None:
+            raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")
+        return caller
+
+
+def _fields(body: bytearray) -> str:
+    """A command's body on one line, for the log; as a string where it is no JSON, or too long to be read whole."""
+    try:
+        return json.dumps(json.loads(body or b"{}"), separators=(",", ":"))
+    except (ValueError, RecursionError):
+        return json.dumps(body.decode(errors="replace"))

@@ -1,0 +1,72 @@
+"""Checks the port, keys, certificates and where state is kept, before anything heavy starts."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import ssl
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backend.config import environment
+from backend.config.sources import ConfigError
+
+if TYPE_CHECKING:
+    from backend.config import Settings
+    from backend.config.settings import GatewaySettings
+
+
+def check_gateway(settings: Settings) -> None:
+    """Makes all checks now, not only after the models are loaded.  Raises `ConfigError`."""
+    check_files(settings)
+    if settings.gateway.uds:
+        return
+    host, port = settings.gateway.host, settings.gateway.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--port 0 takes a free one)") from error
+
+
+def check_keys(own: GatewaySettings, theirs: GatewaySettings) -> None:
+    """Refuses a further gateway that would need fewer keys than the fleet was started with.  Raises `ConfigError`."""
+    for names in (("api_key", "keys_file"), ("admin_key", "keys_file")):
+        named = [name for name in names if getattr(theirs, name)]
+        if named and not any(getattr(own, name) for name in names):
+            raise ConfigError(f"the fleet is served with gateway.{named[0]}: set {' or '.join(names)} for this gateway too")
+
+
+def check_files(settings: Settings) -> None:
+    """Checks the keys file, the certificate, and where state and quotas are kept.  Raises `ConfigError`."""
+    from gateway.auth.key_ring import KeyFileError, read_entries
+    from gateway.auth.sharing import open_store
+
+    asked = settings.gateway
+    try:
+        if asked.keys_file:
+            read_entries(Path(asked.keys_file))
+        if asked.tls_cert:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(asked.tls_cert, asked.tls_key)
+        elif asked.tls_key:
+            raise ConfigError("gateway.tls_key needs gateway.tls_cert")
+    except KeyFileError as error:
+        raise ConfigError(f"gateway.keys_file: {error}") from None
+    except OSError as error:
+        # ssl.SSLError, for a wrong certificate, is an OSError too.
+        raise ConfigError(f"gateway.tls_cert, tls_key: {error.strerror or error}") from None
+    try:
+        if (store := open_store(state_folder(settings))) is not None:
+            asyncio.run(store.close())
+    except OSError as error:
+        raise ConfigError(f"gateway.state_dir: {error}") from None
+
+
+def state_folder(settings: Settings) -> Path | None:
+    """Where responses, batches and shared quotas are kept; None: nowhere."""
+    asked = settings.gateway.state_dir
+    if asked == "none":
+        return None
+    return environment.state_dir() if asked == "auto" else Path(asked).expanduser()

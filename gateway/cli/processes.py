@@ -1,0 +1,154 @@
+"""Runs a gateway's processes: the first one, which is the command `serve` or `gateway` itself, and further ones on its port.
+
+The heavy imports are inside the functions, so that configuration errors come at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from backend.config import sources
+from backend.config.logs import configure_logging
+from backend.config.sources import Loaded
+from gateway.cli.signals import OK, signals
+
+if TYPE_CHECKING:
+    from backend.config import Settings
+    from backend.coordinator.actor import CoordinatorHandle
+    from backend.coordinator.messages import FleetInfo
+    from gateway.peers import Peers
+
+GATEWAY_PROCESS = "gateway-process"
+"""The command with which the first gateway process on a port starts the others; not for users."""
+
+
+def run_gateway(
+    settings: Settings,
+    info: FleetInfo,
+    coordinator: CoordinatorHandle,
+    announce: Callable[[str], None] | None,
+    arguments: list[str],
+    peers: Peers | None,
+) -> None:
+    """Serves HTTP until a signal ends it.  Meanwhile the server handles the signals itself."""
+    from backend.coordinator import CoordinatorUnavailable
+    from backend.launch.fleet import gateway_member
+    from backend.transport import Wire
+    from gateway.fleet.directory import CoordinatorDirectory
+    from gateway.http.server import GatewayServer
+
+    member = gateway_member(info.models.name)
+    try:
+        server = GatewayServer(
+            settings,
+            CoordinatorDirectory(coordinator, member),
+            info.models.target_dir,
+            model_name=info.models.name,
+            wire=Wire(info.fleet_keys, node_id=member.node_id),
+            on_ready=announce,
+            read_settings=lambda: sources.load(arguments).settings,
+            peers=peers,
+        )
+        server.run()
+    finally:
+        try:
+            coordinator.deregister(member.id, member.incarnation)
+        except CoordinatorUnavailable:
+            logging.getLogger(__name__).debug("the coordinator was gone first")
+
+
+@contextmanager
+def joined_fleet(loaded: Loaded) -> Iterator[tuple[Settings, FleetInfo, CoordinatorHandle]]:
+    """A running fleet for a further gateway: the fleet's settings with this gateway's own, what it is made of, its coordinator.
+
+    After the block, one more signal ends the process.
+    """
+    from backend.launch.finding import found_fleet
+
+    with signals() as forced, found_fleet(loaded, None) as (coordinator, _):
+        prepare_vllm()
+        info = coordinator.info()
+        theirs = type(loaded.settings).model_validate_json(info.settings_json)
+        try:
+            yield theirs.model_copy(update={"gateway": loaded.settings.gateway}), info, coordinator
+        finally:
+            forced.armed = True
+
+
+@contextmanager
+def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peers | None]:
+    """The processes that the settings ask for, with a folder for their sockets; None: only this one."""
+    count = settings.gateway.processes
+    if count == 1:
+        yield None
+        return
+    from backend.config.runtime import home
+    from backend.launch.fleet import joined
+    from gateway.peers import Peers
+
+    # The folder is private to this user.
+    with tempfile.TemporaryDirectory(prefix="g-", dir=home()) as folder:
+
+        def command(number: int, port: int) -> list[str]:
+            own = [sys.executable, "-m", "gateway.cli", GATEWAY_PROCESS]
+            return [*own, folder, str(number), str(port), *joined(), *arguments]
+
+        yield Peers(Path(folder), 0, count, command=command)
+
+
+def gateway_process(arguments: list[str]) -> int:
+    """Runs one more process on a gateway's port.
+
+    Arguments: `FOLDER NUMBER PORT RAY_ADDRESS NAMESPACE`, then the arguments of the first process.
+    """
+    folder, number, port, address, namespace, *rest = arguments
+    loaded = sources.load(rest, GATEWAY_PROCESS)
+    ray = loaded.settings.ray.model_copy(update={"address": address, "namespace": namespace})
+    loaded = Loaded(loaded.settings.model_copy(update={"ray": ray}), loaded.origins)
+    configure_logging(loaded.settings.log_level, loaded.settings.log_format)
+    threading.Thread(target=_end_with_input, name="first process", daemon=True).start()
+    with joined_fleet(loaded) as (settings, info, coordinator):
+        from gateway.peers import Peers
+
+        peers = Peers(Path(folder), int(number), settings.gateway.processes, port=int(port))
+        run_gateway(settings, info, coordinator, None, rest, peers)
+    return OK
+
+
+def prepare_vllm() -> None:
+    """Silences vLLM, whose log would be about an engine, which a gateway has not."""
+    from backend.config import environment
+    from backend.launch.fleet import member_environment
+
+    environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
+    environment.export(member_environment(offline=True))
+
+
+def import_in_background(module: str) -> threading.Thread:
+    """Imports `module` in a thread.  An import error is raised again where the module is used."""
+
+    def work() -> None:
+        try:
+            importlib.import_module(module)
+        except Exception:
+            logging.getLogger(__name__).debug("importing %s failed", module, exc_info=True)
+
+    thread = threading.Thread(target=work, name="import", daemon=True)
+    thread.start()
+    return thread
+
+
+def _end_with_input() -> None:
+    """Drains this process when its input closes, because its parent has ended."""
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,1 @@
+"""The fleet as the gateway sees it: verifiers, running sequences, failover and balancing."""

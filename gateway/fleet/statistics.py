@@ -1,0 +1,168 @@
+"""Speculation statistics of one request.  Every verifier that ran one of its sequences sends an account; the answer shows them.
+
+Runs in the gateway's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from backend.wire.engine import Account, RequestOptions, Tally
+
+if TYPE_CHECKING:
+    from gateway.fleet.engine_link import VerifierLink
+    from gateway.fleet.sequences import Cut, InFlight
+
+ACCOUNT_WAIT_S = 1.0
+"""Seconds that an answer waits for missing accounts.  If the gateway ended a sequence at a stop string, its account comes only
+after the running step."""
+_LAST = ('"choices":[]', '"type":"message_delta"')
+"""One of these occurs in the chunk with the usage and in no other: inside generated text the quotes would be escaped."""
+
+
+@dataclass
+class SequenceStatistics:
+    """The accounts and moves of one sequence."""
+
+    record: InFlight
+    accounts: list[Account] = field(default_factory=list)
+    moves: list[Cut] = field(default_factory=list)
+    awaited: list[asyncio.Future[None]] = field(default_factory=list)
+    """One for each verifier that it was given to; done when the account from there has come, or will never come."""
+
+    def tallies(self) -> list[Tally]:
+        """The sums over all verifiers, one for each source and drafter."""
+        found: dict[tuple[str, str], Tally] = {}
+        for each in (tally for account in self.accounts for tally in account.tallies):
+            known = found.setdefault((each.source, each.drafter), Tally(each.source, each.drafter))
+            known.drafts += each.drafts
+            known.drafted += each.drafted
+            known.accepted += each.accepted
+        return list(found.values())
+
+    def body(self, index: int, mode: str) -> dict[str, Any]:
+        """The statistics as the answer shows them."""
+        record, accounts, tallies = self.record, self.accounts, self.tallies()
+        emitted, known = record.said, sum(account.tokens for account in accounts)
+        verifications = sum(account.verifications for account in accounts)
+        lengths: Counter[int] = Counter()
+        for account in accounts:
+            lengths.update(dict(enumerate(account.accepted_lengths)))
+        first, last = record.first_token or 0.0, record.last_token or 0.0
+        return {
+            "index": index,
+            "mode": mode,
+            "rule": next((account.rule for account in accounts if account.rule), None),
+            "tokens": emitted,
+            "unaccounted_tokens": max(emitted - known, 0),
+            "tokens_per_second": round((emitted - 1) / (last - first), 3) if last > first else None,
+            "verifications": verifications,
+            "tokens_per_verification": round(known / verifications, 3) if verifications else None,
+            "drafted": sum(tally.drafted for tally in tallies),
+            "accepted": sum(tally.accepted for tally in tallies),
+            "accepted_lengths": [lengths[length] for length in range(max(lengths, default=-1) + 1)],
+            "sources": msgspec.to_builtins(tallies),
+            "waited_s": round(sum(account.waited_s for account in accounts), 6),
+            "moves": [{"kind": cut.kind, "cause": cut.cause} for cut in self.moves],
+        }
+
+
+class AwaitedAccounts:
+    """Accounts that have not come yet, by the sequence's id at its verifier.  Aborted sequences get one, too."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[VerifierLink, SequenceStatistics, asyncio.Future[None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def placed(self, record: InFlight, link: VerifierLink) -> None:
+        """Expects an account, if the sequence asks for one."""
+        if (told := record.told) is None:
+            return
+        if record.cut is not None:
+            told.moves.append(record.cut)
+        told.awaited.append(asyncio.get_running_loop().create_future())
+        self._places[record.place_id] = link, told, told.awaited[-1]
+
+    def came(self, accounts: Sequence[Account]) -> None:
+        for account in accounts:
+            if account.request_id in self._places:
+                self._places[account.request_id][1].accounts.append(account)
+                self.ended(account.request_id)
+
+    def ended(self, place_id: str) -> None:
+        """Expects no account for a sequence that has ended: it would have come first, if the verifier had the request."""
+        if place_id in self._places:
+            self._places.pop(place_id)[2].set_result(None)
+
+    def lost(self, link: VerifierLink) -> None:
+        """Expects no more accounts from this verifier."""
+        for place_id in [place_id for place_id, (at, _, _) in self._places.items() if at is link]:
+            self.ended(place_id)
+
+
+@dataclass
+class SpeculationOptions:
+    """One request's options for speculation, and its sequences."""
+
+    asked: RequestOptions
+    stats: bool
+    mode: str
+    """The fleet's mode."""
+    choices: int = 1
+    """Choices of each prompt (`n`)."""
+    told: dict[int, SequenceStatistics] = field(default_factory=dict)
+
+    def follow(self, record: InFlight) -> None:
+        """Begins the statistics of a sequence that is about to be submitted, if they were asked for."""
+        if self.asked.account:
+            self.told[self._index(record)] = record.told = SequenceStatistics(record)
+
+    def _index(self, record: InFlight) -> int:
+        """The index of a sequence's choice.  vLLM's ids begin with the choice's number, and may end with the prompt's."""
+        request_id, prompt = record.request.request_id, record.request.external_req_id or ""
+        choice = int(request_id.partition("_")[0]) if self.choices > 1 else 0
+        return (int(prompt.rpartition("-")[2]) * self.choices if prompt.startswith("cmpl-") else 0) + choice
+
+    async def add_to(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Waits for accounts, then puts the statistics into an answer or a stream's last chunk."""
+        if not self.asked.account:
+            return body
+        if awaited := [each for told in self.told.values() for each in told.awaited]:
+            # Tokens of accounts that do not come in time are shown as `unaccounted_tokens`.
+            await asyncio.wait(awaited, timeout=ACCOUNT_WAIT_S)
+        if self.asked.prediction and isinstance(usage := body.get("usage"), dict):
+            predicted = [t for told in self.told.values() for t in told.tallies() if t.source == "prediction"]
+            said = sum(told.record.said for told in self.told.values())
+            # A verifier hears of a stop string only after its tokens.
+            accepted = min(sum(tally.accepted for tally in predicted), said)
+            usage["completion_tokens_details"] = {
+                **(usage.get("completion_tokens_details") or {}),
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": sum(tally.drafted for tally in predicted) - accepted,
+            }
+        if self.stats:
+            mode = self.mode if self.asked.mode == "auto" else self.asked.mode
+            body["outrider"] = {"choices": [told.body(index, mode) for index, told in sorted(self.told.items())]}
+        return body
+
+    async def add_to_stream(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+        """A stream's chunks, with the statistics in that with the usage."""
+        try:
+            async for chunk in chunks:
+                if not any(last in chunk for last in _LAST):
+                    yield chunk
+                    continue
+                name, _, data = chunk.partition("data: ")
+                body = await self.add_to(json.loads(data))
+                yield f"{name}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+        finally:
+            await chunks.aclose()

@@ -1,0 +1,58 @@
+"""The newest weights of the target in the fleet; updates verifiers that have missed them.  Runs in the gateway's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from backend.fleet.stats import Weights
+from gateway.fleet.engine_link import UtilityError, VerifierLink
+
+logger = logging.getLogger(__name__)
+
+
+class WeightsInForce:
+    """The newest weights that any verifier was given for the whole fleet."""
+
+    def __init__(self) -> None:
+        self.newest = Weights()
+        self._last_number = 0
+        self._reported: dict[VerifierLink, Weights] = {}
+        # Verifiers that were behind, and which weights they were asked to load.
+        self._asked: dict[VerifierLink, tuple[Weights, asyncio.Task[None]]] = {}
+
+    def next_number(self) -> int:
+        """Of an update: of two at once, neither of which a verifier has loaded yet, each has one of its own."""
+        self._last_number += 1
+        return self._last_number
+
+    def is_behind(self, link: VerifierLink) -> bool:
+        """Whether the verifier has not loaded the fleet's last update."""
+        return link.weights.update < self.newest.update
+
+    def compare(self, link: VerifierLink) -> None:
+        """One that was started anew, or was away during an update, loads what the others have before it is given requests.
+
+        Newest weights that no verifier has any more, and none can load, are in force no longer: an update has failed
+        everywhere, and the verifiers went back to earlier ones.
+        """
+        before, self._reported[link] = self._reported.get(link, link.weights), link.weights
+        self._last_number = max(self._last_number, link.weights.update)
+        went_back = link.weights.update < before.update
+        if went_back and not self.newest.path and all(each.update < self.newest.update for each in self._reported.values()):
+            self.newest = max(self._reported.values(), key=lambda each: each.update)
+        if link.weights.update > self.newest.update:
+            self.newest = link.weights
+        elif self.is_behind(link) and self.newest.path and self._asked.get(link, (None,))[0] != self.newest:
+            self._asked[link] = self.newest, asyncio.create_task(_catch_up(link, self.newest))
+
+    def gone(self, link: VerifierLink) -> None:
+        self._asked.pop(link, None)
+        self._reported.pop(link, None)
+
+
+async def _catch_up(link: VerifierLink, weights: Weights) -> None:
+    try:
+        await link.call("catch_up", weights.path, weights.version, weights.update)
+    except UtilityError as error:
+        logger.error("verifier %s stays without requests: weights %s: %s", link.member.id, weights.version, error)

@@ -1,0 +1,1 @@
+"""What every request passes: the application and its server, middleware, errors, event streams."""

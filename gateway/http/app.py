@@ -1,0 +1,129 @@
+"""The ASGI application: routes, middleware and error handlers around one `Gateway`.  Runs in the gateway's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from backend.engine.front import LoadLoRAAdapterRequest
+from gateway.auth.access import Access
+from gateway.auth.rights import Right, paths
+from gateway.fleet.balancing import Balancer
+from gateway.http.errors import translate
+from gateway.http.guard import Guard
+from gateway.http.middleware import Envelope
+from gateway.http.spans import RequestSpans
+from gateway.routes import (
+    admin,
+    batches,
+    conversations,
+    files,
+    generate,
+    messages,
+    models,
+    operations,
+    page,
+    pooling,
+    responses,
+    tokens,
+    weights,
+)
+from gateway.state import Gateway
+
+EXPOSED_HEADERS = (
+    "retry-after",
+    "retry-after-ms",
+    "x-should-retry",
+    "x-request-id",
+    "openai-processing-ms",
+    "x-outrider-gateway-ms",
+    *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
+)
+"""Response headers that web pages of other origins may read, beyond those always exposed."""
+
+
+def build_app(gateway: Gateway) -> FastAPI:
+    """The application, which also starts and stops background work."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        balancer = Balancer(gateway.client.core, gateway.settings)
+        if gateway.peers is not None:
+            gateway.client.core.pauses = await gateway.peers.pauses()
+        gateway.client.start()
+        balancer.start()
+        gateway.doors.quotas.start()
+        models = gateway.services.models
+        await models.init_static_loras()
+        for each in await gateway.peers.adapters() if gateway.peers is not None else []:
+            if each["lora_name"] not in models.lora_requests:
+                await models.load_lora_adapter(LoadLoRAAdapterRequest(**each))
+        await gateway.responses.start()
+        gateway.batches.start(app, gateway.client.core, gateway.metrics, gateway.doors)
+        try:
+            yield
+        finally:
+            balancer.stop()
+            await gateway.batches.close()
+            await gateway.responses.close()
+            await gateway.doors.quotas.close()
+            gateway.client.shutdown()
+            if gateway.tracing is not None:
+                await asyncio.to_thread(gateway.tracing.close)
+
+    app = FastAPI(title="Outrider", docs_url=None, redoc_url=None, openapi_url=None, lifespan=lifespan)
+    app.router.redirect_slashes = False
+    app.state.gateway = gateway
+    parts = (
+        weights,
+        admin,
+        generate,
+        tokens,
+        messages,
+        responses,
+        conversations,
+        files,
+        batches,
+        pooling,
+        models,
+        operations,
+        page,
+    )
+    for routes in parts:
+        app.include_router(routes.router)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _http_error)
+    settings = gateway.settings.gateway
+    Access(gateway.metrics, gateway.doors).guard(app)
+    has_key, origins = (lambda: not gateway.doors.ring.open), settings.cors_origins
+    app.add_middleware(Guard, listens_on=settings.host, has_key=has_key, origins=origins)
+    app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.doors.quotas)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+    # Added last, so outermost.
+    if gateway.tracing is not None:
+        app.add_middleware(RequestSpans, tracing=gateway.tracing, skipped=paths(app.routes, Right.NOTHING, Right.METRICS))
+    return app
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answers Starlette's own 404 and 405, and wrong parameters in a URL.  All other errors reach `Envelope`."""
+    known = translate(error)
+    if known.status == 404:
+        known.message = f"Unknown URL: {request.method} {ascii(request.scope['path'][:128])[1:-1]}"
+    allowed = getattr(error, "headers", None) or {}
+    return JSONResponse(known.body_for(request.scope["path"]), status_code=known.status, headers={**allowed, **known.headers()})

@@ -1,0 +1,151 @@
+"""Checks path, host names and origins, and bounds the time a body takes to arrive.  Plain ASGI, inside `Envelope`."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.http.errors import BadRequest, Forbidden, PayloadTooLarge, RequestTimeout, TooManyRequests
+from gateway.http.sse import ClientGone
+
+BODY_TIMEOUT_S = 60.0
+"""Seconds for a request's body to arrive.  Long enough for a bad connection; other servers allow at least as much."""
+BODY_BYTES_PER_S = 1 << 14
+"""Each so many bytes that have arrived prolong that time by a second.  So 16 MiB may take 18 minutes, a trickling body one."""
+MAX_ARRIVING_BYTES = 1 << 29
+"""Most bytes in memory of all incomplete bodies together; uploaded files are written to disk."""
+PROBES = frozenset({"/livez", "/liveness", "/readyz", "/health"})
+"""Served under any host name; the answers contain no information."""
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")
+
+
+class Guard:
+    """Refuses control characters in paths, and sets a deadline for every body.
+
+    On loopback without a key, also refuses host names and origins other than loopback ones.  Such a gateway trusts this
+    machine.  But a web page could make a browser on this machine call it: under a host name of the page's own (DNS
+    rebinding), or from a foreign origin without reading the answer.  Pages of `origins` may call; `*` means all.
+    """
+
+    def __init__(self, app: ASGIApp, *, listens_on: str, has_key: Callable[[], bool], origins: Sequence[str]) -> None:
+        self._app = app
+        self._local = is_loopback(listens_on)
+        self._has_key = has_key
+        self._origins = origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if _CONTROL.search(scope["path"]):
+            raise BadRequest("The URL's path has a control character.", code="invalid_url")
+        if self._local and not self._has_key() and scope["path"] not in PROBES:
+            headers = Headers(scope=scope)
+            if not is_loopback(host_of(headers.get("host", ""))):
+                raise Forbidden("Without an API key this gateway answers to its own machine's names only, such as localhost.")
+            origin = headers.get("origin")
+            if not (is_local_origin(origin) or origin in self._origins or "*" in self._origins):
+                raise Forbidden("Without an API key this gateway serves no web pages but those of `gateway.cors_origins`.")
+        await self._app(scope, _Timed(receive), send)
+
+
+class _Timed:
+    """`receive`, with a deadline until the body is complete."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+        self._complete = False
+
+    async def __call__(self) -> Message:
+        if self._complete:
+            return await self._receive()
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                message = await self._receive()
+        except TimeoutError:
+            self._complete = True
+            raise RequestTimeout("The request body took too long to arrive.") from None
+        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
+        self._deadline += len(message.get("body", b"")) / BODY_BYTES_PER_S
+        return message
+
+
+async def read_body(scope: Scope, receive: Receive, most: int) -> bytearray:
+    """A body of `most` bytes at most.  Raises `PayloadTooLarge`, `TooManyRequests`, `RequestTimeout` or `ClientGone`."""
+    gateway = scope["app"].state.gateway
+    declared = Headers(scope=scope).get("content-length", "")
+    if declared.isdigit() and int(declared) > most:
+        raise PayloadTooLarge(f"The request body is larger than {most} bytes (the setting `gateway.max_body_mib`).")
+    body, more = bytearray(), True
+    try:
+        while more:
+            message: Any = await receive()
+            if message["type"] != "http.request":
+                raise ClientGone
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
+            body += part
+            gateway.arriving_bytes += len(part)
+            if len(body) > most:
+                raise PayloadTooLarge(f"The request body is larger than {most} bytes (the setting `gateway.max_body_mib`).")
+            if more and gateway.arriving_bytes > MAX_ARRIVING_BYTES:
+                raise TooManyRequests("Too many large requests arrive at once. Try again.")
+    finally:
+        gateway.arriving_bytes -= len(body)
+    return body
+
+
+async def whole_body(scope: Scope, receive: Receive) -> Receive:
+    """Waits until the whole body has arrived, so that no quota or slot is held for one that never does.
+
+    Returns a `receive` that has it in one piece.  Raises what `read_body` does.
+    """
+    body = await read_body(scope, receive, scope["app"].state.gateway.max_body_bytes)
+    scope["state"]["body_bytes"] = len(body)
+    given = False
+
+    async def replay() -> Message:
+        nonlocal given
+        if given:
+            return await receive()
+        given = True
+        return {"type": "http.request", "body": bytes(body), "more_body": False}
+
+    return replay
+
+
+def host_of(host: str) -> str:
+    """The name in a `Host` header; empty when it is malformed."""
+    named = _HOST.fullmatch(host)
+    return named["name"].strip("[]") if named is not None else ""
+
+
+def is_loopback(host: str) -> bool:
+    if host.lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    # Behind `::`, a client of IPv4 has such an address.
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+
+
+def is_local_origin(origin: str | None) -> bool:
+    """Whether no web page of another machine sent the request, going by its header `Origin`."""
+    if origin is None:
+        return True
+    try:
+        return is_loopback(urlsplit(origin).hostname or "")
+    except ValueError:
+        return False

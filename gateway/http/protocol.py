@@ -1,0 +1,207 @@
+"""uvicorn's HTTP/1.1 protocol with bounds on connections, on what comes before the body, and on clients that take no answer.
+
+uvicorn has no such bounds with httptools.  It also loses the body of a request that offers to change the protocol, as Java's
+HTTP client does by default (`Upgrade: h2c`).  A server may ignore such an offer, and this one does.  Errors have the usual JSON
+format, and end the connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import resource
+import sys
+from http import HTTPStatus
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.http.errors import (
+    ApiError,
+    BadRequest,
+    HeadersTooLarge,
+    MethodNotAllowed,
+    RequestTimeout,
+    TooManyConnections,
+    UriTooLong,
+)
+
+MAX_URL_BYTES = 8192
+MAX_HEADERS = 100
+MAX_HEADER_BYTES = 65536
+"""Names and values of all headers together.  Other servers allow 8 to 64 KiB, cookies and trace headers included."""
+HEAD_TIMEOUT_S = 20.0
+"""Seconds from the first byte of a request to the end of its headers."""
+WRITE_TIMEOUT_S = 60.0
+"""Seconds in which a client must read something of an answer that waits for it."""
+_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+MAX_CONNECTIONS = sys.maxsize if _OPEN_FILES == resource.RLIM_INFINITY else _OPEN_FILES * 3 // 4
+"""Most connections of this process.  Each is an open file; verifiers, logs and the gateway's own files need the rest."""
+LINGER_S = 1.0
+"""Seconds in which the client of one connection too many may read the refusal."""
+
+
+class _Refused(Exception):
+    """Ends the parsing; raised in a callback of httptools."""
+
+
+class BoundedProtocol(HttpToolsProtocol):
+    """One connection.  When a callback raises, httptools raises an error of its own, and uvicorn calls `send_400_response`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._in_head = False
+        self._pending = 0
+        self._refusal: ApiError | None = None
+        self._data = b""
+        self._late: asyncio.TimerHandle | None = None
+        self._reading: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) <= MAX_CONNECTIONS:
+            self._wait_for_head(self.timeout_keep_alive)
+            return
+        # Its request is not read.  Were the connection closed at once, the kernel would reset it before the answer is read.
+        transport.pause_reading()
+        self._answer(TooManyConnections())
+        self._late = self.loop.call_later(LINGER_S, transport.close)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_waiting()
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(None)
+
+    def resume_writing(self) -> None:
+        self._stop_watching()
+        super().resume_writing()
+
+    def data_received(self, data: bytes) -> None:
+        idle = not self._in_head
+        self._data = data
+        self._pending += len(data)
+        super().data_received(data)
+        self._data = b""
+        if self.parser is None or self.transport.is_closing():
+            return
+        # httptools calls `on_header` only for complete headers, so incomplete ones are counted here; trailers too.
+        if self._pending > MAX_URL_BYTES + MAX_HEADER_BYTES:
+            self._refuse(HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes."))
+            return
+        if self._answering:
+            return
+        if self._in_head and idle:
+            self._stop_waiting()
+        self._wait_for_head(HEAD_TIMEOUT_S)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head = True
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        if len(self.url) > MAX_URL_BYTES:
+            self._refusal = UriTooLong(f"The request's URL is larger than {MAX_URL_BYTES} bytes.")
+            raise _Refused
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._refusal = HeadersTooLarge(f"The request has more than {MAX_HEADERS} headers.")
+            raise _Refused
+
+    def on_headers_complete(self) -> None:
+        self._in_head, self._pending = False, 0
+        self._stop_waiting()
+        if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
+            self._refusal = HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
+            raise _Refused
+        super().on_headers_complete()
+        # Trailers are counted, but are no headers of the request.
+        self.headers = self.headers.copy()
+
+    def on_body(self, body: bytes) -> None:
+        self._pending = 0
+        super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(self._refusal or BadRequest(msg, code="invalid_http"))
+
+    def _should_upgrade(self) -> bool:
+        # True makes uvicorn call `handle_websocket_upgrade` where the parser has stopped.
+        return True
+
+    def handle_websocket_upgrade(self) -> None:
+        """Parses the request again without its `Upgrade` header; otherwise httptools would drop its body."""
+        data, stopped = self._data, sys.exception()
+        while isinstance(stopped, httptools.HttpParserUpgrade):
+            method = self.parser.get_method()
+            if method == b"CONNECT":
+                self._refuse(MethodNotAllowed("This method is not allowed here."))
+                return
+            head = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
+            head += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+            data = b"\r\n".join([*head, b"", data[stopped.args[0] :]])
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            stopped = None
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as again:
+                stopped = again
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+
+    @property
+    def _answering(self) -> bool:
+        """Whether a request of this connection is being served.  Meanwhile no timer waits for the next request."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait_for_head(self, seconds: float) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(seconds, self._too_late)
+
+    def _stop_waiting(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def _too_late(self) -> None:
+        self._late = None
+        if self.transport.is_closing() or self._answering:
+            return
+        if self._in_head:
+            self._refuse(RequestTimeout("The request's headers took too long to arrive."))
+        else:
+            self.transport.close()
+
+    def _watch_reader(self, before: int | None) -> None:
+        """Ends the connection when nothing was taken since there were `before` bytes to send; else looks again."""
+        left = self.transport.get_write_buffer_size()
+        if before is not None and left >= before:
+            self.transport.abort()
+        else:
+            self._reading = self.loop.call_later(WRITE_TIMEOUT_S, self._watch_reader, left)
+
+    def _stop_watching(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _refuse(self, error: ApiError) -> None:
+        # An answer that has begun is cut off: a second one would be taken for a part of it.
+        if not (self._answering and (self.pipeline or self.cycle.response_started)):
+            self._answer(error)
+        self.transport.close()
+
+    def _answer(self, error: ApiError) -> None:
+        body = json.dumps(error.body()).encode()
+        status = HTTPStatus(error.status)
+        headers = {"content-type": "application/json", "content-length": len(body), "connection": "close", **error.headers()}
+        head = [f"HTTP/1.1 {status.value} {status.phrase}", *(f"{name}: {value}" for name, value in headers.items())]
+        self.transport.write("\r\n".join([*head, "", ""]).encode() + body)

@@ -1,0 +1,258 @@
+"""Runs a gateway: builds its parts, serves HTTP, drains and stops.
+
+One process, one event loop.  Building it imports vLLM, which takes seconds and half a gigabyte; import this module late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import uvicorn
+import uvloop
+
+from backend.config import Settings
+from backend.engine.front.client import FleetClient
+from backend.engine.front.config import build_vllm_config
+from backend.engine.front.serving import build_services
+from backend.tracing import open_tracing
+from backend.transport.sockets import Wire
+from gateway.auth.access import AccessRules
+from gateway.cli.preflight import state_folder
+from gateway.fleet.core import FleetCore
+from gateway.fleet.directory import Directory
+from gateway.http.app import build_app
+from gateway.http.errors import ApiError, ShuttingDown
+from gateway.http.protocol import BoundedProtocol
+from gateway.http.spans import TracedMetrics
+from gateway.metrics.fleet import FleetCollector, GatewayCollector
+from gateway.metrics.gateway import GatewayMetrics
+from gateway.peers import Peers
+from gateway.reload import Reloader, reload_all
+from gateway.state import Gateway
+from gateway.storage.batches.serving import Batches
+from gateway.storage.responses.serving import Responses
+from gateway.storage.responses.store import Store
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 120
+"""Seconds that an idle connection is kept: longer than clients keep it (Python's: 5 s, Go's: 90 s), so that clients close
+first.  If the server closed first, a request that is just being sent would fail."""
+DRAIN_LOOK_S = 0.05
+"""Seconds between two checks for open requests during a drain."""
+CANCEL_GRACE_S = 5.0
+"""Seconds in which streams can send their last error event after the drain time is over."""
+
+
+def build_gateway(
+    settings: Settings, directory: Directory, model_dir: str, *, model_name: str | None = None, wire: Wire | None = None
+) -> Gateway:
+    """The gateway's parts, not connected to anything yet.
+
+    `model_dir` has the target model's tokenizer and configuration; `model_name` is the user's name for the model.  Raises
+    `ValueError` or `OSError` when vLLM cannot read tokenizer or configuration.
+    """
+    tracing = open_tracing(settings.tracing, "gateway", f"gateway-{os.getpid()}")
+    metrics = GatewayMetrics() if tracing is None else TracedMetrics(tracing)
+    vllm_config = build_vllm_config(settings, model_dir)
+    core = FleetCore(directory, wire or Wire(), metrics, settings)
+    client = FleetClient(vllm_config, core, settings.gateway.max_prompt_logprobs)
+    served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
+    services = build_services(client, settings, served_names, ApiError)
+    metrics.fleet.register(FleetCollector(core, served_names[0]))
+    max_loras = vllm_config.lora_config.max_loras if vllm_config.lora_config else None
+    metrics.own.register(GatewayCollector(core, metrics, served_names[0], max_loras))
+    folder = state_folder(settings)
+    store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.responses_bytes)
+    responses = Responses(store, vllm_config.model_config.max_model_len)
+    doors = AccessRules.of(settings, core.gateway_id, folder)
+    batches = Batches(folder, settings, served_names[0])
+    return Gateway(settings, client, services, metrics, responses, doors, batches, tracing)
+
+
+class GatewayServer:
+    """A gateway behind a listening socket.
+
+    `read_settings` reads the settings again for a reload; `peers` are the other processes on the port.
+
+    `on_listening(url)` is called when HTTP is served (`/livez` answers).  `on_ready(url)` is called once, when the first
+    verifier is ready too (`/readyz` answers 200).  Call `run()` in a process's main thread, or await `serve()` in an event loop
+    of your own and end it with `stop()`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        directory: Directory,
+        model_dir: str,
+        *,
+        model_name: str | None = None,
+        wire: Wire | None = None,
+        on_listening: Callable[[str], None] | None = None,
+        on_ready: Callable[[str], None] | None = None,
+        read_settings: Callable[[], Settings] | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        self.gateway = build_gateway(settings, directory, model_dir, model_name=model_name, wire=wire)
+        if read_settings is not None:
+            self.gateway.reloader = Reloader(self.gateway, read_settings)
+        self.gateway.peers = self._peers = peers
+        if peers is not None:
+            self.gateway.responses.cancel_elsewhere = peers.cancel
+        self.url = ""
+        self._settings = settings.gateway
+        self._on_listening = on_listening
+        self._on_ready = on_ready
+        self._stopping = asyncio.Event()
+        self._freezes = False
+        """Whether the server owns the process, and may exclude imported objects from garbage collection."""
+        config = uvicorn.Config(
+            build_app(self.gateway),
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            # A pipelined request would have the context of the one before it.
+            reset_contextvars=True,
+            server_header=False,
+            # Otherwise uvicorn reads FORWARDED_ALLOW_IPS, and with `*` there every client could pass as local.
+            forwarded_allow_ips=["127.0.0.1", "::1"],
+            http=BoundedProtocol,
+            ws="none",
+            ssl_certfile=self._settings.tls_cert,
+            ssl_keyfile=self._settings.tls_key,
+            uds=self._settings.uds,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(CANCEL_GRACE_S) + 1,
+        )
+        self._server = _Server(config)
+
+    def run(self) -> None:
+        """Serves until SIGINT or SIGTERM and lets open requests finish; a second signal ends them at once."""
+        self._freezes = True
+        try:
+            uvloop.run(self._run())
+        finally:
+            # Some libraries warn at the end of the process about objects that were never collected.
+            gc.unfreeze()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        for each in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(each, self.stop)
+        loop.add_signal_handler(signal.SIGHUP, self.reload)
+        try:
+            await self.serve()
+        finally:
+            for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                loop.remove_signal_handler(each)
+
+    def stop(self) -> None:
+        """Takes no new requests, and gives open requests `drain_s` seconds to finish.  A second call ends them at once."""
+        if self._stopping.is_set():
+            self.gateway.client.core.fail_all(ShuttingDown)
+        self._stopping.set()
+        # From now on new requests are refused, and /readyz answers 503.
+        self.gateway.client.core.draining = True
+        if self._peers is not None:
+            self._peers.stop()
+
+    def reload(self) -> None:
+        """Reads keys, limits and routing again.  The result is logged."""
+        if self.gateway.reloader is not None:
+            task = asyncio.ensure_future(reload_all(self.gateway))
+            # Fetches the exception, which has been logged, so that asyncio does not report it too.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+
+    async def serve(self) -> None:
+        """Serves until `stop()`.  Raises `OSError` when the address cannot be bound."""
+        watchers = [asyncio.create_task(self._announce()), asyncio.create_task(self._drain())]
+        try:
+            if self._settings.uds:
+                self.url = f"unix:{self._settings.uds}"
+                await self._server.serve()
+            else:
+                peers = self._peers
+                asked = self._settings.port if peers is None or peers.port is None else peers.port
+                listener = _listen(self._settings.host, asked, shared=peers is not None)
+                host, port = listener.getsockname()[:2]
+                scheme = "https" if self._settings.tls_cert else "http"
+                self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+                if peers is not None:
+                    peers.start(self.gateway, port)
+                with contextlib.closing(listener):
+                    await self._server.serve(sockets=[listener])
+        finally:
+            if self._peers is not None:
+                await self._peers.close(self._settings.drain_s + 2 * CANCEL_GRACE_S)
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def _announce(self) -> None:
+        await self._server.listening.wait()
+        if self._freezes:
+            # Imported objects stay.  A garbage collection over them would hold every request for a quarter of a second.
+            gc.collect()
+            gc.freeze()
+        logger.info("listening on %s", self.url)
+        if self._on_listening is not None:
+            self._on_listening(self.url)
+        await self.gateway.client.core.first_ready.wait()
+        if self._peers is not None:
+            await self._peers.wait_ready()
+        if self._on_ready is not None:
+            self._on_ready(self.url)
+            self.gateway.client.grammars.warm_up()
+
+    async def _drain(self) -> None:
+        await self._stopping.wait()
+        core, deadline = self.gateway.client.core, time.monotonic() + self._settings.drain_s
+        while (core.sequences or self.gateway.metrics.in_flight) and time.monotonic() < deadline:
+            await asyncio.sleep(DRAIN_LOOK_S)
+        core.fail_all(ShuttingDown)
+        self._server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handling, which would raise the signal again after the drain and so skip our clean-up."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        if self.started:
+            self.listening.set()
+
+
+def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only on sockets that name their protocol.  Without TCP_NODELAY every token waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            # Each process has an accept queue of its own, and Linux spreads connections over them by a hash.  With one common
+            # queue, the process that wakes first would get most connections.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

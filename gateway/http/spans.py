@@ -1,0 +1,115 @@
+"""The gateway's spans: one per HTTP request, one per sequence.  Runs in the event loop, only if tracing is on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Set
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from backend.tracing import Span, Tracing
+from gateway.fleet.sequences import Cut, InFlight
+from gateway.metrics.gateway import GatewayMetrics
+
+
+class RequestSpans:
+    """Outermost middleware: a server span per request, except for probes, scrapes and pages.
+
+    The span continues the client's trace and replaces the header `traceparent` by its own.  So later spans lie below it: vLLM's
+    serving classes take the context of an engine request from the headers.
+    """
+
+    def __init__(self, app: ASGIApp, tracing: Tracing, skipped: Set[str]) -> None:
+        self._app = app
+        self._tracing = tracing
+        self._skipped = skipped
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._skipped:
+            await self._app(scope, receive, send)
+            return
+        headers = MutableHeaders(scope=scope)
+        given = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        span = self._tracing.start(scope["method"], given, "server")
+        for name in given:
+            del headers[name]
+        if span is None:
+            # This trace is not recorded.  Without the headers, no other process begins a trace of its own.
+            await self._app(scope, receive, send)
+            return
+        for name, value in span.headers.items():
+            headers[name] = value
+        status, request_id = 0, ""
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status, request_id
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                request_id = MutableHeaders(raw=message["headers"]).get("x-request-id", "")
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        finally:
+            _finish(span, scope, status or 499, request_id)
+
+
+def _finish(span: Span, scope: Scope, status: int, request_id: str) -> None:
+    route = getattr(scope.get("route"), "path", "unmatched")
+    span.rename(f"{scope['method']} {route}")
+    span.set({"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status})
+    if request_id:
+        span.set({"outrider.request_id": request_id})
+    span.end(failed=str(status) if status >= 500 else "")
+
+
+class TracedMetrics(GatewayMetrics):
+    """Metrics, and a span per sequence, from arrival to end."""
+
+    def __init__(self, tracing: Tracing) -> None:
+        super().__init__()
+        self._tracing = tracing
+        self._spans: dict[str, Span] = {}
+
+    def on_tokens(self, sequence: InFlight, now: float) -> None:
+        super().on_tokens(sequence, now)
+        if sequence.first_token is None and (span := self._span(sequence)) is not None:
+            span.event("first token", _where(sequence))
+
+    def on_moved(self, sequence: InFlight, cut: Cut) -> None:
+        super().on_moved(sequence, cut)
+        if (span := self._span(sequence)) is not None:
+            span.event(cut.kind, {**_where(sequence), "outrider.cause": cut.cause, "outrider.tokens": len(sequence.emitted)})
+
+    def on_finished(self, sequence: InFlight, reason: str) -> None:
+        super().on_finished(sequence, reason)
+        span = self._span(sequence)
+        if span is None:
+            return
+        del self._spans[sequence.request.request_id]
+        span.set(
+            {
+                **_where(sequence),
+                "gen_ai.usage.prompt_tokens": len(sequence.request.prompt_token_ids or ()),
+                "gen_ai.usage.completion_tokens": sequence.said,
+                "outrider.finish_reason": reason,
+                "outrider.places": sequence.places,
+            }
+        )
+        span.end(failed=reason if reason in ("lost", "poisoned", "error") else "")
+
+    def _span(self, sequence: InFlight) -> Span | None:
+        """The sequence's span, made at the first event but begun at the arrival; None: the trace is not recorded."""
+        request = sequence.request
+        span = self._spans.get(request.request_id)
+        if span is None and request.trace_headers:
+            start_ns = time.time_ns() - round((time.monotonic() - sequence.arrived) * 1e9)
+            span = self._tracing.start("sequence", request.trace_headers, start_ns=start_ns)
+            if span is not None:
+                self._spans[request.request_id] = span
+        return span
+
+
+def _where(sequence: InFlight) -> dict[str, str]:
+    return {"outrider.verifier": sequence.link.member.id} if sequence.link is not None else {}

@@ -1,0 +1,284 @@
+"""Server-sent events: carries a stream's events from their source to the client's connection.
+
+A `Dialect` defines how an API writes errors and ends its streams.  Comments between events keep idle connections open.  The
+response is held back until the first event, so that a request that cannot be served gets its HTTP status.  If the first event
+takes longer than the keep-alive interval, the stream begins with a comment instead.
+
+A source puts events into a buffer and never waits.  The connection's task takes all buffered events and writes them at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from gateway.http.errors import ApiError, from_vllm, translate
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n"
+"""A comment.  A blank line would end an event without data, at which some clients (openai-go) end the stream."""
+KEEP_ALIVE_S = 15.0
+"""Seconds of silence after which a stream gets a comment.  Proxies close connections that look dead."""
+HEADERS = {"cache-control": "no-store", "connection": "keep-alive", "x-accel-buffering": "no"}
+_ERROR_PREFIX = 'data: {"error"'
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """An API's stream format.  `failed` makes the events of an error; a last event begins or ends with one of `ends`."""
+
+    failed: Callable[[ApiError], bytes]
+    ends: tuple[bytes, ...]
+    waiting: bytes = KEEP_ALIVE
+    """What keeps the connection open before the first event."""
+    silent: bytes = KEEP_ALIVE
+    """What keeps it open between events: itself an event where clients count only events."""
+
+
+CHAT = Dialect(lambda error: event(error.body()) + DONE, (DONE,))
+"""Chat completions and completions: events are `data: {json}`, the last is `data: [DONE]`."""
+
+
+def event(body: object, name: str | None = None) -> bytes:
+    """One event with `body` as JSON."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
+
+
+PING = event({"type": "ping"}, "ping")
+MESSAGES = Dialect(lambda error: event(error.anthropic_body(), "error"), (b"event: message_stop", b"event: error"), PING, PING)
+"""Anthropic's messages: every event has a name."""
+
+
+class ClientGone(Exception):
+    """The client closed its connection before there was anything to send."""
+
+
+async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
+    """Awaits `work`; cancels it and raises `ClientGone` when the client leaves first.  The body must have been read."""
+    # In a task of its own: vLLM turns a cancellation into an answer, so a cancellation of this coroutine would be lost.
+    task = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        leaving.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
+async def _disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Events:
+    """The buffer of one stream: its source puts events in, the connection's task takes them out."""
+
+    def __init__(self, dialect: Dialect = CHAT) -> None:
+        self._dialect = dialect
+        self.ended = False
+        self.error: ApiError | None = None
+        self.last = b""
+        self._loop = asyncio.get_running_loop()
+        self._parts: list[bytes] = []
+        self._waiting: asyncio.Future[None] | None = None
+        self._taken_at = self._loop.time()
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._silent)
+
+    def put(self, events: bytes) -> None:
+        """Adds one or more whole events; ignored after the end."""
+        if not self.ended:
+            self._parts.append(events)
+            self.last = events
+            self.wake()
+
+    def end(self, error: Exception | None = None) -> None:
+        """The stream is complete, or has failed with `error`.  Only the first call counts."""
+        if self.ended:
+            return
+        self.ended = True
+        if error is not None:
+            self.error = translate(error)
+            if self.error.status == 500:
+                logger.error("a stream failed: %s", type(error).__name__)
+        self.wake()
+
+    def wake(self) -> None:
+        """Makes a pending `more` return."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    @property
+    def empty(self) -> bool:
+        return not self._parts
+
+    def take(self) -> bytes:
+        """Takes out all buffered events."""
+        self._taken_at = self._loop.time()
+        parts = self._parts
+        if len(parts) == 1:
+            return parts.pop()
+        events = b"".join(parts)
+        parts.clear()
+        return events
+
+    async def more(self) -> None:
+        """Waits for an event, the end, or a `wake`."""
+        self._waiting = self._loop.create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
+
+    def close(self) -> None:
+        """Stops the timer for keep-alive comments."""
+        self._timer.cancel()
+
+    def _silent(self) -> None:
+        """Keeps the connection open if nothing was taken for a whole interval, and sets the timer for the next check."""
+        due = self._taken_at + KEEP_ALIVE_S
+        if due <= self._loop.time():
+            # If events wait, the client does not read, and a comment would not help.
+            if not self._parts and not self.ended:
+                self._parts.append(self._dialect.silent if self.last else self._dialect.waiting)
+                self.wake()
+            due = self._loop.time() + KEEP_ALIVE_S
+        self._timer = self._loop.call_at(due, self._silent)
+
+
+class Source(Protocol):
+    """A maker of events."""
+
+    async def start(self, events: Events) -> None:
+        """Begins to put events; raises if it cannot.  Runs in a task of its own, which is cancelled before `close`."""
+        ...
+
+    async def close(self) -> None:
+        """Ends the source's work, which is not needed any more."""
+        ...
+
+
+class Generated:
+    """Events from strings that vLLM's serving classes yield."""
+
+    def __init__(self, chunks: AsyncGenerator[str, None]) -> None:
+        self._chunks = chunks
+
+    async def start(self, events: Events) -> None:
+        """Puts all events, and returns at the end."""
+        async for chunk in self._chunks:
+            if chunk.startswith(_ERROR_PREFIX):
+                raise from_vllm(json.loads(chunk.removeprefix("data: "))["error"])
+            events.put(chunk.encode())
+        events.end()
+
+    async def close(self) -> None:
+        await self._chunks.aclose()
+
+
+async def stream_response(request: Request, source: Source, dialect: Dialect, on_disconnect: Callable[[], None]) -> EventStream:
+    """The streaming response for a source's events.  Before the first event, raises `ApiError` or `ClientGone`.
+
+    `on_disconnect` is called when the client leaves later, but before the last event.
+    """
+    events = Events(dialect)
+    leaving = asyncio.ensure_future(_disconnect(request))
+    leaving.add_done_callback(lambda _: events.wake())
+    stream = EventStream(source, events, dialect, leaving, on_disconnect)
+    try:
+        while events.empty and not events.ended:
+            if leaving.done():
+                raise ClientGone
+            await events.more()
+        if events.empty and events.error is not None:
+            raise events.error
+    except BaseException as error:
+        await stream.close()
+        if isinstance(error, ClientGone) or not isinstance(error, Exception):
+            raise
+        raise translate(error) from None
+    return stream
+
+
+class EventStream(Response):
+    """Writes all buffered events at once, in one piece."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        source: Source,
+        events: Events,
+        dialect: Dialect,
+        leaving: asyncio.Future[None],
+        on_disconnect: Callable[[], None],
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(HEADERS)
+        self._source = source
+        self._events = events
+        self._dialect = dialect
+        self._leaving = leaving
+        self._on_disconnect = on_disconnect
+        # A task, because a request may wait for room: meanwhile comments are written, and its client may leave.
+        self._starting = asyncio.create_task(self._start())
+
+    async def _start(self) -> None:
+        try:
+            await self._source.start(self._events)
+        except Exception as error:
+            self._events.end(error)
+
+    async def close(self) -> None:
+        self._events.close()
+        self._leaving.cancel()
+        if not self._starting.done():
+            self._starting.cancel()
+            await asyncio.gather(self._starting, return_exceptions=True)
+        await self._source.close()
+
+    def _said_all(self) -> bool:
+        """Whether the last event has been taken."""
+        last, ends = self._events.last, self._dialect.ends
+        return self._events.empty and (last.startswith(ends) or last.endswith(ends))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        events, leaving = self._events, self._leaving
+        complete = False
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while not events.ended and not leaving.done():
+                if events.empty:
+                    await events.more()
+                    continue
+                await send({"type": "http.response.body", "body": events.take(), "more_body": True})
+                # Whoever has read the last event may go before the source has cleared up.
+                complete = self._said_all() and not leaving.done()
+            if not leaving.done():
+                rest = events.take()
+                if events.error is not None:
+                    rest += self._dialect.failed(events.error)
+                await send({"type": "http.response.body", "body": rest, "more_body": False})
+                # `send` waits for a client that reads nothing, and returns when that one is gone.
+                complete = not leaving.done()
+            if not complete:
+                self._on_disconnect()
+        finally:
+            await self.close()

@@ -1,1 +1,0 @@
-"""API keys: who calls, what each key may use, and how much."""

@@ -1,0 +1,283 @@
+"""The fleet's reports as Prometheus metrics and as the `/fleet` document.
+
+Reads `FleetCore` at scrape time.  Owns only the last counters of each verifier, so that totals survive a verifier's restart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any, get_args
+
+import msgspec
+from prometheus_client import Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from backend.fleet import (
+    DraftCounters,
+    DrafterStats,
+    FleetSnapshot,
+    MemberKind,
+    MemberState,
+    MemberView,
+    OperationKind,
+    OperationState,
+    Verified,
+    VerifierStats,
+)
+from gateway.fleet.core import FleetCore
+from gateway.fleet.sequences import InFlight
+from gateway.metrics.gateway import DEFINITIONS, GatewayMetrics, kind_of
+
+MODEL = "model_name"
+"""The label of vLLM's names."""
+UNKNOWN = FleetSnapshot(0, [], [], {})
+"""Before the directory's first answer."""
+
+
+def acceptance_length(counters: DraftCounters | Verified) -> float | None:
+    """1 + accepted / drafts; None before the first draft."""
+    return 1 + counters.accepted_tokens / counters.drafts if counters.drafts else None
+
+
+Sums = Counter[tuple[str, ...]]
+"""By a metric's name and its labels."""
+
+
+class FleetTotals:
+    """Counters summed over verifiers.  They include earlier incarnations, so that they never decrease."""
+
+    def __init__(self) -> None:
+        self._gone: Sums = Counter()
+        self._last: dict[str, VerifierStats] = {}
+
+    def update(self, stats: VerifierStats) -> None:
+        """Takes in a verifier's latest counters; a new `started_at` means a new incarnation."""
+        last = self._last.get(stats.verifier_id)
+        if last is not None and last.started_at != stats.started_at:
+            self._gone.update(_sums(last))
+        self._last[stats.verifier_id] = stats
+
+    def sums(self) -> Sums:
+        """Of every metric that is summed; 0 where nothing was reported and there is no label."""
+        total: Sums = Counter({(name,): 0 for name in _summed() if not {*DEFINITIONS[name].labels} - {MODEL}})
+        for each in (self._gone, *map(_sums, self._last.values())):
+            total.update(each)
+        return total
+
+
+def _summed() -> dict[str, str]:
+    """The metrics that are summed over the fleet: their fields by their names."""
+    return {
+        name: each.field for name, each in DEFINITIONS.items() if each.field and not {*each.labels} & {"verifier", "drafter"}
+    }
+
+
+def _sums(stats: VerifierStats) -> Sums:
+    total: Sums = Counter()
+    for name, field in _summed().items():
+        for report in [stats] if hasattr(stats, field.partition(".")[0]) else stats.drafters.values():
+            for label, value in _values(report, field):
+                total[name, *label] += value  # type: ignore[assignment]
+    return total
+
+
+class FleetCollector(Collector):
+    """Turns the fleet's reports into metric families at every scrape."""
+
+    def __init__(self, core: FleetCore, model: str) -> None:
+        self._core, self._model = core, model
+        self._totals = FleetTotals()
+        # At scrapes alone, what a verifier did between the last one and its restart would be lost.
+        core.on_counters = self._totals.update
+
+    def collect(self) -> Iterator[Metric]:
+        stats, snapshot = self._core.stats(), self._core.snapshot or UNKNOWN
+        for each in stats:
+            self._totals.update(each)
+        views = snapshot.members
+        members = Counter((view.member.kind, view.member.state) for view in views)
+        yield _family("outrider_fleet_members", _all_of(members, MemberKind, MemberState))
+        known = Counter((each.kind, each.state) for each in snapshot.operations)
+        yield _family("outrider_operations", _all_of(known, OperationKind, OperationState))
+        yield _family("outrider_verifier_info", _info(views, stats))
+        reports = [(view.member.id, view.verifier or view.drafter) for view in views]
+        refused = [([member], report.connections_refused) for member, report in reports if report is not None]
+        yield _family("outrider_connections_refused_total", refused)
+        drafters = [view.drafter for view in views if view.drafter is not None]
+        yield from _reported(("drafter",), [([each.drafter_id], each) for each in drafters])
+        yield _family("outrider_learning_acceptance_length", _learned(drafters))
+        yield from _reported(("verifier",), [([each.verifier_id], each) for each in stats])
+        yield _family("outrider_drafters_down", [([each.verifier_id], len(each.drafters_down)) for each in stats])
+        pairs = [([each.verifier_id, drafter], counters) for each in stats for drafter, counters in each.drafters.items()]
+        yield from _reported(("verifier", "drafter"), pairs)
+        lengths = [(labels, length) for labels, counters in pairs if (length := acceptance_length(counters)) is not None]
+        yield _family("outrider_acceptance_length", lengths)
+        yield _family("vllm:num_requests_running", [([self._model], sum(each.running for each in stats))])
+        yield _family("vllm:num_requests_waiting", [([self._model], sum(each.waiting for each in stats))])
+        usage = sum(each.kv_usage for each in stats) / max(1, len(stats))
+        yield _family("vllm:kv_cache_usage_perc", [([self._model], usage)])
+        sums = self._totals.sums()
+        for summed in _summed():
+            of = [self._model] * (MODEL in DEFINITIONS[summed].labels)
+            yield _family(summed, [([*of, *labels], value) for (name, *labels), value in sums.items() if name == summed])
+        answering = [each.welcome for each in self._core.ready_links if each.welcome is not None]
+        caches = [(each.verifier_id, str(each.block_size), str(each.num_kv_blocks)) for each in answering]
+        yield _family("vllm:cache_config_info", [([self._model, *each], 1) for each in caches])
+
+
+class GatewayCollector(Collector):
+    """Metrics of this gateway's connections, queue and batches, and its own under vLLM's names.
+
+    `max_loras`: adapters that one step may have; None: there are no adapters.
+    """
+
+    def __init__(self, core: FleetCore, metrics: GatewayMetrics, model: str, max_loras: int | None = None) -> None:
+        self._core, self._metrics, self._model, self._max_loras = core, metrics, model, max_loras
+
+    def collect(self) -> Iterator[Metric]:
+        gate, sequences = self._core.gate, self._core.sequences
+        yield _family("outrider_verifiers_connected", [([], len(self._core.ready_links))])
+        yield _family("outrider_queue_sequences", [([], gate.sequences)])
+        yield _family("outrider_queue_tokens", [([], gate.tokens)])
+        yield _family("outrider_shed_total", [([], gate.shed)])
+        yield _family("outrider_batch_sequences", [(["running"], sequences.batched), (["held"], sequences.held)])
+        yield _family("outrider_sequences_without_verifier", [([], len(sequences.waiting()))])
+        for name, histogram in self._metrics.under_vllms_names.items():
+            yield _renamed(histogram, name, self._model)
+        if self._max_loras is not None:
+            labels = [str(self._max_loras), _adapters(sequences, placed=False), _adapters(sequences, placed=True)]
+            yield _family("vllm:lora_requests_info", [(labels, time.time())])
+
+
+Samples = Iterable[tuple[list[str], float]]
+"""Label values, and the value."""
+
+
+def _family(name: str, samples: Samples) -> Metric:
+    definition = DEFINITIONS[name]
+    kind = CounterMetricFamily if kind_of(name) == "counter" else GaugeMetricFamily
+    family = kind(name.removesuffix("_total"), definition.help, labels=definition.labels)
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family
+
+
+def _renamed(histogram: Histogram, name: str, model: str) -> Metric:
+    """The histogram under another name, with the label `model_name`."""
+    renamed = Metric(name, DEFINITIONS[name].help, "histogram")
+    for family in histogram.collect():
+        for sample in family.samples:
+            renamed.add_sample(name + sample.name.removeprefix(family.name), {MODEL: model, **sample.labels}, sample.value)
+    return renamed
+
+
+def _adapters(sequences: Iterable[InFlight], *, placed: bool) -> str:
+    """Those of sequences that have a verifier, or of the others."""
+    asked = [each.request.lora_request for each in sequences if (each.link is not None) == placed]
+    return ",".join(sorted({each.lora_name for each in asked if each is not None}))
+
+
+def _all_of(counts: Mapping[Any, int], kinds: Any, states: Any) -> Samples:
+    """All combinations, even with the value 0: alerts do not work on a series that comes and goes."""
+    return [([kind, state], counts[kind, state]) for kind, state in product(get_args(kinds), get_args(states))]
+
+
+def _info(views: list[MemberView], stats: list[VerifierStats]) -> Samples:
+    """Fixed properties of verifiers, for joins and filters in queries."""
+    modes = {each.verifier_id: each.mode for each in stats}
+    for view in views:
+        member = view.member
+        if member.kind == "verifier" and member.state != "lost":
+            mode = modes.get(member.id) or (view.verifier.mode if view.verifier else "")
+            yield [member.id, member.model, mode, member.node], 1
+
+
+def _learned(drafters: list[DrafterStats]) -> Samples:
+    for drafter_id, learning in [(each.drafter_id, each.learning) for each in drafters if each.learning is not None]:
+        for head, length in (("present", learning.present_length), ("candidate", learning.candidate_length)):
+            if length is not None:
+                yield [drafter_id, head], length
+
+
+def _reported(labels: tuple[str, ...], reports: Sequence[tuple[list[str], object]]) -> Iterator[Metric]:
+    """Every metric of `DEFINITIONS` with these labels and a field.  `reports` has label values, each with its report."""
+    for name, definition in DEFINITIONS.items():
+        if definition.field and tuple(each for each in definition.labels if each in ("verifier", "drafter")) == labels:
+            yield _family(
+                name, [([*of, *label], value) for of, report in reports for label, value in _values(report, definition.field)]
+            )
+
+
+def _values(report: Any, field: str) -> Samples:
+    """The values of a report's field, each with its further labels.  `a.b`: the field `b` of `a`, or of each item of `a`."""
+    field, _, of_each = field.partition(".")
+    found = getattr(report, field)
+    if isinstance(found, list):
+        found = {str(position): value for position, value in enumerate(found)}
+    if isinstance(found, dict):
+        yield from (([key], getattr(value, of_each) if of_each else value) for key, value in found.items())
+    elif found is not None and (value := getattr(found, of_each) if of_each else found) is not None:
+        yield [], value
+
+
+def fleet_document(core: FleetCore) -> dict[str, Any]:
+    """The JSON document of `/fleet`: the directory's last answer, with counters that verifiers have sent to this gateway."""
+    snapshot = core.snapshot or UNKNOWN
+    own = {stats.verifier_id: stats for stats in core.stats()}
+    members: dict[MemberKind, list[dict[str, Any]]] = {kind: [] for kind in get_args(MemberKind)}
+    lengths: dict[str, dict[str, float | None]] = {}
+    for view in snapshot.members:
+        member, drafter = view.member, view.drafter
+        entry: dict[str, Any] = {name: getattr(member, name) for name in ("id", "incarnation", "pid", "node", "state", "model")}
+        entry["last_report_s"] = round(view.last_report_s, 3)
+        members[member.kind].append(entry)
+        if member.kind == "verifier":
+            link = core.links.get(member.id)
+            stats = own.get(member.id) or view.verifier
+            entry["connected"] = link is not None and link.state == "ready"
+            entry.update(_verifier_load(stats))
+            lengths[member.id] = _lengths(stats.drafters if stats else {})
+        elif member.kind == "drafter":
+            entry["verifiers"] = drafter.verifiers if drafter else []
+            entry["sequences"] = drafter.sequences if drafter else 0
+            entry["cache_usage"] = drafter.cache_usage if drafter else 0.0
+            if drafter is not None:
+                entry |= {"busy_s": drafter.busy_s, "draft_tokens": drafter.draft_tokens}
+            if drafter is not None and drafter.learning is not None:
+                entry["learning"] = msgspec.to_builtins(drafter.learning)
+    return {
+        "version": snapshot.version,
+        "queued": core.gate.sequences,
+        **{f"{kind}s": entries for kind, entries in members.items()},
+        "assignments": [
+            {"verifier": each.verifier_id, "drafter": each.drafter_id, "generation": each.generation}
+            for each in snapshot.assignments
+        ],
+        "counters": dict(snapshot.counters),
+        "acceptance_length": lengths,
+    }
+
+
+def _verifier_load(stats: VerifierStats | None) -> dict[str, Any]:
+    if stats is None:
+        return {"mode": None}
+    shown = ("mode", "running", "waiting", "tokens_in_flight", "kv_usage", "steps", "tokens", "preemptions")
+    plan = ("plan_k", "plan_outcomes", "plan_changes")
+    load = {name: getattr(stats, name) for name in (*shown, "busy_s", "idle_s", "drafters_down", *plan)}
+    load["drafters"] = {drafter: _drafted(counters) for drafter, counters in stats.drafters.items()}
+    by_version = {drafter: _lengths(counters.by_version) for drafter, counters in stats.drafters.items()}
+    return {**load, "weight_version": stats.weights.version, "acceptance_length_by_version": by_version}
+
+
+def _drafted(counters: DraftCounters) -> dict[str, Any]:
+    shown = ("drafts", "accepted_tokens", "rounds", "round_trip_s")
+    return {**{name: getattr(counters, name) for name in shown}, "dropped": sum(counters.dropped.values())}
+
+
+def _lengths(counted: Mapping[str, DraftCounters] | Mapping[str, Verified]) -> dict[str, float | None]:
+    return {name: acceptance_length(counters) for name, counters in counted.items()}

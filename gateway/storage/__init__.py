@@ -1,0 +1,1 @@
+"""What outlives a request: responses, conversations, files and batches, in SQLite files."""

@@ -1,0 +1,82 @@
+"""Makes the request of a batch's line to the application, in process, with the rights of the batch's owner.
+
+The request reaches the routes as any other request, but passes no middleware.  `gateway.auth.access` takes the caller that it
+has here.  So it needs no key and does not count as a request in flight.  `pace.py` decides how many lines are carried out at a
+time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import msgspec
+from fastapi import FastAPI
+from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
+
+from gateway.admission.claim import Claim
+from gateway.auth.access import AccessRules
+from gateway.auth.caller import Caller, Priority
+from gateway.http.errors import ApiError, translate
+from gateway.storage.batches.objects import Answer, Line, new_id
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+"""OpenAI's endpoints for batches whose answers are JSON; offered if the application has such a route."""
+RETRIED = frozenset({429, 503})
+"""Statuses after which a line is tried again, because the fleet cannot serve it now; not if a header forbids it."""
+
+
+class Calls:
+    """Calls the routes of one application."""
+
+    def __init__(self, app: FastAPI, doors: AccessRules) -> None:
+        self._app = app
+        self._inner = AsyncExitStackMiddleware(app.router)
+        self._doors = doors
+        posts = {getattr(route, "path", "") for route in app.routes if "POST" in (getattr(route, "methods", None) or ())}
+        self.endpoints = tuple(each for each in ENDPOINTS if each in posts)
+
+    async def answer(self, line: Line, owner: str) -> Answer | None:
+        """Carries out a line.  None if it should be tried again later."""
+        request_id = new_id("")
+        try:
+            status, headers, body = await self._post(line, owner, request_id)
+        except Exception as error:
+            known = translate(error)
+            if known.status == 500 and not isinstance(error, ApiError):
+                raise
+            status, headers, body = known.status, known.headers(), json.dumps(known.body()).encode()
+        if again(status, headers):
+            return None
+        usage = msgspec.json.decode(body, type=_Used).usage if status == 200 else None
+        return Answer(line.custom_id, status, msgspec.Raw(body), request_id, usage=usage)
+
+    async def _post(self, line: Line, owner: str, request_id: str) -> tuple[int, Mapping[str, str], bytes]:
+        # The present rights of the owner's key; none if it is gone.
+        caller = self._doors.ring.of_owner(owner) or Caller("", owner, models=frozenset())
+        claim = Claim(caller, Priority.BATCH, wait_s=None, accounts=self._doors.quotas)
+        body = bytes(line.body)
+        # As `Access` and `read_body` would have made it.
+        state = {"caller": caller, "claim": claim, "body_bytes": len(body)}
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await self._inner(scope | {"app": self._app, "state": state}, receive, send)
+
+        headers = {"content-type": "application/json", "x-request-id": request_id}
+        request = httpx.Request("POST", f"http://batch{line.url}", headers=headers, content=body)
+        try:
+            answer = await httpx.ASGITransport(app).handle_async_request(request)
+            return answer.status_code, answer.headers, await answer.aread()
+        finally:
+            claim.close()
+
+
+def again(status: int, headers: Mapping[str, str]) -> bool:
+    """Whether a line with such an answer is tried again."""
+    return status in RETRIED and headers.get("x-should-retry") != "false"
+
+
+class _Used(msgspec.Struct):
+    usage: Any = None

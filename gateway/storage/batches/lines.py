@@ -1,0 +1,123 @@
+"""The lines of an input file.  All are checked before the first is carried out, then read one by one.  Runs in a thread."""
+
+from __future__ import annotations
+
+from codecs import BOM_UTF8
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gateway.storage.batches.objects import Line, LineError
+
+MAX_LINES = 50_000
+"""Most lines of a file; OpenAI's limit."""
+MAX_ERRORS = 100
+"""Most errors shown for one file.  More probably have one cause."""
+LONGEST_ID = 512
+"""Most characters of a `custom_id`."""
+ENVELOPE_BYTES = 1 << 12
+"""Most bytes of a line besides its body."""
+
+_EMPTY = LineError("empty_file", "The input file is empty. It must have at least one request.")
+_TOO_MANY = LineError("too_many_tasks", f"The input file has more than {MAX_LINES} requests.")
+_NOT_JSON = "This line is not parseable as valid JSON."
+_line = msgspec.json.Decoder(Line)
+
+
+class Checked(NamedTuple):
+    total: int
+    model: str | None
+    """The model that all requests name, if it is one."""
+    errors: list[LineError]
+
+
+def read(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
+    """Number (from 1) and text of each line that is not blank; None for a line that is too long."""
+    most = max_body_bytes + ENVELOPE_BYTES
+    with path.open("rb") as file:
+        number = 0
+        while text := file.readline(most + 1):
+            number += 1
+            if number == 1:
+                text = text.removeprefix(BOM_UTF8)
+            if len(text) <= most or text.endswith(b"\n"):
+                if text.strip():
+                    yield number, text
+                continue
+            while text and not text.endswith(b"\n"):
+                text = file.readline(1 << 20)
+            yield number, None
+
+
+def read_again(path: Path) -> Iterator[tuple[int, bytes]]:
+    """As `read`, of a file whose lines were checked.  They have no bound here: a reload may have lowered the one they had."""
+    with path.open("rb") as file:
+        if file.read(len(BOM_UTF8)) != BOM_UTF8:
+            file.seek(0)
+        yield from ((number, text) for number, text in enumerate(file, 1) if text.strip())
+
+
+def parsed(text: bytes) -> Line:
+    """Decodes a line that was checked before."""
+    return _line.decode(text)
+
+
+def check(path: Path, endpoint: str | None, max_body_bytes: int) -> Checked:
+    """Checks that every line is a request to `endpoint` with a unique id.  None: any endpoint, any number of lines."""
+    total = 0
+    errors: list[LineError] = []
+    models: set[str] = set()
+    seen: set[str] = set()
+    for number, text in read(path, max_body_bytes):
+        total += 1
+        if total > MAX_LINES and endpoint is not None:
+            return Checked(total, None, [_TOO_MANY])
+        if len(errors) == MAX_ERRORS:
+            break
+        if text is None:
+            errors.append(LineError("line_too_long", f"The request is larger than {max_body_bytes} bytes.", number))
+            continue
+        try:
+            fields = msgspec.json.decode(text)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            errors.append(LineError("invalid_json_line", _NOT_JSON, number))
+            continue
+        error = _error(fields, endpoint, seen)
+        if error is not None:
+            code, message, param = error
+            errors.append(LineError(code, message, number, param))
+            continue
+        seen.add(fields["custom_id"])
+        models.add(str(fields["body"].get("model")))
+    if not total:
+        errors.append(_EMPTY)
+    return Checked(total, models.pop() if len(models) == 1 else None, errors)
+
+
+def _error(fields: Any, endpoint: str | None, seen: set[str]) -> tuple[str, str, str | None] | None:
+    """Code, message and parameter of the first error in a line; None: the line is correct."""
+    if not isinstance(fields, dict):
+        return "invalid_json_line", "This line is not a JSON object.", None
+    for name, kind in (("custom_id", str), ("method", str), ("url", str), ("body", dict)):
+        if fields.get(name) is None:
+            return "missing_required_parameter", f"Missing required parameter: '{name}'.", name
+        if not isinstance(fields[name], kind):
+            return "invalid_type", f"'{name}' must be {'an object' if kind is dict else 'a string'}.", name
+    for name in fields.keys() - {"custom_id", "method", "url", "body"}:
+        return "unknown_parameter", f"Unknown parameter: '{name[:64]}'.", name[:64]
+    if not 0 < len(fields["custom_id"]) <= LONGEST_ID:
+        return "invalid_value", f"'custom_id' must have 1 to {LONGEST_ID} characters.", "custom_id"
+    if fields["custom_id"] in seen:
+        return "duplicate_custom_id", "Another request has this custom_id. It must be unique within a batch.", "custom_id"
+    if fields["method"] != "POST":
+        return "invalid_method", "The method must be POST.", "method"
+    if endpoint is None and not fields["url"].startswith("/v1/"):
+        return "invalid_url", "The url must begin with /v1/.", "url"
+    if endpoint not in (None, fields["url"]):
+        return "mismatched_url", "The url does not match the endpoint of the batch.", "url"
+    for name in ("stream", "background"):
+        if fields["body"].get(name):
+            return "invalid_value", f"'{name}' has no place in a batch.", f"body.{name}"
+    return None

@@ -1,0 +1,249 @@
+"""Creates responses, at once or in the background: looks up earlier items, has vLLM answer, and stores the result."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from backend.engine.front import ResponseRequest
+from backend.engine.front.deferred import Deferred
+from gateway.admission.claim import Claim
+from gateway.http import json_answers
+from gateway.http.errors import BadRequest, RateLimited, translate
+from gateway.requests.body import fitted
+from gateway.requests.fields import RESPONDING, drop_nulls
+from gateway.requests.limits import check_bounds, check_items
+from gateway.requests.tools import callable_tools, named_tools, only_allowed
+from gateway.storage.responses.events import Event, complete, failed
+from gateway.storage.responses.store import UNFINISHED, Item, Row, Store
+from gateway.storage.responses.turn import Turn, as_items
+
+logger = logging.getLogger(__name__)
+
+BACKGROUND_AT_ONCE = 16
+"""Most background responses at a time; further ones are `queued`."""
+BACKGROUND_QUEUED = 1000
+"""Most background responses in all.  One owner may have as many as there are free places, so that some stay free for others."""
+FLUSH_S = 0.2
+"""Seconds between two writes of a background response's events to the store, and between two looks of those that follow it."""
+LAST = ("response.completed", "response.incomplete", "response.failed")
+"""Events that end a response."""
+
+
+class Responses:
+    """`store` is None where nothing is kept: then there is no history and no background.  `context`: the model's, in tokens."""
+
+    def __init__(self, store: Store | None, context: int) -> None:
+        self._store = store
+        self._context = context
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._open: Counter[str] = Counter()
+        """Background responses by owner."""
+        self._turns = asyncio.Semaphore(BACKGROUND_AT_ONCE)
+        self.cancel_elsewhere: Callable[[str, str], Awaitable[None]] | None = None
+        """Has the other processes end the background response with this id and owner."""
+
+    @property
+    def store(self) -> Store:
+        """The store.  Raises `BadRequest` where there is none."""
+        if self._store is None:
+            raise BadRequest("This server keeps no responses (`gateway.state_dir` is `none`).", code="not_stored")
+        return self._store
+
+    async def start(self) -> None:
+        """Marks responses that an earlier gateway left unfinished as failed."""
+        if self._store is not None:
+            failed = await self._store.fail_interrupted()
+            if failed:
+                logger.warning("%d responses were interrupted by the end of an earlier gateway", failed)
+
+    async def close(self) -> None:
+        """Ends background responses and marks them as failed."""
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._store is not None:
+            await self._store.fail_interrupted()
+            await asyncio.to_thread(self._store.close)
+
+    async def turn(self, data: dict[str, Any], owner: str) -> Turn:
+        """The request in `data`, with all earlier items of its conversation.  Raises `ApiError`."""
+        previous, conversation = _text(data, "previous_response_id"), _conversation_id(data)
+        if previous and conversation:
+            raise BadRequest("Give `previous_response_id` or `conversation`, not both.", param="conversation")
+        for name in ("background", "store", "stream"):
+            if not isinstance(data.get(name), bool | None):
+                raise BadRequest(f"`{name}` must be true or false.", param=name)
+        background = data.get("background") is True
+        stored = data.get("store") is not False and self._store is not None
+        if background and not stored:
+            raise BadRequest("`background` needs a response that is stored.", param="background")
+        own = as_items(data.get("input"))
+        if self._store is not None or any(item.get("type") == "item_reference" for item in own):
+            own = await self.store.resolve(own, owner)
+        history: list[Item] = []
+        if previous is not None:
+            history = await self.store.history(previous, owner)
+        elif conversation is not None:
+            history = await self.store.items(conversation, owner)
+        if not history and not own:
+            raise BadRequest("`input` must not be empty.", param="input")
+        data = callable_tools(data)
+        ours = ("conversation", "input", "previous_response_id")
+        theirs = {name: value for name, value in only_allowed(data).items() if name not in ours}
+        check_bounds(theirs)
+        items = [*history, *own]
+        # What vLLM made has nulls.
+        drop_nulls(items)
+        check_items(items, self._context, history=bool(history))
+        # vLLM neither stores a response nor makes one in the background: this gateway does.
+        fixed = {"input": items, "store": False, "background": False, "stream": background or data.get("stream")}
+        asked = fitted(ResponseRequest, {**theirs, **fixed, "request_id": f"resp_{uuid.uuid4().hex}"}, RESPONDING)
+        echo = asked.model_dump(mode="json", by_alias=True, exclude={"input"}) | named_tools(data)
+        return Turn(asked, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
+
+    async def answer(self, turn: Turn, made: Any) -> Response:
+        """Makes the response, from vLLM's whole answer, and stores it; of a `Deferred`, without log probabilities."""
+
+        def shown(answer: Any) -> dict[str, Any]:
+            return turn.shown(answer.model_dump(mode="json", by_alias=True))
+
+        if not isinstance(made, Deferred):
+            body = shown(made)
+            await self._keep(turn, body)
+            return JSONResponse(body)
+        whole = await json_answers.whole(made, shown)
+        await self._keep(turn, whole.body)
+        return whole.response(whole.body)
+
+    async def stream(self, turn: Turn, made: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
+        """Makes the response's events from vLLM's.  The response is stored before its last event."""
+        async for each in complete(made, turn.shown):
+            if each["type"] in LAST:
+                await self._keep(turn, each["response"])
+            yield each
+
+    async def _keep(self, turn: Turn, body: dict[str, Any], events: Callable[[], list[Row]] = list) -> None:
+        """Stores a response that has ended, in one transaction with its last `events`."""
+        if turn.inquiry is not None:
+            await turn.inquiry.add_to(body)
+        if turn.conversation is not None and body["status"] in ("completed", "incomplete"):
+            await self.store.add_items(turn.conversation, turn.owner, [*turn.input, *body["output"]], most=None)
+        if turn.store:
+            await self.store.put(turn.kept(body), events())
+
+    # In the background
+
+    async def begin(
+        self, turn: Turn, made: AsyncGenerator[Any, None], model: str, created: int, claim: Claim
+    ) -> dict[str, Any]:
+        """Starts a background response and returns its present state.  Raises `RateLimited`."""
+        own, most = self._open[turn.owner], claim.caller.limits.concurrent_requests or BACKGROUND_QUEUED
+        if own >= min(most, BACKGROUND_QUEUED - len(self._tasks)):
+            await made.aclose()
+            raise RateLimited(f"No more than {own} of your responses can be made in the background now.", "concurrency")
+        body = turn.shown({"status": "queued", "output": [], "model": model, "created_at": created})
+        task = asyncio.create_task(self._make(turn, made, body), name=turn.id)
+        self._tasks[turn.id] = task
+        self._open[turn.owner] += 1
+        task.add_done_callback(lambda done: self._tasks.pop(turn.id))
+        task.add_done_callback(lambda done: self._open.subtract([turn.owner]))
+        claim.in_background = True
+        task.add_done_callback(lambda done: claim.close())
+        # Only now, because a burst could pass the check above while it is awaited.  The task's own writes come after it.
+        await self.store.put(turn.kept(body))
+        return body
+
+    async def _make(self, turn: Turn, made: AsyncGenerator[Any, None], queued: dict[str, Any]) -> None:
+        waiting: list[Event] = []
+        written = asyncio.get_running_loop().time()
+        try:
+            async with self._turns:
+                await self.store.put(turn.kept({**queued, "status": "in_progress"}))
+                # Its HTTP status was sent long ago, and its client waits for the id.
+                async for each in complete(made, turn.shown, held=0):
+                    waiting.append(each)
+                    now = asyncio.get_running_loop().time()
+                    if each["type"] in LAST:
+                        await self._keep(turn, each["response"], lambda: _rows(waiting))
+                    elif now - written > FLUSH_S or "response" in each:
+                        await self.store.add_events(turn.id, _rows(waiting))
+                        waiting.clear()
+                        written = now
+        except Exception as error:
+            await self.store.put(turn.kept(failed(queued, translate(error))))
+        finally:
+            await made.aclose()
+
+    async def cancel(self, response_id: str, owner: str) -> dict[str, Any]:
+        """Cancels a background response; one that has ended is not changed.  Raises `ApiError`."""
+        kept = await self.store.get(response_id, owner)
+        if not kept.body["background"]:
+            raise BadRequest("Only a response made in the background can be cancelled.", param="response_id")
+        if response_id in self._tasks:
+            await self.end(response_id, owner)
+        elif kept.body["status"] in UNFINISHED and self.cancel_elsewhere is not None:
+            await self.cancel_elsewhere(response_id, owner)
+        return (await self.store.get(response_id, owner)).body
+
+    async def end(self, response_id: str, owner: str) -> None:
+        """Cancels a background response if this process generates it.  Raises `NotFound`."""
+        task = self._tasks.get(response_id)
+        if task is None:
+            return
+        await self.store.get(response_id, owner)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        kept = await self.store.get(response_id, owner)
+        if kept.body["status"] in UNFINISHED:
+            kept.body["status"] = "cancelled"
+            await self.store.put(kept)
+
+    async def delete(self, response_id: str, owner: str) -> None:
+        """Deletes a response, and cancels it first if it is not finished.  Raises `NotFound`."""
+        kept = await self.store.get(response_id, owner)
+        if kept.body["status"] in UNFINISHED and kept.body["background"]:
+            await self.cancel(response_id, owner)
+        await self.store.delete(response_id, owner)
+
+    async def follow(self, response_id: str, after: int) -> AsyncGenerator[str, None]:
+        """The events of a background response with numbers greater than `after`, as JSON, until it has ended."""
+        unfinished = True
+        while unfinished:
+            # Asked before the events are read, so that no event that comes in between is missed.
+            unfinished = await self.store.unfinished(response_id)
+            for number, each in await self.store.events(response_id, after):
+                after = number
+                yield each
+                # A fast client takes thousands without a pause.
+                await asyncio.sleep(0)
+            if unfinished:
+                await asyncio.sleep(FLUSH_S)
+
+
+def _rows(events: list[Event]) -> list[Row]:
+    return [(each.get("sequence_number", 0), json.dumps(each, separators=(",", ":"))) for each in events]
+
+
+def _text(data: dict[str, Any], name: str) -> str | None:
+    value = data.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequest(f"`{name}` must be a string.", param=name)
+    return value
+
+
+def _conversation_id(data: dict[str, Any]) -> str | None:
+    value = data.get("conversation")
+    if isinstance(value, dict):
+        value = value.get("id")
+    if value is not None and not isinstance(value, str):
+        raise BadRequest("`conversation` must be an id, or an object with one.", param="conversation")
+    return value

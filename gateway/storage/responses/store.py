@@ -1,0 +1,295 @@
+"""Stores responses and conversations in one SQLite file, bounded in bytes and in age.
+
+A stored response has its own input items and a link to the response before it.  When a response is deleted, later responses
+that link to it cannot be continued.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import sqlite3
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gateway.http.errors import BadRequest, NotFound
+from gateway.requests.limits import MAX_ITEMS
+from gateway.storage.sqlite import Database, transaction
+
+Item = dict[str, Any]
+Row = tuple[int, str]
+"""A number and an event as JSON."""
+
+LIFETIME_S = 30 * 86400
+"""As long as OpenAI keeps a response.  A conversation is kept as long after its last use."""
+INTERRUPTED = {"code": "server_error", "message": "The server was stopped while it made this response."}
+UNFINISHED = ("queued", "in_progress")
+_IS_UNFINISHED = f"json_extract(body, '$.status') IN {UNFINISHED}"
+LONGEST_CHAIN = 1000
+"""Most responses in a chain of links."""
+MAX_HISTORY_BYTES = 1 << 25
+"""Most bytes of a conversation's items, or of all responses in a chain; every request that continues them reads them all."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, owner TEXT, created REAL, previous TEXT, input TEXT, body TEXT, maker TEXT);
+CREATE INDEX IF NOT EXISTS responses_created ON responses (created);
+CREATE TABLE IF NOT EXISTS outputs (id TEXT PRIMARY KEY, response TEXT, owner TEXT, item TEXT);
+CREATE INDEX IF NOT EXISTS outputs_response ON outputs (response);
+CREATE TABLE IF NOT EXISTS events (response TEXT, number INTEGER, event TEXT, PRIMARY KEY (response, number));
+CREATE TABLE IF NOT EXISTS conversations (id TEXT PRIMARY KEY, owner TEXT, created REAL, metadata TEXT, used REAL);
+CREATE INDEX IF NOT EXISTS conversations_used ON conversations (used);
+CREATE TABLE IF NOT EXISTS items (
+    number INTEGER PRIMARY KEY, conversation TEXT, id TEXT, item TEXT, UNIQUE (conversation, id));
+"""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A stored response: `body` is the object that clients get, `input` the items of its own request."""
+
+    id: str
+    owner: str
+    previous: str | None
+    input: list[Item]
+    body: dict[str, Any]
+
+
+class Store(Database):
+    """The store.  Every method is one transaction.  A response or conversation is found only by its `owner`."""
+
+    def __init__(self, path: Path, max_bytes: int) -> None:
+        super().__init__(path, _SCHEMA)
+        self._max_bytes = max_bytes
+        # The system frees the lock when this process ends.  Pids would not do: containers that share a folder have the same.
+        self._maker = str(secrets.randbits(62))
+        self._makers = path.with_suffix(".makers").open("w")
+        fcntl.fcntl(self._makers, fcntl.F_OFD_SETLK, _byte_of(self._maker))
+
+    def close(self) -> None:
+        """Waits for pending transactions, and closes the file."""
+        super().close()
+        self._makers.close()
+
+    # Responses
+
+    @transaction
+    def put(self, db: sqlite3.Connection, kept: Kept, events: Sequence[Row] = ()) -> None:
+        """Stores a response or its new state, with `events`.  Drops what is too old, or too much for the file."""
+        now = time.time()
+        maker, items, body = self._maker, json.dumps(kept.input), json.dumps(kept.body)
+        insert = "INSERT INTO responses (id, owner, created, previous, input, body, maker) VALUES (?,?,?,?,?,?,?)"
+        row = (kept.id, kept.owner, now, kept.previous, items, body, maker)
+        db.execute(f"{insert} ON CONFLICT (id) DO UPDATE SET body = excluded.body", row)
+        outputs = [(item["id"], kept.id, kept.owner, json.dumps(item)) for item in kept.body["output"]]
+        db.executemany("INSERT OR REPLACE INTO outputs VALUES (?,?,?,?)", outputs)
+        _add_events(db, kept.id, events)
+        self._make_room(db, now)
+
+    @transaction
+    def get(self, db: sqlite3.Connection, response_id: str, owner: str) -> Kept:
+        """Raises `NotFound`."""
+        return self._response(db, response_id, owner)
+
+    @transaction
+    def unfinished(self, db: sqlite3.Connection, response_id: str) -> bool:
+        """Whether some gateway generates it."""
+        row = db.execute(f"SELECT maker FROM responses WHERE id = ? AND {_IS_UNFINISHED}", (response_id,)).fetchone()
+        return row is not None and not self._is_over(row[0])
+
+    @transaction
+    def delete(self, db: sqlite3.Connection, response_id: str, owner: str) -> None:
+        """Raises `NotFound`."""
+        self._response(db, response_id, owner)
+        _forget_responses(db, [response_id])
+
+    @transaction
+    def history(self, db: sqlite3.Connection, response_id: str, owner: str) -> list[Item]:
+        """All input and output items up to this response and with it, oldest first.  Raises `NotFound`."""
+        turns: list[list[Item]] = []
+        at: str | None = response_id
+        size = 0
+        while at is not None:
+            if len(turns) == LONGEST_CHAIN:
+                raise NotFound(f"More than {LONGEST_CHAIN} responses lie before this one.", param="previous_response_id")
+            kept = self._response(db, at, owner, "previous_response_id")
+            size += db.execute("SELECT length(input) + length(body) FROM responses WHERE id = ?", (at,)).fetchone()[0]
+            if size > MAX_HISTORY_BYTES:
+                message = f"This response and those before it are larger than {MAX_HISTORY_BYTES} bytes."
+                raise BadRequest(message, param="previous_response_id", code="conversation_full")
+            turns.append([*kept.input, *kept.body["output"]])
+            at = kept.previous
+        return [item for turn in reversed(turns) for item in turn]
+
+    @transaction
+    def resolve(self, db: sqlite3.Connection, items: list[Item], owner: str) -> list[Item]:
+        """`items`, in which references to outputs of stored responses are replaced by these outputs.  Raises `NotFound`."""
+        return [_output(db, item, owner) if item.get("type") == "item_reference" else item for item in items]
+
+    @transaction
+    def fail_interrupted(self, db: sqlite3.Connection) -> int:
+        """Marks responses that a gateway left unfinished when it ended as `failed`; returns how many."""
+        rows = db.execute(f"SELECT id, body, maker FROM responses WHERE {_IS_UNFINISHED}")
+        dead = [(each, json.loads(body)) for each, body, maker in rows if str(maker) == self._maker or self._is_over(maker)]
+        changes = [(json.dumps(_interrupted(body)), each) for each, body in dead]
+        db.executemany("UPDATE responses SET body = ? WHERE id = ?", changes)
+        return len(changes)
+
+    # Events of streams in the background
+
+    @transaction
+    def add_events(self, db: sqlite3.Connection, response_id: str, events: Sequence[Row]) -> None:
+        _add_events(db, response_id, events)
+
+    @transaction
+    def events(self, db: sqlite3.Connection, response_id: str, after: int) -> list[Row]:
+        """Events with numbers greater than `after`."""
+        query = "SELECT number, event FROM events WHERE response = ? AND number > ? ORDER BY number"
+        return db.execute(query, (response_id, after)).fetchall()
+
+    # Conversations
+
+    @transaction
+    def create_conversation(
+        self, db: sqlite3.Connection, conversation_id: str, owner: str, metadata: dict[str, Any], items: list[Item]
+    ) -> Item:
+        now = time.time()
+        row = (conversation_id, owner, now, json.dumps(metadata), now)
+        db.execute("INSERT INTO conversations VALUES (?,?,?,?,?)", row)
+        _add(db, conversation_id, items)
+        self._make_room(db, now)
+        return _conversation(db, conversation_id, owner)
+
+    @transaction
+    def conversation(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> Item:
+        """Raises `NotFound`."""
+        return _conversation(db, conversation_id, owner)
+
+    @transaction
+    def update_conversation(self, db: sqlite3.Connection, conversation_id: str, owner: str, metadata: dict[str, Any]) -> Item:
+        """Raises `NotFound`."""
+        _conversation(db, conversation_id, owner)
+        db.execute("UPDATE conversations SET metadata = ? WHERE id = ?", (json.dumps(metadata), conversation_id))
+        return _conversation(db, conversation_id, owner)
+
+    @transaction
+    def delete_conversation(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> None:
+        """Raises `NotFound`."""
+        _conversation(db, conversation_id, owner)
+        _forget_conversation(db, conversation_id)
+
+    @transaction
+    def items(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> list[Item]:
+        """Oldest first.  Raises `NotFound`."""
+        _conversation(db, conversation_id, owner)
+        rows = db.execute("SELECT item FROM items WHERE conversation = ? ORDER BY number", (conversation_id,))
+        return [json.loads(item) for (item,) in rows]
+
+    @transaction
+    def add_items(
+        self, db: sqlite3.Connection, conversation_id: str, owner: str, items: list[Item], most: int | None = MAX_ITEMS
+    ) -> None:
+        """`most`: None keeps what was made already, however much there is.  Raises `NotFound` or `BadRequest`."""
+        _conversation(db, conversation_id, owner)
+        _add(db, conversation_id, items)
+        query = "SELECT count(*), coalesce(sum(length(item)), 0) FROM items WHERE conversation = ?"
+        held, size = db.execute(query, (conversation_id,)).fetchone()
+        if most is not None and (held > most or size > MAX_HISTORY_BYTES):
+            message = f"The conversation would have {held} items and {size} bytes; {most} and {MAX_HISTORY_BYTES} are the most."
+            raise BadRequest(f"{message} Delete some, or begin another.", param="items", code="conversation_full")
+        self._make_room(db, time.time())
+
+    @transaction
+    def delete_item(self, db: sqlite3.Connection, conversation_id: str, owner: str, item_id: str) -> None:
+        """Raises `NotFound`."""
+        _conversation(db, conversation_id, owner)
+        gone = db.execute("DELETE FROM items WHERE conversation = ? AND id = ?", (conversation_id, item_id))
+        if not gone.rowcount:
+            raise NotFound("There is no such item in this conversation.", param="item_id")
+
+    def _is_over(self, maker: str) -> bool:
+        """Whether the gateway `maker` has ended."""
+        found = fcntl.fcntl(self._makers, fcntl.F_OFD_GETLK, _byte_of(maker))
+        return str(maker) != self._maker and struct.unpack_from("h", found) == (fcntl.F_UNLCK,)
+
+    def _response(self, db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> Kept:
+        query = "SELECT previous, input, body, maker FROM responses WHERE id = ? AND owner = ?"
+        row = db.execute(query, (response_id, owner)).fetchone()
+        if row is None:
+            raise NotFound("There is no such response, or it is not kept any more.", param=param)
+        previous, items, text, maker = row
+        body = json.loads(text)
+        if body["status"] in UNFINISHED and self._is_over(maker):
+            body = _interrupted(body)
+        return Kept(response_id, owner, previous, json.loads(items), body)
+
+    def _make_room(self, db: sqlite3.Connection, now: float) -> None:
+        """Drops what is too old.  Then drops the oldest tenth, again and again, while the file uses more bytes than allowed."""
+        _drop(db, now - LIFETIME_S)
+        for _ in range(10):
+            pages, free = db.execute("PRAGMA page_count").fetchone()[0], db.execute("PRAGMA freelist_count").fetchone()[0]
+            if (pages - free) * db.execute("PRAGMA page_size").fetchone()[0] <= self._max_bytes:
+                return
+            ages = "SELECT created AS at FROM responses UNION ALL SELECT used FROM conversations ORDER BY at"
+            times = [at for (at,) in db.execute(ages)]
+            _drop(db, times[len(times) // 10])
+
+
+def _byte_of(maker: str) -> bytes:
+    """A `struct flock` (fcntl(2)) of the byte at the offset `maker`.  Older stores have pids, which nobody locks."""
+    return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, int(str(maker).partition(" ")[0]), 1, 0)
+
+
+def _interrupted(body: dict[str, Any]) -> dict[str, Any]:
+    return body | {"status": "failed", "error": INTERRUPTED}
+
+
+def _drop(db: sqlite3.Connection, until: float) -> None:
+    old = [each for (each,) in db.execute("SELECT id FROM responses WHERE created <= ?", (until,))]
+    _forget_responses(db, old)
+    for (conversation,) in db.execute("SELECT id FROM conversations WHERE used <= ?", (until,)).fetchall():
+        _forget_conversation(db, conversation)
+
+
+def _forget_responses(db: sqlite3.Connection, ids: list[str]) -> None:
+    for table, column in (("events", "response"), ("outputs", "response"), ("responses", "id")):
+        db.executemany(f"DELETE FROM {table} WHERE {column} = ?", [(each,) for each in ids])
+
+
+def _forget_conversation(db: sqlite3.Connection, conversation_id: str) -> None:
+    db.execute("DELETE FROM items WHERE conversation = ?", (conversation_id,))
+    db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
+
+
+def _output(db: sqlite3.Connection, reference: Item, owner: str) -> Item:
+    row = db.execute("SELECT item FROM outputs WHERE id = ? AND owner = ?", (reference.get("id"), owner)).fetchone()
+    if row is None:
+        raise NotFound("An item reference leads to no item that is kept.", param="input")
+    item: Item = json.loads(row[0])
+    return item
+
+
+def _add_events(db: sqlite3.Connection, response_id: str, events: Sequence[Row]) -> None:
+    rows = [(response_id, number, event) for number, event in events]
+    db.executemany("INSERT OR REPLACE INTO events VALUES (?,?,?)", rows)
+
+
+def _conversation(db: sqlite3.Connection, conversation_id: str, owner: str) -> Item:
+    # Whatever it is looked up for is a use.
+    query = "UPDATE conversations SET used = ? WHERE id = ? AND owner = ? RETURNING created, metadata"
+    rows = db.execute(query, (time.time(), conversation_id, owner)).fetchall()
+    if not rows:
+        raise NotFound("There is no such conversation, or it is not kept any more.", param="conversation")
+    created, metadata = rows[0]
+    return {"id": conversation_id, "object": "conversation", "created_at": int(created), "metadata": json.loads(metadata)}
+
+
+def _add(db: sqlite3.Connection, conversation_id: str, items: list[Item]) -> None:
+    rows = [(conversation_id, item["id"], json.dumps(item)) for item in items]
+    db.executemany("INSERT OR REPLACE INTO items (conversation, id, item) VALUES (?,?,?)", rows)

@@ -1,0 +1,143 @@
+"""One request for a response: its place in a conversation, and its response object.  Pure, except that it draws ids."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from dataclasses import dataclass
+from typing import Any
+
+from backend.engine.front import ResponseRequest, decode_custom_tool_input_prefix
+from gateway.fleet.statistics import SpeculationOptions
+from gateway.http.errors import BadRequest
+from gateway.requests.limits import MAX_ITEMS
+from gateway.storage.responses.store import Item, Kept
+
+_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+MAX_ID = 256
+_FROM_VLLM = ("status", "output", "usage", "incomplete_details", "temperature", "top_p", "created_at", "model")
+"""Fields taken from vLLM's response object; the gateway fills in the others."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request.  `input` are its own items; `asked` is vLLM's request, with all earlier items before them."""
+
+    asked: ResponseRequest
+    echo: dict[str, Any]
+    """Fields of the request that the response repeats.  A copy, because vLLM changes `asked` while it serves it."""
+    owner: str
+    input: list[Item]
+    store: bool
+    background: bool
+    streamed: bool
+    """Whether the client asked for a stream."""
+    previous: str | None
+    conversation: str | None
+    inquiry: SpeculationOptions | None = None
+    """What it asks of speculation."""
+
+    @property
+    def id(self) -> str:
+        return str(self.asked.request_id)
+
+    def shown(self, made: dict[str, Any]) -> dict[str, Any]:
+        """The response object for clients, made from vLLM's, or from the few fields known before there is one."""
+        asked = self.echo
+        usage = made.get("usage")
+        if usage is not None:
+            usage = {
+                **usage,
+                "input_tokens_details": _only(usage["input_tokens_details"], "cached_tokens"),
+                "output_tokens_details": _only(usage["output_tokens_details"], "reasoning_tokens"),
+            }
+        return {
+            "id": self.id,
+            "object": "response",
+            "background": self.background,
+            "conversation": None if self.conversation is None else {"id": self.conversation},
+            "error": None,
+            "instructions": asked["instructions"],
+            "max_output_tokens": asked["max_output_tokens"],
+            "max_tool_calls": asked["max_tool_calls"],
+            "metadata": asked["metadata"] or {},
+            "parallel_tool_calls": asked["parallel_tool_calls"],
+            "previous_response_id": self.previous,
+            "prompt_cache_key": asked["prompt_cache_key"],
+            "reasoning": asked["reasoning"] or {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": self.store,
+            "text": asked["text"] or {"format": {"type": "text"}},
+            "tool_choice": asked["tool_choice"] if asked["tools"] else "auto",
+            "tools": asked["tools"],
+            "top_logprobs": asked["top_logprobs"],
+            "truncation": asked["truncation"],
+            "user": asked["user"],
+            **{name: made.get(name) for name in _FROM_VLLM},
+            "output": _ended(made.get("output"), made.get("status")),
+            "usage": usage,
+        }
+
+    def kept(self, body: dict[str, Any]) -> Kept:
+        return Kept(self.id, self.owner, self.previous, self.input, body)
+
+
+def as_items(value: Any) -> list[Item]:
+    """A request's `input` as a list of items, each with an id.  Raises `BadRequest`."""
+    if isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BadRequest("`input` must be a string or a list of items.", param="input")
+    if len(value) > MAX_ITEMS:
+        raise BadRequest(f"`input` has more than {MAX_ITEMS} entries.", param="input")
+    return [_whole(item) for item in value]
+
+
+def _whole(item: Item) -> Item:
+    """An item, completed by the fields that clients may leave out.  Raises `BadRequest`."""
+    if not isinstance(item.get("id"), str | None) or len(item.get("id") or "") > MAX_ID:
+        raise BadRequest(f"The `id` of an item must be a string of at most {MAX_ID} characters.", param="input")
+    if isinstance(item.get("role"), str) and item.get("type", "message") == "message":
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        text = item.get("content")
+        item = {"type": "message", **item, "content": [{"type": kind, "text": text}] if isinstance(text, str) else text}
+    return item if item.get("id") else {**item, "id": _new_id(item)}
+
+
+def _new_id(item: Item) -> str:
+    return f"{_PREFIXES.get(str(item.get('type', 'message')), 'item')}_{uuid.uuid4().hex}"
+
+
+def _ended(output: list[Item] | None, status: object) -> list[Item] | None:
+    """Output items.  If the response is incomplete, so is the last item, which vLLM marks as completed."""
+    return [*output[:-1], cut_off(output[-1])] if status == "incomplete" and output else output
+
+
+def cut_off(item: Item) -> Item:
+    """The last item of an incomplete response: incomplete, unless it is a call with all its arguments.
+
+    vLLM shows the JSON around a custom tool's input where it is cut.
+    """
+    if item["type"] == "function_call" and _is_whole(item["arguments"]):
+        return item
+    if item["type"] == "custom_tool_call":
+        start = re.sub(r"\s", "", item["input"][:32])
+        if not (start.startswith(_WRAPPED) or _WRAPPED.startswith(start)):
+            return item
+        item = {**item, "input": decode_custom_tool_input_prefix(item["input"])}
+    return {**item, "status": "incomplete"}
+
+
+_WRAPPED = '{"input"'
+
+
+def _is_whole(arguments: str) -> bool:
+    try:
+        return isinstance(json.loads(arguments), dict)
+    except ValueError:
+        return False
+
+
+def _only(details: dict[str, Any], name: str) -> dict[str, Any]:
+    return {name: details.get(name) or 0}
