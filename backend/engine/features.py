@@ -87,7 +87,7 @@ class FeatureShipper:
         self.pairings = Pairings()
         """By request, as the scheduler has decided."""
         self._store = FeatureStore(handover_bytes)
-        self._postponed = Postponed()
+        self.postponed = Postponed()
         self._links: dict[str, FeatureLink] = {}
         self._epochs: dict[DrafterRef, int] = {}
         """When each drafter was assigned.  Its link has this epoch, as the scheduler's has, even if it is made later."""
@@ -107,7 +107,7 @@ class FeatureShipper:
                 del self._links[drafter_id]
         if weights != self._weights:
             self._store.clear()
-            self._postponed, self._epochs = Postponed(), {}
+            self.postponed, self._epochs = Postponed(), {}
         self._epoch, self._weights = epoch, weights
         self._epochs = {ref: self._epochs.get(ref, epoch) for ref in refs}
         self._assigned = {ref.id: ref.head for ref in refs}
@@ -130,7 +130,7 @@ class FeatureShipper:
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forgets requests that have ended; drafters learn of it with the next round."""
         over = list(request_ids)
-        self._postponed.forget(over)
+        self.postponed.forget(over)
         for request_id in over:
             self._store.forget(request_id)
             self.pairings.pop(request_id, None)
@@ -139,7 +139,7 @@ class FeatureShipper:
 
     def preempted(self, request_ids: Iterable[str]) -> None:
         """Forgets postponed rows of requests that will be computed anew."""
-        self._postponed.forget(request_ids)
+        self.postponed.forget(request_ids)
 
     @staticmethod
     def _close(link: FeatureLink, request_ids: Iterable[str], reason: str) -> None:
@@ -147,6 +147,14 @@ class FeatureShipper:
             if link.next_row.pop(request_id, None) is not None:
                 link.cold.discard(request_id)
                 link.closed.append(Close(request_id, reason))
+
+    def set_aside(self, request_ids: list[str], starts: list[int], counts: list[int], layers: Sequence[torch.Tensor]) -> bool:
+        """Postpones a step whose rows are all final, `counts` of each request, if there is room; no drafter may need them."""
+        if not self.postponed.has_room(total := sum(counts)):
+            return False
+        # A copy: the runner reuses its memory.
+        self.postponed.add(request_ids, starts, counts, torch.cat([layer[:total] for layer in layers], dim=-1))
+        return True
 
     def ship(self, spans: list[Span], layers: Sequence[torch.Tensor] | None) -> None:
         """Sends this step's rows, or postpones them if drafters are in no hurry.
@@ -156,10 +164,11 @@ class FeatureShipper:
         picked = None
         if layers is not None:
             picked = pick_rows(spans, layers)
-            if not self.features_needed and not self._postponed.is_full:
-                self._postponed.add(spans, picked)
+            if not self.features_needed and self.postponed.has_room(len(picked)):
+                starts, counts = [span.start for span in spans], [span.rows for span in spans]
+                self.postponed.add([span.request_id for span in spans], starts, counts, picked)
                 return
-            spans, picked = self._postponed.with_present(spans, picked)
+            spans, picked = self.postponed.with_present(spans, picked)
         by_drafter: dict[str, list[Span]] = {drafter_id: [] for drafter_id in self._assigned}
         for span in spans:
             chosen = self._drafter_of(span.request_id)

@@ -1,8 +1,9 @@
 """Feature rows that are sent later, because no drafter waits for them.  Pure bookkeeping of spans and tensors.
 
 Worker process, on the model's thread.  While no drafts are asked for, projecting and sending every step's rows would make plain
-steps slower than without speculation.  So rows are set aside unprojected.  They are sent together when drafts are asked for
-again, or when there are many; the drafter then extends its cache in one round.  Rows of requests that end first are never sent.
+steps slower than without speculation.  So a step's rows are set aside unprojected, as one tensor with its layout.  They are
+sent together when drafts are asked for again, or before there are many; the drafter then extends its cache in one round.
+Rows of requests that end first are never sent.
 """
 
 from __future__ import annotations
@@ -14,10 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-MOST_ROWS = 4096
-"""Rows of running requests at which all are sent: a drafter must take them in before it can draft."""
-MOST_BYTES = 64 * 2**20
-"""Bytes at which all are sent, those of ended requests included: they occupy memory of the target's device."""
+MOST_ROWS = 512
+"""Fewer rows are set aside at any time: so many, and its own, are the most that one step sends."""
 
 
 class Span(NamedTuple):
@@ -37,22 +36,37 @@ class Span(NamedTuple):
 
 def pick_rows(spans: list[Span], layers: Sequence[torch.Tensor]) -> torch.Tensor:
     """A copy of the spans' rows, one after the other; those of all layers side by side.  A layer is `[num_tokens, width]`."""
-    offsets, counts = np.array([(span.offset, span.rows) for span in spans], dtype=np.int64).reshape(-1, 2).T
+    end = 0
+    for span in spans:
+        if span.offset != end:
+            break
+        end += span.rows
+    else:
+        return torch.cat([layer[:end] for layer in layers], dim=-1)
+    offsets, counts = np.array([(span.offset, span.rows) for span in spans]).T
     total, begins = counts.sum(), counts.cumsum() - counts
-    if (offsets == begins).all():
-        return torch.cat([layer[:total] for layer in layers], dim=-1)
-    places = np.repeat(offsets - begins, counts) + np.arange(total)
-    at = torch.from_numpy(places).to(layers[0].device)
+    at = torch.from_numpy(np.repeat(offsets - begins, counts) + np.arange(total)).to(layers[0].device)
     return torch.cat([layer.index_select(0, at) for layer in layers], dim=-1)
 
 
+class _Step(NamedTuple):
+    """One step's rows, request after request."""
+
+    request_ids: list[str]
+    starts: list[int]
+    """Position of each request's first row."""
+    counts: list[int]
+    """Rows of each request."""
+    rows: torch.Tensor
+
+
 @dataclass
-class _Aside:
-    """One request's rows of the positions `start .. end - 1`: a tensor per step, each a view of the step's copy."""
+class _Run:
+    """One request's consecutive rows of the positions `start .. end - 1`, and where they are in all steps' rows."""
 
     start: int
     end: int
-    rows: list[torch.Tensor] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
 
 
 class Postponed:
@@ -60,53 +74,65 @@ class Postponed:
 
     def __init__(self) -> None:
         self.rows = 0
-        """Rows of requests that still run."""
-        self._bytes = 0
-        self._asides: dict[str, _Aside] = {}
+        self._steps: list[_Step] = []
+        self._over: dict[str, int] = {}
+        """Requests that have ended or were preempted: the number of steps whose rows are dropped."""
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the rows must be sent now."""
-        return self.rows >= MOST_ROWS or self._bytes >= MOST_BYTES
+    def has_room(self, rows: int) -> bool:
+        """Whether so many rows may be set aside, too."""
+        return self.rows + rows < MOST_ROWS
 
-    def add(self, spans: list[Span], block: torch.Tensor) -> None:
-        """Sets a step's rows aside: the result of `pick_rows`, which is kept."""
-        self._bytes += block.numel() * block.element_size()
-        for span, rows in zip(spans, torch.split(block, [span.rows for span in spans]), strict=True):
-            aside = self._asides.get(span.request_id)
-            if aside is None or aside.end != span.start:
-                # After a preemption, recomputed rows replace the earlier ones.
-                self.forget([span.request_id])
-                aside = self._asides[span.request_id] = _Aside(span.start, span.start)
-            aside.rows.append(rows)
-            aside.end += span.rows
-            self.rows += span.rows
+    def add(self, request_ids: list[str], starts: list[int], counts: list[int], rows: torch.Tensor) -> None:
+        """Sets a step's rows aside, `counts` of each request from position `starts` on.  `rows` is kept, not copied."""
+        self._steps.append(_Step(request_ids, starts, counts, rows))
+        self.rows += len(rows)
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drops the rows of requests that have ended or are preempted."""
-        for request_id in request_ids:
-            aside = self._asides.pop(request_id, None)
-            self.rows -= aside.end - aside.start if aside is not None else 0
+        if self._steps:
+            self._over.update(dict.fromkeys(request_ids, len(self._steps)))
 
     def with_present(self, spans: list[Span], block: torch.Tensor) -> tuple[list[Span], torch.Tensor]:
         """Takes out all postponed rows, merged with the current step's, `block`.  Returns spans, and their rows in this order.
 
         Rows of requests that are not in this step stay: vLLM had no tokens for them.  Others must be forgotten.
         """
-        if not self._bytes:
+        if not self._steps:
             return spans, block
-        parts: list[torch.Tensor] = [block[:0]]
+        rows, runs, at = torch.cat([*(step.rows for step in self._steps), block]), self._runs(), self.rows
+        places: list[int] = []
         merged: list[Span] = []
-        for span, rows in zip(spans, torch.split(block, [span.rows for span in spans]), strict=True):
-            aside, start = self._asides.pop(span.request_id, None), span.start
-            if aside is not None and aside.end == start:
-                start = aside.start
-                parts += aside.rows
-            parts.append(rows)
+        for span in spans:
+            run, start = runs.pop(span.request_id, None), span.start
+            if run is not None and run.end == start:
+                start = run.start
+                places += run.places
+            places += range(at, at + span.rows)
+            at += span.rows
             merged.append(span._replace(start=start, rows=span.start + span.rows - start))
-        for aside in self._asides.values():
-            # A copy, so that the memory of the others' rows is freed.
-            aside.rows = [torch.cat(aside.rows)]
-        self.rows = sum(aside.end - aside.start for aside in self._asides.values())
-        self._bytes = sum(aside.rows[0].numel() * aside.rows[0].element_size() for aside in self._asides.values())
-        return merged, torch.cat(parts)
+        self.rows, self._steps, self._over = 0, [], {}
+        if runs:
+            left = [place for run in runs.values() for place in run.places]
+            starts, counts = [run.start for run in runs.values()], [len(run.places) for run in runs.values()]
+            self.add(list(runs), starts, counts, _at(rows, left))
+        return merged, _at(rows, places)
+
+    def _runs(self) -> dict[str, _Run]:
+        """Each request's rows, as far as they are consecutive and not dropped."""
+        runs: dict[str, _Run] = {}
+        at = 0
+        for number, step in enumerate(self._steps):
+            for request_id, start, count in zip(step.request_ids, step.starts, step.counts, strict=True):
+                if number >= self._over.get(request_id, 0):
+                    run = runs.get(request_id)
+                    if run is None or run.end != start:
+                        # After a preemption, recomputed rows replace the earlier ones.
+                        run = runs[request_id] = _Run(start, start)
+                    run.places += range(at, at + count)
+                    run.end += count
+                at += count
+        return runs
+
+
+def _at(rows: torch.Tensor, places: list[int]) -> torch.Tensor:
+    return rows.index_select(0, torch.tensor(places, dtype=torch.int64, device=rows.device))

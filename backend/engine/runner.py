@@ -175,11 +175,14 @@ class RemoteDrafting:
     ) -> list[list[int]]:
         """vLLM's method of the same name.  `hidden_states`, and the aux tensor of each layer, is `[num_tokens, hidden]`."""
         if self.shipper is not None:
-            spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
-            self.shipper.features_needed = scheduler_output.outrider.features_needed
-            self.shipper.pairings.update(scheduler_output.outrider.pairings)
+            orders: StepOrders = scheduler_output.outrider
+            self.shipper.features_needed = orders.features_needed
+            self.shipper.pairings.update(orders.pairings)
             layers = aux_hidden_states if aux_hidden_states is not None else [hidden_states]
-            self.shipper.ship(spans, layers if self.ships_features else None)
+            plain = self.ships_features and not (orders.features_needed or scheduler_output.scheduled_spec_decode_tokens)
+            if not (plain and self._set_aside(scheduler_output, layers)):
+                spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
+                self.shipper.ship(spans, layers if self.ships_features else None)
         return [[] for _ in sampled_token_ids]
 
     def take_draft_token_ids(self) -> None:
@@ -210,6 +213,14 @@ class RemoteDrafting:
             top_p=params.top_p,
             min_p=params.min_p,
         )
+
+    def _set_aside(self, scheduler_output: Any, layers: list[torch.Tensor]) -> bool:
+        """Has the shipper postpone a step without draft tokens; returns whether it has room for that."""
+        assert self.shipper is not None
+        batch: Any = self.input_batch  # type: ignore[attr-defined]
+        request_ids, of = list(batch.req_ids), scheduler_output.num_scheduled_tokens
+        starts = batch.num_computed_tokens_cpu[: len(request_ids)].tolist()
+        return self.shipper.set_aside(request_ids, starts, [of[request_id] for request_id in request_ids], layers)
 
     def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[Span]:
         """Each request's final rows in this step, in batch order."""

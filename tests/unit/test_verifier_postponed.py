@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.engine.postponed import Postponed, Span, pick_rows
+from backend.engine.features import FeatureShipper
+from backend.engine.postponed import MOST_ROWS, Postponed, Span, pick_rows
 
 
 def tokens(first: int, last: int) -> list[int]:
@@ -22,6 +23,11 @@ def step(rows_of: dict[str, int], starts: dict[str, int], rejected: int = 0) -> 
         spans.append(Span(name, starts[name], len(values), rows, tokens))
         values += [[float(ord(name)), float(starts[name] + i)] for i in range(rows)] + [[-1.0, -1.0]] * rejected
     return spans, pick_rows(spans, [torch.tensor(values)])
+
+
+def set_aside(postponed: Postponed, spans: list[Span], rows: torch.Tensor) -> None:
+    ids, starts, counts = [span.request_id for span in spans], [span.start for span in spans], [span.rows for span in spans]
+    postponed.add(ids, starts, counts, rows)
 
 
 def positions(spans: list[Span], rows: torch.Tensor) -> list[list[int]]:
@@ -50,7 +56,7 @@ def test_every_row_of_a_request_that_goes_on_comes_out_once_and_in_order(steps: 
                 assert span.start == sent[name], "nothing comes twice, and nothing is left out"
                 sent[name] = span.start + span.rows
         else:
-            postponed.add(spans, hidden)
+            set_aside(postponed, spans, hidden)
             assert postponed.rows > 0
         for name, rows in rows_of.items():
             starts[name] += rows
@@ -58,40 +64,46 @@ def test_every_row_of_a_request_that_goes_on_comes_out_once_and_in_order(steps: 
 
 def test_rows_computed_anew_after_a_preemption_take_the_place_of_the_old() -> None:
     postponed = Postponed()
-    postponed.add(*step({"a": 3}, {"a": 4}))
-    postponed.add(*step({"a": 5}, {"a": 0}))
+    set_aside(postponed, *step({"a": 3}, {"a": 4}))
+    set_aside(postponed, *step({"a": 5}, {"a": 0}))
     (span,), joined = postponed.with_present(*step({"a": 1}, {"a": 5}))
     assert (span.start, span.rows) == (0, 6)
     assert positions([span], joined)[0] == [0, 1, 2, 3, 4, 5]
 
 
-def test_rows_of_requests_that_have_ended_never_go_out_and_do_not_count() -> None:
+def test_rows_of_requests_that_have_ended_never_go_out() -> None:
     postponed = Postponed()
-    postponed.add(*step({"a": 3, "b": 2}, {"a": 0, "b": 0}))
-    postponed.forget(["b", "stranger"])
-    assert postponed.rows == 3
-    postponed.add(*step({"a": 1}, {"a": 3}))
+    set_aside(postponed, *step({"a": 3, "b": 2, "c": 1}, {"a": 0, "b": 0, "c": 0}))
+    postponed.forget(["b", "c", "stranger"])
+    set_aside(postponed, *step({"a": 1, "c": 1}, {"a": 3, "c": 0}))
     (span,), joined = postponed.with_present(*step({"a": 1}, {"a": 4}))
     assert positions([span], joined)[0] == [0, 1, 2, 3, 4]
     assert len(joined) == 5
+    assert postponed.rows == 1, "what was computed after it had been preempted"
+    (span,), joined = postponed.with_present(*step({"c": 1}, {"c": 1}))
+    assert positions([span], joined)[0] == [0, 1]
     assert postponed.rows == 0
 
 
-def test_it_is_full_by_rows_of_live_requests_and_by_bytes_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backend.engine.postponed.MOST_ROWS", 4)
-    monkeypatch.setattr("backend.engine.postponed.MOST_BYTES", 80)
-    postponed = Postponed()
-    postponed.add(*step({"a": 4}, {"a": 0}))
-    assert postponed.is_full
-    postponed.forget(["a"])
-    assert not postponed.is_full
-    spans, block = step({"b": 6}, {"b": 0})
-    postponed.add(spans, block)
-    assert postponed._asides["b"].rows[0].data_ptr() == block.data_ptr(), "not copied again"
-    postponed.forget(["b"])
-    assert postponed.is_full, "eighty bytes are held"
-    postponed.with_present(*step({"c": 1}, {"c": 0}))
-    assert not postponed.is_full
+@given(st.lists(st.integers(1, 2 * MOST_ROWS), min_size=1, max_size=30))
+def test_a_step_sends_a_bounded_number_of_rows_besides_its_own(steps: list[int]) -> None:
+    sent: list[int] = []
+
+    def project(rows: torch.Tensor) -> torch.Tensor:
+        sent.append(len(rows))
+        return rows
+
+    shipper = FeatureShipper(lambda head: project)
+    shipper.features_needed = False
+    at = total = 0
+    for count in steps:
+        sent[:] = [0]
+        if not shipper.set_aside(["r"], [at], [count], [torch.zeros(count, 1)]):
+            shipper.ship([Span("r", at, 0, count, tokens)], [torch.zeros(count, 1)])
+            assert sent[-1] >= MOST_ROWS, "seldom"
+        at, total = at + count, total + sent[-1]
+        assert sent[-1] < count + MOST_ROWS
+        assert at - total == shipper.postponed.rows < MOST_ROWS, "nothing is left out"
 
 
 @pytest.mark.parametrize("rejected", [0, 1])
