@@ -140,11 +140,11 @@ class Peers:
         answers = await self._results("adapters", timeout_s=READY_TIMEOUT_S)
         return max(answers.values(), key=len, default=[])
 
-    async def adapter(self, method: Literal["POST", "DELETE"], asked: dict[str, Any]) -> None:
+    async def adapter(self, method: Literal["POST", "DELETE"], payload: dict[str, Any]) -> None:
         """Has all other processes load (POST) or unload (DELETE) a LoRA adapter, too."""
         # A process that is just starting asks for the adapters itself.
         word = "load" if method == "POST" else "unload"
-        await self._tell(f"did not {word} {asked['lora_name']}", word, asked, timeout_s=6 * ASK_TIMEOUT_S)
+        await self._tell(f"did not {word} {payload['lora_name']}", word, payload, timeout_s=6 * ASK_TIMEOUT_S)
 
     async def cancel(self, response_id: str, owner: str) -> None:
         """Ends a background response that another process generates."""
@@ -274,8 +274,8 @@ def _adapters(gateway: Gateway) -> list[dict[str, str]]:
     return [{"lora_name": each.lora_name, "lora_path": each.lora_path} for each in known]
 
 
-def _hear_of_pauses(gateway: Gateway, told: dict[str, Any]) -> None:
-    gateway.client.core.pauses = msgspec.convert(told, Pauses)
+def _hear_of_pauses(gateway: Gateway, payload: dict[str, Any]) -> None:
+    gateway.client.core.pauses = msgspec.convert(payload, Pauses)
 
 
 _CALLS: Mapping[str, Callable[..., Any]] = {
@@ -284,12 +284,12 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "apply_reload": lambda gateway: gateway.reloader.apply(),
     "cancel": lambda gateway, response_id, owner: gateway.responses.end(response_id, owner),
     "hear_of_pauses": _hear_of_pauses,
-    "load": lambda gateway, asked: gateway.services.models.load_lora_adapter(LoadLoRAAdapterRequest(**asked)),
+    "load": lambda gateway, payload: gateway.services.models.load_lora_adapter(LoadLoRAAdapterRequest(**payload)),
     "metrics": lambda gateway: exposed(gateway, fleet=gateway.peers.is_first),
     "pauses": lambda gateway: gateway.client.core.pauses,
     "prepare_reload": lambda gateway: gateway.reloader.prepare(),
     "ready": lambda gateway: gateway.client.ready and not gateway.client.core.draining,
-    "unload": lambda gateway, asked: gateway.services.models.unload_lora_adapter(UnloadLoRAAdapterRequest(**asked)),
+    "unload": lambda gateway, payload: gateway.services.models.unload_lora_adapter(UnloadLoRAAdapterRequest(**payload)),
     "update_number": lambda gateway: gateway.client.core.weights.next_number(),
 }
 """What a process does for another one; some are coroutines.  Arguments and results are JSON."""

@@ -83,10 +83,10 @@ class Reloader:
         self._prepared = None
         old = self._gateway.settings
         try:
-            asked = (await asyncio.to_thread(self._read)).gateway
-            different = [name for name in type(asked).model_fields if getattr(asked, name) != getattr(old.gateway, name)]
+            read = (await asyncio.to_thread(self._read)).gateway
+            different = [name for name in type(read).model_fields if getattr(read, name) != getattr(old.gateway, name)]
             changed = [name for name in different if name in RELOADABLE]
-            section = old.gateway.model_copy(update={name: getattr(asked, name) for name in changed})
+            section = old.gateway.model_copy(update={name: getattr(read, name) for name in changed})
             new = old.model_copy(update={"gateway": section})
             ring = await asyncio.to_thread(ring_of, new)
         except (ConfigError, KeyFileError) as error:
@@ -107,7 +107,7 @@ class Reloader:
             gateway.client.core.choosing.reroute(make_router(section))
         gateway.settings = new
         gateway.batches.max_body_bytes = gateway.max_body_bytes
-        gateway.doors.ring, gateway.doors.max_in_flight = ring, section.max_in_flight
+        gateway.access_rules.ring, gateway.access_rules.max_in_flight = ring, section.max_in_flight
         gateway.client.core.gate.limit(section.max_in_flight, section.queue_wait_s)
         logger.info("reloaded: %d keys; changed: %s", done.keys, ", ".join(done.changed) or "nothing else")
         if done.needs_restart:

@@ -34,7 +34,7 @@ class Gateway:
     services: Services
     metrics: GatewayMetrics
     responses: Responses
-    doors: AccessRules
+    access_rules: AccessRules
     batches: Batches
     tracing: Tracing | None = None
     reloader: Reloader | None = None
@@ -56,9 +56,9 @@ class Gateway:
         """
         tokens: dict[str, list[list[int]]] = {}
         if verifier is None:
-            asked = None if request_ids is None else set().union(*map(_bare, request_ids))
+            wanted = None if request_ids is None else set().union(*map(_bare, request_ids))
             # First, because the others' ends make room.
-            for claim in self.client.core.gate.abort(lambda claim: asked is None or claim.request_id in asked):
+            for claim in self.client.core.gate.abort(lambda claim: wanted is None or claim.request_id in wanted):
                 tokens.setdefault(claim.request_id, []).extend([] for _ in range(claim.sequences))
         ended = []
         for record in self.client.core.sequences:

@@ -29,45 +29,45 @@ LEARN_HEADER = "x-outrider-learn"
 """0: drafters must not learn from the request."""
 
 
-def admit(gateway: Gateway, request: Request, asked: Any) -> Claim:
-    """Fills in and enters the claim of `asked`.  Sequences that this task submits then belong to it.
+def admit(gateway: Gateway, request: Request, body: Any) -> Claim:
+    """Fills in and enters the claim of `body`.  Sequences that this task submits then belong to it.
 
     Raises `ModelNotFound`, `RateLimited` or `BadRequest`.
     """
     caller = caller_of(request)
-    check_model(gateway, request, asked)
+    check_model(gateway, request, body)
     claim: Claim = request.scope["state"]["claim"]
     if claim.wait_s is not None:
         claim.wait_s = _wait_s(request.headers.get(WAIT_HEADER), gateway.settings.gateway.queue_wait_s)
     claim.request_id = request.headers.get("x-request-id", "")
-    claim.session = (request.headers.get(SESSION_HEADER) or getattr(asked, "user", None) or "")[:LONGEST_SESSION] or None
+    claim.session = (request.headers.get(SESSION_HEADER) or getattr(body, "user", None) or "")[:LONGEST_SESSION] or None
     claim.learn = caller.learn and flag(request, LEARN_HEADER) is not False
-    claim.choices = getattr(asked, "n", None) or 1
-    prompts = max(count_prompts(getattr(asked, name, None)) for name in _MANY)
+    claim.choices = getattr(body, "n", None) or 1
+    prompts = max(count_prompts(getattr(body, name, None)) for name in _MANY)
     claim.sequences = claim.choices * prompts
     context = gateway.client.model_config.max_model_len
     size = int(request.scope["state"].get("body_bytes", 0))
     prompt_tokens = min(math.ceil(size / BYTES_PER_TOKEN), prompts * context)
     output_tokens = 0
     if not gateway.services.pooling.is_model:
-        output_tokens = claim.sequences * min(_longest(asked) or round(gateway.client.core.response_tokens), context)
+        output_tokens = claim.sequences * min(_longest(body) or round(gateway.client.core.response_tokens), context)
     claim.expected_tokens = max(1, prompt_tokens + output_tokens)
-    gateway.doors.quotas.spend(caller, claim.expected_tokens)
+    gateway.access_rules.quotas.spend(caller, claim.expected_tokens)
     claim.charged_tokens = claim.expected_tokens
     enter_claim(claim)
     return claim
 
 
-def check_model(gateway: Gateway, request: Request, asked: Any) -> None:
+def check_model(gateway: Gateway, request: Request, body: Any) -> None:
     """Raises `ModelNotFound` if the caller may not use the model.  The error does not tell whether the model exists."""
-    if not caller_of(request).may_use(getattr(asked, "model", None) or gateway.services.models.model_name()):
+    if not caller_of(request).may_use(getattr(body, "model", None) or gateway.services.models.model_name()):
         raise ModelNotFound("The model does not exist, or this key has no access to it.", param="model")
 
 
-def _longest(asked: Any) -> int | None:
+def _longest(body: Any) -> int | None:
     """The request's own limit for the tokens of one output; None: it has none."""
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
-        value = getattr(asked, name, None)
+        value = getattr(body, name, None)
         if value:
             return int(value)
     return None

@@ -41,7 +41,7 @@ class Claim:
     """The client's name for a session, for routing."""
     learn: bool = True
     """Whether drafters may learn from its sequences, and these share look-ups."""
-    inquiry: SpeculationOptions | None = None
+    speculation: SpeculationOptions | None = None
     """The request's options for speculation."""
     closed: bool = False
     """The request is over.  Then tokens are charged as each sequence ends."""
@@ -69,11 +69,11 @@ class Claim:
     """The verifier that a sequence was given to last."""
 
     @property
-    def asked(self) -> RequestOptions:
+    def options(self) -> RequestOptions:
         """What verifiers are told of it."""
-        asked = self.inquiry.asked if self.inquiry is not None else RequestOptions()
+        options = self.speculation.options if self.speculation is not None else RequestOptions()
         tenant, session = _label(self.caller.owner), _label(self.session or "")
-        return msgspec.structs.replace(asked, learn=asked.learn and self.learn, tenant=tenant, session=session)
+        return msgspec.structs.replace(options, learn=options.learn and self.learn, tenant=tenant, session=session)
 
     @property
     def tokens(self) -> int:

@@ -145,8 +145,8 @@ class Gate:
 
     def _queue_up(self, waiting: _Waiting) -> None:
         """Puts a claim into the queue, which may turn away others or this one.  Raises `Overloaded`."""
-        asked = waiting.claim.wait_s
-        wait_s = self.wait_s if asked is not None and asked < 0 else asked
+        own_wait_s = waiting.claim.wait_s
+        wait_s = self.wait_s if own_wait_s is not None and own_wait_s < 0 else own_wait_s
         if wait_s is not None:
             paused = self._is_paused()
             expected_s = None if paused else self._queue.expected_wait_s(waiting.flow, waiting.priority, waiting.since)
@@ -163,8 +163,8 @@ class Gate:
         self._promised += claim.sequences
 
     def _too_late(self, waiting: _Waiting) -> None:
-        asked = waiting.claim.wait_s
-        if asked is not None and asked < 0 and self._is_paused():
+        own_wait_s = waiting.claim.wait_s
+        if own_wait_s is not None and own_wait_s < 0 and self._is_paused():
             waiting.timer = asyncio.get_running_loop().call_later(self.wait_s, self._too_late, waiting)
             return
         self._queue.remove(waiting)

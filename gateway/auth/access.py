@@ -59,17 +59,17 @@ class AccessRules:
 
 def ring_of(settings: Settings) -> KeyRing:
     """The keys of the settings and the keys file.  Raises `KeyFileError`."""
-    asked = settings.gateway
-    entries = read_entries(Path(asked.keys_file)) if asked.keys_file else []
-    return KeyRing(asked.api_key, asked.admin_key, entries)
+    section = settings.gateway
+    entries = read_entries(Path(section.keys_file)) if section.keys_file else []
+    return KeyRing(section.api_key, section.admin_key, entries)
 
 
 class Access:
     """Checks the key, then the limit on requests in flight, then the key's quotas."""
 
-    def __init__(self, metrics: GatewayMetrics, doors: AccessRules) -> None:
+    def __init__(self, metrics: GatewayMetrics, access_rules: AccessRules) -> None:
         self._metrics = metrics
-        self._doors = doors
+        self._access_rules = access_rules
         self._others = self._other_bytes = 0
         """Requests by POST in progress that do not generate, and the bytes of their bodies."""
 
@@ -99,10 +99,10 @@ class Access:
         if scope["method"] != "POST":
             await app(scope, receive, send)
             return
-        quotas = self._doors.quotas
+        quotas = self._access_rules.quotas
         if not to_disk:
             receive = await whole_body(scope, receive)
-        most = self._doors.max_in_flight
+        most = self._access_rules.max_in_flight
         if (self._metrics.in_flight if right is Right.GENERATE else self._others) >= most:
             raise TooManyRequests(f"More than {most} requests are in flight. Try again.")
         if right is not Right.GENERATE:
@@ -129,17 +129,17 @@ class Access:
         self._others += 1
         self._other_bytes += size
         try:
-            await self._doors.quotas.begin(caller)
+            await self._access_rules.quotas.begin(caller)
             try:
                 await app(scope, receive, send)
             finally:
-                self._doors.quotas.end(caller)
+                self._access_rules.quotas.end(caller)
         finally:
             self._others -= 1
             self._other_bytes -= size
 
     def _caller(self, scope: Scope, right: Right) -> Caller:
-        ring = self._doors.ring
+        ring = self._access_rules.ring
         guarded = right is Right.METRICS and ring.guards_metrics
         if right is Right.NOTHING or (right is Right.METRICS and not guarded):
             return ANYBODY
@@ -154,16 +154,16 @@ class Access:
 
     async def _administer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets only administrators' requests pass.  Logs the caller, the command and its status."""
-        known = self._doors.ring.find(scope) or self._doors.ring.find_administrator(scope)
-        who, status, asked, size = "nobody" if known is None else known.name or "anybody", 0, bytearray(), 0
+        known = self._access_rules.ring.find(scope) or self._access_rules.ring.find_administrator(scope)
+        who, status, body, size = "nobody" if known is None else known.name or "anybody", 0, bytearray(), 0
 
         async def heard() -> Message:
             nonlocal size
             message = await receive()
             size += len(message.get("body", b""))
-            if len(asked) < AUDITED_BYTES:
+            if len(body) < AUDITED_BYTES:
                 # Without runs of blanks, behind which the rest would not be seen.
-                asked[:] = re.sub(rb"\s+", b" ", asked + message.get("body", b""))[:AUDITED_BYTES]
+                body[:] = re.sub(rb"\s+", b" ", body + message.get("body", b""))[:AUDITED_BYTES]
             return message
 
         async def answered(message: Message) -> None:
@@ -183,9 +183,9 @@ class Access:
             if scope["method"] not in ("GET", "HEAD"):
                 query = scope["query_string"].decode("latin-1")
                 what = f"{scope['method']} {quote(scope['path'])}{'?' if query else ''}{query}"
-                fields = json.dumps(f"{size} bytes") if media_type(Request(scope)) == TENSORS else _fields(asked)
-                said = {"by": who, "what": what, "fields": fields, "status": status}
-                audit.info("%s", " ".join(f"{name}={value}" for name, value in said.items()), extra={"fields": said})
+                fields = json.dumps(f"{size} bytes") if media_type(Request(scope)) == TENSORS else _fields(body)
+                entry = {"by": who, "what": what, "fields": fields, "status": status}
+                audit.info("%s", " ".join(f"{name}={value}" for name, value in entry.items()), extra={"fields": entry})
 
     def _administrator(self, scope: Scope) -> Caller:
         """The caller, if it may administer the fleet.  Raises `Unauthorized` or `Forbidden`.
@@ -194,7 +194,7 @@ class Access:
         if there is one, through no proxy that says so, and with a loopback name as `Host`: a web page could send its
         visitor's browser here under another.  Pages that may call (`cors_origins`) may not administer.
         """
-        ring = self._doors.ring
+        ring = self._access_rules.ring
         if ring.has_admin:
             caller = ring.find_administrator(scope)
             if caller is not None:

@@ -85,11 +85,11 @@ class Quotas:
     def _outdated(self, account: Account) -> bool:
         return time.monotonic() - account.synced_at > 10 * EXCHANGE_S and not self._failing
 
-    async def _exchange(self, asked: Account | None = None) -> None:
-        """Exchanges all counts.  With `asked`, only if no exchange has succeeded or failed while this one waited."""
+    async def _exchange(self, account: Account | None = None) -> None:
+        """Exchanges all counts.  With `account`, only if no exchange has succeeded or failed while this one waited."""
         assert self._store is not None
         async with self._exchanging:
-            if asked is not None and not self._outdated(asked):
+            if account is not None and not self._outdated(account):
                 return
             uses = self._ledger.take(time.monotonic())
             if not uses:

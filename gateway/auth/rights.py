@@ -32,6 +32,6 @@ def right_of(route: BaseRoute) -> Right:
     return right
 
 
-def paths(routes: Iterable[BaseRoute], *asked: Right) -> frozenset[str]:
+def paths(routes: Iterable[BaseRoute], *rights: Right) -> frozenset[str]:
     """The paths of the routes that ask for one of these rights."""
-    return frozenset(route.path for route in routes if right_of(route) in asked and isinstance(route, APIRoute))
+    return frozenset(route.path for route in routes if right_of(route) in rights and isinstance(route, APIRoute))

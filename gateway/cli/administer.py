@@ -80,14 +80,14 @@ def run(
 
 def _follow(coordinator: CoordinatorHandle, operation_id: int, say: Callable[[str], None], poll_s: float) -> None:
     """Reports the progress of an operation until it has ended."""
-    told = ""
+    reported = ""
     while True:
         operation = next((each for each in coordinator.snapshot().operations if each.id == operation_id), None)
         if operation is None:
             raise AdministrationError(f"the coordinator was restarted and does not know operation {operation_id} any more")
-        if operation.note != told and operation.state in ("waiting", "running"):
-            told = operation.note
-            say(told)
+        if operation.note != reported and operation.state in ("waiting", "running"):
+            reported = operation.note
+            say(reported)
         if operation.state == "failed":
             raise AdministrationError(operation.note)
         if operation.state == "done":

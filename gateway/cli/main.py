@@ -210,11 +210,11 @@ def reload(arguments: list[str]) -> int:
     rest = list(arguments)
     name = rest.pop(0) if rest and not rest[0].startswith("-") else None
     loaded = sources.load(rest, "outrider reload", "Has a gateway read its keys, limits and routing again: [NAMESPACE or PID].")
-    asked = loaded.settings.gateway
+    section = loaded.settings.gateway
     # A gateway named by its address may run anywhere.  Otherwise it is the one of an `outrider serve` on this host.
     named = any(("gateway", each) in loaded.origins for each in ("host", "port", "uds"))
-    url = reloading.url_of(asked) if named and name is None else state.find(name).url
-    for line in reloading.reload(url, asked):
+    url = reloading.url_of(section) if named and name is None else state.find(name).url
+    for line in reloading.reload(url, section):
         print(line)
     return OK
 

@@ -44,13 +44,13 @@ def check_files(settings: Settings) -> None:
     from gateway.auth.key_ring import KeyFileError, read_entries
     from gateway.auth.sharing import open_store
 
-    asked = settings.gateway
+    section = settings.gateway
     try:
-        if asked.keys_file:
-            read_entries(Path(asked.keys_file))
-        if asked.tls_cert:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(asked.tls_cert, asked.tls_key)
-        elif asked.tls_key:
+        if section.keys_file:
+            read_entries(Path(section.keys_file))
+        if section.tls_cert:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(section.tls_cert, section.tls_key)
+        elif section.tls_key:
             raise ConfigError("gateway.tls_key needs gateway.tls_cert")
     except KeyFileError as error:
         raise ConfigError(f"gateway.keys_file: {error}") from None
@@ -66,7 +66,7 @@ def check_files(settings: Settings) -> None:
 
 def state_folder(settings: Settings) -> Path | None:
     """Where responses, batches and shared quotas are kept; None: nowhere."""
-    asked = settings.gateway.state_dir
-    if asked == "none":
+    folder = settings.gateway.state_dir
+    if folder == "none":
         return None
-    return environment.state_dir() if asked == "auto" else Path(asked).expanduser()
+    return environment.state_dir() if folder == "auto" else Path(folder).expanduser()

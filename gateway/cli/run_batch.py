@@ -45,7 +45,7 @@ class Gateway(NamedTuple):
     key: str | None
 
 
-class _Told(msgspec.Struct):
+class _Answer(msgspec.Struct):
     """The fields that are read from a line of an earlier output."""
 
     custom_id: str
@@ -180,23 +180,23 @@ def _resume(source: Path, target: Path) -> tuple[set[str], int]:
     """The ids that `target` has answers to, and how many of them failed.  Removes lines that are no answers from the file."""
     if not target.exists():
         return set(), 0
-    asked = {each.custom_id for each in _requests(source)}
+    wanted_ids = {each.custom_id for each in _requests(source)}
     partial = target.with_name(f"{target.name}.partial")
     done: set[str] = set()
     failed = 0
     with target.open("rb") as before, partial.open("wb") as kept:
         for text in before:
             try:
-                told = msgspec.json.decode(text, type=_Told)
+                answer = msgspec.json.decode(text, type=_Answer)
             except (msgspec.MsgspecError, UnicodeDecodeError):
                 if text.endswith(b"\n"):
                     raise CommandError(f"{target}: is no output of a batch; name another file") from None
                 continue
-            if told.custom_id not in asked:
+            if answer.custom_id not in wanted_ids:
                 raise CommandError(f"{target}: has answers to other requests; name another file")
-            if told.response is not None and told.custom_id not in done and text.endswith(b"\n"):
-                done.add(told.custom_id)
-                failed += told.response.get("status_code") != 200
+            if answer.response is not None and answer.custom_id not in done and text.endswith(b"\n"):
+                done.add(answer.custom_id)
+                failed += answer.response.get("status_code") != 200
                 kept.write(text)
     partial.replace(target)
     return done, failed

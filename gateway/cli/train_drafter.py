@@ -88,7 +88,7 @@ def read_data(file: Path) -> list[Prompt]:
 async def train(given: argparse.Namespace, settings: dict[str, object], prompts: Sequence[Prompt], say: Say) -> None:
     """Trains until the budget of time or steps is spent.  Raises `CommandError`."""
     given.output.mkdir(parents=True, exist_ok=True, mode=0o700)
-    asked = Prompts(prompts, say)
+    feed = Prompts(prompts, say)
     async with AsyncFleet(**settings) as fleet:  # type: ignore[arg-type]
         curve = Curve(given.output / CURVE, say)
         began, now = time.monotonic(), await _learning(fleet)
@@ -96,11 +96,11 @@ async def train(given: argparse.Namespace, settings: dict[str, object], prompts:
             if now["owed"] > MOST_OWED:
                 await asyncio.sleep(WAIT_S)
             else:
-                await asked.answer(fleet, {"temperature": random.choice(TEMPERATURES), "max_tokens": given.max_tokens})
+                await feed.answer(fleet, {"temperature": random.choice(TEMPERATURES), "max_tokens": given.max_tokens})
             now = await _learning(fleet)
             curve.add(now, time.monotonic() - began)
-    if asked.skipped:
-        say(f"{asked.skipped} of {len(prompts)} prompts were skipped")
+    if feed.skipped:
+        say(f"{feed.skipped} of {len(prompts)} prompts were skipped")
     if found := newest_head(given.output):
         say(f"the head: --drafter {found}")
     else:

@@ -71,7 +71,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         self._rooms = Rooms(settings.verifier.max_num_seqs)
         self.gate = Gate(self._room, settings.gateway.max_in_flight, settings.gateway.queue_wait_s, self._is_paused)
         # A lost verifier's incarnation, and the place ids of sequences that may still run there.  Aborted if it comes back.
-        self._strays: dict[str, tuple[str, list[str]]] = {}
+        self._orphans: dict[str, tuple[str, list[str]]] = {}
         self._accounts = AwaitedAccounts()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
 
@@ -117,9 +117,9 @@ class FleetCore(Verifiers, EngineCoreClient):
                 self.migrate(self.requests_at(view.member.id), None, "drain")
 
     def on_ready(self, link: VerifierLink) -> None:
-        incarnation, strays = self._strays.pop(link.member.id, ("", []))
+        incarnation, orphans = self._orphans.pop(link.member.id, ("", []))
         if incarnation == link.member.incarnation:
-            link.abort(strays)
+            link.abort(orphans)
         for record in self.sequences:
             # The verifier had only been stopped or starved, so no request has killed it.
             record.lost.discard(link.member.incarnation)
@@ -163,7 +163,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         level = logging.WARNING if orphans else logging.INFO
         what = f"; its {len(orphans)} sequences go on at another, or wait for one" if orphans else ""
         logger.log(level, "verifier %s gone (%s)%s", link.member.id, loss.cause, what)
-        self._strays[link.member.id] = link.member.incarnation, [record.place_id for record in orphans]
+        self._orphans[link.member.id] = link.member.incarnation, [record.place_id for record in orphans]
         self._fail_over(orphans, loss.cause, died=loss.blames_verifier)
 
     def _take(self, link: VerifierLink, output: EngineCoreOutput, now: float) -> bool:
@@ -191,14 +191,14 @@ class FleetCore(Verifiers, EngineCoreClient):
             self._leave(record, str(output.finish_reason))
         return True
 
-    def on_said(self, request_id: str, tokens: int, last: bool) -> None:
+    def on_emitted(self, request_id: str, tokens: int, last: bool) -> None:
         """vLLM has put tokens of a sequence into its answer: these are shown and charged.  It aborts at a stop string."""
         record, reason = self._ending.get(request_id) or (self.sequences.get(request_id), "")
         if record is None:
             return
-        record.said += tokens
+        record.emitted_tokens += tokens
         record.claim.output_tokens += tokens
-        self._metrics.on_said(tokens)
+        self._metrics.on_emitted(tokens)
         if last and reason:
             self._end(record, reason)
 
@@ -326,8 +326,8 @@ class FleetCore(Verifiers, EngineCoreClient):
         record.places += 1
         record.placed_at = time.monotonic()
         record.taken = False
-        asked = record.claim.asked
-        link.add(record.request, record.place_id, record.emitted, asked if asked != RequestOptions() else None)
+        options = record.claim.options
+        link.add(record.request, record.place_id, record.emitted, options if options != RequestOptions() else None)
         self._accounts.placed(record, link)
         self.sequences.put(record, link)
         record.claim.verifier = link.member.id
@@ -356,8 +356,8 @@ class FleetCore(Verifiers, EngineCoreClient):
         record = InFlight(request, None, arrived, claim=claim)
         if not record.batched:
             self.on_interactive()
-        if claim.inquiry is not None:
-            claim.inquiry.follow(record)
+        if claim.speculation is not None:
+            claim.speculation.follow(record)
         if claim.aborted:
             if request.pooling_params is not None:
                 raise Aborted

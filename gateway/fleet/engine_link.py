@@ -115,10 +115,10 @@ class VerifierLink:
         request: EngineCoreRequest,
         place_id: str,
         emitted: Sequence[int],
-        asked: RequestOptions | None = None,
+        options: RequestOptions | None = None,
     ) -> None:
         """Submits a sequence that goes on after its `emitted` tokens.  The listener gets outputs under the id `place_id`."""
-        self._dealer.send(self._speech.add(request, place_id, emitted, asked))
+        self._dealer.send(self._speech.add(request, place_id, emitted, options))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests without further outputs.  Never waits."""

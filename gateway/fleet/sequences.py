@@ -41,7 +41,7 @@ class InFlight:
     first_token: float | None = None
     last_token: float | None = None
     emitted: list[int] = field(default_factory=list)
-    said: int = 0
+    emitted_tokens: int = 0
     """Tokens of these in its answer: none after a stop string."""
     places: int = 0
     """How often it was given to a verifier so far."""
@@ -53,7 +53,7 @@ class InFlight:
     """Incarnations of verifiers that were lost while this sequence was in their engine, and have not come back."""
     context: int = 0
     """Context length of the first verifier, in tokens."""
-    told: SequenceStatistics | None = None
+    statistics: SequenceStatistics | None = None
     """Speculation statistics, if its client asks for them."""
     claim: Claim = field(default_factory=Claim)
     """The claim of the request it belongs to."""
@@ -77,7 +77,7 @@ class InFlight:
         """Its tokens, as verifiers take them for look-ups."""
         request = self.request
         before = list((request.prompt_token_ids or ())[-SHARED_SUFFIX:])
-        return Said(self.claim.asked.salted(request.cache_salt).tenant, before, self.emitted)
+        return Said(self.claim.options.salted(request.cache_salt).tenant, before, self.emitted)
 
     @property
     def ask(self) -> Ask:

@@ -50,7 +50,7 @@ class SequenceStatistics:
     def body(self, index: int, mode: str) -> dict[str, Any]:
         """The statistics as the answer shows them."""
         record, accounts, tallies = self.record, self.accounts, self.tallies()
-        emitted, known = record.said, sum(account.tokens for account in accounts)
+        emitted, known = record.emitted_tokens, sum(account.tokens for account in accounts)
         verifications = sum(account.verifications for account in accounts)
         lengths: Counter[int] = Counter()
         for account in accounts:
@@ -85,12 +85,12 @@ class AwaitedAccounts:
 
     def placed(self, record: InFlight, link: VerifierLink) -> None:
         """Expects an account, if the sequence asks for one."""
-        if (told := record.told) is None:
+        if (statistics := record.statistics) is None:
             return
         if record.cut is not None:
-            told.moves.append(record.cut)
-        told.awaited.append(asyncio.get_running_loop().create_future())
-        self._places[record.place_id] = link, told, told.awaited[-1]
+            statistics.moves.append(record.cut)
+        statistics.awaited.append(asyncio.get_running_loop().create_future())
+        self._places[record.place_id] = link, statistics, statistics.awaited[-1]
 
     def came(self, accounts: Sequence[Account]) -> None:
         for account in accounts:
@@ -113,18 +113,18 @@ class AwaitedAccounts:
 class SpeculationOptions:
     """One request's options for speculation, and its sequences."""
 
-    asked: RequestOptions
+    options: RequestOptions
     stats: bool
     mode: str
     """The fleet's mode."""
     choices: int = 1
     """Choices of each prompt (`n`)."""
-    told: dict[int, SequenceStatistics] = field(default_factory=dict)
+    statistics: dict[int, SequenceStatistics] = field(default_factory=dict)
 
     def follow(self, record: InFlight) -> None:
         """Begins the statistics of a sequence that is about to be submitted, if they were asked for."""
-        if self.asked.account:
-            self.told[self._index(record)] = record.told = SequenceStatistics(record)
+        if self.options.account:
+            self.statistics[self._index(record)] = record.statistics = SequenceStatistics(record)
 
     def _index(self, record: InFlight) -> int:
         """The index of a sequence's choice.  vLLM's ids begin with the choice's number, and may end with the prompt's."""
@@ -134,24 +134,24 @@ class SpeculationOptions:
 
     async def add_to(self, body: dict[str, Any]) -> dict[str, Any]:
         """Waits for accounts, then puts the statistics into an answer or a stream's last chunk."""
-        if not self.asked.account:
+        if not self.options.account:
             return body
-        if awaited := [each for told in self.told.values() for each in told.awaited]:
+        if awaited := [each for statistics in self.statistics.values() for each in statistics.awaited]:
             # Tokens of accounts that do not come in time are shown as `unaccounted_tokens`.
             await asyncio.wait(awaited, timeout=ACCOUNT_WAIT_S)
-        if self.asked.prediction and isinstance(usage := body.get("usage"), dict):
-            predicted = [t for told in self.told.values() for t in told.tallies() if t.source == "prediction"]
-            said = sum(told.record.said for told in self.told.values())
+        if self.options.prediction and isinstance(usage := body.get("usage"), dict):
+            predicted = [t for statistics in self.statistics.values() for t in statistics.tallies() if t.source == "prediction"]
+            emitted_tokens = sum(statistics.record.emitted_tokens for statistics in self.statistics.values())
             # A verifier hears of a stop string only after its tokens.
-            accepted = min(sum(tally.accepted for tally in predicted), said)
+            accepted = min(sum(tally.accepted for tally in predicted), emitted_tokens)
             usage["completion_tokens_details"] = {
                 **(usage.get("completion_tokens_details") or {}),
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": sum(tally.drafted for tally in predicted) - accepted,
             }
         if self.stats:
-            mode = self.mode if self.asked.mode == "auto" else self.asked.mode
-            body["outrider"] = {"choices": [told.body(index, mode) for index, told in sorted(self.told.items())]}
+            mode = self.mode if self.options.mode == "auto" else self.options.mode
+            body["outrider"] = {"choices": [each.body(index, mode) for index, each in sorted(self.statistics.items())]}
         return body
 
     async def add_to_stream(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

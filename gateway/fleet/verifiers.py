@@ -102,7 +102,7 @@ class Verifiers(LinkListener):
     def share(self, record: InFlight) -> None:
         """Gives the text of a sequence that has ended to the other verifiers, for look-ups."""
         others = [link for link in self.ready_links if link is not record.link and link.welcome and link.welcome.looks_up]
-        if others and record.emitted and record.claim.asked.learn:
+        if others and record.emitted and record.claim.options.learn:
             frames = EngineCodec.share(record.output)
             for link in others:
                 link.send(frames)

@@ -60,21 +60,21 @@ def build_app(gateway: Gateway) -> FastAPI:
             gateway.client.core.pauses = await gateway.peers.pauses()
         gateway.client.start()
         balancer.start()
-        gateway.doors.quotas.start()
+        gateway.access_rules.quotas.start()
         models = gateway.services.models
         await models.init_static_loras()
         for each in await gateway.peers.adapters() if gateway.peers is not None else []:
             if each["lora_name"] not in models.lora_requests:
                 await models.load_lora_adapter(LoadLoRAAdapterRequest(**each))
         await gateway.responses.start()
-        gateway.batches.start(app, gateway.client.core, gateway.metrics, gateway.doors)
+        gateway.batches.start(app, gateway.client.core, gateway.metrics, gateway.access_rules)
         try:
             yield
         finally:
             balancer.stop()
             await gateway.batches.close()
             await gateway.responses.close()
-            await gateway.doors.quotas.close()
+            await gateway.access_rules.quotas.close()
             gateway.client.shutdown()
             if gateway.tracing is not None:
                 await asyncio.to_thread(gateway.tracing.close)
@@ -102,10 +102,10 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _http_error)
     settings = gateway.settings.gateway
-    Access(gateway.metrics, gateway.doors).guard(app)
-    has_key, origins = (lambda: not gateway.doors.ring.open), settings.cors_origins
+    Access(gateway.metrics, gateway.access_rules).guard(app)
+    has_key, origins = (lambda: not gateway.access_rules.ring.open), settings.cors_origins
     app.add_middleware(Guard, listens_on=settings.host, has_key=has_key, origins=origins)
-    app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.doors.quotas)
+    app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.access_rules.quotas)
     if origins:
         app.add_middleware(
             CORSMiddleware,

@@ -76,8 +76,8 @@ class Envelope:
             self._metrics.request_done(route, status or 499)
             level = logging.DEBUG if route in QUIET_PATHS else logging.INFO
             if access.isEnabledFor(level):
-                said = _said(scope, route, status or 499, started)
-                access.log(level, "%s", _text(said), extra={"fields": said})
+                entry = _entry(scope, route, status or 499, started)
+                access.log(level, "%s", _text(entry), extra={"fields": entry})
 
 
 def _times(started: float, claim: Claim | None) -> list[tuple[bytes, bytes]]:
@@ -94,9 +94,9 @@ def _times(started: float, claim: Claim | None) -> list[tuple[bytes, bytes]]:
     ]
 
 
-def _said(scope: Scope, route: str, status: int, started: float) -> dict[str, Any]:
+def _entry(scope: Scope, route: str, status: int, started: float) -> dict[str, Any]:
     """The fields of a request's log line."""
-    said: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "method": scope["method"],
         "route": route,
         "status": status,
@@ -106,18 +106,18 @@ def _said(scope: Scope, route: str, status: int, started: float) -> dict[str, An
     }
     claim: Claim | None = scope["state"].get("claim")
     if claim is not None:
-        said |= {
+        entry |= {
             "prompt_tokens": round(claim.prompt_tokens),
             "output_tokens": claim.output_tokens,
             "queued_ms": round(claim.queued_s * 1000, 2),
             "verifier": claim.verifier,
         }
-    return said
+    return entry
 
 
-def _text(said: dict[str, Any]) -> str:
-    head = f"{said['method']} {said['route']} {said['status']} {said['ms']} ms"
-    rest = [f"{name}={value}" for name, value in list(said.items())[4:] if value is not None]
+def _text(entry: dict[str, Any]) -> str:
+    head = f"{entry['method']} {entry['route']} {entry['status']} {entry['ms']} ms"
+    rest = [f"{name}={value}" for name, value in list(entry.items())[4:] if value is not None]
     return " ".join([head, *rest])
 
 

@@ -97,10 +97,10 @@ _NO_EFFECT = {
 def document(app: FastAPI, version: str) -> dict[str, Any]:
     """The document of all routes except those of pages.  Raises `TypeError` for a route that is not `described`."""
     found = list(routes(app))
-    told: list[Any] = [route.openapi_extra for _, _, route in found]
-    schemas = _schemas(told)
+    described_routes: list[Any] = [route.openapi_extra for _, _, route in found]
+    schemas = _schemas(described_routes)
     paths: dict[str, dict[str, Any]] = {}
-    for (method, path, route), each in zip(found, told, strict=True):
+    for (method, path, route), each in zip(found, described_routes, strict=True):
         shown = dict(each["shown"])
         error = {"$ref": _REF.format(model="AnthropicError" if path.startswith("/v1/messages") else "Error")}
         failed = {"description": "An error.", "content": {"application/json": {"schema": error}}}

@@ -74,9 +74,9 @@ def build_gateway(
     folder = state_folder(settings)
     store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.responses_bytes)
     responses = Responses(store, vllm_config.model_config.max_model_len)
-    doors = AccessRules.of(settings, core.gateway_id, folder)
+    access_rules = AccessRules.of(settings, core.gateway_id, folder)
     batches = Batches(folder, settings, served_names[0])
-    return Gateway(settings, client, services, metrics, responses, doors, batches, tracing)
+    return Gateway(settings, client, services, metrics, responses, access_rules, batches, tracing)
 
 
 class GatewayServer:
@@ -181,8 +181,8 @@ class GatewayServer:
                 await self._server.serve()
             else:
                 peers = self._peers
-                asked = self._settings.port if peers is None or peers.port is None else peers.port
-                listener = _listen(self._settings.host, asked, shared=peers is not None)
+                port = self._settings.port if peers is None or peers.port is None else peers.port
+                listener = _listen(self._settings.host, port, shared=peers is not None)
                 host, port = listener.getsockname()[:2]
                 scheme = "https" if self._settings.tls_cert else "http"
                 self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

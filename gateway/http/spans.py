@@ -92,7 +92,7 @@ class TracedMetrics(GatewayMetrics):
             {
                 **_where(sequence),
                 "gen_ai.usage.prompt_tokens": len(sequence.request.prompt_token_ids or ()),
-                "gen_ai.usage.completion_tokens": sequence.said,
+                "gen_ai.usage.completion_tokens": sequence.emitted_tokens,
                 "outrider.finish_reason": reason,
                 "outrider.places": sequence.places,
             }

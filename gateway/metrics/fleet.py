@@ -178,8 +178,8 @@ def _renamed(histogram: Histogram, name: str, model: str) -> Metric:
 
 def _adapters(sequences: Iterable[InFlight], *, placed: bool) -> str:
     """Those of sequences that have a verifier, or of the others."""
-    asked = [each.request.lora_request for each in sequences if (each.link is not None) == placed]
-    return ",".join(sorted({each.lora_name for each in asked if each is not None}))
+    adapters = [each.request.lora_request for each in sequences if (each.link is not None) == placed]
+    return ",".join(sorted({each.lora_name for each in adapters if each is not None}))
 
 
 def _all_of(counts: Mapping[Any, int], kinds: Any, states: Any) -> Samples:

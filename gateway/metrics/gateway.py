@@ -322,7 +322,7 @@ class GatewayMetrics:
             self.moves[cut.kind, cut.cause, sequence.link.member.id] += 1
         (self._failovers if cut.kind == "failover" else self._migrations).labels(cut.cause).inc()
 
-    def on_said(self, count: int) -> None:
+    def on_emitted(self, count: int) -> None:
         """`count` tokens are in an answer."""
         self._tokens.inc(count)
 

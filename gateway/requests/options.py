@@ -60,7 +60,7 @@ class Prediction(Body):
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
 
 
-async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -> SpeculationOptions | None:
+async def read_options(gateway: Gateway, request: Request, data: Mapping[str, Any]) -> SpeculationOptions | None:
     """The options of a request with the body `data`, whose bounds were checked; None: it has none.
 
     Raises `BadRequest` naming the field.
@@ -73,17 +73,17 @@ async def inquire(gateway: Gateway, request: Request, data: Mapping[str, Any]) -
     prediction = await _tokens(gateway, predicted.text) if predicted and predicted.text else []
     account = stats or bool(prediction)
     mode, longest, learn = options.mode or "auto", options.num_speculative_tokens, options.learn is not False
-    asked = RequestOptions(account, mode, longest, prediction, options.logprobs_mode, learn)
-    if asked == RequestOptions():
+    wanted = RequestOptions(account, mode, longest, prediction, options.logprobs_mode, learn)
+    if wanted == RequestOptions():
         return None
-    if asked.account and data.get("use_beam_search"):
+    if wanted.account and data.get("use_beam_search"):
         raise BadRequest("Beam search has no account of its drafts.", param="use_beam_search")
-    return SpeculationOptions(asked, stats, gateway.settings.mode)
+    return SpeculationOptions(wanted, stats, gateway.settings.mode)
 
 
-def with_usage(data: dict[str, Any], inquiry: SpeculationOptions | None) -> dict[str, Any]:
+def with_usage(data: dict[str, Any], speculation: SpeculationOptions | None) -> dict[str, Any]:
     """`data`; for a stream with statistics, with usage switched on, because one chunk contains both."""
-    if inquiry is None or not inquiry.stats or not data.get("stream"):
+    if speculation is None or not speculation.stats or not data.get("stream"):
         return data
     options = data.get("stream_options")
     return {**data, "stream_options": {**(options if isinstance(options, dict) else {}), "include_usage": True}}

@@ -34,8 +34,8 @@ def _with_free_input(tool: Any) -> Any:
     if not isinstance(form, dict) or form.get("type") != "grammar" or not isinstance(tool.get("description"), str | None):
         return tool
     advice = f"The input must match this {form.get('syntax')} grammar:\n{form.get('definition')}"
-    said = "\n\n".join(filter(None, (tool.get("description"), advice)))
-    return {**tool, "format": {"type": "text"}, "description": said}
+    description = "\n\n".join(filter(None, (tool.get("description"), advice)))
+    return {**tool, "format": {"type": "text"}, "description": description}
 
 
 def check_kinds(tools: Any) -> None:
@@ -51,11 +51,11 @@ def only_allowed(data: dict[str, Any]) -> dict[str, Any]:
         return data
     choice = data["tool_choice"]
     # Chat completions nest the list one level deeper than responses.
-    said = choice.get("allowed_tools", choice)
-    tools, mode = data.get("tools"), said.get("mode") if isinstance(said, dict) else None
-    if mode not in ("auto", "required") or not isinstance(said.get("tools"), list):
+    allowed = choice.get("allowed_tools", choice)
+    tools, mode = data.get("tools"), allowed.get("mode") if isinstance(allowed, dict) else None
+    if mode not in ("auto", "required") or not isinstance(allowed.get("tools"), list):
         raise BadRequest("`tool_choice`: `allowed_tools` needs a mode, `auto` or `required`, and tools.", param="tool_choice")
-    names = [_name(each) for each in said["tools"]]
+    names = [_name(each) for each in allowed["tools"]]
     kept = [each for each in tools if _name(each) in names] if isinstance(tools, list) else []
     if not kept or None in names or len({_name(each) for each in kept}) < len(set(names)):
         raise BadRequest("`tool_choice` names a tool that is not in `tools`.", param="tool_choice")

@@ -68,11 +68,11 @@ async def reload(request: Request) -> Response:
 async def administer(request: Request, command: str) -> Response:
     """Changes the fleet.  200: done, or nothing to do; 202: an operation will do it."""
     gateway = gateway_of(request)
-    asked = _command(command, await read_json(request, gateway.max_body_bytes))
-    answer = await gateway.client.core.directory.submit(asked)
+    parsed = _command(command, await read_json(request, gateway.max_body_bytes))
+    answer = await gateway.client.core.directory.submit(parsed)
     if isinstance(answer, Refused):
         raise _ERRORS[answer.reason](f"{answer.message[:1].upper()}{answer.message[1:]}.", code=answer.reason)
-    shown = {"version": answer.version, "dry_run": asked.dry_run, "effects": answer.effects, "operation": answer.operation}
+    shown = {"version": answer.version, "dry_run": parsed.dry_run, "effects": answer.effects, "operation": answer.operation}
     return JSONResponse(shown, status_code=200 if answer.operation is None else 202)
 
 

@@ -43,17 +43,17 @@ async def create_batch(request: Request) -> Response:
     batches, store = gateway.batches, gateway.batches.store
     data = await read_json(request, gateway.max_body_bytes)
     lifetime_s = lifetime_of(data.get("output_expires_after"), "output_expires_after")
-    asked = fitted(NewBatch, data, {})
-    if asked.endpoint not in batches.endpoints:
+    body = fitted(NewBatch, data, {})
+    if body.endpoint not in batches.endpoints:
         raise BadRequest(f"`endpoint` must be one of {', '.join(batches.endpoints)}.", param="endpoint")
     now = int(time.time())
     batch = Batch(
         id=new_id("batch_"),
-        endpoint=asked.endpoint,
-        input_file_id=asked.input_file_id,
+        endpoint=body.endpoint,
+        input_file_id=body.input_file_id,
         created_at=now,
         expires_at=now + WINDOW_S,
-        metadata=asked.metadata,
+        metadata=body.metadata,
     )
     await store.add_batch(batch, owner_of(request), batches.model, lifetime_s)
     batches.tell()

@@ -45,11 +45,11 @@ class NewConversation(Metadata):
 @router.post("/v1/conversations", **described(NewConversation, CONVERSATION, right=Right.KEY))
 async def create_conversation(request: Request) -> Response:
     """Creates a conversation, with its first items."""
-    asked = await _read(request, NewConversation)
+    body = await _read(request, NewConversation)
     conversation_id = f"conv_{uuid.uuid4().hex}"
     store = gateway_of(request).responses.store
-    items = as_items(asked.items)
-    return JSONResponse(await store.create_conversation(conversation_id, owner_of(request), asked.metadata, items))
+    items = as_items(body.items)
+    return JSONResponse(await store.create_conversation(conversation_id, owner_of(request), body.metadata, items))
 
 
 @router.get("/v1/conversations/{conversation_id}", **described(gives=CONVERSATION, right=Right.KEY))
@@ -61,9 +61,9 @@ async def get_conversation(request: Request, conversation_id: str) -> Response:
 @router.post("/v1/conversations/{conversation_id}", **described(Metadata, CONVERSATION, right=Right.KEY))
 async def update_conversation(request: Request, conversation_id: str) -> Response:
     """Replaces a conversation's metadata."""
-    asked = await _read(request, Metadata)
+    body = await _read(request, Metadata)
     store = gateway_of(request).responses.store
-    return JSONResponse(await store.update_conversation(conversation_id, owner_of(request), asked.metadata))
+    return JSONResponse(await store.update_conversation(conversation_id, owner_of(request), body.metadata))
 
 
 @router.delete("/v1/conversations/{conversation_id}", **described(gives=DELETED, right=Right.KEY))

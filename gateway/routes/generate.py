@@ -30,7 +30,7 @@ from gateway.http.sse import CHAT, Dialect, Generated, stream_response, unless_d
 from gateway.requests.body import ModelT, check_generation, fitted, parse, read_json
 from gateway.requests.fields import GENERATING
 from gateway.requests.limits import check_bounds, check_sequences
-from gateway.requests.options import inquire, with_usage
+from gateway.requests.options import read_options, with_usage
 from gateway.requests.tools import ended_apart, only_allowed
 from gateway.state import Gateway, gateway_of
 
@@ -44,13 +44,13 @@ Create = Callable[[Any, Request], Awaitable[Any]]
 async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     gateway = gateway_of(request)
-    asked, inquiry = await _read(gateway, request, ChatCompletionRequest)
+    body, speculation = await _read(gateway, request, ChatCompletionRequest)
 
-    async def create(asked: Any, request: Request) -> Any:
-        made = await gateway.services.chat.create_chat_completion(asked, request)
-        return ended_apart(made) if asked.tools and isinstance(made, AsyncGenerator) else made
+    async def create(body: Any, request: Request) -> Any:
+        made = await gateway.services.chat.create_chat_completion(body, request)
+        return ended_apart(made) if body.tools and isinstance(made, AsyncGenerator) else made
 
-    return await respond(gateway, request, asked, create, CHAT, inquiry=inquiry)
+    return await respond(gateway, request, body, create, CHAT, speculation=speculation)
 
 
 @router.post(
@@ -61,16 +61,16 @@ async def chat_completions_of_many(request: Request) -> Response:
     gateway = gateway_of(request)
     data = await read_json(request, gateway.max_body_bytes)
     check_sequences(data, gateway.settings.gateway.max_sequences)
-    asked = parse(BatchChatCompletionRequest, data)
-    return await respond(gateway, request, asked, gateway.services.chat_of_many.create_batch_chat_completion, CHAT)
+    body = parse(BatchChatCompletionRequest, data)
+    return await respond(gateway, request, body, gateway.services.chat_of_many.create_batch_chat_completion, CHAT)
 
 
 @router.post("/v1/completions", **described(CompletionRequest, CompletionResponse, streams=True, right=Right.GENERATE))
 async def completions(request: Request) -> Response:
     """OpenAI's (legacy) completions."""
     gateway = gateway_of(request)
-    asked, inquiry = await _read(gateway, request, CompletionRequest)
-    return await respond(gateway, request, asked, gateway.services.completion.create_completion, CHAT, inquiry=inquiry)
+    body, speculation = await _read(gateway, request, CompletionRequest)
+    return await respond(gateway, request, body, gateway.services.completion.create_completion, CHAT, speculation=speculation)
 
 
 async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tuple[ModelT, SpeculationOptions | None]:
@@ -78,60 +78,60 @@ async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tupl
     data = await read_json(request, gateway.max_body_bytes)
     check_bounds(data)
     check_sequences(data, gateway.settings.gateway.max_sequences)
-    inquiry = await inquire(gateway, request, data)
-    asked = fitted(model, only_allowed(with_usage(data, inquiry)), GENERATING)
-    if inquiry is not None:
-        inquiry.choices = getattr(asked, "n", None) or 1
-    return asked, inquiry
+    speculation = await read_options(gateway, request, data)
+    body = fitted(model, only_allowed(with_usage(data, speculation)), GENERATING)
+    if speculation is not None:
+        speculation.choices = getattr(body, "n", None) or 1
+    return body, speculation
 
 
 async def respond(
     gateway: Gateway,
     request: Request,
-    asked: Any,
+    body: Any,
     create: Create,
     dialect: Dialect,
     shown: Callable[[Any], dict[str, Any]] = json_answers.body,
-    inquiry: SpeculationOptions | None = None,
+    speculation: SpeculationOptions | None = None,
 ) -> Response:
-    """The response to `asked`: a stream, or the JSON that `shown` makes of vLLM's answer; with the statistics of `inquiry`."""
-    if dialect is CHAT and inquiry is None:
+    """The response to `body`: a stream, or the JSON that `shown` makes of vLLM's answer; with `speculation`'s statistics."""
+    if dialect is CHAT and speculation is None:
         offer_plain()
-    answer = await generate(gateway, request, asked, create, inquiry)
+    answer = await generate(gateway, request, body, create, speculation)
     if isinstance(answer, AsyncGenerator):
-        answer = Generated(answer if inquiry is None else inquiry.add_to_stream(answer))
+        answer = Generated(answer if speculation is None else speculation.add_to_stream(answer))
     if isinstance(answer, Generated | PlainStream):
         return await stream_response(request, answer, dialect, gateway.metrics.client_left)
     whole = await json_answers.whole(answer, shown) if isinstance(answer, Deferred) else None
     body = shown(answer) if whole is None else whole.body
-    if inquiry is not None:
-        body = await inquiry.add_to(body)
+    if speculation is not None:
+        body = await speculation.add_to(body)
     return Response(msgspec.json.encode(body), media_type="application/json") if whole is None else whole.response(body)
 
 
 async def generate(
-    gateway: Gateway, request: Request, asked: Any, create: Create, inquiry: SpeculationOptions | None = None
+    gateway: Gateway, request: Request, body: Any, create: Create, speculation: SpeculationOptions | None = None
 ) -> Any:
     """Has vLLM answer; returns its answer or stream.  Cancelled when the client leaves.  Raises `ApiError`."""
-    check_generation(asked, vllm_speculates=gateway.settings.mode == "native")
+    check_generation(body, vllm_speculates=gateway.settings.mode == "native")
     if gateway.services.pooling.is_model:
         raise BadRequest("This model embeds or scores text; it does not write any.", param="model")
-    claim = admit(gateway, request, asked)
-    claim.inquiry = inquiry
+    claim = admit(gateway, request, body)
+    claim.speculation = speculation
     await gateway.client.core.until_routable()
     try:
-        answer = await unless_disconnected(request, create(asked, request))
+        answer = await unless_disconnected(request, create(body, request))
     except VLLMValidationError as error:
-        if error.parameter == "max_tokens" and error.value == 0 and not _asked_for_nothing(asked):
+        if error.parameter == "max_tokens" and error.value == 0 and not _wants_nothing(body):
             # vLLM computed 0 as the rest of the context behind the prompt, and reports it as if the client had sent it.
             context = gateway.client.model_config.max_model_len
             raise ContextTooLong.of(context, "the prompt fills it, and no token could be generated") from None
-        if error.parameter == "logprobs" and getattr(asked, "top_logprobs", None):
+        if error.parameter == "logprobs" and getattr(body, "top_logprobs", None):
             # `logprobs` is vLLM's internal name for the client's field `top_logprobs`.
             raise BadRequest(str(error.args[0]), param="top_logprobs") from None
         raise
     return checked(answer)
 
 
-def _asked_for_nothing(asked: Any) -> bool:
-    return any(getattr(asked, name, None) == 0 for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"))
+def _wants_nothing(body: Any) -> bool:
+    return any(getattr(body, name, None) == 0 for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"))

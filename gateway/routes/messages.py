@@ -18,7 +18,7 @@ from gateway.requests.anthropic import readable
 from gateway.requests.body import fitted, read_json
 from gateway.requests.fields import MESSAGES_NO_EFFECT, MESSAGING
 from gateway.requests.limits import check_bounds, check_text
-from gateway.requests.options import inquire
+from gateway.requests.options import read_options
 from gateway.routes.generate import respond
 from gateway.state import Gateway, gateway_of
 
@@ -32,21 +32,21 @@ async def messages(request: Request) -> Response:
     """Anthropic's messages."""
     gateway = gateway_of(request)
     data = await _read(gateway, request)
-    asked = fitted(AnthropicMessagesRequest, data, MESSAGING)
+    body = fitted(AnthropicMessagesRequest, data, MESSAGING)
     # Clients ask for as much as Anthropic's models can write.
-    asked.max_tokens = min(asked.max_tokens, gateway.client.model_config.max_model_len)
-    inquiry = await inquire(gateway, request, data)
-    return await respond(gateway, request, asked, gateway.services.messages.create_messages, MESSAGES, _shown, inquiry)
+    body.max_tokens = min(body.max_tokens, gateway.client.model_config.max_model_len)
+    speculation = await read_options(gateway, request, data)
+    return await respond(gateway, request, body, gateway.services.messages.create_messages, MESSAGES, _shown, speculation)
 
 
 @router.post("/v1/messages/count_tokens", **described(AnthropicCountTokensRequest, shape("input_tokens"), right=Right.KEY))
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens of messages."""
     gateway = gateway_of(request)
-    asked = fitted(AnthropicCountTokensRequest, await _read(gateway, request), MESSAGES_NO_EFFECT)
-    check_model(gateway, request, asked)
+    body = fitted(AnthropicCountTokensRequest, await _read(gateway, request), MESSAGES_NO_EFFECT)
+    check_model(gateway, request, body)
     async with gateway.tokenizing:
-        counted = checked(await unless_disconnected(request, gateway.services.messages.count_tokens(asked, request)))
+        counted = checked(await unless_disconnected(request, gateway.services.messages.count_tokens(body, request)))
     return JSONResponse({"input_tokens": counted.input_tokens})
 
 

@@ -84,16 +84,16 @@ async def load_adapter(request: Request) -> Response:
 
     The route without `/v1` replaces an adapter of that name, as prime-rl expects.
     """
-    asked, gateway = await _adapter(request, LoadLoRAAdapterRequest), gateway_of(request)
-    known = gateway.services.models.lora_requests.get(asked.lora_name)
+    body, gateway = await _adapter(request, LoadLoRAAdapterRequest), gateway_of(request)
+    known = gateway.services.models.lora_requests.get(body.lora_name)
     # An adapter that was unloaded may still be in verifiers, under the number that its name and directory give it.
-    asked.load_inplace |= known is None or not request.scope["route"].path.startswith("/v1")
-    answer = _said(await gateway.services.models.load_lora_adapter(asked))
-    if known is not None and known.lora_path == asked.lora_path:
+    body.load_inplace |= known is None or not request.scope["route"].path.startswith("/v1")
+    answer = _checked_answer(await gateway.services.models.load_lora_adapter(body))
+    if known is not None and known.lora_path == body.lora_path:
         # Verifiers have discarded what the earlier one computed.
         gateway.client.core.choosing.emptied(gateway.client.core.links)
     if gateway.peers is not None:
-        await gateway.peers.adapter("POST", asked.model_dump())
+        await gateway.peers.adapter("POST", body.model_dump())
     return answer
 
 
@@ -101,10 +101,10 @@ async def load_adapter(request: Request) -> Response:
 @router.post("/unload_lora_adapter", **described(UnloadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
 async def unload_adapter(request: Request) -> Response:
     """Unloads a LoRA adapter.  For administrators."""
-    asked, gateway = await _adapter(request, UnloadLoRAAdapterRequest), gateway_of(request)
-    answer = _said(await gateway.services.models.unload_lora_adapter(asked))
+    body, gateway = await _adapter(request, UnloadLoRAAdapterRequest), gateway_of(request)
+    answer = _checked_answer(await gateway.services.models.unload_lora_adapter(body))
     if gateway.peers is not None:
-        await gateway.peers.adapter("DELETE", asked.model_dump())
+        await gateway.peers.adapter("DELETE", body.model_dump())
     return answer
 
 
@@ -118,7 +118,7 @@ async def _adapter(request: Request, model: type[ModelT]) -> ModelT:
     return parse(model, await read_json(request, gateway.max_body_bytes))
 
 
-def _said(result: Any) -> Response:
+def _checked_answer(result: Any) -> Response:
     if isinstance(result, ErrorResponse) and result.error.code == 500:
         # The client is an administrator, and requires vLLM's reason to find out what is wrong with the adapter.
         raise EngineFailed(result.error.message)
@@ -132,10 +132,10 @@ async def tokenize(request: Request) -> Response:
     gateway = gateway_of(request)
     data = await read_json(request, gateway.max_body_bytes)
     kind: type[pydantic.BaseModel] = TokenizeChatRequest if "messages" in data else TokenizeCompletionRequest
-    asked = parse(kind, data)
-    check_model(gateway, request, asked)
+    body = parse(kind, data)
+    check_model(gateway, request, body)
     async with gateway.tokenizing:
-        return _answer(await unless_disconnected(request, gateway.services.tokenization.create_tokenize(asked, request)))
+        return _answer(await unless_disconnected(request, gateway.services.tokenization.create_tokenize(body, request)))
 
 
 @router.post("/detokenize", **described(DetokenizeRequest, DetokenizeResponse, right=Right.KEY))
@@ -143,16 +143,16 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     gateway = gateway_of(request)
-    asked = parse(DetokenizeRequest, await read_json(request, gateway.max_body_bytes))
-    check_model(gateway, request, asked)
-    return _answer(await gateway.services.tokenization.create_detokenize(asked, request))
+    body = parse(DetokenizeRequest, await read_json(request, gateway.max_body_bytes))
+    check_model(gateway, request, body)
+    return _answer(await gateway.services.tokenization.create_detokenize(body, request))
 
 
 @router.get("/tokenizer_info", **described(gives=TokenizerInfoResponse, right=Right.KEY))
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer's configuration and the chat template, without the paths that they were read from."""
-    said = json_answers.body(await gateway_of(request).services.tokenization.get_tokenizer_info())
-    return JSONResponse({name: each for name, each in said.items() if name != "name_or_path" and not name.endswith("_file")})
+    info = json_answers.body(await gateway_of(request).services.tokenization.get_tokenizer_info())
+    return JSONResponse({name: each for name, each in info.items() if name != "name_or_path" and not name.endswith("_file")})
 
 
 def _answer(result: Any) -> Response:

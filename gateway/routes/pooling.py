@@ -64,11 +64,11 @@ def _score(data: dict[str, Any]) -> Model:
 async def _pool(request: Request, kind: str, model: Callable[[dict[str, Any]], Model]) -> Response:
     gateway = gateway_of(request)
     data = await read_json(request, gateway.max_body_bytes)
-    asked: Any = parse(model(data), data)
-    admit(gateway, request, asked)
+    body: Any = parse(model(data), data)
+    admit(gateway, request, body)
     await gateway.client.core.until_routable()
     serving = getattr(gateway.services.pooling, kind) if gateway.services.pooling.is_model else None
     if serving is None:
         raise BadRequest(f"This model makes no {'embeddings' if kind == 'embedding' else 'scores'}.", param="model")
-    answer: Response = await unless_disconnected(request, serving(asked, request))
+    answer: Response = await unless_disconnected(request, serving(body, request))
     return answer

@@ -21,7 +21,7 @@ from gateway.http.errors import BadRequest, checked, translate
 from gateway.http.openapi import DELETED, LIST, RESPONSE, described, shape
 from gateway.http.sse import HEADERS, KEEP_ALIVE_S, Generated, event, stream_response, unless_disconnected
 from gateway.requests.body import read_json
-from gateway.requests.options import inquire
+from gateway.requests.options import read_options
 from gateway.routes.generate import generate
 from gateway.routes.lists import as_json, page_of
 from gateway.state import Gateway, gateway_of, owner_of
@@ -38,10 +38,10 @@ async def create_response(request: Request) -> Response:
     responses = gateway.responses
     data = await read_json(request, gateway.max_body_bytes)
     turn = await responses.turn(data, owner_of(request))
-    turn = replace(turn, inquiry=await inquire(gateway, request, data))
-    made = await generate(gateway, request, turn.asked, gateway.services.responses.create_responses, turn.inquiry)
+    turn = replace(turn, speculation=await read_options(gateway, request, data))
+    made = await generate(gateway, request, turn.request, gateway.services.responses.create_responses, turn.speculation)
     if turn.background:
-        model = turn.asked.model or gateway.services.models.model_name()
+        model = turn.request.model or gateway.services.models.model_name()
         body = await responses.begin(turn, made, model, int(time.time()), request.scope["state"]["claim"])
         return _follow(gateway, turn.id, -1) if turn.streamed else JSONResponse(body)
     if isinstance(made, AsyncGenerator):
@@ -55,9 +55,9 @@ async def count_input(request: Request) -> Response:
     """Counts the tokens of an input."""
     gateway = gateway_of(request)
     turn = await gateway.responses.turn(await read_json(request, gateway.max_body_bytes), owner_of(request))
-    check_model(gateway, request, turn.asked)
+    check_model(gateway, request, turn.request)
     async with gateway.tokenizing:
-        rendered = checked(await unless_disconnected(request, gateway.services.renderer.render_responses(turn.asked)))
+        rendered = checked(await unless_disconnected(request, gateway.services.renderer.render_responses(turn.request)))
     count = len(rendered.engine_input["prompt_token_ids"])
     return JSONResponse({"object": "response.input_tokens", "input_tokens": count})
 

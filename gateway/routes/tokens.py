@@ -19,7 +19,7 @@ from gateway.http.sse import CHAT
 from gateway.requests.body import parse, read_json, unknown
 from gateway.requests.fields import GENERATING
 from gateway.requests.limits import check_bounds
-from gateway.requests.options import inquire
+from gateway.requests.options import read_options
 from gateway.routes.generate import respond
 from gateway.state import gateway_of
 
@@ -42,15 +42,15 @@ async def generate_tokens(request: Request) -> Response:
             raise BadRequest(unknown(name, PARAMETERS), param="sampling_params", code="unknown_parameter")
     check_bounds(parameters)
     parameters["extra_args"] = _extra_args(parameters.get("extra_args"))
-    inquiry = await inquire(gateway, request, data)
-    asked = parse(GenerateRequest, data, GENERATING)
-    sampling = asked.sampling_params
-    if inquiry is not None:
-        inquiry.choices = sampling.n
+    speculation = await read_options(gateway, request, data)
+    body = parse(GenerateRequest, data, GENERATING)
+    sampling = body.sampling_params
+    if speculation is not None:
+        speculation.choices = sampling.n
     # For checks and admission, the request looks like a text completion.
     view = SimpleNamespace(
-        model=asked.model,
-        prompt=asked.token_ids,
+        model=body.model,
+        prompt=body.token_ids,
         n=sampling.n,
         max_tokens=sampling.max_tokens if "max_tokens" in parameters else None,
         min_p=sampling.min_p,
@@ -59,20 +59,20 @@ async def generate_tokens(request: Request) -> Response:
     )
 
     async def create(_: Any, request: Request) -> Any:
-        return await gateway.services.tokens.serve_tokens(asked, request)
+        return await gateway.services.tokens.serve_tokens(body, request)
 
-    return await respond(gateway, request, view, create, CHAT, lambda answer: answer.model_dump(mode="json"), inquiry)
+    return await respond(gateway, request, view, create, CHAT, lambda answer: answer.model_dump(mode="json"), speculation)
 
 
-def _extra_args(asked: Any) -> dict[str, Any] | None:
+def _extra_args(body: Any) -> dict[str, Any] | None:
     """What custom logits processors are told, as by `vllm_xargs` elsewhere; neither the verifier's own nor vLLM's arguments."""
-    if not isinstance(asked, dict | None):
+    if not isinstance(body, dict | None):
         raise BadRequest("`extra_args` must be an object.", param="sampling_params")
-    if FIXED_RESPONSE in (asked or {}):
+    if FIXED_RESPONSE in (body or {}):
         raise BadRequest(f"`{FIXED_RESPONSE}` belongs to rollouts.", param="sampling_params")
     kept = {
         name: value
-        for name, value in (asked or {}).items()
+        for name, value in (body or {}).items()
         if name == REQUEST_ID_KEY or not (name.startswith(VERIFIERS) or name in TRANSFERS)
     }
     return kept or None

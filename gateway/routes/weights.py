@@ -69,13 +69,13 @@ async def pause(
     gateway = gateway_of(request)
     if mode == "abort" and _links(gateway, verifier) and verifier is None:
         await _abort(gateway, None, None)  # Verifiers do not know of those that wait in gateways.
-    return _said(await _hold(gateway, verifier, True, "pause", mode, clear_cache), status="paused")
+    return _answer(await _hold(gateway, verifier, True, "pause", mode, clear_cache), status="paused")
 
 
 @router.post("/resume", **described(gives=shape("status", "verifiers"), right=Right.ADMINISTER))
 async def resume(request: Request, verifier: str | None = None) -> Response:
     """Requests go on."""
-    return _said(await _hold(gateway_of(request), verifier, False, "resume"), status="resumed")
+    return _answer(await _hold(gateway_of(request), verifier, False, "resume"), status="resumed")
 
 
 @router.get("/is_paused", **described(gives=shape("is_paused"), right=Right.KEY))
@@ -89,7 +89,7 @@ async def sleep(
     request: Request, level: int = 1, mode: Literal["abort", "keep"] = "abort", verifier: str | None = None
 ) -> Response:
     """Frees the device's memory (level 1 or 2), or only pauses (0)."""
-    return _said(await _hold(gateway_of(request), verifier, True, "sleep", level, mode), status="sleeping", level=level)
+    return _answer(await _hold(gateway_of(request), verifier, True, "sleep", level, mode), status="sleeping", level=level)
 
 
 @router.post("/wake_up", **described(gives=shape("verifiers"), right=Right.ADMINISTER))
@@ -118,16 +118,16 @@ async def reset_prefix_cache(request: Request, reset_running_requests: bool = Fa
 @router.post("/init_weight_transfer_engine", **described((InitTransfer,), shape("verifiers"), right=Right.ADMINISTER))
 async def init_weight_transfer_engine(request: Request, verifier: str | None = None) -> Response:
     """Connects vLLM's transfer engine to a trainer; tensors sent over HTTP need no such connection."""
-    gateway, asked = await _read(request, InitTransfer)
+    gateway, body = await _read(request, InitTransfer)
     links = _links(gateway, verifier)
-    infos = init_infos(asked.init_info, len(links), gateway.settings.verifier.tensor_parallel)
-    return _said(await _gather(links, "init_weight_transfer_engine", [[info] for info in infos]))
+    infos = init_infos(body.init_info, len(links), gateway.settings.verifier.tensor_parallel)
+    return _answer(await _gather(links, "init_weight_transfer_engine", [[info] for info in infos]))
 
 
 @router.post("/start_weight_update", **described(gives=shape("verifiers"), right=Right.ADMINISTER))
 async def start_weight_update(request: Request, verifier: str | None = None) -> Response:
     """Tensors follow; verifiers stand still until they have all come."""
-    return _said(await _results(gateway_of(request), verifier, "start_weight_update"))
+    return _answer(await _results(gateway_of(request), verifier, "start_weight_update"))
 
 
 @router.post("/update_weights", **described((UpdateWeights,), shape("verifiers"), right=Right.ADMINISTER))
@@ -136,13 +136,13 @@ async def update_weights(request: Request, verifier: str | None = None) -> Respo
     gateway = gateway_of(request)
     if media_type(request) == TENSORS:
         chunk = await read_bytes(request, gateway.max_body_bytes)
-        return _said(await _results(gateway, verifier, "update_weights", bytes(chunk)))
-    _, asked = await _read(request, UpdateWeights)
-    if (asked.weight_dir is None) == (asked.update_info is None):
+        return _answer(await _results(gateway, verifier, "update_weights", bytes(chunk)))
+    _, body = await _read(request, UpdateWeights)
+    if (body.weight_dir is None) == (body.update_info is None):
         raise BadRequest("Name a `weight_dir`, or give an `update_info`.", param="weight_dir")
-    if asked.weight_dir is not None:
-        return await _renew(gateway, verifier, "reload_weights", asked.weight_dir, version=asked.weight_version)
-    return _said(await _results(gateway, verifier, "update_weights", asked.update_info))
+    if body.weight_dir is not None:
+        return await _renew(gateway, verifier, "reload_weights", body.weight_dir, version=body.weight_version)
+    return _answer(await _results(gateway, verifier, "update_weights", body.update_info))
 
 
 @router.post(
@@ -150,17 +150,17 @@ async def update_weights(request: Request, verifier: str | None = None) -> Respo
 )
 async def finish_weight_update(request: Request, verifier: str | None = None) -> Response:
     """Finishes an update by tensors; verifiers go on with the new weights, unless they were paused before."""
-    gateway, asked = await _read(request, FinishUpdate)
-    return await _renew(gateway, verifier, "finish_weight_update", version=asked.weight_version)
+    gateway, body = await _read(request, FinishUpdate)
+    return await _renew(gateway, verifier, "finish_weight_update", version=body.weight_version)
 
 
 @router.post("/abort_requests", **described((AbortRequests,), shape("status", "aborted", "token_ids"), right=Right.ADMINISTER))
 async def abort_requests(request: Request, verifier: str | None = None) -> Response:
     """Ends requests by their ids, or all there are; says what each had generated."""
-    gateway, asked = await _read(request, AbortRequests)
+    gateway, body = await _read(request, AbortRequests)
     if verifier is not None:
         _links(gateway, verifier)
-    texts = await _abort(gateway, asked.request_ids or None, verifier)
+    texts = await _abort(gateway, body.request_ids or None, verifier)
     return JSONResponse({"status": "aborted", "aborted": len(texts), "token_ids": texts})
 
 
@@ -235,7 +235,7 @@ async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments
     counted = core.weights.newest.update if verifier else number
     results = await _results(gateway, verifier, method, *arguments, name, counted)
     core.choosing.emptied([verifier] if verifier else core.links)
-    return _said(results, weight_version=name)
+    return _answer(results, weight_version=name)
 
 
 async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: str, *arguments: Any) -> dict[str, Any]:
@@ -277,8 +277,8 @@ def init_infos(init_info: dict[str, Any], verifiers: int, ranks: int) -> list[di
     return [{**init_info, "rank_offset": offset + number * ranks} for number in range(verifiers)]
 
 
-def _said(results: dict[str, Any], **said: str | int) -> Response:
-    return JSONResponse({**said, "verifiers": results})
+def _answer(results: dict[str, Any], **fields: str | int) -> Response:
+    return JSONResponse({**fields, "verifiers": results})
 
 
 def _links(gateway: Gateway, verifier: str | None) -> list[VerifierLink]:

@@ -120,7 +120,7 @@ async def test_requests_at_once(keys):
 async def test_a_burst_that_waits_for_shared_counts_takes_no_more_than_its_places(keys, tmp_path, monkeypatch):
     mine = keys.put("mine", requests_per_minute=100, tokens_per_minute=50)
     async with running_gateway(keys_file=str(keys.file), state_dir=str(tmp_path), max_in_flight=1) as running:
-        quotas, gate = running.server.gateway.doors.quotas, asyncio.Event()
+        quotas, gate = running.server.gateway.access_rules.quotas, asyncio.Event()
         store: Any = quotas._store
         exchange = store.exchange
 
@@ -188,7 +188,7 @@ async def test_gateways_of_one_host_share_counts(keys, tmp_path):
         for _ in range(2):
             assert (await first.http.post("/v1/completions", json=COMPLETION, headers=mine)).status_code == 200
         async with running_gateway(**shared) as second:
-            quotas = first.server.gateway.doors.quotas
+            quotas = first.server.gateway.access_rules.quotas
             await quotas._exchange()
             assert (await second.http.post("/v1/completions", json=COMPLETION, headers=mine)).status_code == 200
             assert (await second.http.post("/v1/completions", json=COMPLETION, headers=mine)).status_code == 429

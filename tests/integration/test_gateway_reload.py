@@ -63,7 +63,7 @@ async def test_all_of_it_or_nothing(tmp_path, caplog):
             "keys": 1,
         }
         assert isinstance(core.choosing._router, WithAffinity)
-        assert (gateway.doors.max_in_flight, core.gate._queue.max_sequences, core.gate.wait_s) == (7, 7, 3)
+        assert (gateway.access_rules.max_in_flight, core.gate._queue.max_sequences, core.gate.wait_s) == (7, 7, 3)
         assert gateway.batches.max_body_bytes == gateway.max_body_bytes == 3 << 20
         gate.set()
         assert await open_request, "what was open goes on"
@@ -83,7 +83,7 @@ async def test_all_of_it_or_nothing(tmp_path, caplog):
             assert "Nothing has changed" in refused.json()["error"]["message"]
             assert str(tmp_path) not in refused.text
             assert gateway.settings is before
-            assert gateway.doors.max_in_flight == 7
+            assert gateway.access_rules.max_in_flight == 7
             assert isinstance(core.choosing._router, WithAffinity)
             assert await opens(new)
         assert "weight (new): input should be greater than 0" in caplog.text
@@ -101,7 +101,7 @@ async def test_by_signal_and_from_the_command_line(tmp_path, capsys):
     files.write([old_entry])
     async with running_gateway(read_settings=files.read, **files.first) as running:
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, running.server.reload)
-        ring = running.server.gateway.doors
+        ring = running.server.gateway.access_rules
         first = ring.ring
         files.write([old_entry, new_entry])
         os.kill(os.getpid(), signal.SIGHUP)
@@ -139,7 +139,7 @@ async def test_what_one_of_several_processes_refuses_none_has(tmp_path):
         await asyncio.gather(*peers._keepers)
 
         def limits() -> list[int]:
-            return [gateway.doors.max_in_flight for gateway in gateways]
+            return [gateway.access_rules.max_in_flight for gateway in gateways]
 
         before = limits()
         all_files[0].write("keys: 5")
@@ -161,5 +161,5 @@ async def test_a_process_that_is_starting_misses_no_reload(tmp_path):
         files.write([make_key("one")[1]], max_in_flight=7)
         peers = Peers(tmp_path, 1, 2)
         peers.start(running.server.gateway, 0)
-        await eventually(lambda: running.server.gateway.doors.max_in_flight == 7)
+        await eventually(lambda: running.server.gateway.access_rules.max_in_flight == 7)
         await peers.close(1)

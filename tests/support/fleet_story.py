@@ -150,7 +150,7 @@ def page_app(story: Story, api_key: str | None = None) -> FastAPI:
     app.include_router(page.router)
     app.include_router(operations.router)
     metrics = GatewayMetrics()
-    doors = AccessRules(KeyRing(api_key))
-    Access(metrics, doors).guard(app)
-    app.add_middleware(Envelope, metrics=metrics, quotas=doors.quotas)
+    access_rules = AccessRules(KeyRing(api_key))
+    Access(metrics, access_rules).guard(app)
+    app.add_middleware(Envelope, metrics=metrics, quotas=access_rules.quotas)
     return app

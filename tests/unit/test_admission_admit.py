@@ -16,7 +16,7 @@ from gateway.http.errors import ModelNotFound
 def admitted(claim: Claim, asked: dict[str, Any], size: int = 400) -> Claim:
     gateway = SimpleNamespace(
         services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo"), pooling=SimpleNamespace(is_model=False)),
-        doors=AccessRules(),
+        access_rules=AccessRules(),
         settings=SimpleNamespace(gateway=SimpleNamespace(queue_wait_s=60.0)),
         client=SimpleNamespace(model_config=SimpleNamespace(max_model_len=256), core=SimpleNamespace(response_tokens=32.0)),
     )

@@ -19,7 +19,7 @@ from gateway.http.errors import (
     VerifierLost,
 )
 from gateway.http.sse import CHAT
-from gateway.routes.models import _said
+from gateway.routes.models import _checked_answer
 
 VLLM_ERRORS = {
     "VLLMError": InternalError,
@@ -160,7 +160,7 @@ def test_what_a_verifier_says_of_an_adapter_is_told_without_its_path():
         message="LoRA rank 512 is greater than max_lora_rank 16: /srv/x/adapter", type="InternalServerError", code=500
     )
     with pytest.raises(EngineFailed, match="is greater than max_lora_rank") as caught:
-        _said(ErrorResponse(error=said))
+        _checked_answer(ErrorResponse(error=said))
     assert "/srv" not in caught.value.message
 
 

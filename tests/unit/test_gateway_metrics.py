@@ -273,7 +273,7 @@ def test_timing_definitions():
     metrics = GatewayMetrics()
     one = sequence(arrived=10.0, tokens=0)
     metrics.on_tokens(one, 12.0)
-    metrics.on_said(5)
+    metrics.on_emitted(5)
     one.first_token = one.last_token = 12.0
     one.emitted = [1, 2]
     metrics.on_tokens(one, 13.0)

@@ -35,7 +35,7 @@ def turn(name: str, owner: str) -> Any:
     def kept(body: dict[str, Any]) -> Kept:
         return Kept(name, owner, None, [], body)
 
-    return SimpleNamespace(id=name, owner=owner, shown=dict, kept=kept, inquiry=None, conversation=None, store=True)
+    return SimpleNamespace(id=name, owner=owner, shown=dict, kept=kept, speculation=None, conversation=None, store=True)
 
 
 async def test_a_follower_in_another_process_gets_the_last_event_however_late_it_looks(tmp_path: Path) -> None:

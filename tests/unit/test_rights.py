@@ -131,12 +131,12 @@ class Walk:
 
         monkeypatch.setattr(APIRoute, "get_route_handler", handler)
         settings = Settings.model_validate({"gateway": {"host": "127.0.0.1" if local else "0.0.0.0"}})
-        self.doors, self._local = AccessRules(), local
+        self.access_rules, self._local = AccessRules(), local
         self._app = build_app(
             SimpleNamespace(  # type: ignore[arg-type]
                 settings=settings,
                 metrics=GatewayMetrics(),
-                doors=self.doors,
+                access_rules=self.access_rules,
                 tracing=None,
                 max_body_bytes=1024,
                 arriving_bytes=0,
@@ -177,7 +177,7 @@ def test_no_spelling_of_a_path_gives_a_right(
     async def all_of_them() -> int:
         administered = 0
         for route, fleet, (name, key) in itertools.product(walk.routes, FLEETS, KEYS.items()):
-            walk.doors.ring = FLEETS[fleet]
+            walk.access_rules.ring = FLEETS[fleet]
             right, path, method = right_of(route), route.path_format.replace("{operation_id}", "7"), max(route.methods)
             asked = [(method, "/pause")]
             if not local and (fleet, name) in WEAKEST:

@@ -63,7 +63,7 @@ class Core(Protocol):
 
     async def abort_requests_async(self, request_ids: list[str]) -> None: ...
 
-    def on_said(self, request_id: str, tokens: int, last: bool) -> None:
+    def on_emitted(self, request_id: str, tokens: int, last: bool) -> None:
         """So many more tokens are in an answer; `last`: there will be no more."""
         ...
 
@@ -98,7 +98,7 @@ class _Outputs(OutputProcessor):
         processed = super().process_outputs(engine_core_outputs, *args, **kwargs)
         for output in known:
             # It has cut off surplus tokens.
-            self.core.on_said(output.request_id, len(output.new_token_ids), output.request_id not in self.request_states)
+            self.core.on_emitted(output.request_id, len(output.new_token_ids), output.request_id not in self.request_states)
         return processed
 
 

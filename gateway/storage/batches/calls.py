@@ -31,10 +31,10 @@ RETRIED = frozenset({429, 503})
 class Calls:
     """Calls the routes of one application."""
 
-    def __init__(self, app: FastAPI, doors: AccessRules) -> None:
+    def __init__(self, app: FastAPI, access_rules: AccessRules) -> None:
         self._app = app
         self._inner = AsyncExitStackMiddleware(app.router)
-        self._doors = doors
+        self._access_rules = access_rules
         posts = {getattr(route, "path", "") for route in app.routes if "POST" in (getattr(route, "methods", None) or ())}
         self.endpoints = tuple(each for each in ENDPOINTS if each in posts)
 
@@ -55,8 +55,8 @@ class Calls:
 
     async def _post(self, line: Line, owner: str, request_id: str) -> tuple[int, Mapping[str, str], bytes]:
         # The present rights of the owner's key; none if it is gone.
-        caller = self._doors.ring.of_owner(owner) or Caller("", owner, models=frozenset())
-        claim = Claim(caller, Priority.BATCH, wait_s=None, accounts=self._doors.quotas)
+        caller = self._access_rules.ring.of_owner(owner) or Caller("", owner, models=frozenset())
+        claim = Claim(caller, Priority.BATCH, wait_s=None, accounts=self._access_rules.quotas)
         body = bytes(line.body)
         # As `Access` and `read_body` would have made it.
         state = {"caller": caller, "claim": claim, "body_bytes": len(body)}

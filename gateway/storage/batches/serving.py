@@ -83,10 +83,10 @@ class Batches:
             raise BadRequest("This server keeps no files (`gateway.state_dir` is `none`).", code="not_stored")
         return self._store
 
-    def start(self, app: FastAPI, core: FleetCore, metrics: GatewayMetrics, doors: AccessRules) -> None:
+    def start(self, app: FastAPI, core: FleetCore, metrics: GatewayMetrics, access_rules: AccessRules) -> None:
         """Begins to carry out stored batches that are for the fleet's model, through the routes of `app`."""
         self._core, self._metrics = core, metrics
-        self._calls = Calls(app, doors)
+        self._calls = Calls(app, access_rules)
         self._pace = Pace(core, self._settings.verifier.max_num_seqs)
         self.endpoints = self._calls.endpoints
         # Sequences of keys with the priority `batch` are paced too.

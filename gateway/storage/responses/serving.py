@@ -106,9 +106,9 @@ class Responses:
         check_items(items, self._context, history=bool(history))
         # vLLM neither stores a response nor makes one in the background: this gateway does.
         fixed = {"input": items, "store": False, "background": False, "stream": background or data.get("stream")}
-        asked = fitted(ResponseRequest, {**theirs, **fixed, "request_id": f"resp_{uuid.uuid4().hex}"}, RESPONDING)
-        echo = asked.model_dump(mode="json", by_alias=True, exclude={"input"}) | named_tools(data)
-        return Turn(asked, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
+        request = fitted(ResponseRequest, {**theirs, **fixed, "request_id": f"resp_{uuid.uuid4().hex}"}, RESPONDING)
+        echo = request.model_dump(mode="json", by_alias=True, exclude={"input"}) | named_tools(data)
+        return Turn(request, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
 
     async def answer(self, turn: Turn, made: Any) -> Response:
         """Makes the response, from vLLM's whole answer, and stores it; of a `Deferred`, without log probabilities."""
@@ -133,8 +133,8 @@ class Responses:
 
     async def _keep(self, turn: Turn, body: dict[str, Any], events: Callable[[], list[Row]] = list) -> None:
         """Stores a response that has ended, in one transaction with its last `events`."""
-        if turn.inquiry is not None:
-            await turn.inquiry.add_to(body)
+        if turn.speculation is not None:
+            await turn.speculation.add_to(body)
         if turn.conversation is not None and body["status"] in ("completed", "incomplete"):
             await self.store.add_items(turn.conversation, turn.owner, [*turn.input, *body["output"]], most=None)
         if turn.store:

@@ -22,11 +22,11 @@ _FROM_VLLM = ("status", "output", "usage", "incomplete_details", "temperature", 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request.  `input` are its own items; `asked` is vLLM's request, with all earlier items before them."""
+    """One request.  `input` are its own items; `request` is vLLM's request, with all earlier items before them."""
 
-    asked: ResponseRequest
+    request: ResponseRequest
     echo: dict[str, Any]
-    """Fields of the request that the response repeats.  A copy, because vLLM changes `asked` while it serves it."""
+    """Fields of the request that the response repeats.  A copy, because vLLM changes `request` while it serves it."""
     owner: str
     input: list[Item]
     store: bool
@@ -35,16 +35,16 @@ class Turn:
     """Whether the client asked for a stream."""
     previous: str | None
     conversation: str | None
-    inquiry: SpeculationOptions | None = None
+    speculation: SpeculationOptions | None = None
     """What it asks of speculation."""
 
     @property
     def id(self) -> str:
-        return str(self.asked.request_id)
+        return str(self.request.request_id)
 
     def shown(self, made: dict[str, Any]) -> dict[str, Any]:
         """The response object for clients, made from vLLM's, or from the few fields known before there is one."""
-        asked = self.echo
+        echo = self.echo
         usage = made.get("usage")
         if usage is not None:
             usage = {
@@ -58,22 +58,22 @@ class Turn:
             "background": self.background,
             "conversation": None if self.conversation is None else {"id": self.conversation},
             "error": None,
-            "instructions": asked["instructions"],
-            "max_output_tokens": asked["max_output_tokens"],
-            "max_tool_calls": asked["max_tool_calls"],
-            "metadata": asked["metadata"] or {},
-            "parallel_tool_calls": asked["parallel_tool_calls"],
+            "instructions": echo["instructions"],
+            "max_output_tokens": echo["max_output_tokens"],
+            "max_tool_calls": echo["max_tool_calls"],
+            "metadata": echo["metadata"] or {},
+            "parallel_tool_calls": echo["parallel_tool_calls"],
             "previous_response_id": self.previous,
-            "prompt_cache_key": asked["prompt_cache_key"],
-            "reasoning": asked["reasoning"] or {"effort": None, "summary": None},
+            "prompt_cache_key": echo["prompt_cache_key"],
+            "reasoning": echo["reasoning"] or {"effort": None, "summary": None},
             "service_tier": "default",
             "store": self.store,
-            "text": asked["text"] or {"format": {"type": "text"}},
-            "tool_choice": asked["tool_choice"] if asked["tools"] else "auto",
-            "tools": asked["tools"],
-            "top_logprobs": asked["top_logprobs"],
-            "truncation": asked["truncation"],
-            "user": asked["user"],
+            "text": echo["text"] or {"format": {"type": "text"}},
+            "tool_choice": echo["tool_choice"] if echo["tools"] else "auto",
+            "tools": echo["tools"],
+            "top_logprobs": echo["top_logprobs"],
+            "truncation": echo["truncation"],
+            "user": echo["user"],
             **{name: made.get(name) for name in _FROM_VLLM},
             "output": _ended(made.get("output"), made.get("status")),
             "usage": usage,

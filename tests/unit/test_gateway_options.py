@@ -9,7 +9,7 @@ from backend.config import Settings
 from backend.wire.engine import RequestOptions
 from gateway.fleet.statistics import SpeculationOptions
 from gateway.http.errors import BadRequest
-from gateway.requests.options import inquire, with_usage
+from gateway.requests.options import read_options, with_usage
 
 ROWS = [
     ({"outrider": 5}, "outrider"),
@@ -38,7 +38,7 @@ async def asked(body: dict[str, Any], mode: str = "sync", **headers: str) -> Spe
     settings = Settings.model_validate({"mode": mode})
     gateway: Any = SimpleNamespace(settings=settings)
     request: Any = SimpleNamespace(headers={name.replace("_", "-"): value for name, value in headers.items()})
-    return await inquire(gateway, request, body)
+    return await read_options(gateway, request, body)
 
 
 @pytest.mark.parametrize(("body", "param"), ROWS)
@@ -72,21 +72,21 @@ async def test_no_wish_is_no_inquiry(body):
 
 async def test_the_header_asks_and_the_field_decides():
     for body, header, wanted in (({}, "1", True), ({}, "0", False), ({"outrider": {"stats": False}}, "1", False)):
-        inquiry = await asked(body, x_outrider_stats=header)
-        assert (inquiry is not None and inquiry.stats) is wanted
+        speculation = await asked(body, x_outrider_stats=header)
+        assert (speculation is not None and speculation.stats) is wanted
     with pytest.raises(BadRequest):
         await asked({}, x_outrider_stats="yes")
 
 
 async def test_a_stream_that_asks_for_its_account_gets_its_usage():
-    inquiry = SpeculationOptions(RequestOptions(account=True), True, "sync")
-    assert with_usage({"stream": True}, inquiry)["stream_options"] == {"include_usage": True}
-    assert with_usage({"stream": True, "stream_options": {"x": 1}}, inquiry)["stream_options"] == {
+    speculation = SpeculationOptions(RequestOptions(account=True), True, "sync")
+    assert with_usage({"stream": True}, speculation)["stream_options"] == {"include_usage": True}
+    assert with_usage({"stream": True, "stream_options": {"x": 1}}, speculation)["stream_options"] == {
         "x": 1,
         "include_usage": True,
     }
     for body, of in (
-        ({}, inquiry),
+        ({}, speculation),
         ({"stream": True}, None),
         ({"stream": True}, SpeculationOptions(RequestOptions(mode="off"), False, "sync")),
     ):
