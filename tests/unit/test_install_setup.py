@@ -6,7 +6,6 @@ import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -25,7 +24,7 @@ def setup() -> ModuleType:
 
 def pins(name: str) -> dict[str, str]:
     lines = (ROOT / name).read_text().splitlines()
-    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    return dict(line.partition(";")[0].split("==") for line in lines if line and not line.startswith("#"))
 
 
 def test_the_lock_is_exact_and_knows_no_cuda() -> None:
@@ -52,54 +51,79 @@ def test_what_we_declare_is_locked() -> None:
     assert {*extras["load"], *extras["tracing"]} <= locked
 
 
-def test_the_fingerprint_follows_the_files(setup: ModuleType, tmp_path: Path) -> None:
-    file = tmp_path / "lock.txt"
-    file.write_text("a==1\n")
-    before = setup.fingerprint("cpu", [file])
-    assert setup.fingerprint("cpu", [file]) == before
-    assert setup.fingerprint("cuda", [file]) != before
-    file.write_text("a==2\n")
-    assert setup.fingerprint("cpu", [file]) != before
+@pytest.fixture
+def calls(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Commands that an installation into an empty directory would run; all succeed."""
+    made: list[str] = []
+
+    def run(command: tuple[object, ...], output: object) -> int:
+        made.append(" ".join(map(str, command)))
+        (setup.VENV / "bin").mkdir(parents=True, exist_ok=True)
+        setup.PYTHON.touch()
+        return 0
+
+    monkeypatch.setattr(setup, "run", run)
+    monkeypatch.setattr(setup, "VENV", tmp_path / ".venv")
+    monkeypatch.setattr(setup, "PYTHON", tmp_path / ".venv/bin/python")
+    return made
 
 
-def test_an_interpreter_in_range_is_found(setup: ModuleType) -> None:
-    assert setup.OLDEST <= setup.version_of(setup.find_python()) <= setup.NEWEST
-    assert setup.version_of(sys.executable) == sys.version_info[:2]
-    assert setup.version_of("no-such-python") is None
+def install(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["setup.py", "--cpu", *flags])
+    setup.main()
 
 
-def test_without_one_the_message_says_what_is_needed(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "version_of", lambda python: (3, 8))
-    with pytest.raises(setup.SetupError, match=r"Python 3\.11 to 3\.13 is needed"):
+def test_only_what_is_missing_or_has_changed_is_installed(
+    setup: ModuleType, calls: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(setup, monkeypatch)
+    assert any("constraints-cpu.txt" in call for call in calls)
+    calls.clear()
+    install(setup, monkeypatch)
+    assert not calls
+    install(setup, monkeypatch, "--dev")
+    assert [call.split()[-1].rpartition("/")[2] for call in calls] == ["constraints-load.txt", "constraints-dev.txt"]
+    calls.clear()
+    install(setup, monkeypatch, "--dev", "--load")
+    assert not calls
+    changed = tmp_path / "constraints-dev.txt"
+    changed.write_text("a==1\n")
+    setup.LOCKS["dev"] = changed
+    install(setup, monkeypatch, "--dev")
+    assert len(calls) == 1
+    # An environment whose interpreter is gone is made anew, with all that was in it.
+    setup.PYTHON.unlink()
+    calls.clear()
+    install(setup, monkeypatch, "--load")
+    assert any("-m venv" in call for call in calls)
+
+
+def test_torch_comes_from_pytorch_where_pips_sources_lack_it(
+    setup: ModuleType, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = setup.run
+    monkeypatch.setattr(setup, "run", lambda command, output: run(command, output) or (output is not None and "pip" in command))
+    install(setup, monkeypatch)
+    first, second = (call for call in calls if "torch==" in call)
+    assert setup.TORCH_CPU_INDEX not in first
+    assert setup.TORCH_CPU_INDEX in second
+
+
+def test_a_command_that_fails_ends_the_installation(
+    setup: ModuleType, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = setup.run
+    monkeypatch.setattr(setup, "run", lambda command, output: run(command, output) or "-r" in command)
+    for _ in range(2):
+        with pytest.raises(SystemExit, match=r"failed: .*constraints-cpu"):
+            install(setup, monkeypatch)
+
+
+def test_an_interpreter_in_range_is_found(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert setup.succeeds(setup.find_python(), "--version")
+    monkeypatch.setattr(setup, "succeeds", lambda *command: False)
+    with pytest.raises(SystemExit, match=r"Python 3\.11 to 3\.13 is needed"):
         setup.find_python()
-
-
-def test_a_failing_command_shows_what_it_said(setup: ModuleType, tmp_path: Path) -> None:
-    script = tmp_path / "tool.py"
-    script.write_text("print('Location find-links is noise'); print('no such package'); raise SystemExit(1)")
-    with pytest.raises(setup.SetupError) as error:
-        setup.check([sys.executable, str(script)])
-    assert "no such package" in str(error.value)
-    assert "find-links" not in str(error.value)
-
-
-def test_torch_without_a_source_names_the_ways_out(setup: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(arguments: Any) -> None:
-        raise setup.SetupError("no matching distribution")
-
-    monkeypatch.setattr(setup, "pip", fail)
-    monkeypatch.setattr(setup, "reachable", lambda url: False)
-    with pytest.raises(setup.SetupError, match="PIP_FIND_LINKS"):
-        setup.install_torch("torch==2.13.0+cpu")
-
-
-def test_an_up_to_date_environment_is_left_alone(setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    stamp = tmp_path / "stamp"
-    monkeypatch.setattr(setup, "STAMP", stamp)
-    monkeypatch.setattr(setup, "works", lambda python: True)
-    stamp.write_text(setup.fingerprint("cpu", [setup.LOCK]) + "\n")
-    monkeypatch.setattr(setup, "find_python", lambda: pytest.fail("installed again"))
-    setup.install(cuda=False, dev=False)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +144,12 @@ def test_what_cuda_needs_is_asked_for_before_anything_is_installed(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
     if complaint is None:
-        setup.check_cuda()
+        assert setup.has_cuda()
     else:
-        with pytest.raises(setup.SetupError, match=complaint):
-            setup.check_cuda()
+        with pytest.raises(SystemExit, match=complaint):
+            setup.has_cuda()
+
+
+def test_without_a_driver_the_cpu_is_taken(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not setup.has_cuda()
