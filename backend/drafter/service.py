@@ -83,7 +83,7 @@ class DrafterService:
         self._waiting: deque[Waiting] = deque()
         self._nexts = Nexts()
         self._epochs_before: dict[str, int] = {}
-        """By verifier, its epoch when another head was put in place; with its next epoch it knows that head."""
+        """Verifier's epoch at our last head swap.  Until it greets with another, it projects for the old head."""
         self._weights: dict[str, int] = {}
         """How often each verifier has exchanged its weights, if at all."""
         self._counters = DrafterStats(drafter_id, 0.0)

@@ -82,8 +82,8 @@ class FeatureShipper:
         self._projection = projection
         self._weights = 0
         self._assigned: dict[str, str] = {}
-        """Heads by drafter id, equal to the scheduler's table, drafters without a link included: both must choose the same
-        drafter for a request."""
+        """Drafter id to head.  Copies the scheduler's table, including drafters that could not be connected; otherwise both
+        sides would choose different drafters for a request."""
         self.pairings = Pairings()
         """By request, as the scheduler has decided."""
         self._store = FeatureStore(handover_bytes)

@@ -1,8 +1,8 @@
 """Learns how long a step takes by its tokens, and how long a draft takes.  Pure; scheduler's process and thread.
 
 The curve has a point for each size of step.  The logarithm of a step's time is its point's level, plus the machine's speed,
-which all points share, plus two costs.  Asking drafters: messages, features, and the cores and memory that drafters on the same
-machine use.  Verifying drafts, however few: more kernels, and tables of what to verify.  A Kalman filter splits each surprise
+which all points share, plus two costs.  Asking drafters costs time: messages, features, shared cores and memory.  So does
+verifying drafts, however few: more kernels, and tables of what to verify.  A Kalman filter splits each surprise
 between these states by their variances, here called doubts: the speed wanders and takes most of it, but a new point takes all.
 So old points keep their relation to the others.
 """

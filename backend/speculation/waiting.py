@@ -27,8 +27,8 @@ FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
 """Weight of one look-up of an outcome after each newer one; hits and look-ups assumed at first, so that it is tried."""
 
 DOUBTFUL, TRUST, FADE = 256, 0.4, 0.99
-"""How fast `Promises` learns.  A window of 256 tokens weighs as much as all before it, but no window more than 0.4, for the
-machine's speed wanders.  A kind's value fades by 1 % per window, to half in some thousand steps, so that it is tried again."""
+"""How fast `Promises` learns.  A window of n tokens gets weight n / (n + 256), at most 0.4, because the machine's speed drifts.
+A kind's value fades by 1 % per window, to half in some thousand steps, so that it is tried again."""
 
 StepSeconds = Callable[[float, float], float]
 """Seconds of a step, by its tokens without drafts and its draft tokens (`step_times.StepTimes.at`)."""
