@@ -55,7 +55,7 @@ class GatewaySettings(Section):
         description="bearer key for /admin, where the fleet is changed, or @FILE with it; none: only from its own machine",
     )
     keys_file: File = Field(
-        None, description="YAML file of hashed keys, with models, limits, weights and rights of each (see docs/keys.md)"
+        None, description="YAML file of hashed keys, with models, limits, weights and rights of each (see docs/operate/keys.md)"
     )
     cors_origins: list[str] = Field(
         default_factory=list, description="web pages that may call, as https://host, with commas; *: all; none: no CORS"

@@ -5,8 +5,8 @@ takes T(base + N) and emits B + sum S tokens.  S falls along a request, so the N
 The best N makes (B + sum S) / T(base + N) largest, as in DSpark's adaptive verification.  T is not convex: every N is tried.
 
 That looks at all tokens of a draft.  A draft that was sampled may not be cut so, or the text would be biased: whether its token
-i is verified may depend on the chances up to i, not on later ones, which depend on the token (docs/drafting.md).  With such
-drafts in a step, `spend_in_order` goes down the ranking and stops at the first token that does not pay.
+i is verified may depend on the chances up to i, not on later ones, which depend on the token (docs/reference/drafting.md).
+With such drafts in a step, `spend_in_order` goes down the ranking and stops at the first token that does not pay.
 """
 
 from __future__ import annotations

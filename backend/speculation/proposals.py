@@ -1,7 +1,7 @@
 """What a sampled draft was drawn from.  Pure; scheduler's process and workers.
 
 A draft's cut, and all other decisions about whether its token i is verified, may depend on q_1..q_i and on x_1..x_(i-1), never
-on x_i or what follows.  Otherwise the text would be biased (docs/drafting.md, "Who may know what").
+on x_i or what follows.  Otherwise the text would be biased (docs/reference/drafting.md, "Who may know what").
 """
 
 from __future__ import annotations

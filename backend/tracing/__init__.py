@@ -26,7 +26,7 @@ CLOSE_S = 2.0
 
 logger = logging.getLogger(__name__)
 
-MISSING = "tracing.endpoint is set, but OpenTelemetry is not installed; docs/tracing.md names its packages"
+MISSING = "tracing.endpoint is set, but OpenTelemetry is not installed; docs/operate/tracing.md names its packages"
 
 
 class TracingError(ConfigError):

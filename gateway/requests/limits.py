@@ -1,7 +1,7 @@
 """How large each part of a request may be: one table, and a check in time linear in the body's size.  Pure.
 
 The check works on parsed JSON, before any request model is built.  Each bound is far above what the field is for, and so low
-that no part of a request holds the event loop for long.  `docs/limits.md` shows the table to users; a test compares the two.
+that no part of a request holds the event loop for long.  `docs/reference/limits.md` has the table; a test compares them.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool on this machine (Debian: package prometheus)")
 PANELS = [(file, panel) for file, each in DASHBOARDS.items() for panel in each["panels"] if panel["type"] != "row"]
 TESTS = ROOT / "prometheus" / "tests" / "alerts.yml"
-DOCUMENTED = (ROOT.parent / "docs" / "monitoring.md").read_text(encoding="utf-8")
+DOCUMENTED = (ROOT.parent / "docs" / "operate" / "monitoring.md").read_text(encoding="utf-8")
 BY_PROMETHEUS = {"job", "instance"}
 
 

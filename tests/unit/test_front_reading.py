@@ -23,7 +23,7 @@ from tests.support.properties import examples
 from tests.support.tool_answers import ANSWERS, harmony, tokenizer, tokens_of
 
 STREAMED_OTHERWISE = {"hunyuan_a13b", "jamba", "minicpm5"}
-"""Their streams differ from their whole answers with any cuts, also in vLLM: docs/api.md names them."""
+"""Their streams differ from their whole answers with any cuts, also in vLLM: docs/reference/api.md names them."""
 NOT_TRIED = {"cohere_command3", "cohere_command4", ANY_MODEL}
 """Cohere's need a package; ours finds no calls in free text."""
 THOUGHTS = (

@@ -42,7 +42,7 @@ from gateway.requests.fields import (
 from gateway.storage.responses.turn import as_items
 from tests.support.properties import examples
 
-DOCS = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "reference" / "api.md").read_text()
 
 
 @pytest.mark.parametrize("name", sorted({*NO_EFFECT, *RESPONSES_NO_EFFECT, *MESSAGES_NO_EFFECT, *REFUSED}))

@@ -24,7 +24,7 @@ from gateway.requests.limits import (
     grammar_field,
 )
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "limits.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "limits.md"
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),

@@ -105,7 +105,7 @@ def test_names_do_not_lie():
 
 
 def metrics_table() -> str:
-    """`DEFINITIONS` as the Markdown table of docs/metrics.md."""
+    """`DEFINITIONS` as the Markdown table of docs/reference/metrics.md."""
     rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
     for name, each in DEFINITIONS.items():
         labels = ", ".join(f"`{label}`" for label in each.labels)
@@ -116,8 +116,8 @@ def metrics_table() -> str:
 def test_the_table_lists_them_all():
     table = metrics_table()
     assert all(f"`{name}`" in table for name in DEFINITIONS)
-    page = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
-    assert table in page.read_text(), f"docs/metrics.md has to hold this table:\n{table}"
+    page = Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md"
+    assert table in page.read_text(), f"docs/reference/metrics.md has to hold this table:\n{table}"
 
 
 def test_acceptance_length_is_a_ratio_of_sums(metrics):

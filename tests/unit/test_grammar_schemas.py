@@ -1,4 +1,4 @@
-"""Which keywords of a schema a grammar keeps: the table in docs/api.md, row by row, with both backends' own compilers."""
+"""Which keywords of a schema a grammar keeps: the table in docs/reference/api.md, with both backends' own compilers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHARACTERS = ["<end>", *map(chr, range(32, 127)), "\n", "\t"]
 
 
 def rows() -> Iterator[Any]:
-    section = (ROOT / "docs/api.md").read_text().split("\n## Structured outputs\n")[1].split("\n## ")[0]
+    section = (ROOT / "docs/reference/api.md").read_text().split("\n## Structured outputs\n")[1].split("\n## ")[0]
     for schema, *found in ROW.findall(section):
         for backend, verdict in zip(BACKENDS, found, strict=True):
             yield pytest.param(backend, json.loads(schema), verdict, id=f"{backend} {schema}")

@@ -295,7 +295,7 @@ def test_an_incarnations_own_directory_can_be_read_alone(tmp_path: Path) -> None
 
 
 def test_the_documentation_names_every_column() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "records.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "records.md").read_text()
     for kind, row in KINDS.items():
         section = page.partition(f"| `{kind}` |")[2].partition("\n\n")[0]
         assert section, kind

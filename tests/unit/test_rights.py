@@ -108,7 +108,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 
 
 def may(right: Right, fleet: str, key: str, local: bool) -> bool:
-    """What docs/keys.md promises."""
+    """What docs/operate/keys.md promises."""
     if right is Right.NOTHING:
         return True
     if right is Right.METRICS:
