@@ -69,7 +69,7 @@ def check_schema(given: Any) -> None:
         raise ValueError("The JSON schema goes in circles.") from None
     if keyword is not None:
         raise ValueError(
-            f"{keyword}, as this JSON schema has it, would be ignored by xgrammar: see Structured outputs in docs/reference/api.md."
+            f"{keyword}, as this schema has it, would be ignored by xgrammar: see Structured outputs in docs/reference/api.md."
         )
 
 
