@@ -42,20 +42,10 @@ RESTART_S, LONGEST_RESTART_S = 10.0, 600.0
 JOIN_S = 5.0
 SHARED_MEMORY = Path("/dev/shm")
 KEPT_VERSIONS = 4
-PROVEN = "proven.json"
 RING_BYTES = 256 << 20
 """Size of the replay ring."""
 RING_ROWS = 32768
 """Rows that it has room for, however wide they are: twice the eight held-out sequences of a comparison fit into half of it."""
-
-
-class Proven(msgspec.Struct, frozen=True):
-    """What the present head is compared with, also after a restart: the latest earlier version whose acceptance is known."""
-
-    version: int = 0
-    """0: the head it began with."""
-    shares: list[float] = []
-    """Its live acceptance: `Watch.before`."""
 
 
 class Learner:
@@ -74,8 +64,7 @@ class Learner:
         self._version, newest = newest_version(directory / VERSIONS)
         self.head_dir = newest or start_dir
         """Directory of the present head."""
-        proven = _read_proven(directory)
-        self._previous_dir = str(_version_dir(directory, proven.version)) if proven.version else start_dir
+        self._previous_dir = start_dir
         """Directory of the latest earlier head whose acceptance is known."""
         self._newer = ""
         """File of target tensors that replace those in the target's directory; empty: none."""
@@ -84,7 +73,7 @@ class Learner:
         self._device = "cpu"
         self._trains = settings.learning != "on" or self._version > 0
         """A head that the user gave is trained from when its acceptance is low or has fallen."""
-        self._watch = Watch(proven.shares)
+        self._watch = Watch()
         self._writer = ReplayWriter(ReplayRing(self._ring_dir, RING_BYTES, RING_ROWS))
         self.lessons = Lessons(self._writer, self._watch)
         """For the drafting thread."""
@@ -194,7 +183,6 @@ class Learner:
             return False
         if self._watch.knows_previous:
             self._previous_dir = self.head_dir
-            _write_proven(self._directory, Proven(self._version, list(self._watch.before)))
         self.head_dir = head_dir
         self._version = self._number(head_dir)
         logger.info("drafting with version %d", self._version)
@@ -260,33 +248,6 @@ class Learner:
         with contextlib.suppress(OSError), trainer:
             trainer.kill()
             trainer.wait()
-
-
-def _version_dir(directory: Path, version: int) -> Path:
-    return directory / VERSIONS / f"{version:06d}"
-
-
-def _read_proven(directory: Path) -> Proven:
-    """The start head, of which nothing is known, where there is no such file or its version has gone."""
-    path = directory / PROVEN
-    try:
-        proven = msgspec.json.decode(path.read_bytes(), type=Proven)
-    except FileNotFoundError:
-        return Proven()
-    except (OSError, msgspec.MsgspecError) as error:
-        logger.warning("%s is not used: %s", path, error)
-        return Proven()
-    return proven if not proven.version or _version_dir(directory, proven.version).is_dir() else Proven()
-
-
-def _write_proven(directory: Path, proven: Proven) -> None:
-    path = directory / PROVEN
-    part = path.with_suffix(".part")
-    try:
-        part.write_bytes(msgspec.json.encode(proven))
-        part.replace(path)
-    except OSError as error:
-        logger.warning("after a restart the present head is not compared with its predecessor: %s", error)
 
 
 def _lock(directory: Path) -> IO[str]:

@@ -47,9 +47,9 @@ class Watch:
     Each sequence is one observation: drafts for the same text are right or wrong together.
     """
 
-    def __init__(self, before: Sequence[float] = ()) -> None:
+    def __init__(self) -> None:
         self._counts: dict[Hashable, tuple[int, int]] = {}
-        self.before = before
+        self.before: Sequence[float] = ()
         """Shares of right drafts, one per sequence, of the head that the present head is compared with."""
         self._known = 0
         """Sequences with enough compared drafts."""

@@ -14,7 +14,7 @@ from pydantic_core import to_json
 from starlette.responses import Response
 
 from backend.engine.front.deferred import Deferred, discard, in_turns
-from backend.engine.front.usage import detailed
+from backend.engine.front.stream import detailed
 from gateway.http.errors import checked
 
 _SILENT_WHEN_NULL = frozenset(

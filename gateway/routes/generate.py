@@ -19,7 +19,7 @@ from backend.engine.front import (
 )
 from backend.engine.front.client import offer_plain
 from backend.engine.front.deferred import Deferred
-from backend.engine.front.plain import PlainStream
+from backend.engine.front.stream import PlainStream
 from gateway.admission.admit import admit
 from gateway.auth.rights import Right
 from gateway.fleet.statistics import SpeculationOptions

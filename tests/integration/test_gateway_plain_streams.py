@@ -9,7 +9,7 @@ from openai.types.chat.chat_completion import ChoiceLogprobs
 from tokenizers import Tokenizer
 from vllm.v1.engine import FinishReason
 
-from backend.engine.front.plain import PlainStream
+from backend.engine.front.stream import PlainStream
 from gateway.routes import generate
 from tests.integration.test_gateway_abuse import likely
 from tests.support.fake_verifier import count_up, eventually

@@ -17,7 +17,8 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
-from backend.engine.front.plain import Chat, Choice, Completion
+from backend.engine.front.serving import Chat, Completion
+from backend.engine.front.stream import Choice
 from gateway.fleet.core import FleetCore
 
 USED_BY_REQUESTS = (
@@ -90,7 +91,7 @@ def test_an_exception_in_a_collector_is_not_overwritten():
 
 
 def test_where_plain_streams_stand_between():
-    """`backend/engine/front/plain.py` takes the places of a sequence's queue and of what makes its outputs."""
+    """`backend/engine/front/stream.py` takes the places of a sequence's queue and of what makes its outputs."""
     for function in (OutputProcessor.process_outputs, OutputProcessor.abort_requests):
         source = inspect.getsource(function)
         assert "req_state.make_request_output(" in source

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from openai.types.responses import ResponseContentPartDoneEvent, ResponseOutputText
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionStreamResponse
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat, _make_prompt_tokens_details
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionStreamResponse
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -22,21 +27,24 @@ from vllm.entrypoints.openai.responses.context import SimpleContext
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
+from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 from vllm.exceptions import VLLMClientError
-from vllm.parser.abstract_parser import Parser
+from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.v1.engine.output_processor import RequestState
 
 from backend.config import Settings
 from backend.engine.front import any_model  # noqa: F401  (registers itself)
-from backend.engine.front.client import FleetClient
-from backend.engine.front.deferred import deferred
-from backend.engine.front.logprobs import Marked, TokensLogprobs, Unshown, likeliest
+from backend.engine.front.client import FleetClient, submissions
+from backend.engine.front.deferred import Deferred, deferred
+from backend.engine.front.logprobs import ChatLogprobs, Marked, TokensLogprobs, Unshown, likeliest, with_prompt_logprobs
 from backend.engine.front.messages import Messages, StreamFailed
-from backend.engine.front.plain import Chat, ChatOfMany, Completion
 from backend.engine.front.pooling import Pooling
-from backend.engine.front.reading import read_contexts, reading
+from backend.engine.front.reading import ReadsChats, read_contexts, reading
+from backend.engine.front.stream import Form, PlainStream, last_chunk, streamed
 from backend.engine.parsers import tool_parser
 
 
@@ -49,6 +57,149 @@ class _NoTracebackForTheExpected(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], self._expected))
+
+
+def _is_parsed(parser: type[Parser] | None, request: Any) -> bool:
+    """Whether vLLM's parsers could turn a chat's text into anything but content."""
+    if parser is None:
+        return False
+    tools = parser.tool_parser_cls
+    return (
+        not issubclass(parser, DelegatingParser)
+        or parser.reasoning_parser_cls is not None
+        or request.tool_choice != "none"
+        or not request.include_reasoning
+        or (tools is not None and tools.engine_based_streaming)
+    )
+
+
+def _asks_logprobs(request: Any) -> bool:
+    # `logprobs` is a bool in chats, a number in completions, where 0 asks too.
+    own = request.logprobs not in (None, False) or type(request.logprobs) is int
+    return own or request.prompt_logprobs is not None
+
+
+def is_plain(serving: Any, request: Any) -> bool:
+    """Whether, with this server's configuration, a request's stream holds nothing but text."""
+    return not (
+        _asks_logprobs(request)
+        or request.echo
+        or request.use_beam_search
+        or request.stream_interval not in (None, 1)
+        or getattr(request, "return_prompt_text", False)
+        or _is_parsed(getattr(serving, "parser_cls", None), request)
+        or serving.engine_client.observability_config.per_request_spec_decode_metrics != "none"
+        or serving.engine_client.output_processor.stream_interval > 1
+    )
+
+
+def _form(
+    serving: Any, request: Any, request_id: str, created: int, model: str, role: str | None = None, sparse: bool = False
+) -> Form:
+    include_usage, usage = should_include_usage(request.stream_options, False)
+    common = request_id, created, model, serving.system_fingerprint
+    return Form(*common, role, request.n or 1, bool(request.return_token_ids), include_usage, usage, sparse)
+
+
+def _dump(serving: Any, chunk: Any, usage: UsageInfo, **dump: bool) -> str:
+    chunk.usage = usage
+    chunk.system_fingerprint = serving.system_fingerprint
+    return last_chunk(chunk.model_dump_json(exclude_none=True, **dump))
+
+
+class ChatOfMany(ChatLogprobs, ReadsChats, OpenAIServingChatBatch):
+    """vLLM's chat completions of several conversations in one request."""
+
+    async def chat_completion_full_generator_batch(self, request: Any, generators: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's answer, or a `Deferred` that will make it."""
+        full = super().chat_completion_full_generator_batch
+        if not request.logprobs:
+            return await full(request, generators, *args, **kwargs)
+        return await deferred(generators, lambda *results: full(request, list(results), *args, **kwargs))
+
+
+class Chat(ChatLogprobs, ReadsChats, OpenAIServingChat):
+    """vLLM's chat completions, with a `PlainStream` where one was offered (`client.offer_plain`) and suffices."""
+
+    def chat_completion_stream_generator(
+        self,
+        request: ChatCompletionRequest,
+        result_generator: Any,
+        request_id: str,
+        model_name: str,
+        *args: Any,
+        mm_token_counts: dict[str, int] | None = None,
+        **kwargs: Any,
+    ) -> PlainStream | AsyncGenerator[str, None]:
+        """vLLM's stream, or a plain one."""
+        submit = submissions()
+        if submit is None or not is_plain(self, request):
+            stream: AsyncGenerator[str, None] = super().chat_completion_stream_generator(
+                request, result_generator, request_id, model_name, *args, mm_token_counts=mm_token_counts, **kwargs
+            )
+            return streamed(stream)
+        created = int(time.time())
+
+        def last(usage: UsageInfo, state: RequestState) -> str:
+            usage.prompt_tokens_details = _make_prompt_tokens_details(
+                self.enable_prompt_tokens_details, state.num_cached_tokens, state.num_cache_creation_tokens, mm_token_counts
+            )
+            chunk = ChatCompletionStreamResponse(
+                id=request_id, object="chat.completion.chunk", created=created, choices=[], model=model_name
+            )
+            return _dump(self, chunk, usage, exclude_unset=True)
+
+        # If there is no text, vLLM with a parser sends no chunk, or one without content.
+        form = _form(
+            self, request, request_id, created, model_name, self.get_chat_request_role(request), self.parser_cls is not None
+        )
+        return PlainStream(self.engine_client, submit, form, last)
+
+    async def chat_completion_full_generator(self, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's answer, or a `Deferred` that will make it."""
+        full = super().chat_completion_full_generator
+        if not _asks_logprobs(request):
+            return await full(request, result_generator, *args, **kwargs)
+        return await deferred([result_generator], lambda results: full(request, results, *args, **kwargs))
+
+
+class Completion(OpenAIServingCompletion):
+    """vLLM's completions, with a `PlainStream` where one was offered and suffices."""
+
+    def request_output_to_completion_response(self, outputs: Any, request: Any, *args: Any) -> Any:
+        """vLLM's answer, or a `Deferred` that will make it."""
+        make = partial(super().request_output_to_completion_response, outputs, request, *args)
+        return Deferred(make, outputs) if _asks_logprobs(request) and not request.stream else make()
+
+    def completion_stream_generator(
+        self,
+        request: CompletionRequest,
+        engine_inputs: Any,
+        result_generator: Any,
+        request_id: str,
+        created_time: int,
+        model_name: str,
+        *args: Any,
+        **kwargs: Any,
+    ) -> PlainStream | AsyncGenerator[str, None]:
+        """vLLM's stream, or a plain one."""
+        submit = submissions()
+        if submit is None or not is_plain(self, request):
+            if request.echo:
+                result_generator = with_prompt_logprobs(result_generator)
+            stream: AsyncGenerator[str, None] = super().completion_stream_generator(
+                request, engine_inputs, result_generator, request_id, created_time, model_name, *args, **kwargs
+            )
+            return streamed(stream)
+
+        def last(usage: UsageInfo, state: RequestState) -> str:
+            if self.enable_prompt_tokens_details:
+                usage.prompt_tokens_details = PromptTokenUsageInfo(cached_tokens=state.num_cached_tokens)
+            chunk = CompletionStreamResponse(id=request_id, created=created_time, model=model_name, choices=[])
+            return _dump(self, chunk, usage, exclude_unset=False)
+
+        form = _form(self, request, request_id, created_time, model_name)
+        return PlainStream(self.engine_client, submit, form, last)
 
 
 FEW_LOGPROBS = 5_000
