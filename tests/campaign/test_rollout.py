@@ -1,4 +1,4 @@
-"""A verifier killed in the middle of a rollout: nothing starts again, and every token is what it would have been."""
+"""Rollouts: of fixed responses with a fleet of their own; and a verifier killed in the middle, which costs no token."""
 
 from __future__ import annotations
 
@@ -65,3 +65,21 @@ def test_a_killed_verifier_costs_time_and_no_token(tmp_path: Path) -> None:
         assert texts[0] == texts[1]
     finally:
         fleet.stop()
+
+
+def test_a_fleet_of_its_own_replays_fixed_responses(tmp_path: Path) -> None:
+    trace = tmp_path / "train.5.parquet"
+    limits = ("--limit", "9", "--max-gen", "70", "--max-prompt", "40")
+    for command in (
+        ("trace", "make", "stdlib", "--out", str(trace), *limits),
+        ("rollout", "--trace", str(trace), "--out", str(tmp_path), "--fixed-responses", "--verifiers", "1", "--mode", "sync"),
+    ):
+        work = outrider(*command)
+        said, _ = work.communicate(timeout=300)
+        assert work.returncode == 0, said
+    cases = pq.read_table(tmp_path / "cases" / "train.5.parquet").to_pylist()
+    assert cases == [{"id": number, **row} for number, row in enumerate(pq.read_table(trace).to_pylist())]
+    report = json.loads((tmp_path / "step5" / "round0" / "report.json").read_text())
+    assert report["acceptance_is"] == "teacher_forced"
+    assert report["teacher_forced_acceptance_length"] > 1
+    assert "live_acceptance_length" not in report

@@ -65,7 +65,9 @@ def member(member_id: str, kind: MemberKind, incarnation: str = "i0") -> Member:
     return Member(member_id, kind, incarnation, "ipc:///x", "", "node", 1, "demo", "ready")
 
 
-def test_members_register_report_and_leave(cluster: RayCluster, coordinator: CoordinatorHandle) -> None:
+def test_members_register_report_and_leave_and_a_second_fleet_is_refused(
+    cluster: RayCluster, coordinator: CoordinatorHandle
+) -> None:
     other = CoordinatorHandle.connect(cluster.namespace, timeout_s=120)
     assert other.register(member("v0", "verifier")) == INFO.fleet_keys
     coordinator.register(member("d0", "drafter"))
@@ -79,9 +81,6 @@ def test_members_register_report_and_leave(cluster: RayCluster, coordinator: Coo
     other.deregister("d0", "i0")
     assert coordinator.snapshot().assignments == []
     assert coordinator.info() == INFO
-
-
-def test_a_second_fleet_in_a_namespace_is_refused(cluster: RayCluster, coordinator: CoordinatorHandle) -> None:
     with pytest.raises(CoordinatorUnavailable, match="already running"):
         CoordinatorHandle.create(cluster.namespace, INFO)
 

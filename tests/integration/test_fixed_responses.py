@@ -44,7 +44,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("x")
 
 
-ENGINES = {"off": "none", "native": "ngram", "sync": "eagle", "auto": "eagle"}
+ENGINES = {"off": "none", "native": "eagle", "sync": "eagle", "auto": "eagle"}
 """Mode and kind of drafter."""
 
 

@@ -19,7 +19,7 @@ from backend.models.resolve import ResolvedModels, resolve
 from backend.models.writing import WEIGHTS, write_checkpoint
 from backend.wire.engine import RequestOptions
 from tests.support.processes import Drafter, Verifier, together
-from tests.support.run_drafter import GO_ON
+from tests.support.run_drafter import GO_ON, STAND_STILL
 
 pytestmark = pytest.mark.engine
 
@@ -54,6 +54,8 @@ def fleet(directory: Path, paths: ResolvedModels) -> Iterator[tuple[Verifier, Ve
         lambda: Drafter(directory, paths, gpus=0, cache_tokens=8192, ring_dir=str(directory / "ring")),
     )
     drafted.set_drafters(drafter.ref)
+    # Only the campaign needs what it learns.
+    learned(drafter, STAND_STILL)
     yield plain, drafted, drafter
     for each in (drafter, drafted, plain):
         each.close()
@@ -113,12 +115,12 @@ def test_a_spoiled_head_is_taken_back(fleet: tuple[Verifier, Verifier, Drafter],
     learned(traffic.drafter, str(versions / "000900"))
     traffic.until("taken_back", before)
     assert not (versions / "000900").exists()
-    learned(traffic.drafter, GO_ON)
 
 
 @pytest.mark.campaign
 def test_a_head_grows(fleet: tuple[Verifier, Verifier, Drafter]) -> None:
     """The trainer takes the time that others leave: minutes, on a busy machine."""
+    learned(fleet[2], GO_ON)
     grown = Traffic(*fleet).until("version")
     assert grown.steps > 0
     assert grown.candidate_length is not None

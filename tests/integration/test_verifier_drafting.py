@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import SamplingParams
 
 from backend.wire.drafting import Close
 from tests.support.processes import Verifier, together
@@ -202,46 +202,6 @@ def test_without_drafters_a_text_that_repeats_itself_drafts_for_itself(plain: Ve
         kept -= before.drafters["lookup"].accepted_tokens
     assert kept > 0
     assert after.steps - before.steps < 96
-
-
-def constrained() -> SamplingParams:
-    params = StructuredOutputsParams(regex=r"[0-9]{3}-[0-9]{4}-(ab|cd){5}")
-    params._backend = "xgrammar"  # the gateway's input processor sets it
-    return SamplingParams(temperature=0, max_tokens=40, structured_outputs=params)
-
-
-SAMPLING = {
-    "penalties": SamplingParams(
-        temperature=0, max_tokens=40, presence_penalty=0.7, frequency_penalty=0.3, repetition_penalty=1.2
-    ),
-    "logprobs": SamplingParams(temperature=0, max_tokens=24, logprobs=3),
-    "min_tokens": SamplingParams(temperature=0, max_tokens=30, min_tokens=20, stop_token_ids=list(range(0, 900, 3))),
-    "top_k": SamplingParams(temperature=1, top_k=1, max_tokens=24),
-    "sampled": SamplingParams(temperature=1, seed=11, max_tokens=40),
-    "top_p": SamplingParams(temperature=0.8, top_p=0.9, top_k=40, seed=12, max_tokens=40),
-    "min_p": SamplingParams(temperature=1, min_p=0.05, seed=13, max_tokens=40),
-    "logit_bias": SamplingParams(temperature=1, logit_bias=dict.fromkeys(range(5, 60), 3.0), seed=14, max_tokens=40),
-    "bad_words": SamplingParams(temperature=0, max_tokens=24, bad_words=[]),
-    "structured": constrained(),
-}
-
-
-@pytest.mark.parametrize("name", SAMPLING)
-def test_sampling_features_work_with_drafts(plain: Verifier, remote: Verifier, drafter: ScriptedDrafter, name: str) -> None:
-    params = SAMPLING[name]
-    wanted = plain.client.generate(PROMPTS, params)
-    assert all(w.tokens for w in wanted)
-    drafter.script = Oracle(PROMPTS, [w.tokens for w in wanted])
-    before = counters(remote).accepted_tokens
-    got = remote.client.generate(PROMPTS, params)
-    assert counters(remote).accepted_tokens > before
-    assert [g.tokens for g in got] == [w.tokens for w in wanted]
-    assert [g.finish_reason for g in got] == [w.finish_reason for w in wanted]
-    if name == "logprobs":
-        for g, w in zip(got, wanted, strict=True):
-            mine = [row for o in g.outputs for row in o.new_logprobs.logprobs[:, 0].tolist()]
-            theirs = [row for o in w.outputs for row in o.new_logprobs.logprobs[:, 0].tolist()]
-            assert mine == pytest.approx(theirs, abs=1e-4)
 
 
 def test_seeded_request_with_a_prompt_of_several_chunks(remote: Verifier, drafter: ScriptedDrafter) -> None:

@@ -34,10 +34,10 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
         "max_lora_rank": 8,
         "max_cpu_loras": 4,
         "block_size": 32,
-        "kv_cache_memory_bytes": 6 << 20,
+        "kv_cache_memory_bytes": 3 << 20,
     }
     verifier = {
-        "max_model_len": 1024,
+        "max_model_len": 512,
         "max_num_seqs": 16,
         "draft_deadline_ms": 2000,
         "engine_args": engine_args,
@@ -99,7 +99,7 @@ def test_prefix_cache_hits_leave_no_wrong_state(pair: tuple[Verifier, Verifier])
 def test_preempted_requests_go_on_as_if_nothing_had_happened(pair: tuple[Verifier, Verifier]) -> None:
     before = pair[1].client.fresh_stats().preemptions
     prompts = [[*p, i] for i, p in enumerate(PROMPTS * 2)]
-    params = [SamplingParams(temperature=i % 2, max_tokens=250, ignore_eos=True, seed=3) for i in range(len(prompts))]
+    params = [SamplingParams(temperature=i % 2, max_tokens=125, ignore_eos=True, seed=3) for i in range(len(prompts))]
     compare(pair, prompts, params)
     assert pair[1].client.fresh_stats().preemptions > before, "KV did run out"
 

@@ -51,7 +51,7 @@ def start(directory: Path, mode: str) -> Verifier:
         "max_num_batched_tokens": 64,
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
-    return Verifier(directory, {"mode": mode, "verifier": section})
+    return Verifier(directory, {"mode": mode, "num_speculative_tokens": 4, "verifier": section})
 
 
 @pytest.fixture(scope="module")

@@ -32,8 +32,9 @@ class ServedFleet:
         module: str = "outrider.child",
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        key: str = "",
     ) -> None:
-        """`prefix` is put before the command, to run it in another machine (`Machine.enter`).
+        """`prefix` is put before the command, to run it in another machine (`Machine.enter`); `http` sends the `key`.
 
         A fleet of this machine ends with the test's process, one of another machine with that machine.
         """
@@ -56,7 +57,8 @@ class ServedFleet:
         if not self._url.wait(start_timeout_s) or not self.url:
             self.process.kill()
             raise RuntimeError("the fleet did not start:\n" + "".join(self.output[-40:]))
-        self.http = httpx.Client(base_url=self.url, timeout=120)
+        self.headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.http = httpx.Client(base_url=self.url, headers=self.headers, timeout=120)
         FLEETS.add(self)
 
     def _read(self) -> None:
@@ -113,12 +115,13 @@ class ServedFleet:
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 300.0, what: str = "the condition") -> None:
-    """Polls until `condition()` holds."""
-    deadline = time.monotonic() + timeout_s
+    """Polls until `condition()` holds, less and less often: to ask a fleet takes its processor's time."""
+    deadline, pause_s = time.monotonic() + timeout_s, 0.05
     while not condition():
         if time.monotonic() > deadline:
             raise TimeoutError(f"{what} did not hold within {timeout_s:.0f} s")
-        time.sleep(0.05)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, 0.5)
 
 
 def free_port() -> int:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import signal
+import time
 from multiprocessing.connection import Connection
 from typing import Any
 
 from msgspec.structs import replace
 
-GO_ON = "go on"
+GO_ON, STAND_STILL = "go on", "stand still"
 
 
 def main(job: dict[str, Any], pipe: Connection) -> None:
     """Runs one `DrafterProcess` until the pipe closes; answers each message with its `Learning` counters.
 
-    An empty message only asks for them.  A head directory stops the trainer and publishes that head; `GO_ON` lets the trainer
-    continue.
+    An empty message only asks for them.  `STAND_STILL` stops the trainer, `GO_ON` lets it continue; a head directory stops it
+    and publishes that head.
     """
     from backend.config import DraftingSettings
     from backend.drafter.process import DrafterModel, DrafterProcess
@@ -30,9 +31,10 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
             if message := pipe.recv():
                 learner = drafter._learner
                 assert learner is not None
-                assert learner._trainer is not None
+                while learner._trainer is None:
+                    time.sleep(0.01)
                 learner._trainer.send_signal(signal.SIGCONT if message == GO_ON else signal.SIGSTOP)
-                if message != GO_ON:
+                if message not in (GO_ON, STAND_STILL):
                     learner._news.put(replace(learner._latest, published=message))
             pipe.send(drafter.stats().learning)
     except EOFError:

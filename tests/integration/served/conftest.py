@@ -1,7 +1,9 @@
-"""One served fleet for all tests of this package."""
+"""One served fleet for all tests of this package: two verifiers, the drafter of both, two gateway processes, and keys."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -11,8 +13,12 @@ from pathlib import Path
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from gateway.auth.key_ring import make_key
 from tests.support.collector import Collector
-from tests.support.fleet_process import ServedFleet
+from tests.support.fleet_process import ROOT, ServedFleet
+
+KEY = "unused"
+"""An administrator's.  The examples in README have it."""
 
 
 @pytest.fixture(scope="package")
@@ -34,26 +40,48 @@ def home() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="package")
-def fleet(collector: Collector, home: Path) -> Iterator[ServedFleet]:
-    # Only requests that come with a trace are traced.
-    tracing = ("--tracing-endpoint", collector.url)
-    fleet = ServedFleet(
-        "--mode",
-        "sync",
-        "--ray-namespace",
-        f"served-{os.getpid()}",
-        *tracing,
-        env={"OTEL_TRACES_SAMPLER": "parentbased_always_off"},
-    )
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("keys") / "keys.yaml"
+
+
+@pytest.fixture(scope="package")
+def first_key(keys: Path) -> str:
+    key, entry = make_key("first")
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    keys.write_text(f"keys:\n  - {{name: trainer, sha256: {digest}, rights: [admin, metrics]}}\n{entry}")
+    return key
+
+
+@pytest.fixture(scope="package")
+def fleet(collector: Collector, home: Path, keys: Path, first_key: str) -> Iterator[ServedFleet]:
+    flags = {
+        "gateways": 2,
+        "mode": "sync",
+        "verifiers": 2,
+        "drafters": 1,
+        "verifier-adapters-loadable": "true",
+        "verifier-engine-args": json.dumps({"logits_processors": ["tests.support.standing:Standing"]}),
+        "gateway-balance-interval-s": 0,
+        "gateway-keys-file": keys,
+        "gateway-state-dir": keys.parent,
+        # Only requests that come with a trace are traced.
+        "tracing-endpoint": collector.url,
+        "ray-namespace": f"served-{os.getpid()}",
+    }
+    words = (word for name, value in flags.items() for word in (f"--{name}", str(value)))
+    fleet = ServedFleet(*words, env={"OTEL_TRACES_SAMPLER": "parentbased_always_off", "PYTHONPATH": str(ROOT)}, key=KEY)
+    # Or the coordinator has it serve now one of them, now both.
+    both = {"drafter": "drafter-0", "verifiers": ["verifier-0", "verifier-1"]}
+    fleet.http.post("/admin/assign", json=both).raise_for_status()
     yield fleet
     fleet.stop()
 
 
 @pytest.fixture(scope="package")
 def client(fleet: ServedFleet) -> OpenAI:
-    return OpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0)
+    return OpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0)
 
 
 @pytest.fixture
 async def later(fleet: ServedFleet) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0)
+    return AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0)

@@ -9,6 +9,7 @@ import anthropic
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
 
+from tests.integration.served.conftest import KEY
 from tests.support.checkable import COLOURS, QUESTION, SCHEMA, Paint, paint_of
 from tests.support.fleet_process import ServedFleet
 
@@ -27,7 +28,7 @@ def colour_of(text):
 
 @pytest.fixture(scope="module")
 def client(fleet: ServedFleet) -> Anthropic:
-    return Anthropic(base_url=fleet.url, api_key="unused", max_retries=0)
+    return Anthropic(base_url=fleet.url, api_key=KEY, max_retries=0)
 
 
 def test_a_choice(client):
@@ -171,6 +172,6 @@ def test_errors(client, fields, kind):
 
 
 async def test_asynchronously(fleet):
-    client = AsyncAnthropic(base_url=fleet.url, api_key="unused", max_retries=0)
+    client = AsyncAnthropic(base_url=fleet.url, api_key=KEY, max_retries=0)
     async with client.messages.stream(**ASKED, output_config=COLOUR) as stream:
         assert colour_of(await stream.get_final_text())

@@ -6,6 +6,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+from tests.integration.served.conftest import KEY
 from tests.support.checkable import CHOICE, COLOURS, QUESTION
 
 pytestmark = pytest.mark.engine
@@ -86,7 +87,7 @@ def test_suffix_is_refused_by_name(client):
 
 
 async def test_asynchronously(fleet):
-    client = AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="unused")
+    client = AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key=KEY)
     stream = await client.completions.create(model="demo", prompt="Which?", extra_body=CHOICE, stream=True)
     assert "".join([chunk.choices[0].text async for chunk in stream]) in COLOURS
 
@@ -148,13 +149,13 @@ def test_an_unknown_url(client):
 
 
 def test_a_time_limit_of_the_client(fleet):
-    client = OpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=0, timeout=0.05)
+    client = OpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0, timeout=0.05)
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(model="demo", prompt="x", max_tokens=3000, extra_body={"ignore_eos": True})
 
 
 def test_retries_are_for_what_may_pass(fleet):
-    client = OpenAI(base_url=f"{fleet.url}/v1", api_key="unused", max_retries=2)
+    client = OpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=2)
     raw = client.chat.completions.with_raw_response.create(model="demo", messages=QUESTION, extra_body=CHOICE)
     assert raw.retries_taken == 0
     with pytest.raises(openai.BadRequestError) as caught:

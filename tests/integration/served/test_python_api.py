@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import backend.models.demo
 from examples.calculator import CALL, TURNS, beginnings, calculator
 from outrider import Fleet, OutriderError
+from tests.integration.served.conftest import KEY
 from tests.support.fleet_process import ServedFleet, wait_for
 
 pytestmark = pytest.mark.engine
@@ -24,7 +25,7 @@ GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
 
 
 def test_samples_of_a_joined_fleet(fleet: ServedFleet) -> None:
-    with Fleet.join(fleet.url) as joined:
+    with Fleet.join(fleet.url, api_key=KEY) as joined:
         fields = {"seed": 1, "max_tokens": 8, "logprobs": 0, "ignore_eos": True}
         first = {(s.index, s.sample): s for s in joined.generate(["def f(", "import "], fields, n=2)}
         again = {(s.index, s.sample): s for s in joined.generate(["def f(", "import "], fields, n=2)}
@@ -42,7 +43,7 @@ def test_samples_of_a_joined_fleet(fleet: ServedFleet) -> None:
 def test_logprobs_of_the_model_or_of_what_was_drawn_from(fleet: ServedFleet) -> None:
     model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16)
     prompt, sampling = [5, 6, 7], {"temperature": 0.5, "top_k": 20, "seed": 1, "max_tokens": 48, "ignore_eos": True}
-    with Fleet.join(fleet.url) as joined:
+    with Fleet.join(fleet.url, api_key=KEY) as joined:
         for mode in (None, "raw", "processed"):
             (sample,) = joined.generate([prompt], {**sampling, "logprobs": 0, "logprobs_mode": mode})
             with torch.no_grad():
@@ -69,7 +70,7 @@ def test_logprobs_of_the_model_or_of_what_was_drawn_from(fleet: ServedFleet) -> 
 def test_weights_of_a_state_dict_twice_and_back(fleet: ServedFleet, tmp_path: Path) -> None:
     weights = load_file(TARGET / "model.safetensors")
     (name,) = (each for each in weights if each.endswith("layers.0.mlp.down_proj.weight"))
-    with Fleet.join(fleet.url, weights_dir=tmp_path) as joined:
+    with Fleet.join(fleet.url, api_key=KEY, weights_dir=tmp_path) as joined:
 
         def text() -> tuple[str | None, str | None]:
             (sample,) = joined.generate(["def f("], GREEDY)
@@ -93,7 +94,7 @@ def test_weights_of_a_state_dict_twice_and_back(fleet: ServedFleet, tmp_path: Pa
 
 
 def test_a_pause_holds_what_runs_and_what_comes(fleet: ServedFleet) -> None:
-    with Fleet.join(fleet.url) as joined:
+    with Fleet.join(fleet.url, api_key=KEY) as joined:
         running = joined.submit("def f(", {**GREEDY, "max_tokens": 500})
         joined.pause()
         new = joined.submit("import ", GREEDY)
@@ -106,7 +107,7 @@ def test_a_pause_holds_what_runs_and_what_comes(fleet: ServedFleet) -> None:
 def test_tool_calls_of_an_episode(fleet: ServedFleet) -> None:
     """What was said before is found in the cache, and every call is one that the tool can read."""
     sampling = {"max_tokens": 32, "seed": 3, "structured_outputs": {"regex": CALL}}
-    with Fleet.join(fleet.url) as joined:
+    with Fleet.join(fleet.url, api_key=KEY) as joined:
         for episode in joined.episodes(beginnings(1), calculator, sampling, n=2):
             assert episode.reward is not None
             assert len(episode.turns) == TURNS

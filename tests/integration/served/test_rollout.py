@@ -1,0 +1,149 @@
+"""`outrider rollout` that joins a fleet: files are where scripts look, numbers add up, prompts have sampling of their own.
+
+`tests/campaign/test_rollout.py` has one with a fleet of its own, and fixed responses.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from backend.models.demo import TARGET_DIR
+from backend.rollout.requests import Tokenizer
+from backend.rollout.trace import Case, write_cases
+from tests.support.fleet_process import ROOT, ServedFleet, wait_for
+from tests.support.processes import ENGINE_ENV
+
+pytestmark = pytest.mark.engine
+
+TRACE = "train.5.parquet"
+OWN: tuple[dict[str, Any], ...] = (
+    {"stop": ["e"], "logprobs": 2, "structured_outputs": {"regex": "[abc]{1,8}e[abc]"}},
+    {"structured_outputs": {"choice": ["yes", "no"]}},
+    {"seed": 11, "temperature": 1},
+    {},
+)
+"""Sampling parameters of the prompts."""
+CASES = [Case(number, f"def part_{number}(lines):\n    ", "return lines") for number in range(len(OWN))]
+SAMPLES, ROUNDS = 2, 2
+COLUMNS = {
+    "perf": [
+        "step_tgs", "step_tokens", "cur_acc_len", "step_batchsize", "step_ts", "step_interval", "draft_nstep",
+        "draft_time", "verify_time", "idle_time",
+    ],
+    "request": [
+        "req_id", "rollout_time", "rollout_step", "prompt_length", "response_length", "spec_accept_rate",
+        "spec_matched_total", "spec_draft_total", "spec_accepted_total",
+    ],
+    "markov": ["acc_token_num", "draft_token_num", "verify_token_num", "cur_step", "req_id"],
+}  # fmt: skip
+
+
+def table(directory: Path, worker: int, name: str) -> list[dict[str, str]]:
+    with (directory / f"worker_{worker}_{name}.csv").open(newline="", encoding="utf-8") as stream:
+        reader = csv.DictReader(stream)
+        assert reader.fieldnames == COLUMNS[name]
+        return list(reader)
+
+
+@pytest.fixture(scope="module")
+def earlier(fleet: ServedFleet) -> str:
+    """The version of the weights before the rollout."""
+    return str(fleet.http.get("/weight_info").json()["weight_version"])
+
+
+@pytest.fixture(scope="module")
+def out(fleet: ServedFleet, earlier: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("r")
+    write_cases(directory / TRACE, CASES)
+    prompts = directory / "prompts.jsonl"
+    lines = [{"prompt": case.prompt, "sampling_params": own} for case, own in zip(CASES, OWN, strict=True)]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (directory / "w").mkdir()
+    (directory / "w" / "step-8").symlink_to(TARGET_DIR)
+    run = ["--join", str(fleet.process.pid), "--trace", str(directory / TRACE), "--prompts", str(prompts)]
+    run += ["--out", str(directory), "--sampling", '{"max_tokens": 40}', "--temperature", "0.7", "--n", str(SAMPLES)]
+    run += ["--repeat", str(ROUNDS), "--weights-dir", str(directory / "w")]
+    command = [sys.executable, "-m", "gateway.cli", "rollout", *run]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENGINE_ENV, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def responses(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "responses.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_tables_add_up(out: Path, number: int) -> None:
+    directory = out / "step5" / f"round{number}"
+    tokenizer, rows = Tokenizer(str(TARGET_DIR)), responses(directory)
+    seen: list[int] = []
+    for worker in (0, 1):
+        perf, requests, markov = (table(directory, worker, name) for name in COLUMNS)
+        seen += [int(row["req_id"]) for row in requests]
+        by_request: dict[int, list[dict[str, str]]] = defaultdict(list)
+        for row in markov:
+            by_request[int(row["req_id"])].append(row)
+            assert int(row["acc_token_num"]) <= int(row["verify_token_num"]) == int(row["draft_token_num"]) + 1 <= 9
+        for row in requests:
+            number = int(row["req_id"])
+            mine, length = by_request[number], int(row["response_length"])
+            assert length == len(rows[number]["token_ids"]) == int(row["spec_accepted_total"])
+            assert int(row["prompt_length"]) == len(tokenizer.prompt(CASES[number // SAMPLES].prompt))
+            assert sum(int(each["acc_token_num"]) for each in mine) == length
+            assert len(mine) == int(row["rollout_step"])
+            # What was emitted beyond one token a verification was drafted and agreed; the last may have been cut.
+            assert 0 <= int(row["spec_matched_total"]) - (length - len(mine)) <= int(mine[-1]["draft_token_num"])
+            assert float(row["rollout_time"]) > 0
+        assert sum(int(row["step_tokens"]) for row in perf) == sum(int(row["response_length"]) for row in requests)
+        assert len({row["cur_step"] for row in markov}) == len([row for row in perf if int(row["step_tokens"])])
+        for row in perf[1:]:
+            interval_s = float(row["step_interval"]) / 1e3
+            per_request = int(row["step_tokens"]) / max(int(row["step_batchsize"]), 1)
+            assert float(row["step_tgs"]) == pytest.approx(per_request / interval_s, rel=1e-3)
+        assert sum(float(row["step_interval"]) for row in perf) / 1e3 == pytest.approx(float(perf[-1]["step_ts"]), abs=0.05)
+        keys = [(int(row["response_length"]), int(row["req_id"])) for row in requests]
+        assert keys == sorted(keys)
+        keys = [(int(row["req_id"]), int(row["cur_step"])) for row in markov]
+        assert keys == sorted(keys)
+    assert sorted(seen) == [row["req_id"] for row in rows] == list(range(SAMPLES * len(CASES)))
+
+
+@pytest.mark.parametrize("number", range(ROUNDS))
+def test_each_prompt_has_its_own_sampling_and_each_round_the_newest_weights(
+    fleet: ServedFleet, earlier: str, out: Path, number: int
+) -> None:
+    directory, version = out / "step5" / f"round{number}", (earlier, "step-8")[number]
+    report = json.loads((directory / "report.json").read_text())
+    assert (report["weights"], report["weights_fault"], report["acceptance_is"]) == (version, "", "live")
+    rows = responses(directory)
+    for row in rows[:2]:
+        assert "e" not in row["text"]
+        assert (row["finish_reason"], row["stop_reason"]) == ("stop", "e")
+        content = row["logprobs"]["content"]
+        assert [each["token_id"] for each in content] == row["token_ids"]
+        assert all(2 <= len(each["top_logprobs"]) <= 3 and each["logprob"] <= 0 for each in content)
+    assert {row["text"] for row in rows[2:4]} <= {"yes", "no"}
+    assert all("logprobs" not in row for row in rows[2:])
+    answer = fleet.complete(CASES[2].prompt, max_tokens=40, **OWN[2])["choices"][0]["text"]
+    assert rows[4]["text"] == answer, "as a gateway answers with this seed"
+    assert rows[5]["text"] != answer, "the second response has the next seed"
+
+
+def test_the_gateway_knows_the_new_weights_and_the_cases_are_the_last_rounds(fleet: ServedFleet, out: Path) -> None:
+    wait_for(lambda: fleet.http.get("/weight_info").json()["weight_version"] == "step-8", what="the gateway to know")
+    written, trace = pq.read_table(out / "cases" / TRACE), pq.read_table(out / TRACE).to_pylist()
+    assert written.column_names == ["id", "prompt", "gen"]
+    rows = responses(out / "step5" / f"round{ROUNDS - 1}")
+    assert written.column("gen").to_pylist() == [row["text"] for row in rows]
+    assert written.column("prompt").to_pylist() == [case["prompt"] for case in trace for _ in range(SAMPLES)]

@@ -1,0 +1,48 @@
+"""Several gateway processes on one port, of which most are not there (real ones: `tests/integration/served`)."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import ssl
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backend.config.sources import ConfigError, load
+from gateway.peers import Peers, merged
+from tests.support.fake_verifier import eventually
+
+
+async def test_a_process_that_cannot_be_started_now_is_started_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = []
+
+    async def start(*args: str, **_: object) -> None:
+        began.append(args)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    monkeypatch.setattr("gateway.peers.BACKOFF_S", (0.001, 0.001))
+    keeping = asyncio.create_task(Peers(tmp_path, 0, 2, command=lambda *_: ["x"])._keep(1, 0))
+    await eventually(lambda: len(began) > 1 or keeping.done())
+    assert not keeping.done()
+    keeping.cancel()
+
+
+def test_families_of_several_processes_stand_together() -> None:
+    one = '# HELP a_total x\n# TYPE a_total counter\na_total{gateway="1"} 1\n# HELP b y\n# TYPE b gauge\nb 2\n'
+    assert merged([one, one.replace('"1"', '"2"').partition("# HELP b")[0]]).count("# TYPE a_total") == 1
+
+
+async def test_asking_another_process_reads_no_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[Any] = []
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **named: loaded.append(named))
+    assert not await Peers(tmp_path, 0, 2).ready()
+    assert not loaded
+
+
+def test_a_unix_socket_is_not_shared() -> None:
+    with pytest.raises(ConfigError, match="uds"):
+        load(["--gateways", "2", "--gateway-uds", "/tmp/x"])
