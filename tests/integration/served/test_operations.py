@@ -74,8 +74,10 @@ def outrider(fleet: ServedFleet, *arguments: str) -> subprocess.CompletedProcess
 class Meanwhile:
     """Requests one after the other, until the block ends; `texts` are their answers."""
 
-    def __init__(self, fleet: ServedFleet) -> None:
+    def __init__(self, fleet: ServedFleet, pause_s: float = 0.0) -> None:
+        """`pause_s`: between two requests, where what is done meanwhile takes long."""
         self.texts: list[str] = []
+        self._pause_s = pause_s
         self._fleet = fleet
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -92,7 +94,7 @@ class Meanwhile:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._over.is_set():
+        while not self._over.wait(self._pause_s):
             self.texts.append(answer(self._fleet))
 
 

@@ -39,7 +39,7 @@ def test_status_shows_it(fleet: ServedFleet) -> None:
 
 def test_members_come_and_go_and_the_last_verifier_stays(fleet: ServedFleet) -> None:
     expected = answer(fleet)
-    with Meanwhile(fleet) as meanwhile:
+    with Meanwhile(fleet, pause_s=1.0) as meanwhile:
         assert operation(fleet, "add", kind="drafter")["members"] == ["drafter-1"]
         status, body = post(fleet, "assign", drafter="drafter-1", verifiers=["verifier-0"])
         assert (status, body["effects"]) == (200, ["drafter-1 serves verifier-0, and stays there"])
@@ -62,7 +62,7 @@ def test_it_ends_and_leaves_nothing(fleet: ServedFleet, home: Path) -> None:
     shared = set().union(*(shared_memory(pid) for pid in family))
     assert shared, "Ray's object store, at least"
     assert leftovers(home) != []
-    body = {"model": "demo", "prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+    body = {"model": "demo", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with contextlib.ExitStack() as stack:
         # Connections of their own, so that either gateway process has some.
         asked = (
