@@ -1,21 +1,21 @@
-"""Runs a fleet as a child process.  Used in the caller's process; a thread reads the child's output."""
+"""Runs a fleet as a child process.  Used in the caller's process."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
-import threading
-from collections import deque
-from pathlib import PurePath
+import tempfile
+import time
+from pathlib import Path, PurePath
 
 from outrider.types import OutriderError
 
-SHOWN_LINES = 40
-"""Last lines of the fleet's output that an error shows."""
+POLL_S = 0.05
+SHOWN_LINES, SHOWN_BYTES = 40, 16384
+"""Of the end of the fleet's output, in an error; whichever is less."""
 SECRETS = {
     "api_key": "OUTRIDER_GATEWAY__API_KEY",
     "gateway_api_key": "OUTRIDER_GATEWAY__API_KEY",
@@ -37,30 +37,28 @@ class FleetProcess:
         # And for a job's driver: the fleet's Ray would take over the job's files and variables.
         strangers = ("TORCHELASTIC_", "RAY_JOB_CONFIG_JSON_ENV_VAR")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(strangers)}
-        self.url = ""
-        self._log: deque[str] = deque(maxlen=SHOWN_LINES)
-        self._known = threading.Event()
+        self._ready = tempfile.NamedTemporaryFile(prefix="outrider-")  # noqa: SIM115  (the URL is written to it)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  (it lives as long as this object)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "outrider.child", str(os.getpid()), "serve", "--port=0", *flags, *given],
-            env=environment | secrets | {"PYTHONUNBUFFERED": "1"},
+            env=environment | secrets | {"PYTHONUNBUFFERED": "1", "OUTRIDER_READY_FILE": self._ready.name},
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdout=self._log,
             stderr=subprocess.STDOUT,
-            text=True,
             start_new_session=True,
         )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
         self._say("a fleet starts; this takes a minute, longer where a model is downloaded")
 
     def wait_until_it_serves(self, timeout_s: float) -> str:
         """The fleet's URL, when it serves.  Raises `OutriderError` with the end of the log if it does not serve in time."""
-        self._known.wait(timeout_s)
-        if not self.url:
-            self.stop()
-            raise OutriderError(0, "fleet_not_started", f"the fleet did not start:\n{self.tail}")
-        self._say(f"the fleet serves at {self.url}")
-        return self.url
+        deadline = time.monotonic() + timeout_s
+        while not (url := Path(self._ready.name).read_text(encoding="utf-8")):
+            if self.ended or time.monotonic() > deadline:
+                self.stop()
+                raise OutriderError(0, "fleet_not_started", f"the fleet did not start:\n{self.tail}")
+            time.sleep(POLL_S)
+        self._say(f"the fleet serves at {url}")
+        return url
 
     @staticmethod
     def _say(line: str) -> None:
@@ -68,21 +66,16 @@ class FleetProcess:
         sys.stderr.write(f"outrider: {line}\n")
 
     @property
-    def tail(self) -> str:
-        return "".join(self._log)
-
-    @property
     def ended(self) -> bool:
         return self._process.poll() is not None
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._log.append(line)
-            if found := re.search(r"serving at (https?://\S+?)/v1", line):
-                self.url = found.group(1)
-                self._known.set()
-        self._known.set()
+    @property
+    def tail(self) -> str:
+        """The last lines of its output."""
+        # Not by `seek`: the child writes at the same position.
+        log = self._log.fileno()
+        text = os.pread(log, SHOWN_BYTES, max(0, os.fstat(log).st_size - SHOWN_BYTES)).decode(errors="replace")
+        return "".join(text.splitlines(keepends=True)[-SHOWN_LINES:])
 
     def stop(self, timeout_s: float = 60.0) -> None:
         """Ends the fleet as Ctrl-C would; kills it if it does not end in time."""
@@ -95,7 +88,7 @@ class FleetProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
         self._process.stdin.close()
-        self._reader.join(timeout=5)
+        self._ready.close()
 
 
 def _text(value: object) -> str:

@@ -8,15 +8,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PREFIX = "OUTRIDER_"
+READY_FILE = PREFIX + "READY_FILE"
+"""Variable that names a file: a fleet writes its URL there when it serves.  `outrider.Fleet` sets it."""
 
 
 def outrider_variables() -> dict[str, str]:
-    """The environment variables with the prefix `OUTRIDER_`."""
-    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX)}
+    """The environment variables that may hold settings."""
+    return {name: value for name, value in os.environ.items() if name.startswith(PREFIX) and name != READY_FILE}
+
+
+def ready_file() -> Path | None:
+    return Path(os.environ[READY_FILE]) if READY_FILE in os.environ else None
 
 
 def drop_outrider_variables() -> None:
-    """Takes those out of the environment, which child processes inherit."""
+    """Takes settings out of the environment, which child processes inherit."""
     for name in outrider_variables():
         del os.environ[name]
 

@@ -119,10 +119,12 @@ class Fleet:
         return self.plan.settings
 
     def announce(self, url: str) -> None:
-        """Writes the file by which other commands find this fleet."""
+        """Writes the file by which other commands find this fleet; with a URL, also the file of the program that started it."""
         cluster = self.cluster
         directories = [str(each) for each in (self.plan.runtime_dir, cluster.temp_dir) if each is not None]
         state.write(state.FleetFile(os.getpid(), cluster.namespace, cluster.address, url, directories, cluster.ours))
+        if url and (ready_file := environment.ready_file()) is not None:
+            ready_file.write_text(url, encoding="utf-8")
 
     def wait_ready(
         self,

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from backend.config import Settings
+from backend.config.sources import load
 from backend.launch import fleet
 from backend.launch.cluster import RayCluster
 from backend.launch.fleet import Fleet
@@ -92,3 +93,16 @@ def test_the_logs_of_a_member_that_cannot_start_are_kept(tmp_path: Path, monkeyp
     with pytest.raises(LaunchError, match=r"failed to start .logs: .*failed-start"):
         served.wait_ready(lambda line: None, [failing])
     assert (tmp_path / "state" / "outrider" / "failed-start" / "worker.err").read_text() == "NCCL"
+
+
+def test_the_program_that_started_it_is_told_once_it_serves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    monkeypatch.setenv("OUTRIDER_READY_FILE", str(ready))
+    assert load([]).settings == Settings(), "it is no setting"
+    monkeypatch.setattr("backend.launch.state.write", lambda _: None)
+    served = make(0.0)
+    served.cluster = cast(Any, SimpleNamespace(namespace="x", address="a", temp_dir=None, ours=True))
+    served.announce("")
+    assert not ready.exists()
+    served.announce("http://127.0.0.1:8000")
+    assert ready.read_text() == "http://127.0.0.1:8000"

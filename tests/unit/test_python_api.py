@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 from unittest.mock import Mock
 
 import httpx
@@ -382,9 +382,16 @@ def test_a_fleet_that_torchrun_starts_has_groups_of_its_own(monkeypatch: pytest.
 
 
 def test_a_fleet_says_that_it_starts_and_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    child = Mock(stdout=["model demo\n", "serving at http://127.0.0.1:8123/v1 - try:\n"])
-    monkeypatch.setattr("outrider.process.subprocess.Popen", lambda *_, **others: child)
-    assert FleetProcess({}).wait_until_it_serves(60) == "http://127.0.0.1:8123"
+    def start(_: list[str], env: dict[str, str], stdout: IO[bytes], **others: Any) -> Mock:
+        stdout.write(b"model demo\n" * 100 + b"serving\n")
+        stdout.flush()
+        Path(env["OUTRIDER_READY_FILE"]).write_text("http://127.0.0.1:8123")
+        return Mock(poll=lambda: None)
+
+    monkeypatch.setattr("outrider.process.subprocess.Popen", start)
+    fleet = FleetProcess({})
+    assert fleet.wait_until_it_serves(60) == "http://127.0.0.1:8123"
+    assert fleet.tail == "model demo\n" * 39 + "serving\n"
     said = capsys.readouterr()
     assert (said.out, [line.split(";")[0] for line in said.err.splitlines()]) == (
         "",
