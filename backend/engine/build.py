@@ -33,6 +33,8 @@ SUPPORTED_VLLM = "0.32."
 CPU_KV_CACHE_BYTES = 256 << 20
 AHEAD_OUTCOMES = 8
 """Most outcomes drafted ahead per request and step."""
+RING_BYTES = 64 << 20
+"""Shared memory per verifier and drafter on one host, for large features."""
 
 
 def engine_arguments(settings: Settings, paths: ResolvedModels) -> dict[str, Any]:
@@ -150,5 +152,5 @@ def _worker_options(settings: Settings, paths: ResolvedModels) -> dict[str, Any]
         "draft_deadline_ms": settings.verifier.draft_deadline_ms,
         "shared_noise": settings.mode != "native",
         "lookup": settings.verifier.lookup,
-        "ring_bytes": settings.transport.ring_mib * 2**20,
+        "ring_bytes": RING_BYTES,
     }

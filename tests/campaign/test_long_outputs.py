@@ -16,6 +16,7 @@ from vllm.sampling_params import SamplingParams
 
 from backend.drafter.proposer import Ask, Until
 from backend.lab.bench.prompts import Prompts
+from tests.support.fleet_process import free_port
 from tests.support.noting_drafter import NotingDrafter, eagle
 from tests.support.processes import Verifier, demo_models
 
@@ -40,11 +41,10 @@ def test_the_drafter_at_the_end_is_as_good_as_a_fresh_one(tmp_path: Path, mode: 
         "mode": mode,
         "num_speculative_tokens": K,
         "verifier": {"draft_deadline_ms": 5000, "lookup": False},
-        # All features by the socket, where the drafter notes them.
-        "transport": {"ring_mib": 0},
     }
     verifier = Verifier(tmp_path, settings)
-    drafter = NotingDrafter(f"ipc://{tmp_path}/noting.sock", paths)
+    # By TCP there is no shared memory: all features go through the socket, where the drafter notes them.
+    drafter = NotingDrafter(f"tcp://127.0.0.1:{free_port()}", paths)
     try:
         verifier.set_drafters(drafter.ref)
         prompts = [Prompts(paths.target_dir, 64).make("code", f"long/{i}") for i in range(len(LENGTHS))]
