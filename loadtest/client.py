@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import httpx
 
-from loadtest.scenarios import Ask
+from loadtest.scenarios import Request
 from loadtest.stream import Answer, error_code
 
 OVERLOADED = (429, 503)
@@ -30,11 +30,11 @@ class Client:
         self.http = httpx.Client(base_url=host, headers=headers, timeout=timeout_s, verify=TLS, trust_env=False)
         self._clock = clock
 
-    def ask(self, ask: Ask) -> Answer:
+    def send(self, request: Request) -> Answer:
         """Makes one request.  Faults of the server or the connection are in the answer and raise nothing."""
         answer = Answer(self._clock())
         try:
-            with self.http.stream("POST", ask.path, json=ask.body) as response:
+            with self.http.stream("POST", request.path, json=request.body) as response:
                 if fault := _fault(response):
                     answer.fail(fault)
                 else:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import shlex
 import signal
@@ -25,7 +26,7 @@ from locust.argument_parser import gt_zero
 
 from loadtest import metrics, report, slo
 from loadtest.client import Client
-from loadtest.scenarios import SCENARIOS, Ask, Knobs
+from loadtest.scenarios import SCENARIOS, Knobs, Request
 from loadtest.stream import Answer
 from outrider.process import FleetProcess
 from outrider.types import OutriderError
@@ -92,12 +93,21 @@ class Load:
             (self.results / "serve.log").write_text(self.fleet.tail, encoding="utf-8")
         missed = slo.misses(self.limits, found)
         missed += [f"a user failed: {each['msg']}" for each in environment.runner.exceptions.values()]
-        passed, name = not missed, environment.parsed_options.scenario
-        summary = report.Summary(name, self.users, self.knobs.duration_s, passed, found, self.limits, missed)
-        summary.write(self.results)
+        summary = {
+            "scenario": environment.parsed_options.scenario,
+            "users": self.users,
+            "duration_s": self.knobs.duration_s,
+            "passed": not missed,
+            "figures": found,
+            "slo": self.limits,
+            "missed": missed,
+        }
+        text = report.markdown(summary)
+        (self.results / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        (self.results / "summary.md").write_text(text + "\n", encoding="utf-8")
         # Shown after Locust's tables.
-        environment.events.quit.add_listener(lambda **_: print(f"\n{summary.text()}\n\nreports in {self.results}"))
-        environment.process_exit_code = 0 if passed else 1
+        environment.events.quit.add_listener(lambda **_: print(f"\n{text}\n\nreports in {self.results}"))
+        environment.process_exit_code = int(bool(missed))
 
 
 @events.init_command_line_parser.add_listener
@@ -171,7 +181,7 @@ class Shape(LoadTestShape):
         return (load.scenario.shape(share, load.users), rate) if share < 1 else None
 
 
-class Asker(User):
+class VirtualUser(User):
     """A user that sends its workload's next request, waits for the whole answer, and repeats."""
 
     def on_start(self) -> None:
@@ -186,20 +196,20 @@ class Asker(User):
     def work(self) -> None:
         began = time.monotonic()
         try:
-            answer = self.connection.ask(self.next)
+            answer = self.connection.send(self.next)
         except GreenletExit:
             # Locust stops users after the load and its --stop-timeout.  A request that is still open counts as failed: without
             # this record, a server that hangs would look as if it had not been asked.
-            self.book(self.next, Answer(began, fault=UNANSWERED))
+            self.record(self.next, Answer(began, fault=UNANSWERED))
             raise
-        self.book(self.next, answer)
+        self.record(self.next, answer)
         self.next = self.workload.send(answer.text)
 
-    def book(self, ask: Ask, answer: Answer) -> None:
+    def record(self, request: Request, answer: Answer) -> None:
         """Records an answer; only complete ones are timed."""
         self.environment.events.request.fire(
             request_type="POST",
-            name=ask.label,
+            name=request.label,
             response_time=None if answer.fault else (answer.ended - answer.started) * 1000,
             response_length=answer.size,
             exception=answer.fault or None,
@@ -208,7 +218,7 @@ class Asker(User):
         if not answer.fault:
             for kind, value in answer.figures().items():
                 # Not as requests, which would count each request five times in Locust's totals.
-                self.environment.stats.get(ask.label, kind).log(value, 0)
+                self.environment.stats.get(request.label, kind).log(value, 0)
 
     def on_stop(self) -> None:
         self.connection.http.close()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Mapping
+from typing import Any
 
 from locust.stats import RequestStats, StatsEntry
 
@@ -47,29 +45,13 @@ def _joined(stats: RequestStats, kind: str) -> StatsEntry:
     return joined
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The result of a run.  Its fields are those of `summary.json`."""
-
-    scenario: str
-    users: int
-    duration_s: float
-    passed: bool
-    figures: Mapping[str, float]
-    slo: Mapping[str, float]
-    missed: Sequence[str]
-
-    def write(self, directory: Path) -> None:
-        (directory / "summary.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
-        (directory / "summary.md").write_text(self.text() + "\n", encoding="utf-8")
-
-    def text(self) -> str:
-        """The summary as Markdown, also shown on the terminal."""
-        verdict = "passed" if self.passed else "MISSED"
-        lines = [f"## {self.scenario}: {verdict}", "", f"{self.users} users, {self.duration_s:g} s", ""]
-        lines += ["| figure | found | objective |", "|---|---|---|"]
-        for name in (*FLOORS, *CEILINGS):
-            if name in self.figures or name in self.slo:
-                found = f"{self.figures[name]:g}" if name in self.figures else ""
-                lines.append(f"| {name} | {found} | {objective(name, self.slo[name]) if name in self.slo else ''} |")
-        return "\n".join([*lines, *(f"\nmissed: {line}" for line in self.missed)])
+def markdown(summary: Mapping[str, Any]) -> str:
+    """`summary.json` as Markdown, also shown on the terminal."""
+    figures, limits = summary["figures"], summary["slo"]
+    lines = [f"## {summary['scenario']}: {'passed' if summary['passed'] else 'MISSED'}", ""]
+    lines += [f"{summary['users']} users, {summary['duration_s']:g} s", "", "| figure | found | objective |", "|---|---|---|"]
+    for name in (*FLOORS, *CEILINGS):
+        if name in figures or name in limits:
+            found = f"{figures[name]:g}" if name in figures else ""
+            lines.append(f"| {name} | {found} | {objective(name, limits[name]) if name in limits else ''} |")
+    return "\n".join([*lines, *(f"\nmissed: {line}" for line in summary["missed"])])

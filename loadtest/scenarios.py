@@ -1,6 +1,6 @@
 """The scenarios: what their users ask, and the number of users over time.  Pure but for the prompts' source.
 
-A workload is a generator: it yields an `Ask`, is sent the answer's text, and yields the next `Ask`.  It never ends by itself.
+A workload is a generator: it yields a `Request`, is sent the answer's text, and yields the next one.  It never ends by itself.
 All its choices come from its own `random.Random`.  So the same seed gives the same requests, whatever the server answers,
 unless an answer is part of the next request (`multiturn`).
 """
@@ -30,7 +30,7 @@ class Knobs:
     duration_s: float = 30.0
 
 
-class Ask(NamedTuple):
+class Request(NamedTuple):
     """One request to make."""
 
     label: str
@@ -38,7 +38,7 @@ class Ask(NamedTuple):
     body: dict[str, Any]
 
 
-Workload = Generator[Ask, str, None]
+Workload = Generator[Request, str, None]
 Make = Callable[[Knobs, random.Random, Callable[[], float]], Workload]
 """(knobs, chance, seconds since the load began) -> workload."""
 
@@ -46,13 +46,13 @@ Make = Callable[[Knobs, random.Random, Callable[[], float]], Workload]
 def chat(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
     """Chat completions with prompts of one length."""
     while True:
-        yield _chat(knobs, "chat", [_user(prompts.prompt("code", knobs.prompt_tokens, chance))])
+        yield _request(knobs, "chat", _user(prompts.prompt("code", knobs.prompt_tokens, chance)))
 
 
 def completion(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
     """Completions with prompts of one length."""
     while True:
-        yield _completion(knobs, "completion", prompts.prompt("code", knobs.prompt_tokens, chance))
+        yield _request(knobs, "completion", prompts.prompt("code", knobs.prompt_tokens, chance))
 
 
 def mixed(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
@@ -62,10 +62,8 @@ def mixed(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> 
         limit = log_uniform(knobs.max_tokens / 8, knobs.max_tokens * 2, chance)
         text = prompts.prompt("code", length, chance)
         size = "short" if limit <= knobs.max_tokens / 2 else "long"
-        if chance.random() < 0.5:
-            yield _chat(knobs, f"chat {size}", [_user(text)], limit)
-        else:
-            yield _completion(knobs, f"completion {size}", text, limit)
+        is_chat = chance.random() < 0.5
+        yield _request(knobs, f"{'chat' if is_chat else 'completion'} {size}", _user(text) if is_chat else text, limit)
 
 
 def multiturn(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
@@ -74,8 +72,8 @@ def multiturn(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float])
     while True:
         messages = [shared]
         for turn in range(1, 5):
-            messages = [*messages, _user(prompts.prompt("code", knobs.prompt_tokens // 4, chance))]
-            text = yield _chat(knobs, f"turn {turn}", messages)
+            messages = messages + _user(prompts.prompt("code", knobs.prompt_tokens // 4, chance))
+            text = yield _request(knobs, f"turn {turn}", messages)
             messages = [*messages, {"role": "assistant", "content": text}]
 
 
@@ -83,7 +81,7 @@ def domain_shift(knobs: Knobs, chance: random.Random, elapsed: Callable[[], floa
     """Code in the first half of the time, prose in the second."""
     while True:
         domain: prompts.Domain = "code" if elapsed() < knobs.duration_s / 2 else "prose"
-        yield _completion(knobs, domain, prompts.prompt(domain, knobs.prompt_tokens, chance))
+        yield _request(knobs, domain, prompts.prompt(domain, knobs.prompt_tokens, chance))
 
 
 def log_uniform(low: float, high: float, chance: random.Random) -> int:
@@ -91,26 +89,22 @@ def log_uniform(low: float, high: float, chance: random.Random) -> int:
     return max(1, round(math.exp(chance.uniform(math.log(max(low, 1)), math.log(max(high, 1))))))
 
 
-def _user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def _common(knobs: Knobs, max_tokens: int | None) -> dict[str, Any]:
-    return {
+def _request(knobs: Knobs, label: str, content: str | list[dict[str, str]], max_tokens: int | None = None) -> Request:
+    """A streamed completion of a text, or a chat after messages."""
+    is_text = isinstance(content, str)
+    body = {
         "model": knobs.model,
         "max_tokens": max_tokens or knobs.max_tokens,
         "temperature": knobs.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
+        "prompt" if is_text else "messages": content,
     }
+    return Request(label, COMPLETIONS if is_text else CHAT, body)
 
 
-def _chat(knobs: Knobs, label: str, messages: list[dict[str, str]], max_tokens: int | None = None) -> Ask:
-    return Ask(label, CHAT, {**_common(knobs, max_tokens), "messages": messages})
-
-
-def _completion(knobs: Knobs, label: str, text: str, max_tokens: int | None = None) -> Ask:
-    return Ask(label, COMPLETIONS, {**_common(knobs, max_tokens), "prompt": text})
+def _user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
 
 
 def constant(share: float, users: int) -> int:

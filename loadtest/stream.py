@@ -81,17 +81,9 @@ class Answer:
     def _take(self, data: bytes, now: float) -> None:
         try:
             chunk = json.loads(data)
-        except ValueError:
-            chunk = None
-        if not isinstance(chunk, dict):
-            self.fail("an event that is no JSON object")
-        elif "error" in chunk:
-            self.fail(f"error event: {error_code(chunk)}")
-        else:
-            self._take_chunk(chunk, now)
-
-    def _take_chunk(self, chunk: Mapping[str, Any], now: float) -> None:
-        try:
+            if "error" in chunk:
+                self.fail(f"error event: {error_code(chunk)}")
+                return
             self.tokens = int((chunk.get("usage") or {}).get("completion_tokens") or self.tokens)
             carry = [self._take_choice(choice) for choice in chunk.get("choices") or ()]
         except (TypeError, ValueError, AttributeError):

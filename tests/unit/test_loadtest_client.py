@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import pytest
 
 from loadtest.client import Client
-from loadtest.scenarios import Ask
+from loadtest.scenarios import Request
 from loadtest.stream import Answer
 from tests.support.sse_server import Framing, PiecewiseServer, read_request, stream_of
 
-ASK = Ask("label", "/v1/completions", {"model": "m"})
+REQUEST = Request("label", "/v1/completions", {"model": "m"})
 TEXTS = ("a", "b", "c", "d")
 
 
@@ -22,7 +22,7 @@ def answer_to(pieces: Sequence[bytes], framing: Framing = "chunked", cut_off: bo
     server = PiecewiseServer(pieces, framing, cut_off)
     client = Client(server.url, None, timeout_s=5, clock=server.clock)
     try:
-        return client.ask(ASK)
+        return client.send(REQUEST)
     finally:
         client.http.close()
         server.close()
@@ -61,7 +61,7 @@ def test_what_breaks_off_is_a_failure(pieces: list[bytes], framing: Framing, cut
 def test_nobody_there_is_a_failure_and_no_exception() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    assert Client(f"http://127.0.0.1:{port}", None, 1).ask(ASK).fault == "ConnectError"
+    assert Client(f"http://127.0.0.1:{port}", None, 1).send(REQUEST).fault == "ConnectError"
 
 
 ERROR = b'{"error": {"message": "No.", "type": "t", "param": null, "code": "c"}}'
@@ -90,6 +90,6 @@ def test_statuses(status: int, headers: bytes, body: bytes, fault: str) -> None:
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
         client = Client(f"http://127.0.0.1:{listener.getsockname()[1]}", "key", 5, itertools.count().__next__)
-        assert client.ask(ASK).fault == fault
+        assert client.send(REQUEST).fault == fault
         thread.join(5)
         client.http.close()

@@ -10,12 +10,12 @@ import httpx
 import pytest
 
 from loadtest import metrics, slo
-from loadtest.scenarios import SCENARIOS, Ask, Knobs, burst, constant, log_uniform, ramp
+from loadtest.scenarios import SCENARIOS, Knobs, Request, burst, constant, log_uniform, ramp
 
 KNOBS = Knobs(model="m", duration_s=30.0)
 
 
-def asked(name: str, count: int, seed: str = "s", elapsed: float = 0.0) -> list[Ask]:
+def asked(name: str, count: int, seed: str = "s", elapsed: float = 0.0) -> list[Request]:
     """The first questions of one user."""
     workload = SCENARIOS[name].make(KNOBS, random.Random(seed), lambda: elapsed)
     return [next(workload), *(workload.send("answer") for _ in range(count - 1))]
