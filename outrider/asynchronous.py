@@ -140,12 +140,12 @@ class AsyncFleet:
     ) -> AsyncGenerator[T, None]:
         """Results of `work`, called with the prompt, its number, the sample's number and the sample's parameters."""
         fields = fields_of(sampling_params)
-        asked = fields.pop("n", 1)
+        count = fields.pop("n", 1)
         tokens = await _all(self._tokens(prompt) for prompt in prompts)
         tasks = [
             asyncio.create_task(work(prompt, index, sample, _seeded(fields, sample)))
             for index, prompt in enumerate(tokens)
-            for sample in range(asked if n is None else n)
+            for sample in range(count if n is None else n)
         ]
         try:
             for next_one in asyncio.as_completed(tasks):

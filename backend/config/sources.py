@@ -13,7 +13,7 @@ import difflib
 import json
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +24,6 @@ from pydantic.fields import FieldInfo
 
 from backend.config import environment
 from backend.config.settings import Settings
-from backend.config.yaml_text import read_yaml_text
 
 KeyPath = tuple[str, ...]
 
@@ -159,6 +158,21 @@ def read_flags(arguments: Sequence[str], program: str, description: str = "") ->
     return result, config
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """An `argparse` type: whole numbers of `least` or more; the error for a smaller one names the limit."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is no number") from error
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{value}: {least} is the least")
+        return value
+
+    return read
+
+
 # Environment.
 
 
@@ -175,6 +189,20 @@ def read_variables(variables: Mapping[str, str]) -> dict[KeyPath, Given]:
 
 
 # YAML.
+
+
+class _Loader(yaml.SafeLoader):
+    """Dates are text: no setting is one, and lm-format-enforcer, once imported, changes how PyYAML reads dates everywhere."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+def read_yaml_text(text: str) -> object:
+    """What `text` says.  Raises `yaml.YAMLError`, or ValueError for a value that its own tag does not allow."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def read_yaml(file: Path) -> dict[KeyPath, Given]:

@@ -161,9 +161,9 @@ class CoordinatorHandle:
         answer: Answer = msgspec.msgpack.decode(self._call("submit", _encode(command)), type=Answer)
         return answer
 
-    def progress(self, told: Progress | None = None) -> Operation | None:
-        """For the launcher: reports on an operation, if `told` is given, and returns the operation to work on."""
-        payload = None if told is None else _encode(told)
+    def progress(self, report: Progress | None = None) -> Operation | None:
+        """For the launcher: reports on an operation, if one is given, and returns the operation to work on."""
+        payload = None if report is None else _encode(report)
         return msgspec.msgpack.decode(self._call("progress", payload), type=Operation | None)
 
     def snapshot(self) -> FleetSnapshot:

@@ -70,13 +70,13 @@ class Administration:
         """The operation that the launcher has to work on: the running one, or else the oldest that waits."""
         return next((each for each in self._operations.values() if each.state in ("running", "waiting")), None)
 
-    def progress(self, told: Progress) -> None:
+    def progress(self, report: Progress) -> None:
         """Takes the launcher's report on an operation.  Ignored if the operation is not known any more."""
-        known = self._operations.get(told.operation)
+        known = self._operations.get(report.operation)
         if known is None:
             return
-        members = known.members if told.members is None else told.members
-        self._operations[known.id] = msgspec.structs.replace(known, state=told.state, note=told.note, members=members)
+        members = known.members if report.members is None else report.members
+        self._operations[known.id] = msgspec.structs.replace(known, state=report.state, note=report.note, members=members)
         ended = [each.id for each in self._operations.values() if each.state in ("done", "failed")]
         for old in ended[: max(len(ended) - KEPT, 0)]:
             del self._operations[old]

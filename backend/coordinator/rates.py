@@ -69,5 +69,5 @@ def _overlap(stats: VerifierStats) -> float:
     if not stats.plan_outcomes:
         return 0.0
     hits = sum(each.ahead_hits for each in stats.drafters.values())
-    asked = hits + sum(each.ahead_misses for each in stats.drafters.values())
-    return hits / asked if asked else 0.5
+    lookups = hits + sum(each.ahead_misses for each in stats.drafters.values())
+    return hits / lookups if lookups else 0.5

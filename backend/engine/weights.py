@@ -23,8 +23,8 @@ from vllm.v1.request import RequestStatus
 
 from backend.engine.tensor_transfer import NAME, shapes_in
 from backend.fleet.stats import Weights
+from backend.models.check import check_same_shapes, check_shapes, is_tied, needed, shapes_of
 from backend.models.layout import Shape
-from backend.models.target_shapes import check_same_shapes, check_shapes, is_tied, needed, shapes_of
 from backend.wire.engine import NOT_BEGUN, PAUSED
 
 logger = logging.getLogger(__name__)

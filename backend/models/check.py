@@ -1,4 +1,4 @@
-"""Checks whether a drafter fits a target; one line per misfit.  Any process; reads headers and vocabularies, never weights.
+"""Checks whether a drafter, or other weights of the target, fit the target.  Any process; reads no weights.
 
 With `errors` the pair cannot work at all.  With `warnings` it works, but few drafts may be accepted, and no error would ever
 say so.
@@ -6,7 +6,7 @@ say so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from backend.models.head_config import (
     text_config,
 )
 from backend.models.kinds import DrafterKind
-from backend.models.layout import canonical_names, is_draft_model, required_tensors
+from backend.models.layout import Shape, canonical_names, is_draft_model, required_tensors
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.vocabulary import shared_tokens
 
@@ -210,3 +210,48 @@ def reads_last_state(head_dir: str, target_dir: str) -> bool:
     """Whether the target's last hidden state, by which heads are taught, is among the head's features."""
     layers = text_config(read_config(target_dir)).get("num_hidden_layers")
     return layers in load_config(head_dir, target_dir).aux_layers
+
+
+# Other weights of the target.
+
+
+def check_same_shapes(path: str, known: Mapping[str, Shape], tied: bool) -> None:
+    """Raises `ValueError` unless the directory holds exactly the `known` tensors, by name and shape.  `tied`: `is_tied`."""
+    if not Path(path).is_dir():
+        raise ValueError("no such directory on the verifier's machine")
+    try:
+        found = shapes_of(path)
+    except CheckpointError as error:
+        raise ValueError(str(error)) from error
+    check_shapes(needed(known, tied), needed(found, tied))
+
+
+def is_tied(target_dir: str) -> bool:
+    """Whether the target's output matrix is its embedding."""
+    config = read_config(target_dir)
+    return bool(text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings")))
+
+
+def needed(shapes: Mapping[str, Shape], tied: bool) -> dict[str, Shape]:
+    """`shapes` without that of a tied output matrix.
+
+    Some checkpoints of such a target have it (Qwen3-0.6B's own), others do not (what transformers writes), and vLLM skips it.
+    """
+    return {name: shape for name, shape in shapes.items() if not (tied and f".{name}".endswith(".lm_head.weight"))}
+
+
+def shapes_of(directory: str) -> dict[str, Shape]:
+    """The shapes of a checkpoint's tensors.  Raises `CheckpointError`."""
+    return {name: each.shape for name, each in TensorFiles(directory).tensors.items()}
+
+
+def check_shapes(known: Mapping[str, Shape | None], found: Mapping[str, Shape]) -> None:
+    """Raises `ValueError`, naming up to three tensors, if names or shapes differ."""
+    differing = sorted(name for name in known.keys() | found.keys() if known.get(name) != found.get(name))
+    if differing:
+        shown = ", ".join(f"{n}: {_shown(found.get(n))} instead of {_shown(known.get(n))}" for n in differing[:3])
+        raise ValueError(f"other tensors than the model has: {shown}")
+
+
+def _shown(shape: Shape | None) -> str:
+    return "none" if shape is None else str(list(shape))

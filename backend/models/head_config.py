@@ -178,7 +178,6 @@ def same_features(new: HeadConfig, old: HeadConfig) -> str | None:
 
 
 def _parse_model(own: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
-    hidden, heads = int(own["hidden_size"]), int(own["num_attention_heads"])
     vocab, longest = int(target["vocab_size"]), int(own["max_position_embeddings"])
     problems = _unsupported(own, own)
     if own.get("model_type") not in FAMILIES:
@@ -191,23 +190,31 @@ def _parse_model(own: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         problems.append("sliding-window attention is not supported")
     return HeadConfig(
         kind=DRAFT_MODEL,
-        model_type=str(own.get("model_type")),
-        hidden_size=hidden,
         target_hidden_size=0,
-        intermediate_size=int(own["intermediate_size"]),
         num_layers=int(own["num_hidden_layers"]),
-        num_heads=heads,
-        num_kv_heads=int(own.get("num_key_value_heads") or heads),
-        head_dim=int(own.get("head_dim") or hidden // heads),
         vocab_size=vocab,
         draft_vocab_size=min(int(own["vocab_size"]), vocab),
-        own_vocab_size=int(own["vocab_size"]),
         max_position=longest,
-        rms_norm_eps=float(own.get("rms_norm_eps", 1e-6)),
-        rope=rope_of(own),
         dtype=str(_dtype(own) or "float32"),
         unsupported=tuple(dict.fromkeys(problems)),
+        **_layers(own),
     )
+
+
+def _layers(layer: dict[str, Any]) -> dict[str, Any]:
+    """What the layers of heads and of draft models have in common, as fields of `HeadConfig`."""
+    hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
+    return {
+        "model_type": str(layer.get("model_type", "llama")),
+        "hidden_size": hidden,
+        "intermediate_size": int(layer["intermediate_size"]),
+        "num_heads": heads,
+        "num_kv_heads": int(layer.get("num_key_value_heads") or heads),
+        "head_dim": int(layer.get("head_dim") or hidden // heads),
+        "own_vocab_size": int(layer.get("vocab_size") or 0),
+        "rms_norm_eps": float(layer.get("rms_norm_eps", 1e-6)),
+        "rope": rope_of(layer),
+    }
 
 
 def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
@@ -222,7 +229,6 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     if kind == DFLASH:
         # Its layers are Qwen3's, whatever the target's are.
         layer = {"rope_theta": 1e6, **layer, "model_type": "qwen3"}
-    hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
     vocab = int(target.get("vocab_size") or layer["vocab_size"])
     # An absent key means True in speculators' layout and False in the other (vLLM reads them so).
     before_residual = bool(outer.get("norm_before_residual", bool(speculators)))
@@ -230,20 +236,11 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     before_fc = bool(eagle.get("norm_before_fc", outer.get("norm_before_fc", False)))
     return HeadConfig(
         kind=kind,
-        model_type=str(layer.get("model_type", "llama")),
-        hidden_size=hidden,
-        target_hidden_size=int(outer.get("target_hidden_size") or layer.get("target_hidden_size") or hidden),
-        intermediate_size=int(layer["intermediate_size"]),
+        target_hidden_size=int(outer.get("target_hidden_size") or layer.get("target_hidden_size") or layer["hidden_size"]),
         num_layers=int(layer.get("num_hidden_layers", 1)),
-        num_heads=heads,
-        num_kv_heads=int(layer.get("num_key_value_heads") or heads),
-        head_dim=int(layer.get("head_dim") or hidden // heads),
         vocab_size=vocab,
         draft_vocab_size=int(outer.get("draft_vocab_size") or vocab) if kind != "eagle" else vocab,
-        own_vocab_size=own_vocab,
         max_position=int(layer.get("max_position_embeddings") or 2048),
-        rms_norm_eps=float(layer.get("rms_norm_eps", 1e-6)),
-        rope=rope_of(layer),
         aux_layers=_aux_layers(outer, kind, target),
         uses_aux=kind == DFLASH or (kind == "eagle3" and bool(eagle.get("use_aux_hidden_state", True))),
         norm_before_residual=before_residual,
@@ -253,6 +250,7 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         dtype=str(_dtype(outer) or _dtype(layer) or "float32"),
         block=_block(outer, layer) if kind == DFLASH else None,
         unsupported=tuple(_unsupported_block(outer, layer) if kind == DFLASH else _unsupported(outer, layer)),
+        **_layers(layer) | {"own_vocab_size": own_vocab},
     )
 
 
@@ -261,8 +259,8 @@ def _block(outer: dict[str, Any], layer: dict[str, Any]) -> Block:
     own = _of_dflash(outer)
     count, window = int(layer["num_hidden_layers"]), own.get("swa_window_size", layer.get("sliding_window"))
     sliding = [kind == "sliding_attention" for kind in layer.get("layer_types") or [False] * count]
-    said = next((each for each in (layer.get("is_causal"), own.get("causal")) if each is not None), None)
-    causal = tuple(each if said is None else bool(said) for each in sliding)
+    is_causal = next((each for each in (layer.get("is_causal"), own.get("causal")) if each is not None), None)
+    causal = tuple(each if is_causal is None else bool(is_causal) for each in sliding)
     if own.get("use_swa") and not any(sliding):
         sliding = [True] * count
     if len(sliding) != count:

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import Settings
-from backend.config.arguments import at_least
-from backend.config.sources import ALIASES, ConfigError, Loaded, Parser, flag, leaves
+from backend.config.sources import ALIASES, ConfigError, Loaded, Parser, at_least, flag, leaves
 
 NEEDED_BY_FIXED = {"async_scheduling": False}
 """vLLM's engine arguments that fixed responses need (`backend.engine.fixed.takes_fixed`)."""

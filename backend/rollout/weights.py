@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from backend.models.check import check_same_shapes, is_tied, shapes_of
 from backend.models.head_config import CheckpointError
-from backend.models.target_shapes import check_same_shapes, is_tied, shapes_of
 
 LATEST = "latest"
 _STEP = re.compile(r"step[-_]?(\d+)")

@@ -188,17 +188,17 @@ class Workers:
 
     def _renew(self, wanted: Weights) -> dict[str, str]:
         """Asks all verifiers to load these weights; returns, when all have answered, the failures by verifier name."""
-        asked: dict[Worker, int] = {}
+        calls: dict[Worker, int] = {}
         pinged = 0.0
         while True:
             for worker in self.present.values():
                 if worker.client.is_cut:
                     # The call or its answer may be lost.
                     worker.client.mend()
-                    asked.pop(worker, None)
-                if worker not in asked:
-                    asked[worker] = worker.client.call("reload_weights", wanted.path, wanted.version, wanted.update)
-            if all(asked[each] in each.client.results for each in self.present.values()):
+                    calls.pop(worker, None)
+                if worker not in calls:
+                    calls[worker] = worker.client.call("reload_weights", wanted.path, wanted.version, wanted.update)
+            if all(calls[each] in each.client.results for each in self.present.values()):
                 break
             if time.monotonic() - pinged > PING_EVERY_S:
                 # Verifiers that have loaded them already must not forget this rollout meanwhile.
@@ -207,7 +207,7 @@ class Workers:
             self.hub.poll(PING_EVERY_S)
             self.receive()
             self.look()
-        results = {each.name: each.client.results[asked[each]] for each in self.present.values()}
+        results = {each.name: each.client.results[calls[each]] for each in self.present.values()}
         return {name: fault for name, fault in results.items() if fault is not None}
 
     def tend(self) -> None:

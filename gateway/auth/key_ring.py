@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from backend.config.yaml_text import read_yaml_text
+from backend.config.sources import read_yaml_text
 from gateway.auth.caller import ANYBODY, Caller, Limits, Priority
 
 PREFIX = "or-"

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import environment
-from backend.config.arguments import at_least
-from backend.config.sources import CommandError, ConfigError, KeyPath, Loaded, Parser, load
+from backend.config.sources import CommandError, ConfigError, KeyPath, Loaded, Parser, at_least, load
 from backend.rollout.trace import TraceError, read_json_lines, read_prompts
 from outrider.asynchronous import AsyncFleet, Prompt
 from outrider.types import OutriderError

@@ -20,7 +20,7 @@ from backend.engine.tensor_transfer import NAME, Tensors, WireTransfer
 from backend.engine.weights import WeightControl
 from backend.fleet import VERSIONS, Verified, VerifierStats
 from backend.fleet.stats import Weights
-from backend.models.target_shapes import check_same_shapes
+from backend.models.check import check_same_shapes
 from backend.wire.engine import PAUSED
 
 

@@ -31,23 +31,23 @@ def main() -> None:
     sets: dict[str, list[str]] = {NONE: []} | {each: each.replace("=", "+").split("+") for each in given.sets}
     with ExitStack() as stack:
         processes = started(given.target, stack)
-        names = sorted({name for those in sets.values() for name in those})
+        names = sorted({name for members in sets.values() for name in members})
         refs = {name: drafter(processes, number, name) for number, name in enumerate(names)}
         (_, plain), (auto, client) = verifier(processes, "off"), verifier(processes, "auto")
         make, domains = Prompts(processes.bench.models.target_dir, 128), given.domains.split(",")
 
         def measure(cell: tuple[float, int, str], load: str) -> Speed:
-            temperature, requests, asked = cell
-            those = [refs[name] for name in sets[asked]]
-            if "=" in asked:
-                those = [msgspec.structs.replace(ref, head="") for ref in those]
-            assign(auto, those)
+            temperature, requests, chosen = cell
+            members = [refs[name] for name in sets[chosen]]
+            if "=" in chosen:
+                members = [msgspec.structs.replace(ref, head="") for ref in members]
+            assign(auto, members)
             prompts = [
                 make.make(domains[i % len(domains)], f"{load}/{temperature}/{requests}/{i}") for i in range(given.requests)
             ]
-            return measure_load(plain if asked == NONE else client, prompts, given.tokens, temperature, requests)
+            return measure_load(plain if chosen == NONE else client, prompts, given.tokens, temperature, requests)
 
-        cells = [(*point, asked) for asked in sets for point in points(given.temperatures, given.concurrency)]
+        cells = [(*point, chosen) for chosen in sets for point in points(given.temperatures, given.concurrency)]
         text = "\n".join(speeds(in_turn(cells, given.rounds, measure)))
     print(text)
     if given.output is not None:

@@ -36,10 +36,12 @@ def edited(tokens: list[int], changes: int, chance: random.Random) -> list[int]:
     return found
 
 
-def speed(client: EngineClient, prompts: list[list[int]], answers: list[list[int]], asked: list[RequestOptions]) -> float:
+def speed(
+    client: EngineClient, prompts: list[list[int]], answers: list[list[int]], request_options: list[RequestOptions]
+) -> float:
     """Tokens per second of these requests, run one at a time; the first only warms up."""
     spent, count = 0.0, 0
-    for i, (prompt, answer, each) in enumerate(zip(prompts, answers, asked, strict=True)):
+    for i, (prompt, answer, each) in enumerate(zip(prompts, answers, request_options, strict=True)):
         request_id = client.add(prompt, fixed_sampling(answer, 0.0), asked=each)
         client.finish_all()
         found = client.answers.pop(request_id)
@@ -57,7 +59,7 @@ def main() -> None:
     with ExitStack() as stack:
         processes = started(given.target, stack)
         ref = drafter(processes, 0, "demo")
-        plain, alone, helped = (verifier(processes, *asked) for asked in (("off",), ("auto", False), ("auto",)))
+        plain, alone, helped = (verifier(processes, *each) for each in (("off",), ("auto", False), ("auto",)))
         for child, _ in (alone, helped):
             assign(child, [ref])
         kinds = {NONE: plain, HEAD_ONLY: alone, LOOKUPS: helped, PREDICTED: helped, SHARED: helped}
@@ -71,8 +73,10 @@ def main() -> None:
             earlier, answers = ([edited(piece, given.changes, chance) for piece in pieces] for _ in range(2))
             if kind == SHARED:
                 speed(client, prompts, earlier, [RequestOptions()] * len(pieces))
-            asked = [RequestOptions(prediction=piece if kind == PREDICTED else [], learn=kind == SHARED) for piece in pieces]
-            return speed(client, prompts, answers, asked)
+            request_options = [
+                RequestOptions(prediction=piece if kind == PREDICTED else [], learn=kind == SHARED) for piece in pieces
+            ]
+            return speed(client, prompts, answers, request_options)
 
         found = in_turn([(case, kind) for case in CASES for kind in kinds], given.rounds, measure, learning=1)
     body = []

@@ -126,11 +126,11 @@ def measure_load(
     tokens: int,
     temperature: float,
     requests: int,
-    asked: RequestOptions = APART,
+    options: RequestOptions = APART,
 ) -> Speed:
     """Runs a closed loop with `requests` requests in flight, and measures it."""
     before = client.fresh_stats()
-    load = run_load(client, prompts, tokens, temperature, requests, asked)
+    load = run_load(client, prompts, tokens, temperature, requests, options)
     grown = drafting_between(before, client.fresh_stats())
     return Speed(load.tokens_per_s, 1 + grown.accepted_tokens / grown.drafts if grown.drafts else 1.0, grown.drafts)
 

@@ -36,7 +36,7 @@ def run_load(
     tokens: int,
     temperature: float,
     concurrency: int,
-    asked: RequestOptions = APART,
+    options: RequestOptions = APART,
 ) -> Load:
     """Runs all prompts.  Raises `LoadError`, `TimeoutError`, and what the client's `watch` raises."""
     params = sampling(tokens, temperature)
@@ -48,7 +48,7 @@ def run_load(
     """When requests ended while the full number was in flight, and the tokens received until then."""
     while len(ids) < len(prompts) or open_ids:
         while len(open_ids) < concurrency and len(ids) < len(prompts):
-            request_id = client.add(prompts[len(ids)], params, asked=asked)
+            request_id = client.add(prompts[len(ids)], params, asked=options)
             ids.append(request_id)
             open_ids.add(request_id)
         client.run_until(lambda: any(client.answers[i].finish_reason is not None for i in open_ids), TIMEOUT_S)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar, get_args
 
-from backend.config.arguments import at_least
 from backend.config.settings import Mode
+from backend.config.sources import at_least
 from backend.lab.bench.pace import PROFILES, Pace, parse_pace
 
 PROBABILISTIC = "native-probabilistic"

@@ -103,10 +103,10 @@ def points(options: Options) -> list[Point]:
     return found
 
 
-def cells(configured: Sequence[Configuration], asked: Sequence[Point], rounds: int) -> Iterator[Cell]:
+def cells(configured: Sequence[Configuration], at: Sequence[Point], rounds: int) -> Iterator[Cell]:
     """Every measurement in order: per round and point all configurations, each time starting with another one."""
     for number in range(rounds):
-        for place, point in enumerate(asked):
+        for place, point in enumerate(at):
             first = (number + place) % len(configured)
             for configuration in (*configured[first:], *configured[:first]):
                 yield Cell(number, point, configuration)

@@ -33,11 +33,11 @@ LONGEST_PROMPT = 256
 
 def prepare(file: Path, prompts: int, n: int, longest: int) -> str:
     """Writes a trace with `n` responses to each prompt; returns a line that describes it."""
-    said = make_trace(TraceOptions(STDLIB, file, "demo", prompts * n, LONGEST_PROMPT, longest, seed=0))
+    line = make_trace(TraceOptions(STDLIB, file, "demo", prompts * n, LONGEST_PROMPT, longest, seed=0))
     cases = read_trace(file)
     cases = [dataclasses.replace(case, prompt=cases[case.number - case.number % n].prompt) for case in cases]
     write_cases(file, cases, with_ids=False)
-    return said
+    return line
 
 
 def measure(trace: Path, output: Path, flags: Sequence[str]) -> dict[str, Any]:
@@ -65,9 +65,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         body.append([way, *(spread(values, digits) for values, digits in cells)])
     about = result["about"]
     first = rounds[0]["native"]
-    said = f"{first['requests']} fixed responses, {first['tokens']} tokens; {len(rounds)} rounds: medians (least to most)."
+    line = f"{first['requests']} fixed responses, {first['tokens']} tokens; {len(rounds)} rounds: medians (least to most)."
     return "\n".join(
-        ["# Rollouts", "", f"Commit `{about['commit']}`: `{about['command']}`", "", said, "", *table(head, body), ""]
+        ["# Rollouts", "", f"Commit `{about['commit']}`: `{about['command']}`", "", line, "", *table(head, body), ""]
     )
 
 

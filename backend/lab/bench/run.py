@@ -92,8 +92,8 @@ def _measure_target(target: str, bench: Bench, options: Options, results: Result
         began = time.monotonic()
         for number, cell in enumerate(schedule, 1):
             configuration, point = cell.configuration, cell.point
-            asked = _prompts_of(cell, prompts, options)
-            load, before, after = fleet.measure(configuration, asked, options.tokens, point.temperature, point.concurrency)
+            texts = _prompts_of(cell, prompts, options)
+            load, before, after = fleet.measure(configuration, texts, options.tokens, point.temperature, point.concurrency)
             measured = sample(cell.round, configuration, load, before, after, len(bench.split.drafter))
             results.samples.setdefault((target, configuration, point), []).append(measured)
             results.greedy.add(target, configuration, point, cell.round, [answer.tokens for answer in load.answers])

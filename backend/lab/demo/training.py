@@ -97,7 +97,7 @@ def train(
     while (fraction := progress.fraction(budget)) < 1.0:
         began = time.monotonic()
         with torch.autocast(device.type, torch.bfloat16):
-            loss, tokens, told = step(progress, fraction)
+            loss, tokens, note = step(progress, fraction)
         torch.autograd.backward(loss)
         optimizers.step(rate_factor(fraction))
         progress.step += 1
@@ -106,6 +106,6 @@ def train(
             reported = began
             speed = progress.tokens / max(progress.elapsed_s, 1e-9)
             line = "%s %5.1f%%  step %d  %.2fM tokens  %.0f tokens/s  loss %.4f  %s"
-            LOGGER.info(line, name, 100 * fraction, progress.step, progress.tokens / 1e6, speed, loss.item(), told)
+            LOGGER.info(line, name, 100 * fraction, progress.step, progress.tokens / 1e6, speed, loss.item(), note)
         progress.elapsed_s += time.monotonic() - began
     return progress
