@@ -20,7 +20,7 @@ import yaml
 
 from backend.config import sources
 from gateway.auth.rights import Right, paths
-from gateway.cli.main import usage
+from gateway.cli.main import main, usage
 from gateway.routes import operations
 from tests.support.container_files import DOCKER, ROOT, compose, copied, exec_form, filled, inherited, reaches_builder, stages
 
@@ -139,17 +139,13 @@ def test_rays_flags_exist(fleet: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "gateway"])
-def test_commands_exist(command: str) -> None:
+def test_commands_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"\n  {command} " in usage()
-    done = subprocess.run(
-        [sys.executable, "-m", "gateway.cli", command, "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = capsys.readouterr().out
     for flag in ("--gateway-host", "--gateway-api-key", "--ray-address", "--ray-wait-s"):
-        assert flag in done.stdout
+        assert flag in shown
 
 
 def test_the_containers_run_those_commands(fleet: dict[str, Any]) -> None:
@@ -255,7 +251,9 @@ def test_services_hang_together(fleet: dict[str, Any]) -> None:
             assert build["args"]["VARIANT"] in ("cpu", "cuda")
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
-            assert source in fleet["volumes"] or source.startswith("../dashboards/"), volume
+            if source not in fleet["volumes"]:
+                assert source.startswith("../dashboards/"), volume
+                assert (DOCKER / source).exists(), volume
     (made,) = (line for line in STAGES["runtime"].all("RUN") if "install -d -o outrider" in line)
     for volume in ("models:/home/outrider/.cache/huggingface", "state:/home/outrider/.local/state"):
         assert volume in services["gateway"]["volumes"]
@@ -286,14 +284,6 @@ def test_prometheus_and_grafana_find_each_other_and_the_gateway(fleet: dict[str,
     assert grafana["environment"]["PROMETHEUS_URL"] == "http://prometheus:9090"
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "outrider.yaml").read_text())["providers"]
     assert f"../dashboards/grafana/dashboards:{provider['options']['path']}:ro" in grafana["volumes"]
-
-
-def test_mounted_dashboards_exist(fleet: dict[str, Any]) -> None:
-    mounts = [each.split(":")[0] for service in fleet["services"].values() for each in service.get("volumes", [])]
-    ours = [mount for mount in mounts if mount.startswith("..")]
-    assert len(ours) == 4
-    for mount in ours:
-        assert (DOCKER / mount).exists(), mount
 
 
 # Health
