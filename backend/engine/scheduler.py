@@ -53,7 +53,10 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
         )
         self._refs: dict[str, DrafterRef] = {}
         self._decoding: list[str] = []
-        self._tokens, self._with_prefill = 0, False
+        self._tokens = 0
+        self._prefilling: set[str] = set()
+        """Requests of the running step that were not decoding before it."""
+        self._gave_drafts = self._is_quiet = False
         self._held_back: Any = None
         """The first waiting request, if the last step had tokens left and did not admit it: the KV cache is full, say."""
         self.warm_up_drafts: int | None = None
@@ -141,7 +144,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
     def note_step(self, seconds: float) -> None:
         """Notes the step that just ended; a step with prefill does not measure verifying."""
         super().note_step(seconds)
-        if not self._with_prefill:
+        if not self._prefilling:
             self.speculator.stepped(self._tokens, seconds, self._drafted)
 
     def read_plan(self, stats: VerifierStats) -> None:
@@ -172,10 +175,11 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
         decoding = [request for request in self.running if not request.is_prefill_chunk]
         self._decoding = [request.request_id for request in decoding]
         attached = self.speculator.attach(self._decoding, self._prefill_ahead(), time.monotonic())
-        for request in decoding:
-            if request.spec_token_ids:
-                request.spec_token_ids = []
+        for request in decoding if self._gave_drafts else ():
+            # Drafts of the last step, which had no room for the request.
+            request.spec_token_ids = []
         drafts = attached.tokens if self.warm_up_drafts is None else {r: [0] * self.warm_up_drafts for r in self._decoding}
+        self._gave_drafts, self._is_quiet = bool(drafts), attached.is_quiet
         if drafts:
             super().update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
         for drafter_id in attached.lost:
@@ -188,7 +192,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
         self._drafted = sum(map(len, output.scheduled_spec_decode_tokens.values()))
         could_admit = len(self.waiting) and self._tokens < self.max_num_scheduled_tokens
         self._held_back = self.waiting.peek_request() if could_admit else None
-        self._with_prefill = not output.num_scheduled_tokens.keys() <= set(self._decoding)
+        self._prefilling = output.num_scheduled_tokens.keys() - set(self._decoding)
         return output
 
     def _pair(self, new: list[Any]) -> dict[str, Pairing]:
@@ -210,8 +214,11 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's method of the same name; then tells the speculator which requests continue and need drafts."""
-        requests = self.requests
-        began = {r: requests[r].num_tokens for r in scheduler_output.num_scheduled_tokens if r in requests}
+        requests, names = self.requests, scheduler_output.num_scheduled_tokens
+        if self._is_quiet:
+            self.speculator.passed(len(names) - len(self._prefilling))
+            names = sorted(self._prefilling)
+        began = {r: requests[r].num_tokens for r in names if r in requests}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         for request_id, length in began.items():
             request = requests.get(request_id)

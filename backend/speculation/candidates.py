@@ -79,8 +79,6 @@ class Request:
     """What the client wants asked of its drafter; None: the verifier chooses."""
     texts: list[TextSource] = field(default_factory=list)
     """The texts in which drafts are looked up."""
-    is_predicted: bool = False
-    """Whether its client has predicted the answer."""
     candidate: Candidate | None = None
     """The best draft from a drafter."""
     looked_up: Candidate | None = None
@@ -119,6 +117,8 @@ class Candidates:
         self.steps = 0
         self.forced = 0
         """Requests whose client asks for drafts, whatever the verifier chooses for all."""
+        self.predicted: set[str] = set()
+        """Requests whose client has predicted the answer."""
         self._asked: dict[str, tuple[RequestOptions, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
         self._shared = SharedTexts() if lookups else None
@@ -163,6 +163,7 @@ class Candidates:
         """The request is over."""
         if (wishes := self._asked.pop(request_id, None)) is not None:
             self.forced -= wishes[0].mode in ("sync", "ahead")
+        self.predicted.discard(request_id)
         request = self.requests.pop(request_id, None)
         if request is not None:
             left = [*self._guesses.advance(request_id, request.text), *self._guesses.forget(request_id)]
@@ -288,13 +289,16 @@ class Candidates:
     def _made(self, request_id: str, text: list[int], rule: Rule) -> Request:
         asked, prompt_len = self._asked.get(request_id, _NOTHING_ASKED)
         longest = self._longest if asked.longest is None else min(asked.longest, self._longest)
-        texts: list[TextSource] = [Prediction(asked.prediction, prompt_len)] if asked.prediction else []
+        texts: list[TextSource] = []
+        if asked.prediction:
+            texts.append(Prediction(asked.prediction, prompt_len))
+            self.predicted.add(request_id)
         if self._shared is not None:
             texts.append(OwnText())
             if asked.learn:
                 texts.append(self._shared.reader(asked.tenant, len(text)))
         longest = 0 if asked.mode == "off" else longest
-        return Request(text, rule, longest, _ASKS[asked.mode], texts, bool(asked.prediction))
+        return Request(text, rule, longest, _ASKS[asked.mode], texts)
 
     def _look_up(self, request_id: str, request: Request) -> Candidate | None:
         if request.looked_up_at == len(request.text):

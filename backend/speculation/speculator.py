@@ -51,6 +51,8 @@ class Attached:
     """Drafters that missed a deadline, once for each draft that is no longer waited for."""
     features_needed: bool = False
     """Whether drafters need the features of this step at once."""
+    is_quiet: bool = False
+    """Whether nobody is asked and no draft was found: `passed` may then tell how the step ended, in place of `ended`."""
 
 
 class Speculator:
@@ -105,8 +107,12 @@ class Speculator:
         """Since the last choice: tokens emitted, and the sum over steps of seconds times requests."""
         self._began = 0.0
         """When the latest step began."""
-        self._fruitless, self._resting = 0, False
-        """Steps since a draft was verified; whether look-ups rest (`_has_turn`)."""
+        self._fruitless = 0
+        self._turn: dict[str, Request] | None = None
+        """Steps since a draft was verified; the requests that are looked up while look-ups rest, None if all are."""
+        self._came = False
+        """Whether drafts came since the last step began."""
+        self._passed = 0
 
     # -- drafters ------------------------------------------------------------------------------------------------------
 
@@ -129,6 +135,7 @@ class Speculator:
 
         Also returns the seconds since each was asked for, if it was.
         """
+        self._came = True
         waited = [self.questions.answered(drafter_id, draft.request_id, draft.base_len, now) for draft in drafts]
         awaited = [draft for draft, waited_s in zip(drafts, waited, strict=True) if waited_s is not None]
         verdicts = iter(self.candidates.take_fresh(drafter_id, awaited, draft_s, self._floor))
@@ -165,6 +172,10 @@ class Speculator:
         self._ended[request_id] = began
         if request_id in self._verifying:
             self.preference.learn(request_id, len(text) - began)
+
+    def passed(self, requests: int) -> None:
+        """A quiet step (`Attached.is_quiet`) added one token to each of so many requests that `ended` has told of before."""
+        self._passed = requests
 
     def release(self, request_id: str) -> None:
         """The request is preempted: none of its drafts is verified for a while."""
@@ -214,10 +225,16 @@ class Speculator:
         self._probes += self._probed == 1
         attached.features_needed = self._probing or self.choice.ask != Ask.PLAIN or self.candidates.forced > 0
         self.step_times.asking = attached.features_needed
+        decoding = list(decoding)
+        self._base = max(len(decoding) + prefill, 1)
+        self._turn = None if attached.features_needed or self._fruitless < RECONSIDER_EVERY else self._at_turn(decoding)
+        came, self._came = self._came, False
+        if self._turn is not None and not came and not any(self.candidates.best(*each) for each in self._turn.items()):
+            self._fruitless, self._verifying, attached.is_quiet = self._fruitless + 1, set(), True
+            return attached
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
         self._base = max(len(present) + prefill, 1)
-        self._resting = self._fruitless >= RECONSIDER_EVERY and not attached.features_needed
         candidates, spent = self._spend(present, self._base)
         spent = self._in_order(candidates, spent, self._base)
         for (_, request), candidate in zip(present, candidates, strict=True):
@@ -335,21 +352,22 @@ class Speculator:
     def learn(self, waited_s: float) -> None:
         """Learns from the last step's text.  `waited_s`: how long that step had waited for drafts."""
         self.candidates.begin_learning()
+        requests, unlearned = self.candidates.requests, self._unlearned
         if self._step_s is not None:
-            self._request_s += len(self._unlearned) * (self._step_s + waited_s)
+            self._request_s += (len(unlearned) + self._passed) * (self._step_s + waited_s)
+            grown = [
+                len(requests[request_id].text) - began for request_id, began in unlearned.items() if request_id in requests
+            ]
+            self._emitted += sum(grown) + self._passed
         # Begins with another request each step: the room for indexing may not suffice for all.
-        unlearned = list(self._unlearned.items())
-        first = self.candidates.steps % max(len(unlearned), 1)
-        for place, (request_id, began) in enumerate(unlearned[first:] + unlearned[:first], first):
-            request = self.candidates.requests.get(request_id)
-            if request is None:
-                continue
-            if request.is_predicted or self._has_turn(place % len(unlearned), len(unlearned)):
-                self.candidates.learn(request_id, request)
-            if self._step_s is not None:
-                self._emitted += len(request.text) - began
-        if self._unlearned:
+        names = list(unlearned if self._turn is None else self._turn)
+        first = self.candidates.steps % max(len(names), 1)
+        for request_id in names[first:] + names[:first]:
+            if request_id in requests:
+                self.candidates.learn(request_id, requests[request_id])
+        if names:
             self.candidates.index_shared()
+        self._passed = 0
         self._unlearned.clear()
         self._step_s = None
         if self.candidates.steps >= self._reconsider_at and self._drafter_ids and self.candidates.requests:
@@ -380,25 +398,23 @@ class Speculator:
 
     def _spend(self, present: list[tuple[str, Request]], base: int) -> tuple[list[Candidate | None], Spent | None]:
         """Each request's best draft, and how much of it should pay.  Computed again only when a draft or `base` has changed."""
-        candidates = [
-            self.candidates.best(request_id, request)
-            if request.is_predicted or self._has_turn(place, len(present))
-            else request.candidate
-            for place, (request_id, request) in enumerate(present)
-        ]
+        best, turn = self.candidates.best, self._turn
+        candidates = [best(*each) if turn is None or each[0] in turn else each[1].candidate for each in present]
         if self._spent_for != (base, candidates):
             rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
             self._last_spent = self._spend_on(rows, base) if any(rows) else None
             self._spent_for = base, candidates
         return candidates, self._last_spent
 
-    def _has_turn(self, place: int, count: int) -> bool:
-        """Whether the request at this place of `count` is looked up.
+    def _at_turn(self, decoding: list[str]) -> dict[str, Request]:
+        """The requests that are looked up in this step: those with a prediction, and others by turns.
 
-        While nobody is asked and no look-up pays, one in sixteen is, or one a step, by turns: all would lengthen plain steps.
+        While nobody is asked and no look-up pays, one in sixteen is, or one a step: all would lengthen plain steps.
         """
-        turns = min(count, RECONSIDER_EVERY)
-        return not self._resting or (place - self.candidates.steps) % turns == 0
+        turns = max(min(len(decoding), RECONSIDER_EVERY), 1)
+        predicted = self.candidates.predicted
+        names = [*decoding[self.candidates.steps % turns :: turns], *(predicted.intersection(decoding) if predicted else ())]
+        return dict(self.candidates.present(names))
 
     def _in_order(self, candidates: list[Candidate | None], expected: Spent | None, base: int) -> Spent | None:
         """How much of each draft to verify, once it is known how much should pay."""

@@ -53,6 +53,8 @@ class Driven:
     token_s: float = TOKEN_S
     asking: float = 1.0
     """How many times as long steps are while drafters are asked."""
+    told: bool = False
+    """Whether the speculator is told of each request's tokens in quiet steps, too."""
     dice: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
@@ -94,7 +96,10 @@ class Driven:
             kept = next((i for i, token in enumerate(draft) if token != true[i]), len(draft))
             accepted += kept
             text += true[: kept + 1]
-            self.speculator.ended(name, text, length, Rule.GREEDY)
+            if self.told or not attached.is_quiet:
+                self.speculator.ended(name, text, length, Rule.GREEDY)
+        if attached.is_quiet and not self.told:
+            self.speculator.passed(len(self.texts))
         self._receive()
         asks = self.speculator.ask(self.now)
         self._deliver(asks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from backend.speculation.candidates import INDEXED_PER_STEP, rank_of
 from backend.speculation.chances import Rule
 from backend.speculation.speculator import RECONSIDER_EVERY, Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
-from backend.wire.drafting import Block, Draft, Outcome
+from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from backend.wire.engine import RequestOptions, Said
 from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, Drafter, Driven, K, Turn, speculator
 
@@ -152,6 +153,20 @@ def test_drafting_that_lengthens_steps_too_much_is_left_alone(right: float) -> N
     assert emitted / (driven.now - began) > 0.97 * 16 / (STEP_S + token_s * 16)
 
 
+def test_nothing_is_missed_of_quiet_steps() -> None:
+    """Whether or not the speculator is told of each request's tokens, it does the same."""
+    for drafter, period in ((Drafter(0.02), 0), (Drafter(0.02), 500)):
+        silent, told = (
+            Driven(speculator("auto", lookups=True), replace(drafter), requests=24, period=period, told=each)
+            for each in (False, True)
+        )
+        turns = silent.run(3 * PROBE_EVERY)
+        assert turns == told.run(3 * PROBE_EVERY)
+        assert sum(turn.attached.is_quiet for turn in turns) > PROBE_EVERY
+        assert silent.speculator.choice == told.speculator.choice
+        assert silent.speculator._emitted == told.speculator._emitted
+
+
 def test_a_drafter_that_got_better_is_found_by_its_probes() -> None:
     driven, _ = settled(Drafter(0.02))
     driven.drafter.right = 0.9
@@ -209,6 +224,26 @@ def test_nobody_waits_for_a_probe() -> None:
     assert made.hold(["r"], 0, 100.01) is None
     assert made.arrived("d0", [Draft("r", 4, [5, 6], [8.0] * 4)], 1e-3, 100.011)[0][0] == "ready"
     assert made.attach(["r"], 0, 100.012).tokens == {"r": [5, 6]}, "but what comes in time is used"
+
+
+def test_a_draft_that_comes_after_a_probe_is_used_though_look_ups_rest() -> None:
+    made, texts = speculator("auto"), {f"r{i}": [i, 1, 2] for i in range(2 * RECONSIDER_EVERY)}
+    for name, text in texts.items():
+        made.ended(name, text, 2, Rule.GREEDY)
+    asks: list[NextItem] = []
+    for step in range(PROBE_EVERY + PROBE_STEPS - 1):
+        assert not made.attach(texts, 0, 100.0 + step).tokens
+        for name, text in texts.items():
+            text.append(4)
+            made.ended(name, text, len(text) - 1, Rule.GREEDY)
+        asks = made.ask(100.5 + step).get("d0", [])
+        made.learn(0.0)
+    assert len(asks) == len(texts)
+    made.arrived("d0", [Draft("r0", asks[0].base_len, [5, 6], [8.0] * 4)], 1e-3, 1000.0)
+    attached = made.attach(texts, 0, 1000.0)
+    assert not attached.features_needed, "the probe is over"
+    assert "r0" not in (made._turn or ["r0"])
+    assert attached.tokens == {"r0": [5, 6]}
 
 
 def test_what_is_left_of_a_cut_draft_is_verified_next() -> None:
@@ -325,4 +360,4 @@ def test_look_ups_rest_while_none_pays_and_wake_when_one_does() -> None:
             made.step_times.observe(tokens, 1e-3, 0)
     plainly(made, texts, 3 * RECONSIDER_EVERY, lambda name: len(texts[name]) % 5)
     assert made.attach(list(texts), 0, 0.0).tokens
-    assert not made._resting
+    assert made._turn is None
