@@ -86,6 +86,8 @@ class FeatureShipper:
         sides would choose different drafters for a request."""
         self.pairings = Pairings()
         """By request, as the scheduler has decided."""
+        self._drafters: dict[str, str | None] = {}
+        """The drafter of each request under the present assignment."""
         self._store = FeatureStore(handover_bytes)
         self.postponed = Postponed()
         self._links: dict[str, FeatureLink] = {}
@@ -110,7 +112,7 @@ class FeatureShipper:
             self.postponed, self._epochs = Postponed(), {}
         self._epoch, self._weights = epoch, weights
         self._epochs = {ref: self._epochs.get(ref, epoch) for ref in refs}
-        self._assigned = {ref.id: ref.head for ref in refs}
+        self._assigned, self._drafters = {ref.id: ref.head for ref in refs}, {}
         for ref in refs:
             if ref.id not in self._links:
                 self._connect(wire, verifier_id, ref)
@@ -134,6 +136,7 @@ class FeatureShipper:
         for request_id in over:
             self._store.forget(request_id)
             self.pairings.pop(request_id, None)
+            self._drafters.pop(request_id, None)
         for link in self._links.values():
             self._close(link, over, "finished")
 
@@ -188,7 +191,9 @@ class FeatureShipper:
                 self._ship_to(link, its_spans, its_rows)
 
     def _drafter_of(self, request_id: str) -> str | None:
-        return self.pairings[request_id].drafter(self._assigned)
+        if request_id not in self._drafters:
+            self._drafters[request_id] = self.pairings[request_id].drafter(self._assigned)
+        return self._drafters[request_id]
 
     def _rows_for(
         self, link: FeatureLink, its_spans: list[Span], spans: list[Span], picked: torch.Tensor | None, rows: _Rows

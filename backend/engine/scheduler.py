@@ -220,6 +220,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
             names = sorted(self._prefilling)
         began = {r: requests[r].num_tokens for r in names if r in requests}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        known = self.speculator.candidates.requests
         for request_id, length in began.items():
             request = requests.get(request_id)
             if (
@@ -228,7 +229,8 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
                 and not request.is_finished()
                 and self.warm_up_drafts is None
             ):
-                self.speculator.ended(request_id, request._all_token_ids, length, rule_of(request.sampling_params))
+                rule = known[request_id].rule if request_id in known else rule_of(request.sampling_params)
+                self.speculator.ended(request_id, request._all_token_ids, length, rule)
         return outputs
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:

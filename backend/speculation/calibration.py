@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from backend.fleet import CHANCE_BINS, Reliability
-from backend.speculation.chances import chances, clipped
+from backend.speculation.chances import chances, chances_of_many, clipped
 
 SIGN_WEIGHTS, OFFSET = (0.3, 0.5), 0.5
 """a, b and e at the start.  A token without a lead is right six times in ten: optimistic, so that a new drafter is tried."""
@@ -48,6 +48,11 @@ class Calibration:
     def chances(self, request_id: str, signs: Sequence[float]) -> list[float]:
         """The chances of a draft's tokens, with the request's own offset."""
         return chances(self._weights, signs, self._requests.get(request_id, (0.0,))[0])
+
+    def chances_of_many(self, request_ids: Sequence[str], drafts: Sequence[Sequence[float]]) -> list[list[float]]:
+        """`chances` of one draft of each request."""
+        own = [self._requests.get(request_id, (0.0,))[0] for request_id in request_ids]
+        return chances_of_many(self._weights, drafts, own)
 
     def observe(self, request_id: str, signs: Sequence[float], matched: int, seen: int) -> None:
         """Learns from a draft whose first `matched` tokens equal the text.  `seen`: positions compared, `matched` + 1 if one

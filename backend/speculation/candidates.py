@@ -247,7 +247,9 @@ class Candidates:
 
     def best(self, request_id: str, request: Request) -> Candidate | None:
         """The best draft for the request's present length, from a drafter or a look-up."""
-        candidate, looked_up = request.candidate, self._look_up(request_id, request)
+        candidate, looked_up = request.candidate, request.looked_up
+        if request.looked_up_at != len(request.text):
+            looked_up = self._look_up(request_id, request)
         return looked_up if looked_up is not None and (candidate is None or looked_up.worth > candidate.worth) else candidate
 
     # -- learning ------------------------------------------------------------------------------------------------------
@@ -307,7 +309,8 @@ class Candidates:
         for each in request.texts:
             tokens, signs = each.propose(request.text, request.longest)
             if tokens:
-                candidate = self._candidate(request_id, Source(LOOKUP, request.rule, each.kind), tokens, signs, 0.0)
+                source = Source(LOOKUP, request.rule, each.kind)
+                candidate = _candidate(source, tokens, signs, self._calibration(source).chances(request_id, signs))
                 self._note(request_id, request, candidate, request.looked_up_at)
                 if request.looked_up is None or candidate.worth > request.looked_up.worth:
                     request.looked_up = candidate
@@ -323,7 +326,8 @@ class Candidates:
         tokens, signs, proposal = candidate.tokens[done:], candidate.signs[2 * done :], candidate.proposal
         if proposal is not None:
             proposal = proposal.part(done, len(candidate.tokens))
-        rest = self._candidate(request_id, candidate.source, tokens, signs, candidate.draft_s, proposal)
+        of_each = self._calibration(candidate.source).chances(request_id, signs)
+        rest = _candidate(candidate.source, tokens, signs, of_each, candidate.draft_s, proposal)
         if request.candidate is not None and request.candidate.worth >= rest.worth:
             return False
         request.candidate = rest
@@ -374,34 +378,41 @@ class Candidates:
         ]
         drafts = [given[i][3] for i in sound]
         proposals = unpack([each.proposal for each in drafts], [each.tokens for each in drafts], self._vocab_size)
+        of_source: dict[Source, list[tuple[int, list[float], Proposal | None]]] = {}
         for i, proposal in zip(sound, proposals, strict=True):
-            request_id, request, source, draft, draft_s = given[i]
+            _, request, source, draft, _ = given[i]
             if draft.proposal and (proposal is None or request.rule != Rule.INDEPENDENT):
                 continue
-            tokens, longest = draft.tokens[: request.longest], request.longest
-            signs = draft.signs[: 2 * longest] or [0.0] * (2 * len(tokens))
-            cut = None if proposal is None else proposal.part(0, longest)
-            found[i] = self._candidate(request_id, source, tokens, signs, draft_s, cut)
+            count = min(len(draft.tokens), request.longest)
+            cut = proposal if proposal is None or count == len(draft.tokens) else proposal.part(0, count)
+            of_source.setdefault(source, []).append((i, draft.signs[: 2 * count] or [0.0] * (2 * count), cut))
+        for source, drafts_of in of_source.items():
+            names, signs = [given[i][0] for i, _, _ in drafts_of], [signs for _, signs, _ in drafts_of]
+            of_each = self._calibration(source).chances_of_many(names, signs)
+            for (i, known, proposal), its in zip(drafts_of, of_each, strict=True):
+                *_, draft, draft_s = given[i]
+                found[i] = _candidate(source, draft.tokens[: len(its)], known, its, draft_s, proposal)
         return found
-
-    def _candidate(
-        self,
-        request_id: str,
-        source: Source,
-        tokens: list[int],
-        signs: list[float],
-        draft_s: float,
-        proposal: Proposal | None = None,
-    ) -> Candidate:
-        found = survivals(self._calibration(source).chances(request_id, signs))
-        expected = found if proposal is None else [found[0] ** n for n in range(1, len(found) + 1)]
-        return Candidate(source, tokens, signs, found, expected, sum(expected), draft_s, proposal)
 
     def _calibration(self, source: Source) -> Calibration:
         known = self._calibrations.get(source)
         if known is None:
             known = self._calibrations[source] = Calibration(self._longest)
         return known
+
+
+def _candidate(
+    source: Source,
+    tokens: list[int],
+    signs: list[float],
+    of_each: list[float],
+    draft_s: float = 0.0,
+    proposal: Proposal | None = None,
+) -> Candidate:
+    """`of_each`: the chances of its tokens."""
+    found = survivals(of_each)
+    expected = found if proposal is None else [found[0] ** n for n in range(1, len(found) + 1)]
+    return Candidate(source, tokens, signs, found, expected, sum(expected), draft_s, proposal)
 
 
 def _has_rest(request: Request, verified: Candidate, emitted: int) -> bool:

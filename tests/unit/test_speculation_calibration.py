@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.speculation.calibration import Calibration
-from backend.speculation.chances import chance, chances
+from backend.speculation.chances import chance, chances, chances_of_many
 
 SIGNS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=16).map(lambda signs: signs[: len(signs) // 2 * 2])
 
@@ -136,3 +136,13 @@ def test_the_last_offset_repeats_and_signs_are_clipped() -> None:
     assert chances([1.0, 0.0, 0.0, 1.0], [0.0] * 6) == pytest.approx([0.5, 0.7310586, 0.7310586])
     assert chances([1.0, 1.0, 0.0], [100.0, -100.0]) == [0.5]
     assert chances([1.0, 1.0, 0.0], [8.0, 0.0]) == chances([1.0, 1.0, 0.0], [1e9, 0.0])
+
+
+@given(st.lists(st.lists(st.floats(width=32), min_size=1, max_size=6), min_size=1, max_size=12), st.data())
+def test_the_chances_of_many_drafts_are_those_of_each(values: list[list[float]], data: st.DataObject) -> None:
+    drafts = [[sign for value in each for sign in (value, -value)] for each in values]
+    weights = data.draw(st.lists(st.floats(-40, 40), min_size=3, max_size=6))
+    own = data.draw(st.lists(st.floats(-2, 2), min_size=len(drafts), max_size=len(drafts)))
+    found = chances_of_many(weights, drafts, own)
+    for each, signs, offset in zip(found, drafts, own, strict=True):
+        assert each == pytest.approx(chances(weights, signs, offset))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.speculation.budget import survivals
+from backend.speculation.budget import spend, survivals
 from backend.speculation.waiting import (
     PROBE_EVERY,
     PROBE_STEPS,
@@ -296,3 +296,24 @@ def test_a_few_tokens_say_little_of_a_kind() -> None:
     few = Promises()
     few.observe(Ask.DRAFT, 100, 50, 20)
     assert 0.9 < few.kept(Ask.DRAFT) < 1
+
+
+@given(
+    st.lists(st.lists(st.floats(0, 1), max_size=4), min_size=1, max_size=12),
+    st.integers(1, 5),
+    st.lists(st.floats(0, 0.5), min_size=22, max_size=22),
+)
+def test_an_outlook_spends_as_the_budget_does(chances: list[list[float]], requests: int, rises: list[float]) -> None:
+    k, times = 4, [1 + sum(rises[:n]) for n in range(len(rises))]
+    outlook, rows = Outlook(k), []
+    for step, each in enumerate(chances):
+        outlook.note(survivals(each), step)
+        rows.append(outlook._rows[-1][1])
+    dealt = [rows[i % len(rows)] for i in range(max(-(-len(rows) // requests), 1) * requests)]
+    tokens, gained = 0, 0.0
+    for start in range(0, len(dealt), requests):
+        spent = spend(dealt[start : start + requests], times)
+        tokens, gained = tokens + spent.tokens, gained + spent.gained
+    found = outlook.prospect(requests, times)
+    assert found.tokens[k] * len(dealt) == pytest.approx(tokens)
+    assert found.gains[k] * len(dealt) == pytest.approx(gained)
