@@ -142,13 +142,6 @@ def test_requests_wait_while_the_verifier_is_paused_and_then_go_on(fleet: Served
     assert set(meanwhile.texts) == {expected}
 
 
-def test_what_this_build_cannot_do_is_said(fleet: ServedFleet) -> None:
-    status, body = sleep(fleet, 1)
-    assert (status, body["error"]["code"]) == (501, "not_supported")
-    status, body = sleep(fleet, 7)
-    assert status == 400
-
-
 def test_weights_are_exchanged_and_nothing_computed_with_the_old_ones_is_used(
     fleet: ServedFleet, expected: str, tmp_path: Path
 ) -> None:
