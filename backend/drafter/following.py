@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from backend.drafter.intake import TORCH_DTYPES, Malformed
-from backend.drafter.sessions import Session
+from backend.drafter.sessions import TORCH_DTYPES, Malformed, Session
 from backend.wire.drafting import PROTOCOL_VERSION, Hello, Part, TargetTensor, Want
 
 logger = logging.getLogger(__name__)

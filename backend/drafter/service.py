@@ -19,11 +19,10 @@ from dataclasses import replace
 import msgspec
 
 from backend.drafter.following import Following
-from backend.drafter.intake import Malformed, check_next, features_of
 from backend.drafter.lessons import Lessons
 from backend.drafter.nexts import Key, Nexts, Wanted
 from backend.drafter.proposer import NOTHING, Ask, Drafted, Premise, Proposer, Sampling
-from backend.drafter.sessions import Session, Waiting
+from backend.drafter.sessions import Malformed, Session, Waiting, check_next, features_of
 from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
 from backend.fleet.speed import Line

@@ -1,6 +1,6 @@
 """All code that uses vLLM.  No other package imports vLLM.
 
-The core (`build.py`, `scheduler.py`, `runner.py`, `sampling.py`, `worker.py`) runs in a verifier, `front/` in a gateway.
+The core (`build.py`, `scheduler.py`, `worker/`) runs in a verifier, `front/` in a gateway.
 """
 
 import logging

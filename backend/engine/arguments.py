@@ -90,7 +90,7 @@ def _dtype(target_dir: str) -> str:
 
 def remote_speculation(k: int) -> dict[str, Any]:
     """vLLM's speculative configuration where vLLM itself drafts nothing; drafts have up to `k` tokens."""
-    return {"method": "custom_class", "model": "backend.engine.runner.RemoteProposer", "num_speculative_tokens": k}
+    return {"method": "custom_class", "model": "backend.engine.worker.runner.RemoteProposer", "num_speculative_tokens": k}
 
 
 def _adapter_arguments(verifier: VerifierSettings) -> dict[str, Any]:

@@ -21,8 +21,8 @@ from vllm.v1.executor.abstract import Executor
 
 from backend.config import REMOTE_MODES, Settings, environment
 from backend.engine.arguments import EngineSetupError, common_arguments, other_arguments, remote_speculation
-from backend.engine.guidance import repair_guidance
-from backend.engine.tensor_transfer import NAME
+from backend.engine.grammar_repairs import repair_guidance
+from backend.engine.worker.tensor_transfer import NAME
 from backend.models.checkpoint import drafter_config
 from backend.models.head_config import DRAFT_MODEL, load_config
 from backend.models.kinds import KINDS
@@ -48,7 +48,7 @@ def engine_arguments(settings: Settings, paths: ResolvedModels) -> dict[str, Any
         "distributed_executor_backend": "mp" if verifier.tensor_parallel > 1 else "uni",
         "speculative_config": _speculative_config(settings, paths),
         "weight_transfer_config": WeightTransferConfig(backend=NAME),
-        "worker_cls": f"backend.engine.{'cpu_worker.OutriderCpuWorker' if on_cpu else 'worker.OutriderGpuWorker'}",
+        "worker_cls": f"backend.engine.worker.{'cpu_worker.OutriderCpuWorker' if on_cpu else 'gpu_worker.OutriderGpuWorker'}",
         "additional_config": {"outrider": _worker_options(settings, paths)},
     }
     if settings.mode in REMOTE_MODES:

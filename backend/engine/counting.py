@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from backend.engine.accounts import Accounts
-from backend.engine.fixed import fixed_response
 from backend.engine.recording import Recording
 from backend.engine.resume import rule_of
 from backend.engine.spans import EngineSpans
+from backend.engine.worker.fixed import fixed_response
 from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
 from backend.fleet.speed import Line
 from backend.records.rows import Row, name_for_records

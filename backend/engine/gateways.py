@@ -18,9 +18,9 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from backend.engine.fixed import refuse_unfit
 from backend.engine.resume import add_request
 from backend.engine.weights import WeightControl
+from backend.engine.worker.fixed import refuse_unfit
 from backend.fleet import VerifierStats
 from backend.records.kept import KEPT_ROWS, KeptRows, RowBatch
 from backend.records.rows import Row

@@ -16,7 +16,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
 from backend.engine.counting import UNDRAFTED, CountingScheduler, Drafted
-from backend.engine.dead_ends import DeadEnds
+from backend.engine.grammar_repairs import DeadEnds
 from backend.engine.resume import rule_of
 from backend.fleet import DrafterRef, VerifierStats
 from backend.speculation.pairing import Pairing

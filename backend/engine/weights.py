@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -21,7 +22,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import RequestStatus
 
-from backend.engine.tensor_transfer import NAME, shapes_in
+from backend.engine.worker.tensor_transfer import NAME, shapes_in
 from backend.fleet.stats import Weights
 from backend.models.check import check_same_shapes, check_shapes, is_tied, needed, shapes_of
 from backend.models.layout import Shape
@@ -32,6 +33,19 @@ logger = logging.getLogger(__name__)
 PAUSE_MODES = ("abort", "wait", "keep")
 UPDATE_PATIENCE_S = 300.0
 """An update by tensors is given up when so long none has come: a trainer that died must not stop the fleet for ever."""
+
+
+@dataclass
+class _Update:
+    """An update by tensors that is under way."""
+
+    ends_paused: bool
+    """Whether the engine was paused before, or was asked to pause since."""
+    received: set[str] = field(default_factory=set)
+    """Names of the tensors that have come."""
+    touched: bool = False
+    """Whether vLLM was given any."""
+    progress_at: float = 0.0
 
 
 class WeightControl:
@@ -55,12 +69,7 @@ class WeightControl:
         """Numbers of adapters that may have computed what is cached."""
         self._draining: Future[None] | None = None
         self._clears = False
-        # An update by tensors: what has come of it by name, whether vLLM was given any, when, and whether the engine was
-        # paused before.
-        self._received: set[str] | None = None
-        self._touched = False
-        self._progress_at = 0.0
-        self._was_paused = False
+        self._update: _Update | None = None
         core.set_weight_version(self.loaded.version)
 
     @property
@@ -79,8 +88,9 @@ class WeightControl:
         """
         if mode not in PAUSE_MODES:
             raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}")
-        self._was_paused = True  # An update by tensors, if there is one, ends paused.
-        if mode == "wait" and self._received is None:
+        if self._update is not None:
+            self._update.ends_paused = True
+        elif mode == "wait":
             self._core.scheduler.set_pause_state(PauseState.PAUSED_NEW)
             self._draining = self._draining or Future()
             self._clears = clear_cache
@@ -89,14 +99,14 @@ class WeightControl:
             return draining
         self._pause()
         if mode == "abort":
-            self._abort()
+            self._end(None, RequestStatus.FINISHED_ABORTED, FinishReason.ABORT, PAUSED)
             self._core._finish_pause(clear_cache)
         return None
 
     def look(self) -> None:
         """Ends a pause's wait when nothing runs any more, and an update by tensors of which nothing more comes."""
-        if self._received is not None and time.monotonic() - self._progress_at > UPDATE_PATIENCE_S:
-            self._give_up()
+        if self._update is not None and time.monotonic() - self._update.progress_at > UPDATE_PATIENCE_S:
+            self._give_up(self._update)
         if self._draining is not None and not self._core.scheduler.has_unfinished_requests():
             draining, self._draining = self._draining, None
             self._pause()
@@ -190,17 +200,15 @@ class WeightControl:
     def start_weight_update(self) -> None:
         """Pauses the engine and begins an update by tensors."""
         self.refuse_unless_whole()
-        self._was_paused = self._stand_still()
-        self._received, self._touched = set(), False
-        self._go_on_with_update("start_weight_update")
+        self._update = _Update(self._stand_still())
+        self._go_on_with(self._update, "start_weight_update")
 
     def update_weights(self, update_info: Any) -> None:
         """Loads some tensors: safetensors bytes, or a description of what vLLM's transfer engine should receive.
 
         After bytes that do not fit, the update goes on.  If vLLM fails, the last weights from a directory are loaded again.
         """
-        if self._received is None:
-            raise ValueError(NOT_BEGUN)
+        update = self._begun()
         if self._takes_bytes != isinstance(update_info, bytes):
             raise ValueError(
                 "tensors come as safetensors' bytes; verifier.engine_args.weight_transfer_config names no other way"
@@ -212,43 +220,47 @@ class WeightControl:
             found = needed(sent, self._tied)
             check_shapes({name: self._shapes.get(name) for name in found}, found)
             # vLLM counts what has come of a layer: a tensor that is sent again would make it seem complete.
-            again = found.keys() & self._received
+            again = found.keys() & update.received
             update_info = {"tensors": update_info, "skipped": sorted(again | (sent.keys() - found.keys()))}
-            self._received |= found.keys()
-        self._touched = True
-        self._go_on_with_update("update_weights", update_info=update_info)
+            update.received |= found.keys()
+        update.touched = True
+        self._go_on_with(update, "update_weights", update_info=update_info)
 
     def finish_weight_update(self, version: str | None = None, update: int | None = None) -> None:
         """Ends an update by tensors; resumes, unless paused before.  On failure, the last weights from a directory are back."""
-        if self._received is None:
-            raise ValueError(NOT_BEGUN)
-        missing = sorted(self._shapes.keys() - self._received) if self._takes_bytes else []
+        done = self._begun()
+        missing = sorted(self._shapes.keys() - done.received) if self._takes_bytes else []
         if missing:
-            self._give_up()
-            now = "the last from a directory are back" if self._touched else "nothing has changed"
+            self._give_up(done)
+            now = "the last from a directory are back" if done.touched else "nothing has changed"
             raise ValueError(f"{len(missing)} tensors did not come, {missing[0]} for one; {now}")
-        self._go_on_with_update("finish_weight_update")
-        self._received = None
-        self._renewed(self._called(version, update, None), self._was_paused)
+        self._go_on_with(done, "finish_weight_update")
+        self._update = None
+        self._renewed(self._called(version, update, None), done.ends_paused)
 
-    def _go_on_with_update(self, method: str, **arguments: Any) -> None:
+    def _begun(self) -> _Update:
+        if self._update is None:
+            raise ValueError(NOT_BEGUN)
+        return self._update
+
+    def _go_on_with(self, update: _Update, method: str, **arguments: Any) -> None:
         """Calls one of vLLM's methods for an update by tensors; gives the update up if that fails."""
         try:
             self._transfer(method, **arguments)
         except Exception:
-            self._give_up()
+            self._give_up(update)
             raise
-        self._progress_at = time.monotonic()
+        update.progress_at = time.monotonic()
 
-    def _give_up(self) -> None:
+    def _give_up(self, update: _Update) -> None:
         """Ends a failed update by tensors."""
         logger.error("an update of the weights by tensors is given up")
-        self._received = None
-        self._fall_back(self._was_paused, self._touched)
+        self._update = None
+        self._fall_back(update.ends_paused, update.touched)
 
     def _refuse_during_update(self) -> None:
         """Raises `ValueError` while an update by tensors is under way."""
-        if self._received is not None:
+        if self._update is not None:
             raise ValueError(
                 f"a weight update is under way; finish_weight_update ends it, or {UPDATE_PATIENCE_S:g} s without tensors"
             )
@@ -279,7 +291,7 @@ class WeightControl:
 
     def read_adapter(self, adapter: LoRARequest) -> None:
         """Loads a new request's adapter; raises what vLLM raises.  While that is impossible, it waits for `_read_adapters`."""
-        can = self._received is None and not self._core.model_executor.is_sleeping
+        can = self._update is None and not self._core.model_executor.is_sleeping
         # Adding one that is loaded would put it into the device's slot, from which the next step takes it again.
         if can and adapter.lora_int_id not in self._core.list_loras():
             self.add_lora(adapter)
@@ -299,8 +311,6 @@ class WeightControl:
                 number, requests = adapter.lora_int_id, self._core.scheduler.requests.items()
                 theirs = [name for name, each in requests if each.lora_request and each.lora_request.lora_int_id == number]
                 self._end(theirs, RequestStatus.FINISHED_ERROR, FinishReason.ERROR)
-
-    # How
 
     @cached_property
     def _shapes(self) -> Mapping[str, Shape]:
@@ -377,9 +387,6 @@ class WeightControl:
         if draining is not None:
             draining.set_result(None)
         return was_paused
-
-    def _abort(self) -> None:
-        self._end(None, RequestStatus.FINISHED_ABORTED, FinishReason.ABORT, PAUSED)
 
     def _end(
         self, request_ids: Iterable[str] | None, status: RequestStatus, reason: FinishReason, stop_reason: str | None = None

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from backend import noise
-from backend.drafter.draft_model import ModelProposer
-from backend.drafter.eagle import EagleProposer
+from backend.drafter.eagle import EagleProposer, ModelProposer
 from backend.drafter.proposer import Ask, Drafted, Premise, Sampling, Until
 from backend.lab.bench.hardware import about
 from backend.models.checkpoint import HeadWeights

@@ -33,7 +33,7 @@ class Kind:
 KINDS: Mapping[DrafterKind, Kind] = {
     "eagle": Kind("backend.drafter.eagle:EagleProposer", has_weights=True, takes_features=True),
     "dflash": Kind("backend.drafter.dflash:DFlashProposer", has_weights=True, takes_features=True),
-    "draft_model": Kind("backend.drafter.draft_model:ModelProposer", has_weights=True),
+    "draft_model": Kind("backend.drafter.eagle:ModelProposer", has_weights=True),
     # The suffixes are as long as those of the drafter (`backend/speculation/lookup.py`).
     "ngram": Kind(
         "backend.drafter.ngram:NgramProposer",

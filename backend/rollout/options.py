@@ -14,7 +14,7 @@ from backend.config import Settings
 from backend.config.sources import ALIASES, ConfigError, Loaded, Parser, at_least, flag, leaves
 
 NEEDED_BY_FIXED = {"async_scheduling": False}
-"""vLLM's engine arguments that fixed responses need (`backend.engine.fixed.takes_fixed`)."""
+"""vLLM's engine arguments that fixed responses need (`backend.engine.worker.fixed.takes_fixed`)."""
 
 DEFAULT_TOKENS = 1024
 """Longest free response in tokens, unless something else is asked for."""

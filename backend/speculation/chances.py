@@ -38,7 +38,7 @@ class Rule(IntEnum):
     SHARED = 1
     """A draft token is accepted if it is the token that the target draws with the request's noise."""
     INDEPENDENT = 2
-    """Rejection sampling (`backend/engine/rejection.py`)."""
+    """Rejection sampling (`backend/engine/worker/rejection.py`)."""
 
 
 RULE_NAMES = {Rule.GREEDY: "greedy", Rule.SHARED: "shared_noise", Rule.INDEPENDENT: "rejection_sampling"}

@@ -27,10 +27,12 @@ and only context is missing, so drafts are accepted less often.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from backend.transport.ring import RingRef
 
@@ -39,6 +41,11 @@ PROTOCOL_VERSION = 8
 HELLO_FIRST = "hello first"
 """The reason in `Refused` after which the verifier must greet the drafter again and open all requests again."""
 
+Length = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Finite = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+"""Numbers whose range the decoder checks."""
 FeatureDtype = Literal["float32", "bfloat16", "float16"]
 Role = Literal["features", "drafts"]
 TargetTensor = Literal["embed_tokens.weight", "lm_head.weight", "norm.weight"]
@@ -65,12 +72,12 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     """Opens a request on a drafter, for the first time or again: all `base_len` tokens, features for the last `rows`."""
 
     request_id: str
-    base_len: int
+    base_len: Length
     tokens: list[int]
-    rows: int
-    seed: int = 0
+    rows: Count
+    seed: Count = 0
     """Seed of the shared noise; 64 bits, unsigned."""
-    temperature: float = 0.0
+    temperature: Finite = 0.0
     """The request's temperature; 0: greedy, without noise."""
     trace: str = ""
     """The W3C `traceparent` below which the drafter's span belongs; empty: the request is not traced."""
@@ -80,19 +87,19 @@ class Open(msgspec.Struct, frozen=True, tag="open"):
     """Whether a drafter may learn from the request."""
     independent: bool = False
     """The verifier judges drafts by rejection sampling: draft tokens must be samples, drawn with noise of the drafter's own."""
-    top_k: int = 0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
     """The request's own; 0: all.  Only for independent drafts, as are the next two."""
-    top_p: float = 1.0
-    min_p: float = 0.0
+    top_p: Share = 1.0
+    min_p: Share = 0.0
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):
     """A request's newest tokens, after a verification or prefill; `tokens[-1]` is at `base_len - 1`."""
 
     request_id: str
-    base_len: int
+    base_len: Length
     tokens: list[int]
-    rows: int
+    rows: Count
 
 
 class Close(msgspec.Struct, frozen=True, tag="close"):
@@ -117,14 +124,14 @@ class NextItem(msgspec.Struct, frozen=True, array_like=True):
     """What to draft next for one request, once the drafter has its first `base_len` tokens."""
 
     request_id: str
-    base_len: int
-    k: int
+    base_len: Length
+    k: Count
     """Longest draft, in tokens: for each outcome, and for the fresh draft."""
     verifying: list[int]
     """The draft that the verifier is verifying now at `base_len`; empty: none, so a fresh draft is needed."""
-    outcomes: int
+    outcomes: Count
     """Number of outcomes to draft ahead for, at most; 0: none."""
-    floor: float = 0.0
+    floor: Share = 0.0
     """A draft ends before the first token whose survival (the product of the chances up to it) is below this."""
 
 

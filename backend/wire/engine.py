@@ -48,7 +48,7 @@ NOT_BEGUN = "start_weight_update comes first"
 """The failure of a verifier that has no update by tensors under way."""
 
 FIXED_RESPONSE = "outrider_fixed_response"
-"""Key of `SamplingParams.extra_args`: the token ids that a request must emit (`backend/engine/fixed.py`)."""
+"""Key of `SamplingParams.extra_args`: the token ids that a request must emit (`backend/engine/worker/fixed.py`)."""
 
 NOISE_SEED = "outrider_noise_seed"
 """Key of `SamplingParams.extra_args` within a verifier: the seed of a request's noise (`backend/noise`), below 2**64."""

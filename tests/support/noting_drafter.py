@@ -9,10 +9,10 @@ from torch import Tensor
 
 from backend.config import DraftingSettings
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.intake import TORCH_DTYPES
 from backend.drafter.process import DrafterModel, build_proposer
 from backend.drafter.proposer import Sampling
 from backend.drafter.service import DrafterService
+from backend.drafter.sessions import TORCH_DTYPES
 from backend.fleet import DrafterRef
 from backend.models.resolve import ResolvedModels
 from backend.transport import Hub, Wire

@@ -16,7 +16,7 @@ import vllm.v1.worker.cpu_worker  # before all that binds what it replaces
 
 import backend.drafter.process
 import backend.verifier.process
-import backend.engine.cpu_worker
+import backend.engine.worker.cpu_worker
 import torch._dynamo.convert_frame
 import torch._inductor.compile_fx
 import vllm.lora.lora_model

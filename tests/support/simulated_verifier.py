@@ -31,8 +31,8 @@ from backend.engine.counting import Counters
 from backend.engine.draft_links import DraftLinks
 from backend.engine.features import FeatureShipper
 from backend.engine.loop import EngineLoop
-from backend.engine.runner import RemoteDrafting
 from backend.engine.scheduler import DraftingScheduler
+from backend.engine.worker.runner import RemoteDrafting
 from backend.fleet import LOOKUP, DrafterRef, VerifierStats
 from backend.lab.bench.load import APART
 from backend.wire.drafting import Draft

@@ -11,7 +11,7 @@ import torch
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.outputs import LogprobsLists
 
-from backend.engine.dead_ends import DeadEnds
+from backend.engine.grammar_repairs import DeadEnds
 
 END = 40
 

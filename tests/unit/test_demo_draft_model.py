@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from backend.config import DraftingSettings
-from backend.drafter.draft_model import ModelProposer
+from backend.drafter.eagle import ModelProposer
 from backend.drafter.process import DrafterModel, build_proposer
 from backend.lab.demo import draft_model
 from backend.lab.demo.llama import load_llama

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from backend.drafter.cache import BLOCK, RowCache, Sequence
-from backend.drafter.extents import UNIT, Extents
+from backend.drafter.cache import BLOCK, UNIT, Extents, RowCache, Sequence
 from backend.speculation.tokens import UNKNOWN, common_prefix, splice
 from tests.support.properties import examples
 

@@ -21,8 +21,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from backend.drafter.draft_model import BATCH_ROWS, ModelProposer
-from backend.drafter.eagle import EagleProposer
+from backend.drafter.eagle import BATCH_ROWS, EagleProposer, ModelProposer
 from backend.drafter.proposer import Ask, Premise, Sampling, Until
 from backend.models.checkpoint import drafter_config, load_drafter
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR

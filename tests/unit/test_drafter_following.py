@@ -15,10 +15,9 @@ from torch import nn
 
 from backend.config.settings import DraftingSettings
 from backend.drafter.following import PATIENCE_S, Following
-from backend.drafter.intake import Malformed
 from backend.drafter.process import DrafterModel, DrafterProcess
-from backend.drafter.sessions import Session
-from backend.engine import target_rows
+from backend.drafter.sessions import Malformed, Session
+from backend.engine.worker import tensor_transfer
 from backend.models.checkpoint import borrow
 from backend.transport.hub import Hub
 from backend.transport.sockets import Wire
@@ -74,7 +73,7 @@ def target_of(directory: str, ranks: int = 2) -> list[Inner]:
 
 
 def part_of(ranks: list[Inner], want: Want) -> tuple[Part, bytes]:
-    pieces = [target_rows.read(each, want.name, want.first, i, len(ranks)) for i, each in enumerate(ranks)]
+    pieces = [tensor_transfer.read_rows(each, want.name, want.first, i, len(ranks)) for i, each in enumerate(ranks)]
     one = pieces[0]
     assert one is not None
     return one[0], b"".join(piece[1] for piece in pieces if piece is not None)
@@ -175,7 +174,7 @@ def test_drafts_are_those_of_a_drafter_started_with_the_new_weights(
     model: DrafterModel,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(target_rows, "PART_BYTES", 7 * head.hidden * 4)
+    monkeypatch.setattr(tensor_transfer, "PART_BYTES", 7 * head.hidden * 4)
     peer, other = Peer(process), Peer(new_process)
     try:
         assert peer.greet(0, "").exchanges == 0
@@ -278,14 +277,14 @@ def test_rows_of_a_target() -> None:
     """A vector is the first rank's, a tied output matrix the embedding, what is being exchanged unreadable."""
     embedding = torch.arange(8).float().view(4, 2)
     tied = Inner(embedding, None)
-    norms = [target_rows.read(tied, "norm.weight", 0, rank, 2) for rank in range(3)]
+    norms = [tensor_transfer.read_rows(tied, "norm.weight", 0, rank, 2) for rank in range(3)]
     assert [len(each[1]) for each in norms if each] == [8, 0, 0]
     assert all(each and each[0] == Part("norm.weight", 0, 1, 1, 2, "float32") for each in norms)
-    lent = target_rows.read(tied, "lm_head.weight", 1, 0, 1)
+    lent = tensor_transfer.read_rows(tied, "lm_head.weight", 1, 0, 1)
     assert lent == (Part("lm_head.weight", 1, 3, 4, 2, "float32"), embedding[1:].numpy().tobytes())
-    assert target_rows.read(tied, "lm_head.weight", 9, 0, 1) == (Part("lm_head.weight", 9, 0, 4, 2, "float32"), b"")
-    assert target_rows.read(tied.to("meta"), "lm_head.weight", 0, 0, 1) is None
-    other = target_rows.read(nn.Linear(2, 2), "lm_head.weight", 0, 0, 1)
+    assert tensor_transfer.read_rows(tied, "lm_head.weight", 9, 0, 1) == (Part("lm_head.weight", 9, 0, 4, 2, "float32"), b"")
+    assert tensor_transfer.read_rows(tied.to("meta"), "lm_head.weight", 0, 0, 1) is None
+    other = tensor_transfer.read_rows(nn.Linear(2, 2), "lm_head.weight", 0, 0, 1)
     assert other is not None
     assert other[0].of == 0
 

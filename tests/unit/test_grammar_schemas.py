@@ -23,7 +23,7 @@ from backend.config import Settings
 from backend.engine.front.config import build_vllm_config
 from backend.engine.front.grammar import Check
 from backend.engine.front.schemas import check_schema
-from backend.engine.guidance import WholeGrammar
+from backend.engine.grammar_repairs import WholeGrammar
 from backend.models.demo import TARGET_DIR
 from tests.support.processes import ROOT
 from tests.support.properties import examples

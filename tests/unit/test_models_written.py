@@ -25,7 +25,7 @@ def test_files_written_anew_are_other_files(tmp_path: Path) -> None:
 
 
 def test_a_head_written_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from backend.engine import worker
+    from backend.engine.worker import gpu_worker as worker
 
     read: list[str] = []
     runner = SimpleNamespace(device="cpu", dtype=torch.float32)

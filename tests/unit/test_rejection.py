@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from backend.engine.rejection import judge, table_of
+from backend.engine.worker.rejection import judge, table_of
 from backend.noise import choose, gumbel, uniforms
 from backend.speculation.budget import spend, spend_in_order, survivals
 from backend.speculation.proposals import Proposal, unpack

@@ -27,7 +27,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import backend.noise  # noqa: F401
 from backend.engine.build import SUPPORTED_VLLM
-from backend.engine.cpu_kernels import count_at_least, expand, shrink
+from backend.engine.worker.cpu_worker import count_at_least, expand, shrink
 
 PARAMETERS = {
     (GPUModelRunner, "propose_draft_token_ids"): [

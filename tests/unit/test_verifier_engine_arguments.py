@@ -18,8 +18,8 @@ from vllm.platforms.interface import UnspecifiedPlatform
 from backend.config import Settings
 from backend.engine.arguments import EngineSetupError, common_arguments
 from backend.engine.build import build_config, engine_arguments
-from backend.engine.fixed import takes_fixed
 from backend.engine.front.config import build_vllm_config
+from backend.engine.worker.fixed import takes_fixed
 from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 from backend.models.resolve import ResolvedModels
 from tests.support.other_vocabulary import write_permuted
@@ -171,7 +171,9 @@ def test_a_gateway_beside_a_gpu_checks_requests_for_the_v1_runner(mode: str, mon
 
 
 def test_a_process_with_a_gpu_never_loads_what_replaces_cudas_functions() -> None:
-    code = "import sys, backend.verifier.process, backend.engine.worker; print('vllm.v1.worker.cpu.shm' in sys.modules)"
+    code = (
+        "import sys, backend.verifier.process, backend.engine.worker.gpu_worker; print('vllm.v1.worker.cpu.shm' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.split()[-1] == "False"
 

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
 from backend.engine.counting import Counters
-from backend.engine.fixed import FixedResponses, fixed_response, forced_row, refuse_unfit
+from backend.engine.worker.fixed import FixedResponses, fixed_response, forced_row, refuse_unfit
 from backend.fleet import VerifierStats
 from backend.wire.engine import FIXED_RESPONSE
 

@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from backend.engine.counting import StepOrders
 from backend.engine.resume import _advanced, _complete, continued_seed, rule_of
-from backend.engine.runner import ResumedOutputs
+from backend.engine.worker.runner import ResumedOutputs
 from backend.speculation.chances import Rule
 from backend.wire.engine import RequestOptions
 

@@ -25,8 +25,8 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.worker import gpu_model_runner
 
-from backend.engine import sampling
-from backend.engine.sampling import Rows, SharedNoise, _accepted
+from backend.engine.worker import sampling
+from backend.engine.worker.sampling import Rows, SharedNoise, _accepted
 from backend.wire.engine import LOGPROBS_MODE, NOISE_SEED
 from tests.support.no_repeat import NoRepeat
 from tests.support.properties import examples

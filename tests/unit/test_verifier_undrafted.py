@@ -9,7 +9,7 @@ import pytest
 import torch
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
-from backend.engine.runner import RemoteDrafting, UndraftedSteps
+from backend.engine.worker.runner import RemoteDrafting, UndraftedSteps
 
 
 class Runner:

@@ -16,8 +16,8 @@ from vllm.v1.engine import FinishReason
 
 from backend.engine import weights
 from backend.engine.counting import Counters
-from backend.engine.tensor_transfer import NAME, Tensors, WireTransfer
 from backend.engine.weights import WeightControl
+from backend.engine.worker.tensor_transfer import NAME, Tensors, WireTransfer
 from backend.fleet import VERSIONS, Verified, VerifierStats
 from backend.fleet.stats import Weights
 from backend.models.check import check_same_shapes

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from backend.engine.cpu_worker import OutriderCpuWorker
-from backend.engine.runner import RemoteDrafting
+from backend.engine.worker.cpu_worker import OutriderCpuWorker
+from backend.engine.worker.runner import RemoteDrafting
 from backend.lab.bench.pace import Pace
 from backend.lab.bench.pacing import Pacer
 

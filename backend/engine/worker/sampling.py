@@ -31,8 +31,8 @@ from vllm.v1.sample.ops.penalties import apply_all_penalties
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker import gpu_model_runner
 
-from backend.engine import thinking
-from backend.engine.rejection import Judged, judge, table_of
+from backend.engine.worker import thinking
+from backend.engine.worker.rejection import Judged, judge, table_of
 from backend.noise import choose, uniforms
 from backend.speculation.proposals import Proposal
 from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, LOGPROBS_MODE, NOISE_SEED

@@ -1,4 +1,6 @@
-"""Repairs of vLLM on the CPU: replaced kernels, and an output matrix that is packed again.  Worker process.
+"""vLLM's CPU worker with our runner mixins, and repairs of vLLM on the CPU.  Worker process.
+
+Never to be imported where there is a GPU: vLLM's module replaces torch's streams, events and memory functions.
 
 `expand`: vLLM 0.32 expands per-request sampling parameters (temperature, top-k, top-p) to per-token ones with a Triton kernel.
 The CPU stand-in for that kernel converts every tensor to int64 and drops the copy it wrote to.  The caller then divides logits
@@ -19,6 +21,8 @@ weight of its name is ever loaded.  So an exchange of weights would leave the ol
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
@@ -26,6 +30,10 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.triton_utils import HAS_TRITON
 from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.sample import rejection_sampler, sampler
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from backend.engine.worker.gpu_worker import Mixed
+from backend.engine.worker.runner import SeededPrefill, UndraftedSteps
 
 _shrink = lora_ops.bgmv_shrink
 
@@ -77,3 +85,24 @@ def repack_output_matrix(model: torch.nn.Module) -> None:
     for layer in model.modules():
         if isinstance(layer, ParallelLMHead):
             layer.quant_method.process_weights_after_loading(layer)
+
+
+class OutriderCpuWorker(Mixed, CPUWorker):
+    """vLLM's CPU worker with our mixins."""
+
+    platform_mixins = (SeededPrefill, UndraftedSteps)
+
+    def init_device(self) -> None:
+        """vLLM's method of the same name."""
+        super().init_device()
+        repair_cpu_kernels()
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """vLLM's method of the same name."""
+        super().reload_weights(*args, **kwargs)
+        repack_output_matrix(self.model_runner.get_model())
+
+    def finish_weight_update(self) -> None:
+        """vLLM's method of the same name."""
+        super().finish_weight_update()
+        repack_output_matrix(self.model_runner.get_model())

@@ -5,7 +5,7 @@
 - `UndraftedSteps` skips vLLM's rejection sampler in steps without drafts, in mode `native` on the CPU.
 - `ResumedOutputs` takes in requests that another verifier has begun.
 
-`worker.py` mixes them into the runner class that vLLM chose.
+`gpu_worker.py` mixes them into the runner class that vLLM chose.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import torch
 
 from backend.engine.counting import StepOrders
 from backend.engine.features import FeatureShipper
-from backend.engine.fixed import fixed_response
 from backend.engine.postponed import Span
 from backend.engine.spans import TRACE_ARGUMENT
+from backend.engine.worker.fixed import fixed_response
 from backend.speculation.proposals import Proposal
 from backend.wire.drafting import Open
 from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, NOISE_SEED, NOT_LEARNED

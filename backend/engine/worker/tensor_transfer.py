@@ -1,6 +1,9 @@
-"""A vLLM weight transfer engine for weights that come over our own wire: safetensors bytes, some tensors at a time.
+"""Weights as tensors: those that come over our own wire, and those that drafters share with the target.  Worker process.
 
-Worker process.  `verifier.engine_args.weight_transfer_config` selects one of vLLM's own instead (NCCL, CUDA IPC, ...).
+In: a vLLM weight transfer engine for safetensors bytes, some tensors at a time.  `verifier.engine_args.weight_transfer_config`
+selects one of vLLM's own instead (NCCL, CUDA IPC, ...).
+
+Out: what a drafter's head shares with the target, in parts, on every rank.  However new weights came, vLLM's model has them.
 """
 
 from __future__ import annotations
@@ -12,14 +15,21 @@ from typing import Any
 
 import torch
 from safetensors.torch import load
+from torch import Tensor, nn
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from backend.engine.features import DTYPE_NAMES
 from backend.models.layout import Shape
+from backend.wire.drafting import Part, TargetTensor
 
 NAME = "outrider_wire"
+PART_BYTES = 4 * 2**20
+"""Read and sent at once, between two steps."""
+LENT: dict[TargetTensor, TargetTensor] = {"lm_head.weight": "embed_tokens.weight"}
+"""Read instead if the first is missing: an output matrix tied to the embedding has no name."""
 
 
 @dataclass
@@ -98,3 +108,34 @@ def shapes_in(data: bytes) -> dict[str, Shape]:
 
 def _is_shape(shape: Shape) -> bool:
     return all(isinstance(each, int) and each >= 0 for each in shape) and math.prod(shape) >= 0
+
+
+def read_rows(model: nn.Module, name: TargetTensor, first: int, rank: int, ranks: int) -> tuple[Part, bytes] | None:
+    """Reads at most `PART_BYTES` of a tensor, from row `first` on.  None while the weights are being exchanged.
+
+    The part has the rows of all ranks, the bytes those of this rank.  `Part.of` is 0 if the model has no such tensor in a dtype
+    that can be sent.  Each rank holds consecutive rows of a matrix, or the whole of a vector.
+    """
+    tensor = _find(model, name)
+    if tensor is not None and tensor.is_meta:
+        return None
+    if tensor is None or tensor.dtype not in DTYPE_NAMES:
+        return Part(name, first, 0, 0, 0, "float32"), b""
+    shard = tensor.detach()
+    if shard.dim() == 1:
+        # A vector counts as one row, which the first rank sends.
+        shard, ranks = shard[None], 1
+    held, width = len(shard), shard.shape[1]
+    of = held * ranks
+    rows = max(min(max(PART_BYTES // (width * shard.element_size()), 1), of - first), 0)
+    own = shard[max(first - rank * held, 0) : max(first + rows - rank * held, 0)].contiguous().cpu()
+    return Part(name, first, rows, of, width, DTYPE_NAMES[tensor.dtype]), own.view(torch.uint8).numpy().tobytes()
+
+
+def _find(model: nn.Module, name: TargetTensor) -> Tensor | None:
+    """The parameter with the shortest name that ends in `name`; adapters wrap the layers they change."""
+    found = {each.replace(".base_layer.", "."): tensor for each, tensor in model.named_parameters()}
+    wanted = [each for each in found if each == name or each.endswith(f".{name}")]
+    if wanted:
+        return found[min(wanted, key=len)]
+    return _find(model, LENT[name]) if name in LENT else None

@@ -16,13 +16,13 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from backend.engine import target_rows, tensor_transfer
 from backend.engine.feature_link import Projection
 from backend.engine.features import FeatureShipper, Shipped
-from backend.engine.fixed import FixedResponses, takes_fixed
-from backend.engine.prompt_logprobs import AdapterPromptLogprobs
-from backend.engine.runner import RemoteDrafting, ResumedOutputs
-from backend.engine.sampling import SharedNoise, all_logits_processors
+from backend.engine.worker import tensor_transfer
+from backend.engine.worker.fixed import FixedResponses, takes_fixed
+from backend.engine.worker.prompt_logprobs import AdapterPromptLogprobs
+from backend.engine.worker.runner import RemoteDrafting, ResumedOutputs
+from backend.engine.worker.sampling import SharedNoise, all_logits_processors
 from backend.fleet import DrafterRef
 from backend.noise import warm_up
 from backend.transport import ServerKeys, Wire
@@ -115,9 +115,9 @@ class Mixed:
         return shipper.take_counters() if shipper is not None else Shipped()
 
     def target_rows(self, name: TargetTensor, first: int) -> tuple[Part, bytes] | None:
-        """The rows that `target_rows.read` returns for this rank."""
+        """The rows that `read_rows` returns for this rank."""
         rank, ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return target_rows.read(self.model_runner.get_model(), name, first, rank, ranks)
+        return tensor_transfer.read_rows(self.model_runner.get_model(), name, first, rank, ranks)
 
 
 class OutriderGpuWorker(Mixed, Worker):

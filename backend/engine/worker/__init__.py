@@ -1,0 +1,1 @@
+"""What runs in a verifier's worker process: vLLM's worker and model runner with our mixins, and our sampler."""
