@@ -18,8 +18,8 @@ from backend.drafter.attention import Reach
 from backend.drafter.decoding import Decoder, columns_behind, rows_behind, tips
 from backend.drafter.draws import Ends, Rules
 from backend.drafter.head import LONG, Head, Rows, Stretch
-from backend.drafter.outcomes import Imagination, Shape
-from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Ask, Drafted, Premise, Sampling, Until, Usage
+from backend.drafter.outcomes import Imagination, Padding
+from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Drafted, DraftRequest, Premise, Sampling, Until, Usage
 from backend.drafter.sessions import TORCH_DTYPES
 from backend.models.checkpoint import HeadWeights
 from backend.wire.drafting import Outcome
@@ -100,7 +100,7 @@ class EagleProposer:
         return Usage(len(held), held.usage, held.prefix_rows_reused, held.evictions)
 
     @torch.inference_mode()
-    def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
+    def draft(self, batch: Sequence[DraftRequest]) -> list[Drafted]:
         """Extends all sequences in one pass, then decodes together those that are to be drafted for."""
         limits = [max(min(ask.until.k, self.longest, self.max_position - ask.base_len), 0) for ask in batch]
         depth = max(limits, default=0)
@@ -118,7 +118,7 @@ class EagleProposer:
     @torch.inference_mode()
     def draft_outcomes(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
         """Drafts for likely outcomes of verifications.  Its cache rows are scratch: the next true rows overwrite them."""
-        likely = Shape.of(batch)
+        likely = Padding.of(batch)
         chosen: dict[int, cache.Sequence] = {}
         for i, premise in enumerate(batch):
             sequence = self._cache.peek(premise.key)
@@ -140,7 +140,7 @@ class EagleProposer:
         return max(depth - 1, 0)
 
     def _reserve(
-        self, batch: Sequence[Ask], limits: list[int], scratch: int
+        self, batch: Sequence[DraftRequest], limits: list[int], scratch: int
     ) -> tuple[dict[int, cache.Sequence], dict[int, cache.Sequence]]:
         """Reserves cache rows, and commits true ones.  Returns sequences to extend, and to draft for, by index in `batch`."""
         sequences = [self._cache.peek(ask.key) for ask in batch]
@@ -164,7 +164,7 @@ class EagleProposer:
                 drafting[i] = sequence
         return extended, drafting
 
-    def _extend(self, batch: Sequence[Ask], extended: dict[int, cache.Sequence]) -> None:
+    def _extend(self, batch: Sequence[DraftRequest], extended: dict[int, cache.Sequence]) -> None:
         """Computes the new rows in one pass, and lets other sequences find them."""
         ids: list[int] = []
         positions: list[int] = []
@@ -253,7 +253,7 @@ class ModelProposer(EagleProposer):
     def invalidate(self) -> None:
         """Does nothing: rows do not depend on the target's weights."""
 
-    def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
+    def draft(self, batch: Sequence[DraftRequest]) -> list[Drafted]:
         """Computes the rows that the sequences lack, then decodes together those that are to be drafted for."""
         left = BATCH_ROWS
         asks = []
@@ -261,7 +261,7 @@ class ModelProposer(EagleProposer):
             sequence = self._cache.peek(ask.key)
             base_len = ask.base_len + 1
             if sequence is None or base_len != len(sequence.tokens) or base_len + MAX_DRAFT > self._cache.longest:
-                asks.append(Ask(ask.key, base_len, 0, None))
+                asks.append(DraftRequest(ask.key, base_len, 0, None))
                 continue
             # Rows behind a gap, left when earlier rows were given to another sequence, are of no use.
             self._cache.truncate(sequence, sequence.unbroken)
@@ -269,7 +269,7 @@ class ModelProposer(EagleProposer):
             rows = min(missing, left)
             left -= rows
             until = ask.until if rows == missing else Until(0)
-            asks.append(Ask(ask.key, base_len - missing + rows, rows, None, until))
+            asks.append(DraftRequest(ask.key, base_len - missing + rows, rows, None, until))
         drafts = super().draft(asks)
         for ask, drafted in zip(asks, drafts, strict=True):
             if drafted is not NOTHING:

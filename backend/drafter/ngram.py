@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
-from backend.drafter.proposer import GREEDY, MAX_DRAFT, Ask, Drafted, Premise, Sampling, Usage
+from backend.drafter.proposer import GREEDY, MAX_DRAFT, Drafted, DraftRequest, Premise, Sampling, Usage
 from backend.speculation.lookup import LONGEST, SHORTEST, Lookup
 from backend.wire.drafting import Outcome, TargetTensor
 
@@ -50,7 +50,7 @@ class NgramProposer:
         if lookup is not None:
             self._held -= len(lookup.tokens)
 
-    def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
+    def draft(self, batch: Sequence[DraftRequest]) -> list[Drafted]:
         """A look-up for each request.  Look-ups have no signs, so no floor ends them early."""
         drafts: list[Drafted] = []
         for ask in batch:

@@ -48,7 +48,7 @@ LEAST_CHANCE = 1e-6
 
 
 @dataclass(frozen=True)
-class Shape:
+class Padding:
     """Sizes that all sequences of a batch are padded to: tokens under verification, outcomes, tokens drafted per outcome."""
 
     depth: int
@@ -56,8 +56,8 @@ class Shape:
     steps: int
 
     @classmethod
-    def of(cls, batch: Many[Premise]) -> Shape:
-        """The smallest shape that fits all of `batch`."""
+    def of(cls, batch: Many[Premise]) -> Padding:
+        """The smallest sizes that fit all of `batch`."""
         return cls(
             max((len(premise.verifying) for premise in batch), default=0),
             max((min(premise.outcomes, MAX_OUTCOMES) for premise in batch), default=0),
@@ -92,7 +92,7 @@ class Imagination:
         self._draft_ids = None if mapping is None else {target: own for own, target in enumerate(mapping.tolist())}
         self._draft_vocab = head.lm_head.shape[1]
 
-    def outcomes(self, premises: list[Premise], sequences: list[Sequence], shape: Shape) -> list[list[Outcome]]:
+    def outcomes(self, premises: list[Premise], sequences: list[Sequence], shape: Padding) -> list[list[Outcome]]:
         """Outcomes with drafts, likeliest first.  Sequences need their premise's length, and `shape.scratch` spare rows."""
         device = self._head.device
         rules = Rules.of([s.sampling for s in sequences])
@@ -148,7 +148,7 @@ class Imagination:
         ]
 
     def _choose(
-        self, premises: list[Premise], sequences: list[Sequence], outputs: Tensor, draws: Draws, shape: Shape
+        self, premises: list[Premise], sequences: list[Sequence], outputs: Tensor, draws: Draws, shape: Padding
     ) -> _Branches:
         """The most probable outcomes, by the module's formula.  Tensors begin with `[sequences, stops]`."""
         device, count, stops = self._head.device, len(premises), shape.depth + 1
@@ -215,7 +215,9 @@ class Imagination:
             own = [known.get(token, -1) for token in verifying]
         return own + [-1] * (count - len(own))
 
-    def _branch(self, rules: Rules, rows: Tensor, columns: Tensor, outputs: Tensor, branches: _Branches, shape: Shape) -> Lanes:
+    def _branch(
+        self, rules: Rules, rows: Tensor, columns: Tensor, outputs: Tensor, branches: _Branches, shape: Padding
+    ) -> Lanes:
         """Lanes for all outcomes, `width` per sequence.
 
         In the cache, the rows of the draft under verification come first, then for each step one row per branch.

@@ -97,7 +97,7 @@ NOTHING = Drafted([], [])
 
 
 @dataclass(frozen=True)
-class Ask:
+class DraftRequest:
     """One request's share of a batch: extend its cache by true features, then draft.  `until.k` = 0: do not draft.
 
     `features` is `[rows, hidden]` on the CPU: the features of positions `base_len - 1 - rows .. base_len - 2`.  None if the
@@ -152,7 +152,7 @@ class Proposer(Protocol):
     def close(self, key: Hashable) -> None:
         """The request is over."""
 
-    def draft(self, batch: Sequence[Ask]) -> list[Drafted]:
+    def draft(self, batch: Sequence[DraftRequest]) -> list[Drafted]:
         """The draft for each of the batch's (distinct, open) requests, in order.
 
         An ask without rows drafts from the state that the previous ask left, if the request's length has not changed.

@@ -21,7 +21,7 @@ import msgspec
 from backend.drafter.following import Following
 from backend.drafter.lessons import Lessons
 from backend.drafter.nexts import Key, Nexts, Wanted
-from backend.drafter.proposer import NOTHING, Ask, Drafted, Premise, Proposer, Sampling
+from backend.drafter.proposer import NOTHING, Drafted, DraftRequest, Premise, Proposer, Sampling
 from backend.drafter.sessions import Malformed, Session, Waiting, check_next, features_of
 from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
@@ -120,7 +120,7 @@ class DrafterService:
     def work(self) -> list[Reply]:
         """Computes one batch: rounds and fresh drafts if any wait, else outcomes."""
         started = self._clock()
-        asks: list[Ask] = []
+        asks: list[DraftRequest] = []
         lost: dict[bytes, list[str]] = {}
         rounds = self._take_rounds(asks, lost, started)
         fresh = self._join_fresh(asks)
@@ -256,7 +256,7 @@ class DrafterService:
             else:
                 self._nexts.want(wanted, self.proposer.length(key))
 
-    def _take_rounds(self, asks: list[Ask], lost: dict[bytes, list[str]], now: float) -> list[Waiting]:
+    def _take_rounds(self, asks: list[DraftRequest], lost: dict[bytes, list[str]], now: float) -> list[Waiting]:
         """Takes the rounds that waited longest, up to the first that repeats a request of the batch; see `_apply`."""
         rounds: list[Waiting] = []
         asked: set[Key] = set()
@@ -271,7 +271,7 @@ class DrafterService:
             asked |= keys
         return rounds
 
-    def _join_fresh(self, asks: list[Ask]) -> list[tuple[Wanted, int | None]]:
+    def _join_fresh(self, asks: list[DraftRequest]) -> list[tuple[Wanted, int | None]]:
         """Adds the fresh drafts that are due to `asks`.  Returns each with its index there; None: its answer is empty."""
         places = {ask.key: index for index, ask in enumerate(asks)}
         fresh: list[tuple[Wanted, int | None]] = []
@@ -284,7 +284,7 @@ class DrafterService:
                 place = None
             elif self.proposer.length(wanted.key) == item.base_len:
                 place = len(asks)
-                asks.append(Ask(wanted.key, item.base_len, 0, None, wanted.until))
+                asks.append(DraftRequest(wanted.key, item.base_len, 0, None, wanted.until))
             fresh.append((wanted, place))
         return fresh
 
@@ -315,7 +315,7 @@ class DrafterService:
                 groups.setdefault(session.drafts, []).append(place)
         return groups.items()
 
-    def _apply(self, waiting: Waiting, asks: list[Ask], lost: dict[bytes, list[str]], now: float) -> None:
+    def _apply(self, waiting: Waiting, asks: list[DraftRequest], lost: dict[bytes, list[str]], now: float) -> None:
         """Takes a round's tokens.  Adds to `asks` the rows to compute, and to `lost` the requests that must be opened again.
 
         `lost` is by features socket.
@@ -353,7 +353,7 @@ class DrafterService:
                 continue
             # Not always `item.base_len`: a round computed anew after a preemption takes no tokens back.
             self._nexts.reached(key, proposer.length(key) or 0, waiting.arrived)
-            asks.append(Ask(key, item.base_len, item.rows, features))
+            asks.append(DraftRequest(key, item.base_len, item.rows, features))
 
     def _answer(
         self, fresh: list[tuple[Wanted, int | None]], drafts: list[Drafted], started: float, finished: float
@@ -375,7 +375,7 @@ class DrafterService:
                 self._lessons.drafted(wanted.key, wanted.item.base_len, drafted.first)
         return replies
 
-    def _count(self, rounds: list[Waiting], asks: list[Ask], drafts: list[Drafted], spent_s: float) -> None:
+    def _count(self, rounds: list[Waiting], asks: list[DraftRequest], drafts: list[Drafted], spent_s: float) -> None:
         counters = self._counters
         counters.rounds += len(rounds)
         counters.rows += sum(ask.rows for ask in asks)

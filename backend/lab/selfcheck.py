@@ -20,7 +20,7 @@ from torch import Tensor
 
 from backend import noise
 from backend.drafter.eagle import EagleProposer, ModelProposer
-from backend.drafter.proposer import Ask, Drafted, Premise, Sampling, Until
+from backend.drafter.proposer import Drafted, DraftRequest, Premise, Sampling, Until
 from backend.lab.bench.hardware import about
 from backend.models.checkpoint import HeadWeights
 from backend.models.head_config import DRAFT_MODEL, HeadConfig, Rope
@@ -145,9 +145,9 @@ class Requests:
             tokens = self._tokens(self.lengths[key])
             rows = len(tokens) - 1 if self.proposer.hidden else 0
             self.proposer.open(key, tokens, rows, 0.0, self.samplings[key % len(self.samplings)])
-            self._draft([Ask(key, len(tokens), rows, self._features(rows))])
+            self._draft([DraftRequest(key, len(tokens), rows, self._features(rows))])
             # A draft model reads a long prompt in several batches.
-            self._draft([Ask(key, len(tokens), 0, None, Until(1))])
+            self._draft([DraftRequest(key, len(tokens), 0, None, Until(1))])
 
     def confirm(self, k: int) -> list[Drafted]:
         """Adds `NEW_ROWS` tokens to every text; drafts `k` tokens for each."""
@@ -156,12 +156,12 @@ class Requests:
             self.lengths[key] += NEW_ROWS
             rows = NEW_ROWS if self.proposer.hidden else 0
             self.proposer.commit(key, self.lengths[key], self._tokens(NEW_ROWS), rows, 0.0)
-            asks.append(Ask(key, self.lengths[key], rows, self._features(rows), Until(k)))
+            asks.append(DraftRequest(key, self.lengths[key], rows, self._features(rows), Until(k)))
         return self._draft(asks)
 
     def draft(self, k: int = K) -> list[Drafted]:
         """Drafts anew for all texts as they are: the same tokens, unless they are samples."""
-        return self._draft([Ask(key, self.lengths[key], 0, None, Until(k)) for key in range(self.count)])
+        return self._draft([DraftRequest(key, self.lengths[key], 0, None, Until(k)) for key in range(self.count)])
 
     def enumerate(self, drafts: list[Drafted]) -> list[list[Any]]:
         """Outcomes of the verification of `drafts`."""
@@ -169,7 +169,7 @@ class Requests:
             [Premise(key, self.lengths[key], Until(K), drafts[key].tokens, OUTCOMES) for key in range(self.count)]
         )
 
-    def _draft(self, asks: list[Ask]) -> list[Drafted]:
+    def _draft(self, asks: list[DraftRequest]) -> list[Drafted]:
         return self.proposer.draft(asks)
 
     def _tokens(self, count: int) -> list[int]:

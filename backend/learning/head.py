@@ -12,21 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from backend.learning.layers import MLP, Attention, RMSNorm, Rotary, Shape, initialise
+from backend.learning.layers import MLP, Attention, LlamaSizes, RMSNorm, Rotary, initialise
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterShape:
     """The sizes of a head's only layer, and the target layers whose inputs are its features."""
 
-    layer: Shape
+    layer: LlamaSizes
     feature_layers: tuple[int, ...]
 
 
 class DrafterBlock(nn.Module):
     """A Llama layer whose attention reads the next token's embedding beside the feature."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaSizes) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)

@@ -14,7 +14,7 @@ from backend.models.rope import inverse_frequencies
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class LlamaSizes:
     """Sizes of a Llama model; the names follow its `config.json`."""
 
     vocab_size: int = 2048
@@ -52,7 +52,7 @@ class Rotary(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaSizes) -> None:
         super().__init__()
         rope = shape.rope or Rope(shape.rope_theta, "default", {})
         positions = torch.arange(shape.max_position_embeddings, dtype=torch.float64)
@@ -76,7 +76,7 @@ def rotate(states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention whose projections read `input_size` features."""
 
-    def __init__(self, shape: Shape, input_size: int) -> None:
+    def __init__(self, shape: LlamaSizes, input_size: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = (
             shape.num_attention_heads,
@@ -114,7 +114,7 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """The gated feed-forward network."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaSizes) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)

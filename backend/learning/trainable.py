@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from backend.learning.head import Drafter, DrafterShape
-from backend.learning.layers import Shape
+from backend.learning.layers import LlamaSizes
 from backend.models.check import LM_HEAD, final_norm
 from backend.models.checkpoint import borrow, load_drafter
 from backend.models.head_config import CheckpointError, read_config, text_config
@@ -65,7 +65,7 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
     layers = int(target["num_hidden_layers"])
     weights = load_drafter(head_dir, target_dir, raw=True, newer=newer)
     config = weights.config
-    shape = Shape(
+    shape = LlamaSizes(
         vocab_size=config.draft_vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=1,

@@ -27,7 +27,7 @@ _OWN_NUMBERS = np.empty((0, cpu.TILE), np.uint64), np.empty(0, np.int64), np.emp
 """The layout if a column's number is its token id: empty."""
 
 
-class Choice(NamedTuple):
+class Chosen(NamedTuple):
     """The result of `choose`: tensors `[R]`, one item per row."""
 
     columns: Tensor
@@ -74,7 +74,7 @@ def choose(
     scales: Tensor,
     token_ids: Tensor | None = None,
     totals: bool = False,
-) -> Choice:
+) -> Chosen:
     """For each row of `logits` `[R, V]`, the column with the largest score `logit * beta + scale * G`.  `totals`: these, too.
 
     `seeds` and `positions` are int64 `[R]`, `betas` (inverse temperatures, positive) and `scales` float32 `[R]`.  For a row of
@@ -84,12 +84,12 @@ def choose(
     if logits.is_cuda:
         from backend.noise import cuda
 
-        return Choice(*cuda.choose(logits, seeds, positions, betas, scales, token_ids, totals))
+        return Chosen(*cuda.choose(logits, seeds, positions, betas, scales, token_ids, totals))
     # Where V is 1, the CPU's kernel gives the second rank minus infinity.
     columns, scores = rank(logits, seeds, positions, betas, scales, 2, token_ids)
     best, second = scores.unbind(1)
     sums = (logits.float() * betas.unsqueeze(1)).logsumexp(1) if totals else None
-    return Choice(columns[:, 0], best, torch.where(best == float("-inf"), 0.0, best - second), sums)
+    return Chosen(columns[:, 0], best, torch.where(best == float("-inf"), 0.0, best - second), sums)
 
 
 def rank(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from vllm.sampling_params import SamplingParams
 
-from backend.drafter.proposer import Ask, Until
+from backend.drafter.proposer import DraftRequest, Until
 from backend.lab.bench.prompts import Prompts
 from tests.support.fleet_process import free_port
 from tests.support.noting_drafter import NotingDrafter, eagle
@@ -68,7 +68,7 @@ def test_the_drafter_at_the_end_is_as_good_as_a_fresh_one(tmp_path: Path, mode: 
         theirs, ours = 0, 0
         for n in chosen:
             fresh.open("fresh", text[:n], n - 1, 0.0, drafter.sampling[request])
-            (expected,) = fresh.draft([Ask("fresh", n, n - 1, rows[: n - 1], Until(K))])
+            (expected,) = fresh.draft([DraftRequest("fresh", n, n - 1, rows[: n - 1], Until(K))])
             fresh.close("fresh")
             # What was not worth going on with has been left out.
             drafted, whole = by_length[n], expected.tokens

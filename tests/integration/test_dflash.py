@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from vllm.sampling_params import SamplingParams
 
 from backend.drafter.dflash import DFlashProposer
-from backend.drafter.proposer import Ask, Until
+from backend.drafter.proposer import DraftRequest, Until
 from backend.models.checkpoint import load_drafter
 from backend.models.demo import TARGET_DIR
 from backend.models.resolve import ResolvedModels
@@ -76,7 +76,7 @@ def test_the_same_head_drafts_the_same_as_in_vllm(tmp_path: Path, config: dict[s
             ours.open(each.request_id, [each.tokens[0], *new], len(new), 0.0)
         else:
             assert ours.commit(each.request_id, each.positions[-1] + 2, new, len(new), 0.0)
-        (drafted,) = ours.draft([Ask(each.request_id, each.positions[-1] + 2, len(new), each.features, Until(K))])
+        (drafted,) = ours.draft([DraftRequest(each.request_id, each.positions[-1] + 2, len(new), each.features, Until(K))])
         leads = drafted.signs[1::2]
         sure = [i for i, lead in enumerate(leads) if lead > CLOSE_CALL]
         assert len(leads) == K

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from backend.learning.head import Drafter, DrafterShape
-from backend.learning.layers import Shape
+from backend.learning.layers import LlamaSizes
 from backend.models.writing import WEIGHTS
 
 
@@ -24,8 +24,8 @@ def load_drafter(directory: Path, embeddings: Tensor) -> Drafter:
     return drafter.eval()
 
 
-def _shape(config: Mapping[str, Any]) -> Shape:
-    return Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config})
+def _shape(config: Mapping[str, Any]) -> LlamaSizes:
+    return LlamaSizes(**{name: config[name] for name in LlamaSizes.__dataclass_fields__ if name in config})
 
 
 def _config(directory: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from backend.drafter.decoding import GRAPH_STEPS, KINDS, Lanes
 from backend.drafter.draws import Rules
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import GREEDY, Ask, Premise, Sampling, Until
+from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
 from backend.models.check import find_misfits
 from backend.models.checkpoint import load_drafter
 from tests.support.true_noise import true_gumbel
@@ -338,21 +338,21 @@ class Request:
         self.proposer, self.key, self.tokens = proposer, key, tokens_of(seed, length)
         self.features = torch.randn(length + 40, head.hidden, generator=torch.Generator().manual_seed(seed))
         proposer.open(key, list(self.tokens), length - 1, 0.0, sampling)
-        proposer.draft([Ask(key, length, length - 1, self.features[: length - 1])])
+        proposer.draft([DraftRequest(key, length, length - 1, self.features[: length - 1])])
 
     @property
     def known(self) -> dict[int, Tensor]:
         return {p: self.features[p] for p in range(len(self.tokens) - 1)}
 
     def fresh(self, k: int = 4) -> list[int]:
-        return self.proposer.draft([Ask(self.key, len(self.tokens), 0, None, Until(k))])[0].tokens
+        return self.proposer.draft([DraftRequest(self.key, len(self.tokens), 0, None, Until(k))])[0].tokens
 
     def commit(self, tokens: list[int], k: int) -> list[int]:
         self.tokens += tokens
         stop = len(self.tokens) - 1
         assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens), 0.0)
         rows = self.features[stop - len(tokens) : stop]
-        return self.proposer.draft([Ask(self.key, len(self.tokens), len(tokens), rows, Until(k))])[0].tokens
+        return self.proposer.draft([DraftRequest(self.key, len(self.tokens), len(tokens), rows, Until(k))])[0].tokens
 
     def premise(self, verifying: list[int], outcomes: int = 8, k: int = 4) -> Premise:
         return Premise(self.key, len(self.tokens), Until(k), verifying, outcomes)

@@ -25,7 +25,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from backend.config import Settings
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import Ask, Until
+from backend.drafter.proposer import DraftRequest, Until
 from backend.engine.build import build_config
 from backend.engine.counting import Counters
 from backend.engine.draft_links import DraftLinks
@@ -64,7 +64,7 @@ def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int, agr
     rows = prompt - 1
     while len(tokens) < length:
         n = len(tokens)
-        (drafted,) = proposer.draft([Ask(key, n, rows, features[n - 1 - rows : n - 1], Until(1))])
+        (drafted,) = proposer.draft([DraftRequest(key, n, rows, features[n - 1 - rows : n - 1], Until(1))])
         other = int(torch.randint(proposer.vocab_size, (1,), generator=generator))
         agrees = float(torch.rand(1, generator=generator)) < agreement
         tokens.append(drafted.tokens[0] if agrees else other)

@@ -11,7 +11,7 @@ import torch
 
 from backend.config import Settings
 from backend.drafter.dflash import DFlashProposer
-from backend.drafter.proposer import Ask, Until
+from backend.drafter.proposer import DraftRequest, Until
 from backend.lab.demo import dflash
 from backend.lab.demo.__main__ import parse
 from backend.lab.demo.llama import features, load_llama
@@ -53,7 +53,7 @@ def test_a_drafter_drafts_what_the_training_predicts(trained: tuple[dflash.Block
     compared = 0
     for block, (anchor, length) in enumerate(zip(anchors, lengths, strict=True)):
         proposer.open(block, tokens[0, : anchor + 1].tolist(), anchor, 0.0)
-        (drafted,) = proposer.draft([Ask(block, anchor + 1, anchor, inputs[0, :anchor], Until(length))])
+        (drafted,) = proposer.draft([DraftRequest(block, anchor + 1, anchor, inputs[0, :anchor], Until(length))])
         best = scores[block, :length].log_softmax(-1).max(-1)
         assert drafted.signs[::2] == pytest.approx(best.values.tolist(), abs=1e-3)
         sure = [place for place, lead in enumerate(drafted.signs[1::2]) if lead > CLOSE_CALL]

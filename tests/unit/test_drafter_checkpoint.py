@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from backend.drafter.proposer import Ask, Until
+from backend.drafter.proposer import DraftRequest, Until
 from backend.models.check import find_misfits
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import CheckpointError, Rope, load_config
@@ -38,7 +38,7 @@ def test_layouts_and_formats_are_the_same_head(tmp_path: Path, draft_vocab: int)
             proposer = make_proposer(tmp_path / layout / suffix, head, layout=layout, suffix=suffix)
             features = torch.randn(19, head.hidden, generator=torch.Generator().manual_seed(1))
             proposer.open(0, list(range(20)), 19, 0.0)
-            answers.append(proposer.draft([Ask(0, 20, 19, features, Until(6))])[0].tokens)
+            answers.append(proposer.draft([DraftRequest(0, 20, 19, features, Until(6))])[0].tokens)
     assert len(answers[0]) == 6
     assert all(answer == answers[0] for answer in answers)
 

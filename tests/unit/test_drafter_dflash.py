@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from backend.drafter.dflash import DFlashProposer
-from backend.drafter.proposer import GREEDY, Ask, Premise, Sampling, Until
+from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
 from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import MASK_EMBEDDING, Block, CheckpointError, load_config
@@ -111,9 +111,9 @@ class Session:
         assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens), 0.0)
         self.seen, self.new = range(self.seen.start, len(self.tokens) - 1), len(tokens)
 
-    def ask(self, k: int) -> Ask:
+    def ask(self, k: int) -> DraftRequest:
         stop = len(self.tokens) - 1
-        return Ask(self.key, len(self.tokens), self.new, self.features[stop - self.new : stop], Until(k))
+        return DraftRequest(self.key, len(self.tokens), self.new, self.features[stop - self.new : stop], Until(k))
 
     def check(self, reference: Reference, drafts: list[int], k: int) -> None:
         """Compares a draft, token by token but for close calls."""
@@ -156,7 +156,7 @@ def test_a_draft_in_a_batch_is_that_alone_and_that_after_a_hand_over(tmp_path: P
     for session, drafted in zip(sessions, together, strict=True):
         rows = len(session.tokens) - 1
         other.open(session.key, list(session.tokens), rows, 0.0)
-        (alone,) = other.draft([Ask(session.key, rows + 1, rows, session.features[:rows], Until(2 + session.key))])
+        (alone,) = other.draft([DraftRequest(session.key, rows + 1, rows, session.features[:rows], Until(2 + session.key))])
         assert alone.tokens == drafted.tokens
         assert alone.signs == pytest.approx(drafted.signs, abs=1e-4)
 
@@ -176,7 +176,7 @@ def test_a_draft_ends_at_the_floor_and_at_the_trained_length(tmp_path: Path) -> 
     (whole,) = proposer.draft([session.ask(30)])
     assert len(whole.tokens) == 8, "block_size is 9"
     unsure = [[0.0, 0.0, -9.0]] * 3
-    (cut,) = proposer.draft([Ask(1, 12, 0, None, Until(8, 0.5, unsure))])
+    (cut,) = proposer.draft([DraftRequest(1, 12, 0, None, Until(8, 0.5, unsure))])
     assert (cut.tokens, list(cut.first)) == ([], whole.tokens[:1])
     assert proposer.draft_outcomes([Premise(1, 12, Until(4), whole.tokens[:4], 8)]) == [[]]
 
@@ -189,7 +189,7 @@ def test_independent_tokens_are_drawn_from_the_distributions_that_are_sent(tmp_p
     q = (reference.logits(sessions[0].tokens, dict(enumerate(sessions[0].features[:11])), k) / 30.0).softmax(-1)
     seen = torch.zeros_like(q)
     for _ in range(300):
-        own, greedy = proposer.draft([Ask(1, 12, 0, None, Until(k)), Ask(2, 7, 0, None, Until(2))])
+        own, greedy = proposer.draft([DraftRequest(1, 12, 0, None, Until(k)), DraftRequest(2, 7, 0, None, Until(2))])
         ids, bits = np.frombuffer(own.proposal, np.int32).copy().reshape(2, k, -1)
         sent = torch.zeros_like(q).scatter_(
             1, torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(bits.view(np.float32)).double()

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from backend.drafter.eagle import BATCH_ROWS, EagleProposer, ModelProposer
-from backend.drafter.proposer import Ask, Premise, Sampling, Until
+from backend.drafter.proposer import DraftRequest, Premise, Sampling, Until
 from backend.models.checkpoint import drafter_config, load_drafter
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError
@@ -116,7 +116,7 @@ def text(seed: int, count: int) -> list[int]:
 
 
 def draft(proposer: ModelProposer, key: str, base_len: int, k: int) -> list[int]:
-    return proposer.draft([Ask(key, base_len, 0, None, Until(k))])[0].tokens
+    return proposer.draft([DraftRequest(key, base_len, 0, None, Until(k))])[0].tokens
 
 
 def test_every_family_drafts_what_transformers_would_say(pair: tuple[ModelProposer, PreTrainedModel]) -> None:
@@ -124,7 +124,7 @@ def test_every_family_drafts_what_transformers_would_say(pair: tuple[ModelPropos
     texts = {"a": text(1, 9), "b": text(2, 33), "c": text(3, 1)}
     for key, tokens in texts.items():
         proposer.open(key, list(tokens), 0, 0.0)
-    drafted = proposer.draft([Ask(key, len(tokens), 0, None, Until(5)) for key, tokens in texts.items()])
+    drafted = proposer.draft([DraftRequest(key, len(tokens), 0, None, Until(5)) for key, tokens in texts.items()])
     for tokens, found in zip(texts.values(), drafted, strict=True):
         assert found.tokens == by_the_book(model, tokens, 5)
     # The verifier agrees with two of them and then says something else.
@@ -206,7 +206,7 @@ def test_a_long_prompt_lets_others_draft_meanwhile(llama: tuple[str, str, PreTra
     long, short = text(1, BATCH_ROWS + 500), text(2, 10)
     for key, tokens in (("long", long), ("short", short)):
         proposer.open(key, list(tokens), 0, 0.0)
-    asks = [Ask("short", 10, 0, None, Until(2)), Ask("long", len(long), 0, None, Until(2))]
+    asks = [DraftRequest("short", 10, 0, None, Until(2)), DraftRequest("long", len(long), 0, None, Until(2))]
     first, second = proposer.draft(asks), proposer.draft(asks)
     assert [len(each.tokens) for each in (*first, *second)] == [2, 0, 2, 2]
     assert second[1].tokens == by_the_book(llama[2], long, 2)
@@ -244,7 +244,7 @@ def test_with_other_ids_it_drafts_the_same_shared_tokens(tmp_path: Path, name: s
         drafts = []
         for proposer in (plain, permuted):
             proposer.open(str(seed), list(tokens), 0, 0.0, Sampling(seed, 1.0 if seed % 3 else 0.0))
-            (drafted,) = proposer.draft([Ask(str(seed), len(tokens), 0, None, Until(4))])
+            (drafted,) = proposer.draft([DraftRequest(str(seed), len(tokens), 0, None, Until(4))])
             drafts.append(drafted.tokens)
             (ahead,) = proposer.draft_outcomes([Premise(str(seed), len(tokens), Until(2), drafted.tokens, 4)])
             drafts.append([token for outcome in ahead for token in (outcome.token, *outcome.tokens)])

@@ -14,7 +14,7 @@ from torch import Tensor
 from backend.drafter import eagle
 from backend.drafter import head as head_module
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import MAX_DRAFT, Ask, Premise, Until
+from backend.drafter.proposer import MAX_DRAFT, DraftRequest, Premise, Until
 from backend.models.checkpoint import load_drafter
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from tests.support.drafter_heads import Reference, TinyHead, make_proposer, tokens_of
@@ -67,26 +67,26 @@ class Session:
         self.tokens: list[int] = []
         self.seen: dict[int, Tensor] = {}
 
-    def open(self, tokens: list[int], k: int, skip: int = 0) -> Ask:
+    def open(self, tokens: list[int], k: int, skip: int = 0) -> DraftRequest:
         self.tokens = list(tokens)
         count = len(tokens) - 1 - skip
         self.proposer.open(self.key, list(tokens), count, 0.0)
         return self._ask(count, k)
 
-    def commit(self, tokens: list[int], k: int) -> Ask:
+    def commit(self, tokens: list[int], k: int) -> DraftRequest:
         self.tokens += tokens
         assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens), 0.0)
         return self._ask(len(tokens), k)
 
-    def _ask(self, count: int, k: int) -> Ask:
+    def _ask(self, count: int, k: int) -> DraftRequest:
         stop = len(self.tokens) - 1
         features = self.target.rows(self.tokens, stop - count, stop) if count else None
         for p in range(stop - count, stop):
             self.seen[p] = self.target.feature(self.tokens, p)
-        return Ask(self.key, len(self.tokens), count, features, Until(k))
+        return DraftRequest(self.key, len(self.tokens), count, features, Until(k))
 
 
-def drafts_of(proposer: EagleProposer, asks: list[Ask]) -> list[list[int]]:
+def drafts_of(proposer: EagleProposer, asks: list[DraftRequest]) -> list[list[int]]:
     """The tokens; every one has its two signs."""
     found = proposer.draft(asks)
     assert all(len(drafted.signs) == 2 * len(drafted.tokens) for drafted in found)
@@ -205,7 +205,7 @@ def test_any_interleaving_of_requests_drafts_by_the_book(tmp_path_factory: pytes
     target, reference = Target(head), Reference(head)
     sessions: dict[int, Session] = {}
     for _ in range(data.draw(st.integers(1, 8))):
-        asks: list[Ask] = []
+        asks: list[DraftRequest] = []
         batch = data.draw(st.lists(st.integers(0, 3), unique=True, min_size=1))
         for key in batch:
             k = data.draw(st.integers(0, 4))
@@ -271,9 +271,9 @@ def test_asking_again_without_news_repeats_the_answer(tmp_path: Path) -> None:
     drafts = drafts_of(proposer, [session.open(tokens_of(1, 20), 4)])[0]
     # A preempted request is computed anew: chunks the drafter has already seen carry no rows.
     assert proposer.commit(0, 11, [], 0, 0.0)
-    assert drafts_of(proposer, [Ask(0, 11, 0, None)]) == [[]]
+    assert drafts_of(proposer, [DraftRequest(0, 11, 0, None)]) == [[]]
     assert proposer.commit(0, 20, [], 0, 0.0)
-    assert drafts_of(proposer, [Ask(0, 20, 0, None, Until(4))]) == [drafts]
+    assert drafts_of(proposer, [DraftRequest(0, 20, 0, None, Until(4))]) == [drafts]
 
 
 def test_half_precision_drafts_within_the_vocabulary(tmp_path: Path) -> None:
@@ -289,6 +289,6 @@ def test_the_embedded_demo_head_drafts() -> None:
     weights = load_drafter(str(DRAFTER_DIR), str(TARGET_DIR))
     proposer = EagleProposer(weights, 1024)
     proposer.open(0, [1, 2, 3, 4], 3, 0.0)
-    drafts = drafts_of(proposer, [Ask(0, 4, 3, torch.randn(3, proposer.hidden), Until(4))])[0]
+    drafts = drafts_of(proposer, [DraftRequest(0, 4, 3, torch.randn(3, proposer.hidden), Until(4))])[0]
     assert len(drafts) == 4
     assert all(0 <= t < proposer.vocab_size for t in drafts)

@@ -20,7 +20,7 @@ from backend.drafter.decoding import NUMBERS, Decoder
 from backend.drafter.draws import SUPPORT, Ends, Rules, columns_of
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.ngram import NgramProposer
-from backend.drafter.proposer import GREEDY, Ask, Drafted, Premise, Sampling, Until
+from backend.drafter.proposer import GREEDY, Drafted, DraftRequest, Premise, Sampling, Until
 from backend.drafter.service import DrafterService
 from backend.speculation.chances import CLIP
 from backend.wire.drafting import NextItem
@@ -128,7 +128,7 @@ def test_signs_say_nothing_of_the_token(tmp_path: Path) -> None:
 
 
 def fresh(proposer: EagleProposer, request: Request, until: Until) -> Drafted:
-    return proposer.draft([Ask(request.key, len(request.tokens), 0, None, until)])[0]
+    return proposer.draft([DraftRequest(request.key, len(request.tokens), 0, None, until)])[0]
 
 
 def allowed(logits: list[float], sampling: Sampling) -> tuple[set[int], set[int]]:
@@ -210,7 +210,7 @@ def test_the_floor_cuts_no_independent_draft(tmp_path: Path) -> None:
     proposer = make_proposer(tmp_path, head)
     requests = [Request(proposer, head, key, 12, s) for key, s in enumerate([own(), Sampling.of(SEED, 1.0), own(0.5)])]
     until = Until(5, 0.9, [UNSURE] * 3)
-    drafts = proposer.draft([Ask(r.key, len(r.tokens), 0, None, until) for r in requests])
+    drafts = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, until) for r in requests])
     assert [len(drafted.tokens) for drafted in drafts] == [5, 0, 5]
     for drafted in (drafts[0], drafts[2]):
         assert len(drafted.signs) == 10
@@ -243,7 +243,7 @@ def test_outcomes_are_drafted_independently_and_ranked_with_the_shared_noise(tmp
             decode(outcome.tokens, outcome.proposal)
         # The same text and seed with shared noise: the same tokens come, in the same order.
         proposer.open(3, list(one.tokens), 19, 0.0, Sampling.of(SEED, HOT))
-        proposer.draft([Ask(3, 20, 19, one.features[:19])])
+        proposer.draft([DraftRequest(3, 20, 19, one.features[:19])])
         twin = proposer.draft_outcomes([Premise(shared.key, 20, replace(until, floor=0.0), verifying, 6)])[0]
         assert [(o.accepted, o.token) for o in twin] == [(o.accepted, o.token) for o in owned]
         assert all(not o.proposal for o in twin)
@@ -295,5 +295,5 @@ def test_restrictions_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, 
 def test_a_look_up_is_certain() -> None:
     proposer = NgramProposer(100, 1000, 1000)
     proposer.open("a", [1, 2, 3, 1, 2], 0, 0.0, own())
-    (drafted,) = proposer.draft([Ask("a", 5, 0, None, Until(2))])
+    (drafted,) = proposer.draft([DraftRequest("a", 5, 0, None, Until(2))])
     assert drafted == Drafted([3, 1], [])

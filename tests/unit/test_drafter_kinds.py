@@ -12,7 +12,7 @@ import pytest
 from backend.config import DraftingSettings, Settings
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.process import DrafterModel, build_proposer
-from backend.drafter.proposer import Ask, Until
+from backend.drafter.proposer import DraftRequest, Until
 from backend.launch.plan import Hardware, plan
 from backend.models.demo import TARGET_DIR
 from backend.models.kinds import KINDS, WEIGHTLESS, Kind
@@ -64,7 +64,7 @@ def test_look_ups_need_no_sizes_of_the_target(tmp_path: Path) -> None:
     proposer = build_proposer(DrafterModel(str(tmp_path), None), DraftingSettings())
     assert (proposer.vocab_size, proposer.max_position) == (2**31, 2**31)
     proposer.open("r", [262_207, 5, 6, 7, 262_207, 5, 6], 0, 0.0)
-    assert proposer.draft([Ask("r", 7, 0, None, Until(2))])[0].tokens == [7, 262_207]
+    assert proposer.draft([DraftRequest("r", 7, 0, None, Until(2))])[0].tokens == [7, 262_207]
 
 
 def test_every_entry_names_a_proposer_that_exists() -> None:

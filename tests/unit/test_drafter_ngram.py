@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.drafter.ngram import NgramProposer
-from backend.drafter.proposer import Ask, Until
+from backend.drafter.proposer import DraftRequest, Until
 from backend.speculation.lookup import Lookup
 from backend.speculation.tokens import UNKNOWN
 
@@ -16,7 +16,7 @@ def proposer(capacity: int = 1000) -> NgramProposer:
 
 
 def drafts(lookup: NgramProposer, key: str, base_len: int, k: int) -> list[int]:
-    drafted = lookup.draft([Ask(key, base_len, 0, None, Until(k))])[0]
+    drafted = lookup.draft([DraftRequest(key, base_len, 0, None, Until(k))])[0]
     assert drafted.signs == []
     return drafted.tokens
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.drafter.proposer import Ask, Drafted, Premise, Sampling, Until
+from backend.drafter.proposer import Drafted, DraftRequest, Premise, Sampling, Until
 from backend.drafter.service import DrafterService
 from backend.speculation.chances import CLIP, chance, chances
 from backend.wire.drafting import NextItem, Outcome
@@ -30,7 +30,7 @@ SEED = 2**64 - 12345
 
 
 def draft(request: Request, until: Until) -> Drafted:
-    return request.proposer.draft([Ask(request.key, len(request.tokens), 0, None, until)])[0]
+    return request.proposer.draft([DraftRequest(request.key, len(request.tokens), 0, None, until)])[0]
 
 
 def signs_of(book: Reference, request: Request, before: list[int], tokens: list[int]) -> list[float]:
@@ -64,7 +64,7 @@ def test_sampled_and_greedy_requests_share_a_batch(tmp_path: Path) -> None:
     proposer = make_proposer(tmp_path, head)
     temperatures = [0.0, 1.0, 0.0, 0.7, 1.0]
     requests = [Request(proposer, head, key, 12, Sampling.of(SEED, t)) for key, t in enumerate(temperatures)]
-    together = proposer.draft([Ask(r.key, len(r.tokens), 0, None, Until(3)) for r in requests])
+    together = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, Until(3)) for r in requests])
     alone = [draft(request, Until(3)) for request in requests]
     assert [one.tokens for one in together] == [other.tokens for other in alone]
     for one, other in zip(together, alone, strict=True):
@@ -78,7 +78,7 @@ def test_another_seed_gives_another_draft_and_no_seed_a_wrong_one(tmp_path: Path
     for key in range(8):
         proposer.open(0, [1, 2, 3, 4], 3, 0.0, Sampling.of(key << 60, 1.5))
         features = torch.randn(3, head.hidden, generator=torch.Generator().manual_seed(3))
-        drafted = proposer.draft([Ask(0, 4, 3, features, Until(4))])[0]
+        drafted = proposer.draft([DraftRequest(0, 4, 3, features, Until(4))])[0]
         assert len(drafted.tokens) == 4
         assert all(0 <= token < head.vocab for token in drafted.tokens)
         texts.add(tuple(drafted.tokens))
@@ -125,9 +125,9 @@ def test_a_draft_ends_before_the_first_token_below_the_floor(tmp_path: Path, flo
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
     requests = [Request(proposer, head, key, 10 + key, Sampling.of(SEED, float(key % 2))) for key in range(8)]
-    whole = proposer.draft([Ask(r.key, len(r.tokens), 0, None, Until(6)) for r in requests])
+    whole = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, Until(6)) for r in requests])
     until = Until(6, floor, [GREEDY_JUDGE, SAMPLED_JUDGE])
-    cut = proposer.draft([Ask(r.key, len(r.tokens), 0, None, until) for r in requests])
+    cut = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, until) for r in requests])
     for key, (full, short) in enumerate(zip(whole, cut, strict=True)):
         alive = [s >= floor for s in survivals(SAMPLED_JUDGE if key % 2 else GREEDY_JUDGE, full.signs)]
         kept = alive.index(False) if False in alive else 6
@@ -152,7 +152,7 @@ def test_nobody_computes_what_no_draft_needs(tmp_path: Path, monkeypatch: pytest
 
     def cost(*untils: Until) -> tuple[list[int], int]:
         passes.clear()
-        found = proposer.draft([Ask(r.key, len(r.tokens), 0, None, u) for r, u in zip(requests, untils, strict=False)])
+        found = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, u) for r, u in zip(requests, untils, strict=False)])
         return [len(drafted.tokens) for drafted in found], len(passes)
 
     assert cost(*[Until(8, 0.5, hopeless)] * 3) == ([1, 1, 1], 1)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.drafter.decoding import Lanes
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import GREEDY, Ask, Premise, Sampling, Until
+from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
 from tests.support.drafter_heads import Request, TinyHead, make_proposer, tokens_of
 
 HEADS = {"head": TinyHead(draft_vocab=40), "two layers": TinyHead(layers=2)}
@@ -55,14 +55,14 @@ def test_operators_do_not_grow_with_requests(tmp_path: Path, head: TinyHead, sam
     drafting, enumerating, extending = [], [], []
     for count in (4, 64):
         proposer, requests = opened(tmp_path / str(count), head, count, samplings)
-        asks = [Ask(r.key, len(r.tokens), 0, None, Until(4)) for r in requests]
+        asks = [DraftRequest(r.key, len(r.tokens), 0, None, Until(4)) for r in requests]
         drafting.append(operators(lambda: proposer.draft(asks)))  # noqa: B023  (called here)
         premises = [r.premise(tokens_of(count, 3), 4) for r in requests]
         enumerating.append(operators(lambda: proposer.draft_outcomes(premises)))  # noqa: B023  (called here)
         features = torch.randn(2, head.hidden)
         for request in requests:
             proposer.commit(request.key, len(request.tokens) + 2, tokens_of(count, 2), 2, 0.0)
-        rounds = [Ask(r.key, len(r.tokens) + 2, 2, features) for r in requests]
+        rounds = [DraftRequest(r.key, len(r.tokens) + 2, 2, features) for r in requests]
         extending.append(operators(lambda: proposer.draft(rounds)))  # noqa: B023  (called here)
     # Padding takes a few: whether there is any depends on the count.  Each request's tip is a view of one result.
     views = {"aten.slice.Tensor", "aten.fill_.Tensor", "aten.copy_.default", "aten.expand.default"}
@@ -86,7 +86,7 @@ def test_no_step_waits_for_a_result(tmp_path: Path, samplings: list[Sampling]) -
             run(lanes, step)
 
     with mock.patch.object(Lanes, "run", guarded):
-        drafts = proposer.draft([Ask(r.key, len(r.tokens), 0, None, Until(4)) for r in requests])
+        drafts = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, Until(4)) for r in requests])
         proposer.draft_outcomes([r.premise(d.tokens, 4) for r, d in zip(requests, drafts, strict=True)])
     assert steps.keys() == {"pick", "advance_and_pick", "follow"}
 
@@ -98,7 +98,7 @@ def test_longer_drafts_and_more_rows_than_were_captured_are_drafted_too(tmp_path
     other._decoder._captured.clear()
     for k, outcomes in ((20, 4), (6, 64), (6, 100)):
         drafts = [
-            p.draft([Ask(r.key, len(r.tokens), 0, None, Until(k)) for r in rs])
+            p.draft([DraftRequest(r.key, len(r.tokens), 0, None, Until(k)) for r in rs])
             for p, rs in ((proposer, requests), (other, others))
         ]
         assert [d.tokens for d in drafts[0]] == [d.tokens for d in drafts[1]]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from backend.drafter.decoding import Lanes
-from backend.drafter.proposer import MAX_OUTCOMES, Ask, Premise, Until
+from backend.drafter.proposer import MAX_OUTCOMES, DraftRequest, Premise, Until
 from backend.wire.drafting import Outcome
 from tests.support.drafter_heads import Reference, Request, TinyHead, make_proposer, tokens_of
 
@@ -78,7 +78,7 @@ def test_what_drafting_has_computed_is_not_computed_again(tmp_path: Path, cut: i
     requests = [Request(proposer, head, key, length) for key, length in enumerate((9, 30, 40))]
     for last in (False, True):
         # Room for branches is made first: a sequence that moves leaves its draft's rows behind.
-        drafts = proposer.draft([Ask(r.key, len(r.tokens), 0, None, Until(4)) for r in requests])
+        drafts = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, Until(4)) for r in requests])
         verifying = [drafts[0].tokens[:cut], drafts[1].tokens[: max(cut - 1, 1)], drafts[2].tokens[:cut]]
         premises = [r.premise(v, 6) for r, v in zip(requests, verifying, strict=True)]
         with mock.patch.object(Lanes, "follow", autospec=True, side_effect=Lanes.follow, __name__="follow") as followed:
@@ -114,7 +114,7 @@ def test_outcomes_equal_those_of_a_fresh_sequence(tmp_path: Path) -> None:
     other.tokens = list(request.tokens)
     count = len(other.tokens) - 1
     alone.open(1, list(other.tokens), count, 0.0)
-    assert alone.draft([Ask(1, count + 1, count, other.features[:count], Until(4))])[0].tokens == verifying
+    assert alone.draft([DraftRequest(1, count + 1, count, other.features[:count], Until(4))])[0].tokens == verifying
     expected, found = (
         alone.draft_outcomes([other.premise(verifying)])[0],
         proposer.draft_outcomes([request.premise(verifying)])[0],

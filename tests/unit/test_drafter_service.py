@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.ngram import NgramProposer
-from backend.drafter.proposer import Ask, Drafted
+from backend.drafter.proposer import Drafted, DraftRequest
 from backend.drafter.service import DrafterService, Reply
 from backend.wire.drafting import (
     HELLO_FIRST,
@@ -150,7 +150,7 @@ def test_two_verifiers_share_a_batch_and_nothing_else(proposer: EagleProposer) -
     batches: list[int] = []
     draft = proposer.draft
 
-    def counting(batch: list[Ask]) -> list[Drafted]:
+    def counting(batch: list[DraftRequest]) -> list[Drafted]:
         batches.append(len(batch))
         return draft(batch)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.drafter.proposer import Ask, Until
+from backend.drafter.proposer import DraftRequest, Until
 from backend.drafter.service import DrafterService
 from backend.fleet import DrafterRef
 from tests.support.drafter_heads import TinyHead, make_proposer
@@ -53,7 +53,7 @@ def test_the_last_drafts_are_those_of_a_fresh_drafter(directory: Path, texts: di
         fresh = make_proposer(directory / mode, HEAD, cache_tokens=4096)
         for n in late:
             fresh.open("fresh", text.tokens[:n], n - 1, 0.0)
-            (expected,) = fresh.draft([Ask("fresh", n, n - 1, text.features[: n - 1], Until(K))])
+            (expected,) = fresh.draft([DraftRequest("fresh", n, n - 1, text.features[: n - 1], Until(K))])
             # What was not worth going on with has been left out.
             drafted = drafter.fresh[name, n]
             assert drafted == expected.tokens[: len(drafted)], f"{name} at {n}"

@@ -19,7 +19,7 @@ from backend.config.settings import DraftingSettings
 from backend.drafter import learner as learner_module
 from backend.drafter.learner import Learner
 from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
-from backend.drafter.proposer import Ask, Until
+from backend.drafter.proposer import DraftRequest, Until
 from backend.learning import trainer as trainer_module
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, is_held_out
@@ -174,7 +174,7 @@ def test_the_initial_head_fits_and_repeats_the_target(start: str) -> None:
     )
     assert proposer.hidden == 3 * 256
     proposer.open("r", [5] * 9, 8, 0.0)
-    (drafted,) = proposer.draft([Ask("r", 9, 8, torch.randn(8, 768), Until(4))])
+    (drafted,) = proposer.draft([DraftRequest("r", 9, 8, torch.randn(8, 768), Until(4))])
     assert len(drafted.tokens) == 4
 
 
@@ -215,7 +215,7 @@ def test_a_given_head_is_widened_to_learn_and_drafts_the_same(tmp_path: Path) ->
         model = DrafterModel(str(TARGET_DIR), head, head, str(tmp_path))
         proposer = build_proposer(model, DraftingSettings(gpus=0, cache_tokens=512))
         proposer.open("r", [5] * 9, 8, 0.0)
-        (drafted,) = proposer.draft([Ask("r", 9, 8, features[:, : proposer.hidden], Until(4))])
+        (drafted,) = proposer.draft([DraftRequest("r", 9, 8, features[:, : proposer.hidden], Until(4))])
         found.append(drafted.tokens)
     assert found[0] == found[1]
     teach(tmp_path / "ring", 20, 3)

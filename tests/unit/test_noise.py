@@ -154,7 +154,7 @@ def test_the_ranking_is_that_of_all_scores(data: st.DataObject, size: int, count
     assert all(len(set(row)) == count for row in columns.tolist())
 
 
-def choose(logits: Tensor, scale: float = 1.0, seed: int = 7, position: int = 3) -> noise.Choice:
+def choose(logits: Tensor, scale: float = 1.0, seed: int = 7, position: int = 3) -> noise.Chosen:
     rows = len(logits)
     ones = torch.ones(rows)
     return noise.choose(logits, torch.full((rows,), seed), torch.full((rows,), position), ones, scale * ones)

@@ -26,7 +26,7 @@ from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 from vllm.v1.worker import gpu_model_runner
 
 from backend.engine.worker import sampling
-from backend.engine.worker.sampling import Rows, SharedNoise, _accepted
+from backend.engine.worker.sampling import LogitRows, SharedNoise, _accepted
 from backend.wire.engine import LOGPROBS_MODE, NOISE_SEED
 from tests.support.no_repeat import NoRepeat
 from tests.support.properties import examples
@@ -337,7 +337,7 @@ def test_thinking_ends_where_its_budget_says(end: list[int]) -> None:
 @given(st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_what_agrees_is_accepted_and_one_token_more(drafts: list[list[int]], seed: int) -> None:
     dice = random.Random(seed)
-    rows = Rows([len(draft) for draft in drafts], CPU)
+    rows = LogitRows([len(draft) for draft in drafts], CPU)
     own = [[dice.randrange(3) for _ in range(len(draft) + 1)] for draft in drafts]
     assert rows.request.tolist() == [i for i, draft in enumerate(drafts) for _ in range(len(draft) + 1)]
     assert rows.depth.tolist() == [j for draft in drafts for j in range(len(draft) + 1)]
@@ -353,7 +353,7 @@ def test_what_agrees_is_accepted_and_one_token_more(drafts: list[list[int]], see
 
 def test_nothing_waits_for_the_device_before_all_of_the_sampling_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, an ordinary copy to it ends only when all that was launched before has run."""
-    rows = Rows([2, 0], CPU)
+    rows = LogitRows([2, 0], CPU)
     chosen, drafts = torch.tensor([5, 6, 7, 8]), torch.tensor([5, 9])
     monkeypatch.setattr(torch, "tensor", None)
     monkeypatch.setattr(torch, "as_tensor", None)

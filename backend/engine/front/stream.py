@@ -158,7 +158,7 @@ class PlainStream:
             parent = parents.get(queue.request_id)
             for each in parent.child_requests if parent is not None else (queue.request_id,):
                 state = states[each]
-                choice = Choice(self, state, prompt * self.form.n + state.request_index)
+                choice = ChoiceStream(self, state, prompt * self.form.n + state.request_index)
                 state.queue, state.make_request_output = choice, choice.take
             self._prompt_tokens += state.prompt_len
 
@@ -198,7 +198,7 @@ class PlainStream:
         self.sink.end(error)
 
 
-class Choice:
+class ChoiceStream:
     """One sequence, from vLLM's output processor to the sink; takes the place of its output queue."""
 
     def __init__(self, stream: PlainStream, state: RequestState, index: int) -> None:

@@ -38,7 +38,7 @@ from backend.speculation.proposals import Proposal
 from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, LOGPROBS_MODE, NOISE_SEED
 
 
-class Rows:
+class LogitRows:
     """The rows of logits in a step: request i has `drafted[i] + 1` of them, one after the other.
 
     `request` and `depth` are `[rows]`: the index of the row's request, and the number of draft tokens before the row.
@@ -84,7 +84,7 @@ class SharedNoise:
         drafted = [0] * count
         if spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens):
             drafts, drafted = spec_decode_metadata.draft_token_ids, spec_decode_metadata.num_draft_tokens
-        rows = Rows(drafted, logits.device)
+        rows = LogitRows(drafted, logits.device)
         states = [runner.requests[each] for each in batch.req_ids]
         raw = None
         if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
@@ -123,7 +123,7 @@ def _argument(state: Any, name: str, default: Any) -> Any:
 def _judge(
     logits: Tensor,
     drafts: Tensor,
-    rows: Rows,
+    rows: LogitRows,
     free: Sequence[int],
     proposals: Sequence[Proposal | None],
     seeds: np.ndarray[Any, Any],
@@ -150,7 +150,7 @@ def _judge(
 def _draw(
     logits: Tensor,
     metadata: SamplingMetadata,
-    rows: Rows,
+    rows: LogitRows,
     seeds: np.ndarray[Any, Any],
     lengths: np.ndarray[Any, Any],
     free: Sequence[int],
@@ -178,7 +178,7 @@ def _draw(
     return torch.zeros(len(logits), dtype=columns.dtype, device=logits.device).scatter_(0, places, columns)
 
 
-def _accepted(chosen: Tensor, drafts: Tensor | None, rows: Rows, settled: tuple[Sequence[int], Tensor] | None) -> Tensor:
+def _accepted(chosen: Tensor, drafts: Tensor | None, rows: LogitRows, settled: tuple[Sequence[int], Tensor] | None) -> Tensor:
     """The tokens that each verification emits, `[requests, deepest + 1]`, padded with -1.
 
     `chosen` `[rows]` is the verifier's own token of each row.  `drafts` holds all draft tokens in row order.  `settled`:
@@ -207,7 +207,7 @@ def _accepted(chosen: Tensor, drafts: Tensor | None, rows: Rows, settled: tuple[
 
 
 def _processed(
-    logits: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: Any, raw: np.ndarray[Any, Any] | None
+    logits: Tensor, metadata: SamplingMetadata, rows: LogitRows, sampler: Any, raw: np.ndarray[Any, Any] | None
 ) -> tuple[Tensor, Tensor | None]:
     """Logits after all processors and temperature, and the logits from which log probabilities are computed.
 
@@ -233,7 +233,7 @@ def _processed(
     return logits, torch.where(rows.spread(async_tensor_h2d(raw, device=logits.device)).unsqueeze(1), kept, logits)
 
 
-def _constrain(logits: Tensor, metadata: SamplingMetadata, rows: Rows) -> Tensor:
+def _constrain(logits: Tensor, metadata: SamplingMetadata, rows: LogitRows) -> Tensor:
     """vLLM's `Sampler.apply_logits_processors`, for rows that follow draft tokens."""
     if metadata.allowed_token_ids_mask is not None:
         logits.masked_fill_(rows.spread(metadata.allowed_token_ids_mask), float("-inf"))
@@ -278,7 +278,7 @@ def _is_idle(processor: Any) -> bool:
     return isinstance(processor, LogitBiasLogitsProcessor) and not processor.biases
 
 
-def _apply_by_depth(processor: Any, logits: Tensor, metadata: SamplingMetadata, rows: Rows) -> Tensor:
+def _apply_by_depth(processor: Any, logits: Tensor, metadata: SamplingMetadata, rows: LogitRows) -> Tensor:
     """Applies a processor depth by depth, to one row of each request at a time.
 
     Processors identify requests by place in the batch and may hold their output lists.  At each depth these lists are as long
@@ -291,7 +291,7 @@ def _apply_by_depth(processor: Any, logits: Tensor, metadata: SamplingMetadata, 
     return _by_depth(logits, metadata, rows, lambda depth, of: processor.apply(of))
 
 
-def _by_depth(logits: Tensor, metadata: SamplingMetadata, rows: Rows, apply: Callable[[int, Tensor], Tensor]) -> Tensor:
+def _by_depth(logits: Tensor, metadata: SamplingMetadata, rows: LogitRows, apply: Callable[[int, Tensor], Tensor]) -> Tensor:
     """Logits after `apply(depth, logits)` at each depth, with one row per request, as in a plain step at that depth."""
     table, drafted = rows.table(), np.asarray(rows.drafted)
     for depth in range(rows.deepest + 1):
@@ -320,7 +320,7 @@ def _emitted(metadata: SamplingMetadata, depth: int) -> Iterator[None]:
 
 
 def _logprobs(
-    logits: Tensor | None, chosen: Tensor, metadata: SamplingMetadata, rows: Rows, sampler: Any
+    logits: Tensor | None, chosen: Tensor, metadata: SamplingMetadata, rows: LogitRows, sampler: Any
 ) -> LogprobsTensors | None:
     """Log probabilities of `chosen` `[rows]`, at every place of the table of what was emitted; vLLM drops the padding's."""
     if logits is None:

@@ -21,7 +21,7 @@ from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.tokenizer import PAD_ID, token_stream
 from backend.lab.demo.train import RECORD
 from backend.lab.demo.training import Progress, goals, resolve_device, train
-from backend.learning.layers import MLP, Attention, RMSNorm, Rotary, Shape, initialise
+from backend.learning.layers import MLP, Attention, LlamaSizes, RMSNorm, Rotary, initialise
 from backend.learning.optimizers import Optimizers
 from backend.models.writing import replacing, write_checkpoint, write_json
 from backend.rollout.corpus import load_corpus
@@ -37,7 +37,7 @@ TOKENS_PER_BLOCK = 10
 class Layer(nn.Module):
     """A layer of Qwen3's kind."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: LlamaSizes) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape, shape.hidden_size)
@@ -50,7 +50,7 @@ class BlockDrafter(nn.Module):
 
     embeddings: Tensor
 
-    def __init__(self, shape: Shape, feature_layers: tuple[int, ...], embeddings: Tensor) -> None:
+    def __init__(self, shape: LlamaSizes, feature_layers: tuple[int, ...], embeddings: Tensor) -> None:
         super().__init__()
         self.shape, self.feature_layers = shape, feature_layers
         self.fc = nn.Linear(len(feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
@@ -96,7 +96,7 @@ class BlockDrafter(nn.Module):
 def new_head(target: LlamaForCausalLM) -> BlockDrafter:
     """A new head whose layers begin as its target's last ones; `fc` begins as a copy of the last feature."""
     config = config_of(target) | {"num_hidden_layers": LAYERS}
-    shape = Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config}, qk_norm=True)
+    shape = LlamaSizes(**{name: config[name] for name in LlamaSizes.__dataclass_fields__ if name in config}, qk_norm=True)
     layers = default_feature_layers(target.config.num_hidden_layers)
     head = BlockDrafter(shape, layers, target.model.embed_tokens.weight).to(target.device)
     with torch.no_grad():

@@ -19,7 +19,7 @@ from backend.lab.demo.llama import config_of, features, generate
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.training import Progress, Stream, goals, resolve_device, train, windows
 from backend.learning.head import Drafter, DrafterShape
-from backend.learning.layers import Shape
+from backend.learning.layers import LlamaSizes
 from backend.learning.optimizers import Optimizers
 from backend.models.writing import speculators_config, write_checkpoint
 
@@ -43,7 +43,7 @@ def new_drafter(target: LlamaForCausalLM) -> Drafter:
     `fc` starts as a copy of the last feature, which is the input of that layer; weights for embeddings start random and small.
     """
     config = config_of(target) | {"num_hidden_layers": 1}
-    layer = Shape(**{name: config[name] for name in Shape.__dataclass_fields__ if name in config})
+    layer = LlamaSizes(**{name: config[name] for name in LlamaSizes.__dataclass_fields__ if name in config})
     shape = DrafterShape(layer, default_feature_layers(target.config.num_hidden_layers))
     embeddings = target.model.embed_tokens.weight
     drafter = Drafter(shape, embeddings).to(embeddings.device)
