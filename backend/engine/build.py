@@ -1,10 +1,11 @@
-"""Builds vLLM's engine core for a verifier.  Engine process, engine thread.
+"""Builds vLLM's engine core for a verifier, and warms it up.  Engine process, engine thread, before the loop.
 
 vLLM's source stays unchanged: a mode is a speculative configuration, a scheduler class and a worker class.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,13 +16,16 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.utils import get_model_cls
 from vllm.model_executor.models.interfaces import supports_eagle3
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor.abstract import Executor
 
 from backend.config import REMOTE_MODES, Settings, environment
 from backend.engine.arguments import EngineSetupError, common_arguments, other_arguments, remote_speculation
+from backend.engine.client import engine_request
 from backend.engine.grammar_repairs import repair_guidance
+from backend.engine.scheduler import DraftingScheduler
 from backend.engine.worker.tensor_transfer import NAME
 from backend.models.checkpoint import drafter_config
 from backend.models.head_config import DRAFT_MODEL, load_config
@@ -35,6 +39,11 @@ AHEAD_OUTCOMES = 8
 """Most outcomes drafted ahead per request and step."""
 RING_BYTES = 64 << 20
 """Shared memory per verifier and drafter on one host, for large features."""
+WARM_UP_BATCHES = (1, 4, 16, 64)
+WARM_UP_STEPS = 8
+WARM_UP_PROMPT = 8
+WARM_UP_UNLIKE = 2
+"""First steps of each batch that are not measured: the prefill, and the first step of the batch's shape."""
 
 
 def engine_arguments(settings: Settings, paths: ResolvedModels) -> dict[str, Any]:
@@ -154,3 +163,43 @@ def _worker_options(settings: Settings, paths: ResolvedModels) -> dict[str, Any]
         "lookup": settings.verifier.lookup,
         "ring_bytes": RING_BYTES,
     }
+
+
+def warm_up(core: EngineCore) -> None:
+    """Runs and measures a few steps before a verifier reports ready: decodes small batches of made-up tokens.
+
+    First steps are slow: kernels are chosen, buffers grow.  The budget of draft tokens depends on measured step times, also of
+    steps with drafts: for 16 requests with 64 draft tokens, a line through plain steps is far off.  Nothing stays in the prefix
+    cache or the counters.  Does nothing for a model that embeds or scores.
+    """
+    if core.vllm_config.model_config.runner_type == "pooling":
+        return
+    scheduler: Any = core.scheduler
+    drafting = isinstance(scheduler, DraftingScheduler)
+    scheduler.warm_up_drafts = 0
+    # vLLM compiles the kernels for log probabilities at their first use.
+    _decode(core, 1, logprobs=1)
+    for k in {0, scheduler.num_spec_tokens} if drafting else {0}:
+        scheduler.warm_up_drafts = k
+        for batch in WARM_UP_BATCHES:
+            if batch <= scheduler.max_num_running_reqs:
+                _decode(core, batch)
+    scheduler.warm_up_drafts = None
+    core.reset_prefix_cache()
+
+
+def _decode(core: EngineCore, batch: int, logprobs: int | None = None) -> None:
+    scheduler: Any = core.scheduler
+    vocab = core.vllm_config.model_config.get_vocab_size()
+    for i in range(batch):
+        params = SamplingParams(temperature=0, max_tokens=WARM_UP_STEPS, ignore_eos=True, logprobs=logprobs)
+        request = engine_request(f"warm-up-{batch}-{i}", [(i + j) % vocab for j in range(WARM_UP_PROMPT)], params)
+        core.add_request(*core.preprocess_add_request(request))
+    unlike = WARM_UP_UNLIKE
+    while scheduler.has_requests():
+        began = time.monotonic()
+        _, executed = core.step_fn()
+        core.post_step(executed)
+        if executed and not unlike and logprobs is None:
+            scheduler.note_step(time.monotonic() - began)
+        unlike -= executed and unlike > 0

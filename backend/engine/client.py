@@ -1,6 +1,8 @@
-"""A synchronous client of the engine wire.  Used by benchmarks, rollouts and tests.
+"""The client's end of the engine wire (`backend/wire/engine.py`): its codec, and a synchronous client.
 
-Any process; a client belongs to one thread.  Uses vLLM's request and output structs and their codec, but no engine.
+`EngineCodec` makes frames of messages and messages of frames, without sockets; gateways (`gateway/fleet/engine_link.py`) use it
+too.  Benchmarks, rollouts and tests use `EngineClient`.  Any process; a client belongs to one thread.  Both use vLLM's request
+and output structs and their codec, but no engine.
 """
 
 from __future__ import annotations
@@ -10,20 +12,120 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import msgspec
+import vllm  # first: its submodules do not import alone
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from backend.engine.speech import EngineCodec
 from backend.fleet import VerifierStats
 from backend.fleet.stats import Weights
 from backend.records.kept import RowBatch
-from backend.transport import Hub, Wire
-from backend.wire.engine import FIXED_RESPONSE, Account, EngineWelcome, Refusal, RequestOptions
+from backend.transport import Buffer, Hub, Wire
+from backend.wire.engine import (
+    ABORT,
+    ACCOUNTS,
+    ADD,
+    ENGINE_WIRE_VERSION,
+    FIXED_RESPONSE,
+    GATEWAY_LEASE_S,
+    HELLO,
+    OUTPUTS,
+    PING,
+    REFUSED,
+    ROWS,
+    SHARE,
+    STATS,
+    TAKEN,
+    UTILITY,
+    WELCOME,
+    Account,
+    Addition,
+    EngineHello,
+    EngineWelcome,
+    Refusal,
+    RequestOptions,
+    Said,
+)
 
 PING_EVERY_S = 1.0
 POLL_S = 0.2
+_pack = msgspec.msgpack.encode
+_DECODERS: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
+    ACCOUNTS: msgspec.msgpack.Decoder(list[Account]),
+    STATS: msgspec.msgpack.Decoder(VerifierStats),
+    WELCOME: msgspec.msgpack.Decoder(EngineWelcome),
+    REFUSED: msgspec.msgpack.Decoder(Refusal),
+    ROWS: msgspec.msgpack.Decoder(RowBatch),
+}
+"""By kind: messages of one frame."""
+
+
+class Taken(NamedTuple):
+    """The verifier's engine has this request."""
+
+    request_id: str
+
+
+class EngineCodec:
+    """One client's encoder and decoder; not thread-safe."""
+
+    def __init__(self) -> None:
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+
+    def hello(self, name: str, lease_s: float = GATEWAY_LEASE_S, rows: bool = False) -> list[Buffer]:
+        """The greeting of a client called `name`; for the rest see `EngineHello`."""
+        return [HELLO, _pack(EngineHello(ENGINE_WIRE_VERSION, vllm.__version__, name, lease_s, rows))]
+
+    def add(
+        self,
+        request: EngineCoreRequest,
+        place_id: str,
+        emitted: Sequence[int] = (),
+        asked: RequestOptions | None = None,
+    ) -> list[Buffer]:
+        """A request, to be continued after its `emitted` tokens; its outputs will carry the id `place_id`."""
+        return [ADD, _pack(Addition(place_id, list(emitted), asked)), *self._encoder.encode(request)]
+
+    def abort(self, place_ids: Sequence[str]) -> list[Buffer]:
+        """Aborts these requests: they end without further outputs."""
+        return [ABORT, _pack(list(place_ids))]
+
+    @staticmethod
+    def share(said: Said) -> list[Buffer]:
+        """A text that the verifier may look drafts up in."""
+        return [SHARE, _pack(said)]
+
+    def call(self, call_id: int, method: str, args: Sequence[Any]) -> list[Buffer]:
+        """Calls a method of the engine core; the result comes with `EngineCoreOutputs`."""
+        return [UTILITY, *self._encoder.encode([call_id, method, list(args)])]
+
+    def ask_rows(self, number: int) -> list[Buffer]:
+        """Asks for the rows that the verifier keeps; the answer has this number."""
+        return [ROWS, _pack(number)]
+
+    def ping(self) -> list[Buffer]:
+        return [PING]
+
+    def hear(self, frames: Sequence[Buffer]) -> Any:
+        """Decodes vLLM's outputs, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`, `Refusal`, `RowBatch`; None
+        for a ping's echo.
+
+        Raises `msgspec.DecodeError`, `IndexError` or `UnicodeError` for an unreadable message.
+        """
+        kind, rest = bytes(frames[0]), frames[1:]
+        if kind == OUTPUTS:
+            return self._decoder.decode(rest)
+        if kind == TAKEN:
+            return Taken(bytes(rest[0]).decode())
+        if kind == PING:
+            return None
+        if kind not in _DECODERS:
+            raise msgspec.DecodeError(f"unknown kind of message {kind!r}")
+        return _DECODERS[kind].decode(rest[0])
 
 
 class EngineRefused(Exception):
@@ -94,7 +196,7 @@ class EngineClient:
         self.hub = hub or Hub(Wire())
         self._shares_hub = hub is not None
         self.dealer = self.hub.dealer(address, server_key, watched=True)
-        self._speech = EngineCodec()
+        self._codec = EngineCodec()
         self.answers: dict[str, Answer] = {}
         self.stats: VerifierStats | None = None
         self.stats_at = 0.0
@@ -115,7 +217,7 @@ class EngineClient:
         self._watch = watch
         self._greeting = True
         """A greeting has no answer yet: the verifier refuses what was sent before it."""
-        self._hello = self._speech.hello(name, lease_s, rows)
+        self._hello = self._codec.hello(name, lease_s, rows)
         self.dealer.send(*self._hello)
         try:
             self.run_until(lambda: self.welcome is not None or bool(self.refusals), welcome_s)
@@ -139,17 +241,17 @@ class EngineClient:
         request_id = request_id or f"req-{uuid.uuid4().hex[:8]}"
         request = engine_request(request_id, prompt, params, **fields)
         self.answers[request_id] = Answer(sent_at=time.monotonic())
-        self.dealer.send(*self._speech.add(request, request_id, emitted, asked=asked))
+        self.dealer.send(*self._codec.add(request, request_id, emitted, asked=asked))
         return request_id
 
     def abort(self, request_id: str) -> None:
-        self.dealer.send(*self._speech.abort([request_id]))
+        self.dealer.send(*self._codec.abort([request_id]))
 
     def call(self, method: str, *args: Any) -> int:
         """Calls a method of the verifier's engine core; returns the key of its result in `results`."""
         number = self._calls = self._calls + 1
         self._unanswered.add(number)
-        self.dealer.send(*self._speech.call(number, method, args))
+        self.dealer.send(*self._codec.call(number, method, args))
         return number
 
     @property
@@ -160,12 +262,12 @@ class EngineClient:
 
     def ping(self) -> None:
         """Tells the verifier that this client is alive; `run_until` does so by itself."""
-        self.dealer.send(*self._speech.ping())
+        self.dealer.send(*self._codec.ping())
 
     def ask_rows(self) -> None:
         """Asks for the rows that the verifier keeps; they are added to `rows`."""
         self._rows_asked += 1
-        self.dealer.send(*self._speech.ask_rows(self._rows_asked))
+        self.dealer.send(*self._codec.ask_rows(self._rows_asked))
 
     @property
     def rows_awaited(self) -> bool:
@@ -244,7 +346,7 @@ class EngineClient:
 
     def _take(self, frames: list[bytes]) -> None:
         now = self.heard_at = time.monotonic()
-        heard = self._speech.hear(frames)
+        heard = self._codec.hear(frames)
         if isinstance(heard, EngineCoreOutputs):
             for output in heard.outputs:
                 self._take_output(output, now)

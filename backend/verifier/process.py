@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from backend.config import REMOTE_MODES, Settings
-from backend.engine.build import build_config, build_core
+from backend.engine.build import build_config, build_core, warm_up
 from backend.engine.counting import Counters
 from backend.engine.draft_links import DraftLinks
 from backend.engine.gateways import GatewayPort
 from backend.engine.loop import EngineLoop
 from backend.engine.spans import EngineSpans
-from backend.engine.warm_up import warm_up
 from backend.engine.weights import WeightControl
 from backend.engine.worker.fixed import takes_fixed
 from backend.fleet import DrafterRef, VerifierStats

@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from backend.engine.client import EngineCodec, Taken
 from backend.engine.front import EngineCoreOutputs, EngineCoreRequest
-from backend.engine.speech import EngineCodec, Taken
 from backend.fleet import Member, VerifierStats
 from backend.fleet.stats import Weights
 from backend.transport import Buffer

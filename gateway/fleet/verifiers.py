@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from backend.engine.speech import EngineCodec
+from backend.engine.client import EngineCodec
 from backend.fleet import FleetSnapshot, Member, VerifierStats
 from backend.fleet.speed import RESPONSE_TOKENS
 from backend.transport.sockets import Wire

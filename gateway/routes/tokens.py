@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from backend.engine.front import GenerateRequest, GenerateTokensResponse
-from backend.engine.front.parameters import PARAMETERS, VERIFIERS
+from backend.engine.front.config import PARAMETERS, VERIFIERS
 from backend.records.rows import REQUEST_ID_KEY
 from backend.wire.engine import FIXED_RESPONSE
 from gateway.auth.rights import Right

@@ -16,7 +16,7 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from backend.config import Settings
-from backend.engine.speech import EngineCodec
+from backend.engine.client import EngineCodec
 from backend.fleet import Member
 from backend.transport.aio import AsyncDealer
 from backend.transport.sockets import Wire

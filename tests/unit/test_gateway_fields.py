@@ -24,7 +24,7 @@ from backend.engine.front import (
     ResponseRequest,
     VLLMClientError,
 )
-from backend.engine.front.parameters import PARAMETERS
+from backend.engine.front.config import PARAMETERS
 from gateway.http.errors import BadRequest
 from gateway.requests.body import _decode, parse
 from gateway.requests.fields import (

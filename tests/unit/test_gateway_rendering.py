@@ -7,8 +7,8 @@ import pytest
 from vllm.renderers import ChatParams, TokenizeParams, renderer_from_config
 
 from backend.config import Settings
+from backend.engine.front.client import SHORT, short_prompts_at_once
 from backend.engine.front.config import build_vllm_config
-from backend.engine.front.rendering import SHORT, short_prompts_at_once
 from tests.support.processes import demo_models
 
 

@@ -14,9 +14,9 @@ import vllm  # noqa: F401  (must be the first of vLLM's modules)
 import zmq
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 
+from backend.engine.client import EngineCodec
 from backend.engine.counting import CountingScheduler
 from backend.engine.gateways import GatewayPort
-from backend.engine.speech import EngineCodec
 from backend.engine.weights import WeightControl
 from backend.records.kept import RowBatch
 from backend.records.rows import RequestRow, Row

@@ -17,6 +17,7 @@ from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.renderers import renderer_from_config
+from vllm.renderers.hf import HfRenderer, safe_apply_chat_template
 from vllm.utils.async_utils import cancel_task_threadsafe
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -25,7 +26,6 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 
 from backend.engine.arguments import adapter_number
 from backend.engine.front.grammar import GrammarChecks
-from backend.engine.front.rendering import short_prompts_at_once
 from backend.wire.engine import EngineWelcome
 
 
@@ -70,6 +70,9 @@ class Core(Protocol):
     def shutdown(self, timeout: float | None = None) -> None: ...
 
 
+SHORT = 2_000
+"""Characters; a tokenizer takes less than a millisecond for so many."""
+SCALARS = (str, bool, int, float, type(None))
 CoreT = TypeVar("CoreT", bound=Core)
 
 Submit = Callable[[], Awaitable[RequestOutputCollector]]
@@ -238,3 +241,40 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         self.scheduler_config.max_model_len = min(lengths)
         if link.welcome is not None:
             self.vllm_config.cache_config.num_gpu_blocks = link.welcome.num_kv_blocks
+
+
+def short_prompts_at_once(renderer: Any) -> None:
+    """Makes a vLLM renderer for Hugging Face tokenizers render short prompts in the event loop; others stay unchanged.
+
+    Handing them to a thread and back costs more than the work.
+    """
+    if not isinstance(renderer, HfRenderer):
+        return
+    tokenize, template = renderer._tokenize_prompt_async, renderer._apply_chat_template_async
+    renderer._tokenize_prompt_async = _unless_long(
+        renderer._tokenize_prompt, tokenize, lambda prompt, params: len(prompt["prompt"]) <= SHORT
+    )
+    renderer._apply_chat_template_async = _unless_long(safe_apply_chat_template, template, _short_chat)
+
+
+def _unless_long(
+    here: Callable[..., Any], elsewhere: Callable[..., Awaitable[Any]], is_short: Callable[..., bool]
+) -> Callable[..., Awaitable[Any]]:
+    def made(*args: Any, **arguments: Any) -> Awaitable[Any]:
+        if not is_short(*args, **arguments):
+            return elsewhere(*args, **arguments)
+        future = asyncio.get_running_loop().create_future()
+        try:
+            future.set_result(here(*args, **arguments))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    return made
+
+
+def _short_chat(model_config: Any, tokenizer: Any, conversation: list[Any], **arguments: Any) -> bool:
+    """Whether a chat has few characters and only scalar values.  A template loops over lists and tools: unbounded work."""
+    given = [value for name, value in arguments.items() if name != "chat_template"]
+    given += [value for message in conversation for value in message.values()]
+    return all(isinstance(value, SCALARS) for value in given) and sum(len(str(value)) for value in given) <= SHORT

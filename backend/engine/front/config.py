@@ -1,14 +1,17 @@
-"""The gateway's vLLM configuration: equal to a verifier's in everything that requests are checked against.
+"""The gateway's vLLM configuration, equal to a verifier's in everything that requests are checked against, and the sampling
+parameters that a client or a rollout may give.
 
-Used once, while the gateway starts.  Nothing here builds an engine, loads weights or touches an accelerator.
+The configuration is made once, while the gateway starts.  Nothing here builds an engine or loads weights.
 """
 
 from __future__ import annotations
 
+import msgspec
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
+from vllm.sampling_params import SamplingParams
 
 from backend.config import Settings, environment
 from backend.engine.arguments import common_arguments, other_arguments, remote_speculation
@@ -32,6 +35,20 @@ ENGINE_ONLY = frozenset(
     }
 )
 """Engine arguments that are useless or harmful without an engine."""
+INTERNAL = frozenset(
+    {
+        "output_kind",
+        "output_text_buffer_length",
+        "routed_experts_prompt_start",
+        "skip_clone",
+        "skip_reading_prefix_cache",
+        "trace_decode_token_ids",
+    }
+)
+"""Sampling parameters that vLLM's front half sets, or hands on to what does not run here."""
+PARAMETERS = frozenset(field.name for field in msgspec.structs.fields(SamplingParams) if field.name[0] != "_") - INTERNAL
+VERIFIERS = "outrider_"
+"""So begin the names of the verifier's own `extra_args`; clients give `REQUEST_ID_KEY` alone."""
 
 
 def build_vllm_config(settings: Settings, model_dir: str) -> VllmConfig:

@@ -23,9 +23,8 @@ from vllm.v1.engine.output_processor import OutputProcessor
 
 from backend.config import Settings
 from backend.engine.client import engine_request
-from backend.engine.front.config import build_vllm_config
+from backend.engine.front.config import PARAMETERS, VERIFIERS, build_vllm_config
 from backend.engine.front.grammar import Check
-from backend.engine.front.parameters import PARAMETERS, VERIFIERS
 
 OFFERED = PARAMETERS - {
     "detokenize",
