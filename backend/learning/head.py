@@ -6,21 +6,11 @@ token at p + 2.  Features are the inputs of three target layers, joined and mapp
 would be (EAGLE-3, section 3).
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from backend.learning.layers import MLP, Attention, LlamaSizes, RMSNorm, Rotary, initialise
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterShape:
-    """The sizes of a head's only layer, and the target layers whose inputs are its features."""
-
-    layer: LlamaSizes
-    feature_layers: tuple[int, ...]
 
 
 class DrafterBlock(nn.Module):
@@ -51,12 +41,14 @@ class Drafter(nn.Module):
     embeddings: Tensor
     layers: nn.ModuleList
 
-    def __init__(self, shape: DrafterShape, embeddings: Tensor) -> None:
-        """`shape.layer.vocab_size` is the draft vocabulary's; `embeddings` `[vocab, hidden]` are of the target's."""
+    def __init__(self, sizes: LlamaSizes, feature_layers: tuple[int, ...], embeddings: Tensor) -> None:
+        """`sizes.vocab_size` is the draft vocabulary's; `embeddings` `[vocab, hidden]` are of the target's.
+
+        `feature_layers`: the target's layers whose inputs are the features.
+        """
         super().__init__()
-        sizes = shape.layer
-        self.shape = shape
-        self.fc = nn.Linear(len(shape.feature_layers) * sizes.hidden_size, sizes.hidden_size, bias=False)
+        self.sizes, self.feature_layers = sizes, feature_layers
+        self.fc = nn.Linear(len(feature_layers) * sizes.hidden_size, sizes.hidden_size, bias=False)
         self.layers = nn.ModuleList([DrafterBlock(sizes)])
         self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)

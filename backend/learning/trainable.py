@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from backend.learning.head import Drafter, DrafterShape
+from backend.learning.head import Drafter
 from backend.learning.layers import LlamaSizes
 from backend.models.check import LM_HEAD, final_norm
 from backend.models.checkpoint import borrow, load_drafter
@@ -50,7 +50,7 @@ class Pupil:
 
     def goals(self, features: Tensor) -> Tensor:
         """The target's scores `[..., draft vocabulary]` for the token that follows each feature's position."""
-        last = features.chunk(len(self.drafter.shape.feature_layers), dim=-1)[self.place]
+        last = features.chunk(len(self.drafter.feature_layers), dim=-1)[self.place]
         normed = functional.rms_norm(last.float(), last.shape[-1:], self.norm, self.eps)
         return functional.linear(normed.to(self.output.dtype), self.output).float()
 
@@ -80,7 +80,7 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
     )
     # Half precision is slow on a CPU.
     frozen = torch.float32 if device.type == "cpu" else weights.embedding.dtype
-    drafter = Drafter(DrafterShape(shape, config.aux_layers), weights.embedding.to(device, frozen)).to(device)
+    drafter = Drafter(shape, config.aux_layers, weights.embedding.to(device, frozen)).to(device)
     assert weights.projection is not None
     state = {name: tensor.float() for name, tensor in weights.tensors.items()}
     drafter.load_state_dict(state | {"fc.weight": weights.projection.weight.float(), "lm_head.weight": weights.lm_head.float()})

@@ -10,7 +10,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from backend.learning.head import Drafter, DrafterShape
+from backend.learning.head import Drafter
 from backend.learning.layers import LlamaSizes
 from backend.models.writing import WEIGHTS
 
@@ -18,8 +18,8 @@ from backend.models.writing import WEIGHTS
 def load_drafter(directory: Path, embeddings: Tensor) -> Drafter:
     """The drafter that `save_drafter` wrote; `embeddings` `[vocab, hidden]` are its target's."""
     config = _config(directory)
-    shape = DrafterShape(_shape(config["transformer_layer_config"]), tuple(config["eagle_aux_hidden_state_layer_ids"]))
-    drafter = Drafter(shape, embeddings)
+    feature_layers = tuple(config["eagle_aux_hidden_state_layer_ids"])
+    drafter = Drafter(_shape(config["transformer_layer_config"]), feature_layers, embeddings)
     drafter.load_state_dict(load_file(directory / WEIGHTS))
     return drafter.eval()
 

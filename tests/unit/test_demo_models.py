@@ -85,7 +85,7 @@ def test_drafts_sampled_from_the_likeliest_tokens_lose_little() -> None:
     drafter = load_drafter(DRAFTER_DIR, target.model.embed_tokens.weight)
     torch.manual_seed(0)
     text = generate(target, torch.full((8, 1), BEGIN_ID), 96, temperature=1.0)
-    scores, inputs = features(target, text, drafter.shape.feature_layers)
+    scores, inputs = features(target, text, drafter.feature_layers)
     p = scores[:, 1:-1].flatten(0, 1).softmax(1)
     (output,) = drafter.unroll(text[:, 1:], inputs[:, :-2], 1)
     logits = drafter.logits(output).flatten(0, 1)
@@ -102,7 +102,7 @@ def test_unrolled_training_forward_equals_decoding(pair: tuple[LlamaForCausalLM,
     target, drafter = pair
     depth, rows = 4, 9
     tokens = torch.randint(0, 97, (2, rows + depth + 1))
-    _, inputs = features(target, tokens, drafter.shape.feature_layers)
+    _, inputs = features(target, tokens, drafter.feature_layers)
     unrolled = drafter.unroll(tokens[:, 1:], inputs[:, :rows], depth)
     for row in range(rows):
         read = drafter.fc(inputs[:, : row + 1])
@@ -120,7 +120,7 @@ def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[L
     drafter.lm_head.weight.copy_(target.model.embed_tokens.weight)
     text, drafts, accepted = generate(target, prompt[None], 1)[0].tolist(), 0, 0
     while len(text) < len(prompt) + new_tokens:
-        _, inputs = features(target, torch.tensor([text[:-1]]), drafter.shape.feature_layers)
+        _, inputs = features(target, torch.tensor([text[:-1]]), drafter.feature_layers)
         read, draft = drafter.fc(inputs), list[int]()
         while len(draft) < DRAFT_LENGTH:
             output = decode(drafter, torch.tensor([[*text[1:], *draft]]), read)
@@ -166,7 +166,7 @@ def test_a_drafter_reloads_identically(pair: tuple[LlamaForCausalLM, Drafter], t
     target, drafter = pair
     save_drafter(drafter, target, tmp_path, "some-target")
     reloaded = load_drafter(tmp_path, target.model.embed_tokens.weight)
-    assert reloaded.shape == drafter.shape
+    assert (reloaded.sizes, reloaded.feature_layers) == (drafter.sizes, drafter.feature_layers)
     state = reloaded.state_dict()
     assert state.keys() == drafter.state_dict().keys()
     assert all(torch.equal(state[key], value) for key, value in drafter.state_dict().items())

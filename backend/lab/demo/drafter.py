@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM
 from backend.lab.demo.llama import config_of, features, generate
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.training import Progress, Stream, goals, resolve_device, train, windows
-from backend.learning.head import Drafter, DrafterShape
+from backend.learning.head import Drafter
 from backend.learning.layers import LlamaSizes
 from backend.learning.optimizers import Optimizers
 from backend.models.writing import speculators_config, write_checkpoint
@@ -44,9 +44,8 @@ def new_drafter(target: LlamaForCausalLM) -> Drafter:
     """
     config = config_of(target) | {"num_hidden_layers": 1}
     layer = LlamaSizes(**{name: config[name] for name in LlamaSizes.__dataclass_fields__ if name in config})
-    shape = DrafterShape(layer, default_feature_layers(target.config.num_hidden_layers))
     embeddings = target.model.embed_tokens.weight
-    drafter = Drafter(shape, embeddings).to(embeddings.device)
+    drafter = Drafter(layer, default_feature_layers(target.config.num_hidden_layers), embeddings).to(embeddings.device)
     last, block, hidden = target.model.layers[-1], drafter.block, layer.hidden_size
     with torch.no_grad():
         drafter.lm_head.weight.copy_(embeddings)
@@ -67,7 +66,7 @@ def new_drafter(target: LlamaForCausalLM) -> Drafter:
 def save_drafter(drafter: Drafter, target: LlamaForCausalLM, directory: Path, verifier: str) -> None:
     """Write a drafter of `target` in the speculators layout; `verifier` is the target's name."""
     layer = config_of(target) | {"num_hidden_layers": 1, "tie_word_embeddings": False}
-    config = speculators_config(layer, drafter.shape.feature_layers, verifier, ["LlamaForCausalLM"])
+    config = speculators_config(layer, drafter.feature_layers, verifier, ["LlamaForCausalLM"])
     write_checkpoint(directory, config, drafter.state_dict())
 
 
@@ -112,7 +111,7 @@ def unrolled_loss(
     """
     rows = tokens.shape[1] - depth - 1
     with torch.no_grad():
-        scores, inputs = features(target, tokens, drafter.shape.feature_layers)
+        scores, inputs = features(target, tokens, drafter.feature_layers)
         goal, choice = goals(scores, first_choice)
     outputs = drafter.unroll(tokens[:, 1:], inputs[:, :rows], depth)
     losses: list[Tensor] = []

@@ -45,7 +45,7 @@ def accept(target: LlamaForCausalLM, drafter: Drafter, prompt: Tensor, new_token
     """Greedy speculative decoding of one prompt `[n]` until at least `new_tokens` are emitted."""
     text = generate(target, prompt[None], new_tokens + DRAFT_LENGTH)
     rows = text.shape[1] - DRAFT_LENGTH - 1
-    _, inputs = features(target, text[:, :rows], drafter.shape.feature_layers)
+    _, inputs = features(target, text[:, :rows], drafter.feature_layers)
     outputs = drafter.unroll(text[:, 1:], inputs, DRAFT_LENGTH)
     # Row p drafts the tokens from position p + 2 on.
     hits = [drafter.logits(output).argmax(-1)[0] == text[0, i + 2 : i + 2 + rows] for i, output in enumerate(outputs)]
