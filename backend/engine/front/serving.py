@@ -17,9 +17,9 @@ from typing import Any
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from openai.types.responses import ResponseContentPartDoneEvent, ResponseOutputText
 from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionStreamResponse
-from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat, _make_prompt_tokens_details
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest, CompletionStreamResponse
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
 from vllm.entrypoints.openai.models.protocol import BaseModelPath, LoRAModulePath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -27,14 +27,12 @@ from vllm.entrypoints.openai.responses.context import SimpleContext
 from vllm.entrypoints.openai.responses.protocol import ResponsesResponse
 from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
 from vllm.entrypoints.scale_out.token_in_token_out.serving import ServingTokens
-from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 from vllm.exceptions import VLLMClientError
 from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.v1.engine.output_processor import RequestState
 
 from backend.config import Settings
 from backend.engine.front import any_model  # noqa: F401  (registers itself)
@@ -44,7 +42,7 @@ from backend.engine.front.logprobs import ChatLogprobs, Marked, TokensLogprobs, 
 from backend.engine.front.messages import Messages, StreamFailed
 from backend.engine.front.pooling import Pooling
 from backend.engine.front.reading import ReadsChats, read_contexts, reading
-from backend.engine.front.stream import Form, PlainStream, last_chunk, streamed
+from backend.engine.front.stream import Form, PlainStream, streamed
 from backend.engine.parsers import tool_parser
 
 
@@ -101,12 +99,6 @@ def _form(
     return Form(*common, role, request.n or 1, bool(request.return_token_ids), include_usage, usage, sparse)
 
 
-def _dump(serving: Any, chunk: Any, usage: UsageInfo, **dump: bool) -> str:
-    chunk.usage = usage
-    chunk.system_fingerprint = serving.system_fingerprint
-    return last_chunk(chunk.model_dump_json(exclude_none=True, **dump))
-
-
 class ChatOfMany(ChatLogprobs, ReadsChats, OpenAIServingChatBatch):
     """vLLM's chat completions of several conversations in one request."""
 
@@ -128,32 +120,20 @@ class Chat(ChatLogprobs, ReadsChats, OpenAIServingChat):
         request_id: str,
         model_name: str,
         *args: Any,
-        mm_token_counts: dict[str, int] | None = None,
         **kwargs: Any,
     ) -> PlainStream | AsyncGenerator[str, None]:
         """vLLM's stream, or a plain one."""
         submit = submissions()
         if submit is None or not is_plain(self, request):
             stream: AsyncGenerator[str, None] = super().chat_completion_stream_generator(
-                request, result_generator, request_id, model_name, *args, mm_token_counts=mm_token_counts, **kwargs
+                request, result_generator, request_id, model_name, *args, **kwargs
             )
             return streamed(stream)
-        created = int(time.time())
-
-        def last(usage: UsageInfo, state: RequestState) -> str:
-            usage.prompt_tokens_details = _make_prompt_tokens_details(
-                self.enable_prompt_tokens_details, state.num_cached_tokens, state.num_cache_creation_tokens, mm_token_counts
-            )
-            chunk = ChatCompletionStreamResponse(
-                id=request_id, object="chat.completion.chunk", created=created, choices=[], model=model_name
-            )
-            return _dump(self, chunk, usage, exclude_unset=True)
-
         # If there is no text, vLLM with a parser sends no chunk, or one without content.
-        form = _form(
-            self, request, request_id, created, model_name, self.get_chat_request_role(request), self.parser_cls is not None
+        role, sparse = self.get_chat_request_role(request), self.parser_cls is not None
+        return PlainStream(
+            self.engine_client, submit, _form(self, request, request_id, int(time.time()), model_name, role, sparse)
         )
-        return PlainStream(self.engine_client, submit, form, last)
 
     async def chat_completion_full_generator(self, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's answer, or a `Deferred` that will make it."""
@@ -192,14 +172,7 @@ class Completion(OpenAIServingCompletion):
             )
             return streamed(stream)
 
-        def last(usage: UsageInfo, state: RequestState) -> str:
-            if self.enable_prompt_tokens_details:
-                usage.prompt_tokens_details = PromptTokenUsageInfo(cached_tokens=state.num_cached_tokens)
-            chunk = CompletionStreamResponse(id=request_id, created=created_time, model=model_name, choices=[])
-            return _dump(self, chunk, usage, exclude_unset=False)
-
-        form = _form(self, request, request_id, created_time, model_name)
-        return PlainStream(self.engine_client, submit, form, last)
+        return PlainStream(self.engine_client, submit, _form(self, request, request_id, created_time, model_name))
 
 
 FEW_LOGPROBS = 5_000

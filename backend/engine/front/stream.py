@@ -8,14 +8,13 @@ event as bytes, of structs with the fields of vLLM's chunks in vLLM's order.  Al
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 from msgspec import UNSET, Struct, UnsetType
-from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.exceptions import GenerationError
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.output_processor import RequestState
@@ -74,7 +73,7 @@ class _Chunk(Struct):
     created: int
     model: str
     choices: list[_ChatChoice | _TextChoice]
-    usage: _Usage | UnsetType = UNSET
+    usage: _Usage | dict[str, Any] | UnsetType = UNSET
     system_fingerprint: str | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType | None = UNSET
     prompt_text: UnsetType | None = UNSET
@@ -111,10 +110,10 @@ class Form:
     sparse: bool = False
     """A chunk without text is left out, or has no content."""
 
-    def chunk(self, choice: _ChatChoice | _TextChoice) -> _Chunk:
-        """A chunk around a choice."""
+    def chunk(self, *choices: _ChatChoice | _TextChoice) -> _Chunk:
+        """A chunk around a choice, or none."""
         kind = "text_completion" if self.role is None else "chat.completion.chunk"
-        return _Chunk(self.id, kind, self.created, self.model, [choice])
+        return _Chunk(self.id, kind, self.created, self.model, list(choices))
 
     def usage_of(self, prompt: int, tokens: int) -> _Usage | UnsetType:
         """What a chunk says of `prompt` tokens and those of the answer so far."""
@@ -133,11 +132,9 @@ class PlainStream:
         client: FleetClient[Any],
         submit: list[Submit],
         form: Form,
-        last: Callable[[UsageInfo, RequestState], str],
     ) -> None:
         self._client = client
         self._submit = submit
-        self._last = last
         self._ids: list[str] = []
         self._open = 0
         self._first: RequestState | None = None
@@ -187,11 +184,21 @@ class PlainStream:
         if self._open:
             return
         if self.form.include_usage:
-            prompt, completion = self._prompt_tokens, self._completion_tokens
-            usage = UsageInfo(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
-            self.sink.put(b"data: %b\n\n" % self._last(usage, self._first or state).encode())
+            self.sink.put(_event(self._usage_chunk(self._first or state)))
         self.sink.put(DONE)
         self.sink.end()
+
+    def _usage_chunk(self, first: RequestState) -> _Chunk:
+        prompt, completion, form = self._prompt_tokens, self._completion_tokens, self.form
+        details = {"cached_tokens": first.num_cached_tokens}
+        if form.role is not None:
+            details["created_cache_tokens"] = first.num_cache_creation_tokens
+        usage = {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
+        known = {name: count for name, count in details.items() if count is not None}
+        chunk = form.chunk()
+        chunk.usage = detailed({**usage, "prompt_tokens_details": known})
+        chunk.system_fingerprint = UNSET if form.fingerprint is None else form.fingerprint
+        return chunk
 
     def fail(self, error: Exception) -> None:
         self._failed = True
@@ -267,16 +274,14 @@ def detailed(usage: dict[str, Any]) -> dict[str, Any]:
     return usage | {name: dict.fromkeys(all_of_it, 0) | (usage.get(name) or {}) for name, all_of_it in _DETAILS.items()}
 
 
-def last_chunk(text: str) -> str:
-    """A stream's last chunk, JSON, with such a usage."""
-    chunk = json.loads(text)
-    return json.dumps(chunk | {"usage": detailed(chunk["usage"])}, ensure_ascii=False, separators=(",", ":"))
-
-
 async def streamed(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
     """The events of vLLM's stream, the last one with such a usage."""
     try:
         async for chunk in chunks:
-            yield f"data: {last_chunk(chunk.removeprefix('data: '))}\n\n" if _LAST in chunk else chunk
+            if _LAST in chunk:
+                last = json.loads(chunk.removeprefix("data: "))
+                last["usage"] = detailed(last["usage"])
+                chunk = f"data: {json.dumps(last, ensure_ascii=False, separators=(',', ':'))}\n\n"
+            yield chunk
     finally:
         await chunks.aclose()
