@@ -6,7 +6,7 @@ long as the deadline allows, so tests can count them.  What is computed, and whe
 
 from __future__ import annotations
 
-from backend.engine import warm_up
+from backend.engine import build
 from backend.speculation.deadlines import RoundTrip
 from backend.speculation.speculator import Speculator
 from backend.speculation.step_times import DraftTimes
@@ -27,5 +27,5 @@ def keep_steady(token_s: float | None = None) -> None:
     Speculator.stepped = steady_step  # type: ignore[method-assign]
     DraftTimes.observe = steady_draft  # type: ignore[method-assign]
     # Nothing is to be measured.
-    warm_up.BATCHES = (1,)  # type: ignore[assignment]
+    build.WARM_UP_BATCHES = (1,)  # type: ignore[assignment]
     RoundTrip.deadline_s = lambda self, longest_s: longest_s  # type: ignore[method-assign]
