@@ -33,7 +33,7 @@ from backend.models.kinds import KINDS
 from backend.models.resolve import ResolvedModels
 from backend.models.vocabulary import shared_tokens
 
-SUPPORTED_VLLM = "0.32."
+SUPPORTED_VLLM = ("0.32.", "0.33.")
 CPU_KV_CACHE_BYTES = 256 << 20
 AHEAD_OUTCOMES = 8
 """Most outcomes drafted ahead per request and step."""
@@ -79,10 +79,11 @@ def merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
 def build_config(settings: Settings, paths: ResolvedModels) -> VllmConfig:
     """vLLM's configuration.
 
-    Raises `EngineSetupError` when vLLM's version is not the one our hooks were written for, or cannot serve model and drafter.
+    Raises `EngineSetupError` when vLLM's version is none that our hooks were written for, or cannot serve model and drafter.
     """
     if not vllm.__version__.startswith(SUPPORTED_VLLM):
-        raise EngineSetupError(f"vLLM {vllm.__version__} is installed; this release works with {SUPPORTED_VLLM}*")
+        known = " or ".join(f"{each}*" for each in SUPPORTED_VLLM)
+        raise EngineSetupError(f"vLLM {vllm.__version__} is installed; this release works with {known}")
     if settings.mode != "native" or settings.verifier.engine_args.get("async_scheduling") is False:
         # The hooks are in the V1 runner, whatever the user's environment says; on CUDA vLLM would choose the V2 runner for
         # modes `off` and `native`.  Who switches asynchronous scheduling off may want fixed responses.

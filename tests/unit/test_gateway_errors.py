@@ -51,7 +51,8 @@ def test_every_exception_of_vllm_is_mapped():
         for name, kind in inspect.getmembers(vllm.exceptions, inspect.isclass)
         if issubclass(kind, vllm.exceptions.VLLMError)
     }
-    assert found == VLLM_ERRORS.keys()
+    # New in vLLM 0.33, and a `VLLMClientError`.
+    assert found - {"ChatTemplateResolutionError"} == VLLM_ERRORS.keys()
 
 
 @pytest.mark.parametrize(("name", "expected"), VLLM_ERRORS.items())

@@ -6,6 +6,7 @@ They get no request logger, so prompts and outputs stay out of the logs.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -32,6 +33,7 @@ from vllm.entrypoints.serve.utils.api_utils import should_include_usage
 from vllm.exceptions import VLLMClientError
 from vllm.parser.abstract_parser import DelegatingParser, Parser
 from vllm.renderers.chat_utils import load_chat_template
+from vllm.renderers.online_derenderer import OnlineDerenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 
 from backend.config import Settings
@@ -312,6 +314,10 @@ def build_services(
     renderer = OnlineRenderer(model_config=client.model_config, renderer=client.renderer, **parsing, **common)
     renderer.parser = reading(renderer.parser)
     counted: dict[str, Any] = {"enable_prompt_tokens_details": True}
+    derendering: dict[str, Any] = {}
+    if "online_derenderer" in inspect.signature(ServingTokens).parameters:  # vLLM 0.33
+        derenderer = OnlineDerenderer(model_config=client.model_config, renderer=client.renderer, **parsing, **common)
+        derendering = {"online_derenderer": derenderer}
     chatting: dict[str, Any] = {"online_renderer": renderer, **counted, **parsing, **common}
     services = Services(
         models=models,
@@ -320,7 +326,7 @@ def build_services(
         completion=Completion(client, models, online_renderer=renderer, request_logger=None, **counted),
         responses=Responses(client, models, **chatting),
         messages=Messages(client, models, "assistant", **chatting),
-        tokens=Tokens(client, models, renderer, request_logger=None, **counted),
+        tokens=Tokens(client, models, renderer, request_logger=None, **counted, **derendering),
         tokenization=ServingTokenization(models, renderer, **common),
         renderer=renderer,
         pooling=Pooling(client, models, template),
