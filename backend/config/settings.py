@@ -202,6 +202,9 @@ class DraftingSettings(Section):
     cores: int = Field(1, ge=1, description="CPU cores per drafter where it runs on the CPU")
     ray_resources: Resources = Field(default_factory=dict, description="as verifier.ray_resources, of a drafter")
     cache_tokens: int = Field(131072, ge=256, description="rows of the drafter's KV cache, over all sequences")
+    cuda_graphs: bool = Field(
+        True, description="on a GPU, a head's or draft model's steps are captured as CUDA graphs at the start"
+    )
     learning: Literal["off", "on", "always"] = Field(
         "off",
         description="a given head learns from live traffic: on, once few of its drafts are accepted, or fewer than at first; "

@@ -73,7 +73,7 @@ def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
             raise CheckpointError(f"{model.target_dir}/config.json: {type(error).__name__}: {error}") from error
         return _proposer_of(model.kind)(vocab, longest, settings.cache_tokens)
     weights = load_drafter(model.head_dir, model.target_dir, model.learning_dir is not None, model.newer)
-    return _proposer_of(weights.config.drafter_kind)(weights, settings.cache_tokens, _device(settings))
+    return _proposer_of(weights.config.drafter_kind)(weights, settings.cache_tokens, _device(settings), settings.cuda_graphs)
 
 
 def _proposer_of(kind: DrafterKind) -> Callable[..., Proposer]:
