@@ -105,7 +105,7 @@ def test_a_pause_holds_what_runs_and_what_comes(fleet: ServedFleet) -> None:
 
 
 def test_tool_calls_of_an_episode(fleet: ServedFleet) -> None:
-    """What was said before is found in the cache, and every call is one that the tool can read."""
+    """Each turn begins with all that was said before, and every call is one that the tool can read."""
     sampling = {"max_tokens": 32, "seed": 3, "structured_outputs": {"regex": CALL}}
     with Fleet.join(fleet.url, api_key=KEY) as joined:
         for episode in joined.episodes(beginnings(1), calculator, sampling, n=2):
@@ -116,4 +116,5 @@ def test_tool_calls_of_an_episode(fleet: ServedFleet) -> None:
             for turn, after in zip(episode.turns, episode.turns[1:], strict=False):
                 both = turn.prompt_token_ids + turn.token_ids
                 assert after.prompt_token_ids[: len(both)] == both
-                assert 0 < after.cached_tokens < len(after.prompt_token_ids)
+                # Nothing is cached where routing, without affinity, has sent the turn to the other verifier.
+                assert after.cached_tokens < len(after.prompt_token_ids)
