@@ -59,7 +59,7 @@ bench: setup-dev ## measure every mode on this machine (ARGS=--quick: under ten 
 	@exec $(BIN)/outrider bench $(ARGS)
 
 bench-rollouts: setup-dev ## a long-tailed batch natively and disaggregated (ARGS="--output DIR"; 20 minutes)
-	@exec $(BIN)/python -m backend.lab.bench.rollouts $(ARGS)
+	@exec $(BIN)/python -m backend.lab.experiments.rollouts $(ARGS)
 
 bench-gateway: setup-dev ## measure what the gateway costs per chunk and request, beside vLLM's own API server (six minutes)
 	@exec $(BIN)/python -m tests.gateway_cost $(ARGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backend.lab.bench.limit import limit, step_times
+from backend.lab.bench.measure import limit, step_times
 
 
 def test_the_limit_is_that_of_the_best_k() -> None:

@@ -2,6 +2,5 @@
 
 The parent process measures through the engine wire; child processes are the verifiers and drafters.  Reading order: `plan.py`
 decides which configurations run, on which cores and when; `worker.py` is a child process; `measure.py` turns counters into
-rows; `run.py` is the loop; `tables.py` and `plot.py` write the results.  `comparing.py` is the frame of the smaller benchmarks
-(`drafters.py`, `editing.py`, `samples.py`).  Importing this package imports nothing else.
+rows; `run.py` is the loop; `tables.py` and `plot.py` write the results.  Importing this package imports nothing else.
 """

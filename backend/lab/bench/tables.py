@@ -13,9 +13,8 @@ import msgspec
 from backend.fleet import CHANCE_BINS
 from backend.lab.bench import plot
 from backend.lab.bench.identical import PLAIN, Difference
-from backend.lab.bench.limit import limit, step_times
 from backend.lab.bench.markdown import NOTHING, number, table
-from backend.lab.bench.measure import Row, ratio, together
+from backend.lab.bench.measure import Row, limit, ratio, step_times, together
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, Options
 from backend.lab.bench.pace import Cost
 from backend.lab.bench.plan import CoreSplit, Point

@@ -34,7 +34,7 @@ Result = TypeVar("Result")
 
 def options(module: str, about: str | None, tokens: int) -> argparse.ArgumentParser:
     """A parser with the options that these benchmarks share."""
-    parser = argparse.ArgumentParser(prog=f"python -m backend.lab.bench.{module}", description=about)
+    parser = argparse.ArgumentParser(prog=f"python -m backend.lab.experiments.{module}", description=about)
     parser.add_argument("--target", default="S", help="demo, or widened to S or L")
     parser.add_argument("--tokens", type=int, default=tokens)
     parser.add_argument("--rounds", type=int, default=3)

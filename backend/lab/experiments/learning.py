@@ -1,7 +1,7 @@
 """Measures how a learning head improves under load; prints a line of JSON per window of requests.
 
-    python -m backend.lab.bench.learning --plan code:0.8:600 --learned DIR
-    python -m backend.lab.bench.learning --plan prose:0.8:400,code:0.8:200 --learned DIR
+    python -m backend.lab.experiments.learning --plan code:0.8:600 --learned DIR
+    python -m backend.lab.experiments.learning --plan prose:0.8:400,code:0.8:200 --learned DIR
 
 There is one verifier in mode `sync`, without look-ups, and one drafter, whose trainer runs on the same core.  `--plan`: domain,
 temperature and seconds of each phase.  DIR is the learning directory; learning goes on from its content.  `length` is the
@@ -101,7 +101,9 @@ def phases_of(text: str) -> list[Phase]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m backend.lab.bench.learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m backend.lab.experiments.learning",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--plan", type=phases_of, required=True)
     parser.add_argument("--learned", type=Path, required=True)

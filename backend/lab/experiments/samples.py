@@ -1,6 +1,6 @@
 """Measures the gain of drafts from other requests' outputs where several answers to one prompt are sampled; prints a table.
 
-    python -m backend.lab.bench.samples
+    python -m backend.lab.experiments.samples
 
 Groups of eight samples of one prompt, as trainers ask for them.  One verifier decodes plainly.  Another one drafts in mode
 `auto`, for requests that share their outputs and for requests that opt out.  Rounds alternate; every load has its own prompts.
@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from backend.lab.bench.comparing import NONE, drafter, in_turn, options, points, speeds, started, verifier
 from backend.lab.bench.engines import Speed, assign, measure_load
 from backend.lab.bench.load import APART
 from backend.lab.bench.prompts import Prompts
+from backend.lab.experiments.comparing import NONE, drafter, in_turn, options, points, speeds, started, verifier
 from backend.wire.engine import RequestOptions
 
 SAMPLES = 8

@@ -1,6 +1,6 @@
 """Compares different drafters for one target: each alone, and sets of several, of which each request gets one.
 
-    python -m backend.lab.bench.drafters --sets demo backend/models/demo/draft-model demo+backend/models/demo/draft-model
+    python -m backend.lab.experiments.drafters --sets demo backend/models/demo/draft-model demo+backend/models/demo/draft-model
 
 One verifier in mode `auto` gets each set of drafters in turn, in alternating rounds; another verifier decodes plainly.  With
 `A+B` requests get the drafter that drafts better for them; with `A=B` a request's id alone decides.  All drafters share
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from backend.lab.bench.comparing import NONE, drafter, in_turn, options, points, speeds, started, verifier
 from backend.lab.bench.engines import Speed, assign, measure_load
 from backend.lab.bench.prompts import Prompts
+from backend.lab.experiments.comparing import NONE, drafter, in_turn, options, points, speeds, started, verifier
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 Parent process.
 
-    python -m backend.lab.bench.rollouts --output DIR [--prompts 128] [--n 4] [--longest 2000] [--rounds 3] [flags of a rollout]
+    python -m backend.lab.experiments.rollouts --output DIR [--prompts 128] [--n 4] [--longest 2000] [--rounds 3] [flags]
 
 A round is one rollout in each way: `outrider rollout` with a fleet of its own, on the same fixed responses.  Responses are cut
 from Python's standard library; their lengths are uniform on a logarithmic scale.  The order of ways changes between rounds.
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str]) -> None:
     trace = given.output / "train.0.parquet"
     print(prepare(trace, given.prompts, given.n, given.longest), flush=True)
     rounds: list[dict[str, dict[str, Any]]] = []
-    about = hardware.about(["python", "-m", "backend.lab.bench.rollouts", *arguments], sorted(os.sched_getaffinity(0)))
+    about = hardware.about(["python", "-m", "backend.lab.experiments.rollouts", *arguments], sorted(os.sched_getaffinity(0)))
     for number in range(given.rounds):
         found = {}
         for way in [*WAYS][number % len(WAYS) :] + [*WAYS][: number % len(WAYS)]:

@@ -1,6 +1,6 @@
 """Measures the gain of look-ups and predictions when a file is asked back with small changes; prints a table.
 
-    python -m backend.lab.bench.editing
+    python -m backend.lab.experiments.editing
 
 The prompt is a piece of source code.  The answer is the same piece with small changes; it is a fixed response, because no small
 model can edit.  So speeds are real, and drafts are accepted as far as they agree with the edited piece.  In a second case the
@@ -15,10 +15,10 @@ from contextlib import ExitStack
 from statistics import median
 
 from backend.engine.client import EngineClient, fixed_sampling
-from backend.lab.bench.comparing import NONE, drafter, in_turn, options, started, verifier
 from backend.lab.bench.engines import assign
 from backend.lab.bench.markdown import spread, table
 from backend.lab.bench.prompts import Prompts
+from backend.lab.experiments.comparing import NONE, drafter, in_turn, options, started, verifier
 from backend.wire.engine import RequestOptions
 
 HEAD_ONLY, LOOKUPS = "head alone", "head and look-ups"
