@@ -22,6 +22,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -95,6 +96,10 @@ class GrammarChecks:
         worker = self._worker()
 
         def start() -> None:
+            # The fork server inherits it: Ctrl-C in a terminal would interrupt its imports, with a traceback.  The tracker
+            # runs first, because starting it unblocks the signal.
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             # If this fails, the first check fails too and reports why.
             with contextlib.suppress(OSError, EOFError, RuntimeError):
                 worker.start()
