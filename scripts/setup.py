@@ -81,10 +81,10 @@ def find_python():
 
 def has_cuda():
     """Whether an NVIDIA driver answers.  Ends the program where vLLM's CUDA build would not run; `--cuda` skips this."""
-    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(
-            asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=30, check=True
+            query, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=30, check=True
         ).stdout.decode()
     except (OSError, subprocess.SubprocessError):
         return False

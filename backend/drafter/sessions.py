@@ -77,13 +77,13 @@ def features_of(message: Round, frames: Sequence[bytes], proposer: Proposer, rin
     Raises `Malformed`.
     """
     rows = 0
-    asked: set[str] = set()
+    seen: set[str] = set()
     for item in message.items:
-        if item.request_id in asked:
+        if item.request_id in seen:
             raise Malformed("a request twice in one round")
         if isinstance(item, Close):
             continue
-        asked.add(item.request_id)
+        seen.add(item.request_id)
         _check_item(item, proposer)
         rows += item.rows
     if len(frames) > 1:

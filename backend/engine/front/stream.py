@@ -242,8 +242,8 @@ class ChoiceStream:
         if finish_reason is FinishReason.ERROR:
             stream.fail(GenerationError())
             return
-        said = self._tokens
-        self._tokens = tokens = said + len(new_token_ids)
+        before = self._tokens
+        self._tokens = tokens = before + len(new_token_ids)
         # Without tokens and text, only a part of a long prompt was computed.
         # With a parser, no text means no chunk, unless it has a finish reason or token ids.
         form = stream.form
@@ -254,7 +254,7 @@ class ChoiceStream:
                 self._delta.content = UNSET if mute else text
             else:
                 choice.text = text
-                choice.prompt_token_ids = state.prompt_token_ids if form.token_ids and not said else None
+                choice.prompt_token_ids = state.prompt_token_ids if form.token_ids and not before else None
             if form.token_ids:
                 choice.token_ids = new_token_ids
             chunk.usage = form.usage_of(state.prompt_len, tokens)
