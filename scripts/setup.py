@@ -75,7 +75,8 @@ def find_python():
     """An interpreter that vLLM has packages for."""
     for python in ("python3.11", "python3.12", "python3.13", sys.executable):
         if shutil.which(python) and succeeds(python, "-c", "import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))"):
-            return python
+            # Not the link in an activated `.venv`, which is about to be removed.
+            return os.path.realpath(shutil.which(python))
     return sys.exit("setup: Python 3.11 to 3.13 is needed, and none is on PATH (this is {}.{})".format(*sys.version_info))
 
 

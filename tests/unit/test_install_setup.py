@@ -153,3 +153,14 @@ def test_what_cuda_needs_is_asked_for_before_anything_is_installed(
 def test_without_a_driver_the_cpu_is_taken(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert not setup.has_cuda()
+
+
+def test_an_activated_environment_is_made_anew_by_the_python_behind_it(
+    setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    link = tmp_path / ".venv" / "bin" / "python3.11"
+    link.parent.mkdir(parents=True)
+    link.symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", str(link.parent), prepend=":")
+    monkeypatch.setattr(setup, "succeeds", lambda *_: True)
+    assert Path(setup.find_python()) == link.resolve()
