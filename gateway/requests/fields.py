@@ -1,6 +1,6 @@
 """Request fields that vLLM's request models do not know, or must not get, and what this gateway does with each.  Pure.
 
-`docs/reference/api.md` shows these tables; `tests/unit/test_gateway_fields.py` checks that both agree.
+`docs/reference/api.md` shows these tables; `tests/unit/gateway/requests/test_fields.py` checks that both agree.
 """
 
 from __future__ import annotations

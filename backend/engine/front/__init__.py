@@ -2,7 +2,7 @@
 
 vLLM's front end renders prompts, checks parameters, detokenizes and builds OpenAI's answers.  `client.py` has vLLM's engine
 client without an engine, `serving.py` vLLM's serving objects, `config.py` their configuration.  An upgrade of vLLM begins here
-and in `tests/unit/test_gateway_contract.py`.
+and in `tests/unit/backend/engine/test_gateway_contract.py`.
 """
 
 from __future__ import annotations

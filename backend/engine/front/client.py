@@ -1,7 +1,8 @@
 """vLLM's `AsyncLLM` without an engine: its renderer, input and output processors in front of a `Core`.
 
 Everything above (OpenAI serving, n > 1, logprobs, stop strings, structured outputs, aborts) is vLLM's own, unchanged.  This
-depends on internals of vLLM 0.32, listed in `tests/unit/test_gateway_contract.py`.  Runs in the gateway's event loop.
+depends on internals of vLLM 0.32, listed in `tests/unit/backend/engine/test_gateway_contract.py`.  Runs in the gateway's event
+loop.
 """
 
 from __future__ import annotations

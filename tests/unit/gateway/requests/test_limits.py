@@ -3,7 +3,6 @@
 import contextlib
 import json
 import time
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -23,8 +22,9 @@ from gateway.requests.limits import (
     count_prompts,
     grammar_field,
 )
+from tests.support.processes import ROOT
 
-DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "limits.md"
+DOCS = ROOT / "docs" / "reference" / "limits.md"
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),

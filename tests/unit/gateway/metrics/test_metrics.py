@@ -1,4 +1,3 @@
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -13,6 +12,7 @@ from gateway.fleet.core import FleetCore
 from gateway.fleet.sequences import Cut, InFlight, Sequences
 from gateway.metrics.fleet import FleetCollector, FleetTotals, GatewayCollector, fleet_document
 from gateway.metrics.gateway import DEFINITIONS, Definition, GatewayMetrics, kind_of
+from tests.support.processes import ROOT
 
 
 def stats(started_at: float = 1.0, drafts: int = 10, accepted: int = 15) -> VerifierStats:
@@ -116,7 +116,7 @@ def metrics_table() -> str:
 def test_the_table_lists_them_all():
     table = metrics_table()
     assert all(f"`{name}`" in table for name in DEFINITIONS)
-    page = Path(__file__).resolve().parents[2] / "docs" / "reference" / "metrics.md"
+    page = ROOT / "docs" / "reference" / "metrics.md"
     assert table in page.read_text(), f"docs/reference/metrics.md has to hold this table:\n{table}"
 
 

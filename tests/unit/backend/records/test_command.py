@@ -16,6 +16,7 @@ from backend.records.rows import DecisionRow
 from backend.records.schema import ABOUT, KINDS
 from backend.records.summary import Summary, summarise
 from gateway.cli import main as cli
+from tests.support.processes import ROOT
 from tests.support.recorded import START, Rows, record, request, step, verification
 
 REQUEST_SPEEDS = ("request, decoding", "request, end to end")
@@ -295,7 +296,7 @@ def test_an_incarnations_own_directory_can_be_read_alone(tmp_path: Path) -> None
 
 
 def test_the_documentation_names_every_column() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "records.md").read_text()
+    page = (ROOT / "docs" / "reference" / "records.md").read_text()
     for kind, row in KINDS.items():
         section = page.partition(f"| `{kind}` |")[2].partition("\n\n")[0]
         assert section, kind

@@ -13,7 +13,7 @@ from backend.coordinator.messages import Report
 from backend.coordinator.policy import DECIDE_EVERY_S, Coordinator
 from backend.fleet import Member, MemberKind, VerifierStats
 from backend.fleet.speed import Speed
-from tests.unit.test_coordinator_assignment import Fleet, predicted, settle, situation_of
+from tests.unit.backend.coordinator.test_assignment import Fleet, predicted, settle, situation_of
 
 MANY = 12
 

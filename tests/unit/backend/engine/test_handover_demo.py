@@ -24,7 +24,7 @@ from backend.models.checkpoint import load_fc
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import load_config
 from backend.transport import Wire
-from tests.unit.test_verifier_handover import K, Line
+from tests.unit.backend.engine.test_handover import K, Line
 
 REQUESTS, PROMPT, TOKENS, CHANGE_AT = 6, 200, 120, 40
 

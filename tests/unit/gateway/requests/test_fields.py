@@ -3,7 +3,6 @@
 import copy
 import json
 import re
-from pathlib import Path
 from typing import Any, get_args
 
 import pydantic
@@ -40,9 +39,10 @@ from gateway.requests.fields import (
     present,
 )
 from gateway.storage.responses.turn import as_items
+from tests.support.processes import ROOT
 from tests.support.properties import examples
 
-DOCS = (Path(__file__).parents[2] / "docs" / "reference" / "api.md").read_text()
+DOCS = (ROOT / "docs" / "reference" / "api.md").read_text()
 
 
 @pytest.mark.parametrize("name", sorted({*NO_EFFECT, *RESPONSES_NO_EFFECT, *MESSAGES_NO_EFFECT, *REFUSED}))

@@ -24,7 +24,7 @@ from backend.coordinator.commands import (
 from backend.coordinator.messages import Progress
 from backend.coordinator.policy import Coordinator
 from tests.support.properties import examples
-from tests.unit.test_coordinator_policy import fleet, member, report
+from tests.unit.backend.coordinator.test_policy import fleet, member, report
 
 
 def administration(verifiers: int = 2, drafters: int = 2, has_drafters: bool = True) -> tuple[Administration, Coordinator]:
