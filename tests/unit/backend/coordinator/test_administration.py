@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from backend.coordinator.administration import KEPT, Administration
 from backend.coordinator.commands import (
-    COMMANDS,
     Add,
     AnyCommand,
     Assign,
@@ -221,15 +220,3 @@ def test_pins_hold_until_they_are_given_back() -> None:
     assert admin.submit(Assign(drafter="d0", verifiers=["v0", "v1"]), 0.1) == Done(policy.snapshot(0.1).version, [])
     assert isinstance(admin.submit(Assign(drafter="d0"), 0.2), Done)
     assert admin.snapshot(0.2).pins == {}
-
-
-def test_every_command_travels_as_messages_do() -> None:
-    for command in (
-        Drain(member="a"),
-        Add(kind="drafter"),
-        Assign(drafter="d"),
-        Restart(),
-        SwapDrafter(drafter="d", path="/p"),
-    ):
-        assert msgspec.msgpack.decode(msgspec.msgpack.encode(command), type=AnyCommand) == command
-    assert list(COMMANDS) == ["drain", "resume", "remove", "add", "assign", "restart", "swap-drafter"]

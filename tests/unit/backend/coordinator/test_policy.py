@@ -55,69 +55,6 @@ def test_drafters_go_to_the_verifier_with_the_fewest() -> None:
     assert pairs(fleet(2, 3), 0.0) == {("v0", "d0"), ("v1", "d1"), ("v0", "d2")}
 
 
-def test_the_most_loaded_verifier_wins() -> None:
-    policy = fleet(2, 2)
-    report(policy, "v0", 0.1, running=1)
-    report(policy, "v1", 0.1, running=5)
-    policy.register(member("d2", "drafter"), 0.2)
-    assert ("v1", "d2") in pairs(policy, 0.2)
-
-
-def test_the_same_load_everywhere_moves_nothing() -> None:
-    policy = fleet(2, 2)
-    before = policy.snapshot(0.0)
-    for i in range(1, 40):
-        for name in ("v0", "v1", "d0", "d1"):
-            report(policy, name, i * 0.5, running=4)
-    after = policy.snapshot(19.5)
-    assert after.assignments == before.assignments
-    assert after.version == before.version
-
-
-def test_a_verifier_that_comes_late_gets_its_share() -> None:
-    policy = fleet(1, 2)
-    generation = policy.snapshot(0.0).assignments[-1].generation
-    policy.register(member("v1", "verifier"), 0.5)
-    assert "v1" in {v for v, _ in pairs(policy, 0.5)}
-    for i in range(2, 16):
-        for name in ("v0", "v1", "d0", "d1"):
-            report(policy, name, i * 0.5, running=4)
-    assert len(pairs(policy, 8.0)) == len({d for _, d in pairs(policy, 8.0)}) == len({v for v, _ in pairs(policy, 8.0)}) == 2
-    assert max(a.generation for a in policy.snapshot(8.0).assignments) > generation
-
-
-def test_where_drafters_are_few_each_serves_as_many_verifiers() -> None:
-    policy = fleet(4, 2)
-    shared = pairs(policy, 0.0)
-    assert {v for v, _ in shared} == {"v0", "v1", "v2", "v3"}
-    assert [sum(d == name for _, d in shared) for name in ("d0", "d1")] == [2, 2]
-    policy.register(member("d2", "drafter"), 1.0)
-    policy.register(member("d3", "drafter"), 1.0)
-    for i in range(2, 16):
-        for name in ("v0", "v1", "v2", "v3", "d0", "d1", "d2", "d3"):
-            report(policy, name, i * 0.5, running=4)
-    assert sorted(d for _, d in pairs(policy, 8.0)) == ["d0", "d1", "d2", "d3"]
-
-
-def test_a_working_verifier_gets_what_an_idle_one_can_spare() -> None:
-    policy = fleet(2, 2)
-    assert len({v for v, _ in pairs(policy, 0.0)}) == 2
-    tokens, now = 0, 0.0
-    while now < 20:
-        now += 0.25
-        tokens += 40
-        busy = VerifierStats("v1", 0.0, "auto", 4, running=16, tokens=tokens, plain_step_s=0.04, drafted_step_s=0.05)
-        policy.report(Report("v1", "i0", "ready", busy), now)
-        for name in ("v0", "d0", "d1"):
-            report(policy, name, now)
-    served = pairs(policy, now)
-    assert {d for v, d in served if v == "v1"} == {"d0", "d1"}
-    assert {v for v, _ in served} == {"v0", "v1"}, "the idle one is still served"
-    snapshot = policy.snapshot(now)
-    assert snapshot.counters["reassignments"] <= 2
-    assert snapshot.counters["decisions"] < 2 * now / DECIDE_EVERY_S
-
-
 def test_a_decision_is_made_at_once_when_somebody_comes_and_else_now_and_then() -> None:
     policy = fleet(2, 2)
     before = policy.snapshot(0.0).counters["decisions"]
@@ -128,35 +65,6 @@ def test_a_decision_is_made_at_once_when_somebody_comes_and_else_now_and_then() 
     assert len(report(policy, "v0", 0.12).drafters) == 2
     policy.tick(0.12 + DECIDE_EVERY_S)
     assert policy.snapshot(0.7).counters["decisions"] == before + 2
-
-
-def test_a_pinned_drafter_serves_whom_it_is_told_to_until_it_is_given_back() -> None:
-    policy = fleet(2, 2)
-    policy.pin("d0", ["v0", "v1", "gone"], 0.1)
-    assert {v for v, d in pairs(policy, 0.1) if d == "d0"} == {"v0", "v1"}
-    policy.pin("d0", [], 0.2)
-    assert not [v for v, d in pairs(policy, 0.2) if d == "d0"]
-    assert {v for v, _ in pairs(policy, 0.2)} == {"v0", "v1"}, "the other one is shared"
-    policy.pin("d0", None, 0.3)
-    assert {d for _, d in pairs(policy, 0.3)} == {"d0", "d1"}
-
-
-def test_members_that_are_not_ready_are_not_assigned() -> None:
-    policy = fleet(1, 0)
-    policy.register(member("d0", "drafter", state="starting"), 0.0)
-    assert pairs(policy, 0.0) == set()
-    orders = policy.report(Report("d0", "i0", "ready", drafter=DrafterStats("d0", 0.0)), 0.1)
-    assert orders.known
-    assert pairs(policy, 0.1) == {("v0", "d0")}
-    report(policy, "d0", 0.2, state="draining")
-    assert pairs(policy, 0.2) == set()
-
-
-def test_a_starting_member_may_be_silent_for_longer() -> None:
-    policy = fleet(1, 0)
-    policy.register(member("d0", "drafter", state="starting"), 0.0)
-    assert report(policy, "d0", START_LEASE_S, state="starting").known
-    assert not report(policy, "d0", 2.1 * START_LEASE_S, state="starting").known
 
 
 def test_an_address_learnt_later_makes_a_new_generation() -> None:
@@ -176,20 +84,6 @@ def test_orders_name_the_drafter_and_its_generation() -> None:
     assert (ref.id, ref.incarnation, ref.address) == ("d0", "i0", "ipc:///tmp/d0")
     assert ref.generation == policy.snapshot(0.1).assignments[0].generation
     assert report(policy, "d0", 0.1).drafters == []
-
-
-def test_a_silent_member_is_lost_and_its_assignments_end() -> None:
-    policy = fleet(1, 2)
-    for now in (1.0, 2.0, 3.0):
-        report(policy, "v0", now)
-        report(policy, "d1", now)
-    snapshot = policy.snapshot(3.0)
-    assert {v.member.id: v.member.state for v in snapshot.members}["d0"] == "lost"
-    assert pairs(policy, 3.0) == {("v0", "d1")}
-    assert snapshot.counters["leases_expired"] == 1
-    assert snapshot.counters["assignments_dropped"] == 1
-    assert not report(policy, "d0", 3.1).known
-    assert all(v.member.id != "d0" for v in policy.snapshot(FORGET_LOST_S + 1.0).members)
 
 
 def test_a_restarted_member_is_counted_and_bound_anew() -> None:
@@ -222,14 +116,6 @@ def test_what_a_process_measured_is_forgotten_with_it() -> None:
     assert after.drafters == {"d0": None}
 
 
-def test_registering_again_unchanged_changes_nothing() -> None:
-    policy = fleet(1, 1)
-    before = policy.snapshot(0.0)
-    policy.register(member("d0", "drafter"), 0.5)
-    assert policy.snapshot(0.5).assignments == before.assignments
-    assert policy.snapshot(0.5).version == before.version
-
-
 def test_a_late_goodbye_of_an_old_incarnation_is_ignored() -> None:
     policy = fleet(1, 1)
     policy.register(member("d0", "drafter", incarnation="i1"), 0.5)
@@ -237,18 +123,6 @@ def test_a_late_goodbye_of_an_old_incarnation_is_ignored() -> None:
     assert pairs(policy, 0.6) == {("v0", "d0")}
     policy.deregister("d0", "i1", 0.7)
     assert pairs(policy, 0.7) == set()
-
-
-def test_draining_is_ordered_and_frees_the_drafter() -> None:
-    policy = fleet(2, 1)
-    policy.drain("v0", 0.1)
-    assert report(policy, "v0", 0.2).drain
-    assert pairs(policy, 0.2) == {("v1", "d0")}
-    assert report(policy, "v0", 0.2).drafters == []
-    before = policy.snapshot(0.2)
-    policy.drain("nobody", 0.2)
-    policy.resume("nobody", 0.2)
-    assert policy.snapshot(0.2) == before
 
 
 def test_a_drain_outlives_a_member_that_has_left_or_was_lost_long_ago() -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections import Counter
 
 import pytest
 
-from backend.coordinator.assignment import Pair, VerifierLoad
+from backend.coordinator.assignment import Pair
 from backend.coordinator.messages import Report
 from backend.coordinator.policy import DECIDE_EVERY_S, Coordinator
 from backend.fleet import Member, MemberKind, VerifierStats
-from backend.fleet.speed import Speed
-from tests.unit.backend.coordinator.test_assignment import Fleet, predicted, settle, situation_of
+from tests.unit.backend.coordinator.test_assignment import Fleet
 
 MANY = 12
 
@@ -35,29 +33,6 @@ def fleet() -> Fleet:
     return made
 
 
-def test_a_lost_drafter_is_replaced_and_taken_back(fleet: Fleet) -> None:
-    left_alone = next(verifier for verifier, count in Counter(v for v, _ in bound(fleet)).items() if count == 1)
-    lost = next(drafter for verifier, drafter in bound(fleet) if verifier == left_alone)
-    fleet.names.remove(lost)
-    fleet.run(8, 0.05)
-    assert lost not in {drafter for _, drafter in bound(fleet)}
-    assert {verifier for verifier, _ in bound(fleet)} == {f"v{i}" for i in range(MANY)}
-    fleet.names.append(lost)
-    register(fleet.policy, lost, fleet.now)
-    assert lost in {drafter for _, drafter in bound(fleet)}
-    assert fleet.policy.counters.leases_expired == 1
-
-
-def test_the_drafters_of_a_lost_verifier_serve_others_and_it_gets_one_when_it_is_back(fleet: Fleet) -> None:
-    fleet.names.remove("v0")
-    fleet.run(4, 0.05)
-    assert "v0" not in {verifier for verifier, _ in bound(fleet)}
-    assert {drafter for _, drafter in bound(fleet)} == {f"d{i}" for i in range(MANY + 4)}
-    fleet.names.append("v0")
-    register(fleet.policy, "v0", fleet.now)
-    assert "v0" in {verifier for verifier, _ in bound(fleet)}
-
-
 def test_a_load_that_goes_to_and_fro_takes_no_drafter_along(fleet: Fleet) -> None:
     """Every second the other half of the verifiers is busy: averages and dwell keep drafters where they are."""
     before, since = fleet.policy.snapshot(fleet.now), dict(fleet.policy.situation(fleet.now).bindings)
@@ -70,13 +45,6 @@ def test_a_load_that_goes_to_and_fro_takes_no_drafter_along(fleet: Fleet) -> Non
         since = now_bound
     moved = fleet.policy.snapshot(fleet.now).counters["reassignments"] - before.counters["reassignments"]
     assert moved <= MANY, f"{moved} moves in 40 changes of load"
-
-
-def test_drafters_follow_a_skewed_load_and_serve_it_better_than_equal_numbers_would() -> None:
-    loads = [VerifierLoad(24, 0.03, 0.04, 2.5), *(VerifierLoad(0, 0.02, 0.025, 2.5) for _ in range(9))]
-    situation = situation_of(loads, [Speed(0.01, 0.002)] * 12)
-    equal = {(f"v{i % 10}", f"d{i}") for i in range(12)}
-    assert predicted(situation, settle(situation)) > 1.05 * predicted(situation, equal)
 
 
 def test_a_thousand_verifiers_are_assigned_and_a_loss_is_answered_at_once() -> None:

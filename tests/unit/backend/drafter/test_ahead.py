@@ -9,7 +9,7 @@ import pytest
 
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.ngram import NgramProposer
-from backend.drafter.service import DrafterService, Reply
+from backend.drafter.service import DrafterService
 from backend.wire.drafting import (
     HELLO_FIRST,
     Ahead,
@@ -21,15 +21,13 @@ from backend.wire.drafting import (
     Next,
     NextItem,
     Open,
-    Outcome,
     Refused,
     Round,
-    decode_to_drafter,
     decode_to_verifier,
     encode,
 )
 from tests.support.ahead_verifier import HEAD, AheadVerifier, Clock, blocks_of, drafts_of, handle, opening
-from tests.support.drafter_heads import TinyHead, make_proposer
+from tests.support.drafter_heads import make_proposer
 
 
 @pytest.fixture
@@ -49,15 +47,6 @@ def service(proposer: EagleProposer, clock: Clock) -> DrafterService:
 
 def dropped(service: DrafterService) -> int:
     return service._nexts.dropped
-
-
-def test_messages_survive_the_wire() -> None:
-    wish = Next([NextItem("a", 9, 4, [1, 2], 8, 0.25), NextItem("b", 7, 4, [], 0)], [[0.5, 1.0, -1.0], [0.25, 2.0, 0.5]])
-    assert decode_to_drafter(encode(wish)) == wish
-    opened = Round("float32", 0, [Open("a", 1, [5], 0, 2**64 - 1, 0.75)])
-    assert decode_to_drafter(encode(opened)) == opened
-    answer = Ahead(250, [Block("a", 9, [1, 2], [Outcome(0, 5, [6, 7], [-0.5, math.inf, -1.5, 0.0]), Outcome(2, 1, [])])])
-    assert decode_to_verifier(encode(answer)) == answer
 
 
 @pytest.mark.parametrize("first", ["round", "next"])
@@ -98,20 +87,6 @@ def test_all_requests_of_a_step_share_an_answer(service: DrafterService) -> None
     assert [d.request_id for d in drafts_of(messages)] == ["c"]
     assert [type(m) for m in messages] == [Drafts, Ahead]
     assert [(b.request_id, len(b.outcomes)) for b in blocks_of(messages)] == [("a", 4), ("b", 6)]
-
-
-def test_two_verifiers_get_their_own_answers(service: DrafterService) -> None:
-    one, two = AheadVerifier(service, "one"), AheadVerifier(service, "two")
-    one.receive_round(opening())
-    two.receive_round(opening())
-    one.receive_next(NextItem("a", 6, 4, [1, 2], 4))
-    two.receive_next(NextItem("a", 6, 4, [], 0))
-    replies: list[Reply] = []
-    while service.has_work:
-        replies += service.work()
-    assert sorted(identity for identity, _ in replies) == [one.drafts, two.drafts]
-    assert len(blocks_of(one.read(replies))) == 1
-    assert len(drafts_of(two.read(replies))) == 1
 
 
 def test_a_newer_wish_replaces_an_older(service: DrafterService) -> None:
@@ -209,32 +184,6 @@ def test_a_new_epoch_ends_all_wishes(service: DrafterService) -> None:
     replies = handle(service, old.drafts, [encode(Next([]))])
     assert decode_to_verifier(replies[0][1]) == Refused(HELLO_FIRST)
     assert new.next(NextItem("a", 6, 4, [1], 8)) == []
-
-
-def test_beyond_the_last_position_drafts_are_empty(tmp_path: Path) -> None:
-    proposer = make_proposer(tmp_path, TinyHead(hidden=16, heads=2, kv_heads=1, max_position=8))
-    verifier = AheadVerifier(DrafterService("drafter-0", proposer, 60.0))
-    verifier.round(opening())
-    assert verifier.next(NextItem("a", 9, 4, [1], 4)) == []
-    assert drafts_of(verifier.next(NextItem("a", 9, 4, [], 4))) == [Draft("a", 9, [])]
-    found = blocks_of(verifier.next(NextItem("a", 6, 4, [1], 4)))[0].outcomes
-    assert [len(o.tokens) for o in found] == [1 - o.accepted for o in found]
-
-
-def test_drafts_after_enumerations_are_those_of_a_fresh_drafter(service: DrafterService, tmp_path: Path) -> None:
-    ahead, plain = (
-        AheadVerifier(service),
-        AheadVerifier(DrafterService("drafter-1", make_proposer(tmp_path / "plain", HEAD), 60.0)),
-    )
-    ahead.round(opening())
-    plain.round(opening())
-    for base_len in range(7, 30):
-        commit = Commit("a", base_len, [base_len], 1)
-        ahead.round(commit)
-        plain.round(commit)
-        messages = ahead.next(NextItem("a", base_len, 4, [], 6))
-        assert drafts_of(messages) == drafts_of(plain.next(NextItem("a", base_len, 4, [], 0)))
-        assert len(blocks_of(messages)[0].outcomes) == 6
 
 
 BAD_ITEMS = {

@@ -156,17 +156,6 @@ def test_rows_are_shared_up_to_the_token_that_differs() -> None:
     assert third.length == 0, "less than a block is not worth finding"
 
 
-def test_rows_behind_a_gap_are_not_shared() -> None:
-    cache = RowCache(1024, lambda *_: None)
-    tokens = list(range(100))
-    sequence = cache.open("gap", tokens, 0, 0.0)
-    assert cache.reserve(sequence, 99)
-    cache.append(sequence, 0, 40)
-    cache.append(sequence, 50, 49)
-    cache.publish(sequence)
-    assert cache.open("other", list(tokens), 99, 0.0).length == 40
-
-
 @pytest.mark.parametrize("gone", ["first", "second"])
 def test_rows_are_found_while_anybody_has_them(gone: str) -> None:
     cache = RowCache(1024, lambda *_: None)
@@ -194,13 +183,6 @@ def test_closed_sequences_go_first_then_the_longest_unused() -> None:
     assert {k: cache.peek(k).length for k in "acde"} == {"a": 63, "c": 0, "d": 63, "e": 63}  # type: ignore[union-attr]
     assert cache.evictions == 2
     assert set(cache.idle_since(1.0)) == {"c", "d", "e"}
-
-
-def test_rows_cannot_be_counted_over_others() -> None:
-    cache = RowCache(UNIT, lambda *_: None)
-    sequence = fill(cache, "a", list(range(20)))
-    with pytest.raises(ValueError, match="without truncation"):
-        cache.append(sequence, 5, 1)
 
 
 @examples(100)

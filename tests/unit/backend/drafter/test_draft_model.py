@@ -21,10 +21,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from backend.drafter.eagle import BATCH_ROWS, EagleProposer, ModelProposer
+from backend.drafter.eagle import BATCH_ROWS, ModelProposer
 from backend.drafter.proposer import DraftRequest, Premise, Sampling, Until
-from backend.models.checkpoint import drafter_config, load_drafter
-from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from backend.models.checkpoint import load_drafter
 from backend.models.head_config import CheckpointError
 from tests.support.other_vocabulary import write_permuted, write_tokenizer
 from tests.support.properties import examples
@@ -260,12 +259,6 @@ def test_with_other_ids_it_drafts_the_same_shared_tokens(tmp_path: Path, name: s
     assert len(draft(permuted, "strange", len(renamed) + 1, 4)) == 4, "tokens that it does not know stop nothing"
 
 
-def test_what_it_is_is_seen_in_its_weights(tmp_path: Path) -> None:
-    path, _ = save(tmp_path / "draft", "qwen2")
-    assert drafter_config(path, write_target(tmp_path / "target")).kind == "draft_model"
-    assert drafter_config(str(DRAFTER_DIR), str(TARGET_DIR)).kind == "eagle3"
-
-
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
@@ -293,7 +286,3 @@ def test_what_modelopt_has_quantised_is_not_read_as_numbers(tmp_path: Path) -> N
     (Path(path) / "hf_quant_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="quantised"):
         load_drafter(path, write_target(tmp_path / "target"))
-
-
-def test_a_head_is_still_a_head() -> None:
-    assert type(EagleProposer(load_drafter(str(DRAFTER_DIR), str(TARGET_DIR)), 64)) is EagleProposer

@@ -15,8 +15,6 @@ from backend.drafter import eagle
 from backend.drafter import head as head_module
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import MAX_DRAFT, DraftRequest, Premise, Until
-from backend.models.checkpoint import load_drafter
-from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from tests.support.drafter_heads import Reference, TinyHead, make_proposer, tokens_of
 from tests.support.properties import examples
 
@@ -137,17 +135,6 @@ def test_ten_million_positions_take_no_table(tmp_path: Path) -> None:
     assert sum(sizes) < 16 * 2**20
 
 
-def test_rollback_after_rejection_leaves_nothing_behind(tmp_path: Path) -> None:
-    head = TinyHead(layers=2)
-    proposer, target = make_proposer(tmp_path, head), Target(head)
-    session = Session(proposer, target, "long")
-    drafts_of(proposer, [session.open(tokens_of(1, 12), 4)])
-    for step in range(25):
-        drafted = drafts_of(proposer, [session.commit(tokens_of(step, 1 + step % 4), 4)])[0]
-    fresh_proposer = make_proposer(tmp_path / "fresh", head)
-    assert drafted == drafts_of(fresh_proposer, [Session(fresh_proposer, target, "fresh").open(session.tokens, 4)])[0]
-
-
 def test_rows_sent_again_replace_those_held(tmp_path: Path) -> None:
     head = TinyHead()
     proposer, target, reference = make_proposer(tmp_path, head), Target(head), Reference(head)
@@ -168,15 +155,6 @@ def test_a_lost_round_leaves_a_gap_and_right_positions(tmp_path: Path) -> None:
     drafts = drafts_of(proposer, [session.commit([8, 9], 3)])[0]
     assert sorted(session.seen) == [*range(9), 12, 13]
     assert_drafts(reference, session, drafts, 3)
-
-
-def test_a_prefill_in_chunks_drafts_as_a_whole_one(tmp_path: Path) -> None:
-    head = TinyHead(layers=2)
-    proposer, reference = make_proposer(tmp_path, head), Reference(head)
-    session, tokens = Session(proposer, Target(head), 0), tokens_of(3, 60)
-    assert drafts_of(proposer, [session.open(tokens[:20], 0)]) == [[]]
-    assert drafts_of(proposer, [session.commit(tokens[20:41], 0)]) == [[]]
-    assert_drafts(reference, session, drafts_of(proposer, [session.commit(tokens[41:], 5)])[0], 5)
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "still open"])
@@ -274,21 +252,3 @@ def test_asking_again_without_news_repeats_the_answer(tmp_path: Path) -> None:
     assert drafts_of(proposer, [DraftRequest(0, 11, 0, None)]) == [[]]
     assert proposer.commit(0, 20, [], 0, 0.0)
     assert drafts_of(proposer, [DraftRequest(0, 20, 0, None, Until(4))]) == [drafts]
-
-
-def test_half_precision_drafts_within_the_vocabulary(tmp_path: Path) -> None:
-    head = TinyHead(layers=2, draft_vocab=23)
-    proposer = make_proposer(tmp_path, head, dtype=torch.bfloat16)
-    session = Session(proposer, Target(head), 0)
-    drafts = drafts_of(proposer, [session.open(tokens_of(1, 20), 6)])[0]
-    assert len(drafts) == 6
-    assert all(0 <= t < head.vocab for t in drafts)
-
-
-def test_the_embedded_demo_head_drafts() -> None:
-    weights = load_drafter(str(DRAFTER_DIR), str(TARGET_DIR))
-    proposer = EagleProposer(weights, 1024)
-    proposer.open(0, [1, 2, 3, 4], 3, 0.0)
-    drafts = drafts_of(proposer, [DraftRequest(0, 4, 3, torch.randn(3, proposer.hidden), Until(4))])[0]
-    assert len(drafts) == 4
-    assert all(0 <= t < proposer.vocab_size for t in drafts)

@@ -58,25 +58,3 @@ def test_the_last_drafts_are_those_of_a_fresh_drafter(directory: Path, texts: di
             drafted = drafter.fresh[name, n]
             assert drafted == expected.tokens[: len(drafted)], f"{name} at {n}"
             fresh.close("fresh")
-
-
-def test_acceptance_does_not_decay(directory: Path, texts: dict[str, Text]) -> None:
-    """First and last third of a long output: as many tokens per verification, within what chance allows."""
-    world = World(0)
-    network = Network(world)
-    service = DrafterService("d0", make_proposer(directory / "decay", HEAD, cache_tokens=4096), 60.0, world.monotonic)
-    drafter = SimulatedDrafter(network, "sim://d0", lambda: service, 0.0004)
-    with simulated(world, network):
-        verifier = SimulatedVerifier(world, network, "sync", lookup=False)
-        verifier.drafters(DrafterRef("d0", "one", "sim://d0", "", 1))
-        verifier.generate(texts)
-
-    def kept(first: int, last: int) -> float:
-        """Share of first draft tokens that were right."""
-        found = [
-            texts[name].tokens[n] == tokens[0] for (name, n), tokens in drafter.fresh.items() if first <= n < last and tokens
-        ]
-        assert len(found) > 100
-        return sum(found) / len(found)
-
-    assert kept(LENGTH * 2 // 3, LENGTH) > kept(0, LENGTH // 3) - 0.12

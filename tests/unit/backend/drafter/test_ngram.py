@@ -27,21 +27,6 @@ def opened(tokens: list[int], k: int) -> list[int]:
     return drafts(lookup, "r", len(tokens), k)
 
 
-def test_the_longest_suffix_wins_over_a_later_shorter_one() -> None:
-    assert opened([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1) == [50]
-    assert Lookup([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 2, 2).draft(1) == [60]
-
-
-def test_nothing_repeated_means_no_draft() -> None:
-    assert opened([1, 2, 3, 4, 5], 4) == []
-    assert opened([1, 9, 1], 4) == [], "one token is shorter than the shortest suffix"
-    assert opened([1], 4) == []
-
-
-def test_a_period_goes_on_beyond_the_end() -> None:
-    assert opened([1, 2, 1, 2], 5) == [1, 2, 1, 2, 1]
-
-
 def test_commits_extend_and_take_back() -> None:
     lookup = proposer()
     lookup.open("r", [1, 2, 3, 4], 0, 0.0)

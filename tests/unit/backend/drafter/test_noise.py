@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.drafter.proposer import Drafted, DraftRequest, Premise, Sampling, Until
-from backend.drafter.service import DrafterService
 from backend.speculation.chances import CLIP, chance, chances
-from backend.wire.drafting import NextItem, Outcome
-from tests.support.ahead_verifier import HEAD, AheadVerifier, blocks_of, drafts_of, opening
+from backend.wire.drafting import Outcome
 from tests.support.drafter_heads import Reference, Request, TinyHead, make_proposer
 
 HEADS = {
@@ -59,52 +56,11 @@ def test_a_target_with_the_heads_distribution_accepts_every_draft(tmp_path: Path
     assert clear > 3
 
 
-def test_sampled_and_greedy_requests_share_a_batch(tmp_path: Path) -> None:
-    head = TinyHead(draft_vocab=40)
-    proposer = make_proposer(tmp_path, head)
-    temperatures = [0.0, 1.0, 0.0, 0.7, 1.0]
-    requests = [Request(proposer, head, key, 12, Sampling.of(SEED, t)) for key, t in enumerate(temperatures)]
-    together = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, Until(3)) for r in requests])
-    alone = [draft(request, Until(3)) for request in requests]
-    assert [one.tokens for one in together] == [other.tokens for other in alone]
-    for one, other in zip(together, alone, strict=True):
-        assert one.signs == pytest.approx(other.signs, abs=1e-3, rel=1e-3)
-
-
-def test_another_seed_gives_another_draft_and_no_seed_a_wrong_one(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer = make_proposer(tmp_path, head)
-    texts = set()
-    for key in range(8):
-        proposer.open(0, [1, 2, 3, 4], 3, 0.0, Sampling.of(key << 60, 1.5))
-        features = torch.randn(3, head.hidden, generator=torch.Generator().manual_seed(3))
-        drafted = proposer.draft([DraftRequest(0, 4, 3, features, Until(4))])[0]
-        assert len(drafted.tokens) == 4
-        assert all(0 <= token < head.vocab for token in drafted.tokens)
-        texts.add(tuple(drafted.tokens))
-    assert len(texts) > 4
-
-
 def test_a_temperature_that_vllm_takes_for_greedy_is_greedy(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
     cool, greedy = (Request(proposer, head, 1, 10, Sampling.of(SEED, t)) for t in (1e-6, 0.0))
     assert draft(cool, Until(4)) == draft(greedy, Until(4))
-
-
-def test_the_protocol_carries_noise_and_signs(tmp_path: Path) -> None:
-    verifier = AheadVerifier(DrafterService("drafter-0", make_proposer(tmp_path, HEAD), 60.0))
-    verifier.round(
-        *(opening(name, seed=seed, temperature=t) for name, seed, t in (("a", 1, 1.2), ("b", 2, 1.2), ("c", 1, 1.2)))
-    )
-    messages = verifier.next(*(NextItem(name, 6, 4, [], 4) for name in "abc"))
-    a, b, c = drafts_of(messages)
-    assert len(a.signs) == 8
-    assert a.tokens != b.tokens
-    # Features differ by sequence in a round of this helper, so equal seeds need not mean equal drafts: ask again instead.
-    assert drafts_of(verifier.next(NextItem("a", 6, 4, [], 0)))[0].tokens == a.tokens
-    assert all(len(o.signs) == 2 * len(o.tokens) == 8 for block in blocks_of(messages) for o in block.outcomes)
-    assert c.base_len == 6
 
 
 # Early stops.

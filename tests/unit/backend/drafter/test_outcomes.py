@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
@@ -141,16 +140,6 @@ def test_enumeration_leaves_no_row_behind(tmp_path: Path) -> None:
         assert torch.equal(cache[:, sequence.start : sequence.start + sequence.length], before[request.key])
 
 
-def test_the_likeliest_come_first(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer, book = make_proposer(tmp_path, head), Reference(head)
-    request = Request(proposer, head, 1, 20)
-    verifying = request.fresh()
-    by_formula = likeliest(book, request, verifying)
-    values = [by_formula[o.accepted, o.token] for o in proposer.draft_outcomes([request.premise(verifying, 20)])[0]]
-    assert all(a >= b - 1e-4 for a, b in pairwise(values))
-
-
 def test_what_cannot_be_enumerated_is_empty(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
@@ -191,20 +180,6 @@ def test_guesses_take_no_room_from_open_requests(tmp_path: Path) -> None:
     proposer.close(2)
     check(book, one, one.fresh(), proposer.draft_outcomes([one.premise(one.fresh(), 16)])[0], 16)
     assert proposer.usage().evictions == 1
-
-
-def test_a_fresh_draft_follows_from_what_the_last_round_left(tmp_path: Path) -> None:
-    head = TinyHead(layers=2)
-    proposer = make_proposer(tmp_path, head)
-    request = Request(proposer, head, 1, 30)
-    assert request.commit([4, 5], 0) == []
-    drafts = request.fresh(5)
-    assert len(drafts) == 5
-    assert request.fresh(5) == drafts
-    assert request.fresh(2) == drafts[:2]
-    other = make_proposer(tmp_path / "other", head)
-    expected = Request(other, head, 1, 30)
-    assert expected.commit([4, 5], 5) == drafts
 
 
 def test_half_precision_enumerates_within_the_vocabulary(tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from backend.wire.drafting import (
     Next,
     NextItem,
     Open,
-    Refused,
     Role,
     Round,
     ToVerifier,
@@ -146,17 +145,6 @@ def test_a_shipper_and_a_drafter_agree_on_a_ring(process: DrafterProcess, monkey
         wire.close()
 
 
-def test_nonsense_is_answered_and_serving_goes_on(process: DrafterProcess) -> None:
-    peer = Peer(process.address, "v")
-    try:
-        peer.features.send(b"nonsense")
-        assert isinstance(peer.receive(peer.features), Refused)
-        peer.greet()
-        assert len(peer.ask(1, Open("r", 3, [1, 2, 3], 2)).items[0].tokens) == 4
-    finally:
-        peer.hub.close()
-
-
 def test_stopping_removes_the_socket_and_is_idempotent(process: DrafterProcess) -> None:
     path = Path(process.address.removeprefix("ipc://"))
     assert path.exists()
@@ -210,19 +198,6 @@ def test_a_crash_is_reported(tmp_path: Path, model: DrafterModel, monkeypatch: p
         process.stop()
 
 
-def test_prompt_lookup_needs_no_head(tmp_path: Path, model: DrafterModel) -> None:
-    process = DrafterProcess("drafter-0", DrafterModel(model.target_dir, None), SETTINGS, f"ipc://{tmp_path}/n.sock")
-    process.start()
-    peer = Peer(process.address, "v")
-    try:
-        peer.greet()
-        peer.features.send(encode(Round("float32", 0, [Open("r", 6, [1, 2, 3, 4, 1, 2], 0)])), b"")
-        assert peer.wish("r", 6, 2).items[0].tokens == [3, 4]
-    finally:
-        peer.hub.close()
-        process.stop()
-
-
 def test_a_drafter_with_a_gpu_says_why_it_cannot_use_it(
     tmp_path: Path, model: DrafterModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,16 +205,6 @@ def test_a_drafter_with_a_gpu_says_why_it_cannot_use_it(
     monkeypatch.setattr("torch.cuda.init", Mock(side_effect=RuntimeError("no driver")))
     with pytest.raises(RuntimeError, match="no driver"):
         DrafterProcess("drafter-0", model, SETTINGS.model_copy(update={"gpus": 0.5}), f"ipc://{tmp_path}/g.sock")
-
-
-def test_another_head_is_loaded_while_it_serves(process: DrafterProcess, tmp_path: Path) -> None:
-    peer = Peer(process.address, "v")
-    peer.greet()
-    tokens = [1, 2, 3, 4, 5]
-    before = peer.ask(1, Open("a", 5, tokens, 4)).items[0].tokens
-    process.swap_head(write_head(tmp_path / "other", replace(HEAD, seed=5), "speculators"))
-    peer.greet()
-    assert peer.ask(1, Open("a", 5, tokens, 4)).items[0].tokens != before
 
 
 def test_a_draft_model_with_other_ids_drafts_the_same_once_loaded_and_one_with_other_tokens_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.responses.context import SimpleContext
 from vllm.logprobs import Logprob, append_logprobs_for_next_position
 
-from backend.engine.front.logprobs import TokensLogprobs, likeliest, with_prompt_logprobs
+from backend.engine.front.logprobs import likeliest, with_prompt_logprobs
 from backend.engine.front.serving import Responses
 from tests.support.properties import examples
 
@@ -34,19 +34,6 @@ def test_the_likeliest_tokens_are_shown_whichever_was_drawn(values: list[int], d
     shown = likeliest(position(values, drawn, k), k)
     assert list(shown)[:k] == sorted(range(len(values)), key=lambda token: -values[token])[:k]
     assert shown[drawn].logprob == values[drawn]
-
-
-class Route:
-    def _create_tokens_logprobs(self, token_ids: Any, top_logprobs: Any, num_output_top_logprobs: int) -> Any:
-        return [list(each)[:num_output_top_logprobs] for each in top_logprobs]
-
-
-class Tokens(TokensLogprobs, Route): ...
-
-
-def test_the_token_route_shows_them_too() -> None:
-    found = position([-3, -1, -2, -9], drawn=3, k=2)
-    assert Tokens()._create_tokens_logprobs(token_ids=[3], top_logprobs=[found], num_output_top_logprobs=2) == [[1, 2]]
 
 
 async def test_a_prompt_keeps_its_log_probabilities_when_results_are_joined() -> None:

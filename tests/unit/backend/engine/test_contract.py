@@ -191,9 +191,3 @@ def test_expand_repeats_each_value_and_replaces(dtype: torch.dtype) -> None:
     output = torch.full((6,), 99, dtype=dtype)
     expand(output, torch.tensor([3, 0, 7], dtype=dtype), torch.tensor([2, 5, 6], dtype=torch.int32), 0, 1)
     assert output.tolist() == [3, 3, 1, 1, 1, 7]
-
-
-def test_expand_handles_requests_without_tokens() -> None:
-    output = torch.empty(2)
-    expand(output, torch.tensor([0.5, 0.7, 0.9]), torch.tensor([1, 1, 2], dtype=torch.int32), 0, 1)
-    assert output.tolist() == pytest.approx([0.5, 0.9])

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import vllm.platforms
 from vllm.config import ModelConfig, MultiModalConfig
-from vllm.config.utils import replace
 from vllm.platforms.interface import UnspecifiedPlatform
 
 from backend.config import Settings
@@ -114,12 +113,6 @@ def test_fixed_responses_need_the_v1_runner_and_synchronous_scheduling(
     assert takes_fixed(config), "on a CPU vLLM always schedules so"
     config.scheduler_config.async_scheduling = True
     assert not takes_fixed(config)
-
-
-def test_vllm_can_make_a_drafters_configuration_of_the_demos() -> None:
-    """It does so in mode native, and checks everything anew."""
-    config = build_config(Settings.model_validate({"mode": "native"}), demo_models())
-    assert replace(config).structured_outputs_config.disable_any_whitespace
 
 
 @pytest.mark.parametrize(

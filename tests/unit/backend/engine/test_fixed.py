@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
-from backend.engine.counting import Counters
-from backend.engine.worker.fixed import FixedResponses, fixed_response, forced_row, refuse_unfit
-from backend.fleet import VerifierStats
+from backend.engine.worker.fixed import fixed_response, forced_row, refuse_unfit
 from backend.wire.engine import FIXED_RESPONSE
 
 few_tokens = st.lists(st.integers(0, 3), max_size=6)
@@ -85,54 +80,3 @@ def test_a_fitting_request_passes() -> None:
 def test_what_cannot_be_exact_is_refused(unfit: EngineCoreRequest, allowed: bool, complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint):
         refuse_unfit(unfit, allowed, 10, 10)
-
-
-def test_teacher_forced_verifications_are_no_drafters() -> None:
-    counters = Counters(VerifierStats("v", 0.0, "sync", 4))
-    counters.verification("drafter-0", 4, 2)
-    counters.verification("drafter-0", 4, 3, teacher_forced=True)
-    assert counters.stats.drafters["drafter-0"].accepted_tokens == 2
-    assert counters.stats.teacher_forced.accepted_tokens == 3
-    assert counters.stats.teacher_forced.accepted_by_position == [1, 1, 1, 0]
-
-
-class Sampled:
-    """What vLLM's runner makes of a step, as far as the mixin looks at it."""
-
-    def __init__(self, rows: list[list[int]]) -> None:
-        self.sampled_token_ids = torch.tensor(rows, dtype=torch.int32)
-
-
-class Runner:
-    """Three requests: one fixed with a draft, one free, one fixed whose prompt is not done."""
-
-    def __init__(self, rows: list[list[int]]) -> None:
-        fixed = SamplingParams(extra_args={FIXED_RESPONSE: [7, 8, 9, 10]})
-        params = {"fixed": fixed, "free": SamplingParams(), "chunk": fixed}
-        self.input_batch = SimpleNamespace(req_ids=list(params))
-        self.requests = {
-            name: SimpleNamespace(sampling_params=each, output_token_ids=[7] if name == "fixed" else [])
-            for name, each in params.items()
-        }
-        self.discard_request_mask = SimpleNamespace(np=np.array([False, False, True]))
-        self.rows = rows
-
-    def _sample(self, logits: Any, spec_decode_metadata: Any) -> Sampled:
-        return Sampled(self.rows)
-
-
-class Forcing(FixedResponses, Runner):
-    """The mixin over it."""
-
-
-def test_only_the_rows_of_fixed_responses_are_replaced() -> None:
-    rows = [[3, -1, -1], [4, 5, -1], [6, -1, -1]]
-    metadata = SimpleNamespace(draft_token_ids=torch.tensor([8, 2, 4, 5]), num_draft_tokens=[2, 2, 0])
-    sampled = Forcing(rows)._sample(None, metadata).sampled_token_ids
-    assert sampled.tolist() == [[8, 9, -1], rows[1], rows[2]]
-    assert sampled.dtype == torch.int32
-
-
-def test_without_drafts_the_next_token_is_the_responses() -> None:
-    sampled = Forcing([[3], [4], [6]])._sample(None, None).sampled_token_ids
-    assert sampled.tolist() == [[8], [4], [6]]

@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from backend.config import Settings
-from backend.engine.front.offline import OFFERED, Front, Responses, response_row
+from backend.engine.front.offline import Front, Responses, response_row
 from backend.models.demo import TARGET_DIR
 
 PROMPT = [0, 5, 6]
@@ -80,11 +80,6 @@ def test_native_drafting_has_its_own_limits() -> None:
     front = Front(Settings(mode="native"), str(TARGET_DIR))
     with pytest.raises(ValueError, match="min_p"):
         front.params(PROMPT, {"min_p": 0.5})
-
-
-def test_what_a_rollout_has_options_for_is_not_offered() -> None:
-    assert not OFFERED & {"n", "detokenize", "output_kind", "stream_interval"}
-    assert {"stop", "structured_outputs", "logprobs", "prompt_logprobs", "thinking_token_budget"} <= OFFERED
 
 
 def test_an_abort_is_not_the_end_of_a_response(front: Front) -> None:

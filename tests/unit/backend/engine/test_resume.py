@@ -10,59 +10,9 @@ import pytest
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
-from backend.engine.counting import StepOrders
 from backend.engine.resume import _advanced, _complete, continued_seed, rule_of
-from backend.engine.worker.runner import ResumedOutputs
 from backend.speculation.chances import Rule
 from backend.wire.engine import RequestOptions
-
-
-class Batch:
-    def __init__(self) -> None:
-        self.added: list[tuple[str, list[int]]] = []
-
-    def add_request(self, request: SimpleNamespace) -> None:
-        self.added.append((request.req_id, list(request.output_token_ids)))
-
-
-class Runner:
-    """As much of vLLM's runner as `ResumedOutputs` builds on."""
-
-    def __init__(self) -> None:
-        self.input_batch = Batch()
-
-    def _update_states(self, scheduler_output: SimpleNamespace) -> str:
-        for request_id, output in scheduler_output.requests:
-            self.input_batch.add_request(SimpleNamespace(req_id=request_id, output_token_ids=output))
-        if scheduler_output.fails:
-            raise RuntimeError
-        return "done"
-
-
-class Resuming(ResumedOutputs, Runner):
-    pass
-
-
-def step(requests: list[tuple[str, list[int]]], resumed: dict[str, list[int]], fails: bool = False) -> SimpleNamespace:
-    return SimpleNamespace(requests=requests, outrider=StepOrders(resumed, True), fails=fails)
-
-
-def test_outputs_are_there_before_a_request_enters_the_batch() -> None:
-    runner = Resuming()
-    assert runner._update_states(step([("new", []), ("moved", [])], {"moved": [7, 8]})) == "done"
-    assert runner.input_batch.added == [("new", []), ("moved", [7, 8])]
-    # Taken out of the batch and put back later: its output is vLLM's own by then.
-    runner._update_states(step([("moved", [7, 8, 9])], {"moved": [7, 8]}))
-    assert runner.input_batch.added[-1] == ("moved", [7, 8, 9])
-
-
-def test_the_batch_is_left_as_it_was() -> None:
-    runner = Resuming()
-    with pytest.raises(RuntimeError):
-        runner._update_states(step([("moved", [])], {"moved": [7]}, fails=True))
-    assert "add_request" not in vars(runner.input_batch)
-    runner._update_states(step([("new", [])], {}))
-    assert runner.input_batch.added[-1] == ("new", [])
 
 
 def test_a_continued_seed_is_another_one_each_time() -> None:

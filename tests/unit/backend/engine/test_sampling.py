@@ -14,8 +14,6 @@ import numpy as np
 import pytest
 import torch
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
-from hypothesis import given
-from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MoveDirectionality
@@ -23,13 +21,10 @@ from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, Mi
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
-from vllm.v1.worker import gpu_model_runner
 
-from backend.engine.worker import sampling
 from backend.engine.worker.sampling import LogitRows, SharedNoise, _accepted
 from backend.wire.engine import LOGPROBS_MODE, NOISE_SEED
 from tests.support.no_repeat import NoRepeat
-from tests.support.properties import examples
 
 VOCAB, DEEPEST = 24, 4
 THINK, THOUGHTS = 22, 20
@@ -333,24 +328,6 @@ def test_thinking_ends_where_its_budget_says(end: list[int]) -> None:
     assert ended > 5
 
 
-@examples(200)
-@given(st.lists(st.lists(st.integers(0, 2), max_size=4), min_size=1, max_size=6), st.integers(0, 2**32))
-def test_what_agrees_is_accepted_and_one_token_more(drafts: list[list[int]], seed: int) -> None:
-    dice = random.Random(seed)
-    rows = LogitRows([len(draft) for draft in drafts], CPU)
-    own = [[dice.randrange(3) for _ in range(len(draft) + 1)] for draft in drafts]
-    assert rows.request.tolist() == [i for i, draft in enumerate(drafts) for _ in range(len(draft) + 1)]
-    assert rows.depth.tolist() == [j for draft in drafts for j in range(len(draft) + 1)]
-    flat = torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32)
-    chosen = torch.tensor([token for tokens in own for token in tokens])
-    emitted = _accepted(chosen, flat if len(flat) else None, rows, None).tolist()
-    for row, draft, tokens in zip(emitted, drafts, own, strict=True):
-        accepted = next((i for i, token in enumerate(draft) if token != tokens[i]), len(draft))
-        assert row == tokens[: accepted + 1] + [-1] * (rows.deepest - accepted)
-    spread = rows.spread(torch.arange(len(drafts)))
-    assert spread.tolist() == rows.request.tolist()
-
-
 def test_nothing_waits_for_the_device_before_all_of_the_sampling_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU, an ordinary copy to it ends only when all that was launched before has run."""
     rows = LogitRows([2, 0], CPU)
@@ -358,16 +335,3 @@ def test_nothing_waits_for_the_device_before_all_of_the_sampling_is_launched(mon
     monkeypatch.setattr(torch, "tensor", None)
     monkeypatch.setattr(torch, "as_tensor", None)
     assert _accepted(chosen, drafts, rows, None).tolist() == [[5, 6, -1], [8, -1, -1]]
-
-
-def test_processors_are_all_built_where_speculation_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(gpu_model_runner, "build_logitsprocs", lambda config, *rest: seen.append((config, rest)))
-    config = SimpleNamespace(speculative_config="drafts", model="m")
-    original = gpu_model_runner.build_logitsprocs
-    with sampling.all_logits_processors():
-        gpu_model_runner.build_logitsprocs(config, 1, 2)
-    ((built, rest),) = seen
-    assert (built.speculative_config, built.model, rest) == (None, "m", (1, 2))
-    assert config.speculative_config == "drafts"
-    assert gpu_model_runner.build_logitsprocs is original

@@ -20,7 +20,6 @@ from backend.engine.weights import WeightControl
 from backend.engine.worker.tensor_transfer import NAME, Tensors, WireTransfer
 from backend.fleet import VERSIONS, Verified, VerifierStats
 from backend.fleet.stats import Weights
-from backend.models.check import check_same_shapes
 from backend.wire.engine import PAUSED
 
 
@@ -252,12 +251,6 @@ def test_weights_that_are_awake_are_updated_while_the_kv_cache_sleeps(core: Core
         control.resume()
 
 
-def test_shapes_are_compared_by_name(tmp_path: Path) -> None:
-    check_same_shapes(checkpoint(tmp_path / "one", a=(1,)), {"a": (1,)}, False)
-    with pytest.raises(ValueError, match="a: "):
-        check_same_shapes(str(tmp_path / "one"), {"a": (2,)}, False)
-
-
 def test_versions_are_counted_or_named_and_an_old_update_is_not_loaded_again(
     core: Core, control: WeightControl, tmp_path: Path
 ) -> None:
@@ -352,14 +345,6 @@ def test_an_update_leaves_a_pause_alone(core: Core, control: WeightControl, mode
     assert control.is_paused
     control.resume()
     assert not control.is_paused
-
-
-def test_a_wait_ends_when_it_is_resumed(core: Core, control: WeightControl) -> None:
-    core.requests = {"one": asked("one")}
-    waiting = control.pause("wait")
-    control.resume()
-    assert waiting is not None
-    assert "resumed" in str(waiting.exception())
 
 
 def tensors(**shapes: tuple[int, ...]) -> bytes:
@@ -552,13 +537,3 @@ def test_an_adapter_in_place_of_one_that_was_used_makes_its_caches_void(core: Co
     control.read_adapter(SimpleNamespace(lora_int_id=1, load_inplace=False))
     control.add_lora(new)
     assert core.log == ["adapter 1", "adapter 1", "adapter 1", "discard"]
-
-
-def test_nothing_sleeps_during_an_update_by_tensors(core: Core, control: WeightControl) -> None:
-    core.batch_queue.clear()
-    control.start_weight_update()
-    with pytest.raises(ValueError, match="a weight update is under way"):
-        control.sleep(0)
-    control.update_weights(tensors(a=(2, 3), b=(4,)))
-    control.finish_weight_update("7", 3)
-    control.sleep(0)

@@ -15,7 +15,7 @@ from backend.engine.client import Answer
 from backend.fleet import DraftCounters, DrafterStats, Reliability, VerifierStats
 from backend.lab.bench import options as options_module
 from backend.lab.bench import tables as report
-from backend.lab.bench.identical import GreedyCheck, first_difference
+from backend.lab.bench.identical import GreedyCheck
 from backend.lab.bench.load import Load
 from backend.lab.bench.measure import Sample, Snapshot, ratio, row, sample
 from backend.lab.bench.pace import Paced
@@ -78,12 +78,6 @@ def test_a_sample_divides_differences() -> None:
     assert "no_work" not in found.idle
 
 
-def test_local_modes_count_their_cores_and_no_drafter() -> None:
-    found = measured(Configuration("off", 0, (0, 1)))
-    assert found.busy_core_s == pytest.approx(2.0 * 2)
-    assert found.t_draft_ms is None
-
-
 def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
     def rounds(configuration: Configuration, speeds: list[float]):
         each = [msgspec.structs.replace(measured(configuration, i), tokens_per_s=s) for i, s in enumerate(speeds)]
@@ -109,10 +103,6 @@ def test_greedy_answers_are_compared_with_plain_decodings() -> None:
     assert (found.expected, found.got) == (5, 9)
     assert found.reference == "off"
     assert check.compared == 2
-
-
-def test_no_difference_is_none() -> None:
-    assert first_difference([[1, 2]], [[1, 2]]) is None
 
 
 @pytest.fixture

@@ -34,18 +34,6 @@ class Machine:
         self.now += seconds + self._late_s
 
 
-def test_profiles_are_what_the_data_sheet_says() -> None:
-    small, large = PROFILES["8b"], PROFILES["70b"]
-    assert small.target.fixed_ms == pytest.approx(6.0, abs=0.1)
-    assert small.target.token_us == pytest.approx(32.5, abs=0.1)
-    assert large.target.fixed_ms == pytest.approx(14.0, abs=0.1)
-    assert large.target.token_us == pytest.approx(71.4, abs=0.1)
-    assert small.drafter.fixed_ms == pytest.approx(0.45, abs=0.01)
-    assert large.drafter.fixed_ms == pytest.approx(1.07, abs=0.01)
-    assert large.native.fixed_ms < large.drafter.fixed_ms, "four devices read a head faster than one"
-    assert small.target.seconds(100) == pytest.approx(6.0e-3 + 3.25e-3, abs=1e-4)
-
-
 def test_a_pace_is_a_profile_or_numbers_and_both_may_be_slower() -> None:
     assert options_module.parse(["--pace", "8b"]).pace == parse_pace("8b") == PROFILES["8b"]
     assert parse_pace("8b@4").target.fixed_ms == pytest.approx(4 * PROFILES["8b"].target.fixed_ms)

@@ -26,7 +26,7 @@ from backend.lab.demo.llama import config_of, features, generate, llama_config, 
 from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
 from backend.lab.demo.target import train_target, validation_loss
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID
-from backend.lab.demo.training import rate_factor, windows
+from backend.lab.demo.training import windows
 from backend.learning.head import Drafter
 from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 from backend.models.writing import DRAFT_LENGTH, WEIGHTS, replacing
@@ -194,13 +194,6 @@ def test_windows_are_pieces_of_the_stream_behind_a_begin_token() -> None:
     assert not torch.equal(windows(stream, 50, 400, (1, 3)), batch)
     with pytest.raises(ValueError, match="too short"):
         windows(stream[:49], 50, 1, (0,))
-
-
-def test_rate_falls_to_zero() -> None:
-    factors = [rate_factor(step / 100) for step in range(101)]
-    assert max(factors) == 1.0
-    assert factors[-1] == 0.0
-    assert factors[50:] == sorted(factors[50:], reverse=True)
 
 
 @pytest.mark.campaign

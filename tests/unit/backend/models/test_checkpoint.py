@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ import torch
 from backend.drafter.proposer import DraftRequest, Until
 from backend.models.check import find_misfits
 from backend.models.checkpoint import load_drafter, load_fc
-from backend.models.head_config import CheckpointError, Rope, load_config
-from backend.models.rope import inverse_frequencies
+from backend.models.head_config import CheckpointError, load_config
 from tests.support.drafter_heads import TinyHead, check, make_proposer, write_head, write_target
 
 
@@ -41,14 +39,6 @@ def test_layouts_and_formats_are_the_same_head(tmp_path: Path, draft_vocab: int)
             answers.append(proposer.draft([DraftRequest(0, 20, 19, features, Until(6))])[0].tokens)
     assert len(answers[0]) == 6
     assert all(answer == answers[0] for answer in answers)
-
-
-def test_a_reduced_vocabulary_drafts_target_ids(tmp_path: Path) -> None:
-    head = TinyHead(draft_vocab=23)
-    weights = load_drafter(*pair(tmp_path, head))
-    offsets = head.weights()["d2t"]
-    assert weights.draft_to_target is not None
-    assert weights.draft_to_target.tolist() == [i + int(o) for i, o in enumerate(offsets)]
 
 
 @pytest.mark.parametrize(("slope", "shift"), [(1, 60), (0, 0)], ids=["outside the vocabulary", "twice the same token"])
@@ -222,23 +212,7 @@ def test_other_speculators_are_refused(tmp_path: Path) -> None:
     assert "medusa" in check(head_dir, target_dir)[0]
 
 
-def test_llama3_scaling_stretches_long_waves_only() -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    plain = inverse_frequencies(Rope(5e5, "default", {}), 128)
-    scaled = inverse_frequencies(Rope(5e5, "llama3", scaling), 128)
-    assert torch.equal(plain[:20], scaled[:20])
-    assert torch.allclose(plain[-10:] / 8, scaled[-10:])
-    assert bool(((scaled >= plain / 8) & (scaled <= plain)).all())
-    assert bool((scaled[1:] < scaled[:-1]).all())
-
-
 @pytest.mark.parametrize(("module", "absent"), [("backend.models.check", "torch"), ("backend.drafter.process", "vllm")])
 def test_imports_stay_light(module: str, absent: str) -> None:
     code = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_a_head_of_another_seed_is_another_head(tmp_path: Path) -> None:
-    a = load_fc(write_head(tmp_path / "a", TinyHead())).weight
-    b = load_fc(write_head(tmp_path / "b", replace(TinyHead(), seed=1))).weight
-    assert not torch.equal(a, b)

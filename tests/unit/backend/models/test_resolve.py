@@ -52,12 +52,6 @@ def test_the_mode_says_what_drafts(mode: str, drafter: str, kind: str) -> None:
     assert (models.drafter_dir is not None) == (kind == "eagle")
 
 
-def test_a_directory_is_taken_and_gives_the_name(tmp_path: Path) -> None:
-    directory = target(tmp_path / "my-model")
-    models = resolve(settings(model=str(directory), mode="off"), quiet)
-    assert (models.target_dir, models.name) == (str(directory), "my-model")
-
-
 def test_a_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     directory = target(tmp_path / "m")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import random
 from pathlib import Path
 from typing import Any
 
@@ -105,19 +104,6 @@ def test_ratios_of_sums_over_incarnations_and_verifiers(tmp_path: Path) -> None:
     assert found.live.acceptance_length == 1 + 8 / 5
     only = summary(tmp_path, verifiers=frozenset({"verifier-1"}))
     assert ([each.worker for each in only.workers], only.live.acceptance_length) == (["verifier-1"], 5)
-
-
-def test_the_sums_of_many_rows(tmp_path: Path) -> None:
-    draw = random.Random(7)
-    rows: Rows = [step(n, n / 100) for n in range(300)]
-    outcomes = [(n, drafted, draw.randint(0, drafted)) for n in range(300) for drafted in (0, 2, 4)]
-    rows += [verification(n, f"r{drafted}", drafted, accepted) for n, drafted, accepted in outcomes]
-    record(tmp_path, rows)
-    found = summary(tmp_path, since=START + 1, until=START + 2).live
-    mine = [(drafted, accepted) for n, drafted, accepted in outcomes if 100 <= n < 200 and drafted]
-    assert found.drafts == len(mine) == 200
-    assert found.acceptance_length == 1 + sum(accepted for _, accepted in mine) / len(mine)
-    assert found.accepted_by_position == [sum(accepted > p for _, accepted in mine) for p in range(4)]
 
 
 def test_only_a_period(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from backend.config import RecordsSettings
 from backend.records import store as store_module
 from backend.records import writer as writer_module
 from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
-from backend.records.schema import ABOUT, ABOUT_KEY, KINDS, SCHEMAS, VERSION_KEY, About, Books, to_table
+from backend.records.schema import ABOUT, ABOUT_KEY, KINDS, SCHEMAS, VERSION_KEY, About, Books
 from backend.records.store import Store
 from backend.records.writer import FileRecorder
 
@@ -218,7 +218,3 @@ def test_a_row_that_is_none_costs_no_thread(tmp_path: Path, caplog: pytest.LogCa
     recorder.close()
     assert "of no use" in caplog.text
     assert recorder.counts() == ({**dict.fromkeys(KINDS, 0), "request": 1}, {**dict.fromkeys(KINDS, 0), "verification": 1})
-
-
-def test_no_rows_make_an_empty_table() -> None:
-    assert to_table("step", []).num_rows == 0

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.speculation.calibration import Calibration
-from backend.speculation.chances import chance, chances, chances_of_many
+from backend.speculation.chances import chances, chances_of_many
 
 SIGNS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=16).map(lambda signs: signs[: len(signs) // 2 * 2])
 
@@ -115,14 +115,6 @@ def test_reliability_compares_what_was_predicted_with_what_came() -> None:
     assert Calibration(2).reliability.brier == 0.0
 
 
-@given(st.lists(st.floats(-50, 50), min_size=3, max_size=8), SIGNS)
-def test_chances_are_chances_whatever_comes_in(weights: list[float], signs: list[float]) -> None:
-    found = chances(weights, signs)
-    assert len(found) == len(signs) // 2
-    assert all(0 < one <= 1 for one in found)
-    assert found == [chance(weights, j, signs[2 * j], signs[2 * j + 1]) for j in range(len(found))]
-
-
 @given(st.lists(SIGNS, max_size=30), st.data())
 def test_weights_stay_finite(all_signs: list[list[float]], data: st.DataObject) -> None:
     calibration = Calibration(3)
@@ -130,12 +122,6 @@ def test_weights_stay_finite(all_signs: list[list[float]], data: st.DataObject) 
         seen = data.draw(st.integers(0, len(signs) // 2))
         calibration.observe("r", signs, data.draw(st.integers(max(seen - 1, 0), seen)), seen)
     assert all(math.isfinite(weight) and abs(weight) < 100 for weight in calibration.weights)
-
-
-def test_the_last_offset_repeats_and_signs_are_clipped() -> None:
-    assert chances([1.0, 0.0, 0.0, 1.0], [0.0] * 6) == pytest.approx([0.5, 0.7310586, 0.7310586])
-    assert chances([1.0, 1.0, 0.0], [100.0, -100.0]) == [0.5]
-    assert chances([1.0, 1.0, 0.0], [8.0, 0.0]) == chances([1.0, 1.0, 0.0], [1e9, 0.0])
 
 
 @given(st.lists(st.lists(st.floats(width=32), min_size=1, max_size=6), min_size=1, max_size=12), st.data())

@@ -164,93 +164,11 @@ TestQuestions = QuestionsMachine.TestCase
 TestQuestions.settings = examples(100, stateful_step_count=40)
 
 
-def silent(questions: Questions, drafter_id: str = "d0") -> None:
-    """As many deadlines pass as open a breaker."""
-    for length in range(BREAKER_MISSES):
-        questions.asked("r", 10 + length, drafter_id, float(length))
-        assert len(questions.expire(length + LONGEST_S)) == 1
-
-
 @pytest.fixture
 def questions() -> Questions:
     made = Questions(LONGEST_S)
     made.set_drafters(DRAFTERS)
     return made
-
-
-def test_a_silent_drafter_is_soon_not_waited_for_and_comes_back_with_its_first_answer(questions: Questions) -> None:
-    silent(questions)
-    assert questions.down() == ["d0"]
-    questions.asked("r", 20, "d0", 9.0)
-    assert questions.deadline() is None
-    assert questions.answered("d0", "r", 20, 9.1) == pytest.approx(0.1)
-    assert questions.down() == []
-    questions.asked("r", 21, "d0", 10.0)
-    assert questions.deadline() is not None
-
-
-def test_steps_that_go_on_at_once_find_a_silent_drafter_too(questions: Questions) -> None:
-    for length in range(BREAKER_MISSES):
-        for request in range(3):
-            assert questions.down() == []
-            now = length + request * LONGEST_S / 4
-            questions.asked(f"r{request}", 10 + length, "d0", now)
-            assert questions.expire(now) == []
-            questions.stop_waiting()
-        assert questions.expire(length + LONGEST_S) == []
-    assert questions.down() == ["d0"]
-
-
-def test_who_has_answered_all_is_not_silent(questions: Questions) -> None:
-    for length in range(10, 20):
-        questions.asked("r", length, "d0", float(length))
-        questions.stop_waiting()
-        assert questions.answered("d0", "r", length, length + 0.01) is not None
-        questions.expire(length + 0.9)
-    assert questions._health["d0"].misses == 0
-
-
-def test_one_question_is_one_miss(questions: Questions) -> None:
-    questions.asked("r", 10, "d0", 0.0)
-    questions.stop_waiting()
-    for later in range(1, 10):
-        questions.expire(float(later))
-    assert questions._health["d0"].misses == 1
-
-
-def test_an_answer_for_a_length_already_left_behind_ends_the_silence_too(questions: Questions) -> None:
-    silent(questions)
-    questions.asked("r", 20, "d0", 10.0)
-    questions.asked("r", 21, "d0", 10.005)
-    assert questions.answered("d0", "r", 20, 10.007) == pytest.approx(0.007)
-    assert questions.down() == []
-
-
-def test_answers_slower_than_the_longest_wait_keep_the_breaker_open(questions: Questions) -> None:
-    silent(questions)
-    questions.asked("r", 20, "d0", 10.0)
-    assert questions.answered("d0", "r", 20, 10.0 + 2 * LONGEST_S) is not None
-    assert questions.down() == ["d0"]
-
-
-def test_one_silent_round_of_many_requests_is_one_miss(questions: Questions) -> None:
-    for i in range(10):
-        questions.asked(f"r{i}", 5, "d0", 0.0)
-    assert len(questions.expire(LONGEST_S)) == 10
-    assert questions.down() == []
-
-
-def test_when_the_breaker_opens_nothing_of_that_drafter_is_waited_for(questions: Questions) -> None:
-    silent(questions)
-    questions.reset_drafter("d0")
-    for miss in range(BREAKER_MISSES):
-        questions.asked("late", 30 + miss, "d0", 50.0 + miss)
-        questions.asked("later", 30 + miss, "d0", 50.2 + miss)
-        questions.asked("others", 30 + miss, "d1", 50.2 + miss)
-        expired = questions.expire(50.0 + miss + LONGEST_S)
-        questions.answered("d1", "others", 30 + miss, 50.3 + miss)
-        assert len(expired) == (2 if miss == BREAKER_MISSES - 1 else 1)
-        questions.stop_waiting()
 
 
 def test_a_removed_drafter_releases_its_requests(questions: Questions) -> None:

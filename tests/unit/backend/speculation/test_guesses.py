@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.speculation.guesses import KEPT, Guesses, Resolved
+from backend.speculation.guesses import KEPT, Guesses
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=5)
 
@@ -51,30 +51,6 @@ def test_every_draft_is_scored_once_by_the_text(
         elif not crowded:
             assert expected == (0, 0)
     assert guesses.forget("r") == []
-
-
-def test_a_draft_is_scored_once_it_differs_or_is_complete() -> None:
-    guesses = Guesses()
-    assert guesses.note("r", "remote", 3, [7, 8, 9], [0.5] * 6, [1, 2, 3]) == []
-    assert guesses.note("r", "own", 3, [7, 5], [0.0] * 4, [1, 2, 3]) == []
-    assert guesses.advance("r", [1, 2, 3, 7]) == []
-    assert guesses.advance("r", [1, 2, 3, 7, 8]) == [Resolved("own", [0.0] * 4, 1, 2)]
-    assert guesses.advance("r", [1, 2, 3, 7, 8, 9, 1]) == [Resolved("remote", [0.5] * 6, 3, 3)]
-    assert guesses.advance("r", [1, 2, 3, 7, 8, 9, 1, 9]) == []
-
-
-def test_a_draft_that_came_late_is_scored_at_once_or_goes_on() -> None:
-    guesses = Guesses()
-    assert guesses.note("r", "late", 1, [2, 9], [], [1, 2, 3]) == [Resolved("late", [0.0] * 4, 1, 2)]
-    assert guesses.note("r", "late", 1, [2, 3, 4], [], [1, 2, 3]) == []
-    assert guesses.advance("r", [1, 2, 3, 4]) == [Resolved("late", [0.0] * 6, 3, 3)]
-
-
-def test_what_reaches_beyond_the_end_counts_as_far_as_the_text_goes() -> None:
-    guesses = Guesses()
-    guesses.note("r", "remote", 1, [2, 3, 4], [], [1])
-    guesses.advance("r", [1, 2])
-    assert [(known.matched, known.seen) for known in guesses.forget("r")] == [(1, 1)]
 
 
 def test_no_more_than_a_few_are_kept_and_none_for_another_text() -> None:
