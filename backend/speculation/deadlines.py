@@ -127,7 +127,7 @@ class Questions:
                 health.misses, health.silent_since = health.misses + 1, None
         expired = []
         for request_id, question in list(self.pending.items()):
-            if now >= question.deadline:
+            if now >= question.deadline or (question.drafter_id in late and self._health[question.drafter_id].is_down):
                 del self.pending[request_id]
                 self._note_overdue(request_id, question)
                 expired.append(question)
