@@ -30,61 +30,40 @@ from backend.engine.build import SUPPORTED_VLLM
 from backend.engine.worker.cpu_worker import count_at_least, expand, shrink
 
 PARAMETERS = {
-    (GPUModelRunner, "propose_draft_token_ids"): [
-        "self",
-        "scheduler_output",
-        "sampled_token_ids",
-        "sampling_metadata",
-        "hidden_states",
-        "sample_hidden_states",
-        "aux_hidden_states",
-        "spec_decode_metadata",
-        "common_attn_metadata",
-        "slot_mappings",
-    ],
-    (GPUModelRunner, "execute_model"): ["self", "scheduler_output", "intermediate_tensors"],
-    (GPUModelRunner, "sample_tokens"): ["self", "grammar_output"],
-    (GPUModelRunner, "_get_prompt_logprobs_dict"): ["self", "hidden_states", "num_scheduled_tokens"],
-    (GPUModelRunner, "_set_active_loras"): [
-        "self",
-        "prompt_lora_mapping",
-        "token_lora_mapping",
-        "lora_requests",
-        "mapping_type",
-    ],
-    (GPUModelRunner, "_sample"): ["self", "logits", "spec_decode_metadata"],
-    (GPUModelRunner, "_update_states"): ["self", "scheduler_output"],
-    (GPUModelRunner, "_dummy_sampler_run"): ["self", "hidden_states"],
-    (InputBatch, "add_request"): ["self", "request"],
-    (Request, "append_output_token_ids"): ["self", "token_ids"],
-    (StructuredOutputManager, "_get_constraint_bounds"): ["self", "request", "spec_tokens", "spec_tokens_committed"],
-    (XgrammarGrammar, "accept_tokens"): ["self", "request_id", "tokens"],
-    (EngineCore, "add_request"): ["self", "request", "request_wave"],
-    (GPUModelRunner, "_input_fits_in_drafter"): ["self", "common_attn_metadata"],
-    (GPUModelRunner, "_get_eagle3_aux_layers_from_config"): ["self"],
-    (GPUModelRunner, "take_draft_token_ids"): ["self"],
-    (Scheduler, "schedule"): ["self", "throttle_prefills"],
-    (Scheduler, "update_from_output"): ["self", "scheduler_output", "model_runner_output"],
-    (Scheduler, "add_request"): ["self", "request"],
-    (Scheduler, "finish_requests"): ["self", "request_ids", "finished_status"],
-    (Scheduler, "update_draft_token_ids"): ["self", "draft_token_ids"],
-    (Scheduler, "_preempt_request"): ["self", "request", "timestamp", "drop_stale_output"],
-    (Scheduler, "_free_request"): ["self", "request", "delay_free_blocks"],
-    (Scheduler, "get_request_counts"): ["self"],
-    (Scheduler, "get_kv_cache_usage"): ["self"],
-    (EngineCore, "__init__"): [
-        "self",
-        "vllm_config",
-        "executor_class",
-        "log_stats",
-        "executor_fail_callback",
-        "include_finished_set",
-    ],
-    (EngineCore, "preprocess_add_request"): ["self", "request"],
-    (EngineCore, "post_step"): ["self", "model_executed"],
-    (EngineCoreProc, "_convert_msgspec_args"): ["method", "args"],
-    (CPUWorker, "init_device"): ["self"],
+    (GPUModelRunner, "propose_draft_token_ids"): (
+        "scheduler_output sampled_token_ids sampling_metadata hidden_states "
+        "sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata slot_mappings"
+    ),
+    (GPUModelRunner, "execute_model"): "scheduler_output intermediate_tensors",
+    (GPUModelRunner, "sample_tokens"): "grammar_output",
+    (GPUModelRunner, "_get_prompt_logprobs_dict"): "hidden_states num_scheduled_tokens",
+    (GPUModelRunner, "_set_active_loras"): "prompt_lora_mapping token_lora_mapping lora_requests mapping_type",
+    (GPUModelRunner, "_sample"): "logits spec_decode_metadata",
+    (GPUModelRunner, "_update_states"): "scheduler_output",
+    (GPUModelRunner, "_dummy_sampler_run"): "hidden_states",
+    (InputBatch, "add_request"): "request",
+    (Request, "append_output_token_ids"): "token_ids",
+    (StructuredOutputManager, "_get_constraint_bounds"): "request spec_tokens spec_tokens_committed",
+    (XgrammarGrammar, "accept_tokens"): "request_id tokens",
+    (EngineCore, "add_request"): "request request_wave",
+    (GPUModelRunner, "_input_fits_in_drafter"): "common_attn_metadata",
+    (GPUModelRunner, "_get_eagle3_aux_layers_from_config"): "",
+    (GPUModelRunner, "take_draft_token_ids"): "",
+    (Scheduler, "schedule"): "throttle_prefills",
+    (Scheduler, "update_from_output"): "scheduler_output model_runner_output",
+    (Scheduler, "add_request"): "request",
+    (Scheduler, "finish_requests"): "request_ids finished_status",
+    (Scheduler, "update_draft_token_ids"): "draft_token_ids",
+    (Scheduler, "_preempt_request"): "request timestamp drop_stale_output",
+    (Scheduler, "_free_request"): "request delay_free_blocks",
+    (Scheduler, "get_request_counts"): "",
+    (Scheduler, "get_kv_cache_usage"): "",
+    (EngineCore, "__init__"): "vllm_config executor_class log_stats executor_fail_callback include_finished_set",
+    (EngineCore, "preprocess_add_request"): "request",
+    (EngineCore, "post_step"): "model_executed",
+    (CPUWorker, "init_device"): "",
 }
+"""Behind `self`."""
 
 
 def test_the_pinned_version_is_installed() -> None:
@@ -93,7 +72,11 @@ def test_the_pinned_version_is_installed() -> None:
 
 @pytest.mark.parametrize(("owner", "name"), PARAMETERS, ids=lambda value: getattr(value, "__name__", value))
 def test_hooked_methods_have_the_parameters_we_pass_on(owner: type, name: str) -> None:
-    assert list(inspect.signature(getattr(owner, name)).parameters) == PARAMETERS[owner, name]
+    assert list(inspect.signature(getattr(owner, name)).parameters) == ["self", *PARAMETERS[owner, name].split()]
+
+
+def test_arguments_of_calls_are_converted_by_a_static_method() -> None:
+    assert list(inspect.signature(EngineCoreProc._convert_msgspec_args).parameters) == ["method", "args"]
 
 
 def test_the_scheduler_still_pads_resumed_requests_without_a_table() -> None:
@@ -189,5 +172,5 @@ def test_rows_without_an_adapter_get_nothing_of_the_adapter_of_others() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
 def test_expand_repeats_each_value_and_replaces(dtype: torch.dtype) -> None:
     output = torch.full((6,), 99, dtype=dtype)
-    expand(output, torch.tensor([3, 0, 7], dtype=dtype), torch.tensor([2, 5, 6], dtype=torch.int32), 0, 1)
+    expand(output, torch.tensor([3, 0, 5, 7], dtype=dtype), torch.tensor([2, 5, 5, 6], dtype=torch.int32), 0, 1)
     assert output.tolist() == [3, 3, 1, 1, 1, 7]

@@ -1,4 +1,4 @@
-"""Learning from live traffic: when a head is published or taken back, and that training helps."""
+"""Learning from live traffic: heads that are made to learn, their training, and how they are put in place."""
 
 from __future__ import annotations
 
@@ -23,120 +23,20 @@ from backend.drafter.proposer import DraftRequest, Until
 from backend.learning import trainer as trainer_module
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, is_held_out
-from backend.learning.rules import FEWEST, FEWEST_SEQUENCES, KEPT, LEAST_GAIN, Watch, bound_of_gain
+from backend.learning.rules import FEWEST, FEWEST_SEQUENCES, KEPT
 from backend.learning.trainable import load_pupil, trained_tensors
 from backend.learning.trainer import PASSES, Job, News, Trainer, newest_version
 from backend.models.check import why_not_learning
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError, load_config
 from backend.models.initial_head import feature_layers, write_initial_head
-from backend.models.resolve import ModelError, resolve
+from backend.models.resolve import resolve
 from tests.support.drafter_heads import check
+from tests.unit.backend.learning.test_rules import live
 
 DEVICE = torch.device("cpu")
 
 pytestmark = pytest.mark.usefixtures("in_float32")
-
-
-# -- rules -------------------------------------------------------------------------------------------------------------
-
-
-def bound(present: list[float], candidate: list[float]) -> float:
-    found = bound_of_gain(present, candidate)
-    assert found is not None
-    return found
-
-
-def test_only_a_sure_gain_is_published() -> None:
-    present = [2.0 + 0.1 * i for i in range(FEWEST)]
-    assert bound(present, [length * 1.1 for length in present]) > LEAST_GAIN
-    assert bound(present, [length * 1.01 for length in present]) < LEAST_GAIN
-    assert bound_of_gain(present[1:], [length * 1.1 for length in present[1:]]) is None
-    # The same mean gain, of one lucky sequence.
-    assert bound(present, [*present[:-1], present[-1] + 0.1 * sum(present)]) < LEAST_GAIN
-
-
-def live(watch: Watch, right: int, sequences: int) -> None:
-    """New sequences, of which so many of 16 tokens are right, more or less."""
-    for i in range(sequences):
-        note(watch, object(), right + i % 3 - 1)
-
-
-def note(watch: Watch, key: object, right: int) -> None:
-    """16 drafts of one sequence."""
-    for i in range(16):
-        watch.note(key, i < right)
-
-
-def test_a_head_is_taken_back_when_its_drafts_are_accepted_less() -> None:
-    watch = Watch()
-    live(watch, 10, 20)
-    watch.exchanged()
-    assert watch.acceptance is None
-    live(watch, 10, KEPT)
-    assert not watch.has_fallen
-    watch.exchanged()
-    live(watch, 1, FEWEST_SEQUENCES - 1)
-    assert not watch.has_fallen
-    live(watch, 1, 2)
-    assert watch.has_fallen
-
-
-@pytest.mark.parametrize("together", [KEPT // 2, KEPT + 1, 4 * KEPT])
-def test_acceptance_is_known_however_many_requests_are_drafted_for_at_a_time(together: int) -> None:
-    watch = Watch()
-    for right in (15, 4):
-        for start in range(0, 2 * KEPT + together, together):
-            for i in range(16):
-                for key in range(start, start + together):
-                    watch.note((right, key), 5 * i % 16 < right + key % 3 - 1)
-        assert watch.acceptance == pytest.approx(right / 16, abs=0.05)
-        if right == 15:
-            assert not watch.needs_learning
-            watch.exchanged()
-    assert watch.has_fallen
-    assert watch.needs_learning
-
-
-def test_one_text_is_one_observation() -> None:
-    watch = Watch()
-    live(watch, 10, KEPT)
-    watch.exchanged()
-    for _ in range(100):
-        note(watch, "a text that says what nobody foretells", 0)
-    live(watch, 10, FEWEST_SEQUENCES)
-    assert not watch.has_fallen
-    assert watch.acceptance is not None
-    assert watch.acceptance > 0.4
-
-
-def test_a_head_that_was_hardly_used_is_nothing_to_compare_with() -> None:
-    watch = Watch()
-    for right, sequences in ((15, FEWEST_SEQUENCES), (1, FEWEST_SEQUENCES - 1)):
-        live(watch, right, sequences)
-        watch.exchanged()
-        assert watch.knows_previous == (right == 15)
-    live(watch, 8, FEWEST_SEQUENCES)
-    assert watch.has_fallen, "it is compared with the one before"
-
-
-def test_other_weights_of_the_target_take_no_head_back_but_may_make_it_learn() -> None:
-    watch = Watch()
-    for _ in range(2):
-        live(watch, 15, KEPT + FEWEST_SEQUENCES)
-        watch.exchanged()
-    live(watch, 15, KEPT + FEWEST_SEQUENCES)
-    watch.retargeted()
-    assert watch.acceptance is None
-    live(watch, 12, KEPT)
-    assert not watch.has_fallen
-    assert watch.needs_learning
-    watch.exchanged()
-    live(watch, 6, FEWEST_SEQUENCES)
-    assert watch.has_fallen, "the next head is compared under the new weights"
-
-
-# -- heads -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -187,18 +87,6 @@ def test_no_head_is_made_of_quantised_layers(tmp_path: Path, where: str) -> None
     (tmp_path / where).write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="quantised layers: give an unquantised copy"):
         write_initial_head(str(tmp_path), tmp_path / "start", "m")
-
-
-def test_heads_that_cannot_learn_are_refused() -> None:
-    learning = {"drafting": {"learning": "on"}}
-    draft_model = str(DRAFTER_DIR.with_name("draft-model"))
-    for changes in (
-        {"drafter": "grow", "mode": "native"},
-        {"drafter": "ngram", **learning},
-        {"drafter": draft_model, **learning},
-    ):
-        with pytest.raises(ModelError):
-            resolve(Settings.model_validate(changes), print)
 
 
 def test_a_given_head_is_widened_to_learn_and_drafts_the_same(tmp_path: Path) -> None:
@@ -346,28 +234,6 @@ def test_a_learners_ring_has_room_for_a_comparison_however_wide_rows_are(
     assert sum(map(is_held_out, own._writer._ring.numbers())) >= FEWEST
 
 
-def test_a_spoiled_head_is_taken_back_by_live_acceptance(start: str, tmp_path: Path) -> None:
-    swapped: list[str] = []
-    own = learner(start, tmp_path, swapped.append)
-    try:
-        spoiled = tmp_path / "drafter-0" / "versions" / "000001"
-        write_initial_head(str(TARGET_DIR), spoiled, "demo")
-        for _ in range(20):
-            note(own._watch, object(), 10)
-        own._exchange(str(spoiled))
-        own.lessons.exchanged()
-        for _ in range(FEWEST_SEQUENCES):
-            assert not own._watch.has_fallen
-            note(own._watch, object(), 0)
-        assert own._watch.has_fallen
-        own._take_back()
-        assert swapped == [str(spoiled), start]
-        assert (own.head_dir, own.stats().version, own.stats().taken_back) == (start, 0, 1)
-        assert newest_version(spoiled.parent) == (0, None)
-    finally:
-        own.stop()
-
-
 def test_after_a_bad_head_the_next_is_compared_with_the_good_one(start: str, tmp_path: Path) -> None:
     versions = tmp_path / "drafter-0" / "versions"
     own: Learner = learner(start, tmp_path, lambda head: own.lessons.exchanged())
@@ -437,26 +303,6 @@ def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Pat
     finally:
         process.stop()
     assert trainer.poll() is not None
-
-
-def test_a_given_head_learns_once_its_drafts_are_accepted_less() -> None:
-    watch = Watch()
-
-    def needs(right: int, sequences: int) -> bool:
-        live(watch, right, sequences)
-        return watch.needs_learning
-
-    assert not needs(12, 3 * KEPT)
-    assert needs(10, KEPT), "traffic that it does not know"
-    watch.exchanged()
-    assert not needs(10, 2 * KEPT), "what it has now is what it is compared with"
-    watch.exchanged()
-    for key in range(2 * KEPT):
-        watch.note(key, False)
-    assert not watch.needs_learning, "of each too little to say"
-    watch.exchanged()
-    assert not needs(7, KEPT), "too few to say"
-    assert needs(7, 1)
 
 
 @pytest.mark.parametrize(("learning", "trains"), [("on", False), ("always", True), ("off", True)])

@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub.utils import filter_repo_objects
 
 from backend.config import Settings
+from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 from backend.models.resolve import ModelError, find, resolve
 from tests.support.other_vocabulary import write_tokenizer
 
@@ -31,8 +32,6 @@ def target(directory: Path, **config: Any) -> Path:
 
 
 def test_the_demo_pair_is_built_in() -> None:
-    from backend.models.demo import DRAFTER_DIR, TARGET_DIR
-
     models = resolve(Settings(), quiet)
     assert (models.target_dir, models.drafter_dir, models.drafter_kind, models.name) == (
         str(TARGET_DIR),
@@ -94,6 +93,8 @@ def test_an_incomplete_directory_is_refused(tmp_path: Path, spoil: Any, line: st
         ({"model": "/nowhere", "drafter": "ngram"}, "--model /nowhere: no such directory"),
         ({"model": "a b", "mode": "off"}, "neither a directory nor a Hugging Face id"),
         ({"model": "a/b/c", "mode": "off"}, "no such directory"),
+        ({"mode": "native", "drafter": "grow"}, ""),
+        ({"drafter": str(DRAFT_MODEL_DIR), "drafting": {"learning": "on"}}, "EAGLE"),
     ],
 )
 def test_what_cannot_work_is_one_line(changes: dict[str, Any], line: str) -> None:
@@ -105,8 +106,6 @@ def test_what_cannot_work_is_one_line(changes: dict[str, Any], line: str) -> Non
 
 def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     directory = target(tmp_path / "m", hidden_size=999, vocab_size=2048, num_hidden_layers=5)
-    from backend.models.demo import DRAFTER_DIR
-
     with pytest.raises(ModelError, match="does not fit") as error:
         resolve(settings(model=str(directory), drafter=str(DRAFTER_DIR)), lambda line: None)
     assert "\n" not in str(error.value)
@@ -165,8 +164,6 @@ def test_ranks_must_divide_the_attention_heads(tmp_path: Path) -> None:
 def draft_model(directory: Path, rows: int = 2100, **tokenizer: int) -> Path:
     """A tiny draft model for the demo target; `tokenizer`: tokens with other ids than the target's."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from backend.models.demo import TARGET_DIR
 
     sizes = {"vocab_size": rows, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     Qwen2ForCausalLM(Qwen2Config(**sizes, num_attention_heads=2, num_key_value_heads=1)).save_pretrained(directory)

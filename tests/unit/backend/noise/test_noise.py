@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -174,18 +172,6 @@ def test_of_equal_columns_the_first_wins(size: int) -> None:
     assert twice.leads.item() == 0.0
 
 
-def test_what_may_not_win_does_not() -> None:
-    logits = torch.full((3, 600), -torch.inf)
-    logits[1, 599] = -50.0
-    logits[2, 1], logits[2, 500] = 1.0, -80.0
-    for scale in (0.0, 1.0):
-        found = choose(logits, scale)
-        assert found.columns.tolist() == [0, 599, 1]
-        assert found.scores[0] == -torch.inf
-        assert found.leads[0] == 0
-        assert found.leads[1] == torch.inf
-
-
 def test_logits_that_are_no_numbers_yield_a_column_all_the_same() -> None:
     for size in (1, 5, 700):
         for scale in (0.0, 1.0):
@@ -289,141 +275,3 @@ def test_compiles_where_nothing_can_be_kept(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "warm", done.stderr[-2000:]
-
-
-INTERPRETED = """
-import torch
-try:
-    from backend.noise import cuda
-except ImportError as error:
-    raise SystemExit(f"SKIP no Triton here: {error}")
-from backend import noise
-
-generator = torch.Generator().manual_seed(1)
-for rows, size, ids in ((3, 3000, False), (4, 1500, True), (2, 1, False)):
-    logits = torch.randn(rows, size, generator=generator) * 3
-    logits[0, : size // 2] = -torch.inf
-    if rows == 4:
-        logits[3] = -torch.inf
-    seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
-    positions = torch.randint(0, 4096, (rows,), generator=generator)
-    betas, scales = torch.rand(rows, generator=generator) + 0.5, torch.tensor([1.0, 0.0, 0.7, 1.0])[:rows]
-    token_ids = torch.randperm(9000, generator=generator)[:size].sort().values if ids else None
-    on_gpu = cuda.choose(logits, seeds, positions, betas, scales, token_ids, True)
-    on_cpu = noise.choose(logits, seeds, positions, betas, scales, token_ids, True)
-    for one, other in zip(on_gpu, on_cpu, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    if rows == 3:
-        count = 5
-        on_gpu = cuda.rank(logits, seeds, positions, betas, scales, count, token_ids)
-        on_cpu = noise.rank(logits, seeds, positions, betas, scales, count, token_ids)
-        for one, other in zip(on_gpu, on_cpu, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-    tokens = torch.randint(0, 150000, (rows, 300), generator=generator)
-    one, other = cuda.gumbel(seeds, positions, tokens, 0), noise.gumbel(seeds, positions, tokens)
-    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-logits = torch.zeros(1, 5000)
-none = torch.zeros(1, dtype=torch.int64)
-assert cuda.choose(logits, none, none, torch.ones(1), torch.zeros(1), None, False)[0].tolist() == [0]
-print("same")
-"""
-
-
-def test_the_gpu_kernel_interpreted_agrees_with_the_cpu() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
-    if done.stderr.startswith("SKIP"):
-        pytest.skip(done.stderr.strip())
-    assert done.stdout.strip() == "same", done.stderr[-2000:]
-
-
-COMPILED = """
-try:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-    from backend.drafter.attention import cuda as attention
-    from backend.noise import cuda
-except ImportError as error:
-    raise SystemExit(f"SKIP no Triton here: {error}")
-types = {"logits": "*fp32", "seeds": "*i64", "positions": "*i64", "betas": "*fp32", "scales": "*fp32", "ids": "*i64"}
-types |= {"best": "*fp32", "second": "*fp32", "chosen": "*i64", "tokens": "*i64", "noise": "*fp32", "found": "*fp32"}
-types |= {"tops": "*fp32", "sums": "*fp32", "columns": "*i64", "scores": "*fp32", "leads": "*fp32", "totals": "*fp32"}
-types |= dict.fromkeys(("places", "starts", "bounds", "tails", "strides"), "*i64")
-types |= {"size": "i32", "scale": "fp32", "queries": "*bf16", "cache": "*bf16", "result": "*bf16"}
-for kernel, constants in (
-    (cuda.choose_kernel, {"HAS_IDS": True, "TOTALS": True, "BLOCK": 1024}),
-    (cuda.choose_kernel, {"HAS_IDS": False, "TOTALS": False, "BLOCK": 1024}),
-    (cuda.join_kernel, {"TOTALS": True, "BLOCKS": 256}),
-    (attention.attend_kernel, {"KV": 8, "GROUP": 4, "DIM": 128, "PADDED": 16, "WIDE": 128, "SPLITS": 8, "BLOCK": 64}),
-    (attention.join_kernel, {"DIM": 128, "WIDE": 128, "SPLITS": 8}),
-    (cuda.scores_kernel, {"HAS_IDS": True, "BLOCK": 1024}),
-    (cuda.gumbel_kernel, {"DOMAIN": 1, "BLOCK": 1024}),
-):
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    for capability in 90, 100:
-        try:
-            made = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", capability, 32))
-        except RuntimeError as error:
-            raise SystemExit(f"SKIP Triton has no compiler for this GPU here: {error}")
-        assert made.asm["ptx"]
-print("compiled")
-"""
-
-
-def test_the_gpu_kernels_compile() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
-    if "SKIP" in done.stderr:
-        pytest.skip(done.stderr.strip())
-    assert done.stdout.strip() == "compiled", done.stderr[-2000:]
-
-
-def test_what_was_compiled_at_the_start_serves_all_sizes_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler, jit = pytest.importorskip("triton.backends.compiler"), pytest.importorskip("triton.runtime.jit")
-    from triton.compiler import make_backend
-
-    from backend.noise import cuda
-
-    target, variants = make_backend(compiler.GPUTarget("cuda", 90, 32)), set()
-    for kernel in (cuda.choose_kernel, cuda.join_kernel, cuda.scores_kernel, cuda.gumbel_kernel):
-        bind = jit.create_function_from_signature(kernel.signature, kernel.params, target)
-
-        def note(*inputs: Any, grid: Any, warmup: bool, kernel: Any = kernel, bind: Any = bind, **options: Any) -> None:
-            variants.add((kernel, str(bind(*inputs, **options)[1])))
-
-        monkeypatch.setattr(kernel, "run", note)
-
-    def ask(rows: int, size: int) -> None:
-        # With an odd number of rows, the positions' address is not divisible by 16.
-        seeds, positions = torch.zeros(2, rows, dtype=torch.int64)
-        asked = torch.zeros(rows, size), seeds, positions, torch.ones(rows), torch.ones(rows)
-        cuda.gumbel(seeds, positions, torch.zeros(rows, 1, dtype=torch.int64), 0)
-        for ids in (None, torch.arange(size)):
-            for totals in (False, True):
-                cuda.choose(*asked, ids, totals)
-            cuda.rank(*asked, 2, ids)
-
-    ask(2, 2)
-    compiled = set(variants)
-    assert len(compiled) == 9
-    for rows, size in ((1, 151_936), (2, 151_936), (3, 151_936), (3, 32_001)):
-        ask(rows, size)
-    assert variants == compiled
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_a_gpu_agrees_with_the_cpu() -> None:
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(64, 150_000, generator=generator) * 2
-    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (64,), generator=generator), torch.arange(64) * 37
-    betas, scales = torch.full((64,), 1.25), torch.tensor([1.0, 0.0] * 32)
-    asked = (logits, seeds, positions, betas, scales)
-    on_gpu = noise.choose(logits.cuda(), seeds.cuda(), positions.cuda(), betas.cuda(), scales.cuda())
-    on_cpu = noise.choose(*asked)
-    same = on_gpu.columns.cpu() == on_cpu.columns
-    assert bool((same | (on_cpu.leads < 1e-4)).all())
-    torch.testing.assert_close(on_gpu.scores.cpu(), on_cpu.scores, rtol=1e-5, atol=1e-5)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 from vllm.v1.outputs import LogprobsLists
@@ -15,23 +12,12 @@ from backend.models.demo import TARGET_DIR
 from backend.rollout.requests import Request, Tokenizer
 from backend.rollout.trace import Case
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up
-from tests.support.rollout_fleet import Fleet, rollout_fleet, run
-
-
-@pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    with rollout_fleet(tmp_path, monkeypatch) as fleet:
-        yield fleet
+from tests.support.rollout_fleet import Fleet, run
 
 
 @pytest.fixture(scope="module")
 def front() -> Front:
     return Front(Settings(), str(TARGET_DIR))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(str(TARGET_DIR))
 
 
 def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, front: Front, tokenizer: Tokenizer) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tqdm import tqdm
@@ -26,7 +24,7 @@ from backend.rollout.workers import STARVED_S, Workers
 from backend.wire.engine import ABORT, HELLO
 from tests.support.fake_verifier import FakeVerifier, Sequence
 from tests.support.fleet_process import wait_for
-from tests.support.rollout_fleet import Fleet, respond, rollout_fleet, run, stall
+from tests.support.rollout_fleet import Fleet, respond, run, stall
 
 LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
 
@@ -38,12 +36,6 @@ def requests() -> list[Request]:
         params = fixed_sampling(tokens, 0.0)
         made.append(Request(number, Case(number, f"p{number}", "g"), [1, 2, number], tokens, params, length))
     return made
-
-
-@pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    with rollout_fleet(tmp_path, monkeypatch) as fleet:
-        yield fleet
 
 
 def play(fleet: Fleet, window: int = 3) -> Round:
@@ -103,9 +95,8 @@ def test_a_drained_worker_gives_back_its_requests_and_all_its_rows(fleet: Fleet,
     assert verified == sum(LENGTHS), "no row is missing, and no token was computed twice"
 
 
-def test_steps_are_counted_by_incarnation(fleet: Fleet) -> None:
+def test_steps_are_counted_by_incarnation(fleet: Fleet, workers: Workers) -> None:
     """One that takes requests again after a drain has gone on counting; one that was started again has begun anew."""
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
 
     def shown(step: int) -> int:
         workers.look()
@@ -116,73 +107,54 @@ def test_steps_are_counted_by_incarnation(fleet: Fleet) -> None:
         del fleet.states["verifier-0"]
         return worker.rows.steps[-1].step
 
-    try:
-        fleet.start("verifier-0", respond)
-        assert [shown(600), shown(601)] == [600, 601]
-        fleet.kill("verifier-0")
-        fleet.start("verifier-0", respond)
-        assert [shown(0), shown(1)] == [602, 603]
-    finally:
-        workers.close()
+    fleet.start("verifier-0", respond)
+    assert [shown(600), shown(601)] == [600, 601]
+    fleet.kill("verifier-0")
+    fleet.start("verifier-0", respond)
+    assert [shown(0), shown(1)] == [602, 603]
 
 
-def test_a_starved_worker_stays(fleet: Fleet) -> None:
+def test_a_starved_worker_stays(fleet: Fleet, workers: Workers) -> None:
     """Its lease runs out while it answers; one that says nothing is gone."""
     fleet.start("verifier-0", respond)
     fleet.states["verifier-0"] = "lost"
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        assert workers.look() == ([], []), "no new worker is begun with"
-        del fleet.states["verifier-0"]
-        (worker,), _ = workers.look()
-        fleet.states["verifier-0"] = "lost"
-        assert workers.look() == ([], [])
-        worker.client.heard_at -= STARVED_S
-        assert workers.look() == ([], [(worker, "died")])
-    finally:
-        workers.close()
+    assert workers.look() == ([], []), "no new worker is begun with"
+    del fleet.states["verifier-0"]
+    (worker,), _ = workers.look()
+    fleet.states["verifier-0"] = "lost"
+    assert workers.look() == ([], [])
+    worker.client.heard_at -= STARVED_S
+    assert workers.look() == ([], [(worker, "died")])
 
 
-def test_a_coordinator_that_knows_no_verifiers_yet_ends_no_worker(fleet: Fleet) -> None:
+def test_a_coordinator_that_knows_no_verifiers_yet_ends_no_worker(fleet: Fleet, workers: Workers) -> None:
     """It was restarted.  A verifier that leaves a coordinator that knew it is gone."""
     verifier = fleet.start("verifier-0", respond)
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        (worker,), _ = workers.look()
-        assert workers.look() == ([], [])
-        del fleet.verifiers["verifier-0"]
-        fleet.coordinator = "restarted"
-        assert workers.look() == ([], [])
-        fleet.verifiers["verifier-0"] = verifier
-        assert workers.look() == ([], [])
-        del fleet.verifiers["verifier-0"]
-        assert workers.look() == ([], [(worker, "died")])
-    finally:
-        workers.close()
+    (worker,), _ = workers.look()
+    assert workers.look() == ([], [])
+    del fleet.verifiers["verifier-0"]
+    fleet.coordinator = "restarted"
+    assert workers.look() == ([], [])
+    fleet.verifiers["verifier-0"] = verifier
+    assert workers.look() == ([], [])
+    del fleet.verifiers["verifier-0"]
+    assert workers.look() == ([], [(worker, "died")])
 
 
-def test_fixed_responses_are_refused_where_a_verifier_takes_none(fleet: Fleet) -> None:
+def test_fixed_responses_are_refused_where_a_verifier_takes_none(fleet: Fleet, workers: Workers) -> None:
     fleet.start("verifier-0", respond)
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        with pytest.raises(ConfigError, match=r"verifier-0 takes no fixed responses: .*\"async_scheduling\": false"):
-            workers.check_fixed()
-    finally:
-        workers.close()
+    workers.look()
+    with pytest.raises(ConfigError, match=r"verifier-0 takes no fixed responses: .*\"async_scheduling\": false"):
+        workers.check_fixed()
 
 
-def test_a_rollout_that_was_silent_between_rounds_is_known_again(fleet: Fleet) -> None:
+def test_a_rollout_that_was_silent_between_rounds_is_known_again(fleet: Fleet, workers: Workers) -> None:
     """Its lease at a fleet that it joined has run out: it greets, and goes on."""
     verifier = fleet.start("verifier-0", respond)
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        fleet.call(verifier.clients.clear)
-        bar = tqdm(file=io.StringIO(), total=len(LENGTHS))
-        check(RoundRunner(1, requests(), workers, 3, Responses(), bar).run())
-    finally:
-        workers.close()
+    workers.look()
+    fleet.call(verifier.clients.clear)
+    bar = tqdm(file=io.StringIO(), total=len(LENGTHS))
+    check(RoundRunner(1, requests(), workers, 3, Responses(), bar).run())
 
 
 def test_requests_go_on_after_the_connection_was_cut(fleet: Fleet) -> None:
@@ -209,66 +181,54 @@ def test_requests_go_on_after_the_connection_was_cut(fleet: Fleet) -> None:
     assert any(sequence.request_id.endswith("-2") for sequence in verifier.sequences)
 
 
-def test_an_answer_from_before_a_cut_is_not_taken_for_the_last_one(fleet: Fleet) -> None:
+def test_an_answer_from_before_a_cut_is_not_taken_for_the_last_one(fleet: Fleet, workers: Workers) -> None:
     """Rows are awaited until the rows come that were asked for after it."""
     verifier = fleet.start("verifier-0", respond)
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        ((worker,), _) = workers.look()
-        verifier.rows.requests.append(RequestRow("0", 0.0, 0.0, 1.0, 3, 1, 1, 0, 0, "length", True, 0))
-        worker.client.ask_rows()
-        wait_for(lambda: not verifier.rows, what="the rows are on their way")
-        verifier.hung = True
-        worker.client.mend()
-        worker.client.ask_rows()
-        worker.client.run_until(lambda: bool(worker.client.rows))
-        assert worker.client.rows_awaited
-    finally:
-        workers.close()
+    ((worker,), _) = workers.look()
+    verifier.rows.requests.append(RequestRow("0", 0.0, 0.0, 1.0, 3, 1, 1, 0, 0, "length", True, 0))
+    worker.client.ask_rows()
+    wait_for(lambda: not verifier.rows, what="the rows are on their way")
+    verifier.hung = True
+    worker.client.mend()
+    worker.client.ask_rows()
+    worker.client.run_until(lambda: bool(worker.client.rows))
+    assert worker.client.rows_awaited
 
 
-def test_a_greeting_that_a_cut_has_lost_is_sent_again(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_greeting_that_a_cut_has_lost_is_sent_again(fleet: Fleet, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     verifier = fleet.start("verifier-0", respond)
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        ((worker,), _) = workers.look()
-        dealer, lost, cuts = worker.client.dealer, list[bytes](), list[bool]()
-        send = dealer.send
+    ((worker,), _) = workers.look()
+    dealer, lost, cuts = worker.client.dealer, list[bytes](), list[bool]()
+    send = dealer.send
 
-        def send_but_lose_a_greeting(*frames: bytes) -> bool:
-            if frames[0] == HELLO and not lost:
-                lost.append(frames[0])
-                cuts.append(True)
-                return True
-            return send(*frames)
+    def send_but_lose_a_greeting(*frames: bytes) -> bool:
+        if frames[0] == HELLO and not lost:
+            lost.append(frames[0])
+            cuts.append(True)
+            return True
+        return send(*frames)
 
-        monkeypatch.setattr(dealer, "send", send_but_lose_a_greeting)
-        monkeypatch.setattr(dealer, "was_cut", lambda: bool(cuts) and cuts.pop())
-        fleet.call(verifier.clients.clear)
-        with pytest.raises(ConnectionError):
-            worker.client.fetch_rows()
-        worker.client.mend()
-        assert lost
-        assert not worker.client.fetch_rows(timeout_s=60.0)
-    finally:
-        workers.close()
+    monkeypatch.setattr(dealer, "send", send_but_lose_a_greeting)
+    monkeypatch.setattr(dealer, "was_cut", lambda: bool(cuts) and cuts.pop())
+    fleet.call(verifier.clients.clear)
+    with pytest.raises(ConnectionError):
+        worker.client.fetch_rows()
+    worker.client.mend()
+    assert lost
+    assert not worker.client.fetch_rows(timeout_s=60.0)
 
 
-def test_what_is_sent_after_a_cut_is_not_refused(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_sent_after_a_cut_is_not_refused(fleet: Fleet, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The verifier does not know the new connection; an abort that it refused would leave a request running."""
     fleet.start("verifier-0", respond)
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        ((worker,), _) = workers.look()
-        dealer, sent = worker.client.dealer, list[bytes]()
-        monkeypatch.setattr(dealer, "send", lambda *frames: sent.append(frames[0]))
-        monkeypatch.setattr(dealer, "was_cut", lambda: not sent)
-        worker.client.receive()
-        worker.client.mend()
-        worker.client.abort("r")
-        assert sent == [HELLO, ABORT]
-    finally:
-        workers.close()
+    ((worker,), _) = workers.look()
+    dealer, sent = worker.client.dealer, list[bytes]()
+    monkeypatch.setattr(dealer, "send", lambda *frames: sent.append(frames[0]))
+    monkeypatch.setattr(dealer, "was_cut", lambda: not sent)
+    worker.client.receive()
+    worker.client.mend()
+    worker.client.abort("r")
+    assert sent == [HELLO, ABORT]
 
 
 def test_the_only_worker_comes_back(fleet: Fleet) -> None:

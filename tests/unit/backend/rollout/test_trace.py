@@ -20,11 +20,6 @@ from backend.rollout.trace import Case, TraceError, match, read_prompts, read_tr
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(str(TARGET_DIR))
-
-
-@pytest.fixture(scope="module")
 def front() -> Front:
     return Front(Settings(verifier={"max_model_len": 64}), str(TARGET_DIR))
 

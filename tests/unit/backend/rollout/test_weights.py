@@ -6,7 +6,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +24,7 @@ from backend.rollout.main import _renew
 from backend.rollout.weights import WeightsError, check_weights, newest
 from backend.rollout.workers import Workers
 from tests.support.fleet_process import wait_for
-from tests.support.rollout_fleet import Fleet, respond, rollout_fleet
+from tests.support.rollout_fleet import Fleet, respond
 
 
 def test_the_newest_is_the_highest_step_or_the_one_that_is_named(tmp_path: Path) -> None:
@@ -138,33 +138,23 @@ def test_a_log_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatc
         RoundLog(wanted)
 
 
-@pytest.fixture
-def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
-    with rollout_fleet(tmp_path, monkeypatch) as fleet:
-        yield fleet
-
-
-def test_weights_follow_those_that_gateways_have_had_loaded(fleet: Fleet) -> None:
+def test_weights_follow_those_that_gateways_have_had_loaded(fleet: Fleet, workers: Workers) -> None:
     """A rollout that has joined a fleet counts on where its gateways are, and goes back to their weights."""
     first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
     theirs = Weights(5, "five", "/w/five")
     first.weights = second.weights = theirs
-    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
-    try:
-        workers.look()
-        assert workers.weights == theirs
-        second.failure = "ValueError: no such directory"
-        assert workers.load(Path("/w/step-1"))
-        assert first.utilities == [("reload_weights", ["/w/step-1", "step-1", 6]), ("reload_weights", ["/w/five", "five", 7])]
-        second.failure = None
-        assert workers.load(Path("/w/step-2")) == ""
-        assert first.weights == second.weights == Weights(8, "step-2", "/w/step-2")
-    finally:
-        workers.close()
+    workers.look()
+    assert workers.weights == theirs
+    second.failure = "ValueError: no such directory"
+    assert workers.load(Path("/w/step-1"))
+    assert first.utilities == [("reload_weights", ["/w/step-1", "step-1", 6]), ("reload_weights", ["/w/five", "five", 7])]
+    second.failure = None
+    assert workers.load(Path("/w/step-2")) == ""
+    assert first.weights == second.weights == Weights(8, "step-2", "/w/step-2")
 
 
 def test_verifiers_hear_of_a_rollout_whose_weights_another_one_still_loads(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+    fleet: Fleet, workers: Workers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fleet.start("verifier-0", respond)
     slow = fleet.start("verifier-1", respond)
@@ -174,175 +164,145 @@ def test_verifiers_hear_of_a_rollout_whose_weights_another_one_still_loads(
         if pings["verifier-0"] >= 2 and "verifier-1" in fleet.verifiers:
             fleet.kill("verifier-1")
 
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        slow.hung = True
-        client = workers.present["verifier-0"].client
+    workers.look()
+    slow.hung = True
+    client = workers.present["verifier-0"].client
 
-        def ping() -> None:
-            pings["verifier-0"] += 1
-            EngineClient.ping(client)
+    def ping() -> None:
+        pings["verifier-0"] += 1
+        EngineClient.ping(client)
 
-        monkeypatch.setattr(client, "ping", ping)
-        fleet.on_look = end_when_pinged
-        assert workers.load(Path("/w/step-1")) == ""
-    finally:
-        workers.close()
+    monkeypatch.setattr(client, "ping", ping)
+    fleet.on_look = end_when_pinged
+    assert workers.load(Path("/w/step-1")) == ""
 
 
-def test_a_verifier_that_does_not_answer_costs_little_and_leaves_nothing(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verifier_that_does_not_answer_costs_little_and_leaves_nothing(
+    fleet: Fleet, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("backend.rollout.workers.ANSWER_S", 0.1)
     fleet.start("verifier-0", respond)
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        hung = fleet.start("verifier-1", respond)
-        hung.hung = True
-        sockets = len(workers.hub._sockets)
-        for _ in range(2):
-            assert workers.look() == ([], [])
-        assert len(workers.hub._sockets) == sockets
-        monkeypatch.setattr("backend.rollout.workers.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 61))
-        monkeypatch.setattr("backend.rollout.workers.ANSWER_S", 60.0)
-        hung.hung = False
-        assert [worker.name for worker in workers.look()[0]] == ["verifier-1"]
-    finally:
-        workers.close()
-
-
-def test_verifiers_hear_of_a_rollout_while_another_one_joins(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet.start("verifier-0", respond)
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    pings = 0
-    try:
-        workers.look()
-        slow = fleet.start("verifier-1", respond)
-        slow.hung = True
-        client = workers.present["verifier-0"].client
-
-        def ping() -> None:
-            nonlocal pings
-            pings += 1
-            slow.hung = pings < 2
-            EngineClient.ping(client)
-
-        monkeypatch.setattr(client, "ping", ping)
-        workers.look()
-        assert pings >= 2
-    finally:
-        workers.close()
-
-
-def test_weights_are_loaded_by_a_verifier_that_has_forgotten_the_rollout(fleet: Fleet) -> None:
-    verifier = fleet.start("verifier-0", respond)
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        fleet.call(verifier.clients.clear)
-        assert workers.load(Path("/w/step-1")) == ""
-        assert verifier.utilities == [("reload_weights", ["/w/step-1", "step-1", 1])]
-        workers.present["verifier-0"].client.is_cut = True
-        assert workers.load(Path("/w/step-2")) == ""
-        assert not workers.present["verifier-0"].client.is_cut
-    finally:
-        workers.close()
-
-
-def test_a_restarted_verifier_loads_what_gateways_have_had_loaded_meanwhile(fleet: Fleet) -> None:
-    first = fleet.start("verifier-0", respond)
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        first.weights = Weights(7, "seven", "/w/seven")
-        fleet.call(first.send_stats)
-        client = workers.present["verifier-0"].client
-        client.run_until(lambda: client.stats is not None)
-        restarted = fleet.start("verifier-1", respond)
-        restarted.holds = True
+    workers.look()
+    hung = fleet.start("verifier-1", respond)
+    hung.hung = True
+    sockets = len(workers.hub._sockets)
+    for _ in range(2):
         assert workers.look() == ([], [])
-        assert sorted(workers.present) == ["verifier-0"], "the others go on meanwhile"
-        wait_for(lambda: bool(restarted.utilities))
-        first.weights = Weights(8, "eight", "/w/eight")
-        fleet.call(first.send_stats)
-        wait_until(workers, lambda: client.weights.update == 8)
-        restarted.holds = False
-        fleet.call(restarted.carry_out)
-        wait_until(workers, lambda: "verifier-1" in {worker.name for worker in workers.look()[0]})
-        assert restarted.utilities == [("catch_up", [f"/w/{name}", name, n]) for n, name in ((7, "seven"), (8, "eight"))]
-    finally:
-        workers.close()
+    assert len(workers.hub._sockets) == sockets
+    monkeypatch.setattr("backend.rollout.workers.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 61))
+    monkeypatch.setattr("backend.rollout.workers.ANSWER_S", 60.0)
+    hung.hung = False
+    assert [worker.name for worker in workers.look()[0]] == ["verifier-1"]
 
 
-def test_a_verifier_that_cannot_catch_up_or_ends_meanwhile_is_left_out(fleet: Fleet) -> None:
+def test_verifiers_hear_of_a_rollout_while_another_one_joins(
+    fleet: Fleet, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.start("verifier-0", respond)
+    pings = 0
+    workers.look()
+    slow = fleet.start("verifier-1", respond)
+    slow.hung = True
+    client = workers.present["verifier-0"].client
+
+    def ping() -> None:
+        nonlocal pings
+        pings += 1
+        slow.hung = pings < 2
+        EngineClient.ping(client)
+
+    monkeypatch.setattr(client, "ping", ping)
+    workers.look()
+    assert pings >= 2
+
+
+def test_weights_are_loaded_by_a_verifier_that_has_forgotten_the_rollout(fleet: Fleet, workers: Workers) -> None:
+    verifier = fleet.start("verifier-0", respond)
+    workers.look()
+    fleet.call(verifier.clients.clear)
+    assert workers.load(Path("/w/step-1")) == ""
+    assert verifier.utilities == [("reload_weights", ["/w/step-1", "step-1", 1])]
+    workers.present["verifier-0"].client.is_cut = True
+    assert workers.load(Path("/w/step-2")) == ""
+    assert not workers.present["verifier-0"].client.is_cut
+
+
+def test_a_restarted_verifier_loads_what_gateways_have_had_loaded_meanwhile(fleet: Fleet, workers: Workers) -> None:
     first = fleet.start("verifier-0", respond)
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        first.weights = Weights(7, "seven", "/w/seven")
-        fleet.call(first.send_stats)
-        wait_until(workers, lambda: workers.version == "seven")
-        failing, dying = fleet.start("verifier-1", respond), fleet.start("verifier-2", respond)
-        failing.failure, dying.holds = "ValueError: no such directory", True
-        wait_until(workers, lambda: bool(workers.look() and failing.utilities and dying.utilities))
-        fleet.kill("verifier-2")
-        wait_until(workers, lambda: not (workers.look() and workers._catching_up))
-        assert sorted(workers.present) == ["verifier-0"]
-        assert len(failing.utilities) == 1, "it is not asked again at once"
-        renewed = fleet.start("verifier-2", respond)
-        wait_until(workers, lambda: bool(workers.look() and "verifier-2" in workers.present))
-        assert renewed.utilities == [("catch_up", ["/w/seven", "seven", 7])]
-    finally:
-        workers.close()
+    workers.look()
+    first.weights = Weights(7, "seven", "/w/seven")
+    fleet.call(first.send_stats)
+    client = workers.present["verifier-0"].client
+    client.run_until(lambda: client.stats is not None)
+    restarted = fleet.start("verifier-1", respond)
+    restarted.holds = True
+    assert workers.look() == ([], [])
+    assert sorted(workers.present) == ["verifier-0"], "the others go on meanwhile"
+    wait_for(lambda: bool(restarted.utilities))
+    first.weights = Weights(8, "eight", "/w/eight")
+    fleet.call(first.send_stats)
+    wait_until(workers, lambda: client.weights.update == 8)
+    restarted.holds = False
+    fleet.call(restarted.carry_out)
+    wait_until(workers, lambda: "verifier-1" in {worker.name for worker in workers.look()[0]})
+    assert restarted.utilities == [("catch_up", [f"/w/{name}", name, n]) for n, name in ((7, "seven"), (8, "eight"))]
 
 
-def test_the_newest_weights_are_loaded_again_where_gateways_have_changed_them(fleet: Fleet, tmp_path: Path) -> None:
+def test_a_verifier_that_cannot_catch_up_or_ends_meanwhile_is_left_out(fleet: Fleet, workers: Workers) -> None:
+    first = fleet.start("verifier-0", respond)
+    workers.look()
+    first.weights = Weights(7, "seven", "/w/seven")
+    fleet.call(first.send_stats)
+    wait_until(workers, lambda: workers.version == "seven")
+    failing, dying = fleet.start("verifier-1", respond), fleet.start("verifier-2", respond)
+    failing.failure, dying.holds = "ValueError: no such directory", True
+    wait_until(workers, lambda: bool(workers.look() and failing.utilities and dying.utilities))
+    fleet.kill("verifier-2")
+    wait_until(workers, lambda: not (workers.look() and workers._catching_up))
+    assert sorted(workers.present) == ["verifier-0"]
+    assert len(failing.utilities) == 1, "it is not asked again at once"
+    renewed = fleet.start("verifier-2", respond)
+    wait_until(workers, lambda: bool(workers.look() and "verifier-2" in workers.present))
+    assert renewed.utilities == [("catch_up", ["/w/seven", "seven", 7])]
+
+
+def test_the_newest_weights_are_loaded_again_where_gateways_have_changed_them(
+    fleet: Fleet, workers: Workers, tmp_path: Path
+) -> None:
     verifier = fleet.start("verifier-0", respond)
     (tmp_path / "step-1").mkdir()
-    workers = Workers(fleet, None)  # type: ignore[arg-type]
-    try:
-        workers.look()
-        for _ in range(2):
-            assert _renew(tmp_path, workers, lambda line: None) == ""
-        verifier.weights = Weights(7, "seven", "/w/seven")
-        fleet.call(verifier.clients.clear)
+    workers.look()
+    for _ in range(2):
         assert _renew(tmp_path, workers, lambda line: None) == ""
-        path = str(tmp_path / "step-1")
-        assert verifier.utilities == [("reload_weights", [path, "step-1", number]) for number in (1, 8)]
-    finally:
-        workers.close()
+    verifier.weights = Weights(7, "seven", "/w/seven")
+    fleet.call(verifier.clients.clear)
+    assert _renew(tmp_path, workers, lambda line: None) == ""
+    path = str(tmp_path / "step-1")
+    assert verifier.utilities == [("reload_weights", [path, "step-1", number]) for number in (1, 8)]
 
 
-def test_weights_that_came_as_tensors_cannot_come_back(fleet: Fleet) -> None:
+def test_weights_that_came_as_tensors_cannot_come_back(fleet: Fleet, workers: Workers) -> None:
     first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
     first.weights = second.weights = Weights(5, "five", None)
-    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
-    try:
-        workers.look()
-        fleet.start("verifier-2", respond)
-        workers.look()
-        assert "verifier-2" not in workers.present, "it has the weights of the start"
-        second.failure = "ValueError: no such directory"
-        with pytest.raises(CommandError, match="/w/step-1: not all verifiers could load it, and the weights before came as"):
-            workers.load(Path("/w/step-1"))
-    finally:
-        workers.close()
+    workers.look()
+    fleet.start("verifier-2", respond)
+    workers.look()
+    assert "verifier-2" not in workers.present, "it has the weights of the start"
+    second.failure = "ValueError: no such directory"
+    with pytest.raises(CommandError, match="/w/step-1: not all verifiers could load it, and the weights before came as"):
+        workers.load(Path("/w/step-1"))
 
 
-def test_new_weights_are_all_verifiers_or_none(fleet: Fleet) -> None:
+def test_new_weights_are_all_verifiers_or_none(fleet: Fleet, workers: Workers) -> None:
     first, second = fleet.start("verifier-0", respond), fleet.start("verifier-1", respond)
-    workers = Workers(fleet, None, target_dir="/target")  # type: ignore[arg-type]
-    try:
-        workers.look()
-        assert workers.load(Path("/w/step-3")) == ""
-        assert first.utilities == second.utilities == [("reload_weights", ["/w/step-3", "step-3", 1])]
-        second.failure = "ValueError: no such directory"
-        assert workers.load(Path("/w/step-4")) == "verifier-1: ValueError: no such directory"
-        assert (workers.version, workers.weights) == ("step-3", Weights(3, "step-3", "/w/step-3"))
-        fleet.kill("verifier-0")
-        renewed = fleet.start("verifier-0", respond)
-        wait_until(workers, lambda: bool(workers.look() and renewed.utilities and len(workers.present) == 2))
-        assert renewed.utilities == [("catch_up", ["/w/step-3", "step-3", 3])]
-        assert sorted(workers.present) == ["verifier-0", "verifier-1"]
-    finally:
-        workers.close()
+    workers.look()
+    assert workers.load(Path("/w/step-3")) == ""
+    assert first.utilities == second.utilities == [("reload_weights", ["/w/step-3", "step-3", 1])]
+    second.failure = "ValueError: no such directory"
+    assert workers.load(Path("/w/step-4")) == "verifier-1: ValueError: no such directory"
+    assert (workers.version, workers.weights) == ("step-3", Weights(3, "step-3", "/w/step-3"))
+    fleet.kill("verifier-0")
+    renewed = fleet.start("verifier-0", respond)
+    wait_until(workers, lambda: bool(workers.look() and renewed.utilities and len(workers.present) == 2))
+    assert renewed.utilities == [("catch_up", ["/w/step-3", "step-3", 3])]
+    assert sorted(workers.present) == ["verifier-0", "verifier-1"]
