@@ -27,3 +27,13 @@ def test_two_steps_of_grpo(options: tuple[str, ...]) -> None:
     assert steps[0][2:] == ("0", "0")
     # Off policy the second rollout began before the update; it may have ended before it, too.
     assert steps[1][2] == ("0" if "--off-policy" in options else "1")
+
+
+def test_the_readmes_fleet_in_python() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    code = next(block for block in blocks if "from outrider import Fleet" in block)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = done.stdout.splitlines()
+    assert len(answers) == 4
+    assert all(re.match(r"read\w*\(.*\) ", answer) for answer in answers)

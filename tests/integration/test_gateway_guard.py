@@ -292,6 +292,8 @@ async def test_a_stream_that_is_never_read_ends_as_if_its_client_had_left(elapse
         async with unread_stream(running):
             if ends:
                 running.verifier.sequences[0].emit([], FinishReason.LENGTH)
+                # Else the connection may be cut first, and the sequence be aborted.
+                await eventually(lambda: not running.core.sequences)
             while server_connections(running):
                 await elapse(protocol.WRITE_TIMEOUT_S)
                 await asyncio.sleep(0.01)
