@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-import sysconfig
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
-from vllm.v1.outputs import LogprobsLists
+from vllm.sampling_params import SamplingParams
 
 from backend.config import REMOTE_MODES
 from backend.engine.client import Answer
+from backend.fleet import DraftCounters
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.models.resolve import ResolvedModels
-from backend.noise import choose, gumbel
+from backend.noise import choose
 from backend.wire.engine import Account, RequestOptions
+from tests.lossless.asked import (
+    FEW_PROMPTS,
+    FEW_TOKENS,
+    MANY_PROMPTS,
+    PROMPTS,
+    TOKENS,
+    VARIANTS,
+    accepted,
+    all_texts,
+    as_prompts,
+    assert_same,
+    furthest_of,
+    logprobs,
+    next_logprobs,
+    python_prompts,
+    request,
+    start,
+    texts,
+)
 from tests.support.drafter_heads import write_unigram_head
 from tests.support.draws import Exact, draw
 from tests.support.other_vocabulary import write_permuted
@@ -33,44 +48,14 @@ from tests.support.statistics import chi_square, chi_square_tail
 
 pytestmark = pytest.mark.engine
 
-K = 4
-PROMPTS, TOKENS = 32, 128
-FEW_PROMPTS, FEW_TOKENS = 8, 48
 FEWER = ("T = 0.0", "T = 0.7")
 """Asked for with a few prompts only; the campaign asks for them with all."""
 SAMPLES, MANY_SAMPLES, BATCH = 2_500, 60_000, 500
 MANY_LOGPROBS = 1_000
-TIE_NATS = 1e-3
 SIGNIFICANT = 0.01
 """Too little noise is a thousand times as significant with as many samples.  The draws are fixed by the requests' seeds: the
 outcome is the same every time."""
-END_OF_TEXT = json.loads((TARGET_DIR / "config.json").read_text())["eos_token_id"]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"enum": ["alpha", "beta", "gamma"]},
-        "numbers": {"type": "array", "items": {"enum": [1, 22, 3]}, "minItems": 4, "maxItems": 8},
-    },
-    "required": ["name", "numbers"],
-    "additionalProperties": False,
-}
-
-
-SHARING = RequestOptions()
 MODES = ("off", "sync", "ahead", "auto", "native")
-
-
-def start(directory: Path, mode: str, paths: ResolvedModels | None = None) -> Verifier:
-    engine_args: dict[str, Any] = {
-        "max_logprobs": -1,
-        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-        "logits_processors": ["tests.support.no_repeat:NoRepeat"] if mode != "native" else [],
-    }
-    return Verifier(
-        directory,
-        {"mode": mode, "num_speculative_tokens": K, "verifier": {"draft_deadline_ms": 2000, "engine_args": engine_args}},
-        paths,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +70,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
 def engines(tmp_path_factory: pytest.TempPathFactory, drafter: Drafter) -> Iterator[dict[str, Verifier]]:
     """A verifier of each mode, two loading at a time; one drafter answers those that draft remotely."""
     directory = tmp_path_factory.mktemp("l")
-    started = dict(zip(MODES, together(*(partial(start, directory, mode) for mode in MODES)), strict=True))
+    started = dict(zip(MODES, together(*(functools.partial(start, directory, mode) for mode in MODES)), strict=True))
     for mode in REMOTE_MODES:
         started[mode].set_drafters(drafter.ref)
     yield started
@@ -121,58 +106,6 @@ def plain(engines: dict[str, Verifier], said: dict[str, Future[Said]]) -> Verifi
     return engines["off"]
 
 
-def python_prompts(count: int = PROMPTS) -> list[list[int]]:
-    """Openings of modules of the standard library, from 24 tokens on."""
-    tokenizer = AutoTokenizer.from_pretrained(str(TARGET_DIR))
-    modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    texts = [path.read_text(encoding="utf-8", errors="replace")[200:1000] for path in modules[:count]]
-    return [tokenizer(text).input_ids[: 24 + i] for i, text in enumerate(texts)]
-
-
-def structured() -> StructuredOutputsParams:
-    wanted = StructuredOutputsParams(json=json.dumps(SCHEMA))
-    wanted._backend = "xgrammar"
-    return wanted
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "T = 0.0": {"temperature": 0.0, "max_tokens": TOKENS},
-    "T = 0.7": {"temperature": 0.7, "max_tokens": TOKENS},
-    "penalties": {"presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.2},
-    "top_p, top_k": {"top_p": 0.8, "top_k": 40},
-    "min_p, logit_bias": {"min_p": 0.05, "logit_bias": {5: 2.5, 17: -4.0, 200: 1.5}},
-    "min_tokens, bad words": {"min_tokens": 20, "ignore_eos": False, "stop_token_ids": [5, 6, 200], "_bad_words": True},
-    "schema": {"ignore_eos": False, "max_tokens": 60, "_schema": True},
-    "custom processor": {"extra_args": {"no_repeat": 1}},
-    "logprobs": {"logprobs": 3},
-}
-"""What `vLLM` applies to the logits, at temperature 1 unless another is given; asked for with a few prompts."""
-
-
-def request(seed: int, **fields: Any) -> SamplingParams:
-    schema, bad_words = fields.pop("_schema", False), fields.pop("_bad_words", False)
-    given = {"max_tokens": TOKENS, "ignore_eos": True, "seed": seed} | fields
-    params = SamplingParams(**given, structured_outputs=structured() if schema else None)
-    if schema:
-        params.update_from_generation_config({}, END_OF_TEXT)
-    if bad_words:
-        params._bad_words_token_ids = [[7, 8], [9], [3, 4, 5]]
-    return params
-
-
-def texts(verifier: Verifier, prompts: list[list[int]], asked: RequestOptions = SHARING, **fields: Any) -> list[Answer]:
-    params = [request(1000 + i, **fields) for i in range(len(prompts))]
-    return verifier.client.generate(prompts, params, asked=asked)
-
-
-def all_texts(verifier: Verifier) -> dict[str, list[Answer]]:
-    found = {"T = 1.0": texts(verifier, python_prompts(), temperature=1.0)}
-    for name, fields in VARIANTS.items():
-        few = {"temperature": 1.0, "max_tokens": FEW_TOKENS} | fields
-        found[name] = texts(verifier, python_prompts(FEW_PROMPTS), **few)
-    return found
-
-
 @pytest.fixture(scope="module")
 def expected(said: dict[str, Future[Said]]) -> dict[str, list[Answer]]:
     """What plain decoding says."""
@@ -181,36 +114,6 @@ def expected(said: dict[str, Future[Said]]) -> dict[str, list[Answer]]:
     assert {len(text) for name in ("T = 1.0", *FEWER) for text in tokens[name]} == {TOKENS}
     assert tokens["T = 1.0"][:FEW_PROMPTS] != tokens["T = 0.7"] != tokens["T = 0.0"]
     return found
-
-
-def lead(plain: Verifier, prompt: list[int], seed: int, temperature: float, pair: tuple[int, int]) -> float:
-    """By how much the score of one of two tokens after `prompt` exceeds the other's."""
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, ignore_eos=True)
-    (answer,) = plain.client.generate([prompt], params)
-    top = answer.outputs[0].new_logprobs
-    by_token = dict(zip(top.logprob_token_ids[0].tolist(), top.logprobs[0].tolist(), strict=True))
-    scores = torch.tensor([by_token[token] / (temperature or 1.0) for token in pair])
-    if temperature:
-        scores += gumbel(torch.tensor([seed]), torch.tensor([len(prompt)]), torch.tensor([pair]))[0]
-    return float((scores[0] - scores[1]).abs())
-
-
-def assert_same(plain: Verifier, name: str, expected: list[Answer], found: list[Answer]) -> None:
-    """Equal, but for tokens whose scores float arithmetic cannot tell apart; those are printed."""
-    prompts = python_prompts(len(expected))
-    for i, (prompt, plainly, otherwise) in enumerate(zip(prompts, expected, found, strict=True)):
-        mine, theirs = plainly.tokens, otherwise.tokens
-        if mine == theirs:
-            continue
-        at = next(i for i, (x, y) in enumerate(zip(mine, theirs, strict=False)) if x != y)
-        assert name.startswith("T = "), f"{name}: request {i} differs at token {at}: {mine[at]} and {theirs[at]}"
-        ahead = lead(plain, prompt + mine[:at], 1000 + i, float(name[4:]), (mine[at], theirs[at]))
-        print(f"near tie: {name}, request {i}, token {at}: {mine[at]} and {theirs[at]} differ by {ahead:.2g} nats")
-        assert ahead < TIE_NATS, f"{name}: request {i} differs at token {at} and is no numerical tie"
-
-
-def accepted(verifier: Verifier) -> int:
-    return sum(drafter.accepted_tokens for drafter in verifier.client.fresh_stats().drafters.values())
 
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
@@ -235,10 +138,11 @@ def test_every_mode_says_it_to_all_prompts(
     engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], name: str
 ) -> None:
     fields = VARIANTS[name]
-    expected = texts(plain, python_prompts(), **fields)
+    prompts = python_prompts(MANY_PROMPTS)
+    expected = texts(plain, prompts, **fields)
     for mode in sorted(engines.keys() - {"off"} if name == "T = 0.0" else REMOTE_MODES):
         said[mode].result()
-        assert_same(plain, name, expected, texts(engines[mode], python_prompts(), **fields))
+        assert_same(plain, name, expected, texts(engines[mode], prompts, **fields))
 
 
 @pytest.fixture(scope="module")
@@ -249,25 +153,20 @@ def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
     drafter.close()
 
 
-def drafted_by(
-    draft_model: Drafter,
-    drafter: Drafter,
-    verifier: Verifier,
-    plain: Verifier,
-    expected: dict[str, list[Answer]],
-    temperature: float,
-) -> tuple[int, int]:
-    """Asks with this draft model for what plain decoding has said; its draft tokens, and how many of them were accepted."""
+def drafted_by(draft_model: Drafter, verifier: Verifier, plain: Verifier, expected: dict[str, list[Answer]]) -> DraftCounters:
+    """Asks for what plain decoding has said greedily and at temperature 1; what this draft model brought."""
     verifier.set_drafters(draft_model.ref)
-    before, name = verifier.client.fresh_stats().drafters["drafter-0"], f"T = {temperature}"
+    before = verifier.client.fresh_stats().drafters.get("drafter-0", DraftCounters())
+    params = [request(1000 + i, temperature=temperature) for temperature in (0.0, 1.0) for i in range(FEW_PROMPTS)]
     # Otherwise the earlier answers to these prompts would draft.
-    found = texts(verifier, python_prompts(FEW_PROMPTS), asked=RequestOptions(learn=False), temperature=temperature)
-    assert_same(plain, name, expected[name][:FEW_PROMPTS], found)
-    after = verifier.client.fresh_stats().drafters["drafter-0"]
-    drafted, right = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
-    print(f"{name}: {right} of {drafted} draft tokens accepted")
-    verifier.set_drafters(drafter.ref)
-    return drafted, right
+    found = verifier.client.generate(python_prompts(FEW_PROMPTS) * 2, params, asked=RequestOptions(learn=False))
+    assert_same(plain, "T = 0.0", expected["T = 0.0"], found[:FEW_PROMPTS])
+    assert_same(plain, "T = 1.0", expected["T = 1.0"][:FEW_PROMPTS], found[FEW_PROMPTS:])
+    brought = verifier.client.fresh_stats().drafters["drafter-0"]
+    for name in ("draft_tokens", "accepted_tokens", "bytes_sent"):
+        setattr(brought, name, getattr(brought, name) - getattr(before, name))
+    print(f"{brought.accepted_tokens} of {brought.draft_tokens} draft tokens accepted")
+    return brought
 
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
@@ -281,8 +180,10 @@ def test_with_a_draft_model_every_mode_says_the_same(
     mode: str,
 ) -> None:
     said[mode].result()
-    found = [drafted_by(draft_model, drafter, engines[mode], plain, expected, temperature) for temperature in (0.0, 1.0)]
-    assert sum(right for _, right in found) > 0
+    brought = drafted_by(draft_model, engines[mode], plain, expected)
+    engines[mode].set_drafters(drafter.ref)
+    assert brought.accepted_tokens > 0
+    assert brought.bytes_sent < 2 * FEW_PROMPTS * (TOKENS + 40) * 100, "tokens alone, where a feature has 1,024 bytes"
 
 
 @pytest.mark.parametrize(("renamed", "least"), [(None, 0.98), (range(1900, 2048), 0.8)])
@@ -301,16 +202,16 @@ def test_a_draft_model_that_is_the_target_is_always_right(
     model = TARGET_DIR if renamed is None else write_permuted(TARGET_DIR, tmp_path / "permuted", renamed)
     itself = Drafter(tmp_path, draft_model=str(model))
     try:
-        found = [drafted_by(itself, drafter, engines["sync"], plain, expected, temperature) for temperature in (0.0, 1.0)]
-        # Together, because look-ups leave few drafts of greedy text.  But for near ties: the noise is the same too.
-        drafted, right = (sum(each) for each in zip(*found, strict=True))
-        assert right > least * drafted > FEW_PROMPTS
+        brought = drafted_by(itself, engines["sync"], plain, expected)
+        # But for near ties: the noise is the same too.
+        assert brought.accepted_tokens > least * brought.draft_tokens > FEW_PROMPTS
     finally:
+        engines["sync"].set_drafters(drafter.ref)
         itself.close()
 
 
-EACH = 3
-"""Requests of each wish."""
+EACH = PROMPTS // 9
+"""Requests of each of the wishes below."""
 
 
 def wishes(text: list[int]) -> list[RequestOptions]:
@@ -355,7 +256,7 @@ def test_logprobs_are_the_same_with_and_without_speculation(
 ) -> None:
     for mine, theirs in zip(expected["logprobs"], said[mode].result().texts["logprobs"], strict=True):
         assert mine.tokens == theirs.tokens
-        pairs = list(zip(_logprobs(mine), _logprobs(theirs), strict=True))
+        pairs = list(zip(logprobs(mine), logprobs(theirs), strict=True))
         assert len(pairs) == FEW_TOKENS
         assert max(abs(a - b) for pair in pairs for a, b in zip(*pair, strict=True)) < 1e-4
 
@@ -367,64 +268,42 @@ def test_logprobs_of_a_thousand_sampled_tokens(
     """Native draws other tokens: what it says of them is compared with what plain decoding's engine says of the same tokens."""
     prompts = python_prompts(MANY_LOGPROBS // TOKENS + 1)
     expected = texts(plain, prompts, temperature=1.0, logprobs=0)
-    furthest = {"off, as a prompt": _furthest(expected, _as_prompts(plain, prompts, expected))}
+    furthest = {"off, as a prompt": furthest_of(expected, as_prompts(plain, prompts, expected))}
     for mode in sorted(REMOTE_MODES):
         said[mode].result()
-        furthest[mode] = _furthest(texts(engines[mode], prompts, temperature=1.0, logprobs=0), expected)
+        furthest[mode] = furthest_of(texts(engines[mode], prompts, temperature=1.0, logprobs=0), expected)
     said["native"].result()
     native = texts(engines["native"], prompts, temperature=1.0, logprobs=0)
-    furthest["native"] = _furthest(native, _as_prompts(plain, prompts, native))
+    furthest["native"] = furthest_of(native, as_prompts(plain, prompts, native))
     print(f"logprobs of {len(prompts) * TOKENS} tokens differ by at most:", {k: f"{v:.2g}" for k, v in furthest.items()})
     assert max(furthest.values()) < 1e-4
-
-
-def _furthest(found: list[Answer], expected: list[Answer]) -> float:
-    pairs = list(zip(found, expected, strict=True))
-    assert all(one.tokens == other.tokens for one, other in pairs)
-    return max(abs(a - b) for pair in pairs for (a, *_), (b, *_) in zip(*map(_logprobs, pair), strict=True))
-
-
-def _as_prompts(plain: Verifier, prompts: list[list[int]], answers: list[Answer]) -> list[Answer]:
-    """These tokens, with the log probabilities that they have in a prompt: computed all at once, and nothing is drawn."""
-    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
-    whole = [prompt + answer.tokens for prompt, answer in zip(prompts, answers, strict=True)]
-    made = []
-    for each, answer in zip(plain.client.generate(whole, params), answers, strict=True):
-        (found,) = [out.new_prompt_logprobs_tensors for out in each.outputs if out.new_prompt_logprobs_tensors is not None]
-        rows = [row[-len(answer.tokens) :] for row in found[:3]]
-        made.append(Answer(answer.tokens, outputs=[SimpleNamespace(new_logprobs=LogprobsLists(*rows, None))]))
-    return made
-
-
-def _logprobs(answer: Answer) -> list[list[float]]:
-    return [row.tolist() for output in answer.outputs if output.new_logprobs for row in output.new_logprobs.logprobs]
 
 
 # -- plain decoding draws from p ---------------------------------------------------------------------------------------
 
 FEW_SAMPLES = 1_000
 UNSEEDED = SamplingParams(temperature=1.0, max_tokens=3, ignore_eos=True)
-PROMPT = "import os\nimport sys\n\n\ndef main(args):\n    "
+OPENING = "import os\nimport sys\n\n\ndef main(args):\n    "
+
+
+@functools.cache
+def opening() -> list[int]:
+    tokens: list[int] = AutoTokenizer.from_pretrained(str(TARGET_DIR))(OPENING).input_ids
+    return tokens
 
 
 def samples(verifier: Verifier, count: int) -> list[tuple[int, int]]:
     """The first two tokens after one prompt at temperature 1, each request with a seed of its own."""
-    prompt = AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids
     drawn: list[tuple[int, int]] = []
-    for start in range(0, count, BATCH):
-        params = [SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, seed=start + i) for i in range(BATCH)]
-        drawn += [(a.tokens[0], a.tokens[1]) for a in verifier.client.generate([prompt] * BATCH, params)]
+    for first in range(0, count, BATCH):
+        params = [SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, seed=first + i) for i in range(BATCH)]
+        drawn += [(a.tokens[0], a.tokens[1]) for a in verifier.client.generate([opening()] * BATCH, params)]
     return drawn
 
 
 def distribution(plain: Verifier, after: list[int]) -> dict[int, float]:
     """The target's next-token probabilities."""
-    prompt = AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids + after
-    params = SamplingParams(temperature=0, max_tokens=1, logprobs=-1, ignore_eos=True)
-    (answer,) = plain.client.generate([prompt], params)
-    top = answer.outputs[0].new_logprobs
-    pairs = zip(top.logprob_token_ids[0].tolist(), top.logprobs[0].tolist(), strict=True)
-    return {token: math.exp(logprob) for token, logprob in pairs}
+    return {token: math.exp(logprob) for token, logprob in next_logprobs(plain, opening() + after).items()}
 
 
 def p_values(plain: Verifier, drawn: list[tuple[int, int]]) -> dict[str, float]:
@@ -452,7 +331,7 @@ def test_many_more_draws_are_from_the_targets_distribution(plain: Verifier) -> N
 
 @pytest.fixture(scope="module")
 def unseeded(plain: Verifier) -> Exact:
-    return Exact(plain, AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids, UNSEEDED, 3, FEW_SAMPLES)
+    return Exact(plain, opening(), UNSEEDED, 3, FEW_SAMPLES)
 
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
@@ -461,8 +340,8 @@ def test_requests_without_a_seed_draw_from_the_targets_distribution(
 ) -> None:
     """The noise is new each time.  The campaign has more draws, and other kinds of requests."""
     said[mode].result()
-    before, prompt = accepted(engines[mode]), AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids
-    found = unseeded.p_value(draw(engines[mode], prompt, [UNSEEDED] * FEW_SAMPLES))
+    before = accepted(engines[mode])
+    found = unseeded.p_value(draw(engines[mode], opening(), [UNSEEDED] * FEW_SAMPLES))
     print(found)
     assert accepted(engines[mode]) - before > FEW_SAMPLES / 4, "it really speculated"
     assert found > SIGNIFICANT / 1000
@@ -478,14 +357,9 @@ def test_a_head_that_drafts_in_one_pass_changes_no_text(
     drafter, verifier = Drafter(tmp_path, paths), start(tmp_path, "sync", paths)
     try:
         verifier.set_drafters(drafter.ref)
-        for temperature in (0.0, 1.0):
-            found = texts(verifier, python_prompts(FEW_PROMPTS), RequestOptions(learn=False), temperature=temperature)
-            assert_same(plain, f"T = {temperature}", expected[f"T = {temperature}"][:FEW_PROMPTS], found)
-        prompt = AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids
-        assert unseeded.p_value(draw(verifier, prompt, [UNSEEDED] * FEW_SAMPLES)) > SIGNIFICANT / 1000
-        counted = verifier.client.fresh_stats().drafters["drafter-0"]
-        print(f"{counted.accepted_tokens} of {counted.draft_tokens} draft tokens accepted")
-        assert counted.accepted_tokens > FEW_PROMPTS
+        brought = drafted_by(drafter, verifier, plain, expected)
+        assert unseeded.p_value(draw(verifier, opening(), [UNSEEDED] * FEW_SAMPLES)) > SIGNIFICANT / 1000
+        assert brought.accepted_tokens > FEW_PROMPTS
     finally:
         verifier.close()
         drafter.close()
@@ -493,7 +367,7 @@ def test_a_head_that_drafts_in_one_pass_changes_no_text(
 
 def first_tokens(probabilities: dict[int, float], noise: float) -> list[int]:
     """What `samples` draws first, computed from the probabilities with `noise` times the noise."""
-    tokens, position = torch.tensor(list(probabilities)), len(AutoTokenizer.from_pretrained(str(TARGET_DIR))(PROMPT).input_ids)
+    tokens, position = torch.tensor(list(probabilities)), len(opening())
     logits, ones = torch.tensor(list(probabilities.values())).log().expand(SAMPLES, -1), torch.ones(SAMPLES)
     chosen = choose(logits, torch.arange(SAMPLES), torch.full((SAMPLES,), position), ones, noise * ones, tokens)
     drawn: list[int] = tokens[chosen.columns].tolist()
