@@ -6,7 +6,8 @@ import contextlib
 import math
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -42,7 +43,7 @@ def cluster() -> Iterator[RayCluster]:
 @pytest.fixture
 def coordinator(cluster: RayCluster) -> Iterator[CoordinatorHandle]:
     handle = CoordinatorHandle.create(cluster.namespace, INFO)
-    keep_members(handle)
+    keep_members(cluster)
     yield handle
     handle.kill()
 
@@ -56,9 +57,14 @@ def coordinator(cluster: RayCluster) -> Iterator[CoordinatorHandle]:
     wait_for(is_gone)
 
 
-def keep_members(handle: CoordinatorHandle) -> None:
+def inside(cluster: RayCluster, run: Callable[[Any], Any]) -> Any:
+    """Runs this in the coordinator's process."""
+    return ray.get(ray.get_actor(NAME, namespace=cluster.namespace).__ray_call__.remote(run))
+
+
+def keep_members(cluster: RayCluster) -> None:
     """Members stay however much time passes between a test's calls."""
-    ray.get(handle._actor.__ray_call__.remote(lambda self: setattr(self._policy, "lease_s", math.inf)))
+    inside(cluster, lambda self: setattr(self._policy, "lease_s", math.inf))
 
 
 def member(member_id: str, kind: MemberKind, incarnation: str = "i0") -> Member:
@@ -85,14 +91,14 @@ def test_members_register_report_and_leave_and_a_second_fleet_is_refused(
         CoordinatorHandle.create(cluster.namespace, INFO)
 
 
-def test_after_a_crash_it_knows_nobody_and_still_has_the_keys(coordinator: CoordinatorHandle) -> None:
+def test_after_a_crash_it_knows_nobody_and_still_has_the_keys(cluster: RayCluster, coordinator: CoordinatorHandle) -> None:
     coordinator.register(member("v0", "verifier"))
     coordinator.register(member("d0", "drafter"))
     before = coordinator.snapshot()
-    pid = ray.get(coordinator._actor.__ray_call__.remote(lambda self: os.getpid()))
+    pid = inside(cluster, lambda self: os.getpid())
     os.kill(pid, signal.SIGKILL)
     wait_for(lambda: _answers(coordinator))
-    keep_members(coordinator)
+    keep_members(cluster)
     assert not coordinator.report("v0", "i0", None, "ready").known
     assert coordinator.register(member("v0", "verifier")) == INFO.fleet_keys
     coordinator.register(member("d0", "drafter"))

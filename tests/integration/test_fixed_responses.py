@@ -44,7 +44,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("x")
 
 
-ENGINES = {"off": "none", "native": "eagle", "sync": "eagle", "auto": "eagle"}
+ENGINES = {"off": "none", "native": "eagle", "sync": "eagle"}
 """Mode and kind of drafter."""
 
 
@@ -112,13 +112,13 @@ def test_a_free_request_among_fixed_ones_is_as_free_and_counted_as_ever(engines:
     assert forced_drafts[0] == forced_drafts[1] < forced_drafts[2]
 
 
-def test_with_a_real_drafter_in_mode_auto(directory: Path, engines: dict[str, Verifier]) -> None:
+def test_with_a_real_drafter(directory: Path, sync: Verifier) -> None:
     drafter = Drafter(directory)
     try:
-        engines["auto"].set_drafters(drafter.ref)
-        check(engines["auto"], drafts=True)
+        sync.set_drafters(drafter.ref)
+        check(sync, drafts=True)
     finally:
-        engines["auto"].set_drafters()
+        sync.set_drafters()
         drafter.close()
 
 
@@ -135,7 +135,7 @@ def test_drafts_are_accepted_exactly_as_far_as_they_agree(directory: Path, sync:
     scripted = ScriptedDrafter(f"ipc://{directory}/s{os.urandom(3).hex()}.sock", script, f"drafter-{wrong_from}")
     try:
         sync.set_drafters(scripted.ref)
-        sync.client.run_until(lambda: bool(scripted._listeners))
+        sync.client.run_until(lambda: bool(scripted.listeners))
         before = sync.client.fresh_stats()
         (answer,) = sync.client.generate([prompt], forced(told))
         after = sync.client.fresh_stats()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
@@ -116,7 +117,7 @@ Request = tuple[list[int], SamplingParams, LoRARequest | None]
 
 @pytest.fixture(scope="module")
 def batches(front: Front, adapter: Path) -> list[list[Request]]:
-    tokenizer = front.responses()._processor.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(str(TARGET_DIR))
     asked = LoRARequest("a", adapter_number("a", str(adapter)), str(adapter))
     made = []
     for seed in range(BATCHES):
@@ -178,7 +179,7 @@ def logprobs(answer: Answer, params: SamplingParams) -> list[dict[int, float]]:
 
 def test_where_a_grammar_and_other_rules_leave_no_token_the_answer_ends(front: Front, engines: dict[str, Verifier]) -> None:
     """What the grammar could end with is whole."""
-    tokenizer = front.responses()._processor.tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(str(TARGET_DIR))
     cases: list[tuple[dict[str, Any], str]] = [
         (DEAD_END, "length"),
         ({"structured_outputs": {"choice": ["abc"]}, "min_tokens": 15}, "stop"),

@@ -92,7 +92,7 @@ def remote(runs: list[Run], plain: Run, tmp_path_factory: pytest.TempPathFactory
     run = runs[1]
     try:
         run.verifier.set_drafters(drafter.ref)
-        run.verifier.client.run_until(lambda: bool(drafter._listeners))
+        run.verifier.client.run_until(lambda: bool(drafter.listeners))
         stop = plain.answers["case-3"][10]
         run.ask([stop])
     finally:

@@ -16,7 +16,7 @@ from backend.models.writing import WEIGHTS
 from backend.wire.engine import RequestOptions
 from tests.support.processes import Drafter, Verifier, together
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
 TOKENS = 32
 
@@ -52,7 +52,6 @@ def rounds(verifier: Verifier) -> dict[str, int]:
     return {name: stats.drafters[name].rounds for name in ("drafter-0", "drafter-1") if name in stats.drafters}
 
 
-@pytest.mark.campaign
 def test_requests_go_to_the_drafter_that_brings_most(verifier: Verifier, drafters: tuple[Drafter, Drafter]) -> None:
     expected = ask(verifier, 0, 64)
     verifier.set_drafters(*(each.ref for each in drafters))
@@ -75,13 +74,3 @@ def test_a_session_keeps_its_drafter_where_nothing_is_known_yet(verifier: Verifi
     asked = [count - before.get(each, 0) for each, count in rounds(verifier).items()]
     # Without a session they would take turns.  One request of sixteen tries the other one.
     assert max(asked) > 0.7 * sum(asked)
-
-
-def test_a_drafter_without_features_costs_none(verifier: Verifier, drafters: tuple[Drafter, Drafter]) -> None:
-    verifier.set_drafters(drafters[1].ref)
-    ask(verifier, 0, 4)
-    before = verifier.client.fresh_stats().drafters["drafter-1"]
-    ask(verifier, 100, 8)
-    after = verifier.client.fresh_stats().drafters["drafter-1"]
-    assert after.rounds > before.rounds
-    assert after.bytes_sent - before.bytes_sent < 8 * (TOKENS + 21) * 100, "tokens alone, where a feature has 1,024 bytes"

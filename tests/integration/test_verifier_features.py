@@ -65,14 +65,6 @@ def accepted(verifier: Verifier) -> int:
     return sum(d.accepted_tokens for d in drafters.values())
 
 
-def test_lora_requests(pair: tuple[Verifier, Verifier], directory: Path) -> None:
-    adapter = LoRARequest("fixed", 1, str(write_adapter(directory / "adapter")))
-    base = pair[0].client.generate(PROMPTS, GREEDY)
-    adapted = pair[0].client.generate(PROMPTS, GREEDY, lora_request=adapter)
-    assert [b.tokens for b in base] != [a.tokens for a in adapted], "the adapter changes the text"
-    compare(pair, PROMPTS, GREEDY, lora_request=adapter)
-
-
 def test_an_adapter_whose_directory_is_gone_ends_no_engine(pair: tuple[Verifier, Verifier], directory: Path) -> None:
     first, second = (LoRARequest(f"a{n}", n, str(write_adapter(directory / f"a{n}", seed=n))) for n in (2, 3))
     wanted = pair[0].client.generate(PROMPTS[:2], GREEDY, lora_request=first)

@@ -39,12 +39,6 @@ async def test_model_streams_and_acceptance_with_a_key_and_without(monkeypatch):
         assert before.accepted_per_pos == {0: 10, 1: 5, 2: 0, 3: 0}
 
 
-async def test_without_speculation_there_is_no_acceptance_to_report():
-    async with running_gateway(mode="off") as running, aiohttp.ClientSession() as session:
-        found = await fetch_spec_decode_metrics(running.server.url, session)
-        assert found is None or found.num_drafts == 0
-
-
 def test_it_has_the_options_that_the_documentation_uses(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main(["--help=all"])

@@ -48,7 +48,7 @@ class ScriptedDrafter:
         self._tokens: dict[str, list[int]] = {}
         self._wanted: dict[str, tuple[bytes, NextItem]] = {}
         """By request: sender and item of a `Next` that arrived before the `Round` with its tokens."""
-        self._listeners: set[bytes] = set()
+        self.listeners: set[bytes] = set()
         self._stop = threading.Event()
         self._ready = threading.Event()
         self._hub: Hub
@@ -75,7 +75,7 @@ class ScriptedDrafter:
         message = decode_to_drafter(frames[0])
         if isinstance(message, Hello):
             if message.role == "drafts":
-                self._listeners.add(identity)
+                self.listeners.add(identity)
             router.send(identity, encode(Welcome(PROTOCOL_VERSION, "drafter-0", "scripted")))
         elif isinstance(message, Round):
             self.rounds.append(message)

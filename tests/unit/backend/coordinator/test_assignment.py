@@ -154,14 +154,6 @@ def test_a_verifier_that_does_better_by_itself_leaves_its_drafters_to_the_other(
         assert settle(situation, start).keys() == {("v1", "d0"), ("v1", "d1")}
 
 
-def test_a_slow_drafter_counts_for_less() -> None:
-    loads = [VerifierLoad(8, 0.06, 0.07, 3.0) for _ in range(2)]
-    speeds = [Speed(0.006 * slower, 0.002 * slower) for i, slower in enumerate((1, 4, 4, 4))]
-    pairs = settle(situation_of(loads, speeds))
-    alone = next(v for v, d in pairs if d == "d0")
-    assert sum(v == alone for v, _ in pairs) == 1, "three slow ones are hardly as much"
-
-
 def test_a_drafter_that_is_down_for_its_verifier_goes_where_it_does_no_harm() -> None:
     loads = [VerifierLoad(8, 0.03, 0.04, 2.5, down=frozenset({"d0"})), VerifierLoad(0)]
     speeds = [Speed(0.006, 0.001) for _ in range(3)]
@@ -266,7 +258,7 @@ def replace_counters(counters: DraftCounters) -> DraftCounters:
 def test_ten_percent_of_noise_moves_hardly_anything_in_a_steady_state() -> None:
     dice = random.Random(5)
     moved = []
-    for _ in range(20):
+    for _ in range(8):
         loads = [dice.choice([0, 1, 4, 8, 16, 32]) for _ in range(dice.randint(1, 5))]
         fleet = Fleet(loads, dice.randint(1, 8), dice.randrange(1 << 30))
         fleet.run(20, 0.1)

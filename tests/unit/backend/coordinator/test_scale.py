@@ -47,20 +47,20 @@ def test_a_load_that_goes_to_and_fro_takes_no_drafter_along(fleet: Fleet) -> Non
     assert moved <= MANY, f"{moved} moves in 40 changes of load"
 
 
-def test_a_thousand_verifiers_are_assigned_and_a_loss_is_answered_at_once() -> None:
-    assigned_to_a_thousand()
+def test_many_verifiers_are_assigned_and_a_loss_is_answered_at_once() -> None:
+    assigned_to(200)
 
 
 @pytest.mark.campaign
 def test_deciding_for_a_thousand_verifiers_takes_milliseconds() -> None:
-    spent = assigned_to_a_thousand()
+    spent = assigned_to(1000)
     assert statistics.median(spent) < 0.1
     assert max(spent) < 3.0
 
 
-def assigned_to_a_thousand() -> list[float]:
-    """Seconds of each decision."""
-    policy, names = Coordinator(2.0), [*(f"v{i}" for i in range(1000)), *(f"d{i}" for i in range(4000))]
+def assigned_to(verifiers: int) -> list[float]:
+    """Seconds of each decision, with four drafters for each verifier."""
+    policy, names = Coordinator(2.0), [*(f"v{i}" for i in range(verifiers)), *(f"d{i}" for i in range(4 * verifiers))]
     for name in names:
         register(policy, name, 0.0)
     spent = []
@@ -74,6 +74,6 @@ def assigned_to_a_thousand() -> list[float]:
             policy.report(Report(name, "i", "ready", stats), now)
     found = {(each.verifier_id, each.drafter_id) for each in policy.snapshot(now).assignments}
     assert {drafter for _, drafter in found} == {name for name in names if name.startswith("d")}
-    assert {verifier for verifier, _ in found} == {f"v{i}" for i in range(1, 1000)}, "v0 never reported"
+    assert {verifier for verifier, _ in found} == {f"v{i}" for i in range(1, verifiers)}, "v0 never reported"
     assert policy.counters.leases_expired == 1
     return spent

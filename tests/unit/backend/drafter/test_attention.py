@@ -1,12 +1,7 @@
-"""Attention of single rows: both kernels against the definition."""
+"""Attention of single rows: the kernel of a CPU against the definition (that of a GPU: `noise/test_kernels.py`)."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,37 +28,3 @@ def test_scores_far_apart_and_equal_ones() -> None:
     for scale in (0.0, 1e3, 1e6):
         found = attend(queries * scale, cache, reach)
         torch.testing.assert_close(found, _attend_one_by_one(queries * scale, cache, reach), rtol=1e-4, atol=1e-4)
-
-
-INTERPRETED = """
-import torch
-try:
-    from backend.drafter.attention import cuda
-except ImportError as error:
-    raise SystemExit(f"SKIP no Triton here: {error}")
-from backend.drafter.attention import _attend_one_by_one
-from tests.support.attention_cases import attention_case
-
-cuda.BLOCK = 16
-for most_splits in (1, 4):
-    cuda.MOST_SPLITS = most_splits
-    for seed, (rows, heads, kv_heads, dim, longest) in enumerate([(3, 4, 2, 16, 90), (2, 3, 1, 20, 40), (1, 2, 2, 64, 1)]):
-        queries, cache, reach = attention_case(rows, heads, kv_heads, dim, longest, seed)
-        found = cuda.attend(queries, cache, reach, dim**-0.5)
-        torch.testing.assert_close(found, _attend_one_by_one(queries, cache, reach), rtol=1e-4, atol=1e-5)
-print("same")
-"""
-
-
-def test_the_gpu_kernels_interpreted_attend_to_what_the_definition_says() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
-    if done.stderr.startswith("SKIP"):
-        pytest.skip(done.stderr.strip())
-    assert done.stdout.strip() == "same", done.stderr[-2000:]

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, Phase, given
@@ -238,29 +237,6 @@ def test_requests_whose_opening_was_lost_are_opened_again(directory: Path, texts
         lossy.world.at(lossy.world.now + 0.05, recover)
         lossy.verifier.generate(named(texts, "r"))
         assert lossy.verifier.core.fresh_drafts > 100, "they were drafted for once the network was well"
-
-
-def test_preempted_requests_are_drafted_for_again(directory: Path, texts: list[Text]) -> None:
-    with fleet(directory, 4, "ahead", blocks=13) as tight:
-        tight.assign(0)
-        shipper = tight.verifier.core.runner.shipper
-        assert shipper is not None
-        with mock.patch.object(shipper, "preempted", wraps=shipper.preempted) as told:
-            tight.verifier.generate(named(texts, "r"))
-        assert 0 < tight.verifier.stats.preemptions == sum(len(call.args[0]) for call in told.call_args_list)
-
-
-def test_the_first_draft_of_a_request_is_waited_for(directory: Path, texts: list[Text]) -> None:
-    with fleet(directory, 5, "ahead", lookup=False) as fresh:
-        fresh.assign(0)
-        core = fresh.verifier.core
-        core.add("r", texts[0])
-        core.step_fn()
-        fresh.verifier.links.ask(fresh.world.now)
-        assert set(core.scheduler.speculator.questions.pending) == {"r"}
-        with mock.patch.object(core.scheduler.speculator, "hold") as hold:
-            core.scheduler.wait_until(fresh.world.now)
-        assert hold.call_args.args[0] == ["r"]
 
 
 def test_a_prompt_without_room_in_the_cache_is_not_expected_in_the_next_step(directory: Path, texts: list[Text]) -> None:

@@ -2,209 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from backend.config.settings import DraftingSettings
 from backend.drafter.following import PATIENCE_S, Following
-from backend.drafter.process import DrafterModel, DrafterProcess
 from backend.drafter.sessions import Malformed, Session
 from backend.engine.worker import tensor_transfer
 from backend.models.checkpoint import borrow
-from backend.transport.hub import Hub
-from backend.transport.sockets import Wire
 from backend.wire.drafting import (
     PROTOCOL_VERSION,
-    Drafts,
     Hello,
-    Next,
-    NextItem,
-    Open,
     Part,
-    Refused,
-    Round,
     TargetTensor,
-    ToVerifier,
     Want,
-    Welcome,
-    decode_to_verifier,
-    encode,
 )
-from tests.support.drafter_heads import TinyHead, write_head, write_target
-
-SETTINGS = DraftingSettings(gpus=0, cache_tokens=1024)
-
-
-class Inner(nn.Module):
-    """A rank's part of a target of `ranks`; with an adapter around its embedding and a norm in its layer."""
-
-    def __init__(self, embedding: torch.Tensor, lm_head: torch.Tensor | None) -> None:
-        super().__init__()
-        wrapped = nn.Module()
-        wrapped.base_layer = nn.Module()
-        wrapped.base_layer.weight = nn.Parameter(embedding, requires_grad=False)
-        self.model = nn.Module()
-        self.model.embed_tokens = wrapped
-        self.model.norm = nn.Module()
-        self.model.norm.weight = nn.Parameter(torch.arange(embedding.shape[1]).float(), requires_grad=False)
-        self.model.layer = nn.Module()
-        self.model.layer.norm = nn.Module()
-        self.model.layer.norm.weight = nn.Parameter(torch.zeros(3), requires_grad=False)
-        if lm_head is not None:
-            self.lm_head = nn.Module()
-            self.lm_head.weight = nn.Parameter(lm_head, requires_grad=False)
-
-
-def target_of(directory: str, ranks: int = 2) -> list[Inner]:
-    """The target as its ranks hold it, padded to be shared evenly."""
-    tensors = load_file(f"{directory}/model.safetensors")
-    padded = [nn.functional.pad(t, (0, 0, 0, -len(t) % ranks)).chunk(ranks) for t in tensors.values()]
-    found = dict(zip(tensors, padded, strict=True))
-    heads = found.get("lm_head.weight", [None] * ranks)
-    return [Inner(found["model.embed_tokens.weight"][i], heads[i]) for i in range(ranks)]
-
-
-def part_of(ranks: list[Inner], want: Want) -> tuple[Part, bytes]:
-    pieces = [tensor_transfer.read_rows(each, want.name, want.first, i, len(ranks)) for i, each in enumerate(ranks)]
-    one = pieces[0]
-    assert one is not None
-    return one[0], b"".join(piece[1] for piece in pieces if piece is not None)
-
-
-class Peer:
-    """A verifier's two sockets."""
-
-    def __init__(self, process: DrafterProcess, epoch: int = 1) -> None:
-        self.hub = Hub(Wire())
-        self.epoch = epoch
-        self.features = self.hub.dealer(process.address)
-        self.drafts = self.hub.dealer(process.address)
-
-    def greet(self, weights: int, target: str) -> Welcome:
-        self.features.send(encode(Hello(PROTOCOL_VERSION, "v", "features", self.epoch, None, weights)))
-        self.drafts.send(encode(Hello(PROTOCOL_VERSION, "v", "drafts", self.epoch, None, weights, target)))
-        welcome = self.hear()
-        assert isinstance(welcome, Welcome)
-        return welcome
-
-    def hear(self) -> ToVerifier:
-        assert self.drafts.socket.poll(60_000)
-        frames = self.drafts.receive()
-        assert frames is not None
-        return decode_to_verifier(frames[0])
-
-    def give(self, ranks: list[Inner]) -> list[TargetTensor]:
-        """Answers the drafter's wishes until it has no more; it then wants to be greeted again.  What it asked for."""
-        asked: list[TargetTensor] = []
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            if self.drafts.socket.poll(20):
-                message = self.hear()
-                if isinstance(message, Refused):
-                    return asked
-                assert isinstance(message, Want)
-                asked.append(message.name)
-                part, data = part_of(ranks, message)
-                self.drafts.send(encode(part), data)
-            elif asked:
-                self.drafts.send(encode(Next([])))
-        raise TimeoutError
-
-    def draft(self, hidden: int) -> list[int]:
-        features = torch.randn(5, hidden, generator=torch.Generator().manual_seed(1))
-        opened = Open("r", 6, [1, 2, 3, 4, 5, 6], 5)
-        self.features.send(encode(Round("float32", hidden, [opened])), features.numpy().tobytes())
-        self.drafts.send(encode(Next([NextItem("r", 6, 6, [], 0)])))
-        answer = self.hear()
-        assert isinstance(answer, Drafts)
-        return answer.items[0].tokens
-
-
-@pytest.fixture(params=["eagle", "eagle3"])
-def head(request: pytest.FixtureRequest) -> TinyHead:
-    return TinyHead(kind=request.param)
-
-
-@pytest.fixture
-def model(tmp_path: Path, head: TinyHead) -> DrafterModel:
-    own = write_head(tmp_path / "head", head)
-    return DrafterModel(write_target(tmp_path / "target", head), own, own)
-
-
-def started(path: Path, model: DrafterModel) -> Iterator[DrafterProcess]:
-    process = DrafterProcess("d", model, SETTINGS, f"ipc://{path}")
-    process.start()
-    yield process
-    process.stop()
-
-
-@pytest.fixture
-def process(tmp_path: Path, model: DrafterModel) -> Iterator[DrafterProcess]:
-    yield from started(tmp_path / "old.sock", model)
-
-
-@pytest.fixture
-def new_target(tmp_path: Path, head: TinyHead) -> str:
-    """The same target with its tokens in another order."""
-    directory = write_target(tmp_path / "new-target", head)
-    tensors = load_file(f"{directory}/model.safetensors")
-    order = torch.randperm(head.vocab, generator=torch.Generator().manual_seed(3))
-    save_file({name: tensor[order] for name, tensor in tensors.items()}, f"{directory}/model.safetensors")
-    return directory
-
-
-@pytest.fixture
-def new_process(tmp_path: Path, model: DrafterModel, new_target: str) -> Iterator[DrafterProcess]:
-    yield from started(tmp_path / "new.sock", replace(model, target_dir=new_target))
-
-
-def test_drafts_are_those_of_a_drafter_started_with_the_new_weights(
-    process: DrafterProcess,
-    new_process: DrafterProcess,
-    new_target: str,
-    head: TinyHead,
-    model: DrafterModel,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(tensor_transfer, "PART_BYTES", 7 * head.hidden * 4)
-    peer, other = Peer(process), Peer(new_process)
-    try:
-        assert peer.greet(0, "").exchanges == 0
-        other.greet(0, "")
-        before, wanted = peer.draft(head.hidden), other.draft(head.hidden)
-        assert before != wanted
-        peer.hub.close()
-
-        peer = Peer(process, 2)
-        lessons = process._service._lessons = Mock()
-        assert peer.greet(1, "1 one ").exchanges == 0
-        lessons.retargeted.assert_called_once()
-        asked = peer.give(target_of(new_target))
-        shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if head.kind == "eagle" else set())
-        assert set(asked) == shared
-        assert len(asked) == 9 * len(shared)
-        assert peer.greet(1, "1 one ").exchanges == 1
-        assert (lessons.retargeted.call_count, lessons.exchanged.call_count) == (2, 0)
-        assert peer.draft(head.hidden) == wanted
-
-        # Another head of this drafter's takes them too, and so does the next one.
-        assert model.head_dir is not None
-        process.swap_head(model.head_dir)
-        assert peer.greet(1, "1 one ").exchanges == 2
-        assert (lessons.retargeted.call_count, lessons.exchanged.call_count) == (2, 1)
-        assert peer.draft(head.hidden) == wanted
-    finally:
-        peer.hub.close()
-        other.hub.close()
-
+from tests.support.drafter_heads import TinyHead, write_target
 
 HELLO = Hello(PROTOCOL_VERSION, "v", "drafts", 1, None, 1, "1 one ")
 
@@ -273,10 +89,27 @@ def test_parts_that_do_not_fit_are_refused(made: Part, frames: list[bytes]) -> N
     assert not followed.taken
 
 
+class Inner(nn.Module):
+    """A target with an adapter around its embedding, and a norm in its layer."""
+
+    def __init__(self, embedding: torch.Tensor) -> None:
+        super().__init__()
+        wrapped = nn.Module()
+        wrapped.base_layer = nn.Module()
+        wrapped.base_layer.weight = nn.Parameter(embedding, requires_grad=False)
+        self.model = nn.Module()
+        self.model.embed_tokens = wrapped
+        self.model.norm = nn.Module()
+        self.model.norm.weight = nn.Parameter(torch.arange(embedding.shape[1]).float(), requires_grad=False)
+        self.model.layer = nn.Module()
+        self.model.layer.norm = nn.Module()
+        self.model.layer.norm.weight = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+
 def test_rows_of_a_target() -> None:
     """A vector is the first rank's, a tied output matrix the embedding, what is being exchanged unreadable."""
     embedding = torch.arange(8).float().view(4, 2)
-    tied = Inner(embedding, None)
+    tied = Inner(embedding)
     norms = [tensor_transfer.read_rows(tied, "norm.weight", 0, rank, 2) for rank in range(3)]
     assert [len(each[1]) for each in norms if each] == [8, 0, 0]
     assert all(each and each[0] == Part("norm.weight", 0, 1, 1, 2, "float32") for each in norms)

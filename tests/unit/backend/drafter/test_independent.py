@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
-import msgspec
 import numpy as np
 import pytest
 import torch
@@ -19,12 +18,8 @@ from torch import Tensor
 from backend.drafter.decoding import NUMBERS, Decoder
 from backend.drafter.draws import SUPPORT, Ends, Rules, columns_of
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import GREEDY, Drafted, DraftRequest, Premise, Sampling, Until
-from backend.drafter.service import DrafterService
 from backend.speculation.chances import CLIP
-from backend.wire.drafting import NextItem
-from tests.support.ahead_verifier import HEAD, AheadVerifier, blocks_of, drafts_of, handle, opening
 from tests.support.drafter_heads import Request, TinyHead, make_proposer
 from tests.support.properties import examples
 
@@ -217,13 +212,6 @@ def test_the_floor_cuts_no_independent_draft(tmp_path: Path) -> None:
         decode(drafted.tokens, drafted.proposal)
 
 
-def test_each_kind_of_request_is_judged_by_its_own_weights() -> None:
-    weights = [SURE, UNSURE, SURE]
-    assert [Until(1, 0.0, weights).judge(s) for s in (GREEDY, Sampling.of(1, 1.0), own())] == weights
-    assert Until(1).judge(own()) is None
-    assert not own(1e-6).independent, "greedy"
-
-
 def test_outcomes_are_drafted_independently_and_ranked_with_the_shared_noise(tmp_path: Path) -> None:
     head = TinyHead(draft_vocab=40)
     proposer = make_proposer(tmp_path, head)
@@ -261,39 +249,3 @@ def test_the_chance_of_an_outcome_depends_on_the_shape_alone(tmp_path: Path) -> 
     for token in range(head.vocab):
         found = proposer.draft_outcomes([Premise(1, 20, until, [token], 4)])[0]
         assert {o.accepted for o in found} == {expected}
-
-
-def test_the_protocol_carries_proposals(tmp_path: Path) -> None:
-    service = DrafterService("drafter-0", make_proposer(tmp_path, HEAD), 60.0)
-    verifier = AheadVerifier(service)
-    first = msgspec.structs.replace(opening("a", temperature=1.0), independent=True, top_k=2)
-    verifier.round(first, opening("b", temperature=1.0), msgspec.structs.replace(opening("c"), independent=True))
-    messages = verifier.next(*(NextItem(name, 6, 4, [], 4, 0.5) for name in "abc"), chance_weights=[SURE] * 3)
-    a, b, c = drafts_of(messages)
-    _, chances = decode(a.tokens, a.proposal)
-    assert all(sum(chance > 0 for chance in row) == 2 for row in chances)
-    assert b.proposal == c.proposal == b""
-    blocks = {block.request_id: block.outcomes for block in blocks_of(messages)}
-    assert len(blocks["a"]) == 4
-    for outcome in blocks["a"]:
-        decode(outcome.tokens, outcome.proposal)
-    assert not any(o.proposal for o in (*blocks["b"], *blocks["c"]))
-
-
-WRONG: list[dict[str, float]] = [{"top_k": -2}, {"top_p": 1.5}, {"top_p": math.nan}, {"min_p": -0.1}, {"min_p": 2.0}]
-
-
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
-def test_restrictions_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, float]) -> None:
-    service = DrafterService("drafter-0", make_proposer(tmp_path, HEAD), 60.0)
-    verifier = AheadVerifier(service)
-    item = msgspec.structs.replace(opening("a", temperature=1.0), independent=True, **wrong)
-    (_, refusal) = handle(service, verifier.features, verifier.frames(item))[0]
-    assert b"not a message" in refusal
-
-
-def test_a_look_up_is_certain() -> None:
-    proposer = NgramProposer(100, 1000, 1000)
-    proposer.open("a", [1, 2, 3, 1, 2], 0, 0.0, own())
-    (drafted,) = proposer.draft([DraftRequest("a", 5, 0, None, Until(2))])
-    assert drafted == Drafted([3, 1], [])

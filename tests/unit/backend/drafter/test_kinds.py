@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pkgutil
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,7 +16,6 @@ from backend.launch.plan import Hardware, plan
 from backend.models.demo import TARGET_DIR
 from backend.models.kinds import KINDS, WEIGHTLESS, Kind
 from backend.models.resolve import ModelError, resolve
-from backend.speculation.lookup import LONGEST, SHORTEST
 
 
 class Silent(NgramProposer):
@@ -65,16 +63,3 @@ def test_look_ups_need_no_sizes_of_the_target(tmp_path: Path) -> None:
     assert (proposer.vocab_size, proposer.max_position) == (2**31, 2**31)
     proposer.open("r", [262_207, 5, 6, 7, 262_207, 5, 6], 0, 0.0)
     assert proposer.draft([DraftRequest("r", 7, 0, None, Until(2))])[0].tokens == [7, 262_207]
-
-
-def test_every_entry_names_a_proposer_that_exists() -> None:
-    for name, kind in KINDS.items():
-        assert bool(kind.proposer) == (name != "none")
-        if kind.proposer:
-            assert callable(pkgutil.resolve_name(kind.proposer))
-
-
-def test_vllm_looks_up_suffixes_as_long_as_the_drafter_does() -> None:
-    native = KINDS["ngram"].native
-    assert native is not None
-    assert (native["prompt_lookup_min"], native["prompt_lookup_max"]) == (SHORTEST, LONGEST)

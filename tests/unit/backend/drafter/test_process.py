@@ -15,13 +15,8 @@ import torch
 from backend.config.settings import DraftingSettings
 from backend.drafter.loop import DrafterLoop
 from backend.drafter.process import DrafterModel, DrafterProcess
-from backend.engine import feature_link
-from backend.engine.features import FeatureShipper
-from backend.engine.postponed import Span
-from backend.fleet import DrafterRef
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError
-from backend.transport import RingWriter
 from backend.transport.hub import Dealer, Hub
 from backend.transport.sockets import Wire, new_server_keys
 from backend.wire.drafting import (
@@ -94,55 +89,6 @@ def process(tmp_path: Path, model: DrafterModel) -> Iterator[DrafterProcess]:
     yield process
     process.stop()
     assert not process.is_alive
-
-
-def test_two_verifiers_over_ipc(process: DrafterProcess) -> None:
-    one, two = Peer(process.address, "one"), Peer(process.address, "two")
-    try:
-        for peer in (one, two):
-            peer.greet()
-        first = [peer.ask(1, Open("r", 5, [1, 2, 3, 4, 5], 4)).items[0] for peer in (one, two)]
-        assert first[0] == first[1]
-        assert len(first[0].tokens) == 4
-        second = one.ask(2, Commit("r", 7, [6, 7], 2), 3)
-        assert (second.items[0].base_len, len(second.items[0].tokens)) == (7, 3)
-    finally:
-        one.hub.close()
-        two.hub.close()
-
-
-def test_a_shipper_and_a_drafter_agree_on_a_ring(process: DrafterProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real shipper and drafter: the first rounds by socket, the later ones through the ring, drafts alike throughout."""
-    used: list[int] = []
-    write = RingWriter.write
-
-    def noted(ring: RingWriter, *parts: memoryview) -> int | None:
-        assert all(isinstance(part, memoryview) for part in parts), "written where they were computed to, not joined first"
-        at = write(ring, *parts)
-        used.append(-1 if at is None else at)
-        return at
-
-    monkeypatch.setattr(feature_link, "RING_FROM_BYTES", 1)
-    monkeypatch.setattr(RingWriter, "write", noted)
-    peer, wire = Peer(process.address, "listener"), Wire()
-    shipper = FeatureShipper(lambda head: None, ring_bytes=1 << 20)
-    shipper.set_drafters(wire, "v", [DrafterRef("drafter-0", "i", process.address, "", 1)], 1)
-    try:
-        peer.drafts.send(encode(Hello(PROTOCOL_VERSION, "v", "drafts", 1)))
-        assert isinstance(peer.receive(peer.drafts), Welcome)
-        answers = []
-        for number in range(20):
-            hidden = torch.randn(6, HEAD.hidden, generator=torch.Generator().manual_seed(1))
-            shipper.ship([Span(f"r{number}", 0, 0, 6, lambda a, b: list(range(a, b)))], [hidden])
-            answers.append(peer.wish(f"r{number}", 7, 4).items[0].tokens)
-        assert len(answers[0]) == 4
-        assert answers == answers[:1] * 20
-        assert used, "the drafter has said that it reads the ring"
-        assert min(used) >= 0
-    finally:
-        shipper.set_drafters(wire, "v", [], 2)
-        peer.hub.close()
-        wire.close()
 
 
 def test_stopping_removes_the_socket_and_is_idempotent(process: DrafterProcess) -> None:

@@ -36,7 +36,7 @@ class Scheduler(CountingScheduler):
 class Verifier:
     """A port whose socket is two lists, with an engine that only schedules."""
 
-    def __init__(self, files: list[Row] | None = None) -> None:
+    def __init__(self, files: list[Row] | None = None, router: Any = None) -> None:
         self.scheduler = Scheduler()
         self.aborted: list[str] = []
         self._inbox: list[tuple[bytes, list[Any]]] = []
@@ -45,7 +45,7 @@ class Verifier:
         core: Any = SimpleNamespace(scheduler=self.scheduler, vllm_config=config, abort_requests=self.aborted.extend)
         weights: Any = SimpleNamespace(loaded=None)
         welcome = EngineWelcome(ENGINE_WIRE_VERSION, "v", "i", "m", 64, 8, 16, [])
-        self.port = GatewayPort(self, core, welcome, files.append if files is not None else None, weights)  # type: ignore[arg-type]
+        self.port = GatewayPort(router or self, core, welcome, files.append if files is not None else None, weights)  # type: ignore[arg-type]
 
     def receive(self) -> tuple[bytes, list[Any]] | None:
         return self._inbox.pop(0) if self._inbox else None
@@ -67,8 +67,9 @@ class Verifier:
 
 def test_a_gateway_that_does_not_read_is_told_so_and_never_misses_tokens_in_between(tmp_path: Path) -> None:
     """It gets outputs up to some step, and then a refusal, after which it sends its requests elsewhere."""
-    verifier, hub = Verifier(), Hub(Wire())
-    router = verifier.port._router = hub.router(f"ipc://{tmp_path}/verifier")
+    hub = Hub(Wire())
+    router = hub.router(f"ipc://{tmp_path}/verifier")
+    verifier = Verifier(router=router)
     gateway = hub.wire.context.socket(zmq.DEALER)
     gateway.linger, gateway.rcvhwm = 0, 1
     gateway.connect(router.address)

@@ -120,18 +120,6 @@ def test_a_request_aborted_before_its_first_token() -> None:
     assert (row.tokens, row.first_token_at, row.finish_reason) == (0, 0.0, "abort")
 
 
-def test_a_request_that_another_verifier_began_says_what_it_brought() -> None:
-    kept, recording, _counters = made()
-    recording.began("r", "r", 1.0, 3, brought_tokens=9)
-    recording.prefilled(11)
-    recording.verified("r", 12, 0, 0, "", False)
-    recording.emitted("r", 1)
-    recording.ended("r", "stop")
-    (row,) = kept.of(RequestRow)
-    assert (row.prompt_tokens, row.tokens, row.brought_tokens) == (3, 1, 9)
-    assert kept.of(VerificationRow)[0].base_len == 12
-
-
 def test_tokens_nobody_gets_are_not_carried_into_the_next_step() -> None:
     kept, recording, counters = made()
     recording.began("r", "r", 1.0, 3)

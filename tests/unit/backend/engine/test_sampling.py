@@ -198,27 +198,6 @@ def test_drafts_change_no_token(names: list[str]) -> None:
     assert kept > 20, "drafts were accepted"
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_each_feature_matters_here(name: str) -> None:
-    """Were it forgotten behind draft tokens, the test above would see it."""
-    if name in ("min_p", "top"):
-        changed = sum(changed_by(name, seed, lambda request: request.params.temperature > 0) for seed in range(40))
-    else:
-        changed = sum(changed_by(name, seed, lambda request: True) for seed in range(40))
-    assert changed > 3
-
-
-def changed_by(name: str, seed: int, counts: Any) -> bool:
-    dice, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    request = make(dice, [name], generator)
-    arguments = request.params.extra_args or {}
-    plain = SamplingParams(
-        temperature=request.params.temperature, max_tokens=50, extra_args={NOISE_SEED: arguments[NOISE_SEED]}
-    )
-    without = Request(plain, request.prompt, request.output, request.logits, draft=request.draft)
-    return bool(counts(request)) and said(request)[1:] != said(without)[1:]
-
-
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
 @pytest.mark.parametrize("wanted", [0, 3, -1])
 def test_log_probabilities_are_those_of_plain_decoding(mode: str, wanted: int) -> None:

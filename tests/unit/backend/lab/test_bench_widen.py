@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from backend.lab.bench.widen import SIZES, widen
+from backend.lab.bench.widen import widen
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import load_config
 from tests.support.drafter_heads import check
@@ -34,9 +33,3 @@ def test_the_demo_pair_widened(tmp_path: Path) -> None:
     before, after = logits(TARGET_DIR), logits(wide)
     assert float(before.abs().max()) > 1
     assert torch.allclose(before, after, atol=1e-4, rtol=0)
-
-
-def test_sizes_are_those_of_the_committed_results(tmp_path: Path) -> None:
-    widen(TARGET_DIR, tmp_path / "S", *SIZES["S"])
-    model = LlamaForCausalLM.from_pretrained(tmp_path / "S")
-    assert model.num_parameters() == pytest.approx(11.7e6, rel=0.01)

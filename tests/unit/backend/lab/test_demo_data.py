@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID, save_tokenizer, token_stream, train_tokenizer
 from backend.models.demo import TARGET_DIR
-from backend.rollout.corpus import MAX_TABLE_CHARS, Document, is_table, is_validation, load_corpus
+from backend.rollout.corpus import MAX_TABLE_CHARS, Document, is_table, load_corpus
 
 SOURCE = '''import os
 
@@ -48,12 +48,6 @@ def test_split_is_deterministic_and_disjoint(tmp_path: Path) -> None:
     assert 2 <= len(validation) <= 30
 
 
-def test_split_of_a_file_does_not_depend_on_its_neighbours(tmp_path: Path) -> None:
-    few, many = load_corpus(root=tree(tmp_path / "few", 100)), load_corpus(root=tree(tmp_path / "many", 400))
-    assert {d.name for d in few.validation} <= {d.name for d in many.validation}
-    assert all(is_validation(document.name) for document in many.validation)
-
-
 def test_copies_and_foreign_packages_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "site-packages").mkdir()
     for name in ("a.py", "b.py", "site-packages/c.py"):
@@ -88,17 +82,6 @@ def test_tokenizer_round_trips_and_reloads(tmp_path: Path) -> None:
     stream = token_stream(tokenizer, [Document("a.py", SOURCE), Document("b.py", "x = 1\n")])
     assert stream[: len(ids)].tolist() == ids
     assert np.flatnonzero(stream == END_ID).tolist() == [len(ids), len(stream) - 1]
-
-
-def test_a_prompt_cut_at_a_line_break_is_tokenized_as_in_the_whole_text() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
-    whole = tokenizer(SOURCE).input_ids
-    for line in range(1, SOURCE.count("\n")):
-        prompt = "".join(SOURCE.splitlines(keepends=True)[:line])
-        ids = tokenizer(prompt).input_ids
-        assert ids == whole[: len(ids)]
 
 
 def test_packaged_tokenizer_splits_digits_and_renders_chats() -> None:

@@ -1,9 +1,6 @@
 """The demo models: the drafter's two forwards agree, files reload, training learns, the packaged pair is alive."""
 
-import io
 import json
-import math
-import tokenize
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,8 +15,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from backend.drafter.draws import Draws, Rules, columns_of
-from backend.drafter.proposer import Sampling
 from backend.lab.demo.drafter import new_drafter, save_drafter, train_drafter
 from backend.lab.demo.evaluate import accept
 from backend.lab.demo.llama import config_of, features, generate, llama_config, load_llama, new_llama, save_llama
@@ -79,25 +74,6 @@ def decode(drafter: Drafter, tokens: torch.Tensor, read: torch.Tensor) -> torch.
 
 
 @torch.no_grad()
-def test_drafts_sampled_from_the_likeliest_tokens_lose_little() -> None:
-    """At temperature 1 a draft token is accepted with the chance sum min(p, q); q has its likeliest tokens only."""
-    target = load_llama(TARGET_DIR)
-    drafter = load_drafter(DRAFTER_DIR, target.model.embed_tokens.weight)
-    torch.manual_seed(0)
-    text = generate(target, torch.full((8, 1), BEGIN_ID), 96, temperature=1.0)
-    scores, inputs = features(target, text, drafter.feature_layers)
-    p = scores[:, 1:-1].flatten(0, 1).softmax(1)
-    (output,) = drafter.unroll(text[:, 1:], inputs[:, :-2], 1)
-    logits = drafter.logits(output).flatten(0, 1)
-    rows = torch.zeros(len(logits), dtype=torch.int64)
-    columns = torch.tensor(columns_of([Sampling(0, 1.0, independent=True)] * len(logits)))
-    ids, q = Draws(rows, columns, None, Rules(shared=False))._restricted(logits)
-    kept, whole = torch.minimum(p.gather(1, ids), q).sum(1).mean(), torch.minimum(p, logits.softmax(1)).sum(1).mean()
-    assert whole > 0.7
-    assert kept > 0.96 * whole
-
-
-@torch.no_grad()
 def test_unrolled_training_forward_equals_decoding(pair: tuple[LlamaForCausalLM, Drafter]) -> None:
     target, drafter = pair
     depth, rows = 4, 9
@@ -152,14 +128,6 @@ def test_files_have_the_fields_and_tensors_of_those_that_are_shipped(shipped: Pa
     assert {name: (each.shape, each.dtype) for name, each in tensors.items()} == {
         name: (each.shape, each.dtype) for name, each in expected.items()
     }
-
-
-def test_a_target_reloads_identically(pair: tuple[LlamaForCausalLM, Drafter], tmp_path: Path) -> None:
-    target, _ = pair
-    save_llama(target, tmp_path)
-    tokens = torch.randint(0, 97, (2, 17))
-    with torch.no_grad():
-        torch.testing.assert_close(load_llama(tmp_path)(tokens).logits, target(tokens).logits)
 
 
 def test_a_drafter_reloads_identically(pair: tuple[LlamaForCausalLM, Drafter], tmp_path: Path) -> None:
@@ -234,34 +202,6 @@ def test_a_failed_write_leaves_the_old_directory(tmp_path: Path) -> None:
         fail()
     assert (final / "a").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_packaged_target_continues_python_with_python() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer, target = AutoTokenizer.from_pretrained(TARGET_DIR), load_llama(TARGET_DIR)
-    prompt = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def __len__(self):\n"
-    ids = tokenizer(prompt, return_tensors="pt").input_ids[0]
-    continuation = tokenizer.decode(generate(target, ids[None], 40)[0, len(ids) :])
-    assert continuation.startswith("        ")
-    lines = (prompt + continuation).rsplit("\n", 1)[0] + "\n"
-    kinds = [token.type for token in tokenize.generate_tokens(io.StringIO(lines).readline)]
-    assert tokenize.ERRORTOKEN not in kinds
-    assert len(set(continuation.split())) > 3
-    with torch.no_grad():
-        assert target(ids[None], labels=ids[None]).loss < math.log(20)
-
-
-def test_packaged_drafter_belongs_to_the_packaged_target() -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer, target = AutoTokenizer.from_pretrained(TARGET_DIR), load_llama(TARGET_DIR)
-    drafter = load_drafter(DRAFTER_DIR, target.model.embed_tokens.weight)
-    prompt = torch.tensor(tokenizer("import unittest\n\n\nclass ParserTest(unittest.TestCase):\n").input_ids)
-    assert accept(target, drafter, prompt, 64).length > 1.8
-    config = json.loads((DRAFTER_DIR / "config.json").read_text(encoding="utf-8"))
-    assert config["speculators_model_type"] == "eagle3"
-    assert config["draft_vocab_size"] == target.config.vocab_size
 
 
 def test_packaged_files_are_small_and_name_no_machine() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -23,7 +24,7 @@ from backend.drafter.proposer import DraftRequest, Until
 from backend.learning import trainer as trainer_module
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, is_held_out
-from backend.learning.rules import FEWEST, FEWEST_SEQUENCES, KEPT
+from backend.learning.rules import FEWEST, KEPT
 from backend.learning.trainable import load_pupil, trained_tensors
 from backend.learning.trainer import PASSES, Job, News, Trainer, newest_version
 from backend.models.check import why_not_learning
@@ -234,22 +235,6 @@ def test_a_learners_ring_has_room_for_a_comparison_however_wide_rows_are(
     assert sum(map(is_held_out, own._writer._ring.numbers())) >= FEWEST
 
 
-def test_after_a_bad_head_the_next_is_compared_with_the_good_one(start: str, tmp_path: Path) -> None:
-    versions = tmp_path / "drafter-0" / "versions"
-    own: Learner = learner(start, tmp_path, lambda head: own.lessons.exchanged())
-    try:
-        live(own._watch, 10, 20)
-        for version in ("000001", "000002"):
-            write_initial_head(str(TARGET_DIR), versions / version, "demo")
-            assert own._exchange(str(versions / version))
-            live(own._watch, 0, FEWEST_SEQUENCES)
-            assert own._watch.has_fallen
-            own._take_back()
-            assert own.stats().version == 0
-    finally:
-        own.stop()
-
-
 def test_a_head_that_cannot_be_loaded_is_put_away(start: str, tmp_path: Path) -> None:
     def refuse(head_dir: str) -> None:
         raise CheckpointError("spoiled")
@@ -306,7 +291,11 @@ def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("learning", "trains"), [("on", False), ("always", True), ("off", True)])
-def test_the_trainer_of_a_given_head_waits_until_it_is_needed(start: str, tmp_path: Path, learning: str, trains: bool) -> None:
+def test_the_trainer_of_a_given_head_waits_until_it_is_needed(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learning: str, trains: bool
+) -> None:
+    popen = subprocess.Popen  # any process that ends with its input, and starts in no time
+    monkeypatch.setattr("backend.drafter.learner.subprocess.Popen", lambda _, **pipes: popen(["cat"], **pipes))
     own = learner(start, tmp_path, lambda head: None, learning)
     assert own._trains is trains
     own.start("cpu")

@@ -1,4 +1,4 @@
-"""The noise's kernels for GPUs: interpreted they agree with the CPU's, they compile, and one compilation serves all sizes."""
+"""Kernels for GPUs: interpreted they compute what the definitions say, they compile, and they do so once for all sizes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from backend import noise
 INTERPRETED = """
 import torch
 try:
+    from backend.drafter.attention import cuda as attention
     from backend.noise import cuda
 except ImportError as error:
     raise SystemExit(f"SKIP no Triton here: {error}")
 from backend import noise
+from backend.drafter.attention import _attend_one_by_one
+from tests.support.attention_cases import attention_case
 
 generator = torch.Generator().manual_seed(1)
 for rows, size, ids in ((3, 3000, False), (4, 1500, True), (2, 1, False)):
@@ -46,11 +49,18 @@ for rows, size, ids in ((3, 3000, False), (4, 1500, True), (2, 1, False)):
 logits = torch.zeros(1, 5000)
 none = torch.zeros(1, dtype=torch.int64)
 assert cuda.choose(logits, none, none, torch.ones(1), torch.zeros(1), None, False)[0].tolist() == [0]
+
+attention.BLOCK = 16
+for attention.MOST_SPLITS in (1, 4):
+    for seed, (rows, heads, kv_heads, dim, longest) in enumerate([(3, 4, 2, 16, 90), (2, 3, 1, 20, 40), (1, 2, 2, 64, 1)]):
+        queries, cache, reach = attention_case(rows, heads, kv_heads, dim, longest, seed)
+        found = attention.attend(queries, cache, reach, dim**-0.5)
+        torch.testing.assert_close(found, _attend_one_by_one(queries, cache, reach), rtol=1e-4, atol=1e-5)
 print("same")
 """
 
 
-def test_the_gpu_kernel_interpreted_agrees_with_the_cpu() -> None:
+def test_the_gpu_kernels_interpreted_agree_with_the_cpu_and_the_definition() -> None:
     done = subprocess.run(
         [sys.executable, "-c", INTERPRETED],
         capture_output=True,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from backend.speculation.candidates import SAMPLED, Candidates, Source
+from backend.speculation.candidates import SAMPLED, Candidates
 from backend.speculation.chances import Rule
 from backend.wire.drafting import Draft
 
@@ -12,7 +12,7 @@ STEPS = 100
 
 
 @pytest.mark.parametrize("lookups", [False, True], ids=["drafter", "drafter-and-lookups"])
-@pytest.mark.parametrize("requests", [1, 8, 9, 15, 16, 31, 47, 63, 64])
+@pytest.mark.parametrize("requests", [1, 9, 31, 64])
 def test_in_a_batch_of_any_size_all_requests_are_learned_from(
     requests: int, lookups: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -30,4 +30,3 @@ def test_in_a_batch_of_any_size_all_requests_are_learned_from(
     most = min(requests, SAMPLED) * STEPS
     assert 0.8 * most <= learned <= 1.2 * most
     assert 0.8 * most <= len(expected) <= 1.2 * most
-    assert made._calibrations[Source("d0", Rule.GREEDY)]._requests.keys() == texts.keys()

@@ -56,7 +56,6 @@ def test_in_a_prediction_that_repeats_itself_only_near_places_are_compared():
     prediction.propose(answer[:-1], 3)
     tokens.reads = 0
     assert prediction.propose(answer, 3)[0] == [7, 7, 7]
-    assert prediction._at == 2501
     assert tokens.reads < 3 * NEAREST
 
 

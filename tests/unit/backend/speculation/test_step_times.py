@@ -62,14 +62,6 @@ def test_a_hiccup_moves_it_little() -> None:
     assert after[1] / after[0] < 1.03 * before[1] / before[0]
 
 
-def test_a_hiccup_at_first_is_soon_forgotten() -> None:
-    times = StepTimes()
-    times.observe(16, 5 * affine(16))
-    for _ in range(3):
-        times.observe(16, affine(16))
-    assert times.at(16) == pytest.approx(affine(16), rel=0.2)
-
-
 @pytest.mark.parametrize(("times_slow", "soon"), [(1, 100), (6, 500)])
 def test_a_size_that_was_slow_at_first_is_tried_again(times_slow: int, soon: int) -> None:
     """The machine was busy while one size was measured; that size pays."""

@@ -19,7 +19,6 @@ from backend.config.settings import TracingSettings
 from backend.drafter.spans import DraftSpans
 from backend.engine.spans import TRACE_ARGUMENT, EngineSpans
 from backend.tracing import Tracing, TracingError, open_tracing
-from backend.wire.drafting import Open, Round, decode_to_drafter, encode
 from backend.wire.engine import Account, Tally
 from gateway.cli.main import main
 
@@ -206,11 +205,3 @@ def test_drafts_that_nobody_closes_are_closed(kept: Kept) -> None:
     traces.expire(5.0)
     traces.end("a", 1)
     assert [span.attributes["outrider.close_reason"] for span in kept.spans()] == ["idle", "epoch"]
-
-
-def test_the_wire_carries_the_context_and_can_do_without() -> None:
-    item = Open("r", 3, [1, 2, 3], 0, trace=PARENT)
-    message = decode_to_drafter(encode(Round("float32", 0, [item])))
-    assert isinstance(message, Round)
-    assert message.items == [item]
-    assert Open("r", 3, [1, 2, 3], 0).trace == ""
