@@ -13,15 +13,6 @@ from backend.config import Settings
 from backend.config.sources import ALIASES, ConfigError, flag, leaves, load, read_variables, variable
 
 
-@pytest.fixture(autouse=True)
-def no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    for name in list(os.environ):
-        if name.startswith("OUTRIDER_"):
-            monkeypatch.delenv(name)
-
-
 def write(tmp_path: Path, text: str) -> str:
     file = tmp_path / "fleet.yaml"
     file.write_text(text)

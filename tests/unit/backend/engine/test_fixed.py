@@ -13,10 +13,12 @@ from vllm.v1.engine import EngineCoreRequest
 
 from backend.engine.worker.fixed import fixed_response, forced_row, refuse_unfit
 from backend.wire.engine import FIXED_RESPONSE
+from tests.support.properties import examples
 
 few_tokens = st.lists(st.integers(0, 3), max_size=6)
 
 
+@examples(30)
 @given(fixed=st.lists(st.integers(0, 3), min_size=1, max_size=30), drafts=st.lists(few_tokens, min_size=30))
 def test_steps_emit_the_response_and_never_more_than_agreed(fixed: list[int], drafts: list[list[int]]) -> None:
     emitted: list[int] = []

@@ -22,6 +22,7 @@ from backend.records.rows import (
     name_for_records,
 )
 from backend.speculation.waiting import Ask, Choice, Foresight, Load, Plan, Prospect
+from tests.support.properties import examples
 
 
 class Kept:
@@ -165,6 +166,7 @@ def test_rows_carry_the_clients_own_id(arguments: dict[str, object] | None, name
 verifications = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=6)
 
 
+@examples(40)
 @given(
     st.lists(st.tuples(verifications, st.floats(0, 1), st.sampled_from(["no_work", "awaiting_draft"]), st.floats(0, 1))),
 )

@@ -189,19 +189,19 @@ def batch(seed: int, names: list[str]) -> list[Request]:
 )
 def test_drafts_change_no_token(names: list[str]) -> None:
     kept = 0
-    for seed in range(25):
+    for seed in range(15):
         requests = batch(seed, names)
         for row, request in zip(sample(requests).sampled_token_ids.tolist(), requests, strict=True):
             expected = said(request)
             kept += len(expected) - 1
             assert row == expected + [-1] * (len(row) - len(expected))
-    assert kept > 20, "drafts were accepted"
+    assert kept > 10, "drafts were accepted"
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"])
 @pytest.mark.parametrize("wanted", [0, 3, -1])
 def test_log_probabilities_are_those_of_plain_decoding(mode: str, wanted: int) -> None:
-    for seed in range(8):
+    for seed in range(4):
         requests = batch(seed, ["penalties", "min_tokens", "top", "custom"])
         output = sample(requests, wanted, mode)
         found, width = output.logprobs_tensors, output.sampled_token_ids.shape[1]

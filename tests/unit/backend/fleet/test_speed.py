@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from backend.fleet import VerifierStats
 from backend.fleet.speed import RESPONSE_TOKENS, Line, Speed, mean_speed
+from tests.support.properties import examples
 
 
 def run(batches: list[int], fixed_s: float, per_request_s: float, tokens: int = 3) -> Speed:
@@ -20,6 +21,7 @@ def run(batches: list[int], fixed_s: float, per_request_s: float, tokens: int = 
     return speed
 
 
+@examples(30)
 @given(st.lists(st.integers(1, 64), min_size=20, max_size=60), st.floats(1e-3, 0.1), st.floats(0, 0.01))
 def test_steps_of_the_batches_seen_are_near_those_measured(batches: list[int], fixed_s: float, per_request_s: float) -> None:
     speed = run(batches, fixed_s, per_request_s)

@@ -265,7 +265,7 @@ def test_compiles_where_nothing_can_be_kept(tmp_path: Path) -> None:
         "import numba.core.caching as caching\n"
         "caching._CacheLocator.ensure_cache_path = lambda self: (_ for _ in ()).throw(OSError('read-only'))\n"
         "import torch\nfrom backend import noise\n"
-        "noise.warm_up(torch.device('cpu'))\nprint('warm')\n"
+        "ids = torch.arange(2)\nnoise.gumbel(ids, ids, ids.unsqueeze(1))\nprint('warm')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "warm", done.stderr[-2000:]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from backend.rollout.dispatch import Dispatcher
+from tests.support.properties import examples
 
 WINDOW = 3
 
@@ -71,6 +72,7 @@ class Fleet(RuleBasedStateMachine):
 
 
 TestFleet = Fleet.TestCase
+TestFleet.settings = examples(30)
 
 
 def test_longest_first_and_level() -> None:

@@ -20,6 +20,7 @@ from backend.records.summary import ENOUGH, WORST
 from backend.rollout import tables
 from backend.rollout.outcome import Death, Part, Round
 from backend.rollout.report import round_report
+from tests.support.properties import examples
 
 CONTRACT = {
     "perf": "step_tgs,step_tokens,cur_acc_len,step_batchsize,step_ts,step_interval,draft_nstep,"
@@ -105,6 +106,7 @@ def test_columns_are_the_contract() -> None:
     assert ",".join(tables.MARKOV_COLUMNS) == CONTRACT["markov"]
 
 
+@examples(40)
 @given(rounds())
 def test_tables_add_up(part: Part) -> None:
     rows = part.rows

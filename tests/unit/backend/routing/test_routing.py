@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from backend.config.settings import Affinity, GatewaySettings
 from backend.routing.affinity import BLOCK_TOKENS, PrefixMap, RecentMap
 from backend.routing.routers import Ask, Candidate, LeastLoaded, WithAffinity, make_router
+from tests.support.properties import examples
 
 AFFINITIES = get_args(Affinity)
 
@@ -30,6 +31,7 @@ asks = st.builds(
 )
 
 
+@examples(30)
 @given(st.sampled_from(AFFINITIES), st.lists(st.tuples(asks, candidates), max_size=8))
 def test_every_router_chooses_a_candidate_and_the_same_one_again(affinity, questions):
     routers = [make_router(GatewaySettings(affinity=affinity)) for _ in range(2)]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from backend.speculation.calibration import Calibration
 from backend.speculation.chances import chances, chances_of_many
+from tests.support.properties import examples
 
 SIGNS = st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=16).map(lambda signs: signs[: len(signs) // 2 * 2])
 
@@ -115,6 +116,7 @@ def test_reliability_compares_what_was_predicted_with_what_came() -> None:
     assert Calibration(2).reliability.brier == 0.0
 
 
+@examples(30)
 @given(st.lists(SIGNS, max_size=30), st.data())
 def test_weights_stay_finite(all_signs: list[list[float]], data: st.DataObject) -> None:
     calibration = Calibration(3)
@@ -124,6 +126,7 @@ def test_weights_stay_finite(all_signs: list[list[float]], data: st.DataObject) 
     assert all(math.isfinite(weight) and abs(weight) < 100 for weight in calibration.weights)
 
 
+@examples(40)
 @given(st.lists(st.lists(st.floats(width=32), min_size=1, max_size=6), min_size=1, max_size=12), st.data())
 def test_the_chances_of_many_drafts_are_those_of_each(values: list[list[float]], data: st.DataObject) -> None:
     drafts = [[sign for value in each for sign in (value, -value)] for each in values]

@@ -161,7 +161,7 @@ class QuestionsMachine(RuleBasedStateMachine):
 
 
 TestQuestions = QuestionsMachine.TestCase
-TestQuestions.settings = examples(100, stateful_step_count=40)
+TestQuestions.settings = examples(60, stateful_step_count=40)
 
 
 @pytest.fixture

@@ -274,4 +274,4 @@ class SpeculatorMachine(RuleBasedStateMachine):
 
 
 TestSpeculator = SpeculatorMachine.TestCase
-TestSpeculator.settings = examples(120, stateful_step_count=40)
+TestSpeculator.settings = examples(80, stateful_step_count=40)

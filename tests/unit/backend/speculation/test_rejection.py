@@ -6,9 +6,10 @@ Tokens 0 to 2, drafts of two tokens.  q and p are far apart.  Whether and how fa
 
 from __future__ import annotations
 
+import functools
 import itertools
 from bisect import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 
 import numpy as np
@@ -32,11 +33,11 @@ TEXTS = list(itertools.product(range(V), repeat=D + 1))
 TRUE = {text: prod(P[text[:i]][text[i]] for i in range(D + 1)) for text in TEXTS}
 
 
-def outcomes(draft: Text, length: int) -> Iterator[tuple[Text, float]]:
+@functools.cache
+def outcomes(draft: Text, length: int) -> list[tuple[Text, float]]:
     """What a verification of the first `length` tokens may emit, with its chance; from `judge`, at every u that matters."""
     if not length:
-        yield from (((v,), P[()][v]) for v in range(V))
-        return
+        return [((v,), P[()][v]) for v in range(V)]
     # The interval [0, 1) of each u is cut into equal cells; the midpoints are tried, so chances are right to 1 / CELLS.
     logits = torch.tensor(np.log([P[draft[:i]] for i in range(length + 1)]), dtype=torch.float32)
     cells = 400
@@ -54,10 +55,8 @@ def outcomes(draft: Text, length: int) -> Iterator[tuple[Text, float]]:
         grid,
     )
     last = judged.last.softmax(1).double()
-    for accepted in range(length + 1):
-        mine = judged.accepted == accepted
-        for v in range(V):
-            yield (*draft[:accepted], v), float(last[mine, v].sum()) / len(grid)
+    masses = [last[judged.accepted == accepted].sum(0) / len(grid) for accepted in range(length + 1)]
+    return [((*draft[:accepted], v), float(mass[v])) for accepted, mass in enumerate(masses) for v in range(V)]
 
 
 def proposal_of(draft: Text) -> Proposal:
