@@ -23,9 +23,7 @@ ERRORS = [
     ("POST", "/v1/completions", b"[]", {"content-type": "application/json"}, 400, None, "invalid_json"),
     ("POST", "/v1/completions", b'{"temperature": NaN}', {"content-type": "application/json"}, 400, None, "invalid_json"),
     ("POST", "/v1/completions", b'{"temperature": 1e999}', {"content-type": "application/json"}, 400, None, "invalid_json"),
-    ("POST", "/v1/completions", b'{"prompt": "\\ud800"}', {"content-type": "application/json"}, 400, None, "invalid_json"),
     ("POST", "/v1/completions", b'{"prompt": "\xff"}', {"content-type": "application/json"}, 400, None, "invalid_json"),
-    ("POST", "/v1/completions", b"[" * 100_000, {"content-type": "application/json"}, 400, None, "invalid_json"),
     ("POST", "/v1/completions", b"{}", {"content-type": "text/plain"}, 415, None, "unsupported_media_type"),
     ("POST", "/v1/completions", b"{}", {}, 415, None, "unsupported_media_type"),
     ("POST", "/v1/completions", b" " * ((1 << 20) + 1), {"content-type": "application/json"}, 413, None, "payload_too_large"),
@@ -46,6 +44,11 @@ ERRORS = [
     ("POST", "/v1/chat/completions", {**CHAT, "top_p": 7, "stream": True}, {}, 400, "top_p", None),
     ("POST", "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, {}, 400, "stream_options", None),
     ("POST", "/v1/chat/completions", {**CHAT, "top_k": 10**30}, {}, 400, None, None),
+    ("POST", "/v1/chat/completions", {**CHAT, "top_logprobs": 100, "logprobs": True}, {}, 400, "top_logprobs", None),
+    ("POST", "/v1/chat/completions", {**CHAT, "tool_choice": "required"}, {}, 400, "tool_choice", None),
+    ("POST", "/v1/chat/completions", {**CHAT, "response_format": {"type": "json_schema"}}, {}, 400, "response_format", None),
+    ("POST", "/v1/chat/completions", {**CHAT, "max_tokens": 0}, {}, 400, "max_tokens", None),
+    ("POST", "/v1/completions", {**COMPLETION, "suffix": "b"}, {}, 400, "suffix", None),
     ("POST", "/tokenize", {"model": "nope", "prompt": "x"}, {}, 404, "model", "model_not_found"),
     ("POST", "/v1/detokenize", {"model": "demo", "tokens": "x"}, {}, 400, "tokens", None),
 ]
@@ -73,16 +76,6 @@ async def test_errors_have_one_shape_on_every_status():
         assert running.idle
         # After all that, it still serves.
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
-
-
-async def test_a_chunked_body_is_bounded_too():
-    async def chunks():
-        for _ in range(20):
-            yield b" " * 65536
-
-    async with running_gateway(max_body_mib=1) as running:
-        response = await running.http.post("/v1/completions", content=chunks(), headers={"content-type": "application/json"})
-        assert response.status_code == 413
 
 
 async def test_unexpected_exceptions_say_nothing(running, monkeypatch):
@@ -141,12 +134,6 @@ async def test_a_model_of_several_names():
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 404
 
 
-async def test_a_whole_surrogate_pair_is_a_character(running):
-    body = b'{"model": "demo", "prompt": "\\ud83d\\ude00", "max_tokens": 2}'
-    response = await running.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert response.status_code == 200
-
-
 async def test_tokenize_round_trip(running):
     for prefix in ("", "/v1"):
         tokens = (await running.http.post(f"{prefix}/tokenize", json={"prompt": "def f("})).json()["tokens"]
@@ -177,12 +164,6 @@ async def test_many_conversations_in_one_request(running):
     assert running.idle
 
 
-async def test_stream_options_need_a_stream(running):
-    body = {**COMPLETION, "stream_options": {"include_usage": True}}
-    refused = await running.http.post("/v1/completions", json=body)
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "stream_options"), refused.text
-
-
 async def test_completion_with_usage_and_n(running):
     body = (await running.http.post("/v1/completions", json={**COMPLETION, "n": 2})).json()
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
@@ -190,11 +171,6 @@ async def test_completion_with_usage_and_n(running):
     assert body["usage"]["completion_tokens"] == 12
     assert body["usage"]["total_tokens"] == 12 + body["usage"]["prompt_tokens"]
     assert body["model"] == "demo"
-
-
-async def test_several_prompts_in_one_request(running):
-    body = (await running.http.post("/v1/completions", json={**COMPLETION, "prompt": ["a", "b", "c"]})).json()
-    assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
 
 
 async def test_request_ids_come_back(running):
@@ -264,10 +240,6 @@ async def test_metrics_and_fleet_show_what_verifiers_report():
         fleet = (await running.http.get("/fleet")).json()
         assert fleet["verifiers"][0]["connected"] is True
         assert fleet["acceptance_length"] == {"verifier-0": {"drafter-0": 2.5}}
-
-
-async def test_version_names_both(running):
-    assert set((await running.http.get("/version")).json()) == {"version", "vllm"}
 
 
 async def test_nothing_of_a_prompt_is_logged(running, caplog):

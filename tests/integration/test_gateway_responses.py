@@ -391,6 +391,8 @@ BAD = [
     ({"input": "x", "background": "yes"}, 400, "background"),
     ({"input": "x", "moderation": {}}, 400, "moderation"),
     ({"input": "x", "text": True}, 400, "text"),
+    ({"input": "x", "temperature": 3}, 400, "temperature"),
+    ({"input": "x", "prompt": {"id": "pmpt_1"}}, 400, "prompt"),
     ({"input": [{"type": "item_reference", "id": ["x"]}]}, 400, "input"),
     ({"input": [{"role": "user", "content": "x", "id": 5}]}, 400, "input"),
 ]

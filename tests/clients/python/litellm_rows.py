@@ -46,10 +46,6 @@ def test_completion(model):
     assert answer.usage.total_tokens > 0
 
 
-async def test_acompletion(model):
-    assert text(await litellm.acompletion(model=model, **ASKED, extra_body=CHOICE)) in COLOURS
-
-
 def test_stream(model):
     chunks = list(
         litellm.completion(model=model, **ASKED, extra_body=CHOICE, stream=True, stream_options={"include_usage": True})
@@ -58,21 +54,9 @@ def test_stream(model):
     assert text(litellm.stream_chunk_builder(chunks)) in COLOURS
 
 
-async def test_asynchronous_stream(model):
-    stream = await litellm.acompletion(model=model, **ASKED, extra_body=CHOICE, stream=True)
-    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) in COLOURS
-
-
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_tools(model, choice):
     calls = calls_of(litellm.completion(model=model, **ASKED, tools=[PAINT], tool_choice=choice))
-    assert calls
-    assert all(paint_of(call.function.arguments) for call in calls)
-
-
-def test_streamed_tools(model):
-    chunks = list(litellm.completion(model=model, **ASKED, tools=[PAINT], tool_choice="required", stream=True))
-    calls = calls_of(litellm.stream_chunk_builder(chunks, messages=QUESTION))
     assert calls
     assert all(paint_of(call.function.arguments) for call in calls)
 
@@ -90,25 +74,9 @@ def test_response_format(model, form):
     assert paint_of(text(litellm.completion(model=model, **ASKED, response_format=form)))
 
 
-def test_text_completion():
-    answer = litellm.text_completion(model="text-completion-openai/demo", prompt="Which?", **AT, extra_body=CHOICE)
-    assert answer.choices[0].text in COLOURS
-
-
-def test_streamed_text_completion():
-    asked = {"model": "text-completion-openai/demo", "prompt": "Which?", **AT, "extra_body": CHOICE}
-    chunks = list(litellm.text_completion(**asked, stream=True))
-    assert "".join(chunk.choices[0].text or "" for chunk in chunks) in COLOURS
-
-
 def test_responses():
     made = litellm.responses(model="openai/demo", input="Which?", **AT, extra_body=CHOICE)
     assert made.output[0].content[0].text in COLOURS
-
-
-def test_streamed_responses():
-    events = list(litellm.responses(model="openai/demo", input="Which?", **AT, extra_body=CHOICE, stream=True))
-    assert events[-1].type == "response.completed"
 
 
 async def test_asynchronous_responses_with_a_schema():
@@ -147,8 +115,3 @@ def test_anthropic():
 def test_errors(model, fields, kind):
     with pytest.raises(kind):
         litellm.completion(model=model, **{**ASKED, **fields})
-
-
-def test_an_unknown_model():
-    with pytest.raises(litellm.NotFoundError):
-        litellm.completion(model="openai/other", **ASKED)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai import AsyncOpenAI, OpenAI
+from openai import OpenAI
 
 from gateway.auth.key_ring import make_key
 from tests.support.collector import Collector
@@ -80,8 +80,3 @@ def fleet(collector: Collector, home: Path, keys: Path, first_key: str) -> Itera
 @pytest.fixture(scope="package")
 def client(fleet: ServedFleet) -> OpenAI:
     return OpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0)
-
-
-@pytest.fixture
-async def later(fleet: ServedFleet) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0)

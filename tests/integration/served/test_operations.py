@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 import backend.models.demo
 from tests.support.fleet_process import ROOT, ServedFleet, wait_for
@@ -21,7 +20,6 @@ pytestmark = pytest.mark.engine
 MODELS = Path(backend.models.demo.__file__).parent
 PROMPT = "def read_lines(path, encoding):\n    with open(path) as file:\n        "
 TOKENS = 150
-BOTH = ("verifier-0", "verifier-1")
 
 
 @pytest.fixture(scope="module")
@@ -38,16 +36,6 @@ def answer(fleet: ServedFleet) -> str:
 
 def post(fleet: ServedFleet, name: str, **body: Any) -> tuple[int, Any]:
     response = fleet.http.post(f"/admin/{name}", json=body)
-    return response.status_code, response.json()
-
-
-def load(fleet: ServedFleet, path: Path) -> tuple[int, Any]:
-    response = fleet.http.post("/update_weights", json={"weight_dir": str(path)})
-    return response.status_code, response.json()
-
-
-def sleep(fleet: ServedFleet, level: int) -> tuple[int, Any]:
-    response = fleet.http.post("/sleep", params={"level": level, "mode": "keep"})
     return response.status_code, response.json()
 
 
@@ -126,44 +114,3 @@ def test_a_head_that_does_not_fit_is_refused_and_the_present_one_drafts_on(
     before = accepted(fleet)
     assert answer(fleet) == expected
     wait_for(lambda: accepted(fleet) > before, what="drafts are accepted")
-
-
-def test_requests_wait_while_the_verifier_is_paused_and_then_go_on(fleet: ServedFleet, expected: str) -> None:
-    def idle() -> float:
-        return fleet.metric("outrider_verifier_idle_seconds_total", cause="swap")
-
-    before = idle()
-    with Meanwhile(fleet) as meanwhile:
-        assert sleep(fleet, 0) == (200, {"status": "sleeping", "level": 0, "verifiers": dict.fromkeys(BOTH)})
-        wait_for(lambda: idle() > before + 0.5, what="idle time of cause swap")
-        count = len(meanwhile.texts)
-        assert fleet.http.post("/wake_up").json()["verifiers"] == dict.fromkeys(BOTH, True)
-        wait_for(lambda: len(meanwhile.texts) > count, what="requests go on")
-    assert set(meanwhile.texts) == {expected}
-
-
-def test_weights_are_exchanged_and_nothing_computed_with_the_old_ones_is_used(
-    fleet: ServedFleet, expected: str, tmp_path: Path
-) -> None:
-    other = tmp_path / "target"
-    shutil.copytree(MODELS / "target", other)
-    tensors = load_file(other / "model.safetensors")
-    name = next(name for name in tensors if name.endswith("layers.0.mlp.down_proj.weight"))
-    tensors[name] = -tensors[name]
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    for path, reason in ((MODELS / "drafter", "other tensors"), (tmp_path / "none", "no such directory")):
-        status, body = load(fleet, path)
-        assert status == 400
-        assert reason in body["error"]["message"]
-    assert answer(fleet) == expected
-    # Loaded again in the middle of a request, the same weights change nothing.
-    with Meanwhile(fleet) as meanwhile:
-        assert load(fleet, MODELS / "target")[0] == 200
-    assert set(meanwhile.texts) == {expected}
-    assert load(fleet, other)[0] == 200
-    changed = answer(fleet)
-    assert changed != expected
-    assert answer(fleet) == changed
-    assert load(fleet, MODELS / "target")[0] == 200
-    # A prefix cache of the other weights would show here.
-    assert answer(fleet) == expected

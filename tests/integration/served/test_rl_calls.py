@@ -314,11 +314,17 @@ def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Cli
     assert {choice["finish_reason"] for choice in meanwhile.choices()} == {"length"}
 
 
-def test_what_vllms_own_routes_answer(http: httpx.Client) -> None:
+def test_what_vllms_own_routes_answer(fleet: ServedFleet, http: httpx.Client) -> None:
     """Trainers wait for these fields, and ask again where the cache could not be emptied."""
+
+    def stood_still_s() -> float:
+        return fleet.metric("outrider_verifier_idle_seconds_total", cause="swap")
+
+    before_s = stood_still_s()
     slept = said(http, "/sleep", params={"level": 0, "mode": "keep"})
     assert (slept["status"], slept["level"]) == ("sleeping", 0)
     assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    wait_for(lambda: stood_still_s() > before_s, what="idle time of cause swap")
     woken = said(http, "/wake_up")
     assert (woken["status"], woken["tags"]) == ("awake", None)
     assert said(http, "/reset_prefix_cache")["success"] is True
