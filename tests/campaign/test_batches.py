@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
-import statistics
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -21,7 +17,6 @@ from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
 from tests.support import run_gateway
 from tests.support.fake_verifier import FakeVerifier, count_up, eventually
-from tests.support.fleet_process import ServedFleet
 from tests.support.processes import Child
 from tests.support.running_gateway import COMPLETION, MODEL_DIR
 
@@ -90,64 +85,3 @@ async def test_a_thousand_lines_and_a_gateway_that_is_killed_twice(tmp_path: Pat
         for gateway in gateways:
             gateway.close()
         verifier.close()
-
-
-ASK: dict[str, Any] = {"model": "demo", "max_tokens": 32, "ignore_eos": True, "stream": True, "temperature": 0}
-WORK: dict[str, Any] = {**COMPLETION, "max_tokens": 128, "ignore_eos": True}
-ROUNDS, ASKS = 7, 100
-
-
-def times_to_first_token(url: str, count: int) -> list[float]:
-    """Of completions one after the other, with a breath between them."""
-    times = []
-    with httpx.Client(base_url=url, timeout=60) as http:
-        for n in range(count):
-            body = {**ASK, "prompt": f"def part_{n}(lines, width={n}):\n    "}
-            began = time.perf_counter()
-            with http.stream("POST", "/v1/completions", json=body) as answer:
-                first = None
-                for line in answer.iter_lines():
-                    if first is None and line.startswith("data: {"):
-                        first = time.perf_counter() - began
-            assert first is not None
-            times.append(first)
-            time.sleep(0.05)
-    return times
-
-
-async def test_people_hardly_notice_a_batch() -> None:
-    fleet = await asyncio.to_thread(ServedFleet)
-    try:
-        alone: list[list[float]] = []
-        beside: list[list[float]] = []
-        lines = 0
-        async with openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none") as client:
-            file = await client.files.create(file=jsonl(2_000, WORK), purpose="batch")
-            await asyncio.to_thread(times_to_first_token, fleet.url, 30)
-            for _ in range(ROUNDS):
-                alone.append(await asyncio.to_thread(times_to_first_token, fleet.url, ASKS))
-                batch = await client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
-                while not (await client.batches.retrieve(batch.id)).in_progress_at:
-                    await asyncio.sleep(0.05)
-                beside.append(await asyncio.to_thread(times_to_first_token, fleet.url, ASKS))
-                counts = (await client.batches.retrieve(batch.id)).request_counts
-                assert counts is not None
-                lines += counts.completed
-                await client.batches.cancel(batch.id)
-                while (await client.batches.retrieve(batch.id)).status != "cancelled":
-                    await asyncio.sleep(0.05)
-        ratios = {}
-        for name, percentile in (("p50", 49), ("p95", 94), ("p99", 98)):
-            # Of several rounds the median one: the machine has other things to do at times.
-            before, during = (
-                statistics.median(statistics.quantiles(times, n=100)[percentile] for times in rounds)
-                for rounds in (alone, beside)
-            )
-            ratios[name] = during / before
-            print(f"time to first token {name}: {1000 * before:.1f} ms alone, {1000 * during:.1f} ms beside a batch")
-        print(f"{lines} lines of batches meanwhile")
-        assert lines
-        assert ratios["p99"] <= 1.2, ratios
-    finally:
-        with contextlib.suppress(Exception):
-            fleet.stop()

@@ -5,16 +5,13 @@ The machines are namespaces (`tests/support/machines.py`), with a Ray node each;
 
 from __future__ import annotations
 
-import json
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
 import msgspec
 import pytest
 import zmq
@@ -180,52 +177,18 @@ def knock(address: str, frames: list[bytes], keys: ServerKeys | None, server_key
         return dealer.recv_multipart() if dealer.poll(1000) else None
 
 
-def test_room_is_taken_refused_and_given_back(hosts: Hosts) -> None:
-    """The worker lends two CPUs and the drafter has one."""
-    assert hosts.command("add", "drafter")[0] == 0
-    second = next(view.member for view in hosts.snapshot().members if view.member.id == "drafter-1")
-    assert second.address == f"tcp://{hosts.machines.worker.address}:{PORT + 1}"
-    status, said = hosts.command("add", "drafter")
-    assert status == 1
-    assert "no room for drafter-2 (1 CPU, 0.1 drafting)" in said
-    assert hosts.command("remove", "drafter-1")[0] == 0
-    status, said = hosts.command("add", "drafter")
-    assert status == 0, said
-    assert hosts.command("remove", "drafter-1")[0] == 0
-
-
-class Stream:
-    """One streamed completion on a thread."""
-
-    def __init__(self, fleet: ServedFleet, prompt: str, tokens: int) -> None:
-        self.text = ""
-        self.ends: list[str] = []
-        body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": tokens, "ignore_eos": True, "stream": True}
-        self._url, self._body = f"{fleet.url}/v1/completions", body
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        with httpx.stream("POST", self._url, json=self._body, timeout=120) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    choice = json.loads(line[6:])["choices"][0]
-                    self.text += choice["text"]
-                    self.ends += [choice["finish_reason"]] if choice["finish_reason"] else []
-                elif line:
-                    self.ends.append(line)
-
-    def wait(self) -> str:
-        self._thread.join(120)
-        assert self.ends == ["length", "data: [DONE]"]
-        return self.text
+def streams(fleet: ServedFleet, pool: ThreadPoolExecutor, tokens: int) -> tuple[dict[str, Future[str]], dict[str, list[str]]]:
+    """A streamed completion of each prompt, and the pieces of it that have come."""
+    heard: dict[str, list[str]] = {prompt: [] for prompt in PROMPTS}
+    return {prompt: pool.submit(fleet.stream, prompt, heard[prompt].append, max_tokens=tokens) for prompt in PROMPTS}, heard
 
 
 def test_a_link_that_fails_costs_speed_alone(hosts: Hosts, expected: dict[str, str]) -> None:
     longer = 1500
     undisturbed = {prompt: completed(hosts.fleet, prompt, longer) for prompt in PROMPTS}
     before = hosts.drafts()
-    streams = {prompt: Stream(hosts.fleet, prompt, longer) for prompt in PROMPTS}
+    pool = ThreadPoolExecutor(len(PROMPTS))
+    running, heard = streams(hosts.fleet, pool, longer)
     wait_for(lambda: hosts.drafts() > before, 30, "drafts for the streams")
     worker = hosts.machines.worker
     began = time.monotonic()
@@ -234,12 +197,11 @@ def test_a_link_that_fails_costs_speed_alone(hosts: Hosts, expected: dict[str, s
         # What was under way arrives or is lost; then decoding is plain and goes on.
         wait_for(lambda: hosts.fleet.fleet()["drafters"][0]["state"] == "lost", 20, "the drafter to be missed")
         at_the_cut = hosts.drafts()
-        lengths = {prompt: len(stream.text) for prompt, stream in streams.items()}
-        assert {prompt: stream.wait() for prompt, stream in streams.items()} == undisturbed
-        assert all(len(streams[prompt].text) > length for prompt, length in lengths.items()), "ended before the cut"
-        with ThreadPoolExecutor() as pool:
-            while time.monotonic() - began < OUTAGE_S:
-                assert dict(zip(PROMPTS, pool.map(lambda p: completed(hosts.fleet, p), PROMPTS), strict=True)) == expected
+        pieces = {prompt: len(each) for prompt, each in heard.items()}
+        assert {prompt: stream.result(120) for prompt, stream in running.items()} == undisturbed
+        assert all(len(heard[prompt]) > count for prompt, count in pieces.items()), "ended before the cut"
+        while time.monotonic() - began < OUTAGE_S:
+            assert dict(zip(PROMPTS, pool.map(lambda p: completed(hosts.fleet, p), PROMPTS), strict=True)) == expected
         assert hosts.drafts() == at_the_cut
     finally:
         worker.plug(True)
@@ -257,11 +219,11 @@ def test_a_link_that_fails_costs_speed_alone(hosts: Hosts, expected: dict[str, s
 
 def test_a_machine_that_is_lost_and_one_that_takes_its_place(hosts: Hosts, expected: dict[str, str]) -> None:
     """The last test: the drafter's machine is gone after it."""
-    streams = {prompt: Stream(hosts.fleet, prompt, 1000) for prompt in PROMPTS}
-    wait_for(lambda: all(stream.text for stream in streams.values()), 30, "tokens")
+    running, heard = streams(hosts.fleet, ThreadPoolExecutor(len(PROMPTS)), 1000)
+    wait_for(lambda: all(heard.values()), 30, "tokens")
     hosts.machines.worker.power_off()
-    for stream in streams.values():
-        stream.wait()
+    for stream in running.values():
+        stream.result(120)
     assert {prompt: completed(hosts.fleet, prompt) for prompt in PROMPTS} == expected
     before, began = hosts.drafts(), time.monotonic()
     another = hosts.machines.join("drafting")

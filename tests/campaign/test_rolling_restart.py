@@ -3,7 +3,6 @@ every text is what it is undisturbed."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from tests.support.fleet_process import ROOT, ServedFleet, wait_for
@@ -21,23 +19,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(900)
 PROMPTS = [f"def function_{i}(a, b):\n    " for i in range(6)]
 TOKENS = 240
 CLIENTS = 4
-
-
-def stream(fleet: ServedFleet, prompt: str) -> str:
-    """One greedy completion; anything but a stream that ends as it should raises."""
-    body = {"model": "demo", "prompt": prompt, "temperature": 0, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-    text, ends = "", []
-    with httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, timeout=120) as answer:
-        assert answer.status_code == 200, answer.read()
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                choice = json.loads(line[6:])["choices"][0]
-                text += choice["text"]
-                ends += [choice["finish_reason"]] if choice["finish_reason"] else []
-            elif line:
-                ends.append(line)
-    assert ends == ["length", "data: [DONE]"]
-    return text
 
 
 def pids(fleet: ServedFleet) -> dict[str, int]:
@@ -55,7 +36,7 @@ def terminate(fleet: ServedFleet, member: str) -> None:
 def test_restarts_cost_no_request_and_no_token() -> None:
     fleet = ServedFleet("--mode", "auto", "--verifiers", "2", "--drafters", "2", "--ray-namespace", f"rolling-{os.getpid()}")
     try:
-        expected = {prompt: stream(fleet, prompt) for prompt in PROMPTS}
+        expected = {prompt: fleet.stream(prompt, max_tokens=TOKENS) for prompt in PROMPTS}
         before = pids(fleet)
         over = threading.Event()
 
@@ -64,7 +45,7 @@ def test_restarts_cost_no_request_and_no_token() -> None:
             wrong: list[str] = []
             while not over.is_set():
                 prompt = PROMPTS[(number + len(wrong)) % len(PROMPTS)]
-                wrong.append("" if stream(fleet, prompt) == expected[prompt] else prompt)
+                wrong.append("" if fleet.stream(prompt, max_tokens=TOKENS) == expected[prompt] else prompt)
             return wrong
 
         with ThreadPoolExecutor(CLIENTS) as pool:

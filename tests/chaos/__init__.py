@@ -3,7 +3,6 @@
 workload.py   requests of every kind, what a client is told, and whether that is right
 faults.py     the schedule (repeatable by seed) and how each fault is done
 campaign.py   both together against `outrider serve`, and what must be true afterwards
-migration.py  requests moved on purpose, compared with the same requests left alone
 census.py     processes, sockets and shared memory
-report.py     Markdown and JSON
+report.py     what was found, as JSON
 """

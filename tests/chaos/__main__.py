@@ -13,31 +13,24 @@ def main() -> int:
     """Runs what was asked for and prints the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few faults, in a minute or two")
-    parser.add_argument("--only", choices=["faults", "migration"], help="one half of the campaign")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule and the order of requests")
     parser.add_argument("--mode", default="auto", help="draft mode (default: auto)")
     parser.add_argument("--requests", type=int, help="requests under faults at least (default: 300, quick: 40)")
-    parser.add_argument("--moved", type=int, help="requests moved on purpose (default: 100, quick: 16)")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default: 8)")
     parser.add_argument("--tokens", type=int, default=240, help="tokens of the longest requests (default: 240)")
-    parser.add_argument("--output", type=Path, default=Path("chaos-report"), help="directory of chaos.md and chaos.json")
+    parser.add_argument("--output", type=Path, default=Path("chaos-report"), help="directory of chaos.json")
     options = parser.parse_args()
     logging.basicConfig(level="ERROR")
 
     import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
-    from tests.chaos import campaign, migration, report
+    from tests.chaos import campaign, report
 
-    moved = result = None
-    if options.only != "faults":
-        wanted = options.moved or (16 if options.quick else 100)
-        moved = asyncio.run(migration.migrated(wanted, options.tokens, "sync" if options.mode == "auto" else options.mode))
-    if options.only != "migration":
-        requests = options.requests or (40 if options.quick else 300)
-        chosen = campaign.Options(options.quick, options.seed, requests, options.concurrency, options.tokens, options.mode)
-        result = asyncio.run(campaign.disturbed(chosen))
-    print(report.write(options.output, result, moved, "python -m tests.chaos " + " ".join(sys.argv[1:])))
-    return 1 if (result and result.problems) or (moved and moved.problems) else 0
+    requests = options.requests or (40 if options.quick else 300)
+    chosen = campaign.Options(options.quick, options.seed, requests, options.concurrency, options.tokens, options.mode)
+    result = asyncio.run(campaign.disturbed(chosen))
+    print(report.write(options.output, result, "python -m tests.chaos " + " ".join(sys.argv[1:])))
+    return 1 if result.problems else 0
 
 
 if __name__ == "__main__":

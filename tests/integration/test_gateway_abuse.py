@@ -6,6 +6,7 @@ import asyncio
 import copy
 import gc
 import json
+import multiprocessing
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -203,22 +204,25 @@ async def test_it_is_answered_and_holds_nobody_up(running, probe, what, path, bo
         assert len(answer.content) < 2000
 
 
-async def test_a_grammar_is_given_up_when_its_client_leaves(running, monkeypatch):
-    monkeypatch.setattr(grammar_checks, "CPU_LIMIT_S", 60.0)
-    grammars = running.server.gateway.client.grammars
-    # Another one each time: what is known is not compiled.
-    bombs = [{**BOMB, "title": f"{index}"} for index in range(3)]
-    for worker in list(grammars._all):
-        grammars._end(worker)
-    grammars._idle.clear()
-    requests = [asyncio.ensure_future(running.http.post(COMPLETIONS, json=grammar(json=each))) for each in bombs]
-    await eventually(lambda: sum(worker._pipe is not None for worker in grammars._all) == grammar_checks.WORKERS)
-    processes = [worker._process for worker in grammars._all]
-    for request in requests:
-        request.cancel()
-    await eventually(lambda: not any(process.is_alive() for process in processes))
-    await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
-    assert (await running.http.post(COMPLETIONS, json=grammar(choice=["b", "c"]))).status_code == 200
+def compiling() -> set[int | None]:
+    """The processes that compile grammars."""
+    return {each.pid for each in multiprocessing.active_children() if each.name == "grammar"}
+
+
+async def test_a_grammar_is_given_up_when_its_client_leaves(gateway, monkeypatch):
+    monkeypatch.setattr(grammar_checks, "CPU_LIMIT_S", 600.0)
+    others = compiling()
+    async with running_gateway() as running:
+        # Another one each time: what is known is not compiled.
+        bombs = [{**BOMB, "title": f"{index}"} for index in range(3)]
+        requests = [asyncio.ensure_future(running.http.post(COMPLETIONS, json=grammar(json=each))) for each in bombs]
+        await eventually(lambda: len(compiling() - others) == grammar_checks.WORKERS)
+        processes = compiling() - others
+        for request in requests:
+            request.cancel()
+        await eventually(lambda: not processes & compiling())
+        await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
+        assert (await running.http.post(COMPLETIONS, json=grammar(choice=["b", "c"]))).status_code == 200
 
 
 async def test_sequences_of_one_request_share_a_verdict(running, monkeypatch):

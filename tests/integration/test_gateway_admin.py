@@ -80,14 +80,6 @@ async def test_nonsense_is_refused_before_it_reaches_the_coordinator(running: Ru
 
 
 async def test_only_who_may_administers():
-    async with running_gateway(api_key="api", admin_key="admin") as running:
-        Commands(running)
-        assert (await post(running, "resume", {"member": "v"})).status_code == 401
-        assert (await post(running, "resume", {"member": "v"}, authorization="Bearer api")).status_code == 401
-        assert (await running.http.get("/admin/operations")).status_code == 401
-        assert (await post(running, "resume", {"member": "v"}, authorization="Bearer admin")).status_code == 200
-        # The admin key opens nothing else.
-        assert (await running.http.get("/v1/models", headers={"authorization": "Bearer admin"})).status_code == 401
     async with running_gateway(api_key="api") as running:
         Commands(running)
         port = running.server.url.rpartition(":")[2]
@@ -222,15 +214,6 @@ async def test_weights_are_administered_at_the_verifiers():
         first.failure = "RuntimeError: torn"
         answer = await call("/wake_up")
         assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_error")
-
-
-async def test_a_verifier_that_sleeps_is_spared_while_another_is_awake():
-    async with running_gateway(verifiers=2) as running:
-        first, second = running.verifiers
-        first.send_stats(paused=True)
-        await eventually(lambda: [link.member.id for link in running.core.routable()] == ["verifier-1"])
-        second.send_stats(paused=True)
-        await eventually(lambda: len(running.core.routable()) == 2)
 
 
 async def test_a_drafter_is_given_back_on_request_only(running: Running):

@@ -13,6 +13,8 @@ import pytest
 
 from gateway.storage.batches import serving as batching
 from gateway.storage.batches.lines import LONGEST_ID
+from gateway.storage.batches.pace import Pace
+from gateway.storage.batches.store import Store
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.keys_file import Keys
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -101,72 +103,6 @@ async def test_every_endpoint_there_is():
             (answer,) = await lines_of(client, batch.output_file_id)
             assert answer["response"]["body"]["usage"]["total_tokens"] == batch.usage.total_tokens
             assert batch.error_file_id is None
-
-
-async def test_files():
-    async with serving() as (_, client):
-        files = [await client.files.create(file=(f"{n}.jsonl", b"x" * n), purpose="batch") for n in range(5)]
-        assert files[3].bytes == 3
-        assert files[3].filename == "3.jsonl"
-        assert files[3].expires_at == files[3].created_at + 30 * 86400
-        first = await client.files.list(limit=2)
-        assert [each.id for each in first.data] == [files[4].id, files[3].id]
-        assert first.has_more
-        assert [each.id async for each in client.files.list(limit=2, order="asc")] == [each.id for each in files]
-        assert (await client.files.list(purpose="batch_output")).data == []
-        assert (await client.files.content(files[4].id)).content == b"xxxx"
-        assert (await client.files.delete(files[4].id)).deleted
-        for call in (client.files.retrieve, client.files.content, client.files.delete):
-            with pytest.raises(openai.NotFoundError):
-                await call(files[4].id)
-        short = await client.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
-        assert short.expires_at == short.created_at + 3600
-
-
-async def test_all_uploads_together_are_bounded(monkeypatch):
-    monkeypatch.setattr("gateway.routes.files.MAX_UPLOADING_BYTES", 100_000)
-    async with serving() as (running, client):
-        with pytest.raises(openai.RateLimitError, match="uploaded at once"):
-            await client.files.create(file=b"x" * 200_000, purpose="batch")
-        assert (await client.files.create(file=b"x" * 50_000, purpose="batch")).bytes == 50_000
-        assert running.server.gateway.uploading_bytes == 0
-
-
-async def test_bad_uploads_name_the_field(monkeypatch):
-    monkeypatch.setattr("gateway.routes.files.MAX_FILE_BYTES", 1000)
-    async with serving(state_mib=1) as (running, client):
-        form = {"purpose": "batch"}
-        file = {"file": ("a", b"x")}
-        hour = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3599"}
-        cases: list[tuple[dict[str, Any], int, str | None]] = [
-            ({"data": {"purpose": "fine-tune"}, "files": file}, 400, "purpose"),
-            ({"data": form, "files": {"other": ("a", b"x")}}, 400, "other"),
-            ({"data": {**form, "file": "text"}, "files": {"x": ("a", b"x")}}, 400, "x"),
-            ({"data": {**form, **hour}, "files": file}, 400, "expires_after.seconds"),
-            ({"data": {**form, "expires_after[seconds]": "4000"}, "files": file}, 400, "expires_after"),
-            ({"data": form, "files": {"file": ("a", b"x" * 1001)}}, 413, "file"),
-            ({"data": form, "files": {"file": ("a", b"x" * 200_000)}}, 413, "file"),
-            ({"json": form}, 415, None),
-            ({"content": b"nothing", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400, None),
-            ({"content": b"nothing", "headers": {"content-type": "multipart/form-data"}}, 400, None),
-        ]
-        for call, status, param in cases:
-            answer = await running.http.post("/v1/files", **call)
-            assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), (call, answer.text)
-        assert (await client.files.list()).data == []
-        folder = running.server.gateway.batches.folder
-        assert list((folder / "files").iterdir()) == []
-
-
-async def test_a_full_store_says_so():
-    async with serving(state_mib=1) as (_, client):
-        kept = await client.files.create(file=b"x" * 700_000, purpose="batch")
-        with pytest.raises(openai.APIStatusError) as told:
-            await client.files.create(file=b"x" * 700_000, purpose="batch")
-        assert told.value.status_code == 413
-        assert told.value.code == "storage_full"
-        await client.files.delete(kept.id)
-        await client.files.create(file=b"x" * 700_000, purpose="batch")
 
 
 async def test_bad_batches_name_the_field():
@@ -291,6 +227,30 @@ async def test_a_batch_expires(tmp_path):
         await eventually(lambda: running.idle)
 
 
+async def test_a_batch_that_cannot_go_on_holds_no_place_of_others_and_fails_without_its_input(tmp_path, monkeypatch):
+    monkeypatch.setattr(batching, "BATCHES_AT_ONCE", 1)
+    monkeypatch.setattr(batching, "TROUBLE_S", 0.05)
+    async with serving(tmp_path) as (running, client):
+        running.verifier.behaviour = silent
+        batch = await begin(client, jsonl(request("a")))
+        await eventually(lambda: bool(running.verifier.sequences))
+        (file,) = (running.server.gateway.batches.folder / "files").iterdir()
+    look = Store.batch
+
+    async def trouble(store, batch_id, *more):
+        if batch_id == batch.id:
+            raise OSError
+        return await look(store, batch_id, *more)
+
+    monkeypatch.setattr(Store, "batch", trouble)
+    async with serving(tmp_path) as (running, client):
+        await until(client, await begin(client, jsonl(request("b"))), "completed")
+        file.unlink()
+        monkeypatch.setattr(Store, "batch", look)
+        batch = await until(client, batch, "failed")
+        assert [each.code for each in batch.errors.data] == ["input_file_missing"]
+
+
 async def test_the_next_gateway_goes_on(tmp_path):
     done: list[str] = []
 
@@ -357,13 +317,12 @@ async def test_a_line_that_is_too_large_for_its_key_is_not_tried_again(tmp_path)
 
 
 async def test_people_go_first(monkeypatch):
+    monkeypatch.setattr("gateway.storage.batches.pace.room", lambda _, quiet, *others: 3 if quiet else 1)
     monkeypatch.setattr("gateway.storage.batches.pace.QUIET_AFTER_S", 1e9)
     async with serving() as (running, client):
         running.verifier.behaviour = silent
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(8))))
         await eventually(lambda: bool(running.core.sequences.batched))
-        pace = running.server.gateway.batches._pace
-        pace._room = lambda: 3 if pace.quiet else 1
         await eventually(lambda: running.core.sequences.batched == 3 == len(running.verifier.sequences))
         running.verifier.behaviour = count_up
         talk = await client.chat.completions.create(**CHAT)
@@ -379,12 +338,12 @@ async def test_people_go_first(monkeypatch):
         assert batch.request_counts.completed == 8
 
 
-async def test_keys_of_batches_go_last_without_a_folder_too(tmp_path):
+async def test_keys_of_batches_go_last_without_a_folder_too(tmp_path, monkeypatch):
+    monkeypatch.setattr("gateway.storage.batches.pace.room", lambda *_: 1)
     keys = Keys(tmp_path)
     nightly, other = keys.put("nightly", priority="batch"), keys.put("other")
     async with serving("none", keys_file=str(keys.file)) as (running, _):
         running.verifier.behaviour = silent
-        running.server.gateway.batches._pace._room = lambda: 1
         nights = [asyncio.ensure_future(running.http.post(CHATS, json=CHAT, headers=nightly)) for _ in range(3)]
         await eventually(lambda: running.core.sequences.held == 2)
         running.verifier.behaviour = count_up
@@ -395,26 +354,28 @@ async def test_keys_of_batches_go_last_without_a_folder_too(tmp_path):
         await eventually(lambda: not running.core.sequences)
 
 
-async def test_of_many_lines_that_wait_one_looks():
+async def test_of_many_lines_that_wait_one_looks(monkeypatch):
+    looks = 0
+
+    def full(*_):
+        nonlocal looks
+        looks += 1
+        return 0 if looks < 20 else 100
+
+    monkeypatch.setattr("gateway.storage.batches.pace.room", full)
     async with serving() as (running, _):
-        pace, looks = running.server.gateway.batches._pace, 0
-
-        def full():
-            nonlocal looks
-            looks += 1
-            return 0
-
-        pace._room = full
+        pace, taken = Pace(running.core, 64), []
 
         async def wait():
             async with pace.turn():
-                pass
+                taken.append(looks)
 
         waiting = [asyncio.ensure_future(wait()) for _ in range(100)]
-        await eventually(lambda: looks >= 20)
-        assert looks < 50
-        pace._room = lambda: 100
+        while looks < 20:
+            pace.look()
+            await asyncio.sleep(0)
         await asyncio.wait_for(asyncio.gather(*waiting), 120)
+        assert taken[0] < 50
 
 
 async def test_batches_take_no_places_of_others():

@@ -185,19 +185,6 @@ async def test_verifiers_that_die_together_are_no_reason_to_blame_a_request(tmp_
         restarted.close()
 
 
-async def test_how_many_verifiers_a_request_may_cost(monkeypatch):
-    async def die(verifier, sequence):
-        verifier.kill()
-
-    monkeypatch.setattr("gateway.fleet.core.POISON_AFTER", 1)
-    async with running_gateway(verifiers=3) as running:
-        for verifier in running.verifiers:
-            verifier.behaviour = die
-        response = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 120)
-        assert response.json()["error"]["code"] == "request_poisoned"
-        assert sorted(len(verifier.sequences) for verifier in running.verifiers) == [0, 0, 1]
-
-
 async def test_a_verifier_that_gives_up_on_a_request_is_not_asked_for_ever(running: Running):
     async def give_up(verifier, sequence):
         sequence.emit([], FinishReason.ABORT)
@@ -393,28 +380,3 @@ async def test_they_do_not_wait_for_long_nor_for_one_that_never_was(monkeypatch)
             answer = await asyncio.wait_for(running.http.post("/v1/completions", json=COMPLETION), 120)
             assert answer.status_code == 503
         assert running.idle
-
-
-async def test_nor_are_several_that_are_stopped_in_turn(monkeypatch):
-    monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.05)
-    async with running_gateway(verifiers=2) as running:
-        for verifier in running.verifiers:
-            verifier.behaviour = some_then_stall(2)
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
-        for pauses in range(4):
-            await eventually(partial(has_emitted, running, 2 * (pauses + 1)))
-            (record,) = running.core.sequences
-            (stopped,) = [each for each in running.verifiers if each.member.id == record.link.member.id]
-            members = [each.member for each in running.verifiers]
-            stopped.hung = True
-            lost = msgspec.structs.replace(stopped.member, state="lost")
-            running.directory.set_members([lost if each.id == lost.id else each for each in members])
-            await eventually(lambda: len(running.core.links) == 1)
-            stopped.hung = False
-            running.directory.set_members(members)
-            await eventually(lambda: len(running.core.ready_links) == 2)
-        for sequence in running.verifiers[0].sequences + running.verifiers[1].sequences:
-            sequence.emit([1, 2], FinishReason.LENGTH)
-        chunks = events((await asyncio.wait_for(request, 120)).content)
-        assert not [chunk for chunk in chunks if "error" in chunk]
-        assert await metric(running, "outrider_poisoned_total 0.0")

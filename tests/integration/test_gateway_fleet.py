@@ -1,8 +1,6 @@
 """The gateway and its fleet: who gets requests, who comes and goes, how it all ends."""
 
 import asyncio
-import gc
-from functools import partial
 from typing import cast
 
 import msgspec
@@ -10,26 +8,12 @@ import pytest
 
 from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet import FleetSnapshot, Member
-from backend.transport.sockets import Wire
 from gateway.fleet.directory import CoordinatorDirectory
-from gateway.fleet.engine_link import UtilityError, VerifierLink
+from gateway.fleet.engine_link import UtilityError
 from tests.integration.test_gateway_streams import events, stall
-from tests.support.fake_verifier import FakeVerifier, eventually, gated
+from tests.support.fake_verifier import FakeVerifier, eventually
 from tests.support.running_gateway import COMPLETION, running_gateway
 from tests.support.static_directory import StaticDirectory
-
-
-async def test_requests_spread_over_the_verifiers():
-    async with running_gateway(verifiers=2) as running:
-        for verifier in running.verifiers:
-            verifier.behaviour = stall
-        body = {**COMPLETION, "stream": True, "n": 4}
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json=body))
-        await eventually(lambda: sum(len(verifier.sequences) for verifier in running.verifiers) == 4)
-        assert [len(verifier.sequences) for verifier in running.verifiers] == [2, 2]
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
-        await eventually(lambda: running.idle)
 
 
 async def test_members_come_restart_and_drain(tmp_path):
@@ -136,53 +120,6 @@ async def test_a_verifier_of_another_version_is_left_alone():
         await eventually(lambda: link.state == "lost")
 
 
-def is_ready(link: VerifierLink) -> bool:
-    return link.state == "ready"
-
-
-async def test_connections_come_and_go_without_harming_each_other(tmp_path):
-    class Listener:
-        def on_ready(self, link):
-            pass
-
-        def on_outputs(self, link, outputs):
-            pass
-
-        def on_accounts(self, link, accounts):
-            pass
-
-        def on_stats(self, link, stats):
-            pass
-
-        def on_forgotten(self, link):
-            pass
-
-        def on_taken(self, link, place_id):
-            pass
-
-        def on_lost(self, link, loss):
-            lost.append(loss.cause)
-
-    lost: list[str] = []
-    verifier = FakeVerifier(tmp_path).start()
-    wire_context = Wire()
-    steady = VerifierLink(verifier.member, wire_context, "steady", Listener(), 10)
-    steady.start()
-    for _ in range(40):
-        link = VerifierLink(verifier.member, wire_context, "passing", Listener(), 10)
-        link.start()
-        await eventually(partial(is_ready, link))
-        link.close()
-        del link
-    gc.collect()
-    assert lost == ["closed"] * 40
-    assert steady.state == "ready"
-    assert await steady.call("anything") is True
-    steady.close()
-    verifier.close()
-    wire_context.close()
-
-
 async def test_utilities_reach_every_verifier_and_fail_when_it_goes():
     async with running_gateway(verifiers=2) as running:
         assert await running.core.remove_lora_async(7)
@@ -193,19 +130,6 @@ async def test_utilities_reach_every_verifier_and_fail_when_it_goes():
         link.close()
         with pytest.raises(UtilityError):
             await call
-
-
-async def test_stopping_lets_open_streams_finish():
-    gate = asyncio.Event()
-    async with running_gateway() as running:
-        running.verifier.behaviour = gated(gate)
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
-        await asyncio.wait_for(running.verifier.added.wait(), 120)
-        running.server.stop()
-        assert (await running.http.get("/readyz")).status_code == 503
-        gate.set()
-        assert events((await request).content)[-1]["choices"][0]["finish_reason"] == "length"
-        await asyncio.wait_for(asyncio.shield(running.stopped), 120)
 
 
 async def test_stopping_is_bounded():

@@ -63,7 +63,7 @@ async def wire(running: Running) -> AsyncIterator[Wire]:
 
 
 def server_connections(running: Running) -> set[Any]:
-    return set(running.server._server.server_state.connections)
+    return set(running.uvicorn.server_state.connections)
 
 
 def arrived(running: Running) -> int:
@@ -86,6 +86,7 @@ def code_of(body: bytes) -> str:
         (b"GET /%s HTTP/1.1\r\nhost: localhost\r\n\r\n" % (b"a" * 9000), 414, "uri_too_long"),
         (b"GET /livez?%s HTTP/1.1\r\nhost: localhost\r\n\r\n" % (b"a" * 9000), 414, "uri_too_long"),
         (b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: %s\r\n\r\n" % (b"a" * 66_000), 431, "headers_too_large"),
+        (b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: %s" % (b"a" * 200_000), 431, "headers_too_large"),
         (b"GET /livez HTTP/1.1\r\nhost: localhost\r\n%s\r\n" % (b"x: a\r\n" * 101), 431, "headers_too_large"),
         (b"GET /livez HTTP/1.1\r\nhost: localhost\r\n%s\r\n" % (b"x: %s\r\n" % (b"a" * 4000) * 20), 431, "headers_too_large"),
         (b"nonsense\r\n\r\n", 400, "invalid_http"),
@@ -116,17 +117,6 @@ async def test_connections_beyond_what_the_gateway_can_hold_are_told_to_come_aga
         assert (await first.answer())[0] == 200, "who is in stays"
     async with httpx.AsyncClient(base_url=running.server.url) as third:
         assert (await third.post("/v1/completions", json=COMPLETION)).status_code == 200
-
-
-async def test_headers_without_end_are_not_kept(running):
-    async with wire(running) as client:
-        await client.send(b"GET /livez HTTP/1.1\r\nhost: localhost\r\nx: ")
-        with contextlib.suppress(ConnectionError):
-            for _ in range(200):
-                await client.send(b"a" * (1 << 20))
-                if client.reader.at_eof() or client.writer.is_closing():
-                    break
-        await eventually(lambda: all(each.transport.is_closing() for each in server_connections(running) if each._in_head))
 
 
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n%x\r\n"
@@ -160,16 +150,6 @@ async def test_largest_headers_and_urls_pass(running):
     assert (await running.http.get("/livez?" + "a" * 8000, headers=headers)).status_code == 200
 
 
-async def test_headers_that_do_not_end_are_given_up(running, elapse):
-    async with wire(running) as client:
-        await client.send(b"GET /livez HTTP/1.1\r\nhost: local")
-        await eventually(lambda: arrived(running) > 0)
-        await elapse(protocol.HEAD_TIMEOUT_S)
-        status, body = await client.answer()
-        assert (status, code_of(body)) == (408, "request_timeout")
-        assert await client.rest() == b""
-
-
 async def test_headers_that_trickle_are_given_up(running, elapse):
     async with wire(running) as client:
         await client.send(b"GET /livez HTTP/1.1\r\n")
@@ -194,15 +174,6 @@ async def test_a_request_after_a_slow_one_has_its_own_time(running, elapse):
             assert not client.reader.at_eof()
 
 
-async def test_a_stream_is_longer_than_any_of_these_times(running, elapse):
-    running.verifier.behaviour = silence
-    request = asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION))
-    await eventually(lambda: len(running.verifier.sequences) == 1)
-    await elapse(max(protocol.HEAD_TIMEOUT_S, guard.BODY_TIMEOUT_S))
-    await count_up(running.verifier, running.verifier.sequences[0])
-    assert (await request).status_code == 200
-
-
 async def test_half_sent_bodies_take_no_place(elapse):
     async with running_gateway(max_in_flight=2) as running, contextlib.AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(wire(running)) for _ in range(300)]
@@ -214,7 +185,7 @@ async def test_half_sent_bodies_take_no_place(elapse):
         await elapse(guard.BODY_TIMEOUT_S)
         answers = await asyncio.gather(*(client.answer() for client in clients))
         assert {(status, code_of(body)) for status, body in answers} == {(408, "request_timeout")}
-        await eventually(lambda: len(running.server._server.server_state.connections) <= 2)
+        await eventually(lambda: len(running.uvicorn.server_state.connections) <= 2)
 
 
 async def test_a_body_that_goes_on_has_time(running, monkeypatch, elapse):
@@ -255,7 +226,7 @@ async def test_a_file_on_its_way_to_disk_takes_no_room_of_others(running, monkey
         await eventually(lambda: running.server.gateway.arriving_bytes == 10)
         await other.send(BODY[10:])
         assert (await other.answer())[0] == 200
-    await eventually(lambda: not running.server._server.server_state.tasks)
+    await eventually(lambda: not running.uvicorn.server_state.tasks)
     assert running.server.gateway.arriving_bytes == 0
 
 
@@ -272,7 +243,7 @@ async def unread_stream(running: Running) -> AsyncIterator[socket.socket]:
     running.verifier.behaviour = fill
     url, loop = httpx.URL(running.server.url), asyncio.get_running_loop()
     body = json.dumps({**COMPLETION, "stream": True}).encode()
-    with socket.socket(fileno=os.dup(running.server._server.servers[0].sockets[0].fileno())) as listener:
+    with socket.socket(fileno=os.dup(running.uvicorn.servers[0].sockets[0].fileno())) as listener:
         # Those that it accepts inherit it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 13)
     with socket.socket() as client:
@@ -300,7 +271,7 @@ async def test_a_stream_that_is_never_read_ends_as_if_its_client_had_left(elapse
             await eventually(lambda: running.idle and metrics.in_flight == 0)
         # The abort may still be on its way to the verifier.
         await eventually(lambda: running.verifier.sequences[0].aborted.is_set() != ends)
-        assert metrics._disconnects._value.get() == 1
+        assert await running.metric("outrider_client_disconnects_total") == 1
 
 
 async def test_a_stream_that_is_read_slowly_goes_on(elapse):
@@ -316,14 +287,14 @@ async def test_a_stream_that_is_read_slowly_goes_on(elapse):
 
 async def test_a_client_that_leaves_in_its_body_is_no_error_of_ours(running, caplog):
     caplog.set_level(logging.INFO)
-    before = running.server.gateway.metrics._disconnects._value.get()
+    before = await running.metric("outrider_client_disconnects_total")
     for path in (b"/v1/completions", b"/tokenize"):
         async with wire(running) as client:
             await client.send(HEAD.replace(b"/v1/completions", path) + b"\r\n" + BODY[:10])
-            await eventually(lambda: bool(running.server._server.server_state.tasks))
-        await eventually(lambda: not running.server._server.server_state.tasks)
+            await eventually(lambda: bool(running.uvicorn.server_state.tasks))
+        await eventually(lambda: not running.uvicorn.server_state.tasks)
     assert 'code="499"' in (await running.http.get("/metrics")).text
-    assert running.server.gateway.metrics._disconnects._value.get() == before + 2
+    assert await running.metric("outrider_client_disconnects_total") == before + 2
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING and record.name != "httpx"]
 
 
@@ -405,11 +376,6 @@ async def test_while_streams_finish_probes_and_new_requests_are_told():
         await count_up(running.verifier, running.verifier.sequences[0])
         assert (await request).status_code == 200
         await asyncio.wait_for(running.stopped, 120)
-
-
-async def test_an_unknown_url_is_named(running):
-    error = (await running.http.post("/v1/no/such")).json()["error"]
-    assert error["message"] == "Unknown URL: POST /v1/no/such"
 
 
 async def test_a_request_that_is_sent_before_the_answer_to_the_one_before_stands_for_itself(running: Running) -> None:

@@ -11,6 +11,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from backend.wire.engine import OUTPUTS
 from gateway.admission.claim import Claim
+from gateway.http.sse import KEEP_ALIVE, KEEP_ALIVE_S, Events
 from tests.support.fake_verifier import count_up, eventually, gated
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
@@ -68,14 +69,6 @@ async def test_framing(running, path, body, n):
             assert mine[0]["delta"] == {"role": "assistant", "content": ""}
             assert all("role" not in choice["delta"] for choice in mine[1:])
     assert running.idle
-
-
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-async def test_usage_comes_once_before_the_end_when_asked_for(running, path, body):
-    raw = await raw_stream(running, path, {**body, "stream_options": {"include_usage": True}})
-    chunks = events(raw)
-    assert [chunk["choices"] == [] for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
-    assert chunks[-1]["usage"]["completion_tokens"] == 6
 
 
 async def test_the_official_client_streams():
@@ -147,8 +140,7 @@ async def test_tokens_after_a_stop_string_are_neither_shown_nor_charged(running,
     monkeypatch.setattr("gateway.auth.access.Claim", claim)
     monkeypatch.setattr("gateway.fleet.statistics.ACCOUNT_WAIT_S", 0.0)
     whole = (await running.http.post("/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
-    metrics = running.server.gateway.metrics
-    before = metrics._tokens._value.get()
+    before = await running.metric("outrider_generated_tokens_total")
     running.verifier.behaviour = behaviour
     asked = {**COMPLETION, "stop": [whole[1:3]], "outrider": {"stats": True}, "stream": stream}
     if stream:
@@ -158,43 +150,60 @@ async def test_tokens_after_a_stop_string_are_neither_shown_nor_charged(running,
     usage = answered["usage"]
     assert 0 < usage["completion_tokens"] < 3
     assert answered["outrider"]["choices"][0]["tokens"] == usage["completion_tokens"]
-    await eventually(lambda: running.idle and not running.core._ending)
+    await eventually(lambda: running.idle and claims[-1].charged_tokens == usage["total_tokens"])
     line = [each.fields for each in caplog.records if each.name == "outrider.access"][-1]
     assert line["output_tokens"] == usage["completion_tokens"]
-    assert claims[-1].charged_tokens == usage["total_tokens"]
     assert not claims[-1].running
-    assert metrics._tokens._value.get() == before + usage["completion_tokens"]
+    assert await running.metric("outrider_generated_tokens_total") == before + usage["completion_tokens"]
 
 
-async def test_comments_keep_a_silent_stream_open(running, monkeypatch):
+PING, KEPT = b'event: ping\ndata: {"type":"ping"}\n\n', b"event: keepalive\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "waiting", "silent"),
+    [
+        ("/v1/chat/completions", CHAT, b": keep-alive\n", b": keep-alive\n"),
+        ("/v1/messages", CHAT, PING, PING),
+        ("/v1/responses", {"model": "demo", "input": "hi", "max_output_tokens": 6}, b": keep-alive\n", KEPT),
+    ],
+)
+async def test_a_silent_stream_is_kept_open_by_what_is_no_event_without_data(running, monkeypatch, path, body, waiting, silent):
     monkeypatch.setattr("gateway.http.sse.KEEP_ALIVE_S", 0.05)
-    gate = asyncio.Event()
-    running.verifier.behaviour = gated(gate)
-    seen = b""
-    async with running.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+    gates = [asyncio.Event(), asyncio.Event()]
+
+    async def behaviour(verifier, sequence):
+        await gates[0].wait()
+        await gated(gates[1])(verifier, sequence)
+
+    running.verifier.behaviour = behaviour
+    seen, begun = b"", None
+    async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
         async for part in response.aiter_raw():
             seen += part
-            if seen.count(b": keep-alive\n") == 3:
-                gate.set()
-    assert events(seen)[-1]["choices"][0]["finish_reason"] == "length"
+            if begun is None and seen.count(waiting) == 2:
+                gates[0].set()
+                begun = len(seen)
+            if begun is not None and seen.count(silent, begun) == 3:
+                gates[1].set()
+    blocks = seen.replace(b": keep-alive\n", b"").split(b"\n\n")
+    assert all(b"data: " in block for block in blocks if block)
+    assert b"length" in blocks[-3] or b"_stop" in blocks[-2] or b"response.incomplete" in blocks[-2]
 
 
-async def test_a_slow_first_token_starts_the_stream_with_a_comment(running, monkeypatch):
-    monkeypatch.setattr("gateway.http.sse.KEEP_ALIVE_S", 0.05)
-    running.verifier.behaviour = silence
-    async with running.http.stream("POST", "/v1/completions", json={**COMPLETION, "stream": True}) as response:
-        assert response.status_code == 200
-        first = await anext(response.aiter_raw())
-        assert first == b": keep-alive\n"
-    await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 120)
+async def test_a_client_that_takes_nothing_gets_no_heap_of_comments(elapse):
+    taken = Events()
+    for _ in range(3):
+        await elapse(KEEP_ALIVE_S)
+    assert taken.take() == KEEP_ALIVE
+    taken.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("when", ["before the first token", "between tokens", "without streaming"])
 async def test_a_client_that_leaves_aborts_at_the_verifier(running, path, when):
     body = {**(CHAT if "chat" in path else COMPLETION), "n": 2, "stream": when != "without streaming"}
-    metrics = running.server.gateway.metrics
-    before = metrics._disconnects._value.get()
+    before = await running.metric("outrider_client_disconnects_total")
     running.verifier.behaviour = stall if when == "between tokens" else silence
     request = asyncio.ensure_future(_read_a_little(running, path, body))
     await eventually(lambda: len(running.verifier.sequences) == 2)
@@ -204,8 +213,8 @@ async def test_a_client_that_leaves_aborts_at_the_verifier(running, path, when):
     await asyncio.gather(request, return_exceptions=True)
     aborted = [sequence.aborted.wait() for sequence in running.verifier.sequences]
     await asyncio.wait_for(asyncio.gather(*aborted), 120)
-    await eventually(lambda: running.idle and metrics.in_flight == 0)
-    assert metrics._disconnects._value.get() == before + 1
+    await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
+    assert await running.metric("outrider_client_disconnects_total") == before + 1
 
 
 def _emitted(running) -> list:

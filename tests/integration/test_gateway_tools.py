@@ -81,39 +81,7 @@ async def test_auto_is_taken_and_text_stays_text(running):
     assert running.verifier.sequences[0].request.sampling_params.structured_outputs is None
 
 
-async def test_results_go_back_to_the_model(running):
-    running.verifier.behaviour = saying("Rain.")
-    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
-    messages = [
-        {"role": "user", "content": "Rome?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "c1", "content": "rain"},
-    ]
-    answer = await client(running).chat.completions.create(**{**ASKED, "messages": messages})
-    assert answer.choices[0].message.content == "Rain."
-
-
 async def test_tools_can_be_switched_off():
     async with running_gateway(tool_call_parser="none") as running:
         with pytest.raises(openai.BadRequestError):
             await client(running).chat.completions.create(**ASKED, tool_choice="required")
-
-
-async def test_responses_call_tools(running):
-    running.verifier.behaviour = saying('{"city": "Rome"}')
-    tool = {"type": "function", **WEATHER["function"]}
-    asked: dict[str, Any] = {
-        "model": "demo",
-        "input": "Rome?",
-        "tools": [tool],
-        "tool_choice": {"type": "function", "name": "weather"},
-    }
-    answer = await client(running).responses.create(**asked)
-    (call,) = answer.output
-    assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "weather", {"city": "Rome"})
-    running.verifier.behaviour = saying("Rain.")
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "rain"}
-    answer = await client(running).responses.create(model="demo", input=[result], previous_response_id=answer.id, tools=[tool])
-    assert answer.output_text == "Rain."
-    async with client(running).responses.stream(model="demo", input="Rome?") as stream:
-        assert (await stream.get_final_response()).output_text == "Rain."

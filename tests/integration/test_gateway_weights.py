@@ -225,13 +225,6 @@ async def test_requests_of_one_verifier_are_aborted():
         await asyncio.gather(*requests)
 
 
-async def test_adapters_are_those_of_all_verifiers(running: Running):
-    adapter = {"lora_name": "sql", "lora_path": "/x"}
-    for path in ("/load_lora_adapter", "/v1/unload_lora_adapter"):
-        answer = await post(running, path, 400, json=adapter, params={"verifier": "verifier-0"})
-        assert answer["error"]["param"] == "verifier"
-
-
 async def test_processes_of_one_port_share_pauses_and_the_numbers_of_updates(tmp_path: Path):
     gateways = [
         SimpleNamespace(client=SimpleNamespace(core=SimpleNamespace(weights=WeightsInForce(), pauses=Pauses())), reloader=None)

@@ -20,7 +20,7 @@ from gateway.fleet.core import FleetCore
 from gateway.http.server import GatewayServer
 from tests.support.fake_verifier import eventually
 from tests.support.processes import Drafter, Verifier
-from tests.support.running_gateway import serving
+from tests.support.running_gateway import metric, serving
 from tests.support.static_directory import StaticDirectory
 
 
@@ -52,8 +52,7 @@ class EngineFleet:
         await eventually(lambda: not self.core.sequences and empty(), timeout_s)
 
     async def metric(self, name: str) -> float:
-        lines = (await self.http.get("/metrics")).text.splitlines()
-        return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+        return await metric(self.http, name)
 
 
 @asynccontextmanager

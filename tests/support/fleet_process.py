@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -92,6 +93,23 @@ class ServedFleet:
         answer = self.http.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    def stream(self, prompt: str, heard: Callable[[str], None] = lambda _: None, **fields: Any) -> str:
+        """The text of a greedy streamed completion that ends as it should; `heard` is called with each piece."""
+        body = {"model": "demo", "prompt": prompt, "temperature": 0, "ignore_eos": True, "stream": True} | fields
+        text, ends = "", []
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, headers=self.headers, timeout=120) as answer:
+            assert answer.status_code == 200, answer.read()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    choice = json.loads(line[6:])["choices"][0]
+                    text += choice["text"]
+                    ends += [choice["finish_reason"]] if choice["finish_reason"] else []
+                    heard(choice["text"])
+                elif line and not line.startswith(":"):
+                    ends.append(line)
+        assert ends == ["length", "data: [DONE]"]
+        return text
 
     def interrupt(self) -> None:
         """Sends SIGINT to the fleet itself, even if it was started through `prefix`."""

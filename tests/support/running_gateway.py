@@ -41,9 +41,22 @@ class Running:
         return self.server.gateway.client.core
 
     @property
+    def uvicorn(self) -> Any:
+        return self.server._server
+
+    @property
     def idle(self) -> bool:
         """Whether no request is left in the gateway or in vLLM's output processor."""
         return not self.core.sequences and not self.server.gateway.client.output_processor.request_states
+
+    async def metric(self, name: str) -> float:
+        return await metric(self.http, name)
+
+
+async def metric(http: httpx.AsyncClient, name: str) -> float:
+    """The sum of the samples whose name, or name and first labels, this is."""
+    lines = (await http.get("/metrics")).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{", f"{name},", f"{name}}}")))
 
 
 @asynccontextmanager

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
 import threading
 import time
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Literal
-
-Framing = Literal["chunked", "close", "length"]
-WAIT_S = 10.0
+from typing import Any
 
 
 def stream_of(*texts: str, done: bool = True) -> list[bytes]:
@@ -22,74 +18,6 @@ def stream_of(*texts: str, done: bool = True) -> list[bytes]:
     chunks.append({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": len(texts)}})
     pieces = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks]
     return [*pieces, b"data: [DONE]\n\n"] if done else pieces
-
-
-def read_request(connection: socket.socket) -> None:
-    """Reads one request to its end, because closing a socket with unread data resets the connection."""
-    request = b""
-    while b"\r\n\r\n" not in request:
-        request += connection.recv(65536)
-    head, _, body = request.partition(b"\r\n\r\n")
-    length = int(head.lower().partition(b"content-length:")[2].split()[0])
-    while len(body) < length:
-        body += connection.recv(65536)
-
-
-class PiecewiseServer:
-    """Answers one connection: sends headers at once, and one more piece at each `release`."""
-
-    def __init__(self, pieces: Sequence[bytes], framing: Framing = "chunked", cut_off: bool = False) -> None:
-        self.sent = 0
-        self._pieces = pieces
-        self._framing = framing
-        self._cut_off = cut_off
-        self._turns = threading.Semaphore(0)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
-
-    def release(self) -> None:
-        self._turns.release()
-
-    def clock(self) -> float:
-        """A clock whose time is the number of pieces sent; each reading also releases the next piece."""
-        now = float(self.sent)
-        self.release()
-        return now
-
-    def close(self) -> None:
-        self._listener.close()
-        self._thread.join(WAIT_S)
-
-    def _serve(self) -> None:
-        connection, _ = self._listener.accept()
-        connection.settimeout(WAIT_S)
-        with connection:
-            read_request(connection)
-            head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
-            head += {
-                "chunked": b"transfer-encoding: chunked\r\n",
-                "close": b"connection: close\r\n",
-                "length": b"content-length: %d\r\n" % sum(map(len, self._pieces)),
-            }[self._framing]
-            connection.sendall(head + b"\r\n")
-            try:
-                for piece in self._pieces:
-                    if not self._turns.acquire(timeout=WAIT_S):
-                        return
-                    self.sent += 1
-                    connection.sendall(b"%x\r\n%s\r\n" % (len(piece), piece) if self._framing == "chunked" else piece)
-                if self._framing == "chunked" and not self._cut_off:
-                    connection.sendall(b"0\r\n\r\n")
-                if self._cut_off:
-                    return
-                if self._framing == "close":
-                    connection.shutdown(socket.SHUT_WR)
-                while connection.recv(65536):
-                    pass
-            except (ConnectionError, TimeoutError):
-                pass  # the client has left
 
 
 class StubGateway:

@@ -97,19 +97,6 @@ def test_what_every_gateway_exports_is_counted_once():
                 assert len(once) == len(re.findall(rf"\b{metric}\b", each.promql)), f"{each.where}: {metric}"
 
 
-def test_names_are_found():
-    found = names('1 + sum by (a, b) (rate(m_total{x="y{z}", w=~"."}[1m])) / on (c) group_left (d) (rec:m:rate1m > 0)')
-    assert found.metrics == {"m_total": {"x", "w"}, "rec:m:rate1m": set()}
-    assert found.labels == {"a", "b", "c", "d"}
-    with pytest.raises(ValueError, match="no PromQL"):
-        names("a ? b")
-
-
-def test_variables_are_filled_in():
-    assert concrete('rate(m{job=~"$job", drafter=~"$drafter"}[$__rate_interval])') == 'rate(m{job=~".*", drafter=~".*"}[1m])'
-    assert all("$" not in each.promql for each in [*of_panels(), *of_variables(), *of_rules()])
-
-
 def test_what_waits_at_gateways_is_waiting():
     # Verifiers hold at most an eighth more than they run: their counts alone would never look like a queue.
     rules = [rule for group in yaml.safe_load((RULES / "recording.yml").read_text())["groups"] for rule in group["rules"]]

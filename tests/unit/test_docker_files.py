@@ -20,7 +20,6 @@ import yaml
 
 from backend.config import sources
 from gateway.auth.rights import Right, paths
-from gateway.cli.main import main, usage
 from gateway.routes import operations
 from tests.support.container_files import DOCKER, ROOT, compose, copied, exec_form, filled, inherited, reaches_builder, stages
 
@@ -50,14 +49,6 @@ def kubernetes_pods() -> Iterator[dict[str, Any]]:
 
 
 # The images
-
-
-def test_both_images_are_built_in_stages_from_one_pinned_base() -> None:
-    assert {"build", "runtime", *IMAGES} == set(STAGES)
-    for stage in STAGES.values():
-        assert stage.base in STAGES or PINNED.fullmatch(stage.base), stage.base
-    assert STAGES["build"].base == STAGES["runtime"].base, "the environment's interpreter must be there at run time"
-    assert STAGES["gateway"].base == STAGES["worker"].base == "runtime"
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -136,26 +127,6 @@ def test_rays_flags_exist(fleet: dict[str, Any]) -> None:
     (cluster,) = [each for each in kubernetes() if each["kind"] == "RayCluster"]
     for group in (cluster["spec"]["headGroupSpec"], *cluster["spec"]["workerGroupSpecs"]):
         assert {f"--{name}" for name in group["rayStartParams"]} <= known
-
-
-@pytest.mark.parametrize("command", ["serve", "gateway"])
-def test_commands_exist(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert f"\n  {command} " in usage()
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    shown = capsys.readouterr().out
-    for flag in ("--gateway-host", "--gateway-api-key", "--ray-address", "--ray-wait-s"):
-        assert flag in shown
-
-
-def test_the_containers_run_those_commands(fleet: dict[str, Any]) -> None:
-    entry = exec_form(STAGES["gateway"].last("ENTRYPOINT") or "")
-    assert entry == ["/opt/outrider/docker/gateway.sh"]
-    assert os.access(DOCKER / "gateway.sh", os.X_OK)
-    assert exec_form(STAGES["gateway"].last("CMD") or "") == fleet["services"]["gateway"]["command"] == ["serve"]
-    assert exec_form(STAGES["worker"].last("ENTRYPOINT") or "") == ["ray"]
-    (gateway,) = [pod["containers"][0] for pod in kubernetes_pods() if pod["containers"][0]["name"] == "gateway"]
-    assert (gateway["command"], gateway["args"]) == (entry, ["serve"])
 
 
 @pytest.mark.parametrize("given", [{}, {"OUTRIDER_RAY__ADDRESS": "head:6379"}, {"RAY_ADDRESS": "head:6379"}])

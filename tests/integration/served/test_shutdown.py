@@ -23,6 +23,14 @@ from tests.support.process_tree import descendants, leftovers, shared_memory, wa
 pytestmark = pytest.mark.engine
 
 
+def test_its_folder_is_ours_and_members_have_the_priority_of_whoever_started_them(fleet: ServedFleet, home: Path) -> None:
+    # Ray writes what the members print to files there.
+    (folder,) = home.glob("or-ray-*")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    pids = [each["pid"] for each in fleet.fleet()["verifiers"]]
+    assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in (*pids, fleet.process.pid)} == {os.getpriority(os.PRIO_PROCESS, 0)}
+
+
 def test_status_shows_it(fleet: ServedFleet) -> None:
     command = [sys.executable, "-m", "gateway.cli", "status", "--json"]
     snapshot = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)

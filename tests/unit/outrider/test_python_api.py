@@ -8,15 +8,11 @@ import inspect
 import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import Any
 from unittest.mock import Mock
 
 import httpx
@@ -27,8 +23,6 @@ from safetensors.torch import load_file
 
 from outrider import AsyncFleet, Episode, Fleet, OutriderError
 from outrider.parameters import fields_of
-from outrider.process import FleetProcess
-from tests.support.process_tree import wait_gone
 
 Answer = Callable[[dict[str, Any]], httpx.Response]
 
@@ -130,16 +124,13 @@ def test_a_sample_waits_for_room_as_long_as_it_takes() -> None:
 
 
 def test_a_refusal_is_raised_at_once_with_its_code() -> None:
-    tries: list[int] = []
-
-    def answer(body: dict[str, Any]) -> httpx.Response:
-        tries.append(1)
-        return refusal("bad_n")
-
-    with joined(answer) as fleet, pytest.raises(OutriderError) as raised:
-        list(fleet.generate([[1]]))
-    assert (raised.value.status, raised.value.code, raised.value.message) == (400, "bad_n", "no")
-    assert len(tries) == 1
+    final = httpx.Response(429, headers={"x-should-retry": "false"}, json={"error": {"message": "no", "code": "too_large"}})
+    for status, code, answer in ((400, "bad_n", refusal("bad_n")), (429, "too_large", final)):
+        asked: list[httpx.Request] = []
+        with joined(Mock(return_value=answer), asked) as fleet, pytest.raises(OutriderError) as raised:
+            list(fleet.generate([[1]]))
+        assert (raised.value.status, raised.value.code, raised.value.message) == (status, code, "no")
+        assert sum(request.url.path == "/inference/v1/generate" for request in asked) == 1
 
 
 def test_what_was_submitted_is_given_once() -> None:
@@ -275,17 +266,6 @@ def test_a_directory_of_weights_is_named_in_full() -> None:
     assert named == [str(Path.cwd() / "weights/step_1")]
 
 
-def test_what_must_not_be_tried_again_is_not() -> None:
-    asked: list[httpx.Request] = []
-
-    def answer(body: dict[str, Any]) -> httpx.Response:
-        return httpx.Response(429, headers={"x-should-retry": "false"}, json={"error": {"message": "no", "code": "too_large"}})
-
-    with joined(answer, asked) as fleet, pytest.raises(OutriderError, match="no"):
-        list(fleet.generate([[1]], {}))
-    assert sum(request.url.path == "/inference/v1/generate" for request in asked) == 1
-
-
 def test_a_loop_that_is_left_cancels_the_rest() -> None:
     """The others would never be answered."""
     cancelled: list[int] = []
@@ -325,11 +305,12 @@ def test_a_generator_that_the_garbage_collector_ends_stops_nothing() -> None:
         cycle = [samples]
         cycle.append(cycle)  # type: ignore[arg-type]
         del samples, cycle
-        ended = threading.Event()
-        fleet._loop.call_soon_threadsafe(gc.collect)
-        fleet._loop.call_soon_threadsafe(ended.set)
-        assert ended.wait(10), "the fleet's thread waits for itself"
-        assert [sample.token_ids for sample in fleet.generate([[1]])] == [[0]]
+
+        async def step(episode: Episode) -> float:
+            gc.collect()
+            return 1.0
+
+        assert [episode.reward for episode in fleet.episodes([[1]], step)] == [1.0], "the fleet's thread waits for itself"
 
 
 def test_where_it_would_wait_for_itself_it_says_so() -> None:
@@ -351,133 +332,11 @@ def test_where_it_would_wait_for_itself_it_says_so() -> None:
         assert fleet.url == "http://fleet"
 
 
-@pytest.mark.parametrize(("url", "proxied"), [("http://127.0.0.1:8000", False), ("http://node-7:8000", True)])
-def test_a_proxy_is_not_asked_for_this_machines_fleets(monkeypatch: pytest.MonkeyPatch, url: str, proxied: bool) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
-    assert AsyncFleet.join(url)._connection._http.trust_env == proxied
-    assert not AsyncFleet("demo")._connection._http.trust_env
-
-
-def test_a_fleet_that_does_not_start_says_why() -> None:
-    with pytest.raises(OutriderError, match="verifers") as raised, Fleet(verifers=2):
-        pass
-    assert raised.value.code == "fleet_not_started"
-
-
-def test_a_fleet_that_torchrun_starts_has_groups_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else torch waits for a store on the verifier's port, which nobody opens."""
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", "{}")
-    given: dict[str, Any] = {}
-
-    def start(_: list[str], **options: Any) -> None:
-        given.update(options["env"])
-        raise OSError("not today")
-
-    monkeypatch.setattr("outrider.process.subprocess.Popen", start)
-    with pytest.raises(OSError, match="not today"):
-        FleetProcess({})
-    assert given.keys() >= {"PATH", "PYTHONUNBUFFERED"}
-    assert not given.keys() & {"TORCHELASTIC_USE_AGENT_STORE", "RAY_JOB_CONFIG_JSON_ENV_VAR"}
-
-
-def test_a_fleet_says_that_it_starts_and_serves(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def start(_: list[str], env: dict[str, str], stdout: IO[bytes], **others: Any) -> Mock:
-        stdout.write(b"model demo\n" * 100 + b"serving\n")
-        stdout.flush()
-        Path(env["OUTRIDER_READY_FILE"]).write_text("http://127.0.0.1:8123")
-        return Mock(poll=lambda: None)
-
-    monkeypatch.setattr("outrider.process.subprocess.Popen", start)
-    fleet = FleetProcess({})
-    assert fleet.wait_until_it_serves(60) == "http://127.0.0.1:8123"
-    assert fleet.tail == "model demo\n" * 39 + "serving\n"
-    said = capsys.readouterr()
-    assert (said.out, [line.split(";")[0] for line in said.err.splitlines()]) == (
-        "",
-        ["outrider: a fleet starts", "outrider: the fleet serves at http://127.0.0.1:8123"],
-    )
-
-
-def test_a_path_is_given_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(command: list[str], **_: Any) -> None:
-        assert {"--model=/models/demo", "--drafter=/heads/demo", "--state-dir=/state"} <= {*command}
-        raise OSError("not today")
-
-    monkeypatch.setattr("outrider.process.subprocess.Popen", start)
-    settings = AsyncFleet(Path("/models/demo"), Path("/heads/demo"), state_dir=Path("/state"))._settings
-    assert settings is not None
-    with pytest.raises(OSError, match="not today"):
-        FleetProcess(settings)
-
-
-def test_a_fleet_of_its_own_is_called_with_its_key_which_no_flag_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "key").write_text("of-a-file\n")
-    for given, sent in (("plain", "plain"), (f"@{tmp_path}/key", "of-a-file")):
-        http = AsyncFleet("demo", gateway_api_key=given)._connection._http
-        assert http.headers["Authorization"] == f"Bearer {sent}"
-
-    def start(command: list[str], **options: Any) -> None:
-        assert "plain" not in " ".join(command)
-        assert options["env"]["OUTRIDER_GATEWAY__API_KEY"] == "plain"
-        raise OSError("not today")
-
-    monkeypatch.setattr("outrider.process.subprocess.Popen", start)
-    with pytest.raises(OSError, match="not today"):
-        FleetProcess({"gateway_api_key": "plain", "verifiers": 2})
-
-
-WAITS = """
-import os, signal, sys
-from outrider.child import end_with_parent
-signal.signal(signal.SIGINT, lambda *_: os._exit(0))
-print(os.getpid(), flush=True)
-end_with_parent(int(sys.argv[1]))
-"""
-FORKS = f"""
-import os, signal, subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", {WAITS!r}, str(os.getpid())], stdin=subprocess.PIPE)
-if not os.fork():
-    signal.pause()
-signal.pause()
-"""
-
-
-def test_a_fleet_ends_with_its_parent_also_where_that_has_forked() -> None:
-    program = subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert program.stdout is not None
-        child = int(program.stdout.readline())
-        program.kill()
-        wait_gone([child])
-    finally:
-        os.killpg(program.pid, signal.SIGKILL)
-        program.wait()
-
-
-def test_importing_it_imports_nothing_heavy() -> None:
-    code = "import sys, outrider; print(*{'torch', 'vllm', 'ray', 'transformers', 'numpy'} & sys.modules.keys())"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == ""
-
-
 def test_fleet_has_every_method_of_its_asynchronous_twin() -> None:
     def public(kind: type) -> dict[str, list[str]]:
         methods = {name: each for name, each in vars(kind).items() if name[0] != "_" and callable(each)}
         return {name: list(inspect.signature(each).parameters) for name, each in methods.items()}
 
     assert public(Fleet) == public(AsyncFleet)
-    assert sorted(public(Fleet)) == [
-        "cancel",
-        "episodes",
-        "generate",
-        "load_adapter",
-        "pause",
-        "poll",
-        "resume",
-        "sleep",
-        "stats",
-        "submit",
-        "update_weights",
-        "wait",
-        "wake_up",
-    ]
+    waiting, weights = {"generate", "episodes", "submit", "poll", "wait", "cancel"}, {"update_weights", "load_adapter"}
+    assert public(Fleet).keys() == waiting | weights | {"pause", "resume", "sleep", "wake_up", "stats"}

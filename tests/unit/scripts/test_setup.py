@@ -150,11 +150,6 @@ def test_what_cuda_needs_is_asked_for_before_anything_is_installed(
             setup.has_cuda()
 
 
-def test_without_a_driver_the_cpu_is_taken(setup: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert not setup.has_cuda()
-
-
 def test_an_activated_environment_is_made_anew_by_the_python_behind_it(
     setup: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -134,14 +134,6 @@ def test_what_a_flow_gets_back_does_not_change_its_order():
     assert queue.ahead("b", 1) == 0
 
 
-def test_higher_priorities_go_first():
-    queue = fair_queue(*WIDE)
-    given = [item("a", priority=2), item("b", priority=0), item("c", priority=1)]
-    for each in given:
-        queue.push(each)
-    assert [queue.pop(0.0) for _ in range(3)] == [given[1], given[2], given[0]]
-
-
 def test_of_equal_start_times_the_earlier_request_goes_first():
     queue = fair_queue(*WIDE)
     for flow in "abc":

@@ -56,18 +56,6 @@ def test_tokens_are_corrected_and_too_many_are_refused_for_good():
     assert never.retry_after_s is None
 
 
-def test_concurrent_requests():
-    ledger = Ledger()
-    limits = Limits(concurrent_requests=2)
-    assert ledger.begin("a", limits, 0.0) is None
-    assert ledger.begin("a", limits, 0.0) is None
-    refusal = ledger.begin("a", limits, 0.0)
-    assert refusal is not None
-    assert refusal.kind == "concurrency"
-    ledger.end("a")
-    assert ledger.begin("a", limits, 0.0) is None
-
-
 def test_what_was_refused_later_does_not_count():
     ledger, limits = Ledger(), Limits(requests_per_minute=1, tokens_per_minute=100)
     for _ in range(3):

@@ -29,25 +29,6 @@ async def admitted(quotas, count):
     return taken
 
 
-async def test_what_one_gateway_let_through_the_other_knows(stores):
-    first, second = Quotas("g1", stores()), Quotas("g2", stores())
-    assert await admitted(first, 2) == 2
-    await first._exchange()
-    # Two are open there; one more of three is allowed.
-    assert await admitted(second, 3) == 1
-    for quotas, count in ((first, 2), (second, 1)):
-        for _ in range(count):
-            quotas.end(CALLER)
-        await quotas._exchange()
-    await first._exchange()
-    # Three of five are used.
-    assert await admitted(first, 3) == 2
-    headers = dict(first.headers(CALLER))
-    assert headers[b"x-ratelimit-remaining-requests"] == b"0"
-    await first.close()
-    await second.close()
-
-
 async def test_tokens_are_shared_and_given_back(stores):
     store = stores()
     first = (await store.exchange("g1", [Use("a", 0, 900.0, 0, 0, 60)]))["a"]
@@ -96,7 +77,7 @@ async def test_a_store_that_fails_leaves_each_to_itself(caplog):
     assert await admitted(quotas, 4) == 3
     assert len([each for each in caplog.records if "not shared" in each.message]) == 1
     store.working = True
-    await quotas._exchange()
+    await quotas.close()
     assert store.seen == 3
 
 

@@ -10,8 +10,8 @@ from backend.engine.counting import CountingScheduler
 from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, Verified, VerifierStats
 from gateway.fleet.core import FleetCore
 from gateway.fleet.sequences import Cut, InFlight, Sequences
-from gateway.metrics.fleet import FleetCollector, FleetTotals, GatewayCollector, fleet_document
-from gateway.metrics.gateway import DEFINITIONS, Definition, GatewayMetrics, kind_of
+from gateway.metrics.fleet import FleetCollector, GatewayCollector, fleet_document
+from gateway.metrics.gateway import DEFINITIONS, GatewayMetrics, kind_of
 from tests.support.processes import ROOT
 
 
@@ -120,12 +120,6 @@ def test_the_table_lists_them_all():
     assert table in page.read_text(), f"docs/reference/metrics.md has to hold this table:\n{table}"
 
 
-def test_acceptance_length_is_a_ratio_of_sums(metrics):
-    (sample,) = exposed(metrics)["outrider_acceptance_length"].samples
-    assert sample.value == 1 + 15 / 10
-    assert sample.labels == {"verifier": "v0", "drafter": "d0"}
-
-
 def test_acceptance_by_version_of_the_weights(metrics):
     families = exposed(metrics)
     counted = [families[f"outrider_{name}_by_version"].samples for name in ("drafts", "draft_tokens", "accepted_tokens")]
@@ -154,12 +148,6 @@ def test_drafters_counters_are_there_and_what_they_learned_where_they_learn():
     assert [found(f"drafter_{name}")["d0"] for name in names] == [2.0, 4, 0.5, 6, 7]
     assert (found("learning_version"), found("learning_steps")) == ({"d1": 2}, {"d1": 90})
     assert found("learning_live_acceptance") == {}
-
-
-def test_no_acceptance_length_before_the_first_draft():
-    metrics = GatewayMetrics()
-    metrics.registry.register(FleetCollector(cast(FleetCore, Core(stats(drafts=0, accepted=5))), "demo"))
-    assert exposed(metrics)["outrider_acceptance_length"].samples == []
 
 
 def test_vllm_names_carry_the_fleet_totals(metrics):
@@ -229,14 +217,6 @@ def test_adapters_in_use_are_shown_where_there_are_adapters():
     assert "vllm:lora_requests_info" not in exposed(plain)
 
 
-def test_totals_never_fall_when_a_verifier_restarts():
-    totals = FleetTotals()
-    totals.update(stats(started_at=1.0, drafts=10))
-    totals.update(stats(started_at=1.0, drafts=12))
-    totals.update(stats(started_at=2.0, drafts=1, accepted=5))
-    assert totals.sums()["vllm:spec_decode_num_drafts_total",] == 13
-
-
 def test_what_a_verifier_counted_between_a_scrape_and_its_restart_is_kept():
     core = Mock(snapshot=Core().snapshot, ready_links=[])
     reports = [stats(drafts=10), stats(drafts=12), stats(started_at=2.0, drafts=1, accepted=5)]
@@ -246,22 +226,6 @@ def test_what_a_verifier_counted_between_a_scrape_and_its_restart_is_kept():
     for report in reports:
         FleetCore.on_stats(core, Mock(), report)
     assert exposed(metrics)["vllm:spec_decode_num_drafts"].samples[0].value == 13
-
-
-def test_what_a_verifier_counts_needs_a_definition_to_be_summed(monkeypatch):
-    for name, labels, field in (("a", (), "tokens"), ("b", ("reason",), "dropped"), ("c", ("version",), "by_version.drafts")):
-        monkeypatch.setitem(DEFINITIONS, f"{name}_total", Definition("x", labels, field))
-    two = [stats(), stats()]
-    two[0].tokens, two[1].tokens, two[1].verifier_id = 3, 4, "v1"
-    metrics = GatewayMetrics()
-    metrics.registry.register(FleetCollector(cast(FleetCore, Core(*two)), "demo"))
-    families = exposed(metrics)
-    found = {name: [(sample.labels, sample.value) for sample in families[name].samples] for name in "abc"}
-    assert found == {
-        "a": [({}, 7)],
-        "b": [({"reason": "late"}, 2)],
-        "c": [({"version": "0"}, 4), ({"version": "7"}, 20)],
-    }
 
 
 def test_only_counters_are_summed():
@@ -302,14 +266,6 @@ def test_recovery_is_the_time_without_tokens():
     (family,) = [each for each in metrics.registry.collect() if each.name == "outrider_recovery_seconds"]
     (total,) = [sample.value for sample in family.samples if sample.name.endswith("_sum")]
     assert total == (21.5 - 12.0) + (21.5 - 20.0)
-
-
-def test_aborted_sequences_have_no_speed():
-    metrics = GatewayMetrics()
-    one = sequence(arrived=1.0, tokens=4)
-    one.first_token, one.last_token = 2.0, 3.0
-    metrics.on_finished(one, "aborted")
-    assert exposed(metrics)["outrider_tgs_e2e"].samples[-1].value == 0
 
 
 def test_the_fleet_document():

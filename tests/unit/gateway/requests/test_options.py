@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from backend.config import Settings
-from backend.wire.engine import RequestOptions
 from gateway.fleet.statistics import SpeculationOptions
 from gateway.http.errors import BadRequest
-from gateway.requests.options import read_options, with_usage
+from gateway.requests.options import read_options
 
 ROWS = [
     ({"outrider": 5}, "outrider"),
@@ -76,18 +75,3 @@ async def test_the_header_asks_and_the_field_decides():
         assert (speculation is not None and speculation.stats) is wanted
     with pytest.raises(BadRequest):
         await asked({}, x_outrider_stats="yes")
-
-
-async def test_a_stream_that_asks_for_its_account_gets_its_usage():
-    speculation = SpeculationOptions(RequestOptions(account=True), True, "sync")
-    assert with_usage({"stream": True}, speculation)["stream_options"] == {"include_usage": True}
-    assert with_usage({"stream": True, "stream_options": {"x": 1}}, speculation)["stream_options"] == {
-        "x": 1,
-        "include_usage": True,
-    }
-    for body, of in (
-        ({}, speculation),
-        ({"stream": True}, None),
-        ({"stream": True}, SpeculationOptions(RequestOptions(mode="off"), False, "sync")),
-    ):
-        assert with_usage(body, of) == body

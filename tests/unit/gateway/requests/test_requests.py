@@ -30,21 +30,11 @@ def test_unknown_fields_are_named_with_the_nearest_valid_one(field, hint):
     assert hint in caught.value.message
 
 
-def test_fields_without_effect_are_dropped_not_refused():
-    data = {**CHAT, "store": True, "metadata": {"a": "b"}, "service_tier": "flex", "verbosity": "low", "best_of": 1}
-    assert check_fields(ChatCompletionRequest, data, NO_EFFECT) == CHAT
-
-
 @pytest.mark.parametrize(("field", "value"), [("store", 1.5), ("service_tier", "gold"), ("best_of", 3), ("audio", {})])
 def test_values_that_would_have_an_effect_are_refused(field, value):
     with pytest.raises(BadRequest) as caught:
         check_fields(CompletionRequest, {"prompt": "x", field: value}, NO_EFFECT)
     assert caught.value.param == field
-
-
-def test_vllm_extensions_pass():
-    parsed = parse(ChatCompletionRequest, {**CHAT, "top_k": 3, "structured_outputs": {"regex": "a+"}, "ignore_eos": True})
-    assert parsed.top_k == 3
 
 
 REQUESTS: list[tuple[Any, dict[str, Any], Any]] = [

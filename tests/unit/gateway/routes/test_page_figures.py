@@ -102,14 +102,6 @@ def test_rates_are_differences_of_counters(watched):
 
 
 @needs_node
-def test_what_waits_at_the_gateway_is_queued(watched):
-    watched.story.gate.sequences = 300
-    watched.story.load["verifier-1"] = 16
-    watched.run(3)
-    assert watched.view()["totals"]["waiting"] == 302
-
-
-@needs_node
 def test_a_drafters_round_trip_is_the_mean_over_its_rounds(tmp_path):
     assert NODE is not None
     for name in ("dom.js", "tables.js"):
@@ -125,19 +117,6 @@ def test_a_drafters_round_trip_is_the_mean_over_its_rounds(tmp_path):
     )
     done = subprocess.run([NODE, str(tmp_path / "means.js")], capture_output=True, text=True, check=True)
     assert json.loads(done.stdout) == [5, None]
-
-
-@needs_node
-def test_the_window_forgets(watched):
-    watched.run(5)
-    watched.story.load["verifier-0"] = 0
-    watched.story.load["verifier-1"] = 0
-    watched.run(11)
-    view = watched.view()
-    row, totals = verifier(view), view["totals"]
-    assert row["tokens_per_s"] == 0
-    assert (row["tgs"], totals["tgs"], totals["acceptance_length"]) == (None, None, None)
-    assert row["idle"]["no_work"] == pytest.approx(1)
 
 
 @needs_node
@@ -290,14 +269,6 @@ def test_the_log_tells_where_sequences_went_by_one_gateways_count(watched):
     moves["failover", "disconnected", "verifier-1"] += 1
     watched.look()
     assert len(watched.told()) == 3
-
-
-@needs_node
-def test_the_log_is_bounded(watched):
-    for number in range(100):
-        watched.story.members["drafter-0"] = member("drafter-0", "drafter", incarnation=str(number))
-        watched.look()
-    assert len(watched.told()) == 40
 
 
 def test_the_page_draws_every_part_of_a_verifiers_time_and_no_other():

@@ -1,6 +1,8 @@
 """What is kept of responses and conversations: for how long, and what of makers that are gone."""
 
 import os
+import sqlite3
+from pathlib import Path
 
 import pytest
 
@@ -86,18 +88,19 @@ async def test_what_every_continuation_would_read_is_bounded(store, monkeypatch)
     assert (caught.value.param, caught.value.code) == ("previous_response_id", "conversation_full")
 
 
-def claim(store: Store, name: str, maker: object) -> None:
-    with store._connection as db:
+def claim(folder: Path, name: str, maker: object) -> None:
+    with sqlite3.connect(folder / "responses.sqlite") as db:
         db.execute("UPDATE responses SET maker = ? WHERE id = ?", (maker, name))
+    db.close()
 
 
-async def test_a_response_whose_maker_is_gone_has_failed(store):
+async def test_a_response_whose_maker_is_gone_has_failed(store, tmp_path):
     for name in ("ours", "gone", "reused", "older"):
         await store.put(kept(name, "in_progress"))
-    claim(store, "gone", f"{2**22 + 1} 1")
+    claim(tmp_path, "gone", f"{2**22 + 1} 1")
     # A process of that pid runs, and is another.
-    claim(store, "reused", f"{os.getppid()} 1")
-    claim(store, "older", os.getppid())
+    claim(tmp_path, "reused", f"{os.getppid()} 1")
+    claim(tmp_path, "older", os.getppid())
     assert await store.unfinished("ours")
     assert (await store.get("ours", "me")).body["status"] == "in_progress"
     for name in ("gone", "reused", "older"):
