@@ -349,20 +349,3 @@ def test_a_verifier_that_is_started_anew_gets_the_newest_weights(
     assert generate(http, 8)["token_ids"] == after
     wait_for(renewed, what="it has come back with them")
     assert tokens(http)[:8] == after
-
-
-@pytest.mark.campaign
-def test_a_verifier_that_is_started_anew_during_a_pause_is_paused(http: httpx.Client, after: list[int]) -> None:
-    said(http, "/pause", params={"mode": "keep"})
-    (pid,) = [each["pid"] for each in http.get("/fleet").json()["verifiers"] if each["id"] == "verifier-1"]
-    os.kill(pid, signal.SIGKILL)
-    wait_for(lambda: "verifier-1" not in http.get("/server_info").json()["verifiers"], what="it is gone")
-
-    def stands_still() -> bool:
-        found = http.get("/server_info").json()["verifiers"].get("verifier-1")
-        return found is not None and found["weights"]["version"] == "last"
-
-    wait_for(stands_still, what="it has come back with the newest weights")
-    assert http.get("/is_paused", params={"verifier": "verifier-1"}).json() == {"is_paused": True}
-    said(http, "/resume")
-    assert tokens(http)[:8] == after

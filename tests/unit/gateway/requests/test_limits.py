@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import time
 
 import hypothesis.strategies as st
 import pytest
@@ -122,17 +121,6 @@ def test_a_body_is_scanned_before_it_is_parsed():
     check_structure(b"," * MAX_STRUCTURE)
     with pytest.raises(PayloadTooLarge):
         check_structure(b"," * (MAX_STRUCTURE + 1))
-
-
-@pytest.mark.campaign
-def test_looking_costs_little_for_the_largest_that_passes():
-    data = {"prompt": [[5] * 500] * 500, "logit_bias": {str(i): 1 for i in range(1024)}, "other": ["x"] * 1000}
-    times = []
-    for _ in range(3):
-        began = time.perf_counter()
-        check_bounds(data)
-        times.append(time.perf_counter() - began)
-    assert min(times) < 0.05
 
 
 def test_the_field_that_holds_the_grammar():
