@@ -172,26 +172,6 @@ async def test_a_draining_verifier_gets_no_new_requests_and_its_own_finish_or_mo
         await asyncio.gather(*requests, return_exceptions=True)
 
 
-async def test_sessions_and_prompts_return_to_their_verifier():
-    async with running_gateway(verifiers=3, affinity="both") as running:
-
-        def counts() -> list[int]:
-            return [len(verifier.sequences) for verifier in running.verifiers]
-
-        async def ask(prompt: list[int], **headers: str) -> None:
-            answer = await running.http.post("/v1/completions", json={**COMPLETION, "prompt": prompt}, headers=headers)
-            assert answer.status_code == 200
-
-        for turn in range(6):
-            await ask([300 + turn] * 20, **{"x-session-id": "one"})
-        assert sorted(counts()) == [0, 0, 6]
-        for turn in range(6):
-            await ask([*range(400, 432), 500 + turn])
-        assert len([count for count in counts() if count]) <= 2
-        (home,) = [v for v in running.verifiers if any(len(s.request.prompt_token_ids) == 33 for s in v.sequences)]
-        assert sum(len(s.request.prompt_token_ids) == 33 for s in home.sequences) == 6
-
-
 async def test_weights_are_administered_at_the_verifiers():
     async with running_gateway(verifiers=2) as running:
         first, second = running.verifiers

@@ -170,15 +170,6 @@ async def test_too_many_lines(monkeypatch):
         assert [each.code for each in batch.errors.data] == ["too_many_tasks"]
 
 
-async def test_batches_are_listed_in_pages():
-    async with serving() as (_, client):
-        batches = [await begin(client, jsonl(request("a"))) for _ in range(3)]
-        first = await client.batches.list(limit=2)
-        assert [each.id for each in first.data] == [batches[2].id, batches[1].id]
-        assert first.has_more
-        assert [each.id async for each in client.batches.list(limit=2)] == [each.id for each in reversed(batches)]
-
-
 async def test_cancelling_keeps_what_is_answered():
     async with serving() as (running, client):
 

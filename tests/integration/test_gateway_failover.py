@@ -250,15 +250,6 @@ async def undisturbed_after(running) -> list[dict]:
     return await undisturbed(running)
 
 
-async def test_a_migration_with_nowhere_to_go_leaves_the_request_alone(running: Running):
-    running.verifier.behaviour = some_then_stall(4)
-    request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
-    await eventually(lambda: any(record.emitted for record in running.core.sequences))
-    assert running.core.migrate(running.core.requests_at("verifier-0"), None, "test") == 0
-    running.verifier.sequences[0].emit(list(range(304, 312)), FinishReason.LENGTH)
-    assert events((await asyncio.wait_for(request, 120)).content)[-1]["usage"]["completion_tokens"] == 12
-
-
 async def test_a_verifier_with_a_shorter_context_takes_no_request_that_would_outgrow_it(tmp_path):
     async with running_gateway() as running:
         running.verifier.behaviour = some_then_stall(4)

@@ -4,12 +4,10 @@ import asyncio
 from typing import cast
 
 import msgspec
-import pytest
 
 from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet import FleetSnapshot, Member
 from gateway.fleet.directory import CoordinatorDirectory
-from gateway.fleet.engine_link import UtilityError
 from tests.integration.test_gateway_streams import events, stall
 from tests.support.fake_verifier import FakeVerifier, eventually
 from tests.support.running_gateway import COMPLETION, running_gateway
@@ -118,18 +116,6 @@ async def test_a_verifier_of_another_version_is_left_alone():
         (link,) = running.core.ready_links
         running.verifier.refuse("incompatible")
         await eventually(lambda: link.state == "lost")
-
-
-async def test_utilities_reach_every_verifier_and_fail_when_it_goes():
-    async with running_gateway(verifiers=2) as running:
-        assert await running.core.remove_lora_async(7)
-        assert [verifier.utilities for verifier in running.verifiers] == [[("remove_lora", [7])]] * 2
-        (link, _) = running.core.ready_links
-        call = asyncio.ensure_future(link.call("never_answered"))
-        await asyncio.sleep(0)
-        link.close()
-        with pytest.raises(UtilityError):
-            await call
 
 
 async def test_stopping_is_bounded():

@@ -7,6 +7,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from tests.integration.test_gateway_streams import stall
+from tests.support.checkable import Paint
 from tests.support.running_gateway import running_gateway
 from tests.support.saying import saying
 
@@ -33,10 +34,10 @@ async def test_a_message_is_answered(running):
 
 async def test_it_streams(running):
     async with client(running).messages.stream(**HI) as stream:
-        kinds = [event.type async for event in stream]
+        kinds = [event.type async for event in stream if event.type != "text"]
         final = await stream.get_final_message()
-    assert kinds[0] == "message_start"
-    assert kinds[-1] == "message_stop"
+    deltas = ["content_block_delta"] * kinds.count("content_block_delta")
+    assert kinds == ["message_start", "content_block_start", *deltas, "content_block_stop", "message_delta", "message_stop"]
     assert final.content[0].text == "def f(x):"
     assert final.usage.output_tokens > 0
 
@@ -69,6 +70,14 @@ async def test_a_call_without_an_object_of_arguments_is_still_an_answer(running,
     async with client(running).messages.stream(**asked) as stream:
         final = await stream.get_final_message()
     assert (final.stop_reason, final.content[0].input) == (stop_reason, {})
+
+
+async def test_a_schema_and_models(running):
+    running.verifier.behaviour = saying('{"colour": "red", "coats": 1}')
+    made = await client(running).messages.parse(**HI, output_format=Paint)
+    assert made.parsed_output == Paint(colour="red", coats=1)
+    assert "coats" in running.verifier.sequences[-1].request.sampling_params.structured_outputs.json["required"]
+    assert [(each.id, each.type) async for each in client(running).models.list()] == [("demo", "model")]
 
 
 async def test_tokens_are_counted(running):

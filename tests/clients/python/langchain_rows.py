@@ -38,29 +38,11 @@ def colour(request):
     return chat(use_responses_api=request.param == "responses", extra_body=CHOICE)
 
 
-def test_invoke(colour):
-    answer = colour.invoke(QUESTION)
-    assert answer.text in COLOURS
-    assert answer.usage_metadata["total_tokens"] > 0
-    assert answer.response_metadata["model_name"] == "demo"
-
-
-def test_an_answer_goes_back_in(colour):
-    asked = [HumanMessage(QUESTION)]
-    asked += [colour.invoke(asked), HumanMessage("Sure?")]
-    assert colour.invoke(asked).text in COLOURS
-
-
 def test_stream(colour):
     chunks = list(colour.stream(QUESTION))
     whole = sum(chunks[1:], chunks[0])
     assert whole.text in COLOURS
     assert whole.usage_metadata["output_tokens"] > 0
-
-
-async def test_astream_events(colour):
-    kinds = [event["event"] async for event in colour.astream_events(QUESTION)]
-    assert (kinds[0], kinds[-1]) == ("on_chat_model_start", "on_chat_model_end")
 
 
 @pytest.mark.parametrize("choice", ["any", "required", "paint", True])
@@ -92,10 +74,6 @@ def test_a_tool_round_trip(model):
 def test_with_structured_output(model, method, schema):
     answer = model.with_structured_output(schema, method=method).invoke(QUESTION)
     assert Paint.model_validate(answer if isinstance(answer, dict) else answer.model_dump())
-
-
-def test_with_structured_output_streamed(model):
-    assert isinstance(list(model.with_structured_output(Paint).stream(QUESTION))[-1], Paint)
 
 
 def test_responses_that_follow_one_another():

@@ -22,38 +22,6 @@ class Held:
         return claim, asyncio.ensure_future(self.gate.enter(claim))
 
 
-async def test_a_claim_is_admitted_when_there_is_room_and_its_prompts_come_in_together():
-    held = Held()
-    claim, first = held.enter(sequences=2)
-    second = asyncio.ensure_future(held.gate.enter(claim))
-    await asyncio.sleep(0)
-    assert (held.gate.sequences, claim.granted) == (2, False)
-    held.room = 1.0
-    held.gate.look()
-    await asyncio.gather(first, second)
-    assert (claim.granted, claim.promised, held.gate.sequences, held.gate.tokens) == (True, 2, 0, 0)
-    # Both places are promised.
-    _, other = held.enter()
-    await asyncio.sleep(0)
-    assert not other.done()
-    other.cancel()
-
-
-async def test_who_waits_too_long_is_turned_away_for_good():
-    held = Held(wait_s=0.02)
-    patient, waiting = held.enter(wait_s=None)
-    claim, late = held.enter()
-    with pytest.raises(Overloaded):
-        await late
-    assert (held.gate.sequences, held.gate.shed, claim.retry_after_s, waiting.done()) == (1, 1, 1, False)
-    held.room = 9.0
-    with pytest.raises(Overloaded):
-        await held.gate.enter(claim)
-    held.gate.look()
-    await waiting
-    assert patient.granted
-
-
 async def test_a_pause_is_waited_for_unless_less_is_asked_for():
     held = Held(wait_s=0.02)
     held.paused = True

@@ -134,29 +134,6 @@ def test_what_a_flow_gets_back_does_not_change_its_order():
     assert queue.ahead("b", 1) == 0
 
 
-def test_of_equal_start_times_the_earlier_request_goes_first():
-    queue = fair_queue(*WIDE)
-    for flow in "abc":
-        queue.push(item(flow, tokens=1))
-    waiting = {each.flow: each for each in iter(lambda: queue.pop(0), None)}
-    assert list(waiting) == ["a", "b", "c"]
-    queue.push(late := item("a", tokens=10, weight=1e9))
-    queue.push(first := item("z"))
-    queue.push(item("y"))
-    late.start = first.start
-    assert [each.flow for each in iter(lambda: queue.pop(0), None)] == ["a", "z", "y"]
-
-
-def test_who_was_served_at_once_pays_too():
-    queue = fair_queue(*WIDE)
-    for _ in range(10):
-        queue.bypass(item("busy", 1000))
-    queue.push(item("busy"))
-    late = item("idle")
-    queue.push(late)
-    assert queue.pop(0.0) is late
-
-
 def test_one_who_took_more_than_was_thought_pays_for_it():
     queue = fair_queue(*WIDE)
     queue.bypass(item("greedy", 10))

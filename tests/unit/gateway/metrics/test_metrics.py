@@ -10,7 +10,7 @@ from backend.engine.counting import CountingScheduler
 from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, Verified, VerifierStats
 from gateway.fleet.core import FleetCore
 from gateway.fleet.sequences import Cut, InFlight, Sequences
-from gateway.metrics.fleet import FleetCollector, GatewayCollector, fleet_document
+from gateway.metrics.fleet import FleetCollector, GatewayCollector
 from gateway.metrics.gateway import DEFINITIONS, GatewayMetrics, kind_of
 from tests.support.processes import ROOT
 
@@ -266,19 +266,3 @@ def test_recovery_is_the_time_without_tokens():
     (family,) = [each for each in metrics.registry.collect() if each.name == "outrider_recovery_seconds"]
     (total,) = [sample.value for sample in family.samples if sample.name.endswith("_sum")]
     assert total == (21.5 - 12.0) + (21.5 - 20.0)
-
-
-def test_the_fleet_document():
-    document = fleet_document(cast(FleetCore, Core(stats())))
-    assert document["version"] == 3
-    assert document["queued"] == 2
-    (verifier,) = document["verifiers"]
-    assert verifier["id"] == "v0"
-    assert verifier["pid"] == 7
-    assert verifier["mode"] == "sync"
-    assert verifier["connected"] is False
-    assert verifier["weight_version"] == "0"
-    assert verifier["acceptance_length_by_version"] == {"d0": {"0": 4.0, "7": 2.5}}
-    assert document["drafters"][0]["state"] == "lost"
-    assert document["acceptance_length"] == {"v0": {"d0": 2.5}}
-    assert document["counters"] == {"restarts": 1}

@@ -64,11 +64,6 @@ async def test_what_the_fleet_cannot_do_is_refused(mode, options, param):
     assert caught.value.param == param
 
 
-@pytest.mark.parametrize("body", [{}, {"outrider": None}, {"outrider": {"mode": "auto"}}, {"outrider": {"stats": None}}])
-async def test_no_wish_is_no_inquiry(body):
-    assert await asked(body) is None
-
-
 async def test_the_header_asks_and_the_field_decides():
     for body, header, wanted in (({}, "1", True), ({}, "0", False), ({"outrider": {"stats": False}}, "1", False)):
         speculation = await asked(body, x_outrider_stats=header)

@@ -16,7 +16,7 @@ from gateway.routes.page import FOLDER
 from tests.support.fleet_story import Story, member
 
 NODE = shutil.which("node")
-needs_node = pytest.mark.skipif(NODE is None, reason="no Node on this machine")
+pytestmark = pytest.mark.skipif(NODE is None, reason="no Node on this machine")
 SCRIPT = """
 import { readFileSync } from "node:fs";
 import { History } from "./history.mjs";
@@ -71,7 +71,6 @@ def verifier(view: dict[str, Any], name: str = "verifier-0") -> dict[str, Any]:
     return next(row for row in view["verifiers"] if row["id"] == name)
 
 
-@needs_node
 def test_one_answer_says_nothing_about_rates(watched):
     view = watched.view()
     row = verifier(view)
@@ -80,7 +79,6 @@ def test_one_answer_says_nothing_about_rates(watched):
     assert view["drafters"][0]["busy"] is None
 
 
-@needs_node
 def test_rates_are_differences_of_counters(watched):
     watched.run(3)
     view = watched.view()
@@ -101,7 +99,6 @@ def test_rates_are_differences_of_counters(watched):
     assert pair["round_trip_ms"] == pytest.approx(8)
 
 
-@needs_node
 def test_a_drafters_round_trip_is_the_mean_over_its_rounds(tmp_path):
     assert NODE is not None
     for name in ("dom.js", "tables.js"):
@@ -119,7 +116,6 @@ def test_a_drafters_round_trip_is_the_mean_over_its_rounds(tmp_path):
     assert json.loads(done.stdout) == [5, None]
 
 
-@needs_node
 def test_totals_are_ratios_of_sums(tmp_path):
     watched = Watched(tmp_path, verifiers=2, drafters=1)
     watched.run(4)
@@ -133,7 +129,6 @@ def test_totals_are_ratios_of_sums(tmp_path):
     assert totals["busy"] + sum(totals["idle"].values()) == pytest.approx(1)
 
 
-@needs_node
 def test_a_restarted_verifier_begins_anew_and_no_rate_is_negative(watched):
     watched.run(5)
     older = watched.answers[-2]
@@ -150,7 +145,6 @@ def test_a_restarted_verifier_begins_anew_and_no_rate_is_negative(watched):
     assert all(pair["drafts_per_s"] >= 0 for pair in view["pairs"])
 
 
-@needs_node
 def test_a_lost_verifier_keeps_its_row_and_nothing_else(watched):
     watched.run(3)
     watched.story.members["verifier-0"] = member("verifier-0", "verifier", "lost")
@@ -161,7 +155,6 @@ def test_a_lost_verifier_keeps_its_row_and_nothing_else(watched):
     assert view["totals"]["running"] == watched.story.load["verifier-1"]
 
 
-@needs_node
 def test_pairs_show_drafters_not_waited_for_and_former_ones_while_their_drafts_are_in_the_window(watched):
     watched.run(3)
     watched.story.verifiers["verifier-0"].drafters_down = ["drafter-2"]
@@ -175,7 +168,6 @@ def test_pairs_show_drafters_not_waited_for_and_former_ones_while_their_drafts_a
     assert ("verifier-0", "drafter-0") not in {(each["verifier"], each["drafter"]) for each in watched.view()["pairs"]}
 
 
-@needs_node
 def test_a_gateway_that_has_heard_of_no_fleet(watched):
     nothing = {"at": 99.0, "gateway": "gateway-0", "answered_s": None, "moved": []}
     watched.story.snapshot = None
@@ -186,7 +178,6 @@ def test_a_gateway_that_has_heard_of_no_fleet(watched):
     assert watched.told() == []
 
 
-@needs_node
 def test_the_log_tells_what_changed_and_nothing_at_the_start(watched):
     assert watched.told() == []
     members, bound = watched.story.members, watched.story.bound
@@ -219,7 +210,6 @@ def test_the_log_tells_what_changed_and_nothing_at_the_start(watched):
     ]
 
 
-@needs_node
 def test_the_log_tells_how_right_the_head_before_was(watched):
     def learned(**fields) -> None:
         drafters = watched.story.drafters
@@ -234,7 +224,6 @@ def test_the_log_tells_how_right_the_head_before_was(watched):
     assert watched.told()[0] == ("head", "drafter-0 drafts with version 1")
 
 
-@needs_node
 def test_the_log_tells_plans_apart_from_the_rest(watched):
     for changes in ({"plan_k": 0, "plan_outcomes": 0, "plan_changes": 2}, {"plan_k": 2, "plan_outcomes": 8, "plan_changes": 3}):
         stats = watched.story.verifiers["verifier-0"]
@@ -252,7 +241,6 @@ def test_the_log_tells_plans_apart_from_the_rest(watched):
     assert view["log"] == []
 
 
-@needs_node
 def test_the_log_tells_where_sequences_went_by_one_gateways_count(watched):
     moves = watched.story.metrics.moves
     moves["failover", "disconnected", "verifier-1"] += 3
@@ -275,12 +263,3 @@ def test_the_page_draws_every_part_of_a_verifiers_time_and_no_other():
     script = (FOLDER / "dom.js").read_text()
     times = script.partition("export const TIMES = [")[2].partition("];")[0]
     assert set(re.findall(r'\["(\w+)"', times)) == {"busy", *IDLE_CAUSES}
-
-
-@needs_node
-def test_a_gateway_that_knows_no_member_yet_tells_of_none_that_left(tmp_path):
-    page = Watched(tmp_path)
-    page.run(1)
-    page.answers.append(page.answers[-1] | {"answered_s": None, "verifiers": [], "drafters": [], "assignments": []})
-    page.run(1)
-    assert page.view()["log"] == []

@@ -1,4 +1,4 @@
-"""What OpenAI's Python client asks of /v1/chat/completions, on a real engine; grammars make the answers checkable."""
+"""What OpenAI's Python client asks and only a real engine shows: grammars, log probabilities, biases, prompts of tokens."""
 
 from __future__ import annotations
 
@@ -36,16 +36,6 @@ def test_parse_says_that_it_was_cut_off(client):
         client.chat.completions.parse(model="demo", messages=QUESTION, response_format=Paint, max_completion_tokens=2)
 
 
-def test_a_stream_is_what_the_whole_answer_is(client):
-    asked = {"model": "demo", "messages": QUESTION, "extra_body": CHOICE, "temperature": 0}
-    chunks = list(client.chat.completions.create(**asked, stream=True))
-    assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text(client.chat.completions.create(**asked))
-    assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "stop"
-    assert len({chunk.id for chunk in chunks}) == 1
-    assert all(chunk.usage is None for chunk in chunks)
-
-
 def test_the_stream_helper_parses_tool_calls(client):
     tools = [openai.pydantic_function_tool(Paint)]
     with client.chat.completions.stream(model="demo", messages=QUESTION, tools=tools, tool_choice=NAMED_PAINT) as stream:
@@ -65,37 +55,6 @@ def test_required_of_two(client):
         assert json.loads(call.function.arguments) is not None
 
 
-def test_named(client):
-    answer = client.chat.completions.create(model="demo", messages=QUESTION, tools=[PAINT, STOP], tool_choice=NAMED)
-    (call,) = answer.choices[0].message.tool_calls
-    assert (call.type, call.function.name) == ("function", "paint")
-    assert paint_of(call.function.arguments)
-    # OpenAI's API says `stop` of a call that was named.
-    assert answer.choices[0].finish_reason in ("stop", "tool_calls")
-
-
-def test_allowed_tools(client):
-    allowed = {"mode": "required", "tools": [{"type": "function", "function": {"name": "paint"}}]}
-    choice = {"type": "allowed_tools", "allowed_tools": allowed}
-    answer = client.chat.completions.create(model="demo", messages=QUESTION, tools=[PAINT, STOP], tool_choice=choice)
-    assert {call.function.name for call in answer.choices[0].message.tool_calls} == {"paint"}
-
-
-def test_streamed_calls_add_up(client):
-    stream = client.chat.completions.create(model="demo", messages=QUESTION, tools=[PAINT], tool_choice=NAMED, stream=True)
-    name, arguments, ids, ends = "", "", set(), []
-    for chunk in stream:
-        (choice,) = chunk.choices
-        ends += [choice.finish_reason] if choice.finish_reason else []
-        for call in choice.delta.tool_calls or []:
-            assert call.index == 0
-            name += call.function.name or ""
-            arguments += call.function.arguments or ""
-            ids |= {call.id} if call.id else set()
-    assert (name, len(ids), len(ends)) == ("paint", 1, 1)
-    assert paint_of(arguments)
-
-
 def test_a_tool_round_trip(client):
     asked = {"model": "demo", "tools": [PAINT], "tool_choice": NAMED}
     first = client.chat.completions.create(messages=QUESTION, **asked).choices[0].message
@@ -105,15 +64,6 @@ def test_a_tool_round_trip(client):
         model="demo", messages=[*QUESTION, first, result], tools=[PAINT], tool_choice="none", extra_body=CHOICE
     )
     assert text(answer) in COLOURS
-
-
-def test_n_streamed(client):
-    stream = client.chat.completions.create(model="demo", messages=QUESTION, extra_body=CHOICE, n=2, stream=True)
-    texts = {0: "", 1: ""}
-    for chunk in stream:
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-    assert all(each in COLOURS for each in texts.values())
 
 
 def test_logprobs(client):
@@ -144,3 +94,25 @@ def test_every_role_and_content_as_parts(client):
         {"role": "user", "content": "And now?"},
     ]
     assert text(client.chat.completions.create(model="demo", messages=messages, extra_body=CHOICE)) in COLOURS
+
+
+def test_tokens_as_prompts(client):
+    ids = client.post("/tokenize", body={"model": "demo", "prompt": "Which colour?"}, cast_to=dict)["tokens"]
+    one = client.completions.create(model="demo", prompt=ids, extra_body=CHOICE)
+    two = client.completions.create(model="demo", prompt=[ids, ids], extra_body=CHOICE)
+    assert one.usage.prompt_tokens == len(ids)
+    assert len(two.choices) == 2
+
+
+def test_echo_with_logprobs(client):
+    answer = client.completions.create(model="demo", prompt="def f(", echo=True, logprobs=1, extra_body=CHOICE)
+    (choice,) = answer.choices
+    assert choice.text.startswith("def f(")
+    assert choice.text.endswith(COLOURS)
+    assert choice.logprobs.token_logprobs[0] is None
+    assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == len(choice.logprobs.text_offset)
+
+
+def test_the_prompt_alone(client):
+    answer = client.completions.create(model="demo", prompt="def f(", echo=True, logprobs=1, max_tokens=0)
+    assert answer.choices[0].text == "def f("
