@@ -8,7 +8,6 @@ import pytest
 
 from gateway.requests.limits import MAX_TEXT_PER_TOKEN, MIN_TEXT
 from tests.integration.test_gateway_streams import stall
-from tests.support.checkable import FLAT_NAMED, FLAT_PAINT
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import running_gateway
 from tests.support.saying import saying
@@ -182,24 +181,6 @@ async def test_events_come_in_order_and_end(running):
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "def f(x):"
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert (await client(running).responses.retrieve(final.id)).output_text == "def f(x):"
-
-
-async def test_the_events_of_a_call_and_its_result_by_the_responses_id(running):
-    running.verifier.behaviour = saying('{"colour": "red", "coats": 1}')
-    asked = {"model": "demo", "input": "hi", "tools": [FLAT_PAINT], "tool_choice": FLAT_NAMED}
-    events = [event async for event in await client(running).responses.create(**asked, stream=True)]
-    (call,) = events[-1].response.output
-    assert (call.type, call.name, call.status, call.id != call.call_id) == ("function_call", "paint", "completed", True)
-    (added,) = (event.item for event in events if event.type == "response.output_item.added")
-    (done,) = (event.item for event in events if event.type == "response.output_item.done")
-    assert (added.name, added.arguments, added.id, added.call_id) == ("paint", "", call.id, call.call_id)
-    arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
-    assert done.arguments == arguments == call.arguments == '{"colour": "red", "coats": 1}'
-    result = {"type": "function_call_output", "call_id": call.call_id, "output": "painted"}
-    responses = client(running).responses
-    made = await responses.create(model="demo", input=[result], previous_response_id=events[-1].response.id, tools=[FLAT_PAINT])
-    listed = (await responses.input_items.list(made.id, order="asc")).data
-    assert [item.type for item in listed] == ["message", "function_call", "function_call_output"]
 
 
 async def test_codex_is_answered(running):

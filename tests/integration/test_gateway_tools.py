@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.support.checkable import FLAT_NAMED, FLAT_PAINT
 from tests.support.running_gateway import running_gateway
 from tests.support.saying import saying
 
@@ -85,3 +86,21 @@ async def test_tools_can_be_switched_off():
     async with running_gateway(tool_call_parser="none") as running:
         with pytest.raises(openai.BadRequestError):
             await client(running).chat.completions.create(**ASKED, tool_choice="required")
+
+
+async def test_the_events_of_a_call_and_its_result_by_the_responses_id(running):
+    running.verifier.behaviour = saying('{"colour": "red", "coats": 1}')
+    asked = {"model": "demo", "input": "hi", "tools": [FLAT_PAINT], "tool_choice": FLAT_NAMED}
+    events = [event async for event in await client(running).responses.create(**asked, stream=True)]
+    (call,) = events[-1].response.output
+    assert (call.type, call.name, call.status, call.id != call.call_id) == ("function_call", "paint", "completed", True)
+    (added,) = (event.item for event in events if event.type == "response.output_item.added")
+    (done,) = (event.item for event in events if event.type == "response.output_item.done")
+    assert (added.name, added.arguments, added.id, added.call_id) == ("paint", "", call.id, call.call_id)
+    arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
+    assert done.arguments == arguments == call.arguments == '{"colour": "red", "coats": 1}'
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "painted"}
+    responses = client(running).responses
+    made = await responses.create(model="demo", input=[result], previous_response_id=events[-1].response.id, tools=[FLAT_PAINT])
+    listed = (await responses.input_items.list(made.id, order="asc")).data
+    assert [item.type for item in listed] == ["message", "function_call", "function_call_output"]

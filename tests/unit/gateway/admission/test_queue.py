@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from backend.fleet import VerifierStats
 from gateway.admission.queue import FairQueue, Item
 from gateway.admission.room import Rooms
+from tests.support.properties import examples
 
 WIDE = (10**6, 10**9)
 
@@ -67,6 +68,7 @@ def test_bounds_order_and_counts_hold_whatever_happens(what, max_sequences, max_
 sixty_sizes = st.lists(st.integers(1, 300), min_size=60, max_size=60)
 
 
+@examples(50)
 @given(
     st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0, 5.0]), sixty_sizes), min_size=2, max_size=4),
     st.integers(10, 60),

@@ -66,7 +66,7 @@ def cuts(text: str) -> Any:
 
 
 @given(st.data(), st.sampled_from(["patch", "run"]), st.integers(0, 24))
-@examples(150)
+@examples(60)
 async def test_a_cut_call_says_so_and_its_parts_join(data: Any, tool: str, length: int) -> None:
     arguments = '{"input":"Ha\\nb {\\"c"}'
     said = arguments[:length]
