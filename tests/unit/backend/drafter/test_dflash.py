@@ -19,7 +19,7 @@ from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Un
 from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import MASK_EMBEDDING, Block, CheckpointError, load_config
-from tests.support.drafter_heads import TinyHead, check, rotated, tokens_of, write_head, write_target
+from tests.support.drafter_heads import Reference, TinyHead, check, tokens_of, write_head, write_target
 from tests.support.true_noise import true_gumbel
 
 MASK, CLOSE_CALL = 3, 1e-3
@@ -38,11 +38,11 @@ def make(directory: Path, head: TinyHead) -> DFlashProposer:
     return DFlashProposer(load_drafter(write_head(directory / "head", head), target), 4096)
 
 
-class Reference:
-    """The equations, dense and in float64; one sequence at a time."""
+class BlockReference(Reference):
+    """The equations of heads that draft in one pass."""
 
     def __init__(self, head: TinyHead) -> None:
-        self.head, self.w = head, {name: tensor.double() for name, tensor in head.weights().items()}
+        super().__init__(head)
         kinds = head.dflash.get("layer_types") or ["full_attention"] * head.layers
         self.windows = [head.dflash.get("sliding_window") if "sliding" in kind else None for kind in kinds]
         self.causal = [head.dflash.get("is_causal", "sliding" in kind) for kind in kinds]
@@ -55,7 +55,7 @@ class Reference:
         places = torch.tensor([*known, *range(begin, begin + k + 1)], dtype=torch.float64)
         for i in range(self.head.layers):
             name = f"layers.{i}"
-            hidden = hidden + self._attention(i, context, self._norm(hidden, f"{name}.input_layernorm"), places)
+            hidden = hidden + self._attend(i, context, self._norm(hidden, f"{name}.input_layernorm"), places)
             normed = self._norm(hidden, f"{name}.post_attention_layernorm")
             gate = functional.silu(self._linear(f"{name}.mlp.gate_proj", normed))
             hidden = hidden + self._linear(f"{name}.mlp.down_proj", gate * self._linear(f"{name}.mlp.up_proj", normed))
@@ -66,7 +66,7 @@ class Reference:
         offsets = self.w.get("d2t", torch.zeros(self.head.vocab))
         return [own + int(offset) for own, offset in enumerate(offsets)]
 
-    def _attention(self, layer: int, context: Tensor, inputs: Tensor, places: Tensor) -> Tensor:
+    def _attend(self, layer: int, context: Tensor, inputs: Tensor, places: Tensor) -> Tensor:
         name, (count, dim), new = f"layers.{layer}.self_attn", (len(places), self.head.head_dim), len(inputs)
         both = torch.cat((context, inputs))
         q = self._norm(self._linear(f"{name}.q_proj", inputs).view(new, -1, dim), f"{name}.q_norm")
@@ -83,17 +83,6 @@ class Reference:
             scores = (q[:, h] @ k[:, group].T / dim**0.5).masked_fill(hidden, float("-inf"))
             mixed[:, h] = scores.softmax(-1) @ v[:, group]
         return self._linear(f"{name}.o_proj", mixed.flatten(1))
-
-    @staticmethod
-    def _rotate(x: Tensor, positions: Tensor) -> Tensor:
-        dim = x.shape[-1]
-        return rotated(x, positions, 10000.0 ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim))
-
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * self.w[f"{name}.weight"]
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        return x @ self.w[f"{name}.weight"].T + self.w.get(f"{name}.bias", torch.zeros(()))
 
 
 class Session:
@@ -115,7 +104,7 @@ class Session:
         stop = len(self.tokens) - 1
         return DraftRequest(self.key, len(self.tokens), self.new, self.features[stop - self.new : stop], Until(k))
 
-    def check(self, reference: Reference, drafts: list[int], k: int) -> None:
+    def check(self, reference: BlockReference, drafts: list[int], k: int) -> None:
         """Compares a draft, token by token but for close calls."""
         logits = reference.logits(self.tokens, {p: self.features[p] for p in self.seen}, k)
         values = (logits / (self.sampling.temperature or 1.0)).log_softmax(-1)
@@ -131,7 +120,7 @@ class Session:
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead) -> None:
-    proposer, reference = make(tmp_path, head), Reference(head)
+    proposer, reference = make(tmp_path, head), BlockReference(head)
     hot = Sampling.of(7, 0.8)
     sessions = [Session(proposer, 0, 9), Session(proposer, 1, 2), Session(proposer, 2, 40, 11), Session(proposer, 3, 5, 0, hot)]
     ks = [4, 1, 6, 8]
@@ -164,7 +153,7 @@ def test_a_draft_in_a_batch_is_that_alone_and_that_after_a_hand_over(tmp_path: P
 def test_a_block_takes_no_rows_of_its_neighbours(tmp_path: Path) -> None:
     """A stretch of the cache has 64 rows, and each request has 62 of its own."""
     head = HEADS["each sees all"]
-    proposer, reference = make(tmp_path, head), Reference(head)
+    proposer, reference = make(tmp_path, head), BlockReference(head)
     sessions = [Session(proposer, i, 63) for i in range(4)]
     for session, drafted in zip(sessions, proposer.draft([session.ask(8) for session in sessions]), strict=True):
         session.check(reference, drafted.tokens, 8)
@@ -183,7 +172,7 @@ def test_a_draft_ends_at_the_floor_and_at_the_trained_length(tmp_path: Path) -> 
 
 def test_independent_tokens_are_drawn_from_the_distributions_that_are_sent(tmp_path: Path) -> None:
     head, k = HEADS["each sees all"], 3
-    proposer, reference = make(tmp_path, head), Reference(head)
+    proposer, reference = make(tmp_path, head), BlockReference(head)
     sessions = [Session(proposer, 1, 12, 0, Sampling.of(5, 30.0, True)), Session(proposer, 2, 7)]
     proposer.draft([session.ask(0) for session in sessions])
     q = (reference.logits(sessions[0].tokens, dict(enumerate(sessions[0].features[:11])), k) / 30.0).softmax(-1)

@@ -94,8 +94,9 @@ class QuestionsMachine(RuleBasedStateMachine):
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(goes_on=st.booleans())
-    def step(self, goes_on: bool) -> None:
+    @rule(goes_on=st.booleans(), seconds=st.sampled_from([0.001, 0.02, LONGEST_S]))
+    def step(self, goes_on: bool, seconds: float) -> None:
+        self.now += seconds
         before = dict(self.questions.pending)
         late = {question.drafter_id for question in before.values() if question.deadline <= self.now}
         for drafter_id, since in self.silent_since.items():
