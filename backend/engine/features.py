@@ -132,6 +132,8 @@ class FeatureShipper:
     def finish(self, request_ids: Iterable[str]) -> None:
         """Forgets requests that have ended; drafters learn of it with the next round."""
         over = list(request_ids)
+        if not over:
+            return
         self.postponed.forget(over)
         for request_id in over:
             self._store.forget(request_id)

@@ -8,9 +8,13 @@ all drafts, verified or not, with the text later.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, repeat
+from operator import mul
 from typing import NamedTuple
+
+import msgspec
 
 from backend.fleet import LOOKUP, Reliability
 from backend.speculation.budget import survivals
@@ -47,8 +51,7 @@ class Source(NamedTuple):
     """A drafter's `fresh` or `ahead`, or `TextSource.kind`."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, eq=False):
     """A draft for the present length of its request."""
 
     source: Source
@@ -119,6 +122,8 @@ class Candidates:
         """Requests whose client asks for drafts, whatever the verifier chooses for all."""
         self.predicted: set[str] = set()
         """Requests whose client has predicted the answer."""
+        self.turn: Collection[str] | None = None
+        """The requests that are looked up and indexed while look-ups rest; None: all."""
         self._asked: dict[str, tuple[RequestOptions, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
         self._shared = SharedTexts() if lookups else None
@@ -247,9 +252,7 @@ class Candidates:
 
     def best(self, request_id: str, request: Request) -> Candidate | None:
         """The best draft for the request's present length, from a drafter or a look-up."""
-        candidate, looked_up = request.candidate, request.looked_up
-        if request.looked_up_at != len(request.text):
-            looked_up = self._look_up(request_id, request)
+        candidate, looked_up = request.candidate, self._look_up(request_id, request)
         return looked_up if looked_up is not None and (candidate is None or looked_up.worth > candidate.worth) else candidate
 
     # -- learning ------------------------------------------------------------------------------------------------------
@@ -266,7 +269,7 @@ class Candidates:
             request.judged = None
             if self._is_sampled():
                 self._calibration(candidate.source).observe(request_id, candidate.signs, accepted, judged)
-        for each in request.texts:
+        for each in request.texts if self.turn is None or request_id in self.turn else ():
             if self._room > 0:
                 self._room -= each.advance(request.text, self._room)
 
@@ -305,6 +308,8 @@ class Candidates:
     def _look_up(self, request_id: str, request: Request) -> Candidate | None:
         if request.looked_up_at == len(request.text):
             return request.looked_up
+        if self.turn is not None and request_id not in self.turn:
+            return None
         request.looked_up, request.looked_up_at = None, len(request.text)
         for each in request.texts:
             tokens, signs = each.propose(request.text, request.longest)
@@ -342,8 +347,8 @@ class Candidates:
 
     def _compare(self, request_id: str, request: Request, drafted: list[float]) -> None:
         """Notes what a drafter's answer, with survivals `drafted`, adds; or the request's look-up, if that is better."""
-        looked_up = self._look_up(request_id, request)
         if self._is_sampled():
+            looked_up = self._look_up(request_id, request)
             self.drafted.note(max(drafted, looked_up.survivals if looked_up is not None else [], key=sum), self.steps)
 
     def _is_sampled(self) -> bool:
@@ -411,7 +416,7 @@ def _candidate(
 ) -> Candidate:
     """`of_each`: the chances of its tokens."""
     found = survivals(of_each)
-    expected = found if proposal is None else [found[0] ** n for n in range(1, len(found) + 1)]
+    expected = found if proposal is None else list(accumulate(repeat(found[0], len(found)), mul))
     return Candidate(source, tokens, signs, found, expected, sum(expected), draft_s, proposal)
 
 

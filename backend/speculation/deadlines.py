@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 BREAKER_MISSES = 3
 """Deadlines missed in a row that open a drafter's circuit breaker."""
 REMEMBERED = 8
@@ -54,8 +56,7 @@ class DrafterHealth:
         return self.misses >= BREAKER_MISSES
 
 
-@dataclass(frozen=True)
-class Question:
+class Question(msgspec.Struct, frozen=True):
     """A draft that was asked for and has not come."""
 
     drafter_id: str

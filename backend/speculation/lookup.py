@@ -38,20 +38,20 @@ class Lookup:
 
     def look_up(self, k: int) -> list[int]:
         """A draft of at most `k` tokens, without indexing new tokens first."""
-        tokens, count = self.tokens, len(self.tokens)
-        for size in reversed(self._sizes):
+        tokens, count, begin = self.tokens, len(self.tokens), None
+        for size in self._sizes:
+            # A suffix that did not occur is no part of a longer one that did.
             follows = self._after.get(tuple(tokens[-size:])) if count >= size else None
             if follows is None:
-                continue
-            self.found = size
-            drafted: list[int] = []
-            for at in range(follows, follows + k):
-                token = tokens[at] if at < count else drafted[at - count]
-                if token == UNKNOWN:
-                    break
-                drafted.append(token)
-            return drafted
-        return []
+                break
+            self.found, begin = size, follows
+        drafted: list[int] = []
+        for at in range(begin, begin + k) if begin is not None else ():
+            token = tokens[at] if at < count else drafted[at - count]
+            if token == UNKNOWN:
+                break
+            drafted.append(token)
+        return drafted
 
     def index(self, most: int | None = None) -> int:
         """Indexes tokens that came since the last call, at most `most`; returns how many."""

@@ -42,10 +42,10 @@ class Pairing(NamedTuple):
 
         `heads`: drafter to the name of its head.  None without drafters.
         """
-        drafter_ids = having(heads, self.head)
-        if len(drafter_ids) <= 1:
-            return drafter_ids[0] if drafter_ids else None
-        return max(drafter_ids, key=lambda drafter_id: (zlib.crc32(f"{drafter_id}/{self.key}".encode()), drafter_id))
+        if len(heads) <= 1:
+            return next(iter(heads), None)
+        alike = having(heads, self.head)
+        return max(alike, key=lambda drafter_id: (zlib.crc32(f"{drafter_id}/{self.key}".encode()), drafter_id))
 
 
 class Pairings(dict[str, Pairing]):

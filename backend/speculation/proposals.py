@@ -44,9 +44,9 @@ def unpack(packed: Sequence[bytes], drafts: Sequence[Sequence[int]], vocab_size:
             continue
         both = np.frombuffer(b"".join([packed[i] for i in places]), "<i4").reshape(len(places), 2, count, width)
         ids, chances = both[:, 0], both[:, 1].view("<f4")
-        drawn = np.where(ids == np.array([drafts[i] for i in places])[:, :, None], chances, 0.0).max(axis=2)
-        rows_are_sound = (drawn > 0) & (np.abs(chances.sum(axis=2) - 1) < ROUNDING) & (chances >= 0).all(axis=2)
-        rows_are_sound &= ((ids >= 0) & (ids < vocab_size)).all(axis=2)
+        drawn = (ids == np.array([drafts[i] for i in places], np.int32)[:, :, None]) & (chances > 0)
+        rows_are_sound = drawn.any(axis=2) & (np.abs(chances.sum(axis=2) - 1) < ROUNDING) & (chances.min(axis=2) >= 0)
+        rows_are_sound &= ids.view("<u4").max(axis=2) < vocab_size  # a negative id is a large one, unsigned
         for i, place in enumerate(places):
             found[place] = Proposal(ids[i], chances[i])
         for i in np.nonzero(~rows_are_sound.all(axis=1))[0]:

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from backend.speculation.texts import TextSource
 from backend.wire.engine import SHARED_SUFFIX
 
-SIZES = (SHARED_SUFFIX, 4)
-"""Lengths in tokens of the suffixes that are looked up, the longest first."""
+SIZES = (4, SHARED_SUFFIX)
+"""Lengths in tokens of the suffixes that are looked up, the shortest first."""
 KEPT = 1 << 17
 """Suffixes in an index, over all requests and sizes: about 20 MB.  The older half is dropped when it is full."""
 SURE = 10
@@ -148,7 +148,9 @@ class SharedText(TextSource):
         if self._at is None:
             self._read = len(text)
             for size in SIZES:
+                # What follows a longer suffix is preferred; a suffix that is not found is no part of a longer one that is.
                 found = self._texts.find(hash((self._salt, *text[-size:]))) if len(text) >= size else None
-                if found is not None and found[0] is not self._output:
-                    self._at, self._agreed = found, size
+                if found is None:
                     return
+                if found[0] is not self._output:
+                    self._at, self._agreed = found, size

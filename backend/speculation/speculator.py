@@ -18,6 +18,7 @@ from functools import partial
 
 from msgspec.structs import replace
 
+from backend.fleet import LOOKUP
 from backend.speculation.budget import Spent, spend, spend_in_order
 from backend.speculation.candidates import Candidate, Candidates, Request
 from backend.speculation.chances import Rule
@@ -98,6 +99,8 @@ class Speculator:
         self._asked_ahead = False
         self._spent_for: tuple[int, list[Candidate | None]] = (0, [])
         self._last_spent: Spent | None = None
+        self._in_order_for: tuple[Spent | None, Spent | None] = (None, None)
+        """What `_in_order` was last asked for, and its answer."""
         self._floor = 0.0
         self._base = 1
         """Tokens of the running step without draft tokens."""
@@ -108,8 +111,7 @@ class Speculator:
         self._began = 0.0
         """When the latest step began."""
         self._fruitless = 0
-        self._turn: dict[str, Request] | None = None
-        """Steps since a draft was verified; the requests that are looked up while look-ups rest, None if all are."""
+        """Steps since a draft that was looked up was verified."""
         self._came = False
         """Whether drafts came since the last step began."""
         self._passed = 0
@@ -227,10 +229,11 @@ class Speculator:
         self.step_times.asking = attached.features_needed
         decoding = list(decoding)
         self._base = max(len(decoding) + prefill, 1)
-        self._turn = None if attached.features_needed or self._fruitless < RECONSIDER_EVERY else self._at_turn(decoding)
-        came, self._came = self._came, False
-        if self._turn is not None and not came and not any(self.candidates.best(*each) for each in self._turn.items()):
-            self._fruitless, self._verifying, attached.is_quiet = self._fruitless + 1, set(), True
+        turn, came, self._came = self.candidates.turn, self._came, False
+        is_plain = turn is not None and not attached.features_needed and not came
+        if is_plain and not any(self.candidates.best(*each) for each in self.candidates.present(turn or ())):
+            self._verifying, attached.is_quiet = set(), True
+            self._looked_up(decoding, is_fruitful=False)
             return attached
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
@@ -249,7 +252,8 @@ class Speculator:
                         attached.proposals[request_id] = request.verified.proposal.part(0, length)
                 else:
                     request.verified = None
-        self._fruitless = 0 if attached.tokens else self._fruitless + 1
+        verified = [request.verified for _, request in present if request.verified is not None]
+        self._looked_up(decoding, is_fruitful=any(each.source.drafter_id == LOOKUP for each in verified))
         for _, request in present:
             request.candidate = None
         self._spent_for = (0, [])
@@ -360,7 +364,7 @@ class Speculator:
             ]
             self._emitted += sum(grown) + self._passed
         # Begins with another request each step: the room for indexing may not suffice for all.
-        names = list(unlearned if self._turn is None else self._turn)
+        names = list(dict.fromkeys((*unlearned, *(self.candidates.turn or ()))))
         first = self.candidates.steps % max(len(names), 1)
         for request_id in names[first:] + names[:first]:
             if request_id in requests:
@@ -398,30 +402,35 @@ class Speculator:
 
     def _spend(self, present: list[tuple[str, Request]], base: int) -> tuple[list[Candidate | None], Spent | None]:
         """Each request's best draft, and how much of it should pay.  Computed again only when a draft or `base` has changed."""
-        best, turn = self.candidates.best, self._turn
-        candidates = [best(*each) if turn is None or each[0] in turn else each[1].candidate for each in present]
+        best = self.candidates.best
+        candidates = [best(*each) for each in present]
         if self._spent_for != (base, candidates):
             rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
             self._last_spent = self._spend_on(rows, base) if any(rows) else None
             self._spent_for = base, candidates
         return candidates, self._last_spent
 
-    def _at_turn(self, decoding: list[str]) -> dict[str, Request]:
-        """The requests that are looked up in this step: those with a prediction, and others by turns.
+    def _looked_up(self, decoding: list[str], *, is_fruitful: bool) -> None:
+        """Decides which requests are looked up until the next step's drafts are chosen.
 
-        While nobody is asked and no look-up pays, one in sixteen is, or one a step: all would lengthen plain steps.
+        While no look-up pays, those with a prediction are, and by turns one in sixteen, or one a step: all would lengthen
+        every step.
         """
+        self._fruitless = 0 if is_fruitful else self._fruitless + 1
         turns = max(min(len(decoding), RECONSIDER_EVERY), 1)
-        predicted = self.candidates.predicted
-        names = [*decoding[self.candidates.steps % turns :: turns], *(predicted.intersection(decoding) if predicted else ())]
-        return dict(self.candidates.present(names))
+        rests = self._fruitless >= RECONSIDER_EVERY
+        at_turn = decoding[self.candidates.steps % turns :: turns] if rests else ()
+        self.candidates.turn = dict.fromkeys((*at_turn, *self.candidates.predicted)) if rests else None
 
     def _in_order(self, candidates: list[Candidate | None], expected: Spent | None, base: int) -> Spent | None:
         """How much of each draft to verify, once it is known how much should pay."""
         if expected is None or all(candidate is None or candidate.proposal is None for candidate in candidates):
             return expected
-        rows = [candidate.survivals if candidate is not None else [] for candidate in candidates]
-        return spend_in_order(rows, expected, self.step_times.row(base, sum(map(len, rows)) + 2))
+        if self._in_order_for[0] is not expected:
+            rows = [candidate.survivals if candidate is not None else [] for candidate in candidates]
+            in_order = spend_in_order(rows, expected, self.step_times.row(base, sum(map(len, rows)) + 2))
+            self._in_order_for = expected, in_order
+        return self._in_order_for[1]
 
     def _spend_on(self, rows: list[list[float]], base: int) -> Spent:
         return spend(rows, self.step_times.row(base, sum(map(len, rows)) + 2))

@@ -240,9 +240,9 @@ def test_a_draft_that_comes_after_a_probe_is_used_though_look_ups_rest() -> None
         made.learn(0.0)
     assert len(asks) == len(texts)
     made.arrived("d0", [Draft("r0", asks[0].base_len, [5, 6], [8.0] * 4)], 1e-3, 1000.0)
+    assert "r0" not in (made.candidates.turn or ["r0"])
     attached = made.attach(texts, 0, 1000.0)
     assert not attached.features_needed, "the probe is over"
-    assert "r0" not in (made._turn or ["r0"])
     assert attached.tokens == {"r0": [5, 6]}
 
 
@@ -292,6 +292,17 @@ def test_without_drafters_nobody_is_asked() -> None:
     assert made.ask(100.0) == {}
     assert made.hold(["r"], 0, 100.0) is None
     assert made.plan.k == 0
+
+
+def test_look_ups_rest_also_while_drafters_are_asked() -> None:
+    made, dice = speculator("sync", lookups=True), random.Random(0)
+    texts = {f"r{i}": [dice.randrange(10_000) for _ in range(20)] for i in range(2 * RECONSIDER_EVERY)}
+    for name, text in texts.items():
+        made.ended(name, text, 19, Rule.GREEDY)
+    found = plainly(made, texts, 4 * RECONSIDER_EVERY, lambda name: dice.randrange(10_000))
+    assert set(found[2 * RECONSIDER_EVERY :]) == {2}
+    indexed = [each.texts[0]._lookup._indexed for each in made.candidates.requests.values()]  # type: ignore[attr-defined]
+    assert max(indexed) - min(indexed) >= RECONSIDER_EVERY // 2, "they are not indexed at each step either"
 
 
 def test_steps_without_drafters_are_not_held_against_an_offer() -> None:
@@ -360,4 +371,4 @@ def test_look_ups_rest_while_none_pays_and_wake_when_one_does() -> None:
             made.step_times.observe(tokens, 1e-3, 0)
     plainly(made, texts, 3 * RECONSIDER_EVERY, lambda name: len(texts[name]) % 5)
     assert made.attach(list(texts), 0, 0.0).tokens
-    assert made._turn is None
+    assert made.candidates.turn is None
