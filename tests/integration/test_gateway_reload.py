@@ -43,7 +43,7 @@ async def test_all_of_it_or_nothing(tmp_path, caplog, monkeypatch):
     files.write([old_entry])
     async with running_gateway(read_settings=files.read, **files.first) as running:
         http, core, gateway = running.http, running.core, running.server.gateway
-        routers = []
+        routers: list[Any] = []
         monkeypatch.setattr(core.choosing, "reroute", routers.append)
 
         async def opens(key):
