@@ -172,6 +172,17 @@ def questions() -> Questions:
     return made
 
 
+def test_when_the_breaker_opens_nothing_of_that_drafter_is_waited_for(questions: Questions) -> None:
+    for miss in range(BREAKER_MISSES):
+        questions.asked("late", 30 + miss, "d0", 50.0 + miss)
+        questions.asked("later", 30 + miss, "d0", 50.2 + miss)
+        questions.asked("others", 30 + miss, "d1", 50.2 + miss)
+        expired = questions.expire(50.0 + miss + LONGEST_S)
+        questions.answered("d1", "others", 30 + miss, 50.3 + miss)
+        assert len(expired) == (2 if miss == BREAKER_MISSES - 1 else 1)
+        questions.stop_waiting()
+
+
 def test_a_removed_drafter_releases_its_requests(questions: Questions) -> None:
     questions.asked("a", 5, "d0", 0.0)
     questions.asked("b", 5, "d1", 0.0)
