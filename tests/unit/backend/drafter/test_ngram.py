@@ -27,6 +27,11 @@ def opened(tokens: list[int], k: int) -> list[int]:
     return drafts(lookup, "r", len(tokens), k)
 
 
+def test_the_longest_suffix_wins_over_a_later_shorter_one() -> None:
+    assert opened([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1) == [50]
+    assert Lookup([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 2, 2).draft(1) == [60]
+
+
 def test_commits_extend_and_take_back() -> None:
     lookup = proposer()
     lookup.open("r", [1, 2, 3, 4], 0, 0.0)
@@ -59,7 +64,7 @@ def test_unknown_requests_positions_and_room() -> None:
     assert opened([1, 2] * 31, 9) == [1, 2], "positions end at 64"
 
 
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=50), st.integers(0, 8), st.integers(1, 3), st.integers(0, 3))
+@given(st.lists(st.integers(0, 1), min_size=1, max_size=50), st.integers(0, 8), st.integers(1, 3), st.integers(0, 3))
 def test_incremental_lookup_is_a_search_over_all_tokens(tokens: list[int], k: int, shortest: int, more: int) -> None:
     longest = shortest + more
     lookup = Lookup(tokens[:1], shortest, longest)
