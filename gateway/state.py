@@ -18,7 +18,7 @@ from gateway.auth.caller import caller_of
 from gateway.fleet.core import FleetCore
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.storage.batches.serving import Batches
-from gateway.storage.responses.serving import Responses
+from gateway.storage.responses.serving import ResponseService
 
 if TYPE_CHECKING:
     from gateway.peers import Peers
@@ -33,7 +33,7 @@ class Gateway:
     client: FleetClient[FleetCore]
     services: Services
     metrics: GatewayMetrics
-    responses: Responses
+    responses: ResponseService
     access_rules: AccessRules
     batches: Batches
     tracing: Tracing | None = None

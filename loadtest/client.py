@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import httpx
 
-from loadtest.scenarios import Request
-from loadtest.stream import Answer, error_code
+from loadtest.scenarios import LoadRequest
+from loadtest.stream import StreamedAnswer, error_code
 
 OVERLOADED = (429, 503)
 REJECTED = "rejected: "
@@ -30,9 +30,9 @@ class Client:
         self.http = httpx.Client(base_url=host, headers=headers, timeout=timeout_s, verify=TLS, trust_env=False)
         self._clock = clock
 
-    def send(self, request: Request) -> Answer:
+    def send(self, request: LoadRequest) -> StreamedAnswer:
         """Makes one request.  Faults of the server or the connection are in the answer and raise nothing."""
-        answer = Answer(self._clock())
+        answer = StreamedAnswer(self._clock())
         try:
             with self.http.stream("POST", request.path, json=request.body) as response:
                 if fault := _fault(response):

@@ -26,8 +26,8 @@ from locust.argument_parser import gt_zero
 
 from loadtest import metrics, report, slo
 from loadtest.client import Client
-from loadtest.scenarios import SCENARIOS, Knobs, Request
-from loadtest.stream import Answer
+from loadtest.scenarios import SCENARIOS, Knobs, LoadRequest
+from loadtest.stream import StreamedAnswer
 from outrider.process import FleetProcess
 from outrider.types import OutriderError
 
@@ -38,7 +38,7 @@ UNANSWERED = "unanswered when the load ended"
 locust.stats.bucket_response_time = report.three_digits
 
 
-class Load:
+class LoadTest:
     """One run: the gateway under load, and what is needed to judge it.
 
     Raises `OutriderError` or `httpx.HTTPError` when the fleet does not start or the gateway does not answer.
@@ -138,7 +138,7 @@ def _prepare(environment: Any, **_: Any) -> None:
     if options.master or options.worker or options.processes:
         _refuse(2, "the load comes from one process")
     try:
-        environment.load = Load(environment)
+        environment.load = LoadTest(environment)
     except OutriderError as error:
         _refuse(1, error.message)
     except httpx.HTTPError as error:
@@ -175,7 +175,7 @@ class Shape(LoadTestShape):
 
     def tick(self) -> tuple[int, float] | None:
         assert self.runner is not None
-        load: Load = self.runner.environment.load
+        load: LoadTest = self.runner.environment.load
         share = self.get_run_time() / load.knobs.duration_s
         rate = self.runner.environment.parsed_options.spawn_rate
         return (load.scenario.shape(share, load.users), rate) if share < 1 else None
@@ -185,7 +185,7 @@ class VirtualUser(User):
     """A user that sends its workload's next request, waits for the whole answer, and repeats."""
 
     def on_start(self) -> None:
-        self.load: Load = self.environment.load
+        self.load: LoadTest = self.environment.load
         self.connection = self.load.connect()
         # A string as seed gives the same numbers in every process; `hash` of a string does not.
         chance = random.Random(f"{self.load.knobs.seed}/{next(self.load.indices)}")
@@ -200,12 +200,12 @@ class VirtualUser(User):
         except GreenletExit:
             # Locust stops users after the load and its --stop-timeout.  A request that is still open counts as failed: without
             # this record, a server that hangs would look as if it had not been asked.
-            self.record(self.next, Answer(began, fault=UNANSWERED))
+            self.record(self.next, StreamedAnswer(began, fault=UNANSWERED))
             raise
         self.record(self.next, answer)
         self.next = self.workload.send(answer.text)
 
-    def record(self, request: Request, answer: Answer) -> None:
+    def record(self, request: LoadRequest, answer: StreamedAnswer) -> None:
         """Records an answer; only complete ones are timed."""
         self.environment.events.request.fire(
             request_type="POST",

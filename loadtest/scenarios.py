@@ -1,8 +1,8 @@
 """The scenarios: what their users ask, and the number of users over time.  Pure but for the prompts' source.
 
-A workload is a generator: it yields a `Request`, is sent the answer's text, and yields the next one.  It never ends by itself.
-All its choices come from its own `random.Random`.  So the same seed gives the same requests, whatever the server answers,
-unless an answer is part of the next request (`multiturn`).
+A workload is a generator: it yields a `LoadRequest`, is sent the answer's text, and yields the next one.  It never ends by
+itself.  All its choices come from its own `random.Random`.  So the same seed gives the same requests, whatever the server
+answers, unless an answer is part of the next request (`multiturn`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Knobs:
     duration_s: float = 30.0
 
 
-class Request(NamedTuple):
+class LoadRequest(NamedTuple):
     """One request to make."""
 
     label: str
@@ -38,7 +38,7 @@ class Request(NamedTuple):
     body: dict[str, Any]
 
 
-Workload = Generator[Request, str, None]
+Workload = Generator[LoadRequest, str, None]
 Make = Callable[[Knobs, random.Random, Callable[[], float]], Workload]
 """(knobs, chance, seconds since the load began) -> workload."""
 
@@ -89,7 +89,7 @@ def log_uniform(low: float, high: float, chance: random.Random) -> int:
     return max(1, round(math.exp(chance.uniform(math.log(max(low, 1)), math.log(max(high, 1))))))
 
 
-def _request(knobs: Knobs, label: str, content: str | list[dict[str, str]], max_tokens: int | None = None) -> Request:
+def _request(knobs: Knobs, label: str, content: str | list[dict[str, str]], max_tokens: int | None = None) -> LoadRequest:
     """A streamed completion of a text, or a chat after messages."""
     is_text = isinstance(content, str)
     body = {
@@ -100,7 +100,7 @@ def _request(knobs: Knobs, label: str, content: str | list[dict[str, str]], max_
         "stream_options": {"include_usage": True},
         "prompt" if is_text else "messages": content,
     }
-    return Request(label, COMPLETIONS if is_text else CHAT, body)
+    return LoadRequest(label, COMPLETIONS if is_text else CHAT, body)
 
 
 def _user(text: str) -> list[dict[str, str]]:

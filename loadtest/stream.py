@@ -23,7 +23,7 @@ _CONTENT = ("content", "reasoning", "reasoning_content", "tool_calls", "refusal"
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """One answer, as far as it has arrived.  Times are readings of one monotonic clock, in seconds."""
 
     started: float

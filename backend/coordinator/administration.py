@@ -17,16 +17,16 @@ from backend.coordinator.commands import (
     Answer,
     AnyCommand,
     Assign,
+    CommandRefused,
     Done,
     Drain,
     Reason,
-    Refused,
     Remove,
     Restart,
     Resume,
     SwapDrafter,
 )
-from backend.coordinator.messages import Progress
+from backend.coordinator.messages import OperationProgress
 from backend.coordinator.policy import Coordinator
 from backend.fleet import FleetSnapshot, MemberKind, MemberView, Operation
 
@@ -70,7 +70,7 @@ class Administration:
         """The operation that the launcher has to work on: the running one, or else the oldest that waits."""
         return next((each for each in self._operations.values() if each.state in ("running", "waiting")), None)
 
-    def progress(self, report: Progress) -> None:
+    def progress(self, report: OperationProgress) -> None:
         """Takes the launcher's report on an operation.  Ignored if the operation is not known any more."""
         known = self._operations.get(report.operation)
         if known is None:
@@ -89,7 +89,7 @@ class Administration:
                 raise _Refusal("version_mismatch", f"the fleet is at version {fleet.version}, not {command.if_version}")
             return self._take(command, fleet, now)
         except _Refusal as refusal:
-            return Refused(refusal.reason, str(refusal), fleet.version)
+            return CommandRefused(refusal.reason, str(refusal), fleet.version)
 
     def _take(self, command: AnyCommand, fleet: FleetSnapshot, now: float) -> Done:
         if isinstance(command, Drain):

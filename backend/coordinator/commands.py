@@ -98,7 +98,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     """The operation that carries the command out, if the launcher has to."""
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class CommandRefused(msgspec.Struct, frozen=True, tag="refused"):
     """The command was not taken, and nothing has changed."""
 
     reason: Reason
@@ -106,4 +106,4 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     version: int
 
 
-Answer = Done | Refused
+Answer = Done | CommandRefused

@@ -12,7 +12,7 @@ from backend.fleet.speed import Speed
 
 
 @dataclass
-class Counters:
+class FleetCounters:
     """The registry's counters; `FleetSnapshot.counters` explains each."""
 
     registrations: int = 0
@@ -25,7 +25,7 @@ class Counters:
 
 
 @dataclass
-class Entry:
+class MemberEntry:
     """One process; a restarted member gets a new entry."""
 
     member: Member

@@ -36,7 +36,7 @@ class Report(msgspec.Struct, frozen=True):
     """From a gateway: the version of the snapshot that it acts on."""
 
 
-class Progress(msgspec.Struct, frozen=True):
+class OperationProgress(msgspec.Struct, frozen=True):
     """The launcher's report on an operation."""
 
     operation: int

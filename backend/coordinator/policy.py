@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from backend.coordinator.assignment import Pair, Situation
-from backend.coordinator.entries import Counters, Entry
+from backend.coordinator.entries import FleetCounters, MemberEntry
 from backend.coordinator.messages import Report
 from backend.coordinator.water_filling import WaterFilling
 from backend.fleet import Assignment, DrafterRef, FleetSnapshot, Member, Orders, reached_at
@@ -46,10 +46,10 @@ class Coordinator:
     rule: WaterFilling = field(default_factory=WaterFilling)
     pins: dict[str, list[str]] = field(default_factory=dict, init=False)
     """The pins in force: drafter -> verifiers."""
-    counters: Counters = field(default_factory=Counters, init=False)
-    _entries: dict[str, Entry] = field(default_factory=dict, init=False)
+    counters: FleetCounters = field(default_factory=FleetCounters, init=False)
+    _entries: dict[str, MemberEntry] = field(default_factory=dict, init=False)
     _drains: dict[str, float | None] = field(default_factory=dict, init=False)
-    """The drains in force: member id -> `Entry.migrate_at`.  They outlive the member's process."""
+    """The drains in force: member id -> `MemberEntry.migrate_at`.  They outlive the member's process."""
     _since: dict[Pair, float] = field(default_factory=dict, init=False)
     """When each assigned pair was bound."""
     _generations: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
@@ -75,7 +75,7 @@ class Coordinator:
         if known is not None and known.member.route != member.route:
             self._unbind_member(member.id)
         if entry is None or entry.member.incarnation != member.incarnation:
-            entry = self._entries[member.id] = Entry(member, now, member.state)
+            entry = self._entries[member.id] = MemberEntry(member, now, member.state)
             entry.drain, entry.migrate_at = member.id in self._drains, self._drains.get(member.id)
             self.counters.restarts += known is not None
         entry.member, entry.heard, entry.state = member, now, member.state
@@ -203,7 +203,7 @@ class Coordinator:
 
     # Details.
 
-    def _current(self, member_id: str, incarnation: str) -> Entry | None:
+    def _current(self, member_id: str, incarnation: str) -> MemberEntry | None:
         entry = self._entries.get(member_id)
         return entry if entry is not None and entry.member.incarnation == incarnation else None
 
@@ -213,7 +213,7 @@ class Coordinator:
             entry.drain, entry.migrate_at = drain
             self.changed()
 
-    def _lease_of(self, entry: Entry) -> float:
+    def _lease_of(self, entry: MemberEntry) -> float:
         """Seconds without a report after which the member is lost, or a lost one is removed."""
         if entry.state == "lost":
             return FORGET_LOST_S

@@ -27,7 +27,7 @@ from backend.drafter.eagle import EagleProposer
 from backend.drafter.head import Head, Rows, Stretch, affine, rotate_pairs
 from backend.drafter.proposer import Drafted, Premise
 from backend.models.checkpoint import HeadWeights
-from backend.models.head_config import Block
+from backend.models.head_config import OnePassDrafting
 from backend.wire.drafting import Outcome
 
 
@@ -61,7 +61,7 @@ class DFlashProposer(EagleProposer):
         # Graphs would replay single steps of a draft; here it has one.
         super().__init__(weights, cache_tokens, device, graphs=False)
         assert weights.config.block is not None, "a DFlash head has a block"
-        self._block: Block = weights.config.block
+        self._block: OnePassDrafting = weights.config.block
         self.longest = min(self._block.longest or self.longest, self.longest)
         self._fresh = fresh_noise(self._head.device)
 

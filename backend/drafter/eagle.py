@@ -19,7 +19,7 @@ from backend.drafter.decoding import Decoder, columns_behind, rows_behind, tips
 from backend.drafter.draws import Ends, Rules
 from backend.drafter.head import LONG, Head, Rows, Stretch
 from backend.drafter.outcomes import Imagination, Padding
-from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Drafted, DraftRequest, Premise, Sampling, Until, Usage
+from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Drafted, DraftRequest, Premise, ProposerStats, Sampling, Until
 from backend.drafter.sessions import TORCH_DTYPES
 from backend.models.checkpoint import HeadWeights
 from backend.wire.drafting import Outcome
@@ -95,9 +95,9 @@ class EagleProposer:
         """Rows made from features of the target's old weights serve no further sequence."""
         self._cache.invalidate()
 
-    def usage(self) -> Usage:
+    def usage(self) -> ProposerStats:
         held = self._cache
-        return Usage(len(held), held.usage, held.prefix_rows_reused, held.evictions)
+        return ProposerStats(len(held), held.usage, held.prefix_rows_reused, held.evictions)
 
     @torch.inference_mode()
     def draft(self, batch: Sequence[DraftRequest]) -> list[Drafted]:

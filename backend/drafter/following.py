@@ -54,7 +54,7 @@ class Following:
         self._take = take
         self._have = Hello(PROTOCOL_VERSION, "", "drafts", 0)
         """The greeting that named the present weights; at first a made-up one with the weights of the start."""
-        self._asked: frozenset[TargetTensor] = frozenset()
+        self._requested: frozenset[TargetTensor] = frozenset()
         """The tensors of these weights that were asked for, and those that came."""
         self._found: dict[str, Tensor] = {}
         self._fetch: _Fetch | None = None
@@ -65,18 +65,18 @@ class Following:
         if not hello.weights:
             return None
         if self._differs(hello):
-            asked: frozenset[TargetTensor] = frozenset()
+            requested: frozenset[TargetTensor] = frozenset()
             found: dict[str, Tensor] = {}
         else:
             # Another head may share what the one before did not.
-            asked, found = self._asked, self._found
-            if self._names() <= asked:
+            requested, found = self._requested, self._found
+            if self._names() <= requested:
                 return None
         fetch = self._fetch
         if fetch is not None and fetch.hello.target == hello.target and fetch.hello.verifier_id != hello.verifier_id:
             return self.remind(session, now)
-        names = frozenset(self._names()) - asked
-        self._fetch = _Fetch(hello, session, sorted(names), names | asked, now, found=dict(found)) if names else None
+        names = frozenset(self._names()) - requested
+        self._fetch = _Fetch(hello, session, sorted(names), names | requested, now, found=dict(found)) if names else None
         return self._fetch.want if self._fetch is not None else None
 
     def remind(self, session: Session, now: float) -> Want | None:
@@ -124,7 +124,7 @@ class Following:
 
     def _end(self, fetch: _Fetch) -> None:
         """All tensors of a fetch have come, or one cannot come."""
-        self._have, self._asked, self._found, self._fetch = fetch.hello, fetch.covered, fetch.found, None
+        self._have, self._requested, self._found, self._fetch = fetch.hello, fetch.covered, fetch.found, None
 
     def _differs(self, hello: Hello) -> bool:
         """Whether these weights are new here.  A verifier may reuse a name for other weights, with a new number."""

@@ -93,8 +93,8 @@ class Lessons:
         if record.end - max(record.prompt, record.first) < SHORTEST or len(tokens) <= record.rows or UNKNOWN in tokens:
             return
         features = torch.cat(record.parts)
-        said = torch.tensor(tokens, dtype=torch.int32)
-        self._writer.put(Replay(said, features, record.first, record.prompt, record.temperature).last(LONGEST))
+        token_ids = torch.tensor(tokens, dtype=torch.int32)
+        self._writer.put(Replay(token_ids, features, record.first, record.prompt, record.temperature).last(LONGEST))
 
     def forget(self, keys: Sequence[Hashable]) -> None:
         """Drops these sequences; they do not go to the ring."""

@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService, Reply
 from backend.fleet import DrafterStats
-from backend.transport.hub import Hub, Router
+from backend.transport.hub import Hub, ServerSocket
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ MAX_DRAIN = 256
 class DrafterLoop:
     """Moves messages between a bound socket and the service until told to stop."""
 
-    def __init__(self, hub: Hub, router: Router, service: DrafterService) -> None:
+    def __init__(self, hub: Hub, router: ServerSocket, service: DrafterService) -> None:
         self._hub = hub
         self._router = router
         self._service = service

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
-from backend.drafter.proposer import GREEDY, MAX_DRAFT, Drafted, DraftRequest, Premise, Sampling, Usage
+from backend.drafter.proposer import GREEDY, MAX_DRAFT, Drafted, DraftRequest, Premise, ProposerStats, Sampling
 from backend.speculation.lookup import LONGEST, SHORTEST, Lookup
 from backend.wire.drafting import Outcome, TargetTensor
 
@@ -78,8 +78,8 @@ class NgramProposer:
     def invalidate(self) -> None:
         """Does nothing: look-ups do not depend on the target's weights."""
 
-    def usage(self) -> Usage:
-        return Usage(len(self._lookups), min(self._held / self._capacity, 1.0), 0, self._evictions)
+    def usage(self) -> ProposerStats:
+        return ProposerStats(len(self._lookups), min(self._held / self._capacity, 1.0), 0, self._evictions)
 
     def _make_room(self, keep: Hashable) -> None:
         while self._held > self._capacity and len(self._lookups) > 1:

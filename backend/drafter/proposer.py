@@ -123,7 +123,7 @@ class Premise:
 
 
 @dataclass(frozen=True)
-class Usage:
+class ProposerStats:
     """A proposer's present load and cumulative counters."""
 
     sequences: int = 0
@@ -173,5 +173,5 @@ class Proposer(Protocol):
     def invalidate(self) -> None:
         """The target's weights were exchanged: rows made from the old weights must not serve new requests."""
 
-    def usage(self) -> Usage:
+    def usage(self) -> ProposerStats:
         """Counters and load."""

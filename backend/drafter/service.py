@@ -306,10 +306,10 @@ class DrafterService:
             replies.append((listener, encode(message)))
         return replies
 
-    def _by_peer(self, wishes: Sequence[Wanted]) -> Iterable[tuple[bytes, list[int]]]:
-        """Groups `wishes` by the peer that waits for them: its drafts socket, and indices in `wishes`."""
+    def _by_peer(self, demands: Sequence[Wanted]) -> Iterable[tuple[bytes, list[int]]]:
+        """Groups `demands` by the peer that waits for them: its drafts socket, and indices in `demands`."""
         groups: dict[bytes, list[int]] = {}
-        for place, wanted in enumerate(wishes):
+        for place, wanted in enumerate(demands):
             session = self._sessions.get(wanted.key[0])
             if session is not None and session.drafts is not None:
                 groups.setdefault(session.drafts, []).append(place)
@@ -358,18 +358,18 @@ class DrafterService:
     def _answer(
         self, fresh: list[tuple[Wanted, int | None]], drafts: list[Drafted], started: float, finished: float
     ) -> list[Reply]:
-        wishes = [wanted for wanted, _ in fresh]
+        demands = [wanted for wanted, _ in fresh]
         found = [NOTHING if place is None else drafts[place] for _, place in fresh]
         draft_us = round((finished - started) * 1e6)
         replies: list[Reply] = []
-        for listener, places in self._by_peer(wishes):
-            queue_us = round(max(started - min(wishes[place].since for place in places), 0.0) * 1e6)
+        for listener, places in self._by_peer(demands):
+            queue_us = round(max(started - min(demands[place].since for place in places), 0.0) * 1e6)
             items = [
                 Draft(item.request_id, item.base_len, drafted.tokens, drafted.signs, drafted.proposal)
-                for item, drafted in ((wishes[place].item, found[place]) for place in places)
+                for item, drafted in ((demands[place].item, found[place]) for place in places)
             ]
             replies.append((listener, encode(Drafts(draft_us, queue_us, items))))
-        for wanted, drafted in zip(wishes, found, strict=True):
+        for wanted, drafted in zip(demands, found, strict=True):
             self._nexts.drafted(wanted, drafted.tokens, finished)
             if self._lessons is not None:
                 self._lessons.drafted(wanted.key, wanted.item.base_len, drafted.first)

@@ -43,11 +43,11 @@ from backend.wire.engine import (
     WELCOME,
     Account,
     Addition,
+    EmittedText,
     EngineHello,
     EngineWelcome,
     Refusal,
     RequestOptions,
-    Said,
 )
 
 PING_EVERY_S = 1.0
@@ -85,19 +85,19 @@ class EngineCodec:
         request: EngineCoreRequest,
         place_id: str,
         emitted: Sequence[int] = (),
-        asked: RequestOptions | None = None,
+        options: RequestOptions | None = None,
     ) -> list[Buffer]:
         """A request, to be continued after its `emitted` tokens; its outputs will carry the id `place_id`."""
-        return [ADD, _pack(Addition(place_id, list(emitted), asked)), *self._encoder.encode(request)]
+        return [ADD, _pack(Addition(place_id, list(emitted), options)), *self._encoder.encode(request)]
 
     def abort(self, place_ids: Sequence[str]) -> list[Buffer]:
         """Aborts these requests: they end without further outputs."""
         return [ABORT, _pack(list(place_ids))]
 
     @staticmethod
-    def share(said: Said) -> list[Buffer]:
+    def share(shared: EmittedText) -> list[Buffer]:
         """A text that the verifier may look drafts up in."""
-        return [SHARE, _pack(said)]
+        return [SHARE, _pack(shared)]
 
     def call(self, call_id: int, method: str, args: Sequence[Any]) -> list[Buffer]:
         """Calls a method of the engine core; the result comes with `EngineCoreOutputs`."""
@@ -234,14 +234,14 @@ class EngineClient:
         params: SamplingParams,
         request_id: str | None = None,
         emitted: Sequence[int] = (),
-        asked: RequestOptions | None = None,
+        options: RequestOptions | None = None,
         **fields: Any,
     ) -> str:
         """Sends an `engine_request`, to be continued after the `emitted` output tokens; returns its id."""
         request_id = request_id or f"req-{uuid.uuid4().hex[:8]}"
         request = engine_request(request_id, prompt, params, **fields)
         self.answers[request_id] = Answer(sent_at=time.monotonic())
-        self.dealer.send(*self._codec.add(request, request_id, emitted, asked=asked))
+        self.dealer.send(*self._codec.add(request, request_id, emitted, options=options))
         return request_id
 
     def abort(self, request_id: str) -> None:
@@ -257,8 +257,8 @@ class EngineClient:
     @property
     def weights(self) -> Weights:
         """The target's weights that the verifier runs, as it last reported them."""
-        said = self.stats or self.welcome
-        return said.weights if said is not None else Weights()
+        report = self.stats or self.welcome
+        return report.weights if report is not None else Weights()
 
     def ping(self) -> None:
         """Tells the verifier that this client is alive; `run_until` does so by itself."""
@@ -361,7 +361,7 @@ class EngineClient:
             self.stats, self.stats_at = heard, now
         elif isinstance(heard, RowBatch):
             self.rows.add(heard)
-            self._rows_answered = max(self._rows_answered, heard.asked)
+            self._rows_answered = max(self._rows_answered, heard.request_number)
         elif isinstance(heard, EngineWelcome):
             # Counters from before the greeting name weights that may have changed since.
             self.welcome, self.stats, self._greeting = heard, None, False

@@ -40,7 +40,7 @@ class StepOrders:
     """What the sampled drafts of this step were drawn from."""
 
 
-class Drafted(NamedTuple):
+class DraftOrigin(NamedTuple):
     """Where the draft of a verification came from."""
 
     drafter_id: str
@@ -51,7 +51,7 @@ class Drafted(NamedTuple):
     """See `Tally.source`."""
 
 
-UNDRAFTED = Drafted("")
+UNDRAFTED = DraftOrigin("")
 
 
 class Counters:
@@ -186,8 +186,8 @@ class CountingScheduler:
                 teacher_forced=fixed_response(params) is not None,
             )
         is_traced = self.spans is not None and self.spans.began(request)
-        asked: RequestOptions | None = getattr(request, "outrider", None)
-        asks = asked is not None and asked.account
+        options: RequestOptions | None = getattr(request, "outrider", None)
+        asks = options is not None and options.account
         if asks or is_traced:
             rule = RULE_NAMES[rule_of(request.sampling_params)]
             self.accounts.began(request.request_id, request.client_index if asks else None, rule)
@@ -201,9 +201,9 @@ class CountingScheduler:
                 self._count_ended(self.counters.stats, request.request_id, str(request.get_finished_reason()))
         return ended
 
-    def drafted_by(self, request_id: str) -> Drafted:
+    def drafted_by(self, request_id: str) -> DraftOrigin:
         """Where the draft came from that the last step verified for a request."""
-        return Drafted(self.source_name)
+        return DraftOrigin(self.source_name)
 
     def plan_in_force(self) -> Plan:
         """What drafters are currently asked for."""

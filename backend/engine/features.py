@@ -24,7 +24,7 @@ import torch
 
 from backend.engine.feature_link import FeatureLink, Projection
 from backend.engine.feature_store import FeatureStore
-from backend.engine.postponed import Postponed, Span, pick_rows
+from backend.engine.postponed import Postponed, RowSpan, pick_rows
 from backend.fleet import DraftCounters, DrafterRef
 from backend.models.head_config import CheckpointError
 from backend.speculation.pairing import Pairings
@@ -161,7 +161,7 @@ class FeatureShipper:
         self.postponed.add(request_ids, starts, counts, torch.cat([layer[:total] for layer in layers], dim=-1))
         return True
 
-    def ship(self, spans: list[Span], layers: Sequence[torch.Tensor] | None) -> None:
+    def ship(self, spans: list[RowSpan], layers: Sequence[torch.Tensor] | None) -> None:
         """Sends this step's rows, or postpones them if drafters are in no hurry.
 
         `layers`: each `[num_tokens, width]`; side by side they are the features before `fc`.  None: drafters need no features.
@@ -174,7 +174,7 @@ class FeatureShipper:
                 self.postponed.add([span.request_id for span in spans], starts, counts, picked)
                 return
             spans, picked = self.postponed.with_present(spans, picked)
-        by_drafter: dict[str, list[Span]] = {drafter_id: [] for drafter_id in self._assigned}
+        by_drafter: dict[str, list[RowSpan]] = {drafter_id: [] for drafter_id in self._assigned}
         for span in spans:
             chosen = self._drafter_of(span.request_id)
             if chosen is not None:
@@ -198,7 +198,7 @@ class FeatureShipper:
         return self._drafters[request_id]
 
     def _rows_for(
-        self, link: FeatureLink, its_spans: list[Span], spans: list[Span], picked: torch.Tensor | None, rows: _Rows
+        self, link: FeatureLink, its_spans: list[RowSpan], spans: list[RowSpan], picked: torch.Tensor | None, rows: _Rows
     ) -> _Rows:
         """The rows for this drafter: none, `rows` (the fleet's head), or its own of `picked`, projected for its own head."""
         if not link.ref.takes_features:
@@ -210,7 +210,7 @@ class FeatureShipper:
         own = torch.cat([picked[:0], *(part for span, part in parts if span.request_id in its)])
         return self._features(its_spans, own, link.project)
 
-    def _ship_to(self, link: FeatureLink, spans: list[Span], rows: _Rows) -> None:
+    def _ship_to(self, link: FeatureLink, spans: list[RowSpan], rows: _Rows) -> None:
         items: list[Open | Commit | Close] = []
         frames: list[bytes | memoryview] = []
         opened: set[str] = set()
@@ -247,7 +247,7 @@ class FeatureShipper:
         counters.dropped["overflow"] = counters.dropped.get("overflow", 0) + 1
         return False
 
-    def _hand_over(self, link: FeatureLink, span: Span, rows: _Rows, room: int) -> tuple[Open | Commit, bytes, int] | None:
+    def _hand_over(self, link: FeatureLink, span: RowSpan, rows: _Rows, room: int) -> tuple[Open | Commit, bytes, int] | None:
         """Opens a request on a drafter with all rows that are kept.
 
         Returns the message, its features, and the number of rows handed over.  If they need several messages, all but the last
@@ -290,7 +290,7 @@ class FeatureShipper:
         counters.handover_bytes += count * rows.row_bytes
         return item, frame, count
 
-    def _item(self, link: FeatureLink, span: Span, with_features: bool) -> tuple[Open | Commit, int]:
+    def _item(self, link: FeatureLink, span: RowSpan, with_features: bool) -> tuple[Open | Commit, int]:
         """The message for one request, and the first row of its span that the drafter does not have."""
         base_len = span.start + span.rows + 1
         known = link.next_row.get(span.request_id)
@@ -302,7 +302,7 @@ class FeatureShipper:
         tokens = span.tokens(span.start + first + 1, base_len)
         return Commit(span.request_id, base_len, tokens, len(tokens) if with_features else 0), first
 
-    def _features(self, spans: list[Span], picked: torch.Tensor | None, project: Projection | None) -> _Rows:
+    def _features(self, spans: list[RowSpan], picked: torch.Tensor | None, project: Projection | None) -> _Rows:
         """The spans' rows, projected in one call and copied to the host.  `picked`: those of all spans, in order."""
         if picked is None:
             return _Rows()

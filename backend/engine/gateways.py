@@ -24,7 +24,7 @@ from backend.engine.worker.fixed import refuse_unfit
 from backend.fleet import VerifierStats
 from backend.records.kept import KEPT_ROWS, KeptRows, RowBatch
 from backend.records.rows import Row
-from backend.transport import Buffer, Router
+from backend.transport import Buffer, ServerSocket
 from backend.wire.engine import (
     ABORT,
     ACCOUNTS,
@@ -41,10 +41,10 @@ from backend.wire.engine import (
     UTILITY,
     WELCOME,
     Addition,
+    EmittedText,
     EngineHello,
     EngineWelcome,
     Refusal,
-    Said,
 )
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class GatewayPort:
 
     def __init__(
         self,
-        router: Router,
+        router: ServerSocket,
         core: EngineCore,
         welcome: EngineWelcome,
         files: Callable[[Row], None] | None,
@@ -206,10 +206,10 @@ class GatewayPort:
             call_id, method, arguments = self._plain.decode(payload)
             self._utility(gateway, call_id, method, arguments)
         elif kind == SHARE and self._welcome.looks_up:
-            self._core.scheduler.speculator.candidates.share(msgspec.msgpack.decode(payload[0], type=Said))
+            self._core.scheduler.speculator.candidates.share(msgspec.msgpack.decode(payload[0], type=EmittedText))
         elif kind == ROWS:
             batch = self._kept.take() if self._kept is not None else RowBatch()
-            batch.asked = msgspec.msgpack.decode(payload[0], type=int)
+            batch.request_number = msgspec.msgpack.decode(payload[0], type=int)
             self._tell(gateway, ROWS, msgspec.msgpack.encode(batch))
         elif kind == PING:
             self._router.send(gateway.identity, PING)
@@ -223,7 +223,7 @@ class GatewayPort:
             refuse_unfit(request, self._welcome.fixed_responses, self._vocab_size, self._welcome.max_model_len)
             if request.lora_request is not None:
                 self._weights.read_adapter(request.lora_request)
-            add_request(self._core, request, addition.emitted, addition.asked)
+            add_request(self._core, request, addition.emitted, addition.options)
             self._tell(gateway, TAKEN, addition.request_id.encode())
         except Exception as error:
             # An error in one request, unreadable frames included, must not end the engine for the others.

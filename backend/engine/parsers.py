@@ -87,17 +87,17 @@ REASONING: tuple[Row, ...] = (
 )
 
 
-def tool_parser(asked: str, model_dir: str, chat_template: str | None = None) -> str | None:
-    """The name of the tool call parser, or None; `asked` is a name, `auto` or `none`."""
-    if asked != AUTO:
-        return None if asked == NO_PARSER else asked
+def tool_parser(name: str, model_dir: str, chat_template: str | None = None) -> str | None:
+    """The name of the tool call parser, or None; `name` is a name, `auto` or `none`."""
+    if name != AUTO:
+        return None if name == NO_PARSER else name
     return _first(TOOLS, model_dir, chat_template) or ANY_MODEL
 
 
-def reasoning_parser(asked: str, model_dir: str, chat_template: str | None = None) -> str | None:
-    """The name of the reasoning parser; None for a model without reasoning text.  `asked` is a name, `auto` or `none`."""
-    if asked != AUTO:
-        return None if asked == NO_PARSER else asked
+def reasoning_parser(name: str, model_dir: str, chat_template: str | None = None) -> str | None:
+    """The name of the reasoning parser; None for a model without reasoning text.  `name` is a name, `auto` or `none`."""
+    if name != AUTO:
+        return None if name == NO_PARSER else name
     return _first(REASONING, model_dir, chat_template)
 
 

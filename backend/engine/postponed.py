@@ -19,7 +19,7 @@ MOST_ROWS = 512
 """Fewer rows are set aside at any time: so many, and its own, are the most that one step sends."""
 
 
-class Span(NamedTuple):
+class RowSpan(NamedTuple):
     """The rows that one request computed in a step, or in several.
 
     Rows `offset .. offset + rows - 1` of the hidden states are the features of positions `start .. start + rows - 1`.  All of
@@ -34,7 +34,7 @@ class Span(NamedTuple):
     tokens: Callable[[int, int], list[int]]
 
 
-def pick_rows(spans: list[Span], layers: Sequence[torch.Tensor]) -> torch.Tensor:
+def pick_rows(spans: list[RowSpan], layers: Sequence[torch.Tensor]) -> torch.Tensor:
     """A copy of the spans' rows, one after the other; those of all layers side by side.  A layer is `[num_tokens, width]`."""
     end = 0
     for span in spans:
@@ -92,7 +92,7 @@ class Postponed:
         if self._steps:
             self._over.update(dict.fromkeys(request_ids, len(self._steps)))
 
-    def with_present(self, spans: list[Span], block: torch.Tensor) -> tuple[list[Span], torch.Tensor]:
+    def with_present(self, spans: list[RowSpan], block: torch.Tensor) -> tuple[list[RowSpan], torch.Tensor]:
         """Takes out all postponed rows, merged with the current step's, `block`.  Returns spans, and their rows in this order.
 
         Rows of requests that are not in this step stay: vLLM had no tokens for them.  Others must be forgotten.
@@ -101,7 +101,7 @@ class Postponed:
             return spans, block
         rows, runs, at = torch.cat([*(step.rows for step in self._steps), block]), self._runs(), self.rows
         places: list[int] = []
-        merged: list[Span] = []
+        merged: list[RowSpan] = []
         for span in spans:
             run, start = runs.pop(span.request_id, None), span.start
             if run is not None and run.end == start:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from backend.fleet import VerifierStats
 from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow
-from backend.speculation.waiting import Choice, Load, Plan
+from backend.speculation.waiting import Choice, Plan, StepLoad
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class Recording:
         self._began_s = began_s
         self._await_step(stats)
 
-    def decided(self, plan: Plan, load: Load, choice: Choice, plain_step_s: float) -> None:
+    def decided(self, plan: Plan, load: StepLoad, choice: Choice, plain_step_s: float) -> None:
         """Makes the row of a decision: mode `auto` changes its plan.  `load` holds what it expects of drafts."""
         prospect = load.drafted if plan.k else load.alone
         row = DecisionRow(

@@ -33,22 +33,22 @@ def add_request(
     core: EngineCore,
     request: EngineCoreRequest,
     emitted: Sequence[int] = (),
-    asked: RequestOptions | None = None,
+    options: RequestOptions | None = None,
 ) -> None:
-    """Adds `request` to the engine, to continue after its `emitted` output tokens; `asked` as in `Addition`.
+    """Adds `request` to the engine, to continue after its `emitted` output tokens; `options` as in `Addition`.
 
     Raises what vLLM raises for a request that it refuses, and `ValueError` if `emitted` cannot be the request's output.
     """
     if emitted:
         _check(core, request, emitted)
-    if asked is not None:
-        _check_vocabulary(core, asked.prediction, "a token of the prediction")
+    if options is not None:
+        _check_vocabulary(core, options.prediction, "a token of the prediction")
     # A pooling request has no such parameters.
     if request.sampling_params is not None:
         shares_noise = core.vllm_config.additional_config["outrider"]["shared_noise"]
-        _complete(request.sampling_params, shares_noise, len(emitted), asked or RequestOptions())
+        _complete(request.sampling_params, shares_noise, len(emitted), options or RequestOptions())
     made, wave = core.preprocess_add_request(request)
-    made.outrider = asked
+    made.outrider = options
     if emitted:
         made.append_output_token_ids(list(emitted))
         # The verifier that began the request has counted its prompt and reported its cached tokens.
@@ -58,7 +58,7 @@ def add_request(
     core.add_request(made, wave)
 
 
-def _complete(params: Any, shares_noise: bool, emitted: int, asked: RequestOptions) -> None:
+def _complete(params: Any, shares_noise: bool, emitted: int, options: RequestOptions) -> None:
     """Adds to a request's parameters what the sampler and the runner must know."""
     if emitted:
         # The prompt's log probabilities were sent with the first token.
@@ -73,9 +73,9 @@ def _complete(params: Any, shares_noise: bool, emitted: int, asked: RequestOptio
         _seed(params)
     elif emitted and params.seed is not None:
         params.seed = continued_seed(params.seed, emitted)
-    if asked.logprobs_mode is not None:
-        _add_argument(params, LOGPROBS_MODE, asked.logprobs_mode)
-    if not asked.learn:
+    if options.logprobs_mode is not None:
+        _add_argument(params, LOGPROBS_MODE, options.logprobs_mode)
+    if not options.learn:
         _add_argument(params, NOT_LEARNED, True)
 
 

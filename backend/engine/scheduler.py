@@ -15,7 +15,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from backend.engine.counting import UNDRAFTED, CountingScheduler, Drafted
+from backend.engine.counting import UNDRAFTED, CountingScheduler, DraftOrigin
 from backend.engine.grammar_repairs import DeadEnds
 from backend.engine.resume import rule_of
 from backend.fleet import DrafterRef, VerifierStats
@@ -132,11 +132,11 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def drafted_by(self, request_id: str) -> Drafted:
+    def drafted_by(self, request_id: str) -> DraftOrigin:
         draft = self.speculator.verified(request_id)
         if draft is None:
             return UNDRAFTED
-        return Drafted(draft.source.drafter_id, draft.source.kind == "ahead", draft.draft_s, draft.source.kind)
+        return DraftOrigin(draft.source.drafter_id, draft.source.kind == "ahead", draft.draft_s, draft.source.kind)
 
     def plan_in_force(self) -> Plan:
         return self.speculator.plan

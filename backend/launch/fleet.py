@@ -1,7 +1,7 @@
 """Starts, watches and stops a fleet: coordinator, verifiers and drafters as Ray actors.  The launcher's process.
 
-`Fleet.launch` starts all actors, those that share a verifier's GPU after that verifier serves.  `wait_ready` waits until
-every one of them serves, `stop` ends everything.  Ray restarts an actor that dies.  It does not restart an actor whose
+`LaunchedFleet.launch` starts all actors, those that share a verifier's GPU after that verifier serves.  `wait_ready` waits
+until every one of them serves, `stop` ends everything.  Ray restarts an actor that dies.  It does not restart an actor whose
 constructor raises; then `wait_ready` says why in one line.
 """
 
@@ -27,7 +27,7 @@ from backend.launch.cluster import RayCluster
 from backend.launch.operator import Operator
 from backend.launch.plan import FleetPlan, Hardware, LaunchError, MemberPlan, plan
 from backend.launch.processes import Started, start, stop
-from backend.launch.rooms import RESERVE_TIMEOUT_S, Rooms, arrange
+from backend.launch.rooms import RESERVE_TIMEOUT_S, ReservedBundles, arrange
 from backend.models.resolve import ResolvedModels, Say
 from backend.transport import new_server_keys
 
@@ -51,7 +51,7 @@ def member_environment(offline: bool) -> dict[str, str]:
 
 
 @dataclass
-class Fleet:
+class LaunchedFleet:
     """A running fleet and everything it owns."""
 
     cluster: RayCluster
@@ -59,13 +59,13 @@ class Fleet:
     plan: FleetPlan
     members: dict[str, Started] = field(default_factory=dict)
     """By member id; the operator's thread changes it once the fleet serves."""
-    rooms: Rooms = field(default_factory=Rooms)
+    rooms: ReservedBundles = field(default_factory=ReservedBundles)
     """Reserved room; none in a cluster of our own, where all room is the fleet's."""
     _operator: Operator | None = None
     _ending: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @classmethod
-    def launch(cls, settings: Settings, models: ResolvedModels, say: Say) -> Fleet:
+    def launch(cls, settings: Settings, models: ResolvedModels, say: Say) -> LaunchedFleet:
         """Starts Ray, the coordinator and every member, and returns while the last of them load.
 
         Raises a `CommandError`; then nothing is left running.

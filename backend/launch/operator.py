@@ -19,7 +19,7 @@ import ray
 import ray.exceptions
 
 from backend.coordinator import CoordinatorUnavailable
-from backend.coordinator.messages import Progress
+from backend.coordinator.messages import OperationProgress
 from backend.fleet import FleetSnapshot, Operation
 from backend.launch.emptying import Emptying
 from backend.launch.plan import LaunchError
@@ -28,7 +28,7 @@ from backend.launch.standing import Standing
 from backend.models.resolve import Say
 
 if TYPE_CHECKING:
-    from backend.launch.fleet import Fleet
+    from backend.launch.fleet import LaunchedFleet
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class _Stopped(Exception):
 class Operator:
     """Carries out one fleet's operations until `stop`."""
 
-    def __init__(self, fleet: Fleet, say: Say) -> None:
+    def __init__(self, fleet: LaunchedFleet, say: Say) -> None:
         self._fleet = fleet
         self._coordinator = fleet.coordinator
         self._say = say
@@ -210,8 +210,8 @@ class Operator:
 
     def _tell(self, operation: Operation, note: str, members: list[str] | None = None) -> None:
         with contextlib.suppress(CoordinatorUnavailable):
-            self._coordinator.progress(Progress(operation.id, "running", note, members))
+            self._coordinator.progress(OperationProgress(operation.id, "running", note, members))
 
     def _end(self, operation: Operation, done: bool, note: str) -> None:
         self._say(note if done else f"{operation.kind}: {note}")
-        self._patiently(lambda: self._coordinator.progress(Progress(operation.id, "done" if done else "failed", note)))
+        self._patiently(lambda: self._coordinator.progress(OperationProgress(operation.id, "done" if done else "failed", note)))

@@ -79,7 +79,7 @@ class _Reserved:
     occupants: list[str | None]
 
 
-class Rooms:
+class ReservedBundles:
     """The reserved bundles of a joined cluster, one per member."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ LEAST = 1e-6
 
 
 @dataclass(frozen=True)
-class Batch:
+class LessonBatch:
     """Replays, padded at their ends.
 
     `tokens` `[batch, rows + 1]`; `features` `[batch, rows, width]`, those of the same positions; `answers` `[batch, rows + 1]`,
@@ -44,7 +44,7 @@ class Batch:
     temperatures: Tensor
 
 
-def collate(replays: Sequence[Replay], device: torch.device) -> Batch:
+def collate(replays: Sequence[Replay], device: torch.device) -> LessonBatch:
     """A batch of the replays' last `LONGEST` rows."""
     parts = [replay.last(LONGEST) for replay in replays]
     rows, width = max(len(part.features) for part in parts), parts[0].features.shape[1]
@@ -56,10 +56,10 @@ def collate(replays: Sequence[Replay], device: torch.device) -> Batch:
         tokens[i, : count + 1], features[i, :count] = part.tokens[: count + 1], part.features
         answers[i, max(part.prompt - part.first, 0) : count + 1] = True
     temperatures = torch.tensor([replay.temperature for replay in replays])
-    return Batch(tokens.to(device), features.to(device), answers.to(device), temperatures.to(device))
+    return LessonBatch(tokens.to(device), features.to(device), answers.to(device), temperatures.to(device))
 
 
-def loss_of(pupil: Pupil, batch: Batch, depth: int) -> Tensor:
+def loss_of(pupil: Pupil, batch: LessonBatch, depth: int) -> Tensor:
     """The loss of `depth` unrolled steps, a scalar."""
     outputs, rows = _unroll(pupil, batch, depth)
     # Scores take most of the memory: none are computed for prompts and padding.
@@ -86,7 +86,7 @@ def loss_of(pupil: Pupil, batch: Batch, depth: int) -> Tensor:
 
 
 @torch.no_grad()
-def acceptance_lengths(pupil: Pupil, batch: Batch, depth: int) -> list[float | None]:
+def acceptance_lengths(pupil: Pupil, batch: LessonBatch, depth: int) -> list[float | None]:
     """For each replay, the mean tokens that a verification of a greedy draft of `depth` tokens would emit.
 
     A draft counts up to its first wrong token, so its later steps may read the text's tokens.  None: the replay is too short.
@@ -96,14 +96,14 @@ def acceptance_lengths(pupil: Pupil, batch: Batch, depth: int) -> list[float | N
     alive = wanted.clone()
     accepted = torch.zeros(len(batch.tokens), device=batch.tokens.device)
     for step, output in enumerate(outputs):
-        said = pupil.own_ids[batch.tokens[:, step + 2 : step + 2 + rows]]
-        alive = alive & (pupil.drafter.logits(output).argmax(-1) == said)
+        own_tokens = pupil.own_ids[batch.tokens[:, step + 2 : step + 2 + rows]]
+        alive = alive & (pupil.drafter.logits(output).argmax(-1) == own_tokens)
         accepted += alive.sum(1)
     counts = wanted.sum(1)
     return [1 + float(a) / int(n) if n else None for a, n in zip(accepted, counts, strict=True)]
 
 
-def _unroll(pupil: Pupil, batch: Batch, depth: int) -> tuple[list[Tensor], int]:
+def _unroll(pupil: Pupil, batch: LessonBatch, depth: int) -> tuple[list[Tensor], int]:
     rows = batch.features.shape[1] - depth
     return (pupil.drafter.unroll(batch.tokens[:, 1:], batch.features[:, :rows], depth), rows) if rows > 0 else ([], 0)
 

@@ -88,9 +88,9 @@ class ReplayRing:
     def write(self, number: int, replay: Replay) -> None:
         """Adds a file, and removes the oldest ones beyond the ring's size.  Raises `OSError`."""
         part = self._directory / f"{number}.part"
-        said = {"first": str(replay.first), "prompt": str(replay.prompt), "temperature": repr(replay.temperature)}
+        metadata = {"first": str(replay.first), "prompt": str(replay.prompt), "temperature": repr(replay.temperature)}
         try:
-            save_file({"tokens": replay.tokens, "features": replay.features}, part, metadata=said)
+            save_file({"tokens": replay.tokens, "features": replay.features}, part, metadata=metadata)
         except SafetensorError as error:
             raise OSError(str(error)) from error
         part.replace(self._path(number))
@@ -112,9 +112,9 @@ class ReplayRing:
         """A file's content; None when it is gone or cannot be read as a replay."""
         try:
             with safe_open(self._path(number), framework="pt") as file:
-                said = file.metadata()
+                metadata = file.metadata()
                 tokens, features = file.get_tensor("tokens"), file.get_tensor("features")
-            return Replay(tokens, features, int(said["first"]), int(said["prompt"]), float(said["temperature"]))
+            return Replay(tokens, features, int(metadata["first"]), int(metadata["prompt"]), float(metadata["temperature"]))
         except (OSError, SafetensorError, KeyError, TypeError, ValueError):
             return None
 

@@ -311,7 +311,7 @@ def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _run(trainer: Trainer, orders: list[TakenBack | Followed]) -> None:
-    saved = said = time.monotonic()
+    saved = reported_at = time.monotonic()
     while True:
         while orders:
             order = orders.pop(0)
@@ -324,10 +324,10 @@ def _run(trainer: Trainer, orders: list[TakenBack | Followed]) -> None:
             examined = trainer.examine()
             published = trainer.publish() if examined is not None and examined.is_better else ""
             _tell(trainer.news(examined, published))
-            said = time.monotonic()
+            reported_at = time.monotonic()
         now = time.monotonic()
-        if now - said > POLL_S:
-            said = now
+        if now - reported_at > POLL_S:
+            reported_at = now
             _tell(trainer.news())
         if worked and now - saved > CHECKPOINT_S:
             saved = now

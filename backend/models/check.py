@@ -144,8 +144,8 @@ def _check_positions(head: HeadConfig, target: dict[str, Any], found: Misfits) -
     rope = rope_of(target)
     if rope.theta != head.rope.theta:
         found.warnings.append(f"rope_theta: the head says {head.rope.theta:g}, the target {rope.theta:g}")
-    if (said := _scaling(head.rope)) != (wanted := _scaling(rope)):
-        found.warnings.append(f"rope scaling: the head says {said}, the target {wanted}; acceptance may drop")
+    if (own := _scaling(head.rope)) != (wanted := _scaling(rope)):
+        found.warnings.append(f"rope scaling: the head says {own}, the target {wanted}; acceptance may drop")
 
 
 def _scaling(rope: Rope) -> str:

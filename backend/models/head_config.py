@@ -43,7 +43,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class Block:
+class OnePassDrafting:
     """How a head drafts in one pass, over the latest token and mask tokens behind it."""
 
     mask_token: int
@@ -87,7 +87,7 @@ class HeadConfig:
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
-    block: Block | None = None
+    block: OnePassDrafting | None = None
     """Of a DFlash head."""
 
     @property
@@ -254,7 +254,7 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     )
 
 
-def _block(outer: dict[str, Any], layer: dict[str, Any]) -> Block:
+def _block(outer: dict[str, Any], layer: dict[str, Any]) -> OnePassDrafting:
     """Reads what vLLM reads, with its order of precedence."""
     own = _of_dflash(outer)
     count, window = int(layer["num_hidden_layers"]), own.get("swa_window_size", layer.get("sliding_window"))
@@ -268,7 +268,7 @@ def _block(outer: dict[str, Any], layer: dict[str, Any]) -> Block:
     if any(sliding) and not window:
         raise ValueError("sliding-window attention without a size of the window")
     windows = tuple(int(window or 0) if each else 0 for each in sliding)
-    return Block(int(own["mask_token_id"]), max(int(outer.get("block_size") or 0) - 1, 0), causal, windows)
+    return OnePassDrafting(int(own["mask_token_id"]), max(int(outer.get("block_size") or 0) - 1, 0), causal, windows)
 
 
 def _of_dflash(outer: dict[str, Any]) -> dict[str, Any]:

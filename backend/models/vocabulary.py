@@ -24,7 +24,7 @@ _BROKEN = "\ufffd"
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedVocabulary:
     """What the vocabularies of a draft model and its target share."""
 
     model: HeadConfig
@@ -52,7 +52,7 @@ class Shared:
         return [mine if mine < self.model.own_vocab_size else NO_ID for mine in read]
 
 
-def shared_tokens(model: HeadConfig, own_dir: str, target_dir: str) -> Shared | None:
+def shared_tokens(model: HeadConfig, own_dir: str, target_dir: str) -> SharedVocabulary | None:
     """Compares the vocabularies of a draft model and its target.  None: the same file, or a file is missing.
 
     Raises `CheckpointError` if too few tokens are shared, or if a file is missing and the sizes differ.
@@ -79,7 +79,7 @@ def shared_tokens(model: HeadConfig, own_dir: str, target_dir: str) -> Shared | 
             f"{own_dir}: another vocabulary, which shares {len(ids)} tokens with the target's: "
             f"less than {LEAST_SHARED:.0%} of the smaller one's {smaller}"
         )
-    return Shared(model, ids, len(theirs), own, target)
+    return SharedVocabulary(model, ids, len(theirs), own, target)
 
 
 def _read(file: Path) -> Tokenizer:

@@ -16,7 +16,7 @@ from backend.config.sources import Parser
 from backend.records import export
 from backend.records.markdown import FORCED, sections
 from backend.records.plots import draw
-from backend.records.reading import EVERYTHING, Records, RecordsError, Selection, Worker
+from backend.records.reading import EVERYTHING, Records, RecordsError, Selection, VerifierTables
 from backend.records.schema import KINDS
 from backend.records.summary import Summary, summarise
 
@@ -60,7 +60,7 @@ def _report(records: Records, given: argparse.Namespace, say: Print, note: Print
     note(f"{output / 'report.md'}, with its plots as PNG files beside it")
 
 
-def _of_one_kind(workers: Sequence[Worker]) -> Sequence[Worker]:
+def _of_one_kind(workers: Sequence[VerifierTables]) -> Sequence[VerifierTables]:
     """Leaves teacher-forced verifications out if there are live ones."""
     live = [each.verifications.filter(pc.invert(each.verifications["teacher_forced"])) for each in workers]
     if not any(table.num_rows for table in live):

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backend.records.reading import Numbers, RecordsError, Worker
+from backend.records.reading import Numbers, RecordsError, VerifierTables
 from backend.records.summary import Summary, step_wall_ms
 
 COLOURS = {"busy": "#3b6ea5", "no_work": "#dddddd", "awaiting_draft": "#d98b3a", "swap": "#c44e52"}
@@ -24,7 +24,7 @@ BINS = 120
 NAMED = 8
 """Workers that a legend names; with more, there is none."""
 
-Workers = Sequence[Worker]
+Workers = Sequence[VerifierTables]
 Plot = Callable[[Workers, Summary], Any | None]
 
 

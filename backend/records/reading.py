@@ -56,7 +56,7 @@ EVERYTHING = Selection()
 
 
 @dataclass(frozen=True)
-class Worker:
+class VerifierTables:
     """One verifier's rows as tables; the idle times of steps are columns `idle_<cause>_ms`."""
 
     name: int | str
@@ -67,11 +67,13 @@ class Worker:
     """Seconds without work, at the borders of a selected period only those within it."""
 
 
-def worker_of(name: int | str, rows: RowBatch) -> Worker:
+def worker_of(name: int | str, rows: RowBatch) -> VerifierTables:
     """The tables of rows that are in no file."""
     steps = _flat(to_table("step", rows.steps))
     without_work_s = float(steps[IDLE_COLUMNS["no_work"]].to_numpy().sum() / 1e3)
-    return Worker(name, steps, to_table("verification", rows.verifications), to_table("request", rows.requests), without_work_s)
+    return VerifierTables(
+        name, steps, to_table("verification", rows.verifications), to_table("request", rows.requests), without_work_s
+    )
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Records:
         at = table[TIME_OF[kind]]
         return table.filter(pc.and_(pc.greater_equal(at, self.selection.since), pc.less(at, self.selection.until)))
 
-    def workers(self) -> list[Worker]:
+    def workers(self) -> list[VerifierTables]:
         """The selected rows by incarnation.  Raises `RecordsError` if there are no steps among them."""
         gathered = [(each, self.table(each, "step")) for each in self.incarnations]
         gathered = [(each, steps) for each, steps in gathered if steps.num_rows]
@@ -118,7 +120,7 @@ class Records:
             raise RecordsError("nothing was recorded in this period")
         restarted = len({each.verifier_id for each, _ in gathered}) < len(gathered)
         return [
-            Worker(
+            VerifierTables(
                 f"{each.verifier_id} ({each.books.about.incarnation[:4]})" if restarted else each.verifier_id,
                 steps,
                 self.table(each, "verification"),

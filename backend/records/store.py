@@ -54,7 +54,7 @@ class _Pending:
         self.size = 0
 
 
-class Store:
+class RecordStore:
     """One incarnation's files.  `overflow` counts, by kind, rows dropped before `add`; `now` is always monotonic seconds."""
 
     def __init__(self, about: About, settings: RecordsSettings, overflow: dict[str, int]) -> None:

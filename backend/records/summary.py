@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backend.records.reading import IDLE_COLUMNS, Numbers, Worker, waited_ms
+from backend.records.reading import IDLE_COLUMNS, Numbers, VerifierTables, waited_ms
 
 NOT_SERVED = pa.array(["abort", "error"])
 """Finish reasons of requests that are left out of the speeds."""
@@ -107,7 +107,7 @@ class Summary(msgspec.Struct, frozen=True):
     worst_drafted: list[WorstDrafted]
 
 
-def summarise(workers: Sequence[Worker]) -> Summary:
+def summarise(workers: Sequence[VerifierTables]) -> Summary:
     """Sums up the rows of all workers, of which one at least has steps."""
     steps = pa.concat_tables(each.steps for each in workers)
     verifications = pa.concat_tables(each.verifications for each in workers)
@@ -204,7 +204,7 @@ def _spread(values: Numbers) -> Spread:
     return Spread(len(values), float(values.mean()), least, p10, median, p90, most, values.sum().item())
 
 
-def _worker(worker: Worker, zero: float) -> WorkerSummary:
+def _worker(worker: VerifierTables, zero: float) -> WorkerSummary:
     steps, drafted = worker.steps, drafting(worker.verifications)
     batches, busy_ms = steps["requests"].to_numpy(), steps["busy_ms"].to_numpy()
     batches = batches[batches > 0]

@@ -14,7 +14,7 @@ from collections import deque
 from backend.config import RecordsSettings
 from backend.records.rows import Row
 from backend.records.schema import KIND_OF, KINDS, About
-from backend.records.store import Store
+from backend.records.store import RecordStore
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class FileRecorder:
 
     def __init__(self, about: About, settings: RecordsSettings) -> None:
         self._overflow = dict.fromkeys(KINDS, 0)
-        self._store = Store(about, settings, self._overflow)
+        self._store = RecordStore(about, settings, self._overflow)
         self._queue: deque[Row] = deque()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)

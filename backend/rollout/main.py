@@ -22,7 +22,7 @@ from backend.rollout.log import RoundLog
 from backend.rollout.make import make_trace
 from backend.rollout.options import RolloutOptions, check_joined, fleet_settings, rollout_options, slices, trace_options
 from backend.rollout.report import round_report
-from backend.rollout.requests import Request, Tokenizer, make_requests
+from backend.rollout.requests import RolloutRequest, Tokenizer, make_requests
 from backend.rollout.results import write_round
 from backend.rollout.trace import Case, match, read_prompts, read_trace, trace_file, write_cases
 from backend.rollout.weights import WeightsError, check_weights, newest
@@ -41,7 +41,7 @@ class _Work(NamedTuple):
     """A rollout's work, after all checks."""
 
     step: int
-    rounds: list[list[Request]]
+    rounds: list[list[RolloutRequest]]
     front: Front
     logs: list[RoundLog]
 
@@ -149,9 +149,9 @@ def _front(options: RolloutOptions, settings: Settings, models: ResolvedModels) 
 
 @contextmanager
 def _own_fleet(settings: Settings, models: ResolvedModels, say: Say) -> Iterator[_Place]:
-    from backend.launch.fleet import Fleet
+    from backend.launch.fleet import LaunchedFleet
 
-    fleet = Fleet.launch(settings, models, say)
+    fleet = LaunchedFleet.launch(settings, models, say)
     try:
         fleet.wait_ready(say)
         fleet.operate(say)

@@ -29,24 +29,24 @@ class Death(msgspec.Struct, frozen=True):
 
 
 @dataclass(eq=False)
-class Part:
+class WorkerShare:
     """One worker's share of a round.  A verifier that died and was started again counts as one worker."""
 
     number: int
     rows: RowBatch = field(default_factory=RowBatch)
-    """Steps and verifications that ran here, and, once `Round.settle` was called, the requests that ended here."""
+    """Steps and verifications that ran here, and, once `RoundResult.settle` was called, the requests that ended here."""
     ended: list[RequestRow] = field(default_factory=list)
     """Requests that ended here, as the client saw them; verifiers know their verifications."""
 
 
 @dataclass
-class Round:
+class RoundResult:
     """The results of one round."""
 
     number: int
     wall_s: float = 0.0
     """Seconds from the start of the round to the last token."""
-    parts: list[Part] = field(default_factory=list)
+    parts: list[WorkerShare] = field(default_factory=list)
     """In order of worker numbers."""
     responses: dict[int, RequestOutput] = field(default_factory=dict)
     """By request number."""

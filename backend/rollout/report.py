@@ -13,10 +13,12 @@ import msgspec
 from backend.records.markdown import FORCED, sections
 from backend.records.reading import worker_of
 from backend.records.summary import Summary, summarise
-from backend.rollout.outcome import Round
+from backend.rollout.outcome import RoundResult
 
 
-def round_report(finished: Round, about: dict[str, Any], weights: str = "0", fault: str = "") -> tuple[dict[str, Any], str]:
+def round_report(
+    finished: RoundResult, about: dict[str, Any], weights: str = "0", fault: str = ""
+) -> tuple[dict[str, Any], str]:
     """The contents of `report.json` and `report.md`.
 
     `weights` is the version of the weights, `fault` why newer ones could not be loaded.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Request:
+class RolloutRequest:
     """One response to a prompt."""
 
     number: int
@@ -57,7 +57,7 @@ class Tokenizer:
 
 def make_requests(
     cases: Sequence[Case], tokenizer: Tokenizer, file: Path, options: RolloutOptions, front: Front
-) -> list[Request]:
+) -> list[RolloutRequest]:
     """Requests for one round.  Raises `TraceError`, which names the first row of `file` that cannot be run.
 
     Free responses: `options.samples` requests per prompt, each of at most `max_tokens` or the context's rest.  The parameters
@@ -84,7 +84,7 @@ def make_requests(
             expected = min(len(response), most) or most
             for index in range(samples):
                 seed = None if params.seed is None else params.seed + index
-                requests.append(Request(samples * case.number + index, case, prompt, None, params, expected, seed))
+                requests.append(RolloutRequest(samples * case.number + index, case, prompt, None, params, expected, seed))
             continue
         if case.sampling:
             raise TraceError(f"{where}: --fixed-responses says what is emitted: no sampling_params beside it")
@@ -96,5 +96,5 @@ def make_requests(
         if len(response) > most:
             raise TraceError(f"{where}: the response has {len(response)} tokens, more than --max-tokens {most}")
         params = fixed_sampling(response, options.sampling["temperature"])
-        requests.append(Request(case.number, case, prompt, response, params, len(response)))
+        requests.append(RolloutRequest(case.number, case, prompt, response, params, len(response)))
     return requests

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from backend.config import RecordsSettings, Settings
 from backend.records.schema import KINDS, About
-from backend.records.store import Store
+from backend.records.store import RecordStore
 from backend.rollout import tables
-from backend.rollout.outcome import Part, Round
+from backend.rollout.outcome import RoundResult, WorkerShare
 
 if TYPE_CHECKING:
     from backend.engine.front import RequestOutput
@@ -21,7 +21,7 @@ RESPONSES = "responses.jsonl"
 RECORDS = "records"
 
 
-def write_round(directory: Path, finished: Round, report: dict[str, Any], text: str, settings: Settings) -> None:
+def write_round(directory: Path, finished: RoundResult, report: dict[str, Any], text: str, settings: Settings) -> None:
     """Replaces the results in `directory`; `report` and `text` are the report as JSON and Markdown.  Raises `OSError`."""
     directory.mkdir(parents=True, exist_ok=True)
     for stale in (*directory.glob("worker_*_*.csv"), *directory.glob(RESPONSES)):
@@ -38,12 +38,12 @@ def write_round(directory: Path, finished: Round, report: dict[str, Any], text: 
     (directory / "report.md").write_text(text, encoding="utf-8")
 
 
-def _write_records(directory: Path, part: Part, settings: Settings) -> None:
+def _write_records(directory: Path, part: WorkerShare, settings: Settings) -> None:
     started_at = part.rows.steps[0].began_at if part.rows.steps else 0.0
     about = About(
         f"verifier-{part.number}", "rollout", started_at, settings.mode, settings.model, settings.num_speculative_tokens
     )
-    store = Store(about, RecordsSettings(dir=str(directory)), dict.fromkeys(KINDS, 0))
+    store = RecordStore(about, RecordsSettings(dir=str(directory)), dict.fromkeys(KINDS, 0))
     store.add("step", part.rows.steps, 0.0)
     store.add("verification", part.rows.verifications, 0.0)
     store.add("request", part.rows.requests, 0.0)

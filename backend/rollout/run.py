@@ -18,11 +18,11 @@ from tqdm import tqdm
 from backend.config.sources import CommandError
 from backend.engine.client import Answer
 from backend.engine.front import RequestOutput, SamplingParams
-from backend.engine.front.offline import Responses
+from backend.engine.front.offline import ResponseMaker
 from backend.records.rows import RequestRow
 from backend.rollout.dispatch import Dispatcher
-from backend.rollout.outcome import Death, Part, Round
-from backend.rollout.requests import Request
+from backend.rollout.outcome import Death, RoundResult, WorkerShare
+from backend.rollout.requests import RolloutRequest
 from backend.rollout.workers import Worker, Workers
 
 POLL_S = 0.05
@@ -53,10 +53,10 @@ class RoundRunner:
     def __init__(
         self,
         number: int,
-        requests: Sequence[Request],
+        requests: Sequence[RolloutRequest],
         workers: Workers,
         window: int,
-        responses: Responses,
+        responses: ResponseMaker,
         bar: tqdm[None],
         seed: int | None = None,
     ) -> None:
@@ -65,7 +65,7 @@ class RoundRunner:
         `seed` is for free responses whose parameters have none; with None, they are not reproducible.
         """
         self.say: Callable[[str], None] = lambda line: None
-        self._round = Round(number)
+        self._round = RoundResult(number)
         self._requests = requests
         self._workers = workers
         self._responses = responses
@@ -80,13 +80,13 @@ class RoundRunner:
         """By index in the batch: when the request was first sent."""
         self._first_at: dict[int, float] = {}
         """By index in the batch: when its first token came, from whichever worker."""
-        self._parts: dict[int, Part] = {}
+        self._parts: dict[int, WorkerShare] = {}
         """By worker number."""
         self._tokens = 0
         self._began = self._next_look = self._next_tend = self._next_progress = 0.0
         self._busy_at = 0.0
 
-    def run(self) -> Round:
+    def run(self) -> RoundResult:
         """Returns when every request is complete.  Raises `RolloutError`."""
         self._workers.fetch_rows()  # of the time before: `_welcome` begins the round's
         self._began = self._busy_at = time.monotonic()
@@ -126,7 +126,7 @@ class RoundRunner:
             self._bar.update(done - self._bar.n)
 
     def _welcome(self, worker: Worker) -> None:
-        worker.rows = self._parts.setdefault(worker.number, Part(worker.number)).rows
+        worker.rows = self._parts.setdefault(worker.number, WorkerShare(worker.number)).rows
         self._dispatcher.join(worker.name)
 
     def _send(self) -> None:
@@ -144,7 +144,7 @@ class RoundRunner:
         self._numbers[request_id] = request.number
         self._running[request_id] = _Sent(place, worker)
 
-    def _params(self, request: Request) -> SamplingParams:
+    def _params(self, request: RolloutRequest) -> SamplingParams:
         params = copy(request.params)
         params.seed = request.seed
         if request.fixed is None and request.seed is None and self._seed is not None:

@@ -19,7 +19,7 @@ from backend.fleet.speed import Speed, mean_speed
 
 
 @dataclass(frozen=True)
-class Load:
+class BalancingLoad:
     """One verifier as balancing sees it."""
 
     id: str
@@ -53,7 +53,7 @@ class Reported(NamedTuple):
     takes_requests: bool = True
 
 
-def reported_loads(reported: Sequence[Reported], slots: int) -> list[Load]:
+def reported_loads(reported: Sequence[Reported], slots: int) -> list[BalancingLoad]:
     """The loads of all these verifiers, each with `slots` slots; empty before the first of them has measured steps.
 
     A verifier without measurements is taken to be as fast as the others on average.
@@ -63,7 +63,7 @@ def reported_loads(reported: Sequence[Reported], slots: int) -> list[Load]:
     if usual is None or prefill is None:
         return []
     return [
-        Load(
+        BalancingLoad(
             id=name,
             requests=stats.running + stats.waiting,
             speed=stats.speed or usual,
@@ -97,7 +97,7 @@ class Movable:
 
 
 @dataclass(frozen=True)
-class Limits:
+class MoveLimits:
     """Limits that keep requests from moving too often."""
 
     moves: int = 4
@@ -121,7 +121,7 @@ class Move:
     cost_s: float
 
 
-def plan_moves(loads: Sequence[Load], movables: Sequence[Movable], limits: Limits, now: float) -> list[Move]:
+def plan_moves(loads: Sequence[BalancingLoad], movables: Sequence[Movable], limits: MoveLimits, now: float) -> list[Move]:
     """The moves that pay now, all from the slowest verifier to the fastest; empty if there are none.
 
     `loads` include requests of other gateways.  The order within the arguments does not matter.
@@ -149,7 +149,7 @@ def plan_moves(loads: Sequence[Load], movables: Sequence[Movable], limits: Limit
     return moves
 
 
-def _widest_gap(loads: Sequence[Load], sources: set[str]) -> tuple[Load, Load] | None:
+def _widest_gap(loads: Sequence[BalancingLoad], sources: set[str]) -> tuple[BalancingLoad, BalancingLoad] | None:
     """The slowest verifier with a movable request, and the verifier that would be fastest with one request more."""
     slow = max(
         (each for each in loads if each.id in sources and each.requests > 0),
@@ -166,7 +166,7 @@ def _widest_gap(loads: Sequence[Load], sources: set[str]) -> tuple[Load, Load] |
     return (slow, fast) if fast is not None else None
 
 
-def _still_apart(slow: Load, n: int, fast: Load, m: int, gap: float) -> bool:
+def _still_apart(slow: BalancingLoad, n: int, fast: BalancingLoad, m: int, gap: float) -> bool:
     """Whether one more move leaves the slow verifier slower.  Otherwise the next decision would move requests back."""
     if n < 1:
         return False
@@ -174,7 +174,7 @@ def _still_apart(slow: Load, n: int, fast: Load, m: int, gap: float) -> bool:
     return slow.seconds_per_token(n) > gap * after and (n == 1 or slow.seconds_per_token(n - 1) >= after)
 
 
-def _price(request: Movable, per_token: float, neighbours: int, fast: Load) -> tuple[float, float]:
+def _price(request: Movable, per_token: float, neighbours: int, fast: BalancingLoad) -> tuple[float, float]:
     cost = request.tokens / fast.prefill_tokens_per_s * (neighbours + 1)
     return request.remaining * per_token, cost
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 
 from backend.fleet import VerifierStats
-from backend.routing.routers import Ask, Candidate, Router
+from backend.routing.routers import Router, RoutingCandidate, RoutingRequest
 
 
 class Choosing:
@@ -21,9 +21,11 @@ class Choosing:
         """Uses another router from now on.  The new router knows no sessions and prefixes yet."""
         self._router = router
 
-    def choose(self, ask: Ask, load: Mapping[str, tuple[int, int]]) -> str | None:
+    def choose(self, ask: RoutingRequest, load: Mapping[str, tuple[int, int]]) -> str | None:
         """One of the verifiers in `load` (this gateway's tokens and sequences at each); None: it is empty."""
-        candidates = [Candidate(each, *mine, self._routed[each], self._others.get(each, 0)) for each, mine in load.items()]
+        candidates = [
+            RoutingCandidate(each, *mine, self._routed[each], self._others.get(each, 0)) for each, mine in load.items()
+        ]
         return self._router.choose(ask, candidates)
 
     def given(self, verifier_id: str) -> None:

@@ -21,7 +21,7 @@ ENTRIES = 65536
 """Most sessions, and most prompt blocks of 16 tokens, that are remembered."""
 
 
-class Candidate(msgspec.Struct, frozen=True, gc=False):
+class RoutingCandidate(msgspec.Struct, frozen=True, gc=False):
     """A verifier that may be given work, as this gateway sees it."""
 
     id: str
@@ -40,7 +40,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         return self.requests + self.others
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False):
+class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
     """What routing may know of a request."""
 
     prompt: Sequence[int] = ()
@@ -52,7 +52,7 @@ class Ask(msgspec.Struct, frozen=True, gc=False):
 class Router(Protocol):
     """Chooses among the verifiers that take requests."""
 
-    def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
+    def choose(self, ask: RoutingRequest, candidates: Sequence[RoutingCandidate]) -> str | None:
         """The id of one of `candidates`, or None when there is none."""
         ...
 
@@ -64,7 +64,7 @@ class Router(Protocol):
 class LeastLoaded(Router):
     """Chooses the verifier with the fewest tokens of this gateway in flight; then the fewest requests; then the least used."""
 
-    def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
+    def choose(self, ask: RoutingRequest, candidates: Sequence[RoutingCandidate]) -> str | None:
         if not candidates:
             return None
         return min(candidates, key=lambda each: (each.tokens, each.requests, each.routed, each.id)).id
@@ -83,7 +83,7 @@ class WithAffinity(Router):
         self._sessions = RecentMap[str](entries) if affinity in ("session", "both") else None
         self._prefixes = PrefixMap(entries) if affinity in ("prefix", "both") else None
 
-    def choose(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
+    def choose(self, ask: RoutingRequest, candidates: Sequence[RoutingCandidate]) -> str | None:
         chosen = self._preferred(ask, candidates) or self._base.choose(ask, candidates)
         if chosen is not None:
             if self._sessions is not None and ask.session:
@@ -99,7 +99,7 @@ class WithAffinity(Router):
                 each.forget(verifier_ids)
         self._base.forget(verifier_ids)
 
-    def _preferred(self, ask: Ask, candidates: Sequence[Candidate]) -> str | None:
+    def _preferred(self, ask: RoutingRequest, candidates: Sequence[RoutingCandidate]) -> str | None:
         wanted = self._sessions.get(ask.session) if self._sessions is not None and ask.session else None
         if wanted is None and self._prefixes is not None:
             wanted = self._prefixes.longest(ask.scope, ask.prompt)

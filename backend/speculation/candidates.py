@@ -22,13 +22,13 @@ from backend.speculation.calibration import Calibration
 from backend.speculation.chances import Rule, chances
 from backend.speculation.guesses import Guesses, Resolved
 from backend.speculation.own_text import OwnText
-from backend.speculation.prediction import Prediction
+from backend.speculation.prediction import PredictedText
 from backend.speculation.proposals import Proposal, unpack
 from backend.speculation.shared import SharedTexts
 from backend.speculation.texts import TextSource
 from backend.speculation.waiting import Ask, Foresight, Outlook
 from backend.wire.drafting import Block, Draft, Outcome
-from backend.wire.engine import RequestOptions, Said
+from backend.wire.engine import EmittedText, RequestOptions
 
 _ASKS = {"off": Ask.PLAIN, "sync": Ask.DRAFT, "ahead": Ask.AHEAD, "auto": None}
 _NOTHING_ASKED = RequestOptions(), 0
@@ -166,8 +166,8 @@ class Candidates:
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
-        if (wishes := self._asked.pop(request_id, None)) is not None:
-            self.forced -= wishes[0].mode in ("sync", "ahead")
+        if (options := self._asked.pop(request_id, None)) is not None:
+            self.forced -= options[0].mode in ("sync", "ahead")
         self.predicted.discard(request_id)
         request = self.requests.pop(request_id, None)
         if request is not None:
@@ -181,10 +181,10 @@ class Candidates:
         self._calibrations = {s: known for s, known in self._calibrations.items() if s.drafter_id != drafter_id}
         self.drafted = Outlook(self._longest, self._prior)
 
-    def share(self, said: Said) -> None:
+    def share(self, emitted: EmittedText) -> None:
         """Takes the output of a request that has ended at another verifier."""
         if self._shared is not None:
-            self._shared.take(said.tenant, [*said.before, *said.tokens], len(said.before))
+            self._shared.take(emitted.tenant, [*emitted.before, *emitted.tokens], len(emitted.before))
 
     # -- drafts that come ----------------------------------------------------------------------------------------------
 
@@ -296,7 +296,7 @@ class Candidates:
         longest = self._longest if asked.longest is None else min(asked.longest, self._longest)
         texts: list[TextSource] = []
         if asked.prediction:
-            texts.append(Prediction(asked.prediction, prompt_len))
+            texts.append(PredictedText(asked.prediction, prompt_len))
             self.predicted.add(request_id)
         if self._shared is not None:
             texts.append(OwnText())
@@ -323,10 +323,10 @@ class Candidates:
             self.alone.note(request.looked_up.survivals if request.looked_up is not None else [], self.steps)
         return request.looked_up
 
-    def _go_on(self, request_id: str, request: Request, candidate: Candidate, said: list[int]) -> bool:
-        """Uses the rest of an older draft.  False: it does not begin with `said`, generated since, or a better one is there."""
-        done = len(said)
-        if len(candidate.tokens) <= done or candidate.tokens[:done] != said:
+    def _go_on(self, request_id: str, request: Request, candidate: Candidate, emitted: list[int]) -> bool:
+        """Uses the rest of an older draft.  False: the text went on otherwise, or a better one is there."""
+        done = len(emitted)
+        if len(candidate.tokens) <= done or candidate.tokens[:done] != emitted:
             return False
         tokens, signs, proposal = candidate.tokens[done:], candidate.signs[2 * done :], candidate.proposal
         if proposal is not None:
@@ -428,10 +428,10 @@ def _has_rest(request: Request, verified: Candidate, emitted: int) -> bool:
     return verified.proposal is None or emitted == request.verified_length + 1
 
 
-def rank_of(block: Block, said: Sequence[int]) -> int | None:
-    """The rank in `block` of the outcome of a verification that emitted the tokens `said`; None: it was not drafted ahead."""
-    accepted, token = len(said) - 1, said[-1]
-    if block.verifying[:accepted] != list(said[:accepted]):
+def rank_of(block: Block, emitted: Sequence[int]) -> int | None:
+    """The rank in `block` of the outcome of a verification that emitted these tokens; None: it was not drafted ahead."""
+    accepted, token = len(emitted) - 1, emitted[-1]
+    if block.verifying[:accepted] != list(emitted[:accepted]):
         return None
     for rank, outcome in enumerate(block.outcomes):
         if outcome.accepted == accepted and outcome.token == token:

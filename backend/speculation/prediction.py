@@ -19,7 +19,7 @@ NEAREST = 64
 """Places compared in one search, so that a repetitive prediction does not slow the engine."""
 
 
-class Prediction(TextSource):
+class PredictedText(TextSource):
     """The predicted answer of one request."""
 
     kind = "prediction"

@@ -26,7 +26,7 @@ from backend.speculation.deadlines import Questions
 from backend.speculation.pairing import Preference
 from backend.speculation.proposals import Proposal
 from backend.speculation.step_times import DraftTimes, StepTimes
-from backend.speculation.waiting import Ask, Asking, Choice, Load, Pending, Plan, Prospect, Times, waiting_pays
+from backend.speculation.waiting import Ask, Asking, Choice, Pending, Plan, Prospect, StepLoad, Times, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
 
 RECONSIDER_EVERY = 16
@@ -88,7 +88,7 @@ class Speculator:
         self._miss_times = DraftTimes(self._fresh_times.passes, one_pass)
         plain, asked = (partial(self.step_times.at, asking=asking) for asking in (False, True))
         self._times = Times(plain, asked, self._fresh_times.at, self._miss_times.at, self._enumeration_times.at)
-        self._load: Load | None = None
+        self._load: StepLoad | None = None
         """As at the last choice."""
         self._unlearned: dict[str, int] = {}
         self._ended: dict[str, int] = {}
@@ -378,14 +378,14 @@ class Speculator:
             self._reconsider_at = self.candidates.steps + RECONSIDER_EVERY
             self._reconsider()
 
-    def load(self, requests: int) -> Load:
+    def load(self, requests: int) -> StepLoad:
         """What drafts are expected to add to a step over so many requests.  It is not computed again between two choices."""
         n = max(requests, 1)
         return self._load if self._load is not None and self._load.requests == n else self._load_of(n)
 
-    def _load_of(self, n: int) -> Load:
+    def _load_of(self, n: int) -> StepLoad:
         times, candidates = self.step_times.row(n, n * self._longest + 2), self.candidates
-        return Load(n, n, candidates.alone.prospect(n, times), candidates.drafted.prospect(n, times), candidates.foresight)
+        return StepLoad(n, n, candidates.alone.prospect(n, times), candidates.drafted.prospect(n, times), candidates.foresight)
 
     def _reconsider(self) -> None:
         self._load = load = self._load_of(max(min(self._base, len(self.candidates.requests)), 1))

@@ -172,7 +172,7 @@ class Ask(StrEnum):
 
 
 @dataclass(frozen=True)
-class Load:
+class StepLoad:
     """What the next steps run over, and what drafts are expected to add."""
 
     requests: int
@@ -214,7 +214,7 @@ class Times(NamedTuple):
     """Drafting ahead, by the outcomes of all requests together."""
 
 
-def goodputs(load: Load, times: Times) -> dict[Ask, Choice]:
+def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
     """The choice of each kind that emits the most tokens per second."""
     n, alone, drafted, step_s = load.requests, load.alone, load.drafted, times.step
     plain_tokens, plain_gain = alone.tokens[-1], alone.gains[-1]
@@ -281,7 +281,7 @@ class Asking:
         self._steps, self._requests = 0, 0
         """Steps since the kind was chosen; requests decoding at the last choice."""
 
-    def choose(self, load: Load, times: Times, only: Ask | None = None, brought: float = 0.0, tokens: int = 0) -> Choice:
+    def choose(self, load: StepLoad, times: Times, only: Ask | None = None, brought: float = 0.0, tokens: int = 0) -> Choice:
         """The best choice; that of the present kind while no other is clearly better.  With `only`, the best of that kind.
 
         `brought`: measured tokens per second per request since the last choice, from `tokens` tokens in all; 0: not known.

@@ -60,11 +60,11 @@ class _Once(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._told = False
+        self._warned = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self._told:
-            self._told = True
+        if not self._warned:
+            self._warned = True
             reason = " ".join(record.getMessage().split())[:200]
             logger.warning("spans are lost (further losses are not logged): %s", reason)
 

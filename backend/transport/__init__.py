@@ -1,6 +1,6 @@
 """ZeroMQ sockets and shared memory of the data plane.  The only package that imports zmq."""
 
-from backend.transport.hub import Buffer, Dealer, Hub, Router
+from backend.transport.hub import Buffer, Dealer, Hub, ServerSocket
 from backend.transport.ring import RingReader, RingWriter
 from backend.transport.sockets import (
     ServerKeys,
@@ -16,8 +16,8 @@ __all__ = [
     "Hub",
     "RingReader",
     "RingWriter",
-    "Router",
     "ServerKeys",
+    "ServerSocket",
     "Wire",
     "connect_dealer",
     "new_server_keys",

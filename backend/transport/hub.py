@@ -17,7 +17,7 @@ Buffer = bytes | bytearray | memoryview
 """A frame to send; it is copied before `send` returns."""
 
 
-class Router:
+class ServerSocket:
     """A bound server socket."""
 
     def __init__(self, socket: zmq.Socket[bytes], address: str, refusals: Refusals | None = None) -> None:
@@ -97,15 +97,15 @@ class Hub:
         self._sockets: list[zmq.Socket[bytes]] = []
         self._refusals: list[Refusals] = []
 
-    def router(self, address: str, keys: ServerKeys | None = None, local_address: str = "") -> Router:
+    def router(self, address: str, keys: ServerKeys | None = None, local_address: str = "") -> ServerSocket:
         """Binds a server socket; see `bind_router`."""
         socket, bound = bind_router(self.wire, address, keys, local_address=local_address)
         self._add(socket)
         if keys is None:
-            return Router(socket, bound)
+            return ServerSocket(socket, bound)
         refusals = Refusals(socket)
         self._refusals.append(refusals)
-        return Router(socket, bound, refusals)
+        return ServerSocket(socket, bound, refusals)
 
     def dealer(self, address: str, server_key: str = "", *, watched: bool = False) -> Dealer:
         """Connects a client socket; see `connect_dealer`.  A `watched` dealer knows when its connection `was_cut`."""

@@ -101,7 +101,7 @@ class RequestOptions(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, tenant=f"{self.tenant}/{cache_salt}") if cache_salt else self
 
 
-class Said(msgspec.Struct, frozen=True):
+class EmittedText(msgspec.Struct, frozen=True):
     """The output of a request that has ended."""
 
     tenant: str
@@ -147,7 +147,7 @@ class Addition(msgspec.Struct, frozen=True):
     so that late outputs of its previous verifier are not mistaken for current ones."""
     emitted: list[int] = []
     """Output tokens that the client already has.  The verifier continues after them, as if it had sampled them."""
-    asked: RequestOptions | None = None
+    options: RequestOptions | None = None
     """None: the defaults."""
 
 
@@ -173,6 +173,6 @@ class EngineWelcome(msgspec.Struct, frozen=True):
     supported_tasks: list[str]
     weights: Weights = Weights()
     looks_up: bool = False
-    """Whether it looks drafts up in texts of other requests (`Said`)."""
+    """Whether it looks drafts up in texts of other requests (`EmittedText`)."""
     fixed_responses: bool = False
     """Whether requests may bring the response that they must emit (`FIXED_RESPONSE`)."""

@@ -20,7 +20,7 @@ class Priority(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeyLimits:
     """A key's limits; None: no limit."""
 
     requests_per_minute: int | None = None
@@ -28,7 +28,7 @@ class Limits:
     concurrent_requests: int | None = None
 
 
-UNLIMITED = Limits()
+UNLIMITED = KeyLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Caller:
     """The key's name in the keys file; empty for the settings' keys, or without keys."""
     models: frozenset[str] | None = None
     """Model and adapter names it may use; None: all."""
-    limits: Limits = UNLIMITED
+    limits: KeyLimits = UNLIMITED
     weight: float = 1.0
     """Its share of the fleet where keys compete, relative to other keys' weights."""
     priority: Priority = Priority.INTERACTIVE

@@ -20,7 +20,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from backend.config.sources import read_yaml_text
-from gateway.auth.caller import ANYBODY, Caller, Limits, Priority
+from gateway.auth.caller import ANYBODY, Caller, KeyLimits, Priority
 
 PREFIX = "or-"
 RESERVED = frozenset({"admin-key", "anybody", "api-key", "nobody"})
@@ -33,7 +33,7 @@ class KeyFileError(Exception):
     """The keys file is wrong.  The message is one line that tells where; it contains no hashes."""
 
 
-class Entry(BaseModel):
+class KeyEntry(BaseModel):
     """The entry of one key in the keys file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -70,7 +70,7 @@ class Entry(BaseModel):
 
     def caller(self) -> Caller:
         models = None if self.models is None else frozenset(self.models)
-        limits = Limits(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
+        limits = KeyLimits(self.requests_per_minute, self.tokens_per_minute, self.concurrent_requests)
         priority = Priority[self.priority.upper()]
         admin, metrics = "admin" in self.rights, "metrics" in self.rights
         return Caller(self.name, self.name, models, limits, self.weight, priority, admin, metrics, self.learn)
@@ -79,10 +79,10 @@ class Entry(BaseModel):
 class _File(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    keys: list[Entry]
+    keys: list[KeyEntry]
 
 
-def read_entries(path: Path) -> list[Entry]:
+def read_entries(path: Path) -> list[KeyEntry]:
     """The entries of a keys file.  Raises `KeyFileError`."""
     try:
         tree = read_yaml_text(path.read_text(encoding="utf-8"))
@@ -118,7 +118,7 @@ def _explain(error: ValidationError, tree: object) -> str:
 class KeyRing:
     """Every valid key, with its caller.  Immutable; a reload makes a new ring."""
 
-    def __init__(self, api_key: str | None = None, admin_key: str | None = None, entries: Iterable[Entry] = ()) -> None:
+    def __init__(self, api_key: str | None = None, admin_key: str | None = None, entries: Iterable[KeyEntry] = ()) -> None:
         self._callers: dict[bytes, Caller] = {}
         for entry in entries:
             caller = entry.caller()

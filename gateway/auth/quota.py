@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from gateway.auth.caller import UNLIMITED, Limits
+from gateway.auth.caller import UNLIMITED, KeyLimits
 
 MINUTE_S = 60.0
 Kind = Literal["requests", "tokens", "concurrency"]
@@ -40,7 +40,7 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class QuotaRefusal:
     """A limit would be exceeded."""
 
     kind: Kind
@@ -50,7 +50,7 @@ class Refusal:
 
 
 @dataclass(slots=True)
-class Account:
+class KeyAccount:
     """What one key has used, here and at other gateways."""
 
     requests: Bucket = field(default_factory=Bucket)
@@ -61,7 +61,7 @@ class Account:
     synced_at: float = -math.inf
     """Monotonic seconds of the last exchange with other gateways."""
     touched_at: float = -math.inf
-    limits: Limits = UNLIMITED
+    limits: KeyLimits = UNLIMITED
     """The key's limits when it was last used."""
 
 
@@ -78,7 +78,7 @@ class Use:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedUse:
     """One account's result of an exchange: the use by all gateways together."""
 
     requests: float
@@ -90,20 +90,20 @@ class Ledger:
     """The accounts of this gateway, by the names of keys."""
 
     def __init__(self) -> None:
-        self._accounts: dict[str, Account] = {}
+        self._accounts: dict[str, KeyAccount] = {}
 
-    def account(self, name: str, limits: Limits, now: float) -> Account:
+    def account(self, name: str, limits: KeyLimits, now: float) -> KeyAccount:
         """The account of a key whose limits are now `limits`."""
-        account = self._accounts.setdefault(name, Account())
+        account = self._accounts.setdefault(name, KeyAccount())
         account.limits, account.touched_at = limits, now
         return account
 
-    def begin(self, name: str, limits: Limits, now: float) -> Refusal | None:
+    def begin(self, name: str, limits: KeyLimits, now: float) -> QuotaRefusal | None:
         """Counts one more request, unless a limit is reached; `end` ends it."""
         account = self.account(name, limits, now)
         most = limits.concurrent_requests
         if most is not None and account.open + account.open_elsewhere >= most:
-            return Refusal("concurrency", most, 1.0)
+            return QuotaRefusal("concurrency", most, 1.0)
         if limits.requests_per_minute is not None:
             refusal = _take(account.requests, "requests", 1, limits.requests_per_minute, now)
             if refusal is not None:
@@ -118,18 +118,18 @@ class Ledger:
         if refused_at is not None and account.limits.requests_per_minute is not None:
             account.requests.add(-1, account.limits.requests_per_minute, refused_at)
 
-    def spend(self, name: str, limits: Limits, tokens: int, now: float) -> Refusal | None:
+    def spend(self, name: str, limits: KeyLimits, tokens: int, now: float) -> QuotaRefusal | None:
         """Counts a request's estimated tokens, unless they exceed the limit."""
         if limits.tokens_per_minute is None:
             return None
         return _take(self.account(name, limits, now).tokens, "tokens", tokens, limits.tokens_per_minute, now)
 
-    def correct(self, name: str, limits: Limits, tokens: int, now: float) -> None:
+    def correct(self, name: str, limits: KeyLimits, tokens: int, now: float) -> None:
         """Counts tokens that a request used beyond its estimate, even above the limit; negative: gives tokens back."""
         if limits.tokens_per_minute is not None and tokens:
             self.account(name, limits, now).tokens.add(tokens, limits.tokens_per_minute, now)
 
-    def headers(self, name: str, limits: Limits, now: float) -> list[tuple[bytes, bytes]]:
+    def headers(self, name: str, limits: KeyLimits, now: float) -> list[tuple[bytes, bytes]]:
         account = self.account(name, limits, now)
         result: list[tuple[bytes, bytes]] = []
         for kind, bucket, limit in (
@@ -165,7 +165,7 @@ class Ledger:
             account.requests.since += use.requests
             account.tokens.since += use.tokens
 
-    def absorb(self, shared: dict[str, Shared], now: float) -> None:
+    def absorb(self, shared: dict[str, SharedUse], now: float) -> None:
         """Takes over the use of all gateways up to `take`, and adds what was used here since then."""
         for name, theirs in shared.items():
             account = self._accounts[name]
@@ -174,13 +174,13 @@ class Ledger:
             account.open_elsewhere, account.synced_at = theirs.open_elsewhere, now
 
 
-def _take(bucket: Bucket, kind: Kind, amount: int, limit: int, now: float) -> Refusal | None:
+def _take(bucket: Bucket, kind: Kind, amount: int, limit: int, now: float) -> QuotaRefusal | None:
     if amount > limit:
-        return Refusal(kind, limit, None)
+        return QuotaRefusal(kind, limit, None)
     over = bucket.level(limit, now) + amount - limit
     # Less than a thousandth is a rounding error.
     if over > 1e-3:
-        return Refusal(kind, limit, over * MINUTE_S / limit)
+        return QuotaRefusal(kind, limit, over * MINUTE_S / limit)
     bucket.add(amount, limit, now)
     return None
 

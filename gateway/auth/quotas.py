@@ -7,8 +7,8 @@ import logging
 import time
 
 from gateway.auth.caller import UNLIMITED, Caller
-from gateway.auth.quota import Account, Kind, Ledger, Refusal, duration
-from gateway.auth.sharing import Store
+from gateway.auth.quota import KeyAccount, Kind, Ledger, QuotaRefusal, duration
+from gateway.auth.sharing import SharedCounters
 from gateway.http.errors import RateLimited
 
 logger = logging.getLogger(__name__)
@@ -21,7 +21,7 @@ _NAMES: dict[Kind, str] = {"requests": "requests per min (RPM)", "tokens": "toke
 class Quotas:
     """All keys' quotas.  `store` is shared with other gateways; None: no others count."""
 
-    def __init__(self, gateway_id: str, store: Store | None) -> None:
+    def __init__(self, gateway_id: str, store: SharedCounters | None) -> None:
         self._gateway_id = gateway_id
         self._store = store
         self._ledger = Ledger()
@@ -73,19 +73,19 @@ class Quotas:
     def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
         return [] if caller.limits == UNLIMITED else self._ledger.headers(caller.name, caller.limits, time.monotonic())
 
-    def _refuse(self, refusal: Refusal | None) -> None:
+    def _refuse(self, refusal: QuotaRefusal | None) -> None:
         if refusal is not None:
-            raise RateLimited(_said(refusal), refusal.kind, refusal.retry_after_s)
+            raise RateLimited(_message(refusal), refusal.kind, refusal.retry_after_s)
 
     async def _exchange_forever(self) -> None:
         while True:
             await asyncio.sleep(EXCHANGE_S)
             await self._exchange()
 
-    def _outdated(self, account: Account) -> bool:
+    def _outdated(self, account: KeyAccount) -> bool:
         return time.monotonic() - account.synced_at > 10 * EXCHANGE_S and not self._failing
 
-    async def _exchange(self, account: Account | None = None) -> None:
+    async def _exchange(self, account: KeyAccount | None = None) -> None:
         """Exchanges all counts.  With `account`, only if no exchange has succeeded or failed while this one waited."""
         assert self._store is not None
         async with self._exchanging:
@@ -111,7 +111,7 @@ class Quotas:
             self._ledger.absorb(shared, time.monotonic())
 
 
-def _said(refusal: Refusal) -> str:
+def _message(refusal: QuotaRefusal) -> str:
     name, limit = _NAMES[refusal.kind], refusal.limit
     if refusal.retry_after_s is None:
         return f"The request is larger than this key's limit on {name}, which is {limit}. Ask for fewer tokens."

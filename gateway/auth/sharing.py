@@ -10,7 +10,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from gateway.auth.quota import Bucket, Shared, Use
+from gateway.auth.quota import Bucket, SharedUse, Use
 from gateway.storage.sqlite import Database
 
 GONE_S = 10.0
@@ -22,13 +22,13 @@ CREATE TABLE IF NOT EXISTS open (name TEXT, gateway TEXT, count INTEGER, at REAL
 """
 
 
-class Store:
+class SharedCounters:
     """Counters that several gateways share, in a file that is accessed on a thread of its own."""
 
     def __init__(self, path: Path) -> None:
         self._database = Database(path, _SCHEMA)
 
-    async def exchange(self, gateway: str, uses: list[Use]) -> dict[str, Shared]:
+    async def exchange(self, gateway: str, uses: list[Use]) -> dict[str, SharedUse]:
         """Adds what keys have used at this gateway.  Returns, by key, their use at all gateways.  Raises `OSError`."""
         try:
             return await self._database.run(lambda db: _exchange(db, gateway, uses, time.time()))
@@ -39,7 +39,7 @@ class Store:
         await asyncio.to_thread(self._database.close)
 
 
-def _exchange(db: sqlite3.Connection, gateway: str, uses: list[Use], now: float) -> dict[str, Shared]:
+def _exchange(db: sqlite3.Connection, gateway: str, uses: list[Use], now: float) -> dict[str, SharedUse]:
     # Locks before the first read, so that no other gateway writes between reading and writing.
     db.execute("BEGIN IMMEDIATE")
     answer = {}
@@ -49,7 +49,7 @@ def _exchange(db: sqlite3.Connection, gateway: str, uses: list[Use], now: float)
         elsewhere = db.execute(query, (use.name, gateway, now - GONE_S)).fetchone()[0] or 0
         requests = _add(db, use.name, "requests", use.requests, use.requests_limit, now)
         tokens = _add(db, use.name, "tokens", use.tokens, use.tokens_limit, now)
-        answer[use.name] = Shared(requests, tokens, elsewhere)
+        answer[use.name] = SharedUse(requests, tokens, elsewhere)
     db.execute("DELETE FROM open WHERE at < ?", (now - GONE_S,))
     return answer
 
@@ -62,9 +62,9 @@ def _add(db: sqlite3.Connection, name: str, kind: str, amount: float, limit: int
     return bucket.used
 
 
-def open_store(folder: Path | None) -> Store | None:
+def open_store(folder: Path | None) -> SharedCounters | None:
     """A file in `folder`; without one None: no sharing.  Raises `OSError`."""
     try:
-        return None if folder is None else Store(folder / "quotas.sqlite")
+        return None if folder is None else SharedCounters(folder / "quotas.sqlite")
     except sqlite3.Error as error:
         raise OSError(f"the file of shared quotas: {error}") from None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from backend.config.sources import CommandError, ConfigError, Parser, load
-from backend.coordinator.commands import COMMANDS, AnyCommand, Refused
+from backend.coordinator.commands import COMMANDS, AnyCommand, CommandRefused
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
@@ -64,7 +64,7 @@ def run(
 ) -> None:
     """Has `command` carried out.  Raises `AdministrationError`, or `CoordinatorUnavailable` (the fleet then goes on)."""
     answer = coordinator.submit(command)
-    if isinstance(answer, Refused):
+    if isinstance(answer, CommandRefused):
         raise AdministrationError(f"{answer.message} (fleet version {answer.version})")
     would = "would happen: " if command.dry_run else ""
     for effect in answer.effects or ["nothing to do"]:

@@ -101,11 +101,11 @@ def serve(arguments: list[str]) -> int:
         progress.say(console.plan_line(settings, models))
         check_gateway(settings)
         tracing.check(settings.tracing)
-        from backend.launch.fleet import Fleet
+        from backend.launch.fleet import LaunchedFleet
 
-        fleet: Fleet | None = None
+        fleet: LaunchedFleet | None = None
         try:
-            fleet = Fleet.launch(settings, models, progress.say)
+            fleet = LaunchedFleet.launch(settings, models, progress.say)
             prepare_vllm()
             preparing = import_in_background("gateway.http.server")
             fleet.wait_ready(progress.say)

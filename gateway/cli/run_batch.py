@@ -22,7 +22,7 @@ from backend.config.sources import CommandError, ConfigError, Parser
 from backend.launch import state
 from gateway.storage.batches import lines
 from gateway.storage.batches.calls import again
-from gateway.storage.batches.objects import Answer, Line
+from gateway.storage.batches.objects import BatchLine, LineAnswer
 
 CONCURRENCY = 32
 """Less than a gateway's default `max_in_flight`, so that other clients are served too."""
@@ -32,13 +32,13 @@ PATIENCE_S = 300.0
 """Seconds in which a line is tried again while no gateway answers or has room.  Long enough for a restart."""
 RETRY_S = (0.5, 30.0)
 """Seconds between two attempts: first and longest wait."""
-TOLD_S = 5.0
+REPORT_S = 5.0
 SHOWN_ERRORS = 5
 
 Say = Callable[[str], None]
 
 
-class Gateway(NamedTuple):
+class GatewayAddress(NamedTuple):
     """The gateway to send requests to."""
 
     url: str
@@ -66,11 +66,11 @@ def main(arguments: list[str], say: Say) -> int:
     settings = sources.load(rest, "outrider run-batch").settings
     if given.concurrency < 1:
         raise ConfigError("--concurrency: must be 1 or more")
-    gateway = Gateway(_url(given.url), settings.gateway.api_key)
+    gateway = GatewayAddress(_url(given.url), settings.gateway.api_key)
     return asyncio.run(carry_out(gateway, given.input_file, given.output_file, given.concurrency, say))
 
 
-async def carry_out(gateway: Gateway, source: Path, target: Path, concurrency: int, say: Say) -> int:
+async def carry_out(gateway: GatewayAddress, source: Path, target: Path, concurrency: int, say: Say) -> int:
     """Writes an answer to every line of `source`; returns how many are errors.  Raises `CommandError`."""
     try:
         total = _checked(source)
@@ -101,9 +101,9 @@ async def carry_out(gateway: Gateway, source: Path, target: Path, concurrency: i
 class _Work:
     """What several tasks share."""
 
-    def __init__(self, http: httpx.AsyncClient, output: BinaryIO, requests: Iterator[Line], total: int, say: Say) -> None:
+    def __init__(self, http: httpx.AsyncClient, output: BinaryIO, requests: Iterator[BatchLine], total: int, say: Say) -> None:
         self._http, self._output, self._requests, self._total, self._say = http, output, requests, total, say
-        self._told = time.monotonic()
+        self._reported_at = time.monotonic()
         self.answered = self.failed = 0
 
     async def go_on(self) -> None:
@@ -114,11 +114,11 @@ class _Work:
             self._output.flush()
             self.answered += 1
             self.failed += answer.failed
-            if time.monotonic() - self._told > TOLD_S:
-                self._told = time.monotonic()
+            if time.monotonic() - self._reported_at > REPORT_S:
+                self._reported_at = time.monotonic()
                 self._say(f"{self.answered} of {self._total}")
 
-    async def _answer(self, line: Line) -> Answer:
+    async def _answer(self, line: BatchLine) -> LineAnswer:
         """Answers one line.  Raises `CommandError` if no gateway answers for too long, because other lines would fail too."""
         request_id = uuid.uuid4().hex
         headers = {"content-type": "application/json", "x-request-id": request_id}
@@ -135,7 +135,7 @@ class _Work:
             else:
                 since = since or time.monotonic()
                 if not again(response.status_code, response.headers) or time.monotonic() - since > PATIENCE_S:
-                    return Answer(line.custom_id, response.status_code, _json(response.content), request_id)
+                    return LineAnswer(line.custom_id, response.status_code, _json(response.content), request_id)
                 after = _seconds(response.headers.get("retry-after"))
             await asyncio.sleep(max(after, random.uniform(0.5, 1) * wait_s))
             wait_s = min(2 * wait_s, most_s)
@@ -172,7 +172,7 @@ def _checked(source: Path) -> int:
     return checked.total
 
 
-def _requests(source: Path) -> Iterator[Line]:
+def _requests(source: Path) -> Iterator[BatchLine]:
     return (lines.parsed(text) for _, text in lines.read(source, MAX_BODY_BYTES) if text is not None)
 
 

@@ -87,7 +87,7 @@ def read_data(file: Path) -> list[Prompt]:
 async def train(given: argparse.Namespace, settings: dict[str, object], prompts: Sequence[Prompt], say: Say) -> None:
     """Trains until the budget of time or steps is spent.  Raises `CommandError`."""
     given.output.mkdir(parents=True, exist_ok=True, mode=0o700)
-    feed = Prompts(prompts, say)
+    feed = PromptCycle(prompts, say)
     async with AsyncFleet(**settings) as fleet:  # type: ignore[arg-type]
         curve = Curve(given.output / CURVE, say)
         began, now = time.monotonic(), await _learning(fleet)
@@ -112,7 +112,7 @@ def newest_head(output: Path) -> Path | None:
     return max(versions, key=lambda path: int(path.name), default=None)
 
 
-class Prompts:
+class PromptCycle:
     """All prompts in random order, again and again.  Prompts that the fleet refuses are skipped from then on."""
 
     def __init__(self, prompts: Sequence[Prompt], say: Say) -> None:
@@ -146,7 +146,7 @@ class Curve:
     """Reports progress on the terminal and in a file, which a further run continues."""
 
     def __init__(self, file: Path, say: Say) -> None:
-        self._file, self._say, self._said = file, say, 0.0
+        self._file, self._say, self._reported_at = file, say, 0.0
         rows = list(csv.DictReader(file.open(newline="", encoding="utf-8"))) if file.exists() else []
         self._seconds_before = float(rows[-1]["seconds"]) if rows else 0.0
         self.seconds = self._seconds_before
@@ -160,9 +160,9 @@ class Curve:
     def add(self, now: dict[str, Any], seconds: float) -> None:
         """Reports a line, at most every `TOLD_S` seconds."""
         self.seconds = self._seconds_before + seconds
-        if time.monotonic() - self._said < TOLD_S:
+        if time.monotonic() - self._reported_at < TOLD_S:
             return
-        self._said = time.monotonic()
+        self._reported_at = time.monotonic()
         row = {name: round(value, 4) if isinstance(value, float) else value for name, value in now.items()}
         row["seconds"] = round(self.seconds, 1)
         self._write([row[name] for name in COLUMNS])

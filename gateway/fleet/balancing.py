@@ -14,7 +14,7 @@ import time
 from backend.config import Settings
 from backend.fleet import VerifierStats
 from backend.fleet.speed import RESPONSE_TOKENS
-from backend.routing.balance import Limits, Movable, Move, Reported, expected_remaining, plan_moves, reported_loads
+from backend.routing.balance import Movable, Move, MoveLimits, Reported, expected_remaining, plan_moves, reported_loads
 from gateway.fleet.core import FleetCore
 from gateway.fleet.engine_link import VerifierLink
 from gateway.fleet.sequences import InFlight
@@ -28,7 +28,7 @@ class Balancer:
     def __init__(self, core: FleetCore, settings: Settings) -> None:
         self._core = core
         self._interval_s = settings.gateway.balance_interval_s
-        self._limits = Limits()
+        self._limits = MoveLimits()
         self._slots = settings.verifier.max_num_seqs
         self._task: asyncio.Task[None] | None = None
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from backend.engine.front import EngineCoreRequest
-from backend.routing.routers import Ask
-from backend.wire.engine import SHARED_SUFFIX, Said
+from backend.routing.routers import RoutingRequest
+from backend.wire.engine import SHARED_SUFFIX, EmittedText
 from gateway.admission.claim import Claim
 from gateway.auth.caller import Priority
 from gateway.fleet.engine_link import VerifierLink
@@ -73,21 +73,21 @@ class InFlight:
         return len(self.request.prompt_token_ids or ()) + len(self.emitted)
 
     @property
-    def output(self) -> Said:
+    def output(self) -> EmittedText:
         """Its tokens, as verifiers take them for look-ups."""
         request = self.request
         before = list((request.prompt_token_ids or ())[-SHARED_SUFFIX:])
-        return Said(self.claim.options.salted(request.cache_salt).tenant, before, self.emitted)
+        return EmittedText(self.claim.options.salted(request.cache_salt).tenant, before, self.emitted)
 
     @property
-    def ask(self) -> Ask:
+    def ask(self) -> RoutingRequest:
         """What routing may know about the sequence."""
         request = self.request
         adapter = request.lora_request.lora_name if request.lora_request is not None else ""
         scope = f"{len(adapter)}/{adapter}/{request.cache_salt or ''}"
         # Of one key: others may name their sessions alike.
         session = f"{self.claim.caller.owner}/{self.claim.session}" if self.claim.session else None
-        return Ask(request.prompt_token_ids or (), scope, session)
+        return RoutingRequest(request.prompt_token_ids or (), scope, session)
 
     @property
     def place_id(self) -> str:

@@ -19,7 +19,7 @@ class WeightsInForce:
         self._last_number = 0
         self._reported: dict[VerifierLink, Weights] = {}
         # Verifiers that were behind, and which weights they were asked to load.
-        self._asked: dict[VerifierLink, tuple[Weights, asyncio.Task[None]]] = {}
+        self._requested: dict[VerifierLink, tuple[Weights, asyncio.Task[None]]] = {}
 
     def next_number(self) -> int:
         """Of an update: of two at once, neither of which a verifier has loaded yet, each has one of its own."""
@@ -43,11 +43,11 @@ class WeightsInForce:
             self.newest = max(self._reported.values(), key=lambda each: each.update)
         if link.weights.update > self.newest.update:
             self.newest = link.weights
-        elif self.is_behind(link) and self.newest.path and self._asked.get(link, (None,))[0] != self.newest:
-            self._asked[link] = self.newest, asyncio.create_task(_catch_up(link, self.newest))
+        elif self.is_behind(link) and self.newest.path and self._requested.get(link, (None,))[0] != self.newest:
+            self._requested[link] = self.newest, asyncio.create_task(_catch_up(link, self.newest))
 
     def gone(self, link: VerifierLink) -> None:
-        self._asked.pop(link, None)
+        self._requested.pop(link, None)
         self._reported.pop(link, None)
 
 

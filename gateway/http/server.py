@@ -39,8 +39,8 @@ from gateway.peers import Peers
 from gateway.reload import Reloader, reload_all
 from gateway.state import Gateway
 from gateway.storage.batches.serving import Batches
-from gateway.storage.responses.serving import Responses
-from gateway.storage.responses.store import Store
+from gateway.storage.responses.serving import ResponseService
+from gateway.storage.responses.store import ResponseStore
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ def build_gateway(
     max_loras = vllm_config.lora_config.max_loras if vllm_config.lora_config else None
     metrics.own.register(GatewayCollector(core, metrics, served_names[0], max_loras))
     folder = state_folder(settings)
-    store = None if folder is None else Store(folder / "responses.sqlite", settings.gateway.responses_bytes)
-    responses = Responses(store, vllm_config.model_config.max_model_len)
+    store = None if folder is None else ResponseStore(folder / "responses.sqlite", settings.gateway.responses_bytes)
+    responses = ResponseService(store, vllm_config.model_config.max_model_len)
     access_rules = AccessRules.of(settings, core.gateway_id, folder)
     batches = Batches(folder, settings, served_names[0])
     return Gateway(settings, client, services, metrics, responses, access_rules, batches, tracing)

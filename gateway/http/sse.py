@@ -162,7 +162,7 @@ class Events:
         self._timer = self._loop.call_at(due, self._silent)
 
 
-class Source(Protocol):
+class EventSource(Protocol):
     """A maker of events."""
 
     async def start(self, events: Events) -> None:
@@ -192,7 +192,9 @@ class Generated:
         await self._chunks.aclose()
 
 
-async def stream_response(request: Request, source: Source, dialect: Dialect, on_disconnect: Callable[[], None]) -> EventStream:
+async def stream_response(
+    request: Request, source: EventSource, dialect: Dialect, on_disconnect: Callable[[], None]
+) -> EventStream:
     """The streaming response for a source's events.  Before the first event, raises `ApiError` or `ClientGone`.
 
     `on_disconnect` is called when the client leaves later, but before the last event.
@@ -223,7 +225,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        source: Source,
+        source: EventSource,
         events: Events,
         dialect: Dialect,
         leaving: asyncio.Future[None],

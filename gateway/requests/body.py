@@ -19,7 +19,7 @@ import pydantic
 from starlette.requests import Request
 
 from backend.engine.front import VLLMClientError
-from backend.engine.front.grammar import asked_in
+from backend.engine.front.grammar import constraint_field
 from backend.wire.engine import FIXED_RESPONSE
 from gateway.http.errors import ApiError, BadRequest, PayloadTooLarge, UnsupportedMedia, from_pydantic
 from gateway.http.guard import read_body
@@ -50,7 +50,7 @@ async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise BadRequest("The request body must be a JSON object.", code="invalid_json")
     check_text(data, request.app.state.gateway.client.model_config.max_model_len)
-    asked_in.set(grammar_field(data))
+    constraint_field.set(grammar_field(data))
     if "request_id" in data:
         take_name(request, data["request_id"])
     return data

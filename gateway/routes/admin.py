@@ -13,7 +13,7 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from backend.coordinator.commands import COMMANDS, AnyCommand, Reason, Refused
+from backend.coordinator.commands import COMMANDS, AnyCommand, CommandRefused, Reason
 from gateway.auth.rights import Right
 from gateway.http.errors import ApiError, BadRequest, Conflict, NotFound, NotSupported
 from gateway.http.openapi import described, shape
@@ -70,7 +70,7 @@ async def administer(request: Request, command: str) -> Response:
     gateway = gateway_of(request)
     parsed = _command(command, await read_json(request, gateway.max_body_bytes))
     answer = await gateway.client.core.directory.submit(parsed)
-    if isinstance(answer, Refused):
+    if isinstance(answer, CommandRefused):
         raise _ERRORS[answer.reason](f"{answer.message[:1].upper()}{answer.message[1:]}.", code=answer.reason)
     shown = {"version": answer.version, "dry_run": parsed.dry_run, "effects": answer.effects, "operation": answer.operation}
     return JSONResponse(shown, status_code=200 if answer.operation is None else 202)

@@ -19,7 +19,7 @@ from backend.fleet import DrafterStats, Member, MemberKind, VerifierStats
 from backend.launch.cluster import RayCluster
 from backend.launch.fleet import member_environment
 from backend.launch.plan import LaunchError, MemberPlan
-from backend.launch.rooms import Group, Rooms, arrange
+from backend.launch.rooms import Group, ReservedBundles, arrange
 from backend.launch.state import ray_token
 from backend.models.resolve import ResolvedModels
 from backend.transport.sockets import ServerKeys
@@ -140,7 +140,7 @@ def test_rooms_are_rays_placement_groups(cluster: RayCluster) -> None:
     kinds: list[MemberKind] = ["verifier", "drafter"]
     members = [MemberPlan(f"{kind}-0", kind, [], half, 0, "") for kind in kinds]
     further = MemberPlan("drafter-1", "drafter", [], half, 0, "")
-    rooms = Rooms()
+    rooms = ReservedBundles()
     rooms.reserve(arrange(members, "near"))
     try:
         lodgers = [remote.options(num_cpus=half, scheduling_strategy=rooms.place(each)).remote() for each in members]

@@ -11,7 +11,7 @@ import pytest
 
 from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.actor import CoordinatorHandle
-from backend.coordinator.commands import Answer, AnyCommand, Assign, Done, Drain, Refused
+from backend.coordinator.commands import Answer, AnyCommand, Assign, CommandRefused, Done, Drain
 from backend.fleet import Draining, FleetSnapshot, Operation
 from gateway.auth.access import FORWARDED
 from gateway.fleet.directory import CoordinatorDirectory
@@ -55,7 +55,7 @@ async def test_commands_reach_the_coordinator_and_its_answers_the_client(running
     [("invalid", 400), ("unknown_member", 404), ("version_mismatch", 409), ("conflict", 409), ("last_verifier", 409)],
 )
 async def test_refusals_say_why(running: Running, reason: Any, status: int):
-    Commands(running, Refused(reason, "it is so", 3))
+    Commands(running, CommandRefused(reason, "it is so", 3))
     answer = await post(running, "drain", {"member": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (status, reason)
     assert answer.json()["error"]["message"] == "It is so."

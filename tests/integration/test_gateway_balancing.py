@@ -10,7 +10,7 @@ import pytest
 from backend.config import Settings
 from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
-from backend.routing.balance import Limits
+from backend.routing.balance import MoveLimits
 from gateway.fleet.balancing import Balancer
 from tests.integration.test_gateway_streams import stall
 from tests.support.fake_verifier import FakeVerifier, eventually
@@ -31,7 +31,7 @@ def report(verifier: FakeVerifier, running: int, looks: int) -> None:
 async def crowded(tmp_path, interval_s, dwell_s=0.0):
     """One verifier with all the requests, and one that has just come."""
     body = {**COMPLETION, "stream": True, "max_tokens": 200}
-    limits = Limits(moves=2, dwell_s=dwell_s)
+    limits = MoveLimits(moves=2, dwell_s=dwell_s)
     with mock.patch("gateway.fleet.balancing.Limits", return_value=limits):
         async with running_gateway(balance_interval_s=interval_s) as running:
             running.verifier.behaviour = stall
@@ -63,7 +63,7 @@ async def reports(running, idle, looks: int) -> None:
 async def test_requests_move_until_there_is_no_gap(tmp_path):
     # The test looks itself: two looks at one report would move too many.
     async with crowded(tmp_path, 0) as (running, idle):
-        with mock.patch("gateway.fleet.balancing.Limits", return_value=Limits(moves=2, dwell_s=0.0)):
+        with mock.patch("gateway.fleet.balancing.Limits", return_value=MoveLimits(moves=2, dwell_s=0.0)):
             balancer = Balancer(running.core, Settings())
         for looks in range(1, 30):
             await reports(running, idle, looks)

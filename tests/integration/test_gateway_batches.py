@@ -13,8 +13,8 @@ import pytest
 
 from gateway.storage.batches import serving as batching
 from gateway.storage.batches.lines import LONGEST_ID
-from gateway.storage.batches.pace import Pace
-from gateway.storage.batches.store import Store
+from gateway.storage.batches.pace import BatchPace
+from gateway.storage.batches.store import BatchStore
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.keys_file import Keys
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -226,18 +226,18 @@ async def test_a_batch_that_cannot_go_on_holds_no_place_of_others_and_fails_with
         batch = await begin(client, jsonl(request("a")))
         await eventually(lambda: bool(running.verifier.sequences))
         (file,) = (running.server.gateway.batches.folder / "files").iterdir()
-    look = Store.batch
+    look = BatchStore.batch
 
     async def trouble(store, batch_id, *more):
         if batch_id == batch.id:
             raise OSError
         return await look(store, batch_id, *more)
 
-    monkeypatch.setattr(Store, "batch", trouble)
+    monkeypatch.setattr(BatchStore, "batch", trouble)
     async with serving(tmp_path) as (running, client):
         await until(client, await begin(client, jsonl(request("b"))), "completed")
         file.unlink()
-        monkeypatch.setattr(Store, "batch", look)
+        monkeypatch.setattr(BatchStore, "batch", look)
         batch = await until(client, batch, "failed")
         assert [each.code for each in batch.errors.data] == ["input_file_missing"]
 
@@ -355,7 +355,7 @@ async def test_of_many_lines_that_wait_one_looks(monkeypatch):
 
     monkeypatch.setattr("gateway.storage.batches.pace.room", full)
     async with serving() as (running, _):
-        pace, taken = Pace(running.core, 64), []
+        pace, taken = BatchPace(running.core, 64), []
 
         async def wait():
             async with pace.turn():

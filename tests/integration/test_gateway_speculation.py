@@ -65,7 +65,7 @@ async def test_wishes_reach_the_verifier_and_nothing_else_does():
             assert response.status_code == 200, response.text
             assert "outrider" not in response.json()
             assert response.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-        assert [each.addition.asked for each in running.verifier.sequences] == [None] * 5
+        assert [each.addition.options for each in running.verifier.sequences] == [None] * 5
 
         running.verifier.sequences.clear()
         tokens = (await running.http.post("/tokenize", json={"prompt": text, "add_special_tokens": False})).json()["tokens"]
@@ -73,7 +73,7 @@ async def test_wishes_reach_the_verifier_and_nothing_else_does():
         for body in (*bodies, *({"prediction": {"type": "content", "content": each}} for each in (text, parts))):
             running.verifier.behaviour = drafting if "prediction" in body else count_up
             assert (await running.http.post("/v1/chat/completions", json={**CHAT, **body})).status_code == 200
-        first, *others = [each.addition.asked for each in running.verifier.sequences]
+        first, *others = [each.addition.options for each in running.verifier.sequences]
         assert first == RequestOptions(mode="ahead", longest=2)
         assert others == [RequestOptions(account=True, prediction=tokens)] * 2
 
@@ -82,7 +82,7 @@ async def test_wishes_reach_the_verifier_and_nothing_else_does():
         refusing = {"X-Outrider-Learn": "0"}
         for path, base in (("/v1/chat/completions", CHAT), ("/v1/messages", CHAT), ("/v1/responses", RESPONSE)):
             assert (await running.http.post(path, json=base, headers=refusing)).status_code == 200
-        assert [each.addition.asked for each in running.verifier.sequences] == [RequestOptions(learn=False)] * 4
+        assert [each.addition.options for each in running.verifier.sequences] == [RequestOptions(learn=False)] * 4
         response = await running.http.post("/v1/messages", json=CHAT, headers={"X-Outrider-Learn": "no"})
         assert response.status_code == 400
 
@@ -94,7 +94,7 @@ async def test_verifiers_are_told_tenant_and_session_by_labels(tmp_path: Path) -
         for name, session in (("Ada", "first"), ("Ada", "second"), ("Bob", "first"), ("Bob", "")):
             headers = {"authorization": f"Bearer {made[name][0]}", "x-session-id": session}
             assert (await running.http.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 200
-        asked = [each.addition.asked or RequestOptions() for each in running.verifier.sequences]
+        asked = [each.addition.options or RequestOptions() for each in running.verifier.sequences]
         assert asked[0].tenant == asked[1].tenant != asked[2].tenant == asked[3].tenant
         assert asked[0].session == asked[2].session != asked[1].session
         assert asked[3] == RequestOptions(tenant=asked[2].tenant)

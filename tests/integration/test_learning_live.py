@@ -81,7 +81,7 @@ class Traffic:
             assert time.monotonic() < deadline, found
             asked, params = prompts(self._turn), PARAMS if self._turn % 2 else GREEDY
             self._turn += 1
-            ours = [answer.tokens for answer in self.drafted.client.generate(asked, params, asked=RequestOptions())]
+            ours = [answer.tokens for answer in self.drafted.client.generate(asked, params, options=RequestOptions())]
             if self._turn % 4 < 2:
                 assert ours == [answer.tokens for answer in self.plain.client.generate(asked, params)]
         return found
@@ -91,11 +91,11 @@ def test_what_opts_out_is_not_recorded(fleet: tuple[Verifier, Verifier, Drafter]
     _, drafted, drafter = fleet
     # The second batch's news tells the drafter that the first one is over.
     for asked in (RequestOptions(learn=False), RequestOptions(), RequestOptions(learn=False), RequestOptions(learn=False)):
-        drafted.client.generate(prompts(0), GREEDY, asked=asked)
+        drafted.client.generate(prompts(0), GREEDY, options=asked)
     deadline = time.monotonic() + LIMIT_S
     while (found := learned(drafter)).sequences < 8:
         assert time.monotonic() < deadline, found
-        drafted.client.generate(prompts(0)[:1], GREEDY, asked=RequestOptions(learn=False))
+        drafted.client.generate(prompts(0)[:1], GREEDY, options=RequestOptions(learn=False))
     assert found.sequences == 8
 
 
@@ -134,7 +134,7 @@ def test_a_killed_drafter_goes_on(fleet: tuple[Verifier, Verifier, Drafter], dir
     plain, drafted, drafter = fleet
     before = learned(drafter)
     recorded = sorted((directory / "ring").rglob(f"*{SUFFIX}"))
-    running = [drafted.client.add(prompt, PARAMS, asked=RequestOptions()) for prompt in prompts(90)]
+    running = [drafted.client.add(prompt, PARAMS, options=RequestOptions()) for prompt in prompts(90)]
     drafter.process.kill()
     drafter.process.join()
     drafted.client.finish_all()

@@ -7,7 +7,7 @@ import pytest
 
 from backend.config.sources import CommandError, ConfigError
 from gateway.cli import run_batch
-from gateway.cli.run_batch import Gateway, carry_out
+from gateway.cli.run_batch import GatewayAddress, carry_out
 from tests.integration.test_gateway_batches import TEXTS, jsonl, request, silent
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -29,7 +29,7 @@ async def test_every_line_is_answered(files):
     source.write_bytes(jsonl(*(request(f"c{n}") for n in range(5)), *texts, request("bad", bad), request("no", url="/v1/no")))
     said: list[str] = []
     async with running_gateway(api_key="k3y") as running:
-        gateway = Gateway(running.server.url, "k3y")
+        gateway = GatewayAddress(running.server.url, "k3y")
         assert await carry_out(gateway, source, target, 4, said.append) == 2
         assert said == ["12 requests, 2 of them failed"]
         answers = told(target)
@@ -42,7 +42,7 @@ async def test_every_line_is_answered(files):
             "no": 404,
         }
         with pytest.raises(CommandError, match="--api-key"):
-            await carry_out(Gateway(running.server.url, None), source, target, 4, said.append)
+            await carry_out(GatewayAddress(running.server.url, None), source, target, 4, said.append)
 
 
 async def test_it_goes_on_where_it_ended(running, files):
@@ -53,7 +53,7 @@ async def test_it_goes_on_where_it_ended(running, files):
         await (count_up if verifier.sequences.index(sequence) < 3 else silent)(verifier, sequence)
 
     running.verifier.behaviour = few
-    gateway = Gateway(running.server.url, None)
+    gateway = GatewayAddress(running.server.url, None)
     first = asyncio.create_task(carry_out(gateway, source, target, 2, lambda line: None))
     await eventually(lambda: target.exists() and len(target.read_text().splitlines()) == 3)
     # Both workers wait for an answer now: no request arrives after the count below.
@@ -78,12 +78,12 @@ async def test_it_waits_for_a_gateway_that_has_no_room(files, monkeypatch):
     source, target = files
     source.write_bytes(jsonl(*(request(f"c{n}") for n in range(8))))
     async with running_gateway(max_in_flight=1) as running:
-        assert await carry_out(Gateway(running.server.url, None), source, target, 8, lambda line: None) == 0
+        assert await carry_out(GatewayAddress(running.server.url, None), source, target, 8, lambda line: None) == 0
 
 
 async def test_wrong_files_are_told_before_anything_is_sent(files):
     source, target = files
-    gateway = Gateway("http://127.0.0.1:9", None)
+    gateway = GatewayAddress("http://127.0.0.1:9", None)
     with pytest.raises(CommandError, match=r"in\.jsonl: No such file"):
         await carry_out(gateway, source, target, 2, print)
     source.write_bytes(jsonl(request("a"), b"{", request("a"), request("b", url="/metrics")))
@@ -109,7 +109,7 @@ async def test_it_gives_up_on_a_gateway_that_is_gone(files, monkeypatch):
     source.write_bytes(jsonl(request("a")))
     async with running_gateway() as running:
         running.verifier.behaviour = silent
-        work = asyncio.create_task(carry_out(Gateway(running.server.url, None), source, target, 1, print))
+        work = asyncio.create_task(carry_out(GatewayAddress(running.server.url, None), source, target, 1, print))
         await eventually(lambda: bool(running.verifier.sequences))
         running.server.stop()
         running.server.stop()

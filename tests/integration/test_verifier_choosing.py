@@ -70,7 +70,7 @@ def test_a_session_keeps_its_drafter_where_nothing_is_known_yet(verifier: Verifi
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     before = rounds(verifier)
     for number in range(32):
-        verifier.client.generate([[*range(1000, 1020), number]], params, asked=RequestOptions(tenant="t", session="s"))
+        verifier.client.generate([[*range(1000, 1020), number]], params, options=RequestOptions(tenant="t", session="s"))
     asked = [count - before.get(each, 0) for each, count in rounds(verifier).items()]
     # Without a session they would take turns.  One request of sixteen tries the other one.
     assert max(asked) > 0.7 * sum(asked)

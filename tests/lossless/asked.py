@@ -93,7 +93,7 @@ def request(seed: int, **fields: Any) -> SamplingParams:
 
 def texts(verifier: Verifier, prompts: list[list[int]], asked: RequestOptions = SHARING, **fields: Any) -> list[Answer]:
     params = [request(1000 + i, **fields) for i in range(len(prompts))]
-    return verifier.client.generate(prompts, params, asked=asked)
+    return verifier.client.generate(prompts, params, options=asked)
 
 
 def all_texts(verifier: Verifier) -> dict[str, list[Answer]]:
@@ -107,7 +107,7 @@ def all_texts(verifier: Verifier) -> dict[str, list[Answer]]:
         name: {"temperature": 1.0, "max_tokens": FEW_TOKENS} | fields for name, fields in VARIANTS.items() if name not in found
     }
     params = [request(1000 + i, **fields) for fields in others.values() for i in range(FEW_PROMPTS)]
-    answers = verifier.client.generate(prompts * len(others), params, asked=SHARING)
+    answers = verifier.client.generate(prompts * len(others), params, options=SHARING)
     return found | {name: answers[n * FEW_PROMPTS : (n + 1) * FEW_PROMPTS] for n, name in enumerate(others)}
 
 

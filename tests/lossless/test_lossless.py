@@ -159,7 +159,7 @@ def drafted_by(draft_model: Drafter, verifier: Verifier, plain: Verifier, expect
     before = verifier.client.fresh_stats().drafters.get("drafter-0", DraftCounters())
     params = [request(1000 + i, temperature=temperature) for temperature in (0.0, 1.0) for i in range(FEW_PROMPTS)]
     # Otherwise the earlier answers to these prompts would draft.
-    found = verifier.client.generate(python_prompts(FEW_PROMPTS) * 2, params, asked=RequestOptions(learn=False))
+    found = verifier.client.generate(python_prompts(FEW_PROMPTS) * 2, params, options=RequestOptions(learn=False))
     assert_same(plain, "T = 0.0", expected["T = 0.0"], found[:FEW_PROMPTS])
     assert_same(plain, "T = 1.0", expected["T = 1.0"][:FEW_PROMPTS], found[FEW_PROMPTS:])
     brought = verifier.client.fresh_stats().drafters["drafter-0"]
@@ -235,7 +235,7 @@ def test_what_requests_ask_of_speculation_changes_no_token(
     ids = []
     for i, prompt in enumerate(python_prompts(EACH * count)):
         asked = wishes(truth[i].tokens)[i % count]
-        ids.append(client.add(prompt, request(1000 + i, temperature=1.0), asked=asked))
+        ids.append(client.add(prompt, request(1000 + i, temperature=1.0), options=asked))
     client.finish_all()
     found = [client.answers.pop(each) for each in ids]
     assert_same(plain, "T = 1.0", truth[: EACH * count], found)

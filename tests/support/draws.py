@@ -64,7 +64,7 @@ def _next_tokens(plain: Verifier, prompt: list[int], params: SamplingParams, tex
     for text in texts:
         asking = copy.deepcopy(params)
         asking.max_tokens, asking.logprobs, asking.seed = len(text) + 1, -1, 0
-        ids.append(client.add(prompt, asking, emitted=text, asked=PROCESSED))
+        ids.append(client.add(prompt, asking, emitted=text, options=PROCESSED))
     client.finish_all()
     found = []
     for each in ids:
@@ -80,7 +80,7 @@ def draw(verifier: Verifier, prompt: list[int], params: Sequence[SamplingParams]
     said: list[list[int]] = []
     for start in range(0, len(params), at_once):
         part = [copy.deepcopy(each) for each in params[start : start + at_once]]
-        said += [answer.tokens for answer in verifier.client.generate([prompt] * len(part), part, asked=APART)]
+        said += [answer.tokens for answer in verifier.client.generate([prompt] * len(part), part, options=APART)]
     return said
 
 

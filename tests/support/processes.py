@@ -118,10 +118,10 @@ class Apart(EngineClient):
         params: SamplingParams,
         request_id: str | None = None,
         emitted: Sequence[int] = (),
-        asked: RequestOptions | None = None,
+        options: RequestOptions | None = None,
         **fields: Any,
     ) -> str:
-        return super().add(prompt, params, request_id, emitted, asked or APART, **fields)
+        return super().add(prompt, params, request_id, emitted, options or APART, **fields)
 
 
 class Verifier(Child):

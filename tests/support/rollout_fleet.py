@@ -15,13 +15,13 @@ from msgspec.structs import replace
 from tqdm import tqdm
 from vllm.v1.engine import FinishReason
 
-from backend.engine.front.offline import Responses
+from backend.engine.front.offline import ResponseMaker
 from backend.fleet import FleetSnapshot, MemberView
 from backend.fleet.members import MemberState
 from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.rollout import run as run_module
-from backend.rollout.outcome import Round
-from backend.rollout.requests import Request
+from backend.rollout.outcome import RoundResult
+from backend.rollout.requests import RolloutRequest
 from backend.rollout.run import RoundRunner
 from backend.rollout.workers import Workers
 from backend.wire.engine import FIXED_RESPONSE
@@ -118,7 +118,9 @@ async def stall(verifier: FakeVerifier, sequence: Sequence) -> None:
     await respond(verifier, sequence, upto=2)
 
 
-def run(fleet: Fleet, asked: list[Request], responses: Responses, window: int = 3, seed: int | None = None) -> Round:
+def run(
+    fleet: Fleet, asked: list[RolloutRequest], responses: ResponseMaker, window: int = 3, seed: int | None = None
+) -> RoundResult:
     """One round."""
     workers = fleet.workers = Workers(fleet, None)  # type: ignore[arg-type]
     try:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from backend.fleet import DrafterRef
-from backend.transport import Hub, Router, Wire
+from backend.transport import Hub, ServerSocket, Wire
 from backend.wire.drafting import (
     PROTOCOL_VERSION,
     Close,
@@ -71,7 +71,7 @@ class ScriptedDrafter:
             while (message := router.receive()) is not None:
                 self._take(router, *message)
 
-    def _take(self, router: Router, identity: bytes, frames: list[bytes]) -> None:
+    def _take(self, router: ServerSocket, identity: bytes, frames: list[bytes]) -> None:
         message = decode_to_drafter(frames[0])
         if isinstance(message, Hello):
             if message.role == "drafts":
@@ -97,7 +97,7 @@ class ScriptedDrafter:
             del known[item.base_len - len(item.tokens) :]
             known.extend(item.tokens)
 
-    def _answer(self, router: Router) -> None:
+    def _answer(self, router: ServerSocket) -> None:
         """Answers the items whose requests have reached their base length."""
         due: dict[bytes, list[NextItem]] = {}
         for request_id, (listener, item) in list(self._wanted.items()):

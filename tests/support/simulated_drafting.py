@@ -14,7 +14,7 @@ from backend.speculation.calibration import Calibration
 from backend.speculation.chances import chances
 from backend.speculation.guesses import Guesses
 from backend.speculation.step_times import DraftTimes, StepTimes
-from backend.speculation.waiting import Ask, Asking, Foresight, Load, Outlook, Pending, Times, waiting_pays
+from backend.speculation.waiting import Ask, Asking, Foresight, Outlook, Pending, StepLoad, Times, waiting_pays
 from tests.support.speculator import spent_on
 
 K = 6
@@ -196,5 +196,5 @@ class Verifier:
     def _choose(self, n: int) -> None:
         self.load, at, times = n, self.times.at, self.times.row(n, n * K + 2)
         self.prospect = self.drafted.prospect(n, times)
-        load = Load(n, n, self.alone.prospect(n, times), self.prospect, self.hits)
+        load = StepLoad(n, n, self.alone.prospect(n, times), self.prospect, self.hits)
         self.asking.choose(load, Times(at, at, self.draft_times.at, self.miss_times.at, lambda rows, k: 0.0))

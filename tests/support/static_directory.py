@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backend.coordinator.commands import Answer, AnyCommand, Refused
+from backend.coordinator.commands import Answer, AnyCommand, CommandRefused
 from backend.fleet import FleetSnapshot, Member, MemberView
 
 
@@ -28,4 +28,4 @@ class StaticDirectory:
         return await self.snapshot()
 
     async def submit(self, command: AnyCommand) -> Answer:
-        return Refused("invalid", "this fleet has no coordinator", self._version)
+        return CommandRefused("invalid", "this fleet has no coordinator", self._version)

@@ -174,13 +174,13 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
 
     async def add_request(self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
         """vLLM's method of the same name, after checks and admission."""
-        asked = getattr(params, "prompt_logprobs", None)
-        if asked == -1:
-            asked = self.model_config.get_vocab_size()
+        wanted = getattr(params, "prompt_logprobs", None)
+        if wanted == -1:
+            wanted = self.model_config.get_vocab_size()
         if (
-            asked
+            wanted
             and isinstance(prompt, dict)
-            and len(prompt.get("prompt_token_ids", ())) * (1 + asked) > self.max_prompt_logprobs
+            and len(prompt.get("prompt_token_ids", ())) * (1 + wanted) > self.max_prompt_logprobs
         ):
             raise VLLMValidationError(
                 f"The prompt's tokens have more than {self.max_prompt_logprobs} log probabilities together "
@@ -202,9 +202,9 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> AsyncGenerator[Any, None]:
         """vLLM's method of the same name.  It submits when an output is first asked for; a plain stream submits by itself."""
-        asked = submissions()
-        if asked is not None:
-            asked.append(partial(self.add_request, request_id, prompt, sampling_params, **options))
+        waiting = submissions()
+        if waiting is not None:
+            waiting.append(partial(self.add_request, request_id, prompt, sampling_params, **options))
         outputs: AsyncGenerator[Any, None] = super().generate(prompt, sampling_params, request_id, **options)
         return outputs
 

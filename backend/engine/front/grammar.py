@@ -57,7 +57,7 @@ _TOO_MUCH = "The grammar takes too long, or too much memory, to compile. Make it
 _NOTHING = "The grammar matches no text that this model could write."
 _ECHO = re.compile(r" Pattern: .*|\"[^\"]*\"")
 """Where error messages of vLLM and its libraries quote the request."""
-asked_in: ContextVar[str] = ContextVar("asked_in", default="structured_outputs")
+constraint_field: ContextVar[str] = ContextVar("asked_in", default="structured_outputs")
 """The current request's field that holds the grammar, for error messages."""
 _forks = multiprocessing.get_context("forkserver")
 
@@ -74,12 +74,12 @@ class GrammarChecks:
         self._threads = ThreadPoolExecutor(4 * WORKERS, thread_name_prefix="grammar")
         self._verdicts: OrderedDict[bytes, StructuredOutputsParams | str] = OrderedDict()
 
-    async def checked(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
-        """Returns `asked` as a verifier should get it.  Raises `VLLMValidationError`.  Cancelling ends the check as well."""
-        key = hashlib.sha256(pickle.dumps(asked)).digest()
+    async def checked(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams:
+        """Returns `constraint` as a verifier should get it.  Raises `VLLMValidationError`.  Cancelling ends the check."""
+        key = hashlib.sha256(pickle.dumps(constraint)).digest()
         if (verdict := self._verdicts.get(key)) is None:
             await self._slots.acquire()
-            work = asyncio.ensure_future(self._decide(key, asked))
+            work = asyncio.ensure_future(self._decide(key, constraint))
             # After a cancellation nothing awaits `work`; reading its exception avoids a warning.
             work.add_done_callback(lambda done: done.cancelled() or done.exception())
             try:
@@ -88,7 +88,7 @@ class GrammarChecks:
                 asyncio.get_running_loop().call_later(GRACE_S, work.cancel)
                 raise
         if isinstance(verdict, str):
-            raise VLLMValidationError(verdict, parameter=asked_in.get())
+            raise VLLMValidationError(verdict, parameter=constraint_field.get())
         return copy.copy(verdict)
 
     def warm_up(self) -> None:
@@ -113,21 +113,21 @@ class GrammarChecks:
             worker.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _decide(self, key: bytes, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
+    async def _decide(self, key: bytes, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
         """The caller has acquired a slot; releases it."""
         try:
             # Another sequence of the request may have been checked meanwhile.
             if (verdict := self._verdicts.get(key)) is None:
-                verdict = await self._ask(asked)
+                verdict = await self._ask(constraint)
                 self._keep(key, verdict)
             return verdict
         finally:
             self._slots.release()
 
-    async def _ask(self, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
+    async def _ask(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
         worker = self._idle.pop() if self._idle else self._worker()
         try:
-            verdict = await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, asked)
+            verdict = await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, constraint)
         except (EOFError, OSError):
             # The process has reached a limit, or has crashed because of this grammar.
             self._end(worker)
@@ -184,10 +184,10 @@ class _Worker:
             self._pipe = ours
         return self._pipe
 
-    def ask(self, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
+    def ask(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
         """The verdict: the parameters to send, or an error message.  Raises `EOFError` or `OSError` if the process has died."""
         pipe = self.start()
-        pipe.send(asked)
+        pipe.send(constraint)
         verdict: StructuredOutputsParams | str = pipe.recv()
         return verdict
 
@@ -211,12 +211,12 @@ def _serve(vllm_config: VllmConfig, pipe: Connection, cpu_limit_s: float) -> Non
     pipe.send(None)
     with contextlib.suppress(EOFError, OSError):
         while True:
-            asked = pipe.recv()
+            constraint = pipe.recv()
             # Either signal kills the process, even in the middle of native code.
             signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
             signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
             try:
-                verdict: StructuredOutputsParams | str = check(asked)
+                verdict: StructuredOutputsParams | str = check(constraint)
             except MemoryError:
                 return
             except Exception as error:
@@ -244,50 +244,50 @@ class Check:
         self._tokenizer = cached_tokenizer_from_config(model_config=vllm_config.model_config)
         self._managers: dict[str, StructuredOutputManager] = {}
 
-    def __call__(self, asked: StructuredOutputsParams) -> StructuredOutputsParams | str:
-        check_json_nesting(asked.json)
-        check_json_nesting(asked.structural_tag, structural_tag=True)
+    def __call__(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
+        check_json_nesting(constraint.json)
+        check_json_nesting(constraint.structural_tag, structural_tag=True)
         if self._vllm_config.structured_outputs_config.backend == "xgrammar":
-            _check_kept(asked)
-        if isinstance(asked.structural_tag, str):
-            for schema in _schemas_of(asked.structural_tag):
+            _check_kept(constraint)
+        if isinstance(constraint.structural_tag, str):
+            for schema in _schemas_of(constraint.structural_tag):
                 # llguidance compiles them only when the model gets there.
                 if isinstance(verdict := self(StructuredOutputsParams(json=schema)), str):
                     return verdict
-        params = SamplingParams(structured_outputs=asked)
+        params = SamplingParams(structured_outputs=constraint)
         try:
             params._validate_structured_outputs(
                 self._vllm_config.model_config, self._vllm_config.structured_outputs_config, self._tokenizer
             )
         except VLLMValidationError as error:
-            if asked.json is not None and "regex" in str(error):
+            if constraint.json is not None and "regex" in str(error):
                 raise ValueError(f"pattern: {error}") from error
             raise
-        backend = asked._backend or ""
+        backend = constraint._backend or ""
         if backend not in self._managers:
             self._managers[backend] = StructuredOutputManager(self._vllm_config)
         manager = self._managers[backend]
         request: Any = SimpleNamespace(
-            request_id="check", sampling_params=params, structured_output_request=StructuredOutputRequest(asked)
+            request_id="check", sampling_params=params, structured_output_request=StructuredOutputRequest(constraint)
         )
         manager.grammar_init(request)
         grammar = request.structured_output_request._grammar.result()
         if manager.backend is None:
-            return asked
+            return constraint
         if isinstance(grammar, GuidanceGrammar) and (problem := grammar.ll_matcher.get_error()):
             raise ValueError(problem)  # vLLM only logs it
         allowed = manager.backend.allocate_token_bitmask(1)
         grammar.fill_bitmask(allowed, 0)
-        return asked if bool((allowed != 0).any()) else _NOTHING
+        return constraint if bool((allowed != 0).any()) else _NOTHING
 
 
-def _check_kept(asked: StructuredOutputsParams) -> None:
+def _check_kept(constraint: StructuredOutputsParams) -> None:
     """Raises `ValueError` for what xgrammar would ignore.  What is no JSON is left to vLLM."""
-    if asked.regex:
-        check_regex(asked.regex)
-    if asked.json is not None:
+    if constraint.regex:
+        check_regex(constraint.regex)
+    if constraint.json is not None:
         with contextlib.suppress(json.JSONDecodeError):
-            check_schema(json.loads(asked.json) if isinstance(asked.json, str) else asked.json)
+            check_schema(json.loads(constraint.json) if isinstance(constraint.json, str) else constraint.json)
 
 
 def _schemas_of(structural_tag: str) -> list[dict[str, Any]]:

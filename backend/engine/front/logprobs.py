@@ -71,7 +71,7 @@ class Unshown:
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._logprobs: list[Any] = []
-        self._told = False
+        self._has_event = False
         """Whether vLLM has made an event of the present output."""
 
     async def contexts(self, contexts: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
@@ -84,9 +84,9 @@ class Unshown:
                     yield context
                     continue
                 marked = outputs[0].logprobs = Marked(found, self)
-                self._told = False
+                self._has_event = False
                 yield context
-                if self._told:
+                if self._has_event:
                     # What was no text has had its event.
                     self._tokens, self._logprobs = [], []
                 else:
@@ -97,7 +97,7 @@ class Unshown:
         """vLLM's events."""
         async with aclosing(made) as events:
             async for each in events:
-                self._told = True
+                self._has_event = True
                 yield each
 
     def take(self, tokens: Sequence[int], logprobs: list[Any]) -> tuple[list[int], list[Any]]:

@@ -60,27 +60,27 @@ class Front:
             raise ValueError(f"{unknown[0]!r} is none of {', '.join(sorted(OFFERED))}")
         try:
             json.dumps(given, allow_nan=False)  # a sampler that is given NaN would harm the whole batch
-            asked = msgspec.convert({"max_tokens": None, **given}, SamplingParams, str_keys=True)
-            if any(name.startswith(VERIFIERS) for name in asked.extra_args or ()):
+            params = msgspec.convert({"max_tokens": None, **given}, SamplingParams, str_keys=True)
+            if any(name.startswith(VERIFIERS) for name in params.extra_args or ()):
                 raise ValueError(f"extra_args: names that begin with {VERIFIERS} belong to verifiers")
-            asked.output_kind, asked.flat_logprobs = RequestOutputKind.FINAL_ONLY, True
-            if asked.structured_outputs is not None:
-                asked.structured_outputs = self._compiled(asked.structured_outputs)
-            made = self._inputs.process_inputs("", tokens_input(prompt), asked, ("generate",)).sampling_params
+            params.output_kind, params.flat_logprobs = RequestOutputKind.FINAL_ONLY, True
+            if params.structured_outputs is not None:
+                params.structured_outputs = self._compiled(params.structured_outputs)
+            made = self._inputs.process_inputs("", tokens_input(prompt), params, ("generate",)).sampling_params
         except (VLLMValidationError, TypeError, AttributeError) as error:
             raise ValueError(str(error)) from error
         assert made is not None
         return made
 
-    def responses(self) -> Responses:
+    def responses(self) -> ResponseMaker:
         """Takes responses that begin from now on."""
-        return Responses(self._inputs.tokenizer)
+        return ResponseMaker(self._inputs.tokenizer)
 
-    def _compiled(self, asked: StructuredOutputsParams) -> StructuredOutputsParams:
-        key = repr(asked)
+    def _compiled(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
+        key = repr(params)
         if key not in self._checked:
             try:
-                self._checked[key] = self._check(asked)
+                self._checked[key] = self._check(params)
             except (VLLMValidationError, ValueError, TypeError, RuntimeError) as error:
                 self._checked[key] = str(error).partition("\n")[0]
         found = self._checked[key]
@@ -89,7 +89,7 @@ class Front:
         return found
 
 
-class Responses:
+class ResponseMaker:
     """Makes responses of verifiers' outputs.  A response has one number, whichever verifiers its outputs come from."""
 
     def __init__(self, tokenizer: TokenizerLike | None = None) -> None:

@@ -51,10 +51,10 @@ class Reading(Parser):
             if not output.token_ids and not output.text:
                 yield output  # Only a part of a long prompt was computed.
                 return
-            asked = SimpleNamespace(
+            settings = SimpleNamespace(
                 sampling_params=params, prompt_token_ids=(prompt or [])[-PRIMING:], prompt_embeds=None, request_id=""
             )
-            self._detokenizer = IncrementalDetokenizer.from_new_request(self.model_tokenizer, asked)
+            self._detokenizer = IncrementalDetokenizer.from_new_request(self.model_tokenizer, settings)
         tokens, begin, message = list(output.token_ids), 0, None
         texts = self._texts(tokens, output.text)
         last = len(texts) - 1

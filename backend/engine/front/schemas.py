@@ -134,48 +134,48 @@ def _target(schema: Any, root: Any) -> Any:
 
 def _unkept(schema: dict[str, Any], root: Any) -> str | None:
     """A keyword that is ignored, of the schema itself."""
-    said = KEYWORDS & schema.keys()
-    if "$ref" in said:
+    keywords = KEYWORDS & schema.keys()
+    if "$ref" in keywords:
         here = schema["$ref"] == "#" or schema["$ref"].startswith("#/")
-        return min(said - {"$ref"}, default=None) if here else "$ref"
+        return min(keywords - {"$ref"}, default=None) if here else "$ref"
     if values := _values(schema):
         return next(filter(None, (_breaks(value, schema, root) for value in values)), None)
     for name in ("anyOf", "oneOf", "allOf"):
-        if name in said:
+        if name in keywords:
             kept = name == "anyOf" or (name == "allOf" and len(schema[name]) == 1)
             kept = kept or (name == "oneOf" and all(_disjoint(*pair, root) for pair in itertools.combinations(schema[name], 2)))
-            if "type" in said and all(_within(each, _types(schema), root) for each in schema[name]):
-                said -= {"type"}
-            return min(said - {name}, default=None) if kept else name
+            if "type" in keywords and all(_within(each, _types(schema), root) for each in schema[name]):
+                keywords -= {"type"}
+            return min(keywords - {name}, default=None) if kept else name
     types = _types(schema)
-    if rest := said - {"type"}.union(*(KEPT[each] for each in types)):
+    if rest := keywords - {"type"}.union(*(KEPT[each] for each in types)):
         return min(rest)
     if not types:
-        return "type" if "type" in said else None
-    if "string" in types and (keyword := _unkept_of_string(schema, said)):
+        return "type" if "type" in keywords else None
+    if "string" in types and (keyword := _unkept_of_string(schema, keywords)):
         return keyword
-    return _unkept_of_object(schema, said) if "object" in types else None
+    return _unkept_of_object(schema, keywords) if "object" in types else None
 
 
-def _unkept_of_string(schema: Mapping[str, Any], said: frozenset[str]) -> str | None:
-    if "format" in said:
-        return "format" if schema["format"] not in FORMATS else min(said & {"pattern", *_LENGTHS}, default=None)
-    if "pattern" in said:
-        return "pattern" if _lossy(schema["pattern"]) else min(said & _LENGTHS, default=None)
+def _unkept_of_string(schema: Mapping[str, Any], keywords: frozenset[str]) -> str | None:
+    if "format" in keywords:
+        return "format" if schema["format"] not in FORMATS else min(keywords & {"pattern", *_LENGTHS}, default=None)
+    if "pattern" in keywords:
+        return "pattern" if _lossy(schema["pattern"]) else min(keywords & _LENGTHS, default=None)
     return None
 
 
-def _unkept_of_object(schema: Mapping[str, Any], said: frozenset[str]) -> str | None:
+def _unkept_of_object(schema: Mapping[str, Any], keywords: frozenset[str]) -> str | None:
     if not schema.get("properties", {}).keys() >= set(schema.get("required", ())):
         return "required"
-    if names := said & _NAMES:
-        beside = said & {"properties", "unevaluatedProperties"} or len(names) > 1
+    if names := keywords & _NAMES:
+        beside = keywords & {"properties", "unevaluatedProperties"} or len(names) > 1
         closed = "propertyNames" in names and schema.get("additionalProperties") is False
         patterns = schema.get("patternProperties", {})
         if beside or closed or len(patterns) > 1 or any(map(_lossy, patterns)):
             return min(names)
     # A name that comes twice counts twice.
-    if "minProperties" in said and (names or any(schema.get(name, False) is not False for name in _MORE_PROPERTIES)):
+    if "minProperties" in keywords and (names or any(schema.get(name, False) is not False for name in _MORE_PROPERTIES)):
         return "minProperties"
     return None
 

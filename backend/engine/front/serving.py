@@ -192,7 +192,7 @@ class Tokens(TokensLogprobs, ServingTokens):
         return await deferred([result_generator], lambda results: full(request, results, *args, **kwargs))
 
 
-class Responses(OpenAIServingResponses):
+class ServingResponses(OpenAIServingResponses):
     """vLLM's serving class with four differences.
 
     An answer that was aborted is `incomplete`, not `completed` or `cancelled`.  A whole answer with more than
@@ -324,7 +324,7 @@ def build_services(
         chat=Chat(client, models, "assistant", **chatting),
         chat_of_many=ChatOfMany(client, models, "assistant", **chatting),
         completion=Completion(client, models, online_renderer=renderer, request_logger=None, **counted),
-        responses=Responses(client, models, **chatting),
+        responses=ServingResponses(client, models, **chatting),
         messages=Messages(client, models, "assistant", **chatting),
         tokens=Tokens(client, models, renderer, request_logger=None, **counted, **derendering),
         tokenization=ServingTokenization(models, renderer, **common),

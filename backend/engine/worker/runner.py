@@ -19,7 +19,7 @@ import torch
 
 from backend.engine.counting import StepOrders
 from backend.engine.features import FeatureShipper
-from backend.engine.postponed import Span
+from backend.engine.postponed import RowSpan
 from backend.engine.spans import TRACE_ARGUMENT
 from backend.engine.worker.fixed import fixed_response
 from backend.speculation.proposals import Proposal
@@ -222,10 +222,10 @@ class RemoteDrafting:
         starts = batch.num_computed_tokens_cpu[: len(request_ids)].tolist()
         return self.shipper.set_aside(request_ids, starts, [of[request_id] for request_id in request_ids], layers)
 
-    def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[Span]:
+    def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[RowSpan]:
         """Each request's final rows in this step, in batch order."""
         batch: Any = self.input_batch  # type: ignore[attr-defined]
-        spans: list[Span] = []
+        spans: list[RowSpan] = []
         count, offset = len(batch.req_ids), 0
         starts, texts = batch.num_computed_tokens_cpu[:count].tolist(), batch.token_ids_cpu
         drafted = metadata.num_draft_tokens if metadata is not None else [0] * count
@@ -234,7 +234,7 @@ class RemoteDrafting:
             scheduled, tokens = of[request_id], sampled[i]
             # Rows of rejected draft tokens are not final.
             rows = scheduled - drafted[i] + len(tokens) - 1 if tokens else scheduled
-            spans.append(Span(request_id, starts[i], offset, rows, _reader(texts[i])))
+            spans.append(RowSpan(request_id, starts[i], offset, rows, _reader(texts[i])))
             offset += scheduled
         return spans
 

@@ -18,7 +18,7 @@ import msgspec
 from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef, DrafterStats
 from backend.lab.bench.children import ENVIRONMENT, Child, close_all
-from backend.lab.bench.load import APART, Load, run_load
+from backend.lab.bench.load import APART, MeasuredLoad, run_load
 from backend.lab.bench.measure import Snapshot, drafting_between
 from backend.lab.bench.options import PROBABILISTIC
 from backend.lab.bench.pace import Pace, Paced
@@ -112,7 +112,7 @@ def assign(verifier: Child, drafters: Sequence[DrafterRef]) -> None:
 
 
 @dataclass(frozen=True)
-class Speed:
+class LoadResult:
     """The results of one load.  `length` is the acceptance length, 1 without drafts."""
 
     tokens_per_s: float
@@ -127,12 +127,12 @@ def measure_load(
     temperature: float,
     requests: int,
     options: RequestOptions = APART,
-) -> Speed:
+) -> LoadResult:
     """Runs a closed loop with `requests` requests in flight, and measures it."""
     before = client.fresh_stats()
     load = run_load(client, prompts, tokens, temperature, requests, options)
     grown = drafting_between(before, client.fresh_stats())
-    return Speed(load.tokens_per_s, 1 + grown.accepted_tokens / grown.drafts if grown.drafts else 1.0, grown.drafts)
+    return LoadResult(load.tokens_per_s, 1 + grown.accepted_tokens / grown.drafts if grown.drafts else 1.0, grown.drafts)
 
 
 class TargetFleet(Processes):
@@ -178,7 +178,7 @@ class TargetFleet(Processes):
         tokens: int,
         temperature: float,
         concurrency: int,
-    ) -> tuple[Load, Snapshot, Snapshot]:
+    ) -> tuple[MeasuredLoad, Snapshot, Snapshot]:
         """Runs a closed loop; returns the load and the counters before and after it."""
         before = self._read(configuration)
         load = run_load(self._verifiers[configuration][1], prompts, tokens, temperature, concurrency)

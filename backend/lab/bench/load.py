@@ -19,7 +19,7 @@ class LoadError(Exception):
 
 
 @dataclass(frozen=True)
-class Load:
+class MeasuredLoad:
     """The client's measurements.  `answers` are in the order of the prompts."""
 
     wall_s: float
@@ -37,7 +37,7 @@ def run_load(
     temperature: float,
     concurrency: int,
     options: RequestOptions = APART,
-) -> Load:
+) -> MeasuredLoad:
     """Runs all prompts.  Raises `LoadError`, `TimeoutError`, and what the client's `watch` raises."""
     params = sampling(tokens, temperature)
     client.receive()
@@ -48,7 +48,7 @@ def run_load(
     """When requests ended while the full number was in flight, and the tokens received until then."""
     while len(ids) < len(prompts) or open_ids:
         while len(open_ids) < concurrency and len(ids) < len(prompts):
-            request_id = client.add(prompts[len(ids)], params, asked=options)
+            request_id = client.add(prompts[len(ids)], params, options=options)
             ids.append(request_id)
             open_ids.add(request_id)
         client.run_until(lambda: any(client.answers[i].finish_reason is not None for i in open_ids), TIMEOUT_S)
@@ -61,4 +61,4 @@ def run_load(
             raise LoadError(f"a request ended with {len(answer.tokens)} of {tokens} tokens ({answer.finish_reason})")
     wall_s = max(answer.last_at for answer in answers) - began
     (first_at, first), (last_at, last) = (ends[0], ends[-1]) if len(ends) > 1 else ((0.0, 0), (wall_s, len(ids) * tokens))
-    return Load(wall_s, answers, (last - first) / (last_at - first_at))
+    return MeasuredLoad(wall_s, answers, (last - first) / (last_at - first_at))

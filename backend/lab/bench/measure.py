@@ -1,6 +1,6 @@
 """Turns counters and times into rows.  Pure.
 
-A `Sample` is one configuration at one point in one round.  A `Row` is all its rounds: medians, with minimum and maximum.
+A `Measurement` is one configuration at one point in one round.  A `Row` is all its rounds: medians, with minimum and maximum.
 Counters are subtracted, then divided; ratios are never averaged within a sample.
 """
 
@@ -19,7 +19,7 @@ from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, label
 
 if TYPE_CHECKING:
-    from backend.lab.bench.load import Load
+    from backend.lab.bench.load import MeasuredLoad
 
 GROWING = ("drafts", "draft_tokens", "accepted_tokens", "rounds", "draft_s", "bytes_sent", "ahead_hits", "ahead_misses")
 
@@ -40,7 +40,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """The figures of a measurement.  None: the figure does not exist for this configuration."""
 
     tokens_per_s: float
-    """As in `Load`."""
+    """As in `MeasuredLoad`."""
     tgs: float
     """Decode TGS: (n_out - 1) / (t_last - t_first), the median over requests."""
     ttft_ms: float
@@ -67,7 +67,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """Busy and idle time / wall time between the two readings; 1 if no time is lost or counted twice."""
 
 
-class Sample(Figures, frozen=True, kw_only=True):
+class Measurement(Figures, frozen=True, kw_only=True):
     """One measurement."""
 
     round: int
@@ -116,8 +116,8 @@ class Row(Figures, frozen=True, kw_only=True):
 
 
 def sample(
-    number: int, configuration: Configuration, load: Load, before: Snapshot, after: Snapshot, drafter_cores: int
-) -> Sample:
+    number: int, configuration: Configuration, load: MeasuredLoad, before: Snapshot, after: Snapshot, drafter_cores: int
+) -> Measurement:
     """The figures of `load`, from the counters before and after it."""
     tokens = sum(len(answer.tokens) for answer in load.answers)
     old, new = before.verifier, after.verifier
@@ -130,7 +130,7 @@ def sample(
     awaited = {cause: seconds / load.wall_s for cause, seconds in idle_s.items() if cause != "no_work"}
     foreseen = drafting.ahead_hits + drafting.ahead_misses
     is_timed = configuration.is_remote and drafting.rounds > 0
-    return Sample(
+    return Measurement(
         round=number,
         tokens_per_s=load.tokens_per_s,
         tgs=statistics.median((len(a.tokens) - 1) / max(a.last_at - a.first_at, 1e-9) for a in load.answers),
@@ -155,7 +155,7 @@ def sample(
 
 
 def _paced(before: Snapshot, after: Snapshot, busy_s: float, idle_s: Mapping[str, float]) -> dict[str, float]:
-    """The figures of `Sample.paced`; empty for a run that was not paced."""
+    """The figures of `Measurement.paced`; empty for a run that was not paced."""
     if before.steps is None or after.steps is None:
         return {}
     steps = after.steps.since(before.steps)
@@ -189,7 +189,7 @@ def drafting_between(old: VerifierStats, new: VerifierStats) -> DraftCounters:
     return total
 
 
-def row(target: str, configuration: Configuration, point: Point, samples: Sequence[Sample]) -> Row:
+def row(target: str, configuration: Configuration, point: Point, samples: Sequence[Measurement]) -> Row:
     names = Figures.__struct_fields__
     by_name = {name: [value for s in samples if (value := getattr(s, name)) is not None] for name in names}
     medians: dict[str, Any] = {name: statistics.median(values) if values else None for name, values in by_name.items()}

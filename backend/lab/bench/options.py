@@ -32,7 +32,7 @@ QUICK = {"targets": ("S",), "concurrency": (1, 4), "domains": DOMAINS[:1], "toke
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """The options of one run.  Lengths are in tokens."""
 
     output: Path | None
@@ -60,7 +60,7 @@ class Options:
     drafter_cores: int | None
 
 
-def parse(arguments: Sequence[str]) -> Options:
+def parse(arguments: Sequence[str]) -> BenchOptions:
     """Reads the command line; wrong options end the program with a message and status 2."""
     parser = _parser()
     given = parser.parse_args(list(arguments))
@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str]) -> Options:
     values |= {name: value for name, value in usual.items() if values[name] is None}
     if given.model:
         values["targets"] = (OWN,)
-    return Options(**values)
+    return BenchOptions(**values)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from backend.config.settings import REMOTE_MODES
-from backend.lab.bench.options import PROBABILISTIC, Options
+from backend.lab.bench.options import PROBABILISTIC, BenchOptions
 from backend.models.kinds import KINDS, DrafterKind
 
 
@@ -83,7 +83,7 @@ def split_cores(available: Sequence[int], verifier: int | None, drafter: int | N
     return CoreSplit(cores[:verifying], cores[verifying : verifying + drafting])
 
 
-def configurations(options: Options, split: CoreSplit, kind: DrafterKind) -> list[Configuration]:
+def configurations(options: BenchOptions, split: CoreSplit, kind: DrafterKind) -> list[Configuration]:
     """Everything measured for one target, plain decoding first.  Drafters without weights give no probabilities."""
     modes = [mode for mode in options.modes if mode != PROBABILISTIC or KINDS[kind].has_weights]
     return [Configuration(mode, k, split.verifier) for mode in modes for k in (options.ks if mode != "off" else (0,))]
@@ -94,7 +94,7 @@ def label(mode: str, k: int) -> str:
     return mode + (f"-k{k}" if k else "")
 
 
-def points(options: Options) -> list[Point]:
+def points(options: BenchOptions) -> list[Point]:
     """The first domain at every concurrency and temperature; others, without `--full`, at the smallest concurrency only."""
     found = []
     for place, domain in enumerate(options.domains):

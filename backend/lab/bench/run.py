@@ -18,8 +18,8 @@ from backend.config import Settings
 from backend.lab.bench.engines import Bench, TargetFleet
 from backend.lab.bench.hardware import gpus
 from backend.lab.bench.identical import GreedyCheck
-from backend.lab.bench.measure import Row, Sample, row, sample
-from backend.lab.bench.options import AUTO_LEARNS, Options
+from backend.lab.bench.measure import Measurement, Row, row, sample
+from backend.lab.bench.options import AUTO_LEARNS, BenchOptions
 from backend.lab.bench.plan import Cell, Configuration, CoreSplit, Point, cells, configurations, points
 from backend.lab.bench.prompts import Prompts
 from backend.lab.bench.widen import SIZES, widen
@@ -34,7 +34,7 @@ SPARE_POSITIONS = 64
 class Results:
     """The measurements so far."""
 
-    samples: dict[tuple[str, Configuration, Point], list[Sample]] = field(default_factory=dict)
+    samples: dict[tuple[str, Configuration, Point], list[Measurement]] = field(default_factory=dict)
     greedy: GreedyCheck = field(default_factory=GreedyCheck)
     targets: dict[str, dict[str, Any]] = field(default_factory=dict)
     complete: bool = False
@@ -43,7 +43,7 @@ class Results:
         return [row(target, configuration, point, each) for (target, configuration, point), each in self.samples.items()]
 
 
-def run(options: Options, split: CoreSplit, results: Results, say: Say, keep: Callable[[], None]) -> None:
+def run(options: BenchOptions, split: CoreSplit, results: Results, say: Say, keep: Callable[[], None]) -> None:
     """Measures everything, adds it to `results`, and calls `keep` after every measurement."""
     with tempfile.TemporaryDirectory(prefix="outrider-") as name, on_cores(split.drafter):
         own = {"model": options.model, "drafter": options.drafter} if options.model else {}
@@ -78,7 +78,9 @@ def describe_target(models: ResolvedModels) -> dict[str, Any]:
     return {"model": models.name, "parameters": total} | {name: config[name] for name in names if name in config}
 
 
-def _measure_target(target: str, bench: Bench, options: Options, results: Results, say: Say, keep: Callable[[], None]) -> None:
+def _measure_target(
+    target: str, bench: Bench, options: BenchOptions, results: Results, say: Say, keep: Callable[[], None]
+) -> None:
     prompts = Prompts(bench.models.target_dir, options.prompt_tokens)
     configured = configurations(options, bench.split, bench.models.drafter_kind)
     schedule = list(cells(configured, points(options), options.rounds))
@@ -102,13 +104,13 @@ def _measure_target(target: str, bench: Bench, options: Options, results: Result
             say(_progress(target, cell, measured, f"{number}/{len(schedule)}", left_s))
 
 
-def _prompts_of(cell: Cell, prompts: Prompts, options: Options) -> list[list[int]]:
+def _prompts_of(cell: Cell, prompts: Prompts, options: BenchOptions) -> list[list[int]]:
     """A cell's prompts: the same for all configurations, different in every round and at every point."""
     count = max(options.requests, options.waves * cell.point.concurrency)
     return [prompts.make(cell.point.domain, f"{cell.round}/{cell.point.name}/{i}") for i in range(count)]
 
 
-def _progress(target: str, cell: Cell, measured: Sample, place: str, left_s: float) -> str:
+def _progress(target: str, cell: Cell, measured: Measurement, place: str, left_s: float) -> str:
     facts = [f"{measured.tokens_per_s:.0f} tok/s"]
     if measured.acceptance_length is not None:
         facts.append(f"acceptance length {measured.acceptance_length:.2f}")

@@ -15,7 +15,7 @@ from backend.lab.bench import plot
 from backend.lab.bench.identical import PLAIN, Difference
 from backend.lab.bench.markdown import NOTHING, number, table
 from backend.lab.bench.measure import Row, limit, ratio, step_times, together
-from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, Options
+from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, BenchOptions
 from backend.lab.bench.pace import Cost
 from backend.lab.bench.plan import CoreSplit, Point
 from backend.lab.bench.run import WARM_UP_TOKENS, Results
@@ -27,7 +27,7 @@ Columns = Mapping[str, Callable[[Row], str]]
 """The cells of a row's line in a table, by the columns' heads."""
 
 
-def write(output: Path, about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results, say: Say) -> None:
+def write(output: Path, about: Mapping[str, Any], options: BenchOptions, split: CoreSplit, results: Results, say: Say) -> None:
     content = keep(output, about, options, split, results)
     rows = results.rows()
     (output / "bench.md").write_text(markdown(content, rows, results.greedy.differences()), encoding="utf-8")
@@ -35,7 +35,7 @@ def write(output: Path, about: Mapping[str, Any], options: Options, split: CoreS
     say(f"wrote {output}/bench.json, bench.md{', bench.png' if drawn else ''}")
 
 
-def keep(output: Path, about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results) -> dict[str, Any]:
+def keep(output: Path, about: Mapping[str, Any], options: BenchOptions, split: CoreSplit, results: Results) -> dict[str, Any]:
     """Replaces bench.json atomically, so that a run that is killed leaves its results; returns the content."""
     content = document(about, options, split, results)
     unfinished = output / "bench.json.new"
@@ -44,7 +44,7 @@ def keep(output: Path, about: Mapping[str, Any], options: Options, split: CoreSp
     return content
 
 
-def document(about: Mapping[str, Any], options: Options, split: CoreSplit, results: Results) -> dict[str, Any]:
+def document(about: Mapping[str, Any], options: BenchOptions, split: CoreSplit, results: Results) -> dict[str, Any]:
     differences = results.greedy.differences()
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
     return {

@@ -20,7 +20,7 @@ from backend.lab.demo.llama import config_of, features, load_llama
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.tokenizer import PAD_ID, token_stream
 from backend.lab.demo.train import RECORD
-from backend.lab.demo.training import Progress, goals, resolve_device, train
+from backend.lab.demo.training import TrainingProgress, goals, resolve_device, train
 from backend.learning.layers import MLP, Attention, LlamaSizes, RMSNorm, Rotary, initialise
 from backend.learning.optimizers import Optimizers
 from backend.models.writing import replacing, write_checkpoint, write_json
@@ -155,7 +155,7 @@ def train_head(options: DemoOptions) -> BlockDrafter:
     )
     hits = torch.zeros(MASKS)
 
-    def step(progress: Progress, fraction: float) -> tuple[Tensor, int, str]:
+    def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, int, str]:
         chance = np.random.default_rng((options.seed, progress.step))
         length = rows.shape[1]
         tokens = rows[chance.integers(len(rows), size=max(1, settings.tokens_per_step // length))].to(device)

@@ -16,7 +16,7 @@ from backend.lab.demo.llama import llama_config, load_llama, new_llama, save_lla
 from backend.lab.demo.options import DemoOptions, DraftModelOptions
 from backend.lab.demo.tokenizer import save_tokenizer, token_stream
 from backend.lab.demo.train import RECORD
-from backend.lab.demo.training import Progress, goals, resolve_device, train, windows
+from backend.lab.demo.training import TrainingProgress, goals, resolve_device, train, windows
 from backend.learning.optimizers import Optimizers
 from backend.models.writing import replacing, write_json
 from backend.rollout.corpus import Document, load_corpus
@@ -62,7 +62,7 @@ def train_draft_model(options: DemoOptions, directory: Path) -> float:
     loss_of = torch.compile(distillation_loss, dynamic=False) if options.compile else distillation_loss
     hits = 0.0
 
-    def step(progress: Progress, fraction: float) -> tuple[Tensor, int, str]:
+    def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, int, str]:
         nonlocal hits
         count = max(1, settings.tokens_per_step // settings.length)
         tokens = windows(stream, settings.length, count, (options.seed, progress.step))[:, :-1].to(device)

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 
 from backend.lab.demo.llama import config_of, features, generate
 from backend.lab.demo.options import DemoOptions
-from backend.lab.demo.training import Progress, Stream, goals, resolve_device, train, windows
+from backend.lab.demo.training import Stream, TrainingProgress, goals, resolve_device, train, windows
 from backend.learning.head import Drafter
 from backend.learning.layers import LlamaSizes
 from backend.learning.optimizers import Optimizers
@@ -125,7 +125,7 @@ def unrolled_loss(
     return (torch.stack(losses) * weights).sum() / weights.sum(), torch.stack(hits)
 
 
-def train_drafter(options: DemoOptions, target: LlamaForCausalLM, stream: Stream) -> tuple[Drafter, Progress]:
+def train_drafter(options: DemoOptions, target: LlamaForCausalLM, stream: Stream) -> tuple[Drafter, TrainingProgress]:
     """Trains a drafter for `target` until the budget is spent."""
     settings, device = options.drafter, resolve_device(options.device)
     target = target.to(device).eval().requires_grad_(False)
@@ -136,7 +136,7 @@ def train_drafter(options: DemoOptions, target: LlamaForCausalLM, stream: Stream
     loss_of = torch.compile(unrolled_loss, dynamic=False) if options.compile else unrolled_loss
     hits = torch.zeros(settings.unroll)
 
-    def step(progress: Progress, fraction: float) -> tuple[Tensor, int, str]:
+    def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, int, str]:
         rows = long if fraction >= 1.0 - settings.long_share else short
         count = max(1, settings.tokens_per_step // rows.shape[1])
         chosen = np.random.default_rng((options.seed, progress.step)).integers(len(rows), size=count)

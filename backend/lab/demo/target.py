@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from backend.lab.demo.llama import llama_config, new_llama
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.tokenizer import BEGIN_ID
-from backend.lab.demo.training import Progress, Stream, resolve_device, train, windows
+from backend.lab.demo.training import Stream, TrainingProgress, resolve_device, train, windows
 from backend.learning.optimizers import Optimizers
 
 BATCH = 8
@@ -33,7 +33,7 @@ def validation_loss(model: LlamaForCausalLM, stream: Stream, length: int) -> flo
     return sum(float(next_token_loss(model, part)) * len(part) for part in parts) / len(rows)
 
 
-def train_target(options: DemoOptions, stream: Stream) -> tuple[LlamaForCausalLM, Progress]:
+def train_target(options: DemoOptions, stream: Stream) -> tuple[LlamaForCausalLM, TrainingProgress]:
     """Trains until the budget is spent."""
     settings, device = options.target, resolve_device(options.device)
     torch.manual_seed(options.seed)
@@ -42,7 +42,7 @@ def train_target(options: DemoOptions, stream: Stream) -> tuple[LlamaForCausalLM
     optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
     loss_of = torch.compile(next_token_loss, dynamic=False) if options.compile else next_token_loss
 
-    def step(progress: Progress, fraction: float) -> tuple[Tensor, int, str]:
+    def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, int, str]:
         length = settings.long_length if fraction >= 1.0 - settings.long_share else settings.length
         count = max(1, settings.tokens_per_step // length)
         tokens = windows(stream, length, count, (options.seed, progress.step)).to(device)

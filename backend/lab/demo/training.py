@@ -64,7 +64,7 @@ def windows(stream: Stream, length: int, count: int, seed: tuple[int, ...]) -> T
 
 
 @dataclass(slots=True)
-class Progress:
+class TrainingProgress:
     """Progress of a run: steps and tokens done, and seconds spent."""
 
     step: int = 0
@@ -86,14 +86,14 @@ def train(
     device: torch.device,
     budget: Budget,
     optimizers: Optimizers,
-    step: Callable[[Progress, float], tuple[Tensor, int, str]],
-) -> Progress:
+    step: Callable[[TrainingProgress, float], tuple[Tensor, int, str]],
+) -> TrainingProgress:
     """Trains until the budget is spent.
 
     `step` gets the run's progress and the share of the run that is done.  It returns the loss, the number of tokens it read,
     and a text for the log.
     """
-    progress, reported = Progress(), time.monotonic()
+    progress, reported = TrainingProgress(), time.monotonic()
     while (fraction := progress.fraction(budget)) < 1.0:
         began = time.monotonic()
         with torch.autocast(device.type, torch.bfloat16):

@@ -18,7 +18,7 @@ from backend.config import Settings
 from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef
 from backend.lab.bench.children import Child
-from backend.lab.bench.engines import Bench, Processes, Speed
+from backend.lab.bench.engines import Bench, LoadResult, Processes
 from backend.lab.bench.markdown import spread, table
 from backend.lab.bench.plan import split_cores
 from backend.lab.bench.run import prepare
@@ -87,7 +87,7 @@ def in_turn(
     return found
 
 
-def speeds(found: Mapping[tuple[float, int, str], Sequence[Speed]]) -> list[str]:
+def speeds(found: Mapping[tuple[float, int, str], Sequence[LoadResult]]) -> list[str]:
     """A table by temperature, requests in flight and way of drafting; ratios are within a round, to `NONE`."""
     head = ("temperature", "in flight", "drafts", "tokens/s", "of plain decoding", "tokens per drafted verification")
     body = []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from backend.lab.bench.engines import Speed, assign, measure_load
+from backend.lab.bench.engines import LoadResult, assign, measure_load
 from backend.lab.bench.prompts import Prompts
 from backend.lab.experiments.comparing import NONE, drafter, in_turn, options, points, speeds, started, verifier
 
@@ -36,7 +36,7 @@ def main() -> None:
         (_, plain), (auto, client) = verifier(processes, "off"), verifier(processes, "auto")
         make, domains = Prompts(processes.bench.models.target_dir, 128), given.domains.split(",")
 
-        def measure(cell: tuple[float, int, str], load: str) -> Speed:
+        def measure(cell: tuple[float, int, str], load: str) -> LoadResult:
             temperature, requests, chosen = cell
             members = [refs[name] for name in sets[chosen]]
             if "=" in chosen:

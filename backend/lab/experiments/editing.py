@@ -42,7 +42,7 @@ def speed(
     """Tokens per second of these requests, run one at a time; the first only warms up."""
     spent, count = 0.0, 0
     for i, (prompt, answer, each) in enumerate(zip(prompts, answers, request_options, strict=True)):
-        request_id = client.add(prompt, fixed_sampling(answer, 0.0), asked=each)
+        request_id = client.add(prompt, fixed_sampling(answer, 0.0), options=each)
         client.finish_all()
         found = client.answers.pop(request_id)
         assert found.tokens == answer

@@ -45,7 +45,7 @@ class Phase:
     seconds: float
 
 
-class Fleet:
+class LearningFleet:
     """A verifier, whose drafters change, and a client of it."""
 
     def __init__(self, processes: Processes) -> None:
@@ -62,7 +62,7 @@ def refer(head: str, phases: Sequence[Phase], directory: Path, split: CoreSplit)
     """Measures and prints length and speed of a head that does not learn."""
     models = resolve(Settings.model_validate({"mode": "sync", "drafter": head}), lambda line: None)
     with Processes(Bench(models, split, directory)) as processes:
-        fleet = Fleet(processes)
+        fleet = LearningFleet(processes)
         assign(fleet.verifier, [processes.drafter("drafter-0", models.drafter_dir)[1]])
         for domain, temperature in dict.fromkeys((phase.domain, phase.temperature) for phase in phases):
             make = Prompts(models.target_dir, PROMPT)
@@ -74,7 +74,7 @@ def refer(head: str, phases: Sequence[Phase], directory: Path, split: CoreSplit)
 
 
 def learn(processes: Processes, phases: Sequence[Phase]) -> None:
-    fleet = Fleet(processes)
+    fleet = LearningFleet(processes)
     make = Prompts(processes.bench.models.target_dir, PROMPT)
     drafter, ref = processes.drafter("drafter-0", processes.bench.models.drafter_dir)
     assign(fleet.verifier, [ref])

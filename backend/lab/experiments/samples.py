@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
-from backend.lab.bench.engines import Speed, assign, measure_load
+from backend.lab.bench.engines import LoadResult, assign, measure_load
 from backend.lab.bench.load import APART
 from backend.lab.bench.prompts import Prompts
 from backend.lab.experiments.comparing import NONE, drafter, in_turn, options, points, speeds, started, verifier
@@ -33,7 +33,7 @@ def main() -> None:
         assign(auto, [ref])
         make = Prompts(processes.bench.models.target_dir, 128)
 
-        def measure(cell: tuple[float, int, str], load: str) -> Speed:
+        def measure(cell: tuple[float, int, str], load: str) -> LoadResult:
             temperature, requests, kind = cell
             groups = max(given.groups, 2 * requests // SAMPLES)
             prompts = [make.make("code", f"{load}/{temperature}/{requests}/{kind}/{i}") for i in range(groups)]

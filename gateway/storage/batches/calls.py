@@ -20,7 +20,7 @@ from gateway.admission.claim import Claim
 from gateway.auth.access import AccessRules
 from gateway.auth.caller import Caller, Priority
 from gateway.http.errors import ApiError, translate
-from gateway.storage.batches.objects import Answer, Line, new_id
+from gateway.storage.batches.objects import BatchLine, LineAnswer, new_id
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """OpenAI's endpoints for batches whose answers are JSON; offered if the application has such a route."""
@@ -38,7 +38,7 @@ class Calls:
         posts = {getattr(route, "path", "") for route in app.routes if "POST" in (getattr(route, "methods", None) or ())}
         self.endpoints = tuple(each for each in ENDPOINTS if each in posts)
 
-    async def answer(self, line: Line, owner: str) -> Answer | None:
+    async def answer(self, line: BatchLine, owner: str) -> LineAnswer | None:
         """Carries out a line.  None if it should be tried again later."""
         request_id = new_id("")
         try:
@@ -51,9 +51,9 @@ class Calls:
         if again(status, headers):
             return None
         usage = msgspec.json.decode(body, type=_Used).usage if status == 200 else None
-        return Answer(line.custom_id, status, msgspec.Raw(body), request_id, usage=usage)
+        return LineAnswer(line.custom_id, status, msgspec.Raw(body), request_id, usage=usage)
 
-    async def _post(self, line: Line, owner: str, request_id: str) -> tuple[int, Mapping[str, str], bytes]:
+    async def _post(self, line: BatchLine, owner: str, request_id: str) -> tuple[int, Mapping[str, str], bytes]:
         # The present rights of the owner's key; none if it is gone.
         caller = self._access_rules.ring.of_owner(owner) or Caller("", owner, models=frozenset())
         claim = Claim(caller, Priority.BATCH, wait_s=None, accounts=self._access_rules.quotas)

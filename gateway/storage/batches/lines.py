@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.storage.batches.objects import Line, LineError
+from gateway.storage.batches.objects import BatchLine, LineError
 
 MAX_LINES = 50_000
 """Most lines of a file; OpenAI's limit."""
@@ -23,7 +23,7 @@ ENVELOPE_BYTES = 1 << 12
 _EMPTY = LineError("empty_file", "The input file is empty. It must have at least one request.")
 _TOO_MANY = LineError("too_many_tasks", f"The input file has more than {MAX_LINES} requests.")
 _NOT_JSON = "This line is not parseable as valid JSON."
-_line = msgspec.json.Decoder(Line)
+_line = msgspec.json.Decoder(BatchLine)
 
 
 class Checked(NamedTuple):
@@ -59,7 +59,7 @@ def read_again(path: Path) -> Iterator[tuple[int, bytes]]:
         yield from ((number, text) for number, text in enumerate(file, 1) if text.strip())
 
 
-def parsed(text: bytes) -> Line:
+def parsed(text: bytes) -> BatchLine:
     """Decodes a line that was checked before."""
     return _line.decode(text)
 

@@ -55,7 +55,7 @@ class ReasoningTokens(msgspec.Struct, frozen=True):
     reasoning_tokens: int = 0
 
 
-class Usage(msgspec.Struct, frozen=True):
+class BatchUsage(msgspec.Struct, frozen=True):
     """Tokens of all answers so far."""
 
     input_tokens: int = 0
@@ -64,7 +64,7 @@ class Usage(msgspec.Struct, frozen=True):
     output_tokens_details: ReasoningTokens = ReasoningTokens()
     total_tokens: int = 0
 
-    def plus(self, usage: Any) -> Usage:
+    def plus(self, usage: Any) -> BatchUsage:
         """Adds one answer's `usage`, which may have the names of any of the APIs."""
         if not isinstance(usage, dict):
             return self
@@ -72,7 +72,7 @@ class Usage(msgspec.Struct, frozen=True):
         given = _number(usage, "output_tokens", "completion_tokens")
         cached = usage.get("input_tokens_details") or usage.get("prompt_tokens_details") or {}
         reasoning = usage.get("output_tokens_details") or usage.get("completion_tokens_details") or {}
-        return Usage(
+        return BatchUsage(
             self.input_tokens + taken,
             CachedTokens(self.input_tokens_details.cached_tokens + _number(cached, "cached_tokens")),
             self.output_tokens + given,
@@ -103,7 +103,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     cancelling_at: int | None = None
     cancelled_at: int | None = None
     request_counts: Counts = Counts()
-    usage: Usage = Usage()
+    usage: BatchUsage = BatchUsage()
     metadata: dict[str, str] | None = None
 
     def entering(self, status: Status, **fields: Any) -> Batch:
@@ -111,7 +111,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, status=status, **{f"{status}_at": int(time.time())}, **fields)
 
 
-class Line(msgspec.Struct, frozen=True):
+class BatchLine(msgspec.Struct, frozen=True):
     """A line of an input file."""
 
     custom_id: str
@@ -120,7 +120,7 @@ class Line(msgspec.Struct, frozen=True):
     body: msgspec.Raw
 
 
-class Answer(msgspec.Struct, frozen=True):
+class LineAnswer(msgspec.Struct, frozen=True):
     """The result of a line: a status and a body, or an error if there was no answer."""
 
     custom_id: str

@@ -1,6 +1,6 @@
 """How many sequences batches may have at the verifiers, beside interactive requests.
 
-`room`, which is pure, computes the number.  `Pace` applies it several times a second, and whenever an interactive sequence
+`room`, which is pure, computes the number.  `BatchPace` applies it several times a second, and whenever an interactive sequence
 comes.  Excess sequences are taken from the verifiers at once, keep their tokens, and go on when there is room again.  Event
 loop.
 """
@@ -45,7 +45,7 @@ def room(foreground: float, quiet: bool, verifiers: int, slots: int, speed: Spee
     return max(1, int(verifiers * min(free, within)))
 
 
-class Pace:
+class BatchPace:
     """Admits lines of batches, and holds back their sequences."""
 
     def __init__(self, core: FleetCore, slots: int) -> None:

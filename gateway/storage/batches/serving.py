@@ -29,9 +29,9 @@ from gateway.http.errors import BadRequest
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.storage.batches import lines
 from gateway.storage.batches.calls import Calls
-from gateway.storage.batches.objects import Answer, Batch, Counts, Errors, LineError, Status
-from gateway.storage.batches.pace import Pace
-from gateway.storage.batches.store import Kept, Store
+from gateway.storage.batches.objects import Batch, Counts, Errors, LineAnswer, LineError, Status
+from gateway.storage.batches.pace import BatchPace
+from gateway.storage.batches.store import BatchStore, KeptBatch
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Batches:
         self.max_body_bytes = settings.gateway.max_body_mib << 20
         """Of one line.  A reload replaces it."""
         self._settings = settings
-        self._store = None if folder is None else Store(folder, settings.gateway.files_bytes)
+        self._store = None if folder is None else BatchStore(folder, settings.gateway.files_bytes)
         self._lock: TextIO | None = None
         self._news = asyncio.Event()
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -77,7 +77,7 @@ class Batches:
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def store(self) -> Store:
+    def store(self) -> BatchStore:
         """The store.  Raises `BadRequest` where there is none."""
         if self._store is None:
             raise BadRequest("This server keeps no files (`gateway.state_dir` is `none`).", code="not_stored")
@@ -87,7 +87,7 @@ class Batches:
         """Begins to carry out stored batches that are for the fleet's model, through the routes of `app`."""
         self._core, self._metrics = core, metrics
         self._calls = Calls(app, access_rules)
-        self._pace = Pace(core, self._settings.verifier.max_num_seqs)
+        self._pace = BatchPace(core, self._settings.verifier.max_num_seqs)
         self.endpoints = self._calls.endpoints
         # Sequences of keys with the priority `batch` are paced too.
         self._tasks = [asyncio.create_task(self._pace.keep())]
@@ -197,13 +197,13 @@ class Batches:
 
         return await self.store.change(batch_id, None, change)
 
-    async def _answer_lines(self, kept: Kept) -> None:
+    async def _answer_lines(self, kept: KeptBatch) -> None:
         """Answers the remaining lines.  Raises `_Ended`, in a group, if the batch must end before."""
         batch = kept.batch
         done = await self.store.answered(batch.id)
         to_read = lines.read_again(self.store.path(batch.input_file_id))
         waiting, writing = asyncio.Semaphore(LINES_READ), asyncio.Lock()
-        unwritten: list[tuple[int, Answer]] = []
+        unwritten: list[tuple[int, LineAnswer]] = []
 
         async def answer(number: int, text: bytes) -> None:
             try:
@@ -235,7 +235,7 @@ class Batches:
                 raise _Ended
             await asyncio.sleep(LOOK_S)
 
-    async def _answer(self, text: bytes, owner: str) -> Answer:
+    async def _answer(self, text: bytes, owner: str) -> LineAnswer:
         """Answers one line, with as many attempts as it takes."""
         line = await asyncio.to_thread(lines.parsed, text) if len(text) > 1 << 16 else lines.parsed(text)
         wait_s, most_s = RETRY_S
@@ -245,7 +245,7 @@ class Batches:
                     answer = await self._calls.answer(line, owner)
             except Exception:
                 logger.exception("a line of a batch failed")
-                answer = Answer(line.custom_id, 500, None, "", FAILED)
+                answer = LineAnswer(line.custom_id, 500, None, "", FAILED)
             if answer is not None:
                 self._metrics.batch_line(answer.status)
                 return answer
@@ -260,13 +260,13 @@ class Batches:
             await self._give_up_rest(kept, CANCELLED if cancelled else EXPIRED)
         await self.store.finish(kept, "cancelled" if cancelled else "expired" if expired else "completed")
 
-    async def _give_up_rest(self, kept: Kept, why: dict[str, str]) -> None:
+    async def _give_up_rest(self, kept: KeptBatch, why: dict[str, str]) -> None:
         done = await self.store.answered(kept.batch.id)
         path = self.store.path(kept.batch.input_file_id)
 
-        def rest() -> list[tuple[int, Answer]]:
+        def rest() -> list[tuple[int, LineAnswer]]:
             left = [each for each in lines.read_again(path) if each[0] not in done]
-            return [(number, Answer(lines.parsed(text).custom_id, 0, None, "", why)) for number, text in left]
+            return [(number, LineAnswer(lines.parsed(text).custom_id, 0, None, "", why)) for number, text in left]
 
         await self.store.add_answers(kept.batch.id, await asyncio.to_thread(rest))
 

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from gateway.http.errors import Conflict, NotFound, StorageFull, TooManyRequests
-from gateway.storage.batches.objects import OPEN, Answer, Batch, Counts, File, Purpose, Status, new_id
+from gateway.storage.batches.objects import OPEN, Batch, Counts, File, LineAnswer, Purpose, Status, new_id
 from gateway.storage.sqlite import Database, exclusive, transaction
 
 FILE_LIFETIME_S = 30 * 86400
@@ -41,7 +41,7 @@ CREATE TABLE IF NOT EXISTS answers (batch TEXT, line INTEGER, failed INTEGER, an
 """
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptBatch(msgspec.Struct, frozen=True):
     """A batch, with properties that the API does not show."""
 
     batch: Batch
@@ -50,7 +50,7 @@ class Kept(msgspec.Struct, frozen=True):
     """How long its output files are kept."""
 
 
-class Store(Database):
+class BatchStore(Database):
     """The store.  `max_bytes` bounds all contents together.  A file or batch is found only by its owner."""
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -128,7 +128,7 @@ class Store(Database):
         db.execute(f"INSERT INTO batches ({names}) VALUES (?,?,?,?,?,?,?,?)", (*of, msgspec.json.encode(batch)))
 
     @transaction
-    def batch(self, db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> Kept:
+    def batch(self, db: sqlite3.Connection, batch_id: str, owner: str | None = None) -> KeptBatch:
         """`owner` None: any owner's.  Raises `NotFound`."""
         return _batch(db, batch_id, owner)
 
@@ -159,7 +159,7 @@ class Store(Database):
         return {line for (line,) in db.execute("SELECT line FROM answers WHERE batch = ?", (batch_id,))}
 
     @exclusive
-    def add_answers(self, db: sqlite3.Connection, batch_id: str, answers: Iterable[tuple[int, Answer]]) -> None:
+    def add_answers(self, db: sqlite3.Connection, batch_id: str, answers: Iterable[tuple[int, LineAnswer]]) -> None:
         """Stores and counts answers.  A line keeps its first answer."""
         batch = _batch(db, batch_id, None).batch
         counts, usage = batch.request_counts, batch.usage
@@ -172,7 +172,7 @@ class Store(Database):
         counts = Counts(counts.total, completed, failed)
         _write(db, msgspec.structs.replace(batch, request_counts=counts, usage=usage))
 
-    async def finish(self, kept: Kept, last: Status) -> None:
+    async def finish(self, kept: KeptBatch, last: Status) -> None:
         """Writes the answers into files, and sets the batch's last status."""
         output = error = None
         try:
@@ -186,7 +186,7 @@ class Store(Database):
             raise
 
     @exclusive
-    def _end(self, db: sqlite3.Connection, kept: Kept, last: Status, output: File | None, error: File | None) -> None:
+    def _end(self, db: sqlite3.Connection, kept: KeptBatch, last: Status, output: File | None, error: File | None) -> None:
         for file in filter(None, (output, error)):
             _insert_file(db, file, kept.owner)
         batch = _batch(db, kept.batch.id, None).batch
@@ -194,7 +194,7 @@ class Store(Database):
         db.execute("DELETE FROM answers WHERE batch = ?", (kept.batch.id,))
 
     @transaction
-    def _write_answers(self, db: sqlite3.Connection, kept: Kept, name: str, *, failed: bool) -> File | None:
+    def _write_answers(self, db: sqlite3.Connection, kept: KeptBatch, name: str, *, failed: bool) -> File | None:
         file_id = new_id("file-")
         query = "SELECT answer FROM answers WHERE batch = ? AND failed = ? ORDER BY line"
         rows: Iterator[tuple[bytes]] = db.execute(query, (kept.batch.id, failed))
@@ -248,12 +248,12 @@ def _insert_file(db: sqlite3.Connection, file: File, owner: str) -> None:
     db.execute("INSERT INTO files (id, owner, purpose, bytes, expires, body) VALUES (?,?,?,?,?,?)", row)
 
 
-def _batch(db: sqlite3.Connection, batch_id: str, owner: str | None) -> Kept:
+def _batch(db: sqlite3.Connection, batch_id: str, owner: str | None) -> KeptBatch:
     query = "SELECT body, owner, lifetime FROM batches WHERE id = ? AND owner = coalesce(?, owner)"
     row = db.execute(query, (batch_id, owner)).fetchone()
     if row is None:
         raise NotFound("There is no such batch, or it is not kept any more.", param="batch_id")
-    return Kept(msgspec.json.decode(row[0], type=Batch), row[1], row[2])
+    return KeptBatch(msgspec.json.decode(row[0], type=Batch), row[1], row[2])
 
 
 def _write(db: sqlite3.Connection, batch: Batch) -> None:

@@ -22,7 +22,7 @@ from gateway.requests.fields import RESPONDING, drop_nulls
 from gateway.requests.limits import check_bounds, check_items
 from gateway.requests.tools import callable_tools, named_tools, only_allowed
 from gateway.storage.responses.events import Event, complete, failed
-from gateway.storage.responses.store import UNFINISHED, Item, Row, Store
+from gateway.storage.responses.store import UNFINISHED, Item, ResponseStore, Row
 from gateway.storage.responses.turn import Turn, as_items
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,10 @@ LAST = ("response.completed", "response.incomplete", "response.failed")
 """Events that end a response."""
 
 
-class Responses:
+class ResponseService:
     """`store` is None where nothing is kept: then there is no history and no background.  `context`: the model's, in tokens."""
 
-    def __init__(self, store: Store | None, context: int) -> None:
+    def __init__(self, store: ResponseStore | None, context: int) -> None:
         self._store = store
         self._context = context
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -51,7 +51,7 @@ class Responses:
         """Has the other processes end the background response with this id and owner."""
 
     @property
-    def store(self) -> Store:
+    def store(self) -> ResponseStore:
         """The store.  Raises `BadRequest` where there is none."""
         if self._store is None:
             raise BadRequest("This server keeps no responses (`gateway.state_dir` is `none`).", code="not_stored")

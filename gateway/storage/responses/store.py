@@ -51,7 +51,7 @@ CREATE TABLE IF NOT EXISTS items (
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptResponse:
     """A stored response: `body` is the object that clients get, `input` the items of its own request."""
 
     id: str
@@ -61,7 +61,7 @@ class Kept:
     body: dict[str, Any]
 
 
-class Store(Database):
+class ResponseStore(Database):
     """The store.  Every method is one transaction.  A response or conversation is found only by its `owner`."""
 
     def __init__(self, path: Path, max_bytes: int) -> None:
@@ -80,7 +80,7 @@ class Store(Database):
     # Responses
 
     @transaction
-    def put(self, db: sqlite3.Connection, kept: Kept, events: Sequence[Row] = ()) -> None:
+    def put(self, db: sqlite3.Connection, kept: KeptResponse, events: Sequence[Row] = ()) -> None:
         """Stores a response or its new state, with `events`.  Drops what is too old, or too much for the file."""
         now = time.time()
         maker, items, body = self._maker, json.dumps(kept.input), json.dumps(kept.body)
@@ -93,7 +93,7 @@ class Store(Database):
         self._make_room(db, now)
 
     @transaction
-    def get(self, db: sqlite3.Connection, response_id: str, owner: str) -> Kept:
+    def get(self, db: sqlite3.Connection, response_id: str, owner: str) -> KeptResponse:
         """Raises `NotFound`."""
         return self._response(db, response_id, owner)
 
@@ -218,7 +218,7 @@ class Store(Database):
         found = fcntl.fcntl(self._makers, fcntl.F_OFD_GETLK, _byte_of(maker))
         return str(maker) != self._maker and struct.unpack_from("h", found) == (fcntl.F_UNLCK,)
 
-    def _response(self, db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> Kept:
+    def _response(self, db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> KeptResponse:
         query = "SELECT previous, input, body, maker FROM responses WHERE id = ? AND owner = ?"
         row = db.execute(query, (response_id, owner)).fetchone()
         if row is None:
@@ -227,7 +227,7 @@ class Store(Database):
         body = json.loads(text)
         if body["status"] in UNFINISHED and self._is_over(maker):
             body = _interrupted(body)
-        return Kept(response_id, owner, previous, json.loads(items), body)
+        return KeptResponse(response_id, owner, previous, json.loads(items), body)
 
     def _make_room(self, db: sqlite3.Connection, now: float) -> None:
         """Drops what is too old.  Then drops the oldest tenth, again and again, while the file uses more bytes than allowed."""

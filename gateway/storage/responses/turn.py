@@ -12,7 +12,7 @@ from backend.engine.front import ResponseRequest, decode_custom_tool_input_prefi
 from gateway.fleet.statistics import SpeculationOptions
 from gateway.http.errors import BadRequest
 from gateway.requests.limits import MAX_ITEMS
-from gateway.storage.responses.store import Item, Kept
+from gateway.storage.responses.store import Item, KeptResponse
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 MAX_ID = 256
@@ -79,8 +79,8 @@ class Turn:
             "usage": usage,
         }
 
-    def kept(self, body: dict[str, Any]) -> Kept:
-        return Kept(self.id, self.owner, self.previous, self.input, body)
+    def kept(self, body: dict[str, Any]) -> KeptResponse:
+        return KeptResponse(self.id, self.owner, self.previous, self.input, body)
 
 
 def as_items(value: Any) -> list[Item]:

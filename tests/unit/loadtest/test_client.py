@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from loadtest.client import Client
-from loadtest.scenarios import Request
-from loadtest.stream import Answer
+from loadtest.scenarios import LoadRequest
+from loadtest.stream import StreamedAnswer
 from tests.support.sse_server import stream_of
 
 
@@ -28,13 +28,13 @@ class Pieces(httpx.SyncByteStream):
             raise self.error
 
 
-def answer_to(pieces: Pieces, status: int = 200, **headers: str) -> Answer:
+def answer_to(pieces: Pieces, status: int = 200, **headers: str) -> StreamedAnswer:
     def respond(_: httpx.Request) -> httpx.Response:
         return httpx.Response(status, headers={"content-type": "text/event-stream"} | headers, stream=pieces)
 
     client = Client("http://x", "key", 5, lambda: float(pieces.sent))
     client.http = httpx.Client(base_url="http://x", transport=httpx.MockTransport(respond))
-    return client.send(Request("label", "/v1/completions", {"model": "m"}))
+    return client.send(LoadRequest("label", "/v1/completions", {"model": "m"}))
 
 
 def test_each_chunk_is_dated_before_the_next_is_sent() -> None:

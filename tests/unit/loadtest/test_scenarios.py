@@ -9,12 +9,12 @@ from argparse import ArgumentTypeError
 import pytest
 
 from loadtest import metrics, slo
-from loadtest.scenarios import SCENARIOS, Knobs, Request, log_uniform
+from loadtest.scenarios import SCENARIOS, Knobs, LoadRequest, log_uniform
 
 KNOBS = Knobs(model="m", duration_s=30.0)
 
 
-def asked(name: str, count: int, seed: str = "s", elapsed: float = 0.0) -> list[Request]:
+def asked(name: str, count: int, seed: str = "s", elapsed: float = 0.0) -> list[LoadRequest]:
     """The first questions of one user."""
     workload = SCENARIOS[name].make(KNOBS, random.Random(seed), lambda: elapsed)
     return [next(workload), *(workload.send("answer") for _ in range(count - 1))]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtest.stream import Answer
+from loadtest.stream import StreamedAnswer
 
 
 def event(data: str) -> bytes:
@@ -32,8 +32,8 @@ def usage(tokens: int) -> bytes:
 DONE = event("[DONE]")
 
 
-def read(*timed: tuple[float, bytes], started: float = 10.0, end: float = 20.0) -> Answer:
-    answer = Answer(started)
+def read(*timed: tuple[float, bytes], started: float = 10.0, end: float = 20.0) -> StreamedAnswer:
+    answer = StreamedAnswer(started)
     for at, received in timed:
         answer.feed(received, at)
     answer.end(end)

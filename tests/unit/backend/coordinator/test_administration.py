@@ -12,15 +12,15 @@ from backend.coordinator.commands import (
     Add,
     AnyCommand,
     Assign,
+    CommandRefused,
     Done,
     Drain,
-    Refused,
     Remove,
     Restart,
     Resume,
     SwapDrafter,
 )
-from backend.coordinator.messages import Progress
+from backend.coordinator.messages import OperationProgress
 from backend.coordinator.policy import Coordinator
 from tests.support.properties import examples
 from tests.unit.backend.coordinator.test_policy import fleet, member, report
@@ -106,7 +106,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(command: AnyCommand,
     admin, policy = administration()
     before = policy.snapshot(0.0)
     answer = admin.submit(command, 0.0)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, CommandRefused)
     assert (answer.reason, answer.version) == (reason, before.version)
     assert answer.message
     assert policy.snapshot(0.0) == before
@@ -118,14 +118,14 @@ def test_the_last_verifier_goes_only_by_force(command: Drain | Remove | Restart)
     admin, _ = administration()
     admin.submit(Drain(member="v1"), 0.0)
     answer = admin.submit(command, 0.0)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, CommandRefused)
     assert answer.reason == "last_verifier"
     assert isinstance(admin.submit(msgspec.structs.replace(command, force=True), 0.0), Done)
 
 
 def test_no_drafters_are_added_to_a_fleet_that_uses_none() -> None:
     admin, _ = administration(drafters=0, has_drafters=False)
-    assert isinstance(admin.submit(Add(kind="drafter"), 0.0), Refused)
+    assert isinstance(admin.submit(Add(kind="drafter"), 0.0), CommandRefused)
     assert isinstance(admin.submit(Add(kind="verifier"), 0.0), Done)
 
 
@@ -164,7 +164,7 @@ def test_of_two_who_decided_on_the_same_version_only_one_changes_the_fleet(histo
         if isinstance(first, Done) and first.effects:
             assert first.version > version
             second = admin.submit(Drain(member="d1", if_version=version), 0.0)
-            assert isinstance(second, Refused)
+            assert isinstance(second, CommandRefused)
             assert second.reason == "version_mismatch"
 
 
@@ -175,27 +175,27 @@ def test_operations_are_worked_on_one_after_the_other_and_the_last_are_kept() ->
     # When asked again, it is the same operation; something else with the same member has to wait.
     assert admin.submit(Remove(member="d0"), 0.0) == Done(first.version, [], first.operation)
     busy = admin.submit(SwapDrafter(drafter="d0", path="/head"), 0.0)
-    assert isinstance(busy, Refused)
+    assert isinstance(busy, CommandRefused)
     assert busy.reason == "conflict"
     admin.submit(Add(kind="drafter"), 0.0)
     work = admin.next_operation()
     assert work is not None
     assert (work.id, work.kind, work.deadline_s) == (first.operation, "remove", 30.0)
-    admin.progress(Progress(work.id, "running", "draining d0"))
+    admin.progress(OperationProgress(work.id, "running", "draining d0"))
     assert admin.next_operation() is not None
-    admin.progress(Progress(work.id, "failed", "no"))
+    admin.progress(OperationProgress(work.id, "failed", "no"))
     following = admin.next_operation()
     assert following is not None
     assert following.kind == "add"
-    admin.progress(Progress(following.id, "done", "ok", ["d2"]))
+    admin.progress(OperationProgress(following.id, "done", "ok", ["d2"]))
     assert admin.operations[-1].members == ["d2"]
     for _ in range(2 * KEPT):
         admin.submit(Add(kind="drafter"), 0.0)
         pending = admin.next_operation()
         assert pending is not None
-        admin.progress(Progress(pending.id, "done", "ok", ["d2"]))
+        admin.progress(OperationProgress(pending.id, "done", "ok", ["d2"]))
     assert len(admin.operations) == KEPT
-    admin.progress(Progress(first.operation or 0, "done", "forgotten long since"))
+    admin.progress(OperationProgress(first.operation or 0, "done", "forgotten long since"))
 
 
 def test_a_report_on_an_operation_from_before_a_restart_changes_no_operation_since() -> None:
@@ -206,7 +206,7 @@ def test_a_report_on_an_operation_from_before_a_restart_changes_no_operation_sin
     after = Administration(Coordinator(first_version=1000), 30.0, True)
     added = after.submit(Add(kind="verifier"), 1.0)
     assert isinstance(added, Done)
-    after.progress(Progress(told.operation, "done", "everyone restarted"))
+    after.progress(OperationProgress(told.operation, "done", "everyone restarted"))
     assert [(each.id, each.state, each.note) for each in after.operations] == [(added.operation, "waiting", "")]
 
 

@@ -18,7 +18,7 @@ from backend.drafter.dflash import DFlashProposer
 from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
 from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
-from backend.models.head_config import MASK_EMBEDDING, Block, CheckpointError, load_config
+from backend.models.head_config import MASK_EMBEDDING, CheckpointError, OnePassDrafting, load_config
 from tests.support.drafter_heads import Reference, TinyHead, check, tokens_of, write_head, write_target
 from tests.support.true_noise import true_gumbel
 
@@ -233,7 +233,7 @@ def test_speculators_layout_says_the_same(tmp_path: Path) -> None:
     head = HEADS["each sees all"]
     head_dir = write_head(tmp_path, head)
     plain, fc = load_config(head_dir), load_fc(head_dir)
-    assert plain.block == Block(MASK, 8, (False, False), (0, 0))
+    assert plain.block == OnePassDrafting(MASK, 8, (False, False), (0, 0))
     assert plain.aux_layers == fc.aux_layers == (2, 3, 4), "inputs of the layers behind those named"
     config = {
         "speculators_model_type": "dflash",

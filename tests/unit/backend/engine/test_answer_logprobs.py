@@ -11,7 +11,7 @@ from vllm.entrypoints.openai.responses.context import SimpleContext
 from vllm.logprobs import Logprob, append_logprobs_for_next_position
 
 from backend.engine.front.logprobs import likeliest, with_prompt_logprobs
-from backend.engine.front.serving import Responses
+from backend.engine.front.serving import ServingResponses
 from tests.support.properties import examples
 
 VALUES = st.lists(st.integers(-50, -1), min_size=4, max_size=12, unique=True)
@@ -89,7 +89,7 @@ async def test_a_streamed_response_shows_tokens_without_text_with_the_next_text(
         request_id="r",
         parallel_tool_calls=True,
     )
-    service = Responses.__new__(Responses)
+    service = ServingResponses.__new__(ServingResponses)
     service.return_tokens_as_token_ids = False
     made = service._process_simple_streaming_events(request, None, contexts(), context, "m", None, None, 0, lambda event: event)
     deltas = [each async for each in made if each.type == "response.output_text.delta"]

@@ -15,7 +15,7 @@ from backend.drafter.service import DrafterService
 from backend.engine import feature_link, features
 from backend.engine.feature_store import FeatureStore
 from backend.engine.features import FeatureShipper
-from backend.engine.postponed import Span
+from backend.engine.postponed import RowSpan
 from backend.fleet import DrafterRef
 from backend.models.head_config import CheckpointError
 from backend.speculation.pairing import Pairing
@@ -113,7 +113,7 @@ class Bench:
         for i, count in advance.items():
             start = self.lengths[i]
             tokens = self.tokens[i]
-            spans.append(Span(f"r{i}", start, offset, count, partial(_part, tokens)))
+            spans.append(RowSpan(f"r{i}", start, offset, count, partial(_part, tokens)))
             rows.append(self.rows[i, start : start + count])
             self.lengths[i] += count
             offset += count

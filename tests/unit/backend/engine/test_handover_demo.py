@@ -17,7 +17,7 @@ from backend.drafter.process import DrafterModel, build_proposer
 from backend.drafter.service import DrafterService
 from backend.engine import feature_link
 from backend.engine.features import FeatureShipper
-from backend.engine.postponed import Span
+from backend.engine.postponed import RowSpan
 from backend.fleet import DraftCounters, DrafterRef
 from backend.lab.demo.llama import features, generate, load_llama
 from backend.models.checkpoint import load_fc
@@ -80,7 +80,7 @@ def serve(
         spans, rows, offset = [], [], 0
         for i in live:
             count, tokens = lengths[i] - 1 - shipped[i], texts.tokens[i]
-            spans.append(Span(f"r{i}", shipped[i], offset, count, partial(_part, tokens)))
+            spans.append(RowSpan(f"r{i}", shipped[i], offset, count, partial(_part, tokens)))
             rows.append(texts.rows[i, shipped[i] : shipped[i] + count])
             shipped[i] += count
             offset += count

@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from backend.config import Settings
-from backend.engine.front.offline import Front, Responses, response_row
+from backend.engine.front.offline import Front, ResponseMaker, response_row
 from backend.models.demo import TARGET_DIR
 
 PROMPT = [0, 5, 6]
@@ -78,7 +78,7 @@ def test_native_drafting_has_its_own_limits() -> None:
 
 
 def test_an_abort_is_not_the_end_of_a_response(front: Front) -> None:
-    responses = Responses()
+    responses = ResponseMaker()
     params = front.params(PROMPT, {"max_tokens": 3})
     params.detokenize = False
     responses.begin(7, PROMPT, params)

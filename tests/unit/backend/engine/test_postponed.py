@@ -8,29 +8,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.engine.features import FeatureShipper
-from backend.engine.postponed import MOST_ROWS, Postponed, Span, pick_rows
+from backend.engine.postponed import MOST_ROWS, Postponed, RowSpan, pick_rows
 
 
 def tokens(first: int, last: int) -> list[int]:
     return list(range(first, last))
 
 
-def step(rows_of: dict[str, int], starts: dict[str, int], rejected: int = 0) -> tuple[list[Span], torch.Tensor]:
+def step(rows_of: dict[str, int], starts: dict[str, int], rejected: int = 0) -> tuple[list[RowSpan], torch.Tensor]:
     """A step over these requests, and its rows; their values name request and position.  `rejected` rows follow each's."""
-    spans: list[Span] = []
+    spans: list[RowSpan] = []
     values: list[list[float]] = []
     for name, rows in rows_of.items():
-        spans.append(Span(name, starts[name], len(values), rows, tokens))
+        spans.append(RowSpan(name, starts[name], len(values), rows, tokens))
         values += [[float(ord(name)), float(starts[name] + i)] for i in range(rows)] + [[-1.0, -1.0]] * rejected
     return spans, pick_rows(spans, [torch.tensor(values)])
 
 
-def set_aside(postponed: Postponed, spans: list[Span], rows: torch.Tensor) -> None:
+def set_aside(postponed: Postponed, spans: list[RowSpan], rows: torch.Tensor) -> None:
     ids, starts, counts = [span.request_id for span in spans], [span.start for span in spans], [span.rows for span in spans]
     postponed.add(ids, starts, counts, rows)
 
 
-def positions(spans: list[Span], rows: torch.Tensor) -> list[list[int]]:
+def positions(spans: list[RowSpan], rows: torch.Tensor) -> list[list[int]]:
     """The positions whose rows each span has."""
     found = []
     for span, part in zip(spans, torch.split(rows, [span.rows for span in spans]), strict=True):
@@ -99,7 +99,7 @@ def test_a_step_sends_a_bounded_number_of_rows_besides_its_own(steps: list[int])
     for count in steps:
         sent[:] = [0]
         if not shipper.set_aside(["r"], [at], [count], [torch.zeros(count, 1)]):
-            shipper.ship([Span("r", at, 0, count, tokens)], [torch.zeros(count, 1)])
+            shipper.ship([RowSpan("r", at, 0, count, tokens)], [torch.zeros(count, 1)])
             assert sent[-1] >= MOST_ROWS, "seldom"
         at, total = at + count, total + sent[-1]
         assert sent[-1] < count + MOST_ROWS

@@ -21,7 +21,7 @@ from backend.records.rows import (
     VerificationRow,
     name_for_records,
 )
-from backend.speculation.waiting import Ask, Choice, Foresight, Load, Plan, Prospect
+from backend.speculation.waiting import Ask, Choice, Foresight, Plan, Prospect, StepLoad
 from tests.support.properties import examples
 
 
@@ -136,7 +136,7 @@ def test_a_change_of_plan_belongs_to_the_step_that_comes() -> None:
     recording.prefilled(1)
     step(recording, counters)
     alone, drafted = Prospect((0.0, 0.5, 0.6), (0.0, 0.1, 0.2)), Prospect((0.0, 1.0, 1.8), (0.0, 0.9, 1.5))
-    load = Load(3, 3, alone, drafted, Foresight(8))
+    load = StepLoad(3, 3, alone, drafted, Foresight(8))
     recording.decided(Plan(2, outcomes=8), load, Choice(Ask.AHEAD, 2, 200.0), 0.01)
     recording.decided(Plan(0), load, Choice(Ask.PLAIN, 0, 100.0), 0.01)
     ahead, plain = kept.of(DecisionRow)

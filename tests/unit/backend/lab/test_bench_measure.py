@@ -14,8 +14,8 @@ from backend.fleet import DraftCounters, DrafterStats, Reliability, VerifierStat
 from backend.lab.bench import options as options_module
 from backend.lab.bench import tables as report
 from backend.lab.bench.identical import GreedyCheck
-from backend.lab.bench.load import Load
-from backend.lab.bench.measure import Sample, Snapshot, ratio, row, sample
+from backend.lab.bench.load import MeasuredLoad
+from backend.lab.bench.measure import Measurement, Snapshot, ratio, row, sample
 from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, split_cores
 from backend.lab.bench.run import Results
@@ -42,7 +42,7 @@ def stats(busy_s: float, idle_s: float, awaiting_s: float, steps: int, counters:
     )
 
 
-def measured(configuration: Configuration = SYNC, number: int = 0, paced: bool = False) -> Sample:
+def measured(configuration: Configuration = SYNC, number: int = 0, paced: bool = False) -> Measurement:
     first = DraftCounters(drafts=5, draft_tokens=10, accepted_tokens=5, accepted_by_position=[3, 2])
     before = Snapshot(stats(1.0, 5.0, 0.5, 10, first), 100.0, DrafterStats("d", 0, busy_s=1))
     counters = DraftCounters(15, 40, 25, [], [12, 8, 5], rounds=20, draft_s=0.04, bytes_sent=4000)
@@ -53,7 +53,7 @@ def measured(configuration: Configuration = SYNC, number: int = 0, paced: bool =
         # 20 steps; each took 150 ms, of which 90 the device's own, 5 in excess of it and 50 waiting for drafts.
         before = replace(before, steps=Paced(5, 1.0, 1, 0.5), passes=Paced(10, 1.0))
         after = replace(after, steps=Paced(25, 2.8, 6, 0.6), passes=Paced(50, 2.0, 4, 0.2))
-    return sample(number, configuration, Load(2.5, answers, rate), before, after, drafter_cores=1)
+    return sample(number, configuration, MeasuredLoad(2.5, answers, rate), before, after, drafter_cores=1)
 
 
 def test_a_sample_divides_differences() -> None:

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from backend.config.settings import Mode
 from backend.lab.bench import options as options_module
-from backend.lab.bench.options import MODES, PROBABILISTIC, Options
+from backend.lab.bench.options import MODES, PROBABILISTIC, BenchOptions
 from backend.lab.bench.plan import cells, configurations, points, split_cores
 
 
-def parsed(*arguments: str) -> Options:
+def parsed(*arguments: str) -> BenchOptions:
     return options_module.parse(arguments)
 
 

@@ -13,9 +13,9 @@ from backend.config import Settings
 from backend.config.sources import load
 from backend.launch import fleet
 from backend.launch.cluster import RayCluster
-from backend.launch.fleet import Fleet
+from backend.launch.fleet import LaunchedFleet
 from backend.launch.plan import Hardware, LaunchError, MemberPlan, plan
-from backend.launch.rooms import Rooms
+from backend.launch.rooms import ReservedBundles
 from backend.models.resolve import ResolvedModels
 
 MODELS = ResolvedModels("/t", "/d", "eagle", "demo")
@@ -34,13 +34,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def make(gpus: float, **changes: Any) -> Fleet:
+def make(gpus: float, **changes: Any) -> LaunchedFleet:
     decided = plan(Settings.model_validate(changes), MODELS, Hardware([0, 1], gpus, local=True), Path("/run/x"))
     coordinator = SimpleNamespace(wait_started=lambda: None)
-    return Fleet(cast(Any, SimpleNamespace(ours=True, namespace="x")), cast(Any, coordinator), decided)
+    return LaunchedFleet(cast(Any, SimpleNamespace(ours=True, namespace="x")), cast(Any, coordinator), decided)
 
 
-class NoRoom(Rooms):
+class NoRoom(ReservedBundles):
     def check(self, member: MemberPlan) -> None:
         raise LaunchError(f"no room for {member.member_id}")
 
@@ -67,13 +67,13 @@ def test_who_shares_a_gpu_starts_after_its_verifier_serves(
 ) -> None:
     """vLLM would count the memory that a neighbour takes meanwhile."""
 
-    def wait_ready(self: Fleet, say: Any, members: Sequence[Any]) -> None:
+    def wait_ready(self: LaunchedFleet, say: Any, members: Sequence[Any]) -> None:
         if not all(each.ready for each in members):
             started.append("wait")
         for each in members:
             each.ready = True
 
-    monkeypatch.setattr(Fleet, "wait_ready", wait_ready)
+    monkeypatch.setattr(LaunchedFleet, "wait_ready", wait_ready)
     make(gpus, verifiers=verifiers, drafters=drafters)._start_members(lambda line: None)
     assert started == told
 

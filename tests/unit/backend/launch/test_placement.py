@@ -12,7 +12,7 @@ from hypothesis import given
 from backend.fleet import MemberKind
 from backend.launch import rooms
 from backend.launch.plan import LaunchError, MemberPlan
-from backend.launch.rooms import Group, Rooms, arrange, fits, needs
+from backend.launch.rooms import Group, ReservedBundles, arrange, fits, needs
 
 
 def member(name: str, cpus: float = 1, gpus: float = 0, **resources: float) -> MemberPlan:
@@ -89,7 +89,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 
 def test_a_member_that_comes_again_has_its_room_and_a_new_one_takes_a_vacant_one(cluster: SimpleNamespace) -> None:
-    reserved = Rooms()
+    reserved = ReservedBundles()
     members = fleet(1, 2)
     reserved.reserve(arrange(members, "spread"))
     (whole,) = cluster.made
@@ -103,7 +103,7 @@ def test_a_member_that_comes_again_has_its_room_and_a_new_one_takes_a_vacant_one
 
 
 def test_room_that_is_only_asked_about_is_given_back(cluster: SimpleNamespace) -> None:
-    reserved = Rooms()
+    reserved = ReservedBundles()
     reserved.check(member("verifier-1", cpus=0, gpus=1))
     assert [group.bundles for group in cluster.made] == [[{"GPU": 1}]]
     cluster.room = False
@@ -113,7 +113,7 @@ def test_room_that_is_only_asked_about_is_given_back(cluster: SimpleNamespace) -
 
 
 def test_a_group_without_members_is_given_back(cluster: SimpleNamespace) -> None:
-    reserved = Rooms()
+    reserved = ReservedBundles()
     reserved.reserve(arrange(fleet(2, 2), "near"))
     reserved.vacate("verifier-0")
     assert cluster.removed == []
@@ -125,7 +125,7 @@ def test_a_group_without_members_is_given_back(cluster: SimpleNamespace) -> None
 
 def test_without_room_for_all_nothing_stays_reserved(cluster: SimpleNamespace) -> None:
     cluster.room = False
-    reserved = Rooms()
+    reserved = ReservedBundles()
     with pytest.raises(LaunchError, match=r"no room for verifier-0 \(1 CPU\), drafter-0 \(1 CPU\)"):
         reserved.reserve(arrange(fleet(2, 2), "near"))
     assert cluster.removed == cluster.made

@@ -16,7 +16,17 @@ from backend.config.environment import outrider_variables
 from backend.config.sources import CommandError, ConfigError, load
 from backend.records.schema import to_table
 from backend.rollout.trace import Case, TraceError, write_cases
-from gateway.cli.train_drafter import AT_A_TIME, COLUMNS, CURVE, Curve, Prompts, fleet_settings, main, newest_head, read_data
+from gateway.cli.train_drafter import (
+    AT_A_TIME,
+    COLUMNS,
+    CURVE,
+    Curve,
+    PromptCycle,
+    fleet_settings,
+    main,
+    newest_head,
+    read_data,
+)
 from outrider.asynchronous import AsyncFleet, Prompt
 from outrider.types import OutriderError, Sample
 
@@ -83,15 +93,15 @@ async def test_prompts_that_cannot_be_answered_are_skipped_and_counted(seed: int
     random.seed(seed)
     said: list[str] = []
     fleet = Fleet(2)
-    prompts = Prompts(["a", "bb", "ccc"], said.append)
+    prompts = PromptCycle(["a", "bb", "ccc"], said.append)
     for _ in range(4):
         await prompts.answer(cast(AsyncFleet, fleet), {})
     assert (said, prompts.skipped) == (["prompt 3 is skipped (1 so far): too long"], 1)
     assert fleet.answered[AT_A_TIME:].count("a") + fleet.answered[AT_A_TIME:].count("bb") == 3 * AT_A_TIME
     with pytest.raises(CommandError, match="every prompt was refused"):
-        await Prompts(["ccc", "dddd"], said.append).answer(cast(AsyncFleet, fleet), {})
+        await PromptCycle(["ccc", "dddd"], said.append).answer(cast(AsyncFleet, fleet), {})
     with pytest.raises(OutriderError, match="too long"):
-        await Prompts(["ccc"], said.append).answer(cast(AsyncFleet, Fleet(2, 503)), {})
+        await PromptCycle(["ccc"], said.append).answer(cast(AsyncFleet, Fleet(2, 503)), {})
 
 
 def test_a_directory_of_records_is_refused_and_a_trace_is_not(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError, load_model_config
-from backend.models.vocabulary import LEAST_SHARED, NO_ID, Shared, shared_tokens
+from backend.models.vocabulary import LEAST_SHARED, NO_ID, SharedVocabulary, shared_tokens
 from tests.support.other_vocabulary import write_tokenizer
 from tests.support.properties import examples
 
@@ -25,7 +25,9 @@ VOCABULARIES = st.lists(st.text("abcĠ", min_size=1, max_size=3), min_size=1, ma
 )
 
 
-def compare(directory: Path, own: dict[str, int], target: dict[str, int], rows: int = 100, levels: str = "bb") -> Shared | None:
+def compare(
+    directory: Path, own: dict[str, int], target: dict[str, int], rows: int = 100, levels: str = "bb"
+) -> SharedVocabulary | None:
     """`levels`: for either, `b` if it is byte-level."""
     for name, vocabulary, level in zip(("own", "target"), (own, target), levels, strict=True):
         write_tokenizer(directory / name, vocabulary, level == "b")

@@ -14,7 +14,7 @@ from backend.records.kept import RowBatch
 from backend.records.plots import PLOTS, transitions
 from backend.records.reading import Records
 from backend.records.summary import Summary, summarise
-from backend.rollout.outcome import Part, Round
+from backend.rollout.outcome import RoundResult, WorkerShare
 from backend.rollout.results import write_round
 from gateway.cli import main as cli
 from tests.support.recorded import Rows, record, request, step, verification
@@ -87,7 +87,7 @@ def test_the_report_shows_every_plot(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_round_of_a_rollout_is_read_like_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verifications = [verification(0, "1", 4, 4, teacher_forced=True)]
     rows = RowBatch([step(0, 0.0)], verifications, [request("1", 0.0, 0.1, 0.2, 5)])
-    finished = Round(0, parts=[Part(0, rows), Part(1, rows)])
+    finished = RoundResult(0, parts=[WorkerShare(0, rows), WorkerShare(1, rows)])
     for _ in range(2):  # The second time replaces the first.
         write_round(tmp_path / "round0", finished, {"fixed_responses": True}, "", Settings())
     found = summary(tmp_path / "round0")

@@ -17,7 +17,7 @@ from backend.records import store as store_module
 from backend.records import writer as writer_module
 from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
 from backend.records.schema import ABOUT, ABOUT_KEY, KINDS, SCHEMAS, VERSION_KEY, About, Books
-from backend.records.store import Store
+from backend.records.store import RecordStore
 from backend.records.writer import FileRecorder
 
 ABOUT_V0 = About("verifier-0", "0123456789abcdef", 1_700_000_000.0, "sync", "demo", 4)
@@ -34,8 +34,8 @@ def settings(directory: Path, **given: Any) -> RecordsSettings:
     return RecordsSettings(dir=str(directory), **given)
 
 
-def make_store(directory: Path, about: About = ABOUT_V0, **given: Any) -> Store:
-    return Store(about, settings(directory, **given), dict.fromkeys(KINDS, 0))
+def make_store(directory: Path, about: About = ABOUT_V0, **given: Any) -> RecordStore:
+    return RecordStore(about, settings(directory, **given), dict.fromkeys(KINDS, 0))
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def files(directory: Path, kind: str = "*") -> list[Path]:
     return sorted(directory.rglob(f"{kind}-*.parquet"))
 
 
-def books(store: Store) -> Books:
+def books(store: RecordStore) -> Books:
     return msgspec.json.decode((store.directory / ABOUT).read_bytes(), type=Books)
 
 

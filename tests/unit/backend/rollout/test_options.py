@@ -9,7 +9,7 @@ import pytest
 
 from backend.config import Settings, sources
 from backend.config.sources import ConfigError
-from backend.launch.fleet import Fleet
+from backend.launch.fleet import LaunchedFleet
 from backend.rollout import main
 from backend.rollout.options import fleet_settings, rollout_options, slices
 from gateway.cli import main as cli
@@ -140,7 +140,7 @@ def test_a_tokenizers_own_code_runs_only_if_the_fleet_trusts_it(
 
 def test_a_fleet_of_its_own_carries_out_administrators_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     fleet, say = Mock(), Mock()
-    monkeypatch.setattr(Fleet, "launch", lambda *given: fleet)
+    monkeypatch.setattr(LaunchedFleet, "launch", lambda *given: fleet)
     with main._own_fleet(Settings(), Mock(), say):
         assert fleet.method_calls == [call.wait_ready(say), call.operate(say)]
     assert fleet.method_calls[-1] == call.stop()

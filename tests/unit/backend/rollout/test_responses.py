@@ -9,7 +9,7 @@ from vllm.v1.outputs import LogprobsLists
 from backend.config import Settings
 from backend.engine.front.offline import Front, response_row
 from backend.models.demo import TARGET_DIR
-from backend.rollout.requests import Request, Tokenizer
+from backend.rollout.requests import RolloutRequest, Tokenizer
 from backend.rollout.trace import Case
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up
 from tests.support.rollout_fleet import Fleet, run
@@ -56,7 +56,7 @@ def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, fr
             fleet.start("verifier-0", go_on)
 
     fleet.on_look = replace_it
-    finished = run(fleet, [Request(0, Case(0, "p", ""), prompt, None, params, 50)], front.responses())
+    finished = run(fleet, [RolloutRequest(0, Case(0, "p", ""), prompt, None, params, 50)], front.responses())
     row = response_row(finished.responses[0])
     assert row["text"] == text[: text.index("val")]
     assert (row["finish_reason"], row["stop_reason"]) == ("stop", params.stop[0])
@@ -95,7 +95,7 @@ def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
             fleet.states["verifier-0"] = "draining"
 
     fleet.on_look = drain_once_begun
-    finished = run(fleet, [Request(0, Case(0, "p", ""), prompt, None, params, 50)], front.responses())
+    finished = run(fleet, [RolloutRequest(0, Case(0, "p", ""), prompt, None, params, 50)], front.responses())
     assert finished.responses[0].outputs[0].text == "    return value + "
     assert [(left.reason, left.requests_resumed) for left in finished.deaths] == [("was drained", 0)]
 
@@ -103,7 +103,7 @@ def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
 def test_a_seed_makes_a_seed_of_every_free_response(fleet: Fleet, front: Front) -> None:
     verifier = fleet.start("verifier-0", count_up)
     params = front.params([1, 2], {"max_tokens": 2})
-    asked = [Request(n, Case(n, "p", ""), [1, 2], None, params, 2, seed) for n, seed in ((0, None), (1, None), (2, 7))]
+    asked = [RolloutRequest(n, Case(n, "p", ""), [1, 2], None, params, 2, seed) for n, seed in ((0, None), (1, None), (2, 7))]
     run(fleet, asked, front.responses(), seed=5)
     seeds = {each.request_id: each.request.sampling_params.seed for each in verifier.sequences}
     assert seeds["0-2-1"] == 7, "a prompt's own seed comes first"

@@ -13,11 +13,11 @@ from vllm.v1.engine import FinishReason
 from backend.config.sources import ConfigError
 from backend.coordinator import CoordinatorUnavailable
 from backend.engine.client import fixed_sampling
-from backend.engine.front.offline import Responses
+from backend.engine.front.offline import ResponseMaker
 from backend.records.kept import RowBatch
 from backend.records.rows import RequestRow, StepRow
-from backend.rollout.outcome import Round
-from backend.rollout.requests import Request
+from backend.rollout.outcome import RoundResult
+from backend.rollout.requests import RolloutRequest
 from backend.rollout.run import RolloutError, RoundRunner
 from backend.rollout.trace import Case
 from backend.rollout.workers import STARVED_S, Workers
@@ -29,20 +29,20 @@ from tests.support.rollout_fleet import Fleet, respond, run, stall
 LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
 
 
-def requests() -> list[Request]:
+def requests() -> list[RolloutRequest]:
     made = []
     for number, length in enumerate(LENGTHS):
         tokens = [100 * number + j for j in range(length)]
         params = fixed_sampling(tokens, 0.0)
-        made.append(Request(number, Case(number, f"p{number}", "g"), [1, 2, number], tokens, params, length))
+        made.append(RolloutRequest(number, Case(number, f"p{number}", "g"), [1, 2, number], tokens, params, length))
     return made
 
 
-def play(fleet: Fleet, window: int = 3) -> Round:
-    return run(fleet, requests(), Responses(), window)
+def play(fleet: Fleet, window: int = 3) -> RoundResult:
+    return run(fleet, requests(), ResponseMaker(), window)
 
 
-def check(finished: Round, was_cut: bool = False) -> None:
+def check(finished: RoundResult, was_cut: bool = False) -> None:
     """Every response is there once, and the rows of the workers tell the same story."""
     wanted = requests()
     assert {number: finished.tokens(number) for number in finished.responses} == {each.number: each.fixed for each in wanted}
@@ -154,7 +154,7 @@ def test_a_rollout_that_was_silent_between_rounds_is_known_again(fleet: Fleet, w
     workers.look()
     fleet.call(verifier.clients.clear)
     bar = tqdm(file=io.StringIO(), total=len(LENGTHS))
-    check(RoundRunner(1, requests(), workers, 3, Responses(), bar).run())
+    check(RoundRunner(1, requests(), workers, 3, ResponseMaker(), bar).run())
 
 
 def test_requests_go_on_after_the_connection_was_cut(fleet: Fleet) -> None:

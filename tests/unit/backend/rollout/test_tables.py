@@ -18,7 +18,7 @@ from backend.records.kept import KeptRows, RowBatch
 from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.records.summary import ENOUGH, WORST
 from backend.rollout import tables
-from backend.rollout.outcome import Death, Part, Round
+from backend.rollout.outcome import Death, RoundResult, WorkerShare
 from backend.rollout.report import round_report
 from tests.support.properties import examples
 
@@ -52,7 +52,7 @@ def step(number: int, verified: list[VerificationRow], began_at: float, interval
 
 
 @st.composite
-def rounds(draw: st.DrawFn) -> Part:
+def rounds(draw: st.DrawFn) -> WorkerShare:
     """Requests of random lengths, verified in random steps; some of them are not this rollout's."""
     lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
     names = {f"0-{number}-1": number for number in range(len(lengths))}
@@ -86,8 +86,8 @@ def rounds(draw: st.DrawFn) -> Part:
         number += 1
     dropped = draw(st.sets(st.sampled_from(sorted(names)), max_size=2))
     names = {name: number for name, number in names.items() if name not in dropped}
-    part = Part(0, kept.take(), [row for row in ended if int(row.request_id) in names.values()])
-    Round(0, parts=[part]).settle(names)
+    part = WorkerShare(0, kept.take(), [row for row in ended if int(row.request_id) in names.values()])
+    RoundResult(0, parts=[part]).settle(names)
     return part
 
 
@@ -108,7 +108,7 @@ def test_columns_are_the_contract() -> None:
 
 @examples(40)
 @given(rounds())
-def test_tables_add_up(part: Part) -> None:
+def test_tables_add_up(part: WorkerShare) -> None:
     rows = part.rows
     perf = read(tables.PERF_COLUMNS, tables.perf_table(rows.steps))
     requests = read(tables.REQUEST_COLUMNS, tables.request_table(rows.requests))
@@ -178,7 +178,7 @@ ABOUT = {
 }
 
 
-def part(number: int, *lengths: int) -> Part:
+def part(number: int, *lengths: int) -> WorkerShare:
     """A worker whose step n, a second long, verifies all of request `10 * number + n`."""
     names = [f"0-{10 * number + n}-1" for n in range(len(lengths))]
     verified = [
@@ -186,11 +186,11 @@ def part(number: int, *lengths: int) -> Part:
         for n, (name, tokens) in enumerate(zip(names, lengths, strict=True))
     ]
     rows = RowBatch([step(n, [row], 1.0 + n, 1000.0) for n, row in enumerate(verified)], verified)
-    return Part(number, rows, [ended_row(name.split("-")[1], n, 1002.0) for name, n in zip(names, lengths, strict=True)])
+    return WorkerShare(number, rows, [ended_row(name.split("-")[1], n, 1002.0) for name, n in zip(names, lengths, strict=True)])
 
 
-def settled(*parts: Part, deaths: Sequence[Death] = ()) -> Round:
-    finished = Round(0, 4.0, list(parts), deaths=list(deaths))
+def settled(*parts: WorkerShare, deaths: Sequence[Death] = ()) -> RoundResult:
+    finished = RoundResult(0, 4.0, list(parts), deaths=list(deaths))
     for row in (row for each in parts for row in each.ended):
         output = SimpleNamespace(token_ids=[1] * row.tokens)
         finished.responses[int(row.request_id)] = SimpleNamespace(outputs=[output])
@@ -224,7 +224,7 @@ def test_live_and_teacher_forced_acceptance_never_share_a_name() -> None:
     assert "Responses were free" in text
 
 
-def drafted(draft_tokens: list[int], accepted: list[int]) -> Round:
+def drafted(draft_tokens: list[int], accepted: list[int]) -> RoundResult:
     """A round of one worker whose request n has so many draft tokens, all of them in one verification."""
     made = part(0, *(each + 1 for each in accepted))
     made.rows.verifications = [
@@ -269,7 +269,7 @@ def test_requests_that_moved_are_summed_over_workers() -> None:
     first, second = part(0, 3), part(0, 2)
     second.number, second.rows.verifications = 1, [replace(row, request_id="0-0-2") for row in second.rows.verifications]
     first.ended.clear()
-    finished = Round(0, 4.0, [first, second])
+    finished = RoundResult(0, 4.0, [first, second])
     finished.settle({"0-0-1": 0, "0-0-2": 0})
     (row,) = second.rows.requests
     assert (row.verifications, row.draft_tokens, row.accepted) == (2, 8, 3)

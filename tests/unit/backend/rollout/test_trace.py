@@ -15,7 +15,7 @@ from backend.engine.front.offline import Front
 from backend.models.demo import TARGET_DIR
 from backend.rollout.make import make_trace
 from backend.rollout.options import rollout_options, trace_options
-from backend.rollout.requests import Request, Tokenizer, make_requests
+from backend.rollout.requests import RolloutRequest, Tokenizer, make_requests
 from backend.rollout.trace import Case, TraceError, match, read_prompts, read_trace, trace_file, write_cases
 
 
@@ -25,10 +25,10 @@ def front() -> Front:
 
 
 @pytest.fixture
-def make_of(tokenizer: Tokenizer, front: Front) -> Callable[..., list[Request]]:
+def make_of(tokenizer: Tokenizer, front: Front) -> Callable[..., list[RolloutRequest]]:
     """Makes requests of cases for a context of 64 tokens, with these options."""
 
-    def made(cases: list[Case], *arguments: str) -> list[Request]:
+    def made(cases: list[Case], *arguments: str) -> list[RolloutRequest]:
         options, _ = rollout_options(["--trace", "t", "--out", "o", *arguments])
         return make_requests(cases, tokenizer, Path("trace"), options, front)
 
@@ -123,7 +123,9 @@ def test_cases_can_be_replayed(tmp_path: Path) -> None:
     assert read_trace(file) == cases
 
 
-def test_fixed_requests_carry_the_tokens_of_their_response(tokenizer: Tokenizer, make_of: Callable[..., list[Request]]) -> None:
+def test_fixed_requests_carry_the_tokens_of_their_response(
+    tokenizer: Tokenizer, make_of: Callable[..., list[RolloutRequest]]
+) -> None:
     (request,) = make_of([Case(4, "def f(x):\n", "    return x\n")], "--fixed-responses")
     assert request.fixed == tokenizer.response("    return x\n")
     assert request.params.max_tokens == request.expected == len(request.fixed)
@@ -131,7 +133,7 @@ def test_fixed_requests_carry_the_tokens_of_their_response(tokenizer: Tokenizer,
     assert tokenizer.text(request.fixed) == "    return x\n"
 
 
-def test_free_requests_know_what_to_expect(tokenizer: Tokenizer, make_of: Callable[..., list[Request]]) -> None:
+def test_free_requests_know_what_to_expect(tokenizer: Tokenizer, make_of: Callable[..., list[RolloutRequest]]) -> None:
     cases = [Case(0, "def f(x):\n", "    return x\n"), Case(1, "class A:\n", "")]
     known, unknown = make_of(cases)
     assert known.fixed is None
@@ -143,7 +145,7 @@ def test_free_requests_know_what_to_expect(tokenizer: Tokenizer, make_of: Callab
     assert make_of(cases, "--max-tokens", "3")[0].params.max_tokens == 3
 
 
-def test_a_prompts_own_sampling_parameters_come_first(make_of: Callable[..., list[Request]]) -> None:
+def test_a_prompts_own_sampling_parameters_come_first(make_of: Callable[..., list[RolloutRequest]]) -> None:
     cases = [Case(0, "x", ""), Case(1, "x", "", {"temperature": 0, "stop": "\n", "max_tokens": 4, "seed": 6})]
     plain, _, own, second = make_of(
         cases, "--temperature", "0.5", "--n", "2", "--sampling", '{"top_p": 0.9, "stop": ["a", "b"]}'
@@ -166,14 +168,14 @@ def test_a_prompts_own_sampling_parameters_come_first(make_of: Callable[..., lis
     ],
 )
 def test_a_case_that_cannot_be_run_is_named(
-    make_of: Callable[..., list[Request]], prompt: str, gen: str, arguments: list[str], complaint: str
+    make_of: Callable[..., list[RolloutRequest]], prompt: str, gen: str, arguments: list[str], complaint: str
 ) -> None:
     cases = [Case(0, "fine", "fine"), Case(1, prompt, gen)]
     with pytest.raises(TraceError, match=rf"trace: row 1: .*{complaint}"):
         make_of(cases, *arguments)
 
 
-def test_a_prompts_sampling_parameters_are_checked(make_of: Callable[..., list[Request]]) -> None:
+def test_a_prompts_sampling_parameters_are_checked(make_of: Callable[..., list[RolloutRequest]]) -> None:
     cases = [Case(0, "x", "y"), Case(1, "x", "y", {"top_p": 2})]
     with pytest.raises(TraceError, match=r"trace: row 1: sampling_params: top_p must be in \(0, 1\], got 2"):
         make_of(cases)

@@ -10,18 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.fleet.speed import Speed
-from backend.routing.balance import Limits, Load, Movable, Move, expected_remaining, plan_moves
+from backend.routing.balance import BalancingLoad, Movable, Move, MoveLimits, expected_remaining, plan_moves
 
-LIMITS = Limits(moves=4, dwell_s=10.0, gap=1.25, gain=2.0)
+LIMITS = MoveLimits(moves=4, dwell_s=10.0, gap=1.25, gain=2.0)
 NOW = 100.0
 
 
 FREE_BATCHING = Speed(0.02, 0.0, 2.0)
 
 
-def load(name: str, requests: int, **fields: object) -> Load:
+def load(name: str, requests: int, **fields: object) -> BalancingLoad:
     usual = {"speed": Speed(0.02, 0.01, 2.0), "prefill_tokens_per_s": 2000.0, "slots": 16, "free_tokens": 10_000}
-    return Load(name, requests, **(usual | fields))  # type: ignore[arg-type]
+    return BalancingLoad(name, requests, **(usual | fields))  # type: ignore[arg-type]
 
 
 def requests_at(name: str, n: int, tokens: int = 100, remaining: float = 200, placed_at: float = 0.0) -> list[Movable]:
@@ -56,7 +56,7 @@ def test_the_widest_gap_is_chosen() -> None:
     ],
     ids=["alone", "level", "nearly", "draining", "dwell", "dear", "full", "free batching", "others' requests"],
 )
-def test_nothing_moves(loads: list[Load], movables: list[Movable]) -> None:
+def test_nothing_moves(loads: list[BalancingLoad], movables: list[Movable]) -> None:
     assert plan_moves(loads, movables, LIMITS, NOW) == []
 
 
@@ -92,7 +92,7 @@ movable = st.builds(
 )
 
 
-def wait(loads: list[Load], moves: list[Move]) -> float:
+def wait(loads: list[BalancingLoad], moves: list[Move]) -> float:
     """The slower of the pair after the moves."""
     by_id = {each.id: each for each in loads}
     slow, fast = by_id[moves[0].source], by_id[moves[0].target]
@@ -103,7 +103,7 @@ def wait(loads: list[Load], moves: list[Move]) -> float:
 
 
 @given(fleets, st.lists(movable, max_size=30, unique_by=lambda each: each.id), st.randoms(use_true_random=False))
-def test_what_always_holds(loads: list[Load], movables: list[Movable], rng: random.Random) -> None:
+def test_what_always_holds(loads: list[BalancingLoad], movables: list[Movable], rng: random.Random) -> None:
     moves = plan_moves(loads, movables, LIMITS, NOW)
     by_id = {each.id: each for each in movables}
     fleet = {each.id: each for each in loads}

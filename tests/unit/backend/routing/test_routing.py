@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from backend.config.settings import Affinity, GatewaySettings
 from backend.routing.affinity import BLOCK_TOKENS, PrefixMap, RecentMap
-from backend.routing.routers import Ask, Candidate, LeastLoaded, WithAffinity, make_router
+from backend.routing.routers import LeastLoaded, RoutingCandidate, RoutingRequest, WithAffinity, make_router
 from tests.support.properties import examples
 
 AFFINITIES = get_args(Affinity)
@@ -13,7 +13,7 @@ AFFINITIES = get_args(Affinity)
 
 candidates = st.lists(
     st.builds(
-        Candidate,
+        RoutingCandidate,
         id=st.text("abc", min_size=1, max_size=2),
         tokens=st.integers(0, 5),
         requests=st.integers(0, 12),
@@ -24,7 +24,7 @@ candidates = st.lists(
     unique_by=lambda each: each.id,
 )
 asks = st.builds(
-    Ask,
+    RoutingRequest,
     prompt=st.lists(st.integers(0, 1), max_size=3 * BLOCK_TOKENS),
     scope=st.sampled_from(["", "adapter"]),
     session=st.none() | st.sampled_from("xyz"),
@@ -43,49 +43,51 @@ def test_every_router_chooses_a_candidate_and_the_same_one_again(affinity, quest
 
 @given(candidates)
 def test_least_loaded_chooses_one_of_the_least_loaded(those):
-    chosen = LeastLoaded().choose(Ask(), those)
+    chosen = LeastLoaded().choose(RoutingRequest(), those)
     if those:
         tokens = {each.id: each.tokens for each in those}
         assert tokens[chosen] == min(tokens.values())
 
 
 def test_ties_go_to_the_one_used_least():
-    idle = [Candidate("a", 0, 0, 7), Candidate("b", 0, 0, 3)]
-    assert LeastLoaded().choose(Ask(), idle) == "b"
+    idle = [RoutingCandidate("a", 0, 0, 7), RoutingCandidate("b", 0, 0, 3)]
+    assert LeastLoaded().choose(RoutingRequest(), idle) == "b"
 
 
 def test_a_session_returns_until_its_verifier_is_overloaded_or_gone():
     router = WithAffinity(LeastLoaded(), "session", slack=2, entries=10)
-    idle = [Candidate("a", 0, 0, 0), Candidate("b", 0, 0, 1)]
-    assert router.choose(Ask(session="s"), idle) == "a"
-    assert router.choose(Ask(session="s"), [Candidate("a", 50, 2, 5), Candidate("b", 0, 0, 0)]) == "a"
-    assert router.choose(Ask(session="other"), [Candidate("a", 50, 2, 5), Candidate("b", 0, 0, 0)]) == "b"
+    idle = [RoutingCandidate("a", 0, 0, 0), RoutingCandidate("b", 0, 0, 1)]
+    assert router.choose(RoutingRequest(session="s"), idle) == "a"
+    assert router.choose(RoutingRequest(session="s"), [RoutingCandidate("a", 50, 2, 5), RoutingCandidate("b", 0, 0, 0)]) == "a"
+    assert (
+        router.choose(RoutingRequest(session="other"), [RoutingCandidate("a", 50, 2, 5), RoutingCandidate("b", 0, 0, 0)]) == "b"
+    )
     # Overloaded: it moves, and then belongs where it went.
-    assert router.choose(Ask(session="s"), [Candidate("a", 50, 3, 5), Candidate("b", 0, 0, 0)]) == "b"
-    assert router.choose(Ask(session="s"), [Candidate("a", 0, 0, 5), Candidate("b", 9, 1, 9)]) == "b"
-    assert router.choose(Ask(session="s"), [Candidate("a", 0, 0, 5)]) == "a"
+    assert router.choose(RoutingRequest(session="s"), [RoutingCandidate("a", 50, 3, 5), RoutingCandidate("b", 0, 0, 0)]) == "b"
+    assert router.choose(RoutingRequest(session="s"), [RoutingCandidate("a", 0, 0, 5), RoutingCandidate("b", 9, 1, 9)]) == "b"
+    assert router.choose(RoutingRequest(session="s"), [RoutingCandidate("a", 0, 0, 5)]) == "a"
 
 
 def test_a_prompt_goes_where_its_longest_beginning_went():
     router = WithAffinity(LeastLoaded(), "prefix", slack=9, entries=100)
-    those = [Candidate("a", 1, 1, 0), Candidate("b", 0, 0, 0)]
-    swapped = [Candidate("a", 0, 0, 0), Candidate("b", 1, 1, 0)]
+    those = [RoutingCandidate("a", 1, 1, 0), RoutingCandidate("b", 0, 0, 0)]
+    swapped = [RoutingCandidate("a", 0, 0, 0), RoutingCandidate("b", 1, 1, 0)]
     system = list(range(BLOCK_TOKENS))
-    assert router.choose(Ask(prompt=system + [1] * BLOCK_TOKENS), those) == "b"
-    assert router.choose(Ask(prompt=system + [2] * 9), swapped) == "b"
+    assert router.choose(RoutingRequest(prompt=system + [1] * BLOCK_TOKENS), those) == "b"
+    assert router.choose(RoutingRequest(prompt=system + [2] * 9), swapped) == "b"
     # The same tokens under another adapter are another prefix; less than a block is none.
-    assert router.choose(Ask(prompt=system, scope="adapter"), swapped) == "a"
-    assert router.choose(Ask(prompt=system[:-1]), swapped) == "a"
+    assert router.choose(RoutingRequest(prompt=system, scope="adapter"), swapped) == "a"
+    assert router.choose(RoutingRequest(prompt=system[:-1]), swapped) == "a"
 
 
 def test_a_verifier_that_lost_its_cache_is_no_longer_preferred():
     router = WithAffinity(LeastLoaded(), "both", slack=9, entries=100)
     prompt = list(range(2 * BLOCK_TOKENS))
-    swapped = [Candidate("a", 0, 0, 0), Candidate("b", 1, 1, 0)]
-    router.choose(Ask(prompt=prompt, session="s"), [Candidate("b", 0, 0, 0)])
-    assert router.choose(Ask(prompt=prompt, session="s"), swapped) == "b"
+    swapped = [RoutingCandidate("a", 0, 0, 0), RoutingCandidate("b", 1, 1, 0)]
+    router.choose(RoutingRequest(prompt=prompt, session="s"), [RoutingCandidate("b", 0, 0, 0)])
+    assert router.choose(RoutingRequest(prompt=prompt, session="s"), swapped) == "b"
     router.forget(["b"])
-    assert router.choose(Ask(prompt=prompt, session="s"), swapped) == "a"
+    assert router.choose(RoutingRequest(prompt=prompt, session="s"), swapped) == "a"
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=60))

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.speculation.prediction import NEAREST, Prediction
+from backend.speculation.prediction import NEAREST, PredictedText
 
 PROMPT = [90, 91, 92]
 TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -13,7 +13,7 @@ TOKENS = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 def drafts(tokens: list[int], answer: list[int], k: int = 3) -> list[list[int]]:
     """What is drafted after each token of the answer."""
-    prediction = Prediction(tokens, len(PROMPT))
+    prediction = PredictedText(tokens, len(PROMPT))
     return [prediction.propose(PROMPT + answer[: i + 1], k)[0] for i in range(len(answer))]
 
 
@@ -51,7 +51,7 @@ class Counted(list[int]):
 
 def test_in_a_prediction_that_repeats_itself_only_near_places_are_compared():
     tokens = Counted([7] * 5000)
-    prediction = Prediction(tokens, 0)
+    prediction = PredictedText(tokens, 0)
     answer = [7] * 2500 + [1, 7, 7]
     prediction.propose(answer[:-1], 3)
     tokens.reads = 0
@@ -60,7 +60,7 @@ def test_in_a_prediction_that_repeats_itself_only_near_places_are_compared():
 
 
 def test_signs_follow_how_well_it_went():
-    prediction = Prediction(TOKENS, 0)
+    prediction = PredictedText(TOKENS, 0)
     at_first = prediction.propose(TOKENS[:1], 2)[1]
     prediction.scored(3, 3)
     later = prediction.propose(TOKENS[:4], 2)[1]
@@ -73,7 +73,7 @@ def test_signs_follow_how_well_it_went():
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.lists(st.integers(0, 3), min_size=1, max_size=24), st.data())
 def test_what_is_drafted_follows_in_it_what_was_said(tokens: list[int], answer: list[int], data: st.DataObject) -> None:
-    prediction, at = Prediction(tokens, len(PROMPT)), 0
+    prediction, at = PredictedText(tokens, len(PROMPT)), 0
     while at < len(answer):
         at = data.draw(st.integers(at + 1, len(answer)))
         draft, signs = prediction.propose(PROMPT + answer[:at], 4)

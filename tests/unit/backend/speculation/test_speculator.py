@@ -17,7 +17,7 @@ from backend.speculation.chances import Rule
 from backend.speculation.speculator import RECONSIDER_EVERY, Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
-from backend.wire.engine import RequestOptions, Said
+from backend.wire.engine import EmittedText, RequestOptions
 from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, Drafter, Driven, K, Turn, speculator
 
 
@@ -317,7 +317,7 @@ def test_steps_without_drafters_are_not_held_against_an_offer() -> None:
 
 def test_in_an_overloaded_batch_every_request_and_others_outputs_are_indexed_in_turn() -> None:
     made, texts = speculator(lookups=True), {f"r{i}": [100 + i] for i in range(4)}
-    made.candidates.share(Said("", [1, 2, 3, 4, 5], [6, 7, 8, 9]))
+    made.candidates.share(EmittedText("", [1, 2, 3, 4, 5], [6, 7, 8, 9]))
     for step in range(4):
         for text in texts.values():
             text += text[:1] * INDEXED_PER_STEP

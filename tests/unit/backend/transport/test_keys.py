@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from backend.fleet import Member, reached_at
-from backend.transport import Hub, Router, ServerKeys, Wire, new_server_keys
+from backend.transport import Hub, ServerKeys, ServerSocket, Wire, new_server_keys
 from backend.transport.sockets import bind_router
 
 FLEET, SERVER = new_server_keys(), new_server_keys()
@@ -158,7 +158,7 @@ def test_an_interface_stands_for_its_address_and_ipv6_is_an_address() -> None:
     for asked, expected in (("tcp://lo:0", "tcp://127.0.0.1:"), ("tcp://[::1]:0", "tcp://[::1]:")):
         hub = Hub(Wire(FLEET))
         try:
-            router: Router = hub.router(asked, SERVER)
+            router: ServerSocket = hub.router(asked, SERVER)
             assert router.address.startswith(expected)
         finally:
             hub.close()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from backend.drafter.service import DrafterService
 from backend.engine import feature_link
 from backend.engine.features import FeatureShipper
-from backend.engine.postponed import Span
+from backend.engine.postponed import RowSpan
 from backend.fleet import DrafterRef
 from backend.transport import RingReader, RingWriter, Wire
 from backend.wire.drafting import (
@@ -229,7 +229,7 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
     reader = RingReader(hello.ring)
 
     def ship(start: int, rows: int) -> tuple[Round, bytes]:
-        span = Span("a", start, 0, rows, lambda a, b: list(range(a, b)))
+        span = RowSpan("a", start, 0, rows, lambda a, b: list(range(a, b)))
         shipper.ship([span], [torch.full((rows, 16), float(start))])
         message = decode_to_drafter(peer.sent[-1][0])
         assert isinstance(message, Round)

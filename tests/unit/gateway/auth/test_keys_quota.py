@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.auth.caller import Limits
-from gateway.auth.quota import Ledger, Shared, duration
+from gateway.auth.caller import KeyLimits
+from gateway.auth.quota import Ledger, SharedUse, duration
 
-PER_MINUTE = Limits(requests_per_minute=60)
+PER_MINUTE = KeyLimits(requests_per_minute=60)
 
 
 def test_a_minute_s_worth_at_once_and_then_as_it_drains():
@@ -25,7 +25,7 @@ def test_a_minute_s_worth_at_once_and_then_as_it_drains():
 
 def test_headers_are_openai_s():
     ledger = Ledger()
-    limits = Limits(requests_per_minute=60, tokens_per_minute=600)
+    limits = KeyLimits(requests_per_minute=60, tokens_per_minute=600)
     for _ in range(3):
         ledger.begin("a", limits, 10.0)
     ledger.spend("a", limits, 100, 10.0)
@@ -42,7 +42,7 @@ def test_headers_are_openai_s():
 
 def test_tokens_are_corrected_and_too_many_are_refused_for_good():
     ledger = Ledger()
-    limits = Limits(tokens_per_minute=100)
+    limits = KeyLimits(tokens_per_minute=100)
     assert ledger.spend("a", limits, 90, 0.0) is None
     assert ledger.spend("a", limits, 20, 0.0) is not None
     ledger.correct("a", limits, -50, 0.0)
@@ -57,7 +57,7 @@ def test_tokens_are_corrected_and_too_many_are_refused_for_good():
 
 
 def test_what_was_refused_later_does_not_count():
-    ledger, limits = Ledger(), Limits(requests_per_minute=1, tokens_per_minute=100)
+    ledger, limits = Ledger(), KeyLimits(requests_per_minute=1, tokens_per_minute=100)
     for _ in range(3):
         assert ledger.begin("a", limits, 0.0) is None
         assert ledger.spend("a", limits, 101, 0.0) is not None
@@ -68,11 +68,11 @@ def test_what_was_refused_later_does_not_count():
 
 
 def test_what_is_used_during_an_exchange_is_not_forgotten():
-    ledger, limits = Ledger(), Limits(tokens_per_minute=100)
+    ledger, limits = Ledger(), KeyLimits(tokens_per_minute=100)
     ledger.spend("a", limits, 40, 0.0)
     (use,) = ledger.take(0.0)
     ledger.spend("a", limits, 30, 0.0)
-    ledger.absorb({"a": Shared(0.0, use.tokens + 20, 0)}, 0.0)
+    ledger.absorb({"a": SharedUse(0.0, use.tokens + 20, 0)}, 0.0)
     assert ledger.spend("a", limits, 11, 0.0) is not None
     assert ledger.spend("a", limits, 10, 0.0) is None
     (use,) = ledger.take(0.0)
@@ -88,7 +88,7 @@ arrivals = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.integers(1,
 def test_the_limit_holds_in_every_window_but_for_what_one_interval_lets_through(steps, limit, every):
     """Three gateways that exchange every so many arrivals: never more than a minute's worth, what drained meanwhile, and what
     the other two let through since the last exchange."""
-    limits = Limits(tokens_per_minute=limit)
+    limits = KeyLimits(tokens_per_minute=limit)
     ledgers = [Ledger() for _ in range(3)]
     shared, shared_at, now = 0.0, 0.0, 0.0
     admitted: list[tuple[float, int]] = []
@@ -102,14 +102,14 @@ def test_the_limit_holds_in_every_window_but_for_what_one_interval_lets_through(
                     shared = max(0.0, max(0.0, shared - (now - shared_at) * limit / 60) + use.tokens)
                     shared_at = now
             for ledger in ledgers:
-                known = {name: Shared(0.0, shared, 0) for name in ledger._accounts}
+                known = {name: SharedUse(0.0, shared, 0) for name in ledger._accounts}
                 ledger.absorb(known, now)
             unseen = [0, 0, 0]
         # A gateway that has no account yet hears of the others before it lets anything through.
         fresh = not ledgers[at]._accounts
         ledgers[at].account("a", limits, now)
         if fresh:
-            ledgers[at].absorb({"a": Shared(0.0, max(0.0, shared - (now - shared_at) * limit / 60), 0)}, now)
+            ledgers[at].absorb({"a": SharedUse(0.0, max(0.0, shared - (now - shared_at) * limit / 60), 0)}, now)
         if ledgers[at].spend("a", limits, tokens, now) is None:
             excess = max(excess, sum(unseen) - unseen[at])
             unseen[at] += tokens
@@ -121,7 +121,7 @@ def test_the_limit_holds_in_every_window_but_for_what_one_interval_lets_through(
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.sampled_from(["begin", "end"])), max_size=50))
 def test_open_requests_never_exceed_their_limit(steps):
-    ledger, limits, now, opened = Ledger(), Limits(concurrent_requests=3), 0.0, 0
+    ledger, limits, now, opened = Ledger(), KeyLimits(concurrent_requests=3), 0.0, 0
     for gap, what in steps:
         now += gap
         if what == "begin":

@@ -5,19 +5,19 @@ import contextlib
 
 import pytest
 
-from gateway.auth.caller import Caller, Limits
+from gateway.auth.caller import Caller, KeyLimits
 from gateway.auth.quota import Use
 from gateway.auth.quotas import Quotas
-from gateway.auth.sharing import Store, open_store
+from gateway.auth.sharing import SharedCounters, open_store
 from gateway.http.errors import RateLimited
 
-CALLER = Caller("team", "team", limits=Limits(5, 1000, 3))
+CALLER = Caller("team", "team", limits=KeyLimits(5, 1000, 3))
 
 
 @pytest.fixture
 def stores(tmp_path):
     """Makes stores over one and the same place."""
-    return lambda: Store(tmp_path / "quotas.sqlite")
+    return lambda: SharedCounters(tmp_path / "quotas.sqlite")
 
 
 async def admitted(quotas, count):
@@ -56,7 +56,7 @@ async def test_exchanges_at_once_lose_nothing(stores):
 
 
 async def test_a_store_that_fails_leaves_each_to_itself(caplog):
-    class Broken(Store):
+    class Broken(SharedCounters):
         working = False
         seen = 0.0
 
@@ -83,7 +83,7 @@ async def test_a_store_that_fails_leaves_each_to_itself(caplog):
     await quotas.close()
 
 
-class Slow(Store):
+class Slow(SharedCounters):
     """Each exchange waits until it is released, and then fails if it is `broken`."""
 
     def __init__(self, path, broken=False):
@@ -113,7 +113,7 @@ async def test_a_burst_of_an_idle_key_waits_for_one_exchange(tmp_path, broken):
 
 
 async def test_the_end_counts_nothing_twice(tmp_path):
-    store, other = Slow(tmp_path / "quotas.sqlite"), Store(tmp_path / "quotas.sqlite")
+    store, other = Slow(tmp_path / "quotas.sqlite"), SharedCounters(tmp_path / "quotas.sqlite")
     quotas = Quotas("g1", store)
     store.released.set()
     await quotas.begin(CALLER)

@@ -25,7 +25,7 @@ from starlette.routing import BaseRoute, Mount
 import gateway.routes
 from backend.config import Settings
 from gateway.auth.access import Access, AccessRules
-from gateway.auth.key_ring import Entry, KeyRing, make_key
+from gateway.auth.key_ring import KeyEntry, KeyRing, make_key
 from gateway.auth.rights import Right, paths, right_of
 from gateway.http.app import build_app
 from gateway.metrics.gateway import GatewayMetrics
@@ -71,9 +71,9 @@ def test_a_route_that_does_not_say_who_may_call_it_is_not_served() -> None:
             Access(GatewayMetrics(), AccessRules()).guard(app)
 
 
-def _key(name: str, **fields: Any) -> tuple[str, Entry]:
+def _key(name: str, **fields: Any) -> tuple[str, KeyEntry]:
     key, entry = make_key(name)
-    return key, Entry(name=name, sha256=entry.split()[-1], **fields)
+    return key, KeyEntry(name=name, sha256=entry.split()[-1], **fields)
 
 
 CLIENT, ADMIN, SCRAPER = _key("client"), _key("admin", rights=["admin"]), _key("scraper", rights=["metrics"])

@@ -8,7 +8,18 @@ from typing import Any
 
 import pytest
 
-from backend.coordinator.commands import Add, AnyCommand, Assign, Done, Drain, Refused, Remove, Restart, Resume, SwapDrafter
+from backend.coordinator.commands import (
+    Add,
+    AnyCommand,
+    Assign,
+    CommandRefused,
+    Done,
+    Drain,
+    Remove,
+    Restart,
+    Resume,
+    SwapDrafter,
+)
 from backend.fleet import Operation
 from gateway.cli import main as cli
 from gateway.cli.administer import AdministrationError, parse, run
@@ -96,7 +107,7 @@ def test_what_went_wrong_is_said() -> None:
     with pytest.raises(AdministrationError, match="does not know operation 4"):
         said(Coordinator(Done(7, ["x"], 4)))
     with pytest.raises(AdministrationError, match=r"not 3 \(fleet version 9\)"):
-        said(Coordinator(Refused("version_mismatch", "the fleet is at version 9, not 3", 9)))
+        said(Coordinator(CommandRefused("version_mismatch", "the fleet is at version 9, not 3", 9)))
 
 
 def test_a_dry_run_says_so_and_a_repetition_too() -> None:

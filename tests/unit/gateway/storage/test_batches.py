@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from backend.fleet.speed import Speed
 from gateway.storage.batches.lines import ENVELOPE_BYTES, read, read_again
-from gateway.storage.batches.objects import Answer, Usage
+from gateway.storage.batches.objects import BatchUsage, LineAnswer
 from gateway.storage.batches.pace import BUSY_STRETCH, KEPT_FREE, QUIET_STRETCH, room
 
 speeds = st.none() | st.builds(Speed, st.floats(1e-4, 1), st.floats(0, 1))
@@ -56,7 +56,7 @@ def test_a_slow_verifier_has_less_room_while_people_wait():
     ],
 )
 def test_tokens_of_either_api_are_summed(usage):
-    both = msgspec.to_builtins(Usage().plus(usage).plus(usage).plus(None).plus({"prompt_tokens_details": None}))
+    both = msgspec.to_builtins(BatchUsage().plus(usage).plus(usage).plus(None).plus({"prompt_tokens_details": None}))
     assert both == {
         "input_tokens": 6,
         "input_tokens_details": {"cached_tokens": 2},
@@ -81,7 +81,7 @@ def test_checked_lines_are_read_whatever_their_length_may_be_now(tmp_path):
 
 
 def test_an_answer_is_one_line():
-    answer = Answer("a", 200, msgspec.Raw(b'{"x":1}'), "r")
+    answer = LineAnswer("a", 200, msgspec.Raw(b'{"x":1}'), "r")
     line = msgspec.json.decode(answer.line())
     assert line.pop("id").startswith("batch_req_")
     assert line == {"custom_id": "a", "response": {"status_code": 200, "request_id": "r", "body": {"x": 1}}, "error": None}

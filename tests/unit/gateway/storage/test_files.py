@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from gateway.storage.batches.objects import Answer, Batch
-from gateway.storage.batches.store import Store
+from gateway.storage.batches.objects import Batch, LineAnswer
+from gateway.storage.batches.store import BatchStore
 
 
 async def test_a_row_never_lacks_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path, 1 << 30)
+    store = BatchStore(tmp_path, 1 << 30)
     writing, left = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
     transact = store._transact
@@ -50,7 +50,7 @@ class Full(io.BytesIO):
 
 
 async def test_no_part_of_an_upload_keeps_a_full_disk_full(tmp_path: Path) -> None:
-    store = Store(tmp_path, 1 << 30)
+    store = BatchStore(tmp_path, 1 << 30)
     with pytest.raises(OSError, match="No space left"):
         await store.add_file(Full(b"{}"), "in.jsonl", "me", 3600.0)
     assert not list((tmp_path / "files").iterdir())
@@ -58,7 +58,7 @@ async def test_no_part_of_an_upload_keeps_a_full_disk_full(tmp_path: Path) -> No
 
 
 async def test_attempts_to_end_a_batch_leave_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = Store(tmp_path, 1 << 30)
+    store = BatchStore(tmp_path, 1 << 30)
     file = await store.add_file(io.BytesIO(b"{}"), "in.jsonl", "me", 3600.0)
     batch = Batch(
         id="batch_1",
@@ -70,7 +70,7 @@ async def test_attempts_to_end_a_batch_leave_no_files(tmp_path: Path, monkeypatc
         expires_at=1,
     )
     await store.add_batch(batch, "me", "demo", 3600.0)
-    await store.add_answers(batch.id, [(0, Answer("a", 200, None, "", None))])
+    await store.add_answers(batch.id, [(0, LineAnswer("a", 200, None, "", None))])
 
     async def full(*_: Any) -> None:
         raise sqlite3.OperationalError("database or disk is full")

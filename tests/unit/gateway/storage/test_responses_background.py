@@ -12,11 +12,11 @@ import pydantic
 import pytest
 
 from gateway.admission.claim import Claim
-from gateway.auth.caller import Caller, Limits
+from gateway.auth.caller import Caller, KeyLimits
 from gateway.http.errors import RateLimited
 from gateway.storage.responses import serving
-from gateway.storage.responses.serving import Responses
-from gateway.storage.responses.store import Kept, Store
+from gateway.storage.responses.serving import ResponseService
+from gateway.storage.responses.store import KeptResponse, ResponseStore
 
 
 class Made(pydantic.BaseModel, extra="allow"):
@@ -32,19 +32,19 @@ async def made() -> AsyncGenerator[Made, None]:
 
 
 def turn(name: str, owner: str) -> Any:
-    def kept(body: dict[str, Any]) -> Kept:
-        return Kept(name, owner, None, [], body)
+    def kept(body: dict[str, Any]) -> KeptResponse:
+        return KeptResponse(name, owner, None, [], body)
 
     return SimpleNamespace(id=name, owner=owner, shown=dict, kept=kept, speculation=None, conversation=None, store=True)
 
 
 async def test_a_follower_in_another_process_gets_the_last_event_however_late_it_looks(tmp_path: Path) -> None:
-    opened = [Store(tmp_path / "responses.sqlite", 1 << 30) for _ in range(2)]
-    ours, other = (Responses(store, 4096) for store in opened)
+    opened = [ResponseStore(tmp_path / "responses.sqlite", 1 << 30) for _ in range(2)]
+    ours, other = (ResponseService(store, 4096) for store in opened)
     followed: list[list[str]] = []
     put = opened[0].put
 
-    async def put_and_look(kept: Kept, *events: Any) -> None:
+    async def put_and_look(kept: KeptResponse, *events: Any) -> None:
         await put(kept, *events)
         if kept.body["status"] == "completed":
             followed.append([each async for each in other.follow("r", -1)])
@@ -64,9 +64,9 @@ async def test_a_follower_in_another_process_gets_the_last_event_however_late_it
 
 async def test_a_key_has_its_share_of_the_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "BACKGROUND_QUEUED", 8)
-    responses = Responses(Store(tmp_path / "responses.sqlite", 1 << 30), 4096)
+    responses = ResponseService(ResponseStore(tmp_path / "responses.sqlite", 1 << 30), 4096)
 
-    async def begun(owner: str, limits: Limits) -> int:
+    async def begun(owner: str, limits: KeyLimits) -> int:
         """How many of a burst are taken."""
         claims = [Claim(Caller(owner, owner, limits=limits)) for _ in range(8)]
         burst = (responses.begin(turn(f"{owner}{at}", owner), made(), "m", 0, claim) for at, claim in enumerate(claims))
@@ -75,10 +75,10 @@ async def test_a_key_has_its_share_of_the_places(tmp_path: Path, monkeypatch: py
         return sum(isinstance(each, dict) for each in done)
 
     responses._turns = asyncio.Semaphore(0)
-    assert await begun("limited", Limits(concurrent_requests=1)) == 1
-    assert await begun("greedy", Limits()) == 4
-    assert await begun("other", Limits()) == 2
+    assert await begun("limited", KeyLimits(concurrent_requests=1)) == 1
+    assert await begun("greedy", KeyLimits()) == 4
+    assert await begun("other", KeyLimits()) == 2
     responses._turns.release()
     await asyncio.gather(*responses._tasks.values())
-    assert await begun("limited", Limits(concurrent_requests=1)) == 1
+    assert await begun("limited", KeyLimits(concurrent_requests=1)) == 1
     await responses.close()

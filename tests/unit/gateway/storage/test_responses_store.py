@@ -8,7 +8,7 @@ import pytest
 
 from gateway.http.errors import BadRequest, NotFound
 from gateway.requests.limits import MAX_ITEMS
-from gateway.storage.responses.store import INTERRUPTED, LIFETIME_S, Kept, Store
+from gateway.storage.responses.store import INTERRUPTED, LIFETIME_S, KeptResponse, ResponseStore
 
 DAY = 86400.0
 
@@ -22,13 +22,13 @@ def now(monkeypatch):
 
 @pytest.fixture
 def store(tmp_path):
-    opened = Store(tmp_path / "responses.sqlite", 1 << 30)
+    opened = ResponseStore(tmp_path / "responses.sqlite", 1 << 30)
     yield opened
     opened.close()
 
 
-def kept(name: str, status: str = "completed") -> Kept:
-    return Kept(name, "me", None, [], {"id": name, "status": status, "output": []})
+def kept(name: str, status: str = "completed") -> KeptResponse:
+    return KeptResponse(name, "me", None, [], {"id": name, "status": status, "output": []})
 
 
 def items(count: int, first: int = 0) -> list[dict]:
@@ -81,7 +81,7 @@ async def test_what_every_continuation_would_read_is_bounded(store, monkeypatch)
     assert len(await store.items("c", "me")) == 1
     for name, previous in (("r1", None), ("r2", "r1"), ("r3", "r2")):
         body = {"id": name, "status": "completed", "output": []}
-        await store.put(Kept(name, "me", previous, [{"id": name, "text": "x" * 350}], body))
+        await store.put(KeptResponse(name, "me", previous, [{"id": name, "text": "x" * 350}], body))
     assert len(await store.history("r2", "me")) == 2
     with pytest.raises(BadRequest, match="larger than 1000 bytes") as caught:
         await store.history("r3", "me")
@@ -113,7 +113,7 @@ async def test_a_response_whose_maker_is_gone_has_failed(store, tmp_path):
 
 
 async def test_another_gateway_that_runs_is_left_alone_even_if_it_has_the_same_pid(store, tmp_path):
-    theirs = Store(tmp_path / "responses.sqlite", 1 << 30)
+    theirs = ResponseStore(tmp_path / "responses.sqlite", 1 << 30)
     await theirs.put(kept("theirs", "in_progress"))
     assert await store.fail_interrupted() == 0
     assert await store.unfinished("theirs")
