@@ -34,7 +34,7 @@ MOST_OWED = 50_000
 """Rows waiting for the trainer above which no prompts are sent."""
 REFUSED = (400, 413, 422)
 """HTTP statuses of prompts that can never be answered: too long, or no tokens of this model."""
-WAIT_S, TOLD_S = 1.0, 10.0
+WAIT_S, REPORT_S = 1.0, 10.0
 CURVE = "curve.csv"
 COLUMNS = ("seconds", "steps", "sequences", "loss", "candidate_length", "present_length", "version")
 
@@ -158,9 +158,9 @@ class Curve:
         return bool(now["steps"] >= given.steps if given.steps else self.seconds >= 60 * given.minutes)
 
     def add(self, now: dict[str, Any], seconds: float) -> None:
-        """Reports a line, at most every `TOLD_S` seconds."""
+        """Reports a line, at most every `REPORT_S` seconds."""
         self.seconds = self._seconds_before + seconds
-        if time.monotonic() - self._reported_at < TOLD_S:
+        if time.monotonic() - self._reported_at < REPORT_S:
             return
         self._reported_at = time.monotonic()
         row = {name: round(value, 4) if isinstance(value, float) else value for name, value in now.items()}

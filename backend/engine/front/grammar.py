@@ -57,7 +57,7 @@ _TOO_MUCH = "The grammar takes too long, or too much memory, to compile. Make it
 _NOTHING = "The grammar matches no text that this model could write."
 _ECHO = re.compile(r" Pattern: .*|\"[^\"]*\"")
 """Where error messages of vLLM and its libraries quote the request."""
-constraint_field: ContextVar[str] = ContextVar("asked_in", default="structured_outputs")
+constraint_field: ContextVar[str] = ContextVar("constraint_field", default="structured_outputs")
 """The current request's field that holds the grammar, for error messages."""
 _forks = multiprocessing.get_context("forkserver")
 

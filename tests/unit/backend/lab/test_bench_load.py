@@ -22,7 +22,7 @@ class Client:
         self._ids = count()
         self._most = 0
 
-    def add(self, prompt: list[int], params: Any, asked: Any) -> str:
+    def add(self, prompt: list[int], params: Any, options: Any) -> str:
         request_id = str(next(self._ids))
         self.answers[request_id] = SimpleNamespace(tokens=[], finish_reason=None, last_at=0.0, speed=prompt[0], wait=10)
         self._most = params.max_tokens

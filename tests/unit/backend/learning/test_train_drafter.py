@@ -167,7 +167,7 @@ def test_a_run_that_ended_before_its_first_line_is_gone_on_with(tmp_path: Path) 
 
 
 def test_a_further_run_goes_on_with_the_curve_and_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.cli.train_drafter.TOLD_S", 0.0)
+    monkeypatch.setattr("gateway.cli.train_drafter.REPORT_S", 0.0)
     said: list[str] = []
     budget = argparse.Namespace(minutes=2.0, steps=None)
     learned: dict[str, Any] = dict.fromkeys(COLUMNS) | {"steps": 40, "version": 1, "loss": 2.5, "candidate_length": 1.5}
