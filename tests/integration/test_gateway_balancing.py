@@ -32,7 +32,7 @@ async def crowded(tmp_path, interval_s, dwell_s=0.0):
     """One verifier with all the requests, and one that has just come."""
     body = {**COMPLETION, "stream": True, "max_tokens": 200}
     limits = MoveLimits(moves=2, dwell_s=dwell_s)
-    with mock.patch("gateway.fleet.balancing.Limits", return_value=limits):
+    with mock.patch("gateway.fleet.balancing.MoveLimits", return_value=limits):
         async with running_gateway(balance_interval_s=interval_s) as running:
             running.verifier.behaviour = stall
             streams = [asyncio.ensure_future(running.http.post("/v1/completions", json=body)) for _ in range(REQUESTS)]
@@ -63,7 +63,7 @@ async def reports(running, idle, looks: int) -> None:
 async def test_requests_move_until_there_is_no_gap(tmp_path):
     # The test looks itself: two looks at one report would move too many.
     async with crowded(tmp_path, 0) as (running, idle):
-        with mock.patch("gateway.fleet.balancing.Limits", return_value=MoveLimits(moves=2, dwell_s=0.0)):
+        with mock.patch("gateway.fleet.balancing.MoveLimits", return_value=MoveLimits(moves=2, dwell_s=0.0)):
             balancer = Balancer(running.core, Settings())
         for looks in range(1, 30):
             await reports(running, idle, looks)
