@@ -36,7 +36,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_guidance import GuidanceGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 
-from backend.engine.front.schemas import KEYWORDS, check_regex, check_schema, schemas_of_tag
+from backend.engine.front.schemas import KEYWORDS, check_least_properties, check_regex, check_schema, schemas_of_tag
 
 WORKERS = 2
 """Checks that run at the same time; further ones wait."""
@@ -247,8 +247,7 @@ class Check:
     def __call__(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
         check_json_nesting(constraint.json)
         check_json_nesting(constraint.structural_tag, structural_tag=True)
-        if self._vllm_config.structured_outputs_config.backend == "xgrammar":
-            _check_kept(constraint)
+        _check_kept(constraint, self._vllm_config.structured_outputs_config.backend == "xgrammar")
         if isinstance(constraint.structural_tag, str):
             for schema in _schemas_of(constraint.structural_tag):
                 # llguidance compiles them only when the model gets there.
@@ -281,13 +280,14 @@ class Check:
         return constraint if bool((allowed != 0).any()) else _NOTHING
 
 
-def _check_kept(constraint: StructuredOutputsParams) -> None:
-    """Raises `ValueError` for what xgrammar would ignore.  What is no JSON is left to vLLM."""
-    if constraint.regex:
+def _check_kept(constraint: StructuredOutputsParams, by_xgrammar: bool) -> None:
+    """Raises `ValueError` for what xgrammar, or llguidance, would not keep.  What is no JSON is left to vLLM."""
+    if constraint.regex and by_xgrammar:
         check_regex(constraint.regex)
     if constraint.json is not None:
         with contextlib.suppress(json.JSONDecodeError):
-            check_schema(json.loads(constraint.json) if isinstance(constraint.json, str) else constraint.json)
+            schema = json.loads(constraint.json) if isinstance(constraint.json, str) else constraint.json
+            (check_schema if by_xgrammar else check_least_properties)(schema)
 
 
 def _schemas_of(structural_tag: str) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Names what xgrammar would silently ignore of a JSON schema or a regular expression.  Pure.
 
 Of `$ref`, `const`, `enum`, `anyOf`, `oneOf`, `allOf` and `type`, xgrammar follows the first that a schema has, and ignores all
-keywords beside it that do not belong to it.  What is not known to be kept is named here.  llguidance does so itself.
+keywords beside it that do not belong to it.  What is not known to be kept is named here.  llguidance does so itself, but for
+`minProperties`.
 """
 
 from __future__ import annotations
@@ -71,6 +72,22 @@ def check_schema(given: Any) -> None:
         raise ValueError(
             f"{keyword}, as this schema has it, would be ignored by xgrammar: see Structured outputs in docs/reference/api.md."
         )
+
+
+def check_least_properties(given: Any) -> None:
+    """Raises `ValueError` where llguidance would not keep `minProperties`: a name that comes twice counts twice there."""
+    todo = [given]
+    while todo:
+        part = todo.pop()
+        if isinstance(part, list):
+            todo += part
+        elif isinstance(part, dict):
+            todo += (value for name, value in part.items() if name not in ("const", "enum"))
+            least, required = part.get("minProperties"), part.get("required")
+            distinct = max(1, len(required) if isinstance(required, list) else 0)
+            names_are_open = "patternProperties" in part or part.get("additionalProperties", True) is not False
+            if isinstance(least, int) and least > distinct and names_are_open:
+                raise ValueError("minProperties would not be kept by llguidance, as a name may come twice.")
 
 
 def check_regex(pattern: str) -> None:

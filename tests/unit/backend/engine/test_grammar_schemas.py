@@ -71,6 +71,21 @@ def test_a_keyword_is_kept_or_named(backend: str, schema: dict[str, Any], verdic
         assert verdict.removeprefix("refused: ").strip("`") in (refused or "kept")
 
 
+@pytest.mark.parametrize(
+    ("schema", "is_kept"),
+    [
+        ({"minProperties": 1}, True),
+        ({"required": ["a", "b"], "minProperties": 2}, True),
+        ({"properties": {"required": {"type": "null"}, "minProperties": {"type": "null"}}}, True),
+        ({"minProperties": 2}, False),
+        ({"items": {"required": ["a"], "minProperties": 2}}, False),
+        ({"additionalProperties": False, "patternProperties": {"^x": {}}, "minProperties": 2}, False),
+    ],
+)
+def test_guidance_counts_a_name_that_comes_twice_twice(schema: dict[str, Any], is_kept: bool) -> None:
+    assert ("minProperties" not in (refusal("guidance", json={"type": ["object", "array"], **schema}) or "")) == is_kept
+
+
 END = BYTES.eos_token
 STEPS = st.lists(st.tuples(st.lists(st.sampled_from([97, 98, 99, END]), min_size=1, max_size=5), st.booleans()), max_size=6)
 
