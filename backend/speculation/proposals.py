@@ -32,6 +32,8 @@ class Proposal(NamedTuple):
 def unpack(packed: Sequence[bytes], drafts: Sequence[Sequence[int]], vocab_size: int) -> list[Proposal | None]:
     """Reads each draft's `Draft.proposal`; None if it is empty, malformed, or could not have given the draft.
 
+    `drafts` hold token ids of the vocabulary.
+
     Those of one size are read together: NumPy takes about as long for one as for a batch.
     """
     found: list[Proposal | None] = [None] * len(drafts)
