@@ -44,6 +44,25 @@ class Cost:
         return f"{self.fixed_ms:.3g} ms + {self.token_us:.3g} us per token"
 
 
+@dataclass(frozen=True)
+class HeadCost:
+    """Times of a draft head's passes."""
+
+    token: Cost = Cost(0.0, 0.0)
+    """Of a head that drafts token by token."""
+    block: Cost = Cost(0.0, 0.0)
+    """Of a head that drafts in one pass."""
+    store: Cost = Cost(0.0, 0.0)
+    """Of the keys and values that such a head makes from the target's features."""
+
+    def slower(self, factor: float) -> HeadCost:
+        return HeadCost(self.token.slower(factor), self.block.slower(factor), self.store.slower(factor))
+
+    def __str__(self) -> str:
+        block = "" if self.block == self.token else f" (of a one-pass head {self.block}, and {self.store} for its context)"
+        return f"{self.token}{block}"
+
+
 def _cost(parameters: float, devices: int, more_ms: float = 0.0) -> Cost:
     return Cost(2e3 * parameters / (devices * BYTES_PER_S) + more_ms, 2e6 * parameters / (devices * FLOP_PER_S))
 
@@ -54,8 +73,8 @@ class Pace:
 
     name: str
     target: Cost
-    drafter: Cost = Cost(0.0, 0.0)
-    native: Cost = Cost(0.0, 0.0)
+    drafter: HeadCost = HeadCost()
+    native: HeadCost = HeadCost()
 
     def __str__(self) -> str:
         return f"`{self.name}`: target step {self.target}; draft pass {self.drafter}, in `native` {self.native}"
@@ -63,9 +82,24 @@ class Pace:
 
 HEAD_8B, HEAD_70B = 0.374e9, 1.20e9
 """Parameters that a pass of an EAGLE-3 head reads: one layer whose q, k and v take two hidden states, 32,000 output rows."""
+BLOCK_8B, BLOCK_70B = 1.62e9, 5.33e9
+"""Parameters that a pass of a DFlash head reads: five layers like the target's, and the target's 128,256 output rows."""
+STORE_8B, STORE_70B = 0.126e9, 0.419e9
+"""Parameters that make a DFlash head's context: `fc` over five layers' features, and five layers' k and v."""
+
+
+def _head(token: float, block: float, store: float, devices: int) -> HeadCost:
+    return HeadCost(_cost(token, devices, LAUNCH_MS), _cost(block, devices, LAUNCH_MS), _cost(store, devices))
+
+
 PROFILES: Mapping[str, Pace] = {
-    "8b": Pace("8b", _cost(8.03e9, 1), _cost(HEAD_8B, 1, LAUNCH_MS), _cost(HEAD_8B, 1, LAUNCH_MS)),
-    "70b": Pace("70b", _cost(70.6e9, 4, ALL_REDUCES_MS), _cost(HEAD_70B, 1, LAUNCH_MS), _cost(HEAD_70B, 4, LAUNCH_MS)),
+    "8b": Pace("8b", _cost(8.03e9, 1), *[_head(HEAD_8B, BLOCK_8B, STORE_8B, 1)] * 2),
+    "70b": Pace(
+        "70b",
+        _cost(70.6e9, 4, ALL_REDUCES_MS),
+        _head(HEAD_70B, BLOCK_70B, STORE_70B, 1),
+        _head(HEAD_70B, BLOCK_70B, STORE_70B, 4),
+    ),
 }
 """Llama 3.1 8B on one H100, and Llama 3.3 70B on four; a drafter process has one H100."""
 
@@ -83,14 +117,13 @@ def parse_pace(text: str) -> Pace:
     except ValueError:
         times, numbers = 0.0, []
     costs = [Cost(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=False)]
-    if known:
-        costs = [known.target, known.drafter, known.native]
-    elif len(costs) == 2:
-        costs.append(costs[1])
     sane = 0 < times < float("inf") and all(0 <= number < float("inf") for number in numbers)
-    if not sane or not costs or len(numbers) % 2 or len(costs) > 3:
+    if not sane or not (known or costs) or len(numbers) % 2 or len(costs) > 3:
         raise ValueError(f"{text!r}: there are {', '.join(PROFILES)}, and two, four or six numbers as in 6,32,0.4,1.5 or 70b@4")
-    return Pace(text, *(cost.slower(times) for cost in costs))
+    if known is None:
+        heads = [HeadCost(cost, cost) for cost in costs[1:]] or [HeadCost()]
+        known = Pace(text, costs[0], heads[0], heads[-1])
+    return Pace(text, known.target.slower(times), known.drafter.slower(times), known.native.slower(times))
 
 
 class Paced(msgspec.Struct):

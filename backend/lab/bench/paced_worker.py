@@ -20,7 +20,9 @@ class _PacedRunner:
     pace: Pace
     pacer: Pacer
     draft_passes: int
-    """Passes of vLLM's own drafter per step."""
+    """Passes of vLLM's own drafter per step, if it drafts token by token."""
+    block: int
+    """Tokens of each request in vLLM's own drafter's pass, if it drafts in one."""
 
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """vLLM's method of the same name; starts the step's time."""
@@ -41,10 +43,11 @@ class _PacedRunner:
         output = super().sample_tokens(grammar_output)  # type: ignore[misc]
         if isinstance(self, RemoteDrafting):
             return output
-        if self.draft_passes:
-            requests = len(self.input_batch.req_ids)  # type: ignore[attr-defined]
-            first, others = self.pace.native.seconds(self._tokens), self.pace.native.seconds(requests)
-            self.pacer.extend(first + (self.draft_passes - 1) * others)
+        requests, head = len(self.input_batch.req_ids), self.pace.native  # type: ignore[attr-defined]
+        if self.block:
+            self.pacer.extend(head.store.seconds(self._tokens) + head.block.seconds(requests * self.block))
+        elif self.draft_passes:
+            self.pacer.extend(head.token.seconds(self._tokens) + (self.draft_passes - 1) * head.token.seconds(requests))
         self.pacer.finish()
         return output
 
@@ -61,5 +64,6 @@ class PacedCpuWorker(OutriderCpuWorker):
         runner, drafting = self.model_runner, self.vllm_config.speculative_config
         runner.__class__ = type(f"Paced{type(runner).__name__}", (_PacedRunner, type(runner)), {})
         runner.pace, runner.pacer = self.pace, self.pacer
-        has_head = drafting is not None and drafting.use_eagle()
-        runner.draft_passes = (1 if drafting.parallel_drafting else drafting.num_speculative_tokens) if has_head else 0
+        drafts = drafting.num_speculative_tokens if drafting is not None and drafting.use_eagle() else 0
+        in_one = drafts > 0 and drafting.parallel_drafting
+        runner.draft_passes, runner.block = (0, 1 + drafts) if in_one else (drafts, 0)

@@ -55,15 +55,23 @@ def pace_verifier(pace: Pace) -> Pacer:
 
 def pace_drafter(pace: Pace) -> Pacer:
     """Paces the drafter's head in this process; call before it is built.  Choosing a token after each pass is not paced."""
+    from backend.drafter.dflash import BlockHead
     from backend.drafter.head import Head
 
-    pacer, forward = Pacer(), Head.forward
+    pacer, forward, store = Pacer(), Head.forward, BlockHead.store
 
     def paced_forward(head: Head, rows: Any, *args: Any, **kwargs: Any) -> Any:
-        pacer.launch(pace.drafter.seconds(len(rows.ids)))
+        cost = pace.drafter.block if isinstance(head, BlockHead) else pace.drafter.token
+        pacer.launch(cost.seconds(len(rows.ids)))
         output = forward(head, rows, *args, **kwargs)
         pacer.finish()
         return output
 
+    def paced_store(head: BlockHead, positions: Any, *args: Any) -> None:
+        pacer.launch(pace.drafter.store.seconds(len(positions)))
+        store(head, positions, *args)
+        pacer.finish()
+
     setattr(Head, "forward", paced_forward)  # noqa: B010  (mypy: a method is not assigned to)
+    setattr(BlockHead, "store", paced_store)  # noqa: B010
     return pacer

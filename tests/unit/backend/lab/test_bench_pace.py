@@ -14,10 +14,14 @@ import pytest
 from backend.lab.bench import options as options_module
 from backend.lab.bench.engines import Bench, verifier_settings
 from backend.lab.bench.options import PROBABILISTIC
-from backend.lab.bench.pace import PROFILES, Cost, Pace, Paced, parse_pace
+from backend.lab.bench.pace import PROFILES, Cost, HeadCost, Pace, Paced, parse_pace
 from backend.lab.bench.pacing import Pacer, pace_drafter
 from backend.lab.bench.plan import Configuration, CoreSplit
 from tests.support.processes import demo_models
+
+
+def head(fixed_ms: float, token_us: float) -> HeadCost:
+    return HeadCost(Cost(fixed_ms, token_us), Cost(fixed_ms, token_us))
 
 
 class Machine:
@@ -38,9 +42,11 @@ def test_a_pace_is_a_profile_or_numbers_and_both_may_be_slower() -> None:
     assert options_module.parse(["--pace", "8b"]).pace == parse_pace("8b") == PROFILES["8b"]
     assert parse_pace("8b@4").target.fixed_ms == pytest.approx(4 * PROFILES["8b"].target.fixed_ms)
     assert parse_pace("6,32") == Pace("6,32", Cost(6, 32))
-    assert parse_pace("6,32,0.4,1.5").native == Cost(0.4, 1.5), "the same head, unless said otherwise"
-    assert parse_pace("6,32,1,5,0.3,1@2") == Pace("6,32,1,5,0.3,1@2", Cost(12, 64), Cost(2, 10), Cost(0.6, 2))
+    assert parse_pace("6,32,0.4,1.5").native == head(0.4, 1.5), "the same head, unless said otherwise"
+    assert parse_pace("6,32,1,5,0.3,1@2") == Pace("6,32,1,5,0.3,1@2", Cost(12, 64), head(2, 10), head(0.6, 2))
     assert "6 ms + 32 us per token" in str(parse_pace("6,32"))
+    assert "one-pass" in str(parse_pace("8b"))
+    assert "one-pass" not in str(parse_pace("6,32,1,5"))
 
 
 @pytest.mark.parametrize("text", ["", "9b", "6", "6,32,1", "6,-1", "6,x", "8b@0", "8b@x", "8b@inf", "nan,1", "1,2,3,4,5,6,7,8"])
@@ -74,10 +80,12 @@ def test_a_machine_that_takes_longer_is_told_of() -> None:
 
 
 def test_every_pass_of_a_head_is_paced_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backend.drafter.dflash import BlockHead
     from backend.drafter.head import Head
 
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Head, "forward", lambda *given: seen.append(given))
+    monkeypatch.setattr(BlockHead, "store", lambda *given: None)
     pacer = pace_drafter(parse_pace("1,1,2,1000"))
     began = time.monotonic()
     for rows in (1, 3):
@@ -89,6 +97,19 @@ def test_every_pass_of_a_head_is_paced_by_its_rows(monkeypatch: pytest.MonkeyPat
     ]
     assert (pacer.counts.passes, pacer.counts.overruns) == (2, 0)
     assert pacer.counts.paced_s == pytest.approx(0.008)
+
+
+def test_a_one_pass_head_takes_the_time_of_a_block_and_of_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    from backend.drafter.dflash import BlockHead
+    from backend.drafter.head import Head
+
+    monkeypatch.setattr(Head, "forward", lambda *given: None)
+    monkeypatch.setattr(BlockHead, "store", lambda *given: None)
+    pace = Pace("", Cost(1, 1), HeadCost(Cost(100, 0), Cost(2, 1000), Cost(1, 500)))
+    pacer, block = pace_drafter(pace), object.__new__(BlockHead)
+    block.store([0] * 4, "places", "features")  # type: ignore[arg-type]
+    block.forward(SimpleNamespace(ids=[0] * 3), None, None)  # type: ignore[arg-type]
+    assert pacer.counts.paced_s == pytest.approx(0.003 + 0.005)
 
 
 def test_a_paced_verifier_and_the_rivals_variant_are_ordinary_settings(tmp_path: Path) -> None:
