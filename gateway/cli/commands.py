@@ -6,7 +6,6 @@ Each only calls its implementation, after a late import, for imports are heavy. 
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 
 from backend.config.logs import configure_logging
 from gateway.cli import console
@@ -14,10 +13,10 @@ from gateway.cli.signals import FAILED, OK, signals
 
 
 def records(arguments: list[str]) -> int:
-    """Summarises, draws and converts records."""
+    """Sums up records."""
     from backend.records.main import main
 
-    main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
+    main(arguments, print)
     return OK
 
 
