@@ -206,14 +206,10 @@ class EngineClient:
         self._rows_asked = self._rows_answered = 0
         """Numbers of the last call of `ask_rows`, and of the last one that has its answer or waits for none."""
         self.is_cut = False
-        """Messages may have been lost: the connection was cut, or the verifier has forgotten its requests or calls."""
+        """Messages may have been lost: the connection was cut, or the verifier has forgotten its requests."""
         self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
-        self.results: dict[int, str | None] = {}
-        """Results of `call` by number: why it failed, or None."""
-        self._calls = 0
-        self._unanswered: set[int] = set()
         self._watch = watch
         self._greeting = True
         """A greeting has no answer yet: the verifier refuses what was sent before it."""
@@ -246,13 +242,6 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         self.dealer.send(*self._codec.abort([request_id]))
-
-    def call(self, method: str, *args: Any) -> int:
-        """Calls a method of the verifier's engine core; returns the key of its result in `results`."""
-        number = self._calls = self._calls + 1
-        self._unanswered.add(number)
-        self.dealer.send(*self._codec.call(number, method, args))
-        return number
 
     @property
     def weights(self) -> Weights:
@@ -350,9 +339,6 @@ class EngineClient:
         if isinstance(heard, EngineCoreOutputs):
             for output in heard.outputs:
                 self._take_output(output, now)
-            if heard.utility_output is not None:
-                self.results[heard.utility_output.call_id] = heard.utility_output.failure_message
-                self._unanswered.discard(heard.utility_output.call_id)
         elif isinstance(heard, list):
             for account in heard:
                 if account.request_id in self.answers:
@@ -371,8 +357,7 @@ class EngineClient:
             elif not self._greeting:
                 # Silent for longer than the lease, as between two rounds of a rollout: the verifier has forgotten all.
                 self._rows_answered = self._rows_asked
-                self.is_cut |= any(answer.finish_reason is None for answer in self.answers.values()) or bool(self._unanswered)
-                self._unanswered.clear()
+                self.is_cut |= any(answer.finish_reason is None for answer in self.answers.values())
                 self._greeting = True
                 self.dealer.send(*self._hello)
 

@@ -18,21 +18,18 @@ from backend.config import REMOTE_MODES, Settings, environment, sources
 from backend.config.sources import CommandError, ConfigError, Loaded
 from backend.models.head_config import load_config
 from backend.models.resolve import ResolvedModels, resolve, trusts_code
-from backend.rollout.log import RoundLog
 from backend.rollout.make import make_trace
 from backend.rollout.options import RolloutOptions, check_joined, fleet_settings, rollout_options, slices, trace_options
 from backend.rollout.report import round_report
 from backend.rollout.requests import RolloutRequest, Tokenizer, make_requests
 from backend.rollout.results import write_round
 from backend.rollout.trace import Case, match, read_prompts, read_trace, trace_file, write_cases
-from backend.rollout.weights import WeightsError, check_weights, newest
 from backend.wire.engine import GATEWAY_LEASE_S
 
 # vLLM and Ray are imported where they are used, so that help and errors in the input are shown at once.
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
     from backend.engine.front.offline import Front
-    from backend.rollout.workers import Workers
 
 Say = Callable[[str], None]
 
@@ -43,7 +40,6 @@ class _Work(NamedTuple):
     step: int
     rounds: list[list[RolloutRequest]]
     front: Front
-    logs: list[RoundLog]
 
 
 class _Place(NamedTuple):
@@ -74,24 +70,18 @@ def rollout(arguments: Sequence[str], say: Say) -> None:
 
 def _prepare(options: RolloutOptions, settings: Settings, models: Callable[[], ResolvedModels], say: Say) -> _Work:
     """Makes every check that is possible before anything runs; calls `models` after the cheap checks, since it may download."""
-    try:
-        file, step = trace_file(options.trace, options.step)
-        cases = _cases(options, file)
-        rows = slices(options, len(cases))
-        _check_out(options.out)
-        found = models()
-        _prepare_process()
-        front, tokenizer = _front(options, settings, found), Tokenizer(found.target_dir, trusts_code(settings))
-        named = options.prompts or file
-        parts = [make_requests(cases[each.start : each.stop], tokenizer, named, options, front) for each in rows]
-        logs = [RoundLog(wanted) for wanted in options.log]
-        if options.weights_dir is not None:
-            check_weights(options.weights_dir, found.target_dir)
-    except WeightsError as error:
-        raise ConfigError(f"--weights-dir {error}") from error
+    file, step = trace_file(options.trace, options.step)
+    cases = _cases(options, file)
+    rows = slices(options, len(cases))
+    _check_out(options.out)
+    found = models()
+    _prepare_process()
+    front, tokenizer = _front(options, settings, found), Tokenizer(found.target_dir, trusts_code(settings))
+    named = options.prompts or file
+    parts = [make_requests(cases[each.start : each.stop], tokenizer, named, options, front) for each in rows]
     lengths = [request.expected for part in parts for request in part]
     say(f"{file}: {len(lengths)} requests, {sum(lengths)} response tokens expected, {max(lengths)} at most")
-    return _Work(step, [part for part in parts for _ in range(options.repeat)], front, logs)
+    return _Work(step, [part for part in parts for _ in range(options.repeat)], front)
 
 
 def trace(arguments: Sequence[str], say: Say) -> None:
@@ -180,58 +170,29 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
     # A fleet of its own has no other client, and ends with the rollout.
     lease_s = math.inf if options.join is None else GATEWAY_LEASE_S
     keys = place.coordinator.info().fleet_keys
-    workers = Workers(place.coordinator, keys, place.node_id, place.models.target_dir, lease_s)
+    workers = Workers(place.coordinator, keys, place.node_id, lease_s)
     cases: dict[int, Case] = {}
     try:
         workers.look()
         if options.fixed:
             workers.check_fixed()
         for number, requests in enumerate(work.rounds):
-            fault = _renew(options.weights_dir, workers, say) if number and options.weights_dir is not None else ""
             responses = work.front.responses()
             # With `disable=None` the bar is only shown on a terminal.
             with tqdm(desc=f"round {number}", total=len(requests), unit=" requests", mininterval=0.0, disable=None) as bar:
                 runner = RoundRunner(number, requests, workers, slots, responses, bar, options.seed)
                 runner.say = say
                 finished = runner.run()
-            report, text = round_report(finished, about, workers.version, fault)
+            report, text = round_report(finished, about, workers.version)
             directory = options.out / f"step{work.step}" / f"round{number}"
             write_round(directory, finished, report, text, place.settings)
             for each in requests:
                 gen = each.case.gen if options.fixed else finished.responses[each.number].outputs[0].text
                 cases[each.number] = Case(each.number, each.case.prompt, gen)
             write_cases(options.out / "cases" / f"train.{work.step}.parquet", [cases[each] for each in sorted(cases)])
-            for log in work.logs:
-                _log(log, work.step + number, report, say)
             say(f"{directory}:\n{text}")
     finally:
         workers.close()
-        for log in work.logs:
-            log.close()
-
-
-def _renew(directory: Path, workers: Workers, say: Say) -> str:
-    """Loads the newest weights, unless they are loaded already; returns why loading failed, or ""."""
-    try:
-        found = newest(directory)
-        if found is None:
-            return ""
-        workers.refresh()  # Gateways of a joined fleet may have changed the weights.
-        if str(found) == workers.weights.path:
-            return ""
-        fault = workers.load(found)
-    except WeightsError as error:
-        fault = str(error)
-    say(f"weights {workers.weights.version} stay: {fault}" if fault else f"weights {workers.weights.version} are loaded")
-    return fault
-
-
-def _log(log: RoundLog, step: int, report: dict[str, Any], say: Say) -> None:
-    try:
-        log.write(step, report)
-    except Exception as error:
-        # Failures of a logging package are of any type, and must not end the rollout.
-        say(f"the round is not in the log: {error}")
 
 
 def _about(options: RolloutOptions, place: _Place, step: int) -> dict[str, Any]:

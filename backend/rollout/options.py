@@ -37,10 +37,6 @@ class RolloutOptions:
     samples: int
     step: int | None
     max_tokens: int | None
-    weights_dir: Path | None
-    """Directory where a trainer leaves weights for the rounds after the first."""
-    log: list[str]
-    """Each `tensorboard:DIR` or `wandb:PROJECT`."""
     sampling: dict[str, Any]
     """Sampling parameters of all prompts, by vLLM's names; `--temperature` and `--max-tokens` are among them."""
     seed: int | None
@@ -138,19 +134,6 @@ def _rollout_parser() -> argparse.ArgumentParser:
     say("--n", dest="samples", type=at_least(1), default=1, metavar="N", help="responses per prompt (default: 1)")
     say("--step", type=at_least(0), metavar="S", help="the training step (default: the S of the trace's name)")
     say("--max-tokens", type=at_least(1), metavar="N", help="longest response (default: 1024 for a free one)")
-    say(
-        "--weights-dir",
-        type=Path,
-        metavar="DIR",
-        help="before each round but the first, load the newest weights there: of step-N, or as the file latest names them",
-    )
-    say(
-        "--log",
-        action="append",
-        default=[],
-        metavar="WHERE",
-        help="figures of each round: tensorboard:DIR or wandb:PROJECT, if the package is installed",
-    )
     say(
         "--sampling",
         type=_sampling,

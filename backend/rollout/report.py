@@ -16,13 +16,8 @@ from backend.records.summary import Summary, summarise
 from backend.rollout.outcome import RoundResult
 
 
-def round_report(
-    finished: RoundResult, about: dict[str, Any], weights: str = "0", fault: str = ""
-) -> tuple[dict[str, Any], str]:
-    """The contents of `report.json` and `report.md`.
-
-    `weights` is the version of the weights, `fault` why newer ones could not be loaded.
-    """
+def round_report(finished: RoundResult, about: dict[str, Any], weights: str = "0") -> tuple[dict[str, Any], str]:
+    """The contents of `report.json` and `report.md`; `weights` is the version of the weights."""
     summary = summarise([worker_of(part.number, part.rows) for part in finished.parts])
     kind = "teacher_forced" if about["fixed_responses"] else "live"
     drafting = summary.teacher_forced if about["fixed_responses"] else summary.live
@@ -37,7 +32,6 @@ def round_report(
         "acceptance_is": kind,
         f"{kind}_acceptance_length": drafting.acceptance_length,
         "weights": weights,
-        "weights_fault": fault,
         "died": msgspec.to_builtins(finished.deaths),
         "worst_drafted": [each | {"request": int(each["request"])} for each in report["worst_drafted"]],
     }
@@ -59,7 +53,6 @@ def _markdown(report: dict[str, Any], summary: Summary) -> str:
         f"{report['tokens_per_s']:.0f} tokens/s",
         f"- acceptance length ({kind.replace('_', '-')}): {length:.2f}" if length else "- nothing was drafted",
         f"- weights: {report['weights']}",
-        *([f"- **newer weights were not loaded**: {report['weights_fault']}"] if report["weights_fault"] else []),
         f"- straggler: worker {straggler.worker}, done after {straggler.finished_s:.1f} s, "
         f"{straggler.behind_the_others_s:.1f} s behind the others",
     ]

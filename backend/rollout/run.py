@@ -239,7 +239,7 @@ class RoundRunner:
                 self._welcome(worker)
         if self._workers.present:
             self._busy_at = now
-        elif now - self._busy_at > NOBODY_S and not self._workers.is_catching_up:
+        elif now - self._busy_at > NOBODY_S:
             raise RolloutError(f"no verifier is left, and none has come back for {NOBODY_S:g} s")
 
     def _bury(self, worker: Worker, reason: str, now: float) -> None:

@@ -14,16 +14,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from msgspec.structs import replace
 
-from backend.config.sources import CommandError, ConfigError
+from backend.config.sources import ConfigError
 from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.actor import CoordinatorHandle
-from backend.engine.client import PING_EVERY_S, EngineClient, EngineRefused
+from backend.engine.client import EngineClient, EngineRefused
 from backend.fleet import Member
-from backend.fleet.stats import Weights
 from backend.records.kept import RowBatch
 from backend.rollout.options import NEEDED_BY_FIXED
 from backend.transport import Hub, ServerKeys, Wire
@@ -41,8 +39,6 @@ DRAINED, SILENT = "was drained", f"was silent for {SILENCE_LIMIT_S:g} s"
 ANSWER_S = 5.0
 START_S, REJOIN_S = 120.0, 60.0
 """Seconds that the first verifiers may take to answer; seconds until one that did not answer is tried again."""
-LOAD_S = 600.0
-"""Seconds that a restarted verifier may take to load the weights that the others have."""
 
 
 @dataclass(eq=False)
@@ -75,19 +71,6 @@ class Worker:
         return batch
 
 
-@dataclass
-class _CatchingUp:
-    """A verifier that loads the weights that the others have; meanwhile they go on."""
-
-    member: Member
-    client: EngineClient
-    update: int
-    """The `Weights.update` that it loads."""
-    call: int
-    """Key of the call's result."""
-    deadline: float
-
-
 class Workers:
     """All verifiers that can currently be used."""
 
@@ -96,16 +79,11 @@ class Workers:
         coordinator: CoordinatorHandle,
         fleet_keys: ServerKeys | None,
         node_id: str = "",
-        target_dir: str = "",
         lease_s: float = math.inf,
     ) -> None:
         """After `lease_s` seconds without a message from here, verifiers abort this rollout's requests."""
-        self.weights = Weights(path=target_dir)
-        """The weights that all verifiers should have; gateways of a fleet that the rollout has joined may change them, too."""
         self.hub = Hub(Wire(fleet_keys, node_id=node_id))
         self.present: dict[str, Worker] = {}
-        self._catching_up: dict[str, _CatchingUp] = {}
-        """By member id."""
         self._coordinator = coordinator
         self._lease_s = lease_s
         self._next_step: dict[str, int] = {}
@@ -117,7 +95,6 @@ class Workers:
 
     def close(self) -> None:
         self.present.clear()
-        self._catching_up.clear()
         self.hub.close()
 
     def look(self) -> tuple[list[Worker], list[tuple[Worker, str]]]:
@@ -137,18 +114,11 @@ class Workers:
             if reason is not None and worker not in [each for each, _ in gone]:
                 gone.append((worker, reason))
         left = self._leave(gone)
-        for name in self._catching_up.keys() - verifiers.keys():
-            self._catching_up.pop(name).client.close()
         now = time.monotonic()
         self._unfit |= {worker.member.incarnation: now + REJOIN_S for worker, reason in left if reason == SILENT}
         fit = [each for _, each in sorted(ready.items()) if self._unfit.get(each.incarnation, now) <= now]
         come = [self._join(member) for member in fit if member.id not in self.present]
         return [worker for worker in come if worker is not None], left
-
-    @property
-    def is_catching_up(self) -> bool:
-        """Whether a verifier is loading the newest weights before it can be used."""
-        return bool(self._catching_up)
 
     def check_fixed(self) -> None:
         """Raises `ConfigError` if a verifier takes no fixed responses."""
@@ -162,58 +132,10 @@ class Workers:
         """Version of the weights that the verifiers run, as they report it; several versions if they differ."""
         return ", ".join(sorted({each.client.weights.version for each in self.present.values()}))
 
-    def refresh(self) -> None:
-        """Learns which weights the verifiers have now; one that has forgotten this rollout is greeted."""
-        self.fetch_rows()
-        self._learn()
-
-    def load(self, path: Path) -> str:
-        """Makes all verifiers load the weights in a directory; returns why they keep the earlier ones, or "".
-
-        Raises `CommandError` if only some have loaded them, and the earlier ones cannot be loaded again.
-        """
-        before, wanted = self.weights, Weights(self.weights.update + 1, path.name, str(path))
-        faults = self._renew(wanted)
-        if not faults:
-            self.weights = wanted
-            return ""
-        self.weights = before  # A verifier that was lost meanwhile may have reported the new ones.
-        if len(faults) < len(self.present) or any(each.update == wanted.update for each in self._catching_up.values()):
-            # Only some have loaded them.  A round must not mix weights, so all go back to the earlier ones.
-            if before.path is None:
-                raise CommandError(f"{path}: not all verifiers could load it, and the weights before came as tensors: {faults}")
-            self.weights = replace(before, update=wanted.update + 1)
-            faults |= self._renew(self.weights)
-        return "; ".join(f"{name}: {fault}" for name, fault in sorted(faults.items()))
-
-    def _renew(self, wanted: Weights) -> dict[str, str]:
-        """Asks all verifiers to load these weights; returns, when all have answered, the failures by verifier name."""
-        calls: dict[Worker, int] = {}
-        pinged = 0.0
-        while True:
-            for worker in self.present.values():
-                if worker.client.is_cut:
-                    # The call or its answer may be lost.
-                    worker.client.mend()
-                    calls.pop(worker, None)
-                if worker not in calls:
-                    calls[worker] = worker.client.call("reload_weights", wanted.path, wanted.version, wanted.update)
-            if all(calls[each] in each.client.results for each in self.present.values()):
-                break
-            if time.monotonic() - pinged > PING_EVERY_S:
-                # Verifiers that have loaded them already must not forget this rollout meanwhile.
-                pinged = time.monotonic()
-                self.tend()
-            self.hub.poll(PING_EVERY_S)
-            self.receive()
-            self.look()
-        results = {each.name: each.client.results[calls[each]] for each in self.present.values()}
-        return {name: fault for name, fault in results.items() if fault is not None}
-
     def tend(self) -> None:
         """Sends every verifier a ping and asks workers for their rows; to be called once a second."""
-        for client in self._clients():
-            client.ping()
+        for worker in self.present.values():
+            worker.client.ping()
         self.ask_rows()
 
     def fetch_rows(self) -> None:
@@ -234,11 +156,8 @@ class Workers:
 
     def receive(self) -> None:
         """Takes all messages of verifiers that have arrived."""
-        for client in self._clients():
-            client.receive()
-
-    def _clients(self) -> list[EngineClient]:
-        return [worker.client for worker in self.present.values()] + [waits.client for waits in self._catching_up.values()]
+        for worker in self.present.values():
+            worker.client.receive()
 
     def _watch(self) -> None:
         """Keeps all verifiers' leases, and takes their messages, while one client waits."""
@@ -265,12 +184,7 @@ class Workers:
         return list(gone)
 
     def _join(self, member: Member) -> Worker | None:
-        """Greets a verifier.  None if it must catch up first, goes on catching up, or cannot be used."""
-        waits = self._catching_up.get(member.id)
-        if waits is not None:
-            if waits.member.incarnation == member.incarnation:
-                return self._caught_up(waits)
-            self._catching_up.pop(member.id).client.close()
+        """Greets a verifier.  None if it cannot be used now."""
         # While it is waited for, the others' requests stand still.
         patience_s = 2 * ANSWER_S if self.present else START_S
         try:
@@ -279,51 +193,18 @@ class Workers:
         except (EngineRefused, TimeoutError, ConnectionError) as error:
             self._refuse(member, error)
             return None
-        self._learn(client)
-        return self._go_on(member, client, client.weights.update)
-
-    def _caught_up(self, waits: _CatchingUp) -> Worker | None:
-        """The worker, once it has loaded the newest weights."""
-        client = waits.client
-        if client.is_cut:
-            fault: str | None = "the connection was cut"
-        elif waits.call in client.results:
-            fault = client.results[waits.call]
-        elif time.monotonic() > waits.deadline:
-            fault = f"it has not loaded the newest weights within {LOAD_S:g} s"
-        else:
-            return None
-        del self._catching_up[waits.member.id]
-        if fault is not None:
+        if client.weights.update < max((each.client.weights.update for each in self.present.values()), default=0):
             client.close()
-            self._refuse(waits.member, fault)
-            return None
-        self._learn()
-        return self._go_on(waits.member, client, waits.update)
-
-    def _refuse(self, member: Member, fault: object) -> None:
-        logger.warning("%s cannot be used: %s", member.id, fault)
-        self._unfit[member.incarnation] = time.monotonic() + REJOIN_S
-
-    def _go_on(self, member: Member, client: EngineClient, update: int) -> Worker | None:
-        """Makes a verifier a worker; or has it load the newest weights, if those of `update` are older."""
-        if update != self.weights.update:
-            if self.weights.path is None:
-                client.close()
-                self._refuse(member, "it has not the newest weights, which came as tensors")
-                return None
-            wanted, deadline = self.weights, time.monotonic() + LOAD_S
-            call = client.call("catch_up", wanted.path, wanted.version, wanted.update)
-            self._catching_up[member.id] = _CatchingUp(member, client, wanted.update, call, deadline)
+            self._refuse(member, "it has not loaded the newest weights yet")
             return None
         first_step = self._first_step.setdefault(member.incarnation, self._next_step.get(member.id, 0))
         worker = Worker(int(member.id.rpartition("-")[2]), member, client, first_step=first_step)
         self.present[member.id] = worker
         return worker
 
-    def _learn(self, *clients: EngineClient) -> None:
-        reported = (each.weights for each in (*clients, *(worker.client for worker in self.present.values())))
-        self.weights = max(self.weights, *reported, key=lambda each: each.update)
+    def _refuse(self, member: Member, fault: object) -> None:
+        logger.warning("%s cannot be used: %s", member.id, fault)
+        self._unfit[member.incarnation] = time.monotonic() + REJOIN_S
 
 
 def _reason_to_leave(worker: Worker, member: Member | None, coordinator: str) -> str | None:

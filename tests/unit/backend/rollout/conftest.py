@@ -22,7 +22,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
 
 @pytest.fixture
 def workers(fleet: Fleet) -> Iterator[Workers]:
-    with closing(Workers(fleet, None, target_dir="/target")) as workers:  # type: ignore[arg-type]
+    with closing(Workers(fleet, None)) as workers:  # type: ignore[arg-type]
         yield workers
 
 
