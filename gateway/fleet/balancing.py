@@ -69,7 +69,8 @@ class Balancer:
     def _carry_out(self, move: Move) -> int:
         gain = f"{move.gain_s:.2f} s for {move.cost_s:.2f} s of recomputation"
         logger.info("balancing: %s -> %s, predicted gain %s", move.source, move.target, gain)
-        return self._core.migrate([move.request_id], move.target, "balance")
+        record = self._core.sequences.get(move.request_id)
+        return 0 if record is None else self._core.migrate([record], move.target, "balance")
 
 
 def _reported(link: VerifierLink, stats: VerifierStats) -> Reported:

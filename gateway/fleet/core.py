@@ -69,20 +69,11 @@ class FleetCore(Verifiers, EngineCoreClient):
         # Over at their verifiers, for these reasons, while vLLM has yet to put their last tokens into answers.
         self._ending: dict[str, tuple[InFlight, str]] = {}
         self._rooms = Rooms(settings.verifier.max_num_seqs)
-        self.gate = Gate(self._room, settings.gateway.max_in_flight, settings.gateway.queue_wait_s, self._is_paused)
+        self.gate = Gate(self._room, settings.gateway.max_in_flight, settings.gateway.queue_wait_s, self.all_paused)
         # A lost verifier's incarnation, and the place ids of sequences that may still run there.  Aborted if it comes back.
         self._orphans: dict[str, tuple[str, list[str]]] = {}
         self._accounts = AwaitedAccounts()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
-
-    def _is_paused(self) -> bool:
-        """Whether all verifiers are paused."""
-        return bool(ready := self.ready_links) and all(self.pauses.holds(link.member.id) for link in ready)
-
-    def requests_at(self, verifier_id: str) -> list[str]:
-        """The ids of this gateway's sequences at a verifier, as `migrate` takes them."""
-        link = self.links.get(verifier_id)
-        return [record.request.request_id for record in self.sequences.at(link)] if link is not None else []
 
     # New requests
 
@@ -114,7 +105,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         for view in snapshot.members:
             # Sequences that no other verifier takes stay, and are tried again with the next answer.
             if view.drain is not None and view.drain.migrate:
-                self.migrate(self.requests_at(view.member.id), None, "drain")
+                self.migrate(self.sequences.at(self.links.get(view.member.id)), None, "drain")
 
     def on_ready(self, link: VerifierLink) -> None:
         incarnation, orphans = self._orphans.pop(link.member.id, ("", []))
@@ -258,20 +249,17 @@ class FleetCore(Verifiers, EngineCoreClient):
                 loop = asyncio.get_running_loop()
                 record.giving_up = loop.call_later(self.gate.wait_s, self._fail, [record], VerifierLost)
 
-    def migrate(self, request_ids: Sequence[str], target: str | None, cause: str) -> int:
-        """Moves running sequences to the verifier `target`, or to one that routing chooses.  Returns how many moved.
+    def migrate(self, records: Sequence[InFlight], target: str | None, cause: str) -> int:
+        """Moves sequences to the verifier `target`, or to one that routing chooses.  Returns how many moved.
 
-        Tokens so far are kept; further ones of the old verifier are discarded.  A sequence that cannot be moved (unknown,
-        waiting, already there, or taken by no verifier) stays as it is.
+        Tokens so far are kept; further ones of the old verifier are discarded.  A sequence that cannot be moved (waiting,
+        already there, or taken by no verifier) stays as it is.
         """
         moved = 0
-        for request_id in request_ids:
-            record = self.sequences.get(request_id)
-            if record is None or record.link is None:
-                continue
+        for record in records:
             old = record.link
-            chosen = self._choose(record, without=old, target=target)
-            if chosen is None:
+            chosen = None if old is None else self._choose(record, without=old, target=target)
+            if old is None or chosen is None:
                 continue
             old.abort([record.place_id])
             self.sequences.cut(record, Cut("migration", cause, time.monotonic()))
@@ -342,10 +330,7 @@ class FleetCore(Verifiers, EngineCoreClient):
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         await self.wait_routable(self.gate.wait_s)
-        for link in self.ready_links:
-            if link.welcome is not None:
-                return tuple(link.welcome.supported_tasks)
-        raise NoVerifier
+        return tuple(next(link.welcome.supported_tasks for link in self.ready_links if link.welcome is not None))
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         """Routes and submits a sequence.  Raises `NoVerifier`, or `VLLMValidationError` if the request cannot be encoded."""

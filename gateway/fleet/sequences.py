@@ -138,7 +138,8 @@ class Sequences:
         """The sequence with this id at its present verifier."""
         return self._by_place.get(place_id)
 
-    def at(self, link: VerifierLink) -> list[InFlight]:
+    def at(self, link: VerifierLink | None) -> list[InFlight]:
+        """Those that run at this verifier."""
         return [record for record in self._by_place.values() if record.link is link]
 
     def waiting(self) -> list[InFlight]:

@@ -95,6 +95,9 @@ class Verifiers(LinkListener):
         awake = [link for link in running if link.stats is None or not link.stats.paused]
         return awake or ready
 
+    def all_paused(self) -> bool:
+        return bool(ready := self.ready_links) and all(self.pauses.holds(link.member.id) for link in ready)
+
     async def everywhere(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every verifier's engine core.  Raises `UtilityError` when one fails."""
         return await asyncio.gather(*(link.call(method, *args) for link in self.ready_links))

@@ -52,8 +52,8 @@ async def crowded(tmp_path, interval_s, dwell_s=0.0):
 
 async def reports(running, idle, looks: int) -> None:
     """Both verifiers tell of what they have, and the gateway has heard them."""
-    report(running.verifier, len(running.core.requests_at("verifier-0")), looks)
-    report(idle, len(running.core.requests_at("idle")), looks)
+    report(running.verifier, running.core.sequences.placed("verifier-0"), looks)
+    report(idle, running.core.sequences.placed("idle"), looks)
     heard = [link for link in running.core.ready_links if link.stats and link.stats.decode_steps == 10 * looks]
     while len(heard) < 2:
         await asyncio.sleep(0.005)
@@ -68,7 +68,7 @@ async def test_requests_move_until_there_is_no_gap(tmp_path):
         for looks in range(1, 30):
             await reports(running, idle, looks)
             balancer.balance(time.monotonic())
-        at_first, at_idle = (len(running.core.requests_at(name)) for name in ("verifier-0", "idle"))
+        at_first, at_idle = (running.core.sequences.placed(name) for name in ("verifier-0", "idle"))
         assert at_first + at_idle == REQUESTS
         assert 2 <= at_idle <= 3
         metrics = (await running.http.get("/metrics")).text

@@ -214,10 +214,9 @@ async def test_a_verifier_that_forgot_us_is_greeted_again_and_the_request_goes_o
 @pytest.mark.parametrize("named", [True, False])
 async def test_a_migrated_request_leaves_one_verifier_and_goes_on_at_the_other(named):
     async with two_with_a_stream() as (running, first, second, request):
-        ids = running.core.requests_at(first.name)
-        assert running.core.migrate(ids, first.name, "test") == 0, "it is there already"
-        assert running.core.migrate(["unknown"], None, "test") == 0
-        assert running.core.migrate(ids, second.name if named else None, "test") == 1
+        records = list(running.core.sequences)
+        assert running.core.migrate(records, first.name, "test") == 0, "it is there already"
+        assert running.core.migrate(records, second.name if named else None, "test") == 1
         # What the first one emits after the cut must not reach the client: not late, not twice.
         first.sequences[0].emit([304, 305, 306])
         chunks = events((await asyncio.wait_for(request, 120)).content)
@@ -232,9 +231,9 @@ async def test_a_migrated_request_leaves_one_verifier_and_goes_on_at_the_other(n
 async def test_there_and_back_again():
     async with two_with_a_stream() as (running, first, second, request):
         first.behaviour = second.behaviour = silence
-        (request_id,) = running.core.requests_at(first.name)
-        assert running.core.migrate([request_id], second.name, "test") == 1
-        assert running.core.migrate([request_id], first.name, "test") == 1
+        records = list(running.core.sequences)
+        assert running.core.migrate(records, second.name, "test") == 1
+        assert running.core.migrate(records, first.name, "test") == 1
         await eventually(lambda: len(first.sequences) == 2)
         old, new = first.sequences
         await asyncio.wait_for(old.aborted.wait(), 120)
@@ -258,7 +257,7 @@ async def test_a_verifier_with_a_shorter_context_takes_no_request_that_would_out
         small = FakeVerifier(tmp_path, "small", max_model_len=32).start()
         running.directory.set_members([running.verifier.member, small.member])
         await eventually(lambda: len(running.core.ready_links) == 2)
-        assert running.core.migrate(running.core.requests_at("verifier-0"), "small", "test") == 0
+        assert running.core.migrate(list(running.core.sequences), "small", "test") == 0
         running.verifier.sequences[0].emit(list(range(304, 340)), FinishReason.LENGTH)
         assert (await asyncio.wait_for(request, 120)).status_code == 200
         small.close()
@@ -279,7 +278,7 @@ async def test_stop_strings_and_chat_streams_span_the_cut():
         for verifier in running.verifiers:
             verifier.behaviour = count_up
         (record,) = running.core.sequences
-        assert running.core.migrate([record.request.request_id], None, "test") == 1
+        assert running.core.migrate([record], None, "test") == 1
         chunks = events((await asyncio.wait_for(request, 120)).content)
         text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
         assert text == whole[: whole.index(stop)]

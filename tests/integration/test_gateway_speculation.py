@@ -249,7 +249,7 @@ async def test_a_moved_request_adds_up_and_a_lost_verifier_leaves_tokens_unaccou
             if loses:
                 next(each for each in running.verifiers if each.name == record.link.member.id).kill()
             else:
-                assert running.core.migrate([record.request.request_id], None, "test") == 1
+                assert running.core.migrate([record], None, "test") == 1
             (choice,) = (await answer).json()["outrider"]["choices"]
             assert choice["tokens"] == 6
             if loses:
