@@ -47,10 +47,19 @@ Command = Callable[[int, int], Sequence[str]]
 
 
 class Peers:
-    """This process, number `index` of `count`, and the others.  Only the first has a `command`, and starts the others."""
+    """This process, number `index` of `count`, and the others.  Only the first has a `command`, and starts the others.
+
+    `folder` is where their sockets are; None where there are no others.
+    """
 
     def __init__(
-        self, folder: Path, index: int, count: int, *, port: int | None = None, command: Command | None = None
+        self,
+        folder: Path | None = None,
+        index: int = 0,
+        count: int = 1,
+        *,
+        port: int | None = None,
+        command: Command | None = None,
     ) -> None:
         self.port = port
         """The port to listen on; None in the first process, which uses the setting."""
@@ -64,11 +73,17 @@ class Peers:
         self._stopping = asyncio.Event()
 
     @property
+    def alone(self) -> bool:
+        return not self._others
+
+    @property
     def is_first(self) -> bool:
         return self._index == 0
 
     def start(self, gateway: Gateway, port: int) -> None:
         """Begins to answer the other processes.  The first process also starts them."""
+        if self.alone:
+            return
         app = Starlette(routes=[Route("/{call}", _answer, methods=["POST"])])
         app.state.gateway = gateway
         config = uvicorn.Config(app, uds=str(self._path(self._index)), lifespan="off", log_config=None, access_log=False)
@@ -119,6 +134,8 @@ class Peers:
 
         Processes hear about the fleet at different moments: from several of them, counters would jump back between two scrapes.
         """
+        if self.alone:
+            return generate_latest(gateway.metrics.registry).decode()
         texts = await self._results("metrics")
         texts[self._index] = exposed(gateway, fleet=self.is_first)
         return merged([texts[number] for number in sorted(texts)])
@@ -201,6 +218,7 @@ class Peers:
         return dict(filter(None, await asyncio.gather(*map(ask, self._others if of is None else of))))
 
     def _path(self, index: int) -> Path:
+        assert self._folder is not None
         return self._folder / f"gateway-{index}.sock"
 
     async def _catch_up(self, server: uvicorn.Server, reloader: Reloader) -> None:

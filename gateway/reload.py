@@ -55,11 +55,9 @@ async def reload_all(gateway: Gateway) -> Reloaded:
     assert gateway.reloader is not None
     async with gateway.reloader.turn:
         done = await gateway.reloader.prepare()
-        if gateway.peers is not None:
-            await gateway.peers.prepare_reload()
+        await gateway.peers.prepare_reload()
         gateway.reloader.apply()
-        if gateway.peers is not None:
-            await gateway.peers.apply_reload()
+        await gateway.peers.apply_reload()
     return done
 
 

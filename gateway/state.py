@@ -38,8 +38,8 @@ class Gateway:
     batches: Batches
     tracing: Tracing | None = None
     reloader: Reloader | None = None
-    peers: Peers | None = None
-    """The other gateway processes on this port; None: there are none."""
+    peers: Peers = field(init=False)
+    """The other gateway processes on this port."""
     started: float = field(default_factory=time.time)
     """Unix seconds; also when its models were "created"."""
     arriving_bytes: int = 0

@@ -38,7 +38,7 @@ def run_gateway(
     coordinator: CoordinatorHandle,
     announce: Callable[[str], None] | None,
     arguments: list[str],
-    peers: Peers | None,
+    peers: Peers,
 ) -> None:
     """Serves HTTP until a signal ends it.  Meanwhile the server handles the signals itself."""
     from backend.coordinator import CoordinatorUnavailable
@@ -86,16 +86,16 @@ def joined_fleet(loaded: Loaded) -> Iterator[tuple[Settings, FleetInfo, Coordina
 
 
 @contextmanager
-def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peers | None]:
-    """The processes that the settings ask for, with a folder for their sockets; None: only this one."""
-    count = settings.gateway.processes
-    if count == 1:
-        yield None
-        return
+def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peers]:
+    """The processes that the settings ask for, with a folder for their sockets."""
     from backend.config.runtime import home
     from backend.launch.fleet import joined
     from gateway.peers import Peers
 
+    count = settings.gateway.processes
+    if count == 1:
+        yield Peers()
+        return
     # The folder is private to this user.
     with tempfile.TemporaryDirectory(prefix="g-", dir=home()) as folder:
 

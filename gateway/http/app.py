@@ -56,14 +56,13 @@ def build_app(gateway: Gateway) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         balancer = Balancer(gateway.client.core, gateway.settings)
-        if gateway.peers is not None:
-            gateway.client.core.pauses = await gateway.peers.pauses()
+        gateway.client.core.pauses = await gateway.peers.pauses()
         gateway.client.start()
         balancer.start()
         gateway.access_rules.quotas.start()
         models = gateway.services.models
         await models.init_static_loras()
-        for each in await gateway.peers.adapters() if gateway.peers is not None else []:
+        for each in await gateway.peers.adapters():
             if each["lora_name"] not in models.lora_requests:
                 await models.load_lora_adapter(LoadLoRAAdapterRequest(**each))
         await gateway.responses.start()

@@ -105,9 +105,8 @@ class GatewayServer:
         self.gateway = build_gateway(settings, directory, model_dir, model_name=model_name, wire=wire)
         if read_settings is not None:
             self.gateway.reloader = Reloader(self.gateway, read_settings)
-        self.gateway.peers = self._peers = peers
-        if peers is not None:
-            self.gateway.responses.cancel_elsewhere = peers.cancel
+        self.gateway.peers = self._peers = peers or Peers()
+        self.gateway.responses.cancel_elsewhere = self._peers.cancel
         self.url = ""
         self._settings = settings.gateway
         self._on_listening = on_listening
@@ -162,8 +161,7 @@ class GatewayServer:
         self._stopping.set()
         # From now on new requests are refused, and /readyz answers 503.
         self.gateway.client.core.draining = True
-        if self._peers is not None:
-            self._peers.stop()
+        self._peers.stop()
 
     def reload(self) -> None:
         """Reads keys, limits and routing again.  The result is logged."""
@@ -180,19 +178,16 @@ class GatewayServer:
                 self.url = f"unix:{self._settings.uds}"
                 await self._server.serve()
             else:
-                peers = self._peers
-                port = self._settings.port if peers is None or peers.port is None else peers.port
-                listener = _listen(self._settings.host, port, shared=peers is not None)
+                port = self._settings.port if self._peers.port is None else self._peers.port
+                listener = _listen(self._settings.host, port, shared=not self._peers.alone)
                 host, port = listener.getsockname()[:2]
                 scheme = "https" if self._settings.tls_cert else "http"
                 self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-                if peers is not None:
-                    peers.start(self.gateway, port)
+                self._peers.start(self.gateway, port)
                 with contextlib.closing(listener):
                     await self._server.serve(sockets=[listener])
         finally:
-            if self._peers is not None:
-                await self._peers.close(self._settings.drain_s + 2 * CANCEL_GRACE_S)
+            await self._peers.close(self._settings.drain_s + 2 * CANCEL_GRACE_S)
             for watcher in watchers:
                 watcher.cancel()
             await asyncio.gather(*watchers, return_exceptions=True)
@@ -207,8 +202,7 @@ class GatewayServer:
         if self._on_listening is not None:
             self._on_listening(self.url)
         await self.gateway.client.core.first_ready.wait()
-        if self._peers is not None:
-            await self._peers.wait_ready()
+        await self._peers.wait_ready()
         if self._on_ready is not None:
             self._on_ready(self.url)
             self.gateway.client.grammars.warm_up()

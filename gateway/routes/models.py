@@ -92,8 +92,7 @@ async def load_adapter(request: Request) -> Response:
     if known is not None and known.lora_path == body.lora_path:
         # Verifiers have discarded what the earlier one computed.
         gateway.client.core.choosing.emptied(gateway.client.core.links)
-    if gateway.peers is not None:
-        await gateway.peers.adapter("POST", body.model_dump())
+    await gateway.peers.adapter("POST", body.model_dump())
     return answer
 
 
@@ -103,8 +102,7 @@ async def unload_adapter(request: Request) -> Response:
     """Unloads a LoRA adapter.  For administrators."""
     body, gateway = await _adapter(request, UnloadLoRAAdapterRequest), gateway_of(request)
     answer = _checked_answer(await gateway.services.models.unload_lora_adapter(body))
-    if gateway.peers is not None:
-        await gateway.peers.adapter("DELETE", body.model_dump())
+    await gateway.peers.adapter("DELETE", body.model_dump())
     return answer
 
 

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 from fastapi import APIRouter, Request
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import VLLM_VERSION
@@ -43,7 +43,7 @@ async def readyz(request: Request) -> Response:
         raise ShuttingDown
     if not client.ready:
         raise NoVerifier
-    if gateway.peers is not None and not await gateway.peers.ready():
+    if not await gateway.peers.ready():
         raise NotAllReady
     return JSONResponse({"status": "ok"})
 
@@ -52,9 +52,7 @@ async def readyz(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     gateway = gateway_of(request)
-    if gateway.peers is not None:
-        return Response(await gateway.peers.metrics(gateway), media_type=CONTENT_TYPE_LATEST)
-    return Response(generate_latest(gateway.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+    return Response(await gateway.peers.metrics(gateway), media_type=CONTENT_TYPE_LATEST)
 
 
 @router.get("/fleet", **described(gives={"type": "object"}, right=Right.KEY))

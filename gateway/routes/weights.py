@@ -165,8 +165,7 @@ async def abort_requests(request: Request, verifier: str | None = None) -> Respo
 
 
 async def _abort(gateway: Gateway, request_ids: list[str] | None, verifier: str | None) -> dict[str, list[list[int]]]:
-    texts = gateway.abort(request_ids, verifier)
-    return texts if gateway.peers is None else texts | await gateway.peers.abort(request_ids, verifier)
+    return gateway.abort(request_ids, verifier) | await gateway.peers.abort(request_ids, verifier)
 
 
 @router.get("/weight_info", **described(gives=shape("weight_version", "verifiers"), right=Right.KEY))
@@ -230,7 +229,7 @@ async def _read(request: Request, kind: type[T]) -> tuple[Gateway, T]:
 async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, version: str | int | None) -> Response:
     """Has verifiers load new weights.  Only an update of all gets a new number, or the others would count as behind."""
     core = gateway.client.core
-    number = core.weights.next_number() if gateway.peers is None else await gateway.peers.update_number(gateway)
+    number = await gateway.peers.update_number(gateway)
     name = str(number if version is None else version)
     counted = core.weights.newest.update if verifier else number
     results = await _results(gateway, verifier, method, *arguments, name, counted)
@@ -262,8 +261,7 @@ async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: st
 
 async def _remember(gateway: Gateway, pauses: Pauses) -> None:
     gateway.client.core.pauses = pauses
-    if gateway.peers is not None:
-        await gateway.peers.tell_pauses(pauses)
+    await gateway.peers.tell_pauses(pauses)
 
 
 def init_infos(init_info: dict[str, Any], verifiers: int, ranks: int) -> list[dict[str, Any]]:
