@@ -210,6 +210,9 @@ class EngineClient:
         self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
+        self.results: dict[int, str | None] = {}
+        """Results of `call` by number: why it failed, or None."""
+        self._calls = 0
         self._watch = watch
         self._greeting = True
         """A greeting has no answer yet: the verifier refuses what was sent before it."""
@@ -242,6 +245,12 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         self.dealer.send(*self._codec.abort([request_id]))
+
+    def call(self, method: str, *args: Any) -> int:
+        """Calls a method of the verifier's engine core; returns the key of its result in `results`."""
+        self._calls += 1
+        self.dealer.send(*self._codec.call(self._calls, method, args))
+        return self._calls
 
     @property
     def weights(self) -> Weights:
@@ -339,6 +348,8 @@ class EngineClient:
         if isinstance(heard, EngineCoreOutputs):
             for output in heard.outputs:
                 self._take_output(output, now)
+            if heard.utility_output is not None:
+                self.results[heard.utility_output.call_id] = heard.utility_output.failure_message
         elif isinstance(heard, list):
             for account in heard:
                 if account.request_id in self.answers:
