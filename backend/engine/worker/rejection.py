@@ -15,6 +15,7 @@ q_i is zero outside its few listed tokens, so p is needed only there, and as one
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from backend.speculation.proposals import Proposal
 
@@ -69,52 +71,30 @@ def judge(logits: Tensor, rows: Tensor, lengths: Tensor, tokens: Tensor, ids: Te
     `[requests, D]`;
     `ids` int64 and `q` float32 `[requests, D, M]`: the distributions they were drawn from.  `u` float32 `[requests, D]`.
     """
-    deepest, vocabulary = tokens.shape[1], logits.shape[1]
-    flat = rows.unsqueeze(2) * vocabulary
     totals = torch.logsumexp(logits, 1)[rows]
-    listed = logits.flatten()[flat[:, :-1] + ids] - totals[:, :-1].unsqueeze(2)
-    p = torch.where(q > 0, listed.exp(), 0.0)
-    p_drawn = (logits.flatten()[flat[:, :-1, 0] + tokens] - totals[:, :-1]).exp()
-    q_drawn = torch.where(ids == tokens.unsqueeze(2), q, 0.0).sum(2)
-    ratios = torch.where(q_drawn > 0, p_drawn / q_drawn, 0.0)
-    steps = torch.arange(deepest, device=logits.device)
-    reached = [torch.ones_like(ratios[:, 0])]
-    for step in range(deepest):
-        reached.append((reached[-1] * ratios[:, step]).clamp(max=1.0))
-    before = torch.stack(reached, 1)
-    outside = (1.0 - p.sum(2)).clamp(min=0.0)
-    rest = before[:, :-1] * outside + (before[:, :-1].unsqueeze(2) * p - q).clamp(min=0.0).sum(2)
-    # Entry i of `stops` is h_(i+1).
+    listed = logits.flatten()[rows[:, :-1].unsqueeze(2) * logits.shape[1] + ids] - totals[:, :-1].unsqueeze(2)
+    given = q > 0
+    p = torch.where(given, listed.exp(), 0.0)
+    is_drawn = given & (ids == tokens.unsqueeze(2))
+    # With L_i = log p(x_1)/q_1(x_1) + ... + log p(x_i)/q_i(x_i):  log p_i = L_i - max(0, L_1, ..., L_i).
+    level = torch.where(is_drawn, listed - q.log(), NEVER).amax(2).cumsum(1)
+    reached = (level - level.cummax(1).values.clamp(min=0.0)).exp()
+    before = functional.pad(reached, (1, 0), value=1.0)
+    excess = (before[:, :-1].unsqueeze(2) * p - q).clamp(min=0.0)
+    rest = excess.sum(2) + before[:, :-1] * (1.0 - p.sum(2)).clamp(min=0.0)
     room = rest[:, 1:] + 1.0 - before[:, 1:-1]
-    stops = torch.cat((torch.where(room > 0, rest[:, 1:] / room, 1.0), torch.zeros_like(ratios[:, :1])), 1)
-    is_last = steps == lengths.unsqueeze(1) - 1
-    stops = torch.where(is_last, before[:, 1:], stops).masked_fill(steps >= lengths.unsqueeze(1), 0.0)
-    accepted = torch.where(u <= stops, steps + 1, 0).amax(1)
-    return Judged(accepted, _residuals(logits, rows, lengths, accepted, before, totals, p, ids, q))
+    stops = functional.pad(torch.where(room > 0, rest[:, 1:] / room, 1.0), (0, 1))
+    steps, ends = torch.arange(1, tokens.shape[1] + 1, device=logits.device), lengths.unsqueeze(1)
+    stops = torch.where(steps == ends, reached, stops)
+    accepted = torch.where((u <= stops) & (steps <= ends), steps, 0).amax(1)
 
-
-def _residuals(
-    logits: Tensor,
-    rows: Tensor,
-    lengths: Tensor,
-    accepted: Tensor,
-    before: Tensor,
-    totals: Tensor,
-    p: Tensor,
-    ids: Tensor,
-    q: Tensor,
-) -> Tensor:
-    """The logits of each request's next token, `[requests, V]`."""
+    # The logits of each request's next token.  Where the draft ended there is no q: what is computed for it is not used.
     at = accepted.unsqueeze(1)
     whole = logits[rows.gather(1, at).squeeze(1)]
-    # Where the draft ended there is no q: what is computed for it is not used.
-    place = at.clamp(max=q.shape[1] - 1)
-    wide = place.unsqueeze(2).expand(-1, -1, q.shape[2])
-    p, q, ids = (each.gather(1, wide).squeeze(1) for each in (p, q, ids))
-    scale = before.gather(1, at)
-    left = (scale * p - q).clamp(min=0.0).log() - scale.log() + totals.gather(1, at)
-    # Added, so that padding with its id 0 changes nothing.
-    change = torch.where((q > 0) & (p > 0), left - whole.gather(1, ids), 0.0)
-    residual = whole.scatter_add(1, ids, change)
+    wide = at.clamp(max=tokens.shape[1] - 1).unsqueeze(2).expand(-1, -1, ids.shape[2])
+    excess, given, ids = (each.gather(1, wide).squeeze(1) for each in (excess, given, ids))
+    left = excess.log() - before.gather(1, at).log() + totals.gather(1, at)
+    # What q has in common with p is taken away, so no logit grows.
+    residual = whole.scatter_reduce(1, ids, left.masked_fill(~given, math.inf), "amin")
     is_used = (accepted < lengths) & (residual.amax(1) > NEVER)
-    return torch.where(is_used.unsqueeze(1), residual, whole)
+    return Judged(accepted, torch.where(is_used.unsqueeze(1), residual, whole))
