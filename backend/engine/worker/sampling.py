@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
@@ -32,7 +33,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from vllm.v1.worker import gpu_model_runner
 
 from backend.engine.worker import thinking
-from backend.engine.worker.rejection import Judged, judge, table_of
+from backend.engine.worker.rejection import judge, table_of
 from backend.noise import choose, uniforms
 from backend.speculation.proposals import Proposal
 from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, LOGPROBS_MODE, NOISE_SEED
@@ -59,6 +60,10 @@ class LogitRows:
     def spread(self, per_request: Tensor) -> Tensor:
         """`[requests, ...]` to `[rows, ...]`."""
         return per_request[self.on_device] if self.deepest else per_request
+
+    def flatten(self, table: Tensor) -> Tensor:
+        """`[requests, deepest + 1, ...]` to `[rows, ...]`."""
+        return table[self.on_device, async_tensor_h2d(self.depth, device=self.device)] if self.deepest else table[:, 0]
 
     def table(self) -> Tensor:
         """The row of each request and depth, `[requests, deepest + 1]`; a request's last row fills up missing depths."""
@@ -90,19 +95,23 @@ class SharedNoise:
         if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
             raw = np.array([_wants_raw(each, runner.sampler.logprobs_mode) for each in states])
         processed, kept = _processed(logits, metadata, rows, runner.sampler, raw)
-        if metadata.all_greedy:
-            chosen, settled = runner.sampler.greedy_sample(processed), None
+        lengths = batch.num_tokens_no_spec[:count].astype(np.int64)
+        seeds = np.array([_argument(each, NOISE_SEED, 0) for each in states], dtype=np.uint64).view(np.int64)
+        free = [i for i, each in enumerate(states) if drafted[i] and _argument(each, INDEPENDENT, False)]
+        if not free:
+            if metadata.all_greedy:
+                chosen: Tensor = runner.sampler.greedy_sample(processed)
+            else:
+                chosen = _choose(processed, _scales(metadata), rows, seeds, lengths)
+            emitted = _accepted(chosen, drafts, rows)
         else:
-            lengths = batch.num_tokens_no_spec[:count].astype(np.int64)
-            seeds = np.array([_argument(each, NOISE_SEED, 0) for each in states], dtype=np.uint64).view(np.int64)
-            free = [i for i, each in enumerate(states) if drafted[i] and _argument(each, INDEPENDENT, False)]
-            judged = None
-            if free and drafts is not None:
-                judged = _judge(processed, drafts, rows, free, self._proposals_of(free), seeds, lengths)
-            chosen = _draw(processed, metadata, rows, seeds, lengths, free, judged)
-            settled = None if judged is None else (free, judged.accepted)
-        sampled = _accepted(chosen, drafts, rows, settled)
-        return SamplerOutput(sampled.to(torch.int32), _logprobs(kept, chosen, metadata, rows, runner.sampler))
+            assert drafts is not None
+            emitted = _judge(processed, drafts, rows, free, self._proposals_of(free), seeds, lengths)
+            if len(free) < count:
+                others = np.setdiff1d(np.arange(count), free)
+                theirs = _of_others(processed, drafts, rows, others, _scales(metadata), seeds, lengths)
+                emitted = _joined(emitted, free, theirs, others)
+        return SamplerOutput(emitted.to(torch.int32), _logprobs(kept, emitted, metadata, rows, runner.sampler))
 
     def _proposals_of(self, places: Sequence[int]) -> list[Proposal | None]:
         """What the drafts at these places of the batch were sampled from; None: they are certain."""
@@ -120,71 +129,28 @@ def _argument(state: Any, name: str, default: Any) -> Any:
     return params.extra_args.get(name, default) if params is not None and params.extra_args else default
 
 
-def _judge(
-    logits: Tensor,
-    drafts: Tensor,
-    rows: LogitRows,
-    free: Sequence[int],
-    proposals: Sequence[Proposal | None],
-    seeds: np.ndarray[Any, Any],
-    lengths: np.ndarray[Any, Any],
-) -> Judged:
-    """Verifies the drafts of the requests `free` by rejection.  `drafts`: all draft tokens, in row order."""
-    device, counts = logits.device, np.asarray(rows.drafted)[free]
-    tokens, ids, chances = table_of([[0] * n for n in counts.tolist()], proposals)
-    deepest = tokens.shape[1]
-    at = rows.starts[free][:, None] + np.minimum(np.arange(deepest + 1), counts[:, None])
-    # Each request before has one row more than draft tokens.
-    place = np.minimum(at[:, :-1] - np.asarray(free)[:, None], len(drafts) - 1)
-    packed = np.concatenate((at, place, np.stack((counts, seeds[free], lengths[free]), axis=1)), axis=1)
-    on_device = async_tensor_h2d(packed, device=device)
-    table, where, rest = on_device.split((deepest + 1, deepest, 3), dim=1)
-    drawn = drafts.long()[where]
-    of = async_tensor_h2d(ids, device=device)
-    certain = async_tensor_h2d(np.array([each is None for each in proposals]), device=device)
-    of[:, :, 0] = torch.where(certain.unsqueeze(1), drawn, of[:, :, 0])
-    u = uniforms(rest[:, 1].contiguous(), rest[:, 2].contiguous(), deepest)
-    return judge(logits, table, rest[:, 0], drawn, of, async_tensor_h2d(chances, device=device), u)
-
-
-def _draw(
-    logits: Tensor,
-    metadata: SamplingMetadata,
-    rows: LogitRows,
-    seeds: np.ndarray[Any, Any],
-    lengths: np.ndarray[Any, Any],
-    free: Sequence[int],
-    judged: Judged | None,
-) -> Tensor:
-    """The verifier's own token of each row, `[rows]`; `logits` are already divided by the temperature.
-
-    Of the requests `free`, one row each is drawn, from `judged`; their other rows hold nothing.
-    """
+def _scales(metadata: SamplingMetadata) -> Tensor:
+    """The share of noise in each request's choice `[requests]`: none if it is greedy."""
     assert metadata.temperature is not None
-    scales = rows.spread((metadata.temperature >= GREEDY_BELOW).to(torch.float32))
+    scales: Tensor = (metadata.temperature >= GREEDY_BELOW).to(torch.float32)
+    return scales
+
+
+def _choose(
+    logits: Tensor, scales: Tensor, rows: LogitRows, seeds: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]
+) -> Tensor:
+    """The verifier's own token of each row, `[rows]`; `logits` are already divided by the temperature."""
     keys = np.stack((seeds[rows.request], lengths[rows.request] + rows.depth))
-    if judged is None:
-        on_device = async_tensor_h2d(keys, device=logits.device)
-        return choose(logits, on_device[0], on_device[1], torch.ones_like(scales), scales).columns
-    others = np.nonzero(~np.isin(rows.request, free))[0]
-    first = np.stack((seeds[free], lengths[free], rows.starts[free]))
-    drawn = async_tensor_h2d(np.concatenate((keys[:, others], first[:2]), axis=1), device=logits.device)
-    places = async_tensor_h2d(np.concatenate((others, first[2])), device=logits.device)
-    drawn[1, len(others) :] += judged.accepted
-    places[len(others) :] += judged.accepted
-    joined = torch.cat((logits[places[: len(others)]], judged.last)) if len(others) else judged.last
-    own = scales[places]
-    columns = choose(joined, drawn[0], drawn[1], torch.ones_like(own), own).columns
-    return torch.zeros(len(logits), dtype=columns.dtype, device=logits.device).scatter_(0, places, columns)
+    on_device, scales = async_tensor_h2d(keys, device=logits.device), rows.spread(scales)
+    return choose(logits, on_device[0], on_device[1], torch.ones_like(scales), scales).columns
 
 
-def _accepted(chosen: Tensor, drafts: Tensor | None, rows: LogitRows, settled: tuple[Sequence[int], Tensor] | None) -> Tensor:
+def _accepted(chosen: Tensor, drafts: Tensor | None, rows: LogitRows) -> Tensor:
     """The tokens that each verification emits, `[requests, deepest + 1]`, padded with -1.
 
-    `chosen` `[rows]` is the verifier's own token of each row.  `drafts` holds all draft tokens in row order.  `settled`:
-    requests, and how many of their draft tokens were accepted; these tokens are written into `chosen`.
+    `chosen` `[rows]` is the verifier's own token of each row.  `drafts` holds all draft tokens in row order.
     """
-    if drafts is None:
+    if drafts is None or not rows.deepest:
         return chosen.unsqueeze(1)
     table = rows.table()
     # `drafts` has the order of the rows, but each request has one row more than draft tokens.
@@ -195,12 +161,66 @@ def _accepted(chosen: Tensor, drafts: Tensor | None, rows: LogitRows, settled: t
     steps = torch.arange(rows.deepest + 1, device=table.device)
     same = (chosen[table[:, :-1]] == drafts[draft_at]) & (steps[:-1] < limits)
     accepted = same.long().cumprod(1).sum(1, keepdim=True)
-    if settled is not None:
-        requests, counts = async_tensor_h2d(np.asarray(settled[0]), device=table.device), settled[1].unsqueeze(1)
-        accepted[requests] = counts
-        here, taken = table[requests, :-1], steps[:-1] < counts
-        chosen[here[taken]] = drafts[draft_at[requests]][taken].to(chosen.dtype)
     return chosen[table].masked_fill(steps > accepted, -1)
+
+
+def _judge(
+    logits: Tensor,
+    drafts: Tensor,
+    rows: LogitRows,
+    free: Sequence[int],
+    proposals: Sequence[Proposal | None],
+    seeds: np.ndarray[Any, Any],
+    lengths: np.ndarray[Any, Any],
+) -> Tensor:
+    """What the requests `free`, whose drafts are judged by rejection, emit: `[requests, deepest + 1]`, padded with -1."""
+    device, counts = logits.device, np.asarray(rows.drafted)[free]
+    tokens, ids, chances = table_of([[0] * n for n in counts.tolist()], proposals)
+    deepest = tokens.shape[1]
+    at = rows.starts[free][:, None] + np.minimum(np.arange(deepest + 1), counts[:, None])
+    # Each request before has one row more than draft tokens.
+    place = np.minimum(at[:, :-1] - np.asarray(free)[:, None], len(drafts) - 1)
+    packed = np.concatenate((at, place, np.stack((counts, seeds[free], lengths[free]), axis=1)), axis=1)
+    table, where, rest = async_tensor_h2d(packed, device=device).split((deepest + 1, deepest, 3), dim=1)
+    count, seed, length = (each.contiguous() for each in rest.unbind(1))
+    drawn = drafts.long()[where]
+    of = async_tensor_h2d(ids, device=device)
+    if None in proposals:
+        certain = async_tensor_h2d(np.array([each is None for each in proposals]), device=device)
+        of[:, :, 0] = torch.where(certain.unsqueeze(1), drawn, of[:, :, 0])
+    u, q = uniforms(seed, length, deepest), async_tensor_h2d(chances, device=device)
+    judged = judge(logits, table, count, drawn, of, q, u)
+    ones = torch.ones_like(u[:, 0])
+    last = choose(judged.last, seed, length + judged.accepted, ones, ones).columns
+    accepted = judged.accepted.unsqueeze(1)
+    emitted = functional.pad(drawn, (0, rows.deepest + 1 - deepest)).scatter(1, accepted, last.unsqueeze(1))
+    return emitted.masked_fill(torch.arange(rows.deepest + 1, device=device) > accepted, -1)
+
+
+def _of_others(
+    logits: Tensor,
+    drafts: Tensor,
+    rows: LogitRows,
+    others: np.ndarray[Any, Any],
+    scales: Tensor,
+    seeds: np.ndarray[Any, Any],
+    lengths: np.ndarray[Any, Any],
+) -> Tensor:
+    """What the requests `others`, which are not judged by rejection, emit."""
+    drafted, device = np.asarray(rows.drafted), logits.device
+    here = np.nonzero(np.isin(rows.request, others))[0]
+    before_draft = here[rows.depth[here] < drafted[rows.request[here]]]
+    own = LogitRows(drafted[others].tolist(), device)
+    places = async_tensor_h2d(np.concatenate((here, before_draft - rows.request[before_draft], others)), device=device)
+    at, of_drafts, requests = places.split((len(here), len(before_draft), len(others)))
+    chosen = _choose(logits[at], scales[requests], own, seeds[others], lengths[others])
+    return _accepted(chosen, drafts[of_drafts], own)
+
+
+def _joined(first: Tensor, at: Sequence[int], second: Tensor, others: np.ndarray[Any, Any]) -> Tensor:
+    """What the requests `at` and `others` emit, in the batch's order; `first` is at least as wide."""
+    both = torch.cat((first, functional.pad(second, (0, first.shape[1] - second.shape[1]), value=-1).to(first.dtype)))
+    return both[async_tensor_h2d(np.argsort(np.concatenate((at, others))), device=first.device)]
 
 
 # -- the target's distribution -----------------------------------------------------------------------------------------
@@ -320,12 +340,12 @@ def _emitted(metadata: SamplingMetadata, depth: int) -> Iterator[None]:
 
 
 def _logprobs(
-    logits: Tensor | None, chosen: Tensor, metadata: SamplingMetadata, rows: LogitRows, sampler: Any
+    logits: Tensor | None, emitted: Tensor, metadata: SamplingMetadata, rows: LogitRows, sampler: Any
 ) -> LogprobsTensors | None:
-    """Log probabilities of `chosen` `[rows]`, at every place of the table of what was emitted; vLLM drops the padding's."""
+    """Log probabilities at every place of `emitted` `[requests, deepest + 1]`; vLLM drops the padding's."""
     if logits is None:
         return None
-    chosen = chosen.long()
+    chosen = rows.flatten(emitted.long().clamp(min=0))
     of = logits if sampler.logprobs_mode.endswith("logits") else sampler.compute_logprobs(logits)
     by_token = metadata.logprob_token_ids
     if by_token and rows.deepest:

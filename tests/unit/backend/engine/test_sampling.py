@@ -23,7 +23,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from backend.engine.worker.sampling import LogitRows, SharedNoise, _accepted
-from backend.wire.engine import LOGPROBS_MODE, NOISE_SEED
+from backend.wire.engine import INDEPENDENT, LOGPROBS_MODE, NOISE_SEED
 from tests.support.no_repeat import NoRepeat
 
 VOCAB, DEEPEST = 24, 4
@@ -266,6 +266,30 @@ def test_seeds_and_positions_decide_and_greedy_requests_have_no_noise() -> None:
     assert one(2**64 - 1, 3, 1.0) == one(2**64 - 1, 3, 1.0)
 
 
+def test_requests_with_different_rules_do_not_touch_each_other() -> None:
+    """A request emits the same, with the same log probabilities, alone and beside others."""
+    mixed = 0
+    for seed in range(20):
+        requests = batch(seed, ["penalties", "top"])
+        for i, request in enumerate(requests):
+            if request.params.temperature and (seed + i) % 2:
+                request.params.extra_args[INDEPENDENT] = True
+        together = sample(requests, 3)
+        width = together.sampled_token_ids.shape[1]
+        assert together.logprobs_tensors is not None
+        for i, (request, row) in enumerate(zip(requests, together.sampled_token_ids.tolist(), strict=True)):
+            alone = sample([request], 3)
+            assert alone.logprobs_tensors is not None
+            own = alone.sampled_token_ids[0].tolist()
+            assert row == own + [-1] * (width - len(own))
+            told = sum(token >= 0 for token in own)
+            for mine, its in zip(together.logprobs_tensors[:3], alone.logprobs_tensors[:3], strict=True):
+                torch.testing.assert_close(mine[i * width : i * width + told], its[:told])
+        rules = {bool(each.params.extra_args.get(INDEPENDENT)) for each in requests if each.draft}
+        mixed += len(rules) == 2
+    assert mixed > 3
+
+
 def think(seed: int, end: list[int], longest_draft: int, plain: list[list[int]] | None = None) -> list[list[int]]:
     """Outputs of a batch of which some requests have a thinking budget; drafts are mostly what `plain` says."""
     dice = random.Random(seed)
@@ -313,4 +337,4 @@ def test_nothing_waits_for_the_device_before_all_of_the_sampling_is_launched(mon
     chosen, drafts = torch.tensor([5, 6, 7, 8]), torch.tensor([5, 9])
     monkeypatch.setattr(torch, "tensor", None)
     monkeypatch.setattr(torch, "as_tensor", None)
-    assert _accepted(chosen, drafts, rows, None).tolist() == [[5, 6, -1], [8, -1, -1]]
+    assert _accepted(chosen, drafts, rows).tolist() == [[5, 6, -1], [8, -1, -1]]
