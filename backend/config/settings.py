@@ -82,6 +82,11 @@ class GatewaySettings(Section):
         description="seconds that a request waits at most: for room (one that would wait longer: 503 at once), or for another "
         "verifier where its own was lost",
     )
+    default_max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens of a chat's or response's answer where the request sets no limit; default: what the context holds",
+    )
     max_sequences: int = Field(512, ge=1, description="sequences that one request may start: prompts times n")
     max_prompt_logprobs: int = Field(
         20_000,
@@ -256,6 +261,7 @@ class RecordsSettings(Section):
     dir: Folder = Field(
         None, description="directory for records of steps, verifications, requests and decisions (parquet); default: none"
     )
+    max_mib: int = Field(1024, ge=1, description="MiB of records kept per verifier; the oldest files are deleted")
 
 
 class TracingSettings(Section):

@@ -57,7 +57,7 @@ class Books(msgspec.Struct):
     written: dict[str, int]
     dropped: dict[str, int]
     removed: dict[str, int]
-    """Rows whose files were deleted to stay within `MAX_BYTES` (`store.py`)."""
+    """Rows whose files were deleted to stay within `records.max_mib`."""
     ended: bool
     """Whether the verifier stopped in good order: then no rows are missing but those counted here."""
 

@@ -19,6 +19,7 @@ import msgspec
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from backend.config import RecordsSettings
 from backend.records.rows import Row
 from backend.records.schema import ABOUT, KINDS, SCHEMA_VERSION, About, Books, metadata, to_table
 
@@ -27,8 +28,7 @@ logger = logging.getLogger(__name__)
 FILE = re.compile(rf"\.?({'|'.join(KINDS)})-\d{{6,}}\.parquet(\.part)?")
 """Names of files that we write, incomplete ones included; no other file is ever deleted."""
 
-MAX_BYTES = 1 << 30
-"""Of one verifier's files."""
+
 ROTATE_ROWS, ROTATE_BYTES, ROTATE_S = 200_000, 16 * 2**20, 30.0
 """A file is written when so many rows wait for it, or so many bytes before compression."""
 
@@ -57,15 +57,18 @@ class _Pending:
 class RecordStore:
     """One incarnation's files.  `overflow` counts, by kind, rows dropped before `add`; `now` is always monotonic seconds."""
 
-    def __init__(self, about: About, directory: Path, overflow: dict[str, int]) -> None:
+    def __init__(self, about: About, settings: RecordsSettings, overflow: dict[str, int]) -> None:
+        if settings.dir is None:
+            raise ValueError("records.dir is not set")
         start = time.strftime("%Y%m%dT%H%M%S", time.gmtime(about.started_at))
-        self._verifier = directory / re.sub(r"[^\w.-]", "_", about.verifier_id)
+        self._verifier = Path(settings.dir) / re.sub(r"[^\w.-]", "_", about.verifier_id)
         self.directory = self._verifier / f"{start}-{about.incarnation[:8]}"
         self.written = dict.fromkeys(KINDS, 0)
         self._lost = dict.fromkeys(KINDS, 0)
         self._overflow = overflow
         self._removed = dict.fromkeys(KINDS, 0)
         self._about = about
+        self._settings = settings
         self._pending: dict[str, _Pending] = {}
         self._files = 0
         self._refused = ""
@@ -131,10 +134,10 @@ class RecordStore:
         _write_books(self.directory, books)
 
     def _remove_oldest(self) -> None:
-        """Deletes this verifier's oldest files, former incarnations included, until all fit in `MAX_BYTES`."""
+        """Deletes this verifier's oldest files, former incarnations included, until all fit in `records.max_mib`."""
         files = [(each, each.stat().st_size) for each in self._verifier.glob("*/*") if FILE.fullmatch(each.name)]
         files.sort(key=lambda file: (file[0].parent.name, file[0].name.partition("-")[2]))
-        over = sum(size for _, size in files) - MAX_BYTES
+        over = sum(size for _, size in files) - self._settings.max_mib * 2**20
         for file, size in files:
             if over <= 0:
                 break

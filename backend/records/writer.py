@@ -10,8 +10,8 @@ import logging
 import threading
 import time
 from collections import deque
-from pathlib import Path
 
+from backend.config import RecordsSettings
 from backend.records.rows import Row
 from backend.records.schema import KIND_OF, KINDS, About
 from backend.records.store import RecordStore
@@ -29,9 +29,9 @@ QUEUE_ROWS = 200_000
 class FileRecorder:
     """Records one verifier's rows.  Only the engine thread may call `put`; any thread may call `start` and `close`."""
 
-    def __init__(self, about: About, directory: Path) -> None:
+    def __init__(self, about: About, settings: RecordsSettings) -> None:
         self._overflow = dict.fromkeys(KINDS, 0)
-        self._store = RecordStore(about, directory, self._overflow)
+        self._store = RecordStore(about, settings, self._overflow)
         self._queue: deque[Row] = deque()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from backend.config import Settings
+from backend.config import RecordsSettings, Settings
 from backend.records.schema import KINDS, About
 from backend.records.store import RecordStore
 from backend.rollout import tables
@@ -43,7 +43,7 @@ def _write_records(directory: Path, part: WorkerShare, settings: Settings) -> No
     about = About(
         f"verifier-{part.number}", "rollout", started_at, settings.mode, settings.model, settings.num_speculative_tokens
     )
-    store = RecordStore(about, directory, dict.fromkeys(KINDS, 0))
+    store = RecordStore(about, RecordsSettings(dir=str(directory)), dict.fromkeys(KINDS, 0))
     store.add("step", part.rows.steps, 0.0)
     store.add("verification", part.rows.verifications, 0.0)
     store.add("request", part.rows.requests, 0.0)

@@ -148,7 +148,7 @@ class VerifierProcess:
 
         k = stats.num_speculative_tokens if stats.mode != "off" else 0
         about = About(self.verifier_id, self._incarnation, stats.started_at, stats.mode, self._paths.name, k)
-        files = FileRecorder(about, Path(self._settings.records.dir))
+        files = FileRecorder(about, self._settings.records)
         files.start()
         return files
 

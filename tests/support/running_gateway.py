@@ -66,7 +66,6 @@ async def running_gateway(
     tracing: dict[str, Any] | None = None,
     slots: int = 64,
     read_settings: Any = None,
-    engine_args: dict[str, Any] | None = None,
     **gateway: Any,
 ) -> AsyncIterator[Running]:
     """A gateway with `gateway` settings and `verifiers` connected fake verifiers, each of which runs `slots` sequences."""
@@ -74,8 +73,7 @@ async def running_gateway(
         fakes = [FakeVerifier(Path(folder), f"verifier-{index}").start() for index in range(verifiers)]
         directory = StaticDirectory([fake.member for fake in fakes])
         gateway = {"port": 0, "state_dir": folder, **gateway}
-        verifier = {"max_num_seqs": slots, "engine_args": engine_args or {}}
-        sections = {"gateway": gateway, "tracing": tracing or {}, "verifier": verifier}
+        sections = {"gateway": gateway, "tracing": tracing or {}, "verifier": {"max_num_seqs": slots}}
         settings = Settings.model_validate({"mode": mode, **sections})
         server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo", read_settings=read_settings)
         try:

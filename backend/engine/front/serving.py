@@ -319,7 +319,7 @@ def build_services(
         derenderer = OnlineDerenderer(model_config=client.model_config, renderer=client.renderer, **parsing, **common)
         derendering = {"online_derenderer": derenderer}
     chatting: dict[str, Any] = {"online_renderer": renderer, **counted, **parsing, **common}
-    return Services(
+    services = Services(
         models=models,
         chat=Chat(client, models, "assistant", **chatting),
         chat_of_many=ChatOfMany(client, models, "assistant", **chatting),
@@ -331,3 +331,7 @@ def build_services(
         renderer=renderer,
         pooling=Pooling(client, models, template),
     )
+    if (limit := settings.gateway.default_max_tokens) is not None:
+        for serving in (services.chat, services.chat_of_many, services.responses):
+            serving.default_sampling_params = {**serving.default_sampling_params, "max_tokens": limit}
+    return services

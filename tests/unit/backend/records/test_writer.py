@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from backend.config import RecordsSettings
 from backend.records import store as store_module
 from backend.records import writer as writer_module
 from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
@@ -29,8 +30,12 @@ def verification(step: int) -> VerificationRow:
     return VerificationRow(step, f"request-{step}", 10 + step, 4, 2, 3, "drafter-0", False, False)
 
 
-def make_store(directory: Path, about: About = ABOUT_V0) -> RecordStore:
-    return RecordStore(about, directory, dict.fromkeys(KINDS, 0))
+def settings(directory: Path, **given: Any) -> RecordsSettings:
+    return RecordsSettings(dir=str(directory), **given)
+
+
+def make_store(directory: Path, about: About = ABOUT_V0, **given: Any) -> RecordStore:
+    return RecordStore(about, settings(directory, **given), dict.fromkeys(KINDS, 0))
 
 
 @pytest.fixture
@@ -153,7 +158,7 @@ def test_a_directory_that_cannot_be_made_costs_records(tmp_path: Path, caplog: p
 
 
 @pytest.mark.usefixtures("row_by_row")
-def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path) -> None:
     old = make_store(tmp_path, About("verifier-0", "aaaaaaaa", 1.0, "off", "demo", 0))
     old.add("verification", [verification(step) for step in range(20_000)], 0.0)
     old.close()
@@ -163,8 +168,7 @@ def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path, monkeypatch:
     precious = [old.directory.parent / "notes.txt", kept.directory / "notes.txt", kept.directory / "my-step-000001.parquet"]
     for file in precious:
         file.write_text("keep")
-    monkeypatch.setattr(store_module, "MAX_BYTES", 2**20)
-    store = make_store(tmp_path)
+    store = make_store(tmp_path, max_mib=1)
     for start in range(40):
         rows = [VerificationRow(n, os.urandom(50).hex(), n, 4, 2, 3, "d", False, False) for n in range(start, start + 1000)]
         store.add("verification", rows, 0.0)
@@ -180,7 +184,7 @@ def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path, monkeypatch:
 
 def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "QUEUE_ROWS", 2)
-    recorder = FileRecorder(ABOUT_V0, tmp_path)
+    recorder = FileRecorder(ABOUT_V0, settings(tmp_path))
     for step in range(5):
         recorder.put(verification(step))
     recorder.put(REQUEST)
@@ -193,7 +197,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_what_is_queued_is_written_at_the_end(tmp_path: Path) -> None:
-    recorder = FileRecorder(ABOUT_V0, tmp_path)
+    recorder = FileRecorder(ABOUT_V0, settings(tmp_path))
     recorder.start()
     for step in range(10_000):
         recorder.put(verification(step))
@@ -207,7 +211,7 @@ def test_what_is_queued_is_written_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_row_that_is_none_costs_no_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = FileRecorder(ABOUT_V0, tmp_path)
+    recorder = FileRecorder(ABOUT_V0, settings(tmp_path))
     recorder.put(VerificationRow("x", *[None] * 8))  # type: ignore[arg-type]
     recorder.put(REQUEST)
     recorder.start()
