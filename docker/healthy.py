@@ -9,15 +9,9 @@ import sys
 import httpx
 
 from backend.config import sources
-from backend.config.settings import GatewaySettings
+from gateway.cli.reload import url_of
 
 TIMEOUT_S = 5
-
-
-def url_of(settings: GatewaySettings) -> str:
-    """The URL at which this host reaches a gateway with these settings."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-    return f"{'https' if settings.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
 def main(kind: str, at: str) -> int:

@@ -9,7 +9,7 @@ import importlib.metadata
 
 from backend.config.logs import configure_logging
 from gateway.cli import console
-from gateway.cli.signals import OK, signals
+from gateway.cli.signals import FAILED, OK, signals
 
 
 def records(arguments: list[str]) -> int:
@@ -28,6 +28,16 @@ def rollout(arguments: list[str]) -> int:
     with signals():
         run(arguments, console.Progress().say)
     return OK
+
+
+def run_batch(arguments: list[str]) -> int:
+    """Carries out a file of requests over HTTP."""
+    from gateway.cli.run_batch import main
+
+    configure_logging("warning")
+    with signals():
+        failed = main(arguments, console.Progress().say)
+    return FAILED if failed else OK
 
 
 def train_drafter(arguments: list[str]) -> int:

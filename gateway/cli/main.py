@@ -202,6 +202,23 @@ def make_key(arguments: list[str]) -> int:
     return OK
 
 
+def reload(arguments: list[str]) -> int:
+    """Has a running gateway read keys, limits and routing again: `outrider reload [NAMESPACE or PID] [--name value ...]`."""
+    from backend.launch import state
+    from gateway.cli import reload as reloading
+
+    rest = list(arguments)
+    name = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    loaded = sources.load(rest, "outrider reload", "Has a gateway read its keys, limits and routing again: [NAMESPACE or PID].")
+    section = loaded.settings.gateway
+    # A gateway named by its address may run anywhere.  Otherwise it is the one of an `outrider serve` on this host.
+    named = any(("gateway", each) in loaded.origins for each in ("host", "port", "uds"))
+    url = reloading.url_of(section) if named and name is None else state.find(name).url
+    for line in reloading.reload(url, section):
+        print(line)
+    return OK
+
+
 OWN = "(it has options of its own)"
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("start a fleet and its gateway, until Ctrl-C", serve),
@@ -209,8 +226,10 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "status": ("show a running fleet", status),
     "check-config": ("show the settings in force and where each came from", check_config),
     "make-key": ("make an API key and its entry for the keys file", make_key),
+    "reload": ("have a running gateway read its keys, limits and routing again", reload),
     "records": ("sum up what verifiers wrote down", commands.records),
     "bench": (f"measure every mode on this machine {OWN}", partial(commands.laboratory, "bench")),
+    "run-batch": (f"carry out a file of OpenAI batch requests at a gateway {OWN}", commands.run_batch),
     "rollout": (f"run a trace's prompts over a fleet of its own, with a row of every step {OWN}", commands.rollout),
     "trace": (f"make traces {OWN}", commands.trace),
     "train-drafter": (f"train a head for a model from prompts {OWN}", commands.train_drafter),

@@ -5,11 +5,16 @@ import json
 import logging
 import ssl
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from backend.config import Settings
+from backend.config.settings import GatewaySettings
+from backend.config.sources import CommandError
+from gateway.cli.reload import reload
 from tests.support.fake_verifier import eventually, gated
 from tests.support.keys_file import Keys
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -226,6 +231,33 @@ async def test_https_and_a_unix_socket(tmp_path):
             assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 200
             # A proxy may stand in front of it: being called through it proves nothing.
             assert (await http.post("/sleep", json={})).status_code == 403
+
+
+def signed(folder: Path, name: str, by: str | None = None) -> Path:
+    """The private key, the certificate and its issuer's, in one file.  The name is no name of this machine."""
+    key, cert, file = (folder / f"{name}.{kind}" for kind in ("key", "cert", "pem"))
+    issuer: list[str | Path] = [] if by is None else ["-CA", folder / f"{by}.cert", "-CAkey", folder / f"{by}.key"]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
+         "-subj", f"/CN={name}.example", "-keyout", key, "-out", cert, *issuer],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    chain = [key, cert, *([] if by is None else [folder / f"{by}.cert"])]
+    file.write_text("".join(each.read_text() for each in chain))
+    return file
+
+
+async def test_reload_trusts_the_certificate_that_is_in_its_settings_and_no_other(tmp_path):
+    signed(tmp_path, "authority")
+    own, other, alone = (signed(tmp_path, *names) for names in (("own", "authority"), ("other", "authority"), ("alone",)))
+    for file in (own, alone):
+        async with running_gateway(tls_cert=str(file), read_settings=Settings) as running:
+            settings = GatewaySettings(tls_cert=str(file))
+            (line, *_) = await asyncio.to_thread(reload, running.server.url, settings)
+            assert line.startswith("0 keys")
+            for wrong in (str(other), None):
+                with pytest.raises(CommandError, match="CERTIFICATE_VERIFY_FAILED"):
+                    await asyncio.to_thread(reload, running.server.url, GatewaySettings(tls_cert=wrong))
 
 
 async def test_files_and_batches_belong_to_a_key_and_have_its_rights(keys):

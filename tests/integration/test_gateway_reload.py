@@ -6,12 +6,14 @@ import os
 import signal
 from typing import Any
 
+import httpx
 import yaml
 
 from backend.config import Settings
 from backend.config.sources import merge, read_yaml
 from backend.routing.routers import LeastLoaded, WithAffinity
 from gateway.auth.key_ring import make_key
+from gateway.cli import main as cli
 from gateway.peers import Peers
 from tests.support.fake_verifier import eventually, gated
 from tests.support.running_gateway import COMPLETION, running_gateway
@@ -94,7 +96,7 @@ async def test_all_of_it_or_nothing(tmp_path, caplog, monkeypatch):
         assert isinstance(routers.pop(), LeastLoaded)
 
 
-async def test_by_signal(tmp_path):
+async def test_by_signal_and_from_the_command_line(tmp_path, capsys):
     files = Files(tmp_path)
     old_entry, new_entry = make_key("old")[1], make_key("new")[1]
     files.write([old_entry])
@@ -106,6 +108,13 @@ async def test_by_signal(tmp_path):
         os.kill(os.getpid(), signal.SIGHUP)
         await eventually(lambda: ring.ring is not first)
         assert len(ring.ring) == 2
+        address = httpx.URL(running.server.url)
+        flags = ["--host", address.host, "--port", str(address.port), "--gateway-admin-key", "adm"]
+        assert await asyncio.to_thread(cli.main, ["reload", *flags]) == 0
+        assert capsys.readouterr().out == "2 keys; changed: nothing else\n"
+        files.write("keys: 5")
+        assert await asyncio.to_thread(cli.main, ["reload", *flags]) == 1
+        assert "Nothing has changed: <path>: keys: input should be a valid list" in capsys.readouterr().err
 
 
 async def test_without_settings_to_read_there_is_nothing_to_reload():

@@ -48,7 +48,7 @@ class Calls:
             if known.status == 500 and not isinstance(error, ApiError):
                 raise
             status, headers, body = known.status, known.headers(), json.dumps(known.body()).encode()
-        if status in RETRIED and headers.get("x-should-retry") != "false":
+        if again(status, headers):
             return None
         usage = msgspec.json.decode(body, type=_Used).usage if status == 200 else None
         return LineAnswer(line.custom_id, status, msgspec.Raw(body), request_id, usage=usage)
@@ -71,6 +71,11 @@ class Calls:
             return answer.status_code, answer.headers, await answer.aread()
         finally:
             claim.close()
+
+
+def again(status: int, headers: Mapping[str, str]) -> bool:
+    """Whether a line with such an answer is tried again."""
+    return status in RETRIED and headers.get("x-should-retry") != "false"
 
 
 class _Used(msgspec.Struct):

@@ -64,15 +64,15 @@ def parsed(text: bytes) -> BatchLine:
     return _line.decode(text)
 
 
-def check(path: Path, endpoint: str, max_body_bytes: int) -> Checked:
-    """Checks that every line is a request to `endpoint` with a unique id."""
+def check(path: Path, endpoint: str | None, max_body_bytes: int) -> Checked:
+    """Checks that every line is a request to `endpoint` with a unique id.  None: any endpoint, any number of lines."""
     total = 0
     errors: list[LineError] = []
     models: set[str] = set()
     seen: set[str] = set()
     for number, text in read(path, max_body_bytes):
         total += 1
-        if total > MAX_LINES:
+        if total > MAX_LINES and endpoint is not None:
             return Checked(total, None, [_TOO_MANY])
         if len(errors) == MAX_ERRORS:
             break
@@ -96,7 +96,7 @@ def check(path: Path, endpoint: str, max_body_bytes: int) -> Checked:
     return Checked(total, models.pop() if len(models) == 1 else None, errors)
 
 
-def _error(fields: Any, endpoint: str, seen: set[str]) -> tuple[str, str, str | None] | None:
+def _error(fields: Any, endpoint: str | None, seen: set[str]) -> tuple[str, str, str | None] | None:
     """Code, message and parameter of the first error in a line; None: the line is correct."""
     if not isinstance(fields, dict):
         return "invalid_json_line", "This line is not a JSON object.", None
@@ -113,7 +113,9 @@ def _error(fields: Any, endpoint: str, seen: set[str]) -> tuple[str, str, str | 
         return "duplicate_custom_id", "Another request has this custom_id. It must be unique within a batch.", "custom_id"
     if fields["method"] != "POST":
         return "invalid_method", "The method must be POST.", "method"
-    if endpoint != fields["url"]:
+    if endpoint is None and not fields["url"].startswith("/v1/"):
+        return "invalid_url", "The url must begin with /v1/.", "url"
+    if endpoint not in (None, fields["url"]):
         return "mismatched_url", "The url does not match the endpoint of the batch.", "url"
     for name in ("stream", "background"):
         if fields["body"].get(name):

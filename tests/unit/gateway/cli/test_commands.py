@@ -26,6 +26,7 @@ from backend.models.resolve import ResolvedModels
 from gateway.auth.key_ring import read_entries
 from gateway.cli import console
 from gateway.cli import main as cli
+from gateway.cli.reload import url_of
 
 DEMO = ResolvedModels("/t", "/d", "eagle", "demo")
 
@@ -208,7 +209,7 @@ def test_a_further_gateway_needs_the_keys_that_its_fleet_has(
 def test_a_gateway_is_found_at_a_socket_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
     settings = Settings.model_validate({"gateway": {"uds": "~/a.sock", "tls_cert": "~/a.pem"}}).gateway
-    assert (settings.uds, settings.tls_cert) == ("/home/me/a.sock", "/home/me/a.pem")
+    assert (url_of(settings), settings.tls_cert) == ("unix:/home/me/a.sock", "/home/me/a.pem")
 
 
 def test_fleets_are_found_by_namespace_or_pid(runtime: Path) -> None:
