@@ -1,39 +1,71 @@
-"""`outrider records DIR`: figures of records, as Markdown or JSON.  The files are Parquet, which other programs read."""
+"""`outrider records DIR summary | report | join | export`: figures and plots of records, and files for other programs."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
+import pyarrow.compute as pc
 
 from backend.config.sources import Parser
+from backend.records import export
 from backend.records.markdown import FORCED, sections
-from backend.records.reading import EVERYTHING, Records, RecordsError, Selection
+from backend.records.plots import draw
+from backend.records.reading import EVERYTHING, Records, RecordsError, Selection, VerifierTables
+from backend.records.schema import KINDS
 from backend.records.summary import Summary, summarise
 
-DESCRIPTION = """Sums up what verifiers wrote with --records-dir, or a rollout in the directory of a round: lengths, speeds,
-acceptance, idle time."""
+DESCRIPTION = """Reads what verifiers wrote with --records-dir, or a rollout in the directory of a round.
+summary: lengths, speeds, acceptance, idle time; report: the summary with plots, as Markdown and PNG files;
+join: every verification with its step and its request; export: the rows of each kind.
+"""
+SUFFIXES: dict[str, export.Format] = {".csv": "csv", ".parquet": "parquet"}
 Print = Callable[[str], None]
 
 
-def main(arguments: Sequence[str], say: Print) -> None:
-    """`say` gets the summary.  Raises `RecordsError`, `ConfigError`."""
+def main(arguments: Sequence[str], say: Print, note: Print) -> None:
+    """Runs one command; `say` gets its result, `note` gets remarks.  Raises `RecordsError`, `ConfigError`."""
     given = _parser().parse_args(list(arguments))
     if given.since >= given.until:
         raise RecordsError("--since must be before --until")
     records = Records(given.directory, Selection(frozenset(given.verifier), given.since, given.until))
     try:
-        result = summarise(records.workers())
+        _COMMANDS[given.command](records, given, say, note)
+    except BrokenPipeError:
+        raise
     except OSError as error:
         raise RecordsError(f"{error.filename or given.directory}: {error.strerror or error}") from error
+
+
+def _summary(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
+    result = summarise(records.workers())
     if given.json:
         lost = {"dropped": _dropped(records), "removed": _removed(records)}
         say(msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(result) | lost)).decode())
     else:
         say("\n".join(_markdown(records, result)))
+
+
+def _report(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
+    workers = records.workers()
+    summary = summarise(workers)
+    output: Path = given.output or given.directory / "report"
+    pictures = draw(_of_one_kind(workers), summary, output)
+    (output / "report.md").write_text("\n".join([*_markdown(records, summary), *pictures, ""]), encoding="utf-8")
+    note(f"{output / 'report.md'}, with its plots as PNG files beside it")
+
+
+def _of_one_kind(workers: Sequence[VerifierTables]) -> Sequence[VerifierTables]:
+    """Leaves teacher-forced verifications out if there are live ones."""
+    live = [each.verifications.filter(pc.invert(each.verifications["teacher_forced"])) for each in workers]
+    if not any(table.num_rows for table in live):
+        return workers
+    return [dataclasses.replace(each, verifications=table) for each, table in zip(workers, live, strict=True)]
 
 
 def _markdown(records: Records, summary: Summary) -> list[str]:
@@ -63,10 +95,41 @@ def _removed(records: Records) -> int:
     return sum(sum(each.books.removed.values()) for each in records.incarnations)
 
 
+def _join(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
+    kind = _format(given, given.output)
+    if given.output is None and kind == "parquet":
+        raise RecordsError("parquet needs a file: --output FILE")
+    table = export.joined(records)
+    export.write(table, given.output or sys.stdout.buffer, kind)
+    note(f"{table.num_rows} rows" + (f" in {given.output}" if given.output else ""))
+
+
+def _export(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
+    if given.output is None:
+        raise RecordsError("export needs --output DIRECTORY")
+    kind = _format(given, None)
+    for name in given.kind or KINDS:
+        table, file = export.rows(records, name), given.output / f"{name}.{kind}"
+        export.write(table, file, kind)
+        note(f"{table.num_rows} rows in {file}")
+
+
+_COMMANDS = {"summary": _summary, "report": _report, "join": _join, "export": _export}
+
+
+def _format(given: argparse.Namespace, output: Path | None) -> export.Format:
+    if given.format is not None or output is None:
+        return given.format or "csv"
+    if output.suffix not in SUFFIXES:
+        raise RecordsError(f"{output}: --format is needed, or a name that ends in {' or '.join(SUFFIXES)}")
+    return SUFFIXES[output.suffix]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="outrider records", description=DESCRIPTION, allow_abbrev=False)
     say = parser.add_argument
     say("directory", type=Path, metavar="DIR", help="records of one verifier or of several, or a round of a rollout")
+    say("command", choices=sorted(_COMMANDS), metavar="COMMAND", help=", ".join(_COMMANDS))
     say("--verifier", action="append", default=[], metavar="ID", help="only this verifier (may be given several times)")
     say(
         "--since",
@@ -76,7 +139,10 @@ def _parser() -> argparse.ArgumentParser:
         help="only from then on: 2026-01-31T12:00:00 (UTC) or Unix seconds",
     )
     say("--until", type=_moment, default=EVERYTHING.until, metavar="TIME", help="only before then")
-    say("--json", action="store_true", help="as JSON")
+    say("--json", action="store_true", help="summary: as JSON")
+    say("--output", type=Path, metavar="PATH", help="join: a file (default: standard output); export, report: a directory")
+    say("--format", choices=sorted(SUFFIXES.values()), help="default: by the name of the file, else csv")
+    say("--kind", action="append", choices=sorted(KINDS), help="export: only this kind (may be given several times)")
     return parser
 
 

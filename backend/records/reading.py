@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 Numbers = npt.NDArray[np.float64]
 IDLE_COLUMNS = {cause: f"idle_{cause}_ms" for cause in schema.IDLE_COLUMNS}
-TIME_OF = {"step": "began_at", "request": "ended_at"}
+TIME_OF = {"step": "began_at", "request": "ended_at", "decision": "at"}
 
 
 class RecordsError(CommandError):
@@ -40,7 +40,7 @@ class RecordsError(CommandError):
 class Selection:
     """Selects rows by verifier (empty: all verifiers) and by time, from `since` to before `until`, in Unix seconds.
 
-    A step is selected by its beginning, a verification by its step, a request by its end.
+    A step or decision is selected by its beginning, a verification by its step, a request by its end.
     """
 
     verifiers: frozenset[str] = frozenset()
@@ -199,6 +199,6 @@ def _books(file: Path) -> Books:
 
 
 def _flat(table: pa.Table) -> pa.Table:
-    """Replaces the struct of idle times by one column per cause."""
+    """Replaces the struct of idle times by one column per cause: Arrow's joins and CSV do not support structs."""
     table = table.flatten()
     return table.rename_columns([re.sub(r"^idle_ms\.(.+)", r"idle_\1_ms", name) for name in table.column_names])

@@ -6,6 +6,7 @@ Each only calls its implementation, after a late import, for imports are heavy. 
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 
 from backend.config.logs import configure_logging
 from gateway.cli import console
@@ -13,10 +14,10 @@ from gateway.cli.signals import FAILED, OK, signals
 
 
 def records(arguments: list[str]) -> int:
-    """Sums up records."""
+    """Summarises, draws and converts records."""
     from backend.records.main import main
 
-    main(arguments, print)
+    main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
     return OK
 
 

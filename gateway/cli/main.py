@@ -227,7 +227,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "check-config": ("show the settings in force and where each came from", check_config),
     "make-key": ("make an API key and its entry for the keys file", make_key),
     "reload": ("have a running gateway read its keys, limits and routing again", reload),
-    "records": ("sum up what verifiers wrote down", commands.records),
+    "records": ("sum up, draw, join or export what verifiers wrote down", commands.records),
     "bench": (f"measure every mode on this machine {OWN}", partial(commands.laboratory, "bench")),
     "run-batch": (f"carry out a file of OpenAI batch requests at a gateway {OWN}", commands.run_batch),
     "rollout": (f"run a trace's prompts over a fleet of its own, with a row of every step {OWN}", commands.rollout),

@@ -1,4 +1,4 @@
-"""`outrider records`: sums of directories whose rows are known."""
+"""`outrider records`: sums, joins and exports of directories whose rows are known."""
 
 from __future__ import annotations
 
@@ -10,14 +10,10 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from backend.config import Settings
-from backend.records.kept import RowBatch
 from backend.records.reading import Records, RecordsError, Selection
 from backend.records.rows import DecisionRow
 from backend.records.schema import ABOUT, KINDS
 from backend.records.summary import Summary, summarise
-from backend.rollout.outcome import RoundResult, WorkerShare
-from backend.rollout.results import write_round
 from gateway.cli import main as cli
 from tests.support.processes import ROOT
 from tests.support.recorded import START, Rows, record, request, step, verification
@@ -135,33 +131,76 @@ def test_time_without_work_counts_where_it_was(tmp_path: Path) -> None:
 
 def test_summary_for_a_person_and_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path, small())
-    status, text, _ = run(capsys, tmp_path)
+    status, text, _ = run(capsys, tmp_path, "summary")
     assert status == 0
     assert "| live | 3 | 3.00 | 0.60 | 1.00 0.67 0.50 0.00 |" in text
     assert "no_work 1.00, awaiting_draft 0.01" in text or "no_work 1.00, awaiting_draft 0.00" in text
     assert "2 requests ended (abort 1, length 1); 12 tokens in 0.0 s." in text
-    status, text, _ = run(capsys, tmp_path, "--json", "--since", "2026-01-01T00:00:00")
+    status, text, _ = run(capsys, tmp_path, "summary", "--json", "--since", "2026-01-01T00:00:00")
     assert status == 0
     assert msgspec.json.decode(text, type=Summary).live.acceptance_length == 3
     assert (msgspec.json.decode(text)["dropped"], msgspec.json.decode(text)["removed"]) == (0, 0)
-    status, _, err = run(capsys, tmp_path, "--until", "2000-01-01T00:00:00+02:00")
+    status, _, err = run(capsys, tmp_path, "summary", "--until", "2000-01-01T00:00:00+02:00")
     assert (status, "nothing was recorded in this period" in err) == (1, True)
 
 
-def test_the_documented_join_in_other_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    record(tmp_path / "records", [*small(), verification(9, "a", 4, 2)])
-    again = record(tmp_path / "records", [step(0, 9.0), verification(0, "a", 4, 4)], incarnation="bbbbbbbb")
-    page = (ROOT / "docs" / "reference" / "records.md").read_text()
-    exec(page.partition("```python\n")[2].partition("```")[0], {})
-    joined = [list(csv.DictReader(file.open())) for file in sorted(tmp_path.glob("records/*/*/joined.csv"))]
-    assert sorted(len(rows) for rows in joined) == [1, 7]
-    (other,) = csv.DictReader((again / "joined.csv").open())
-    assert (other["accepted"], other["requests"]) == ("4", "2")
-    first = next(rows for rows in joined if len(rows) == 7)
-    by_key = {(row["step"], row["request_id"]): row for row in first}
-    assert float(by_key["1", "b"]["idle_ms.awaiting_draft"]) == 5.0
-    assert by_key["9", "a"]["busy_ms"] == "", "its step was not recorded"
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_join(tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str) -> None:
+    record(tmp_path / "r", small())
+    requests = [request("a", 8.0, 8.5, 9.0, 50), request("a", 8.0, 8.5, 9.5, 60)]
+    again: Rows = [step(0, 9.0), verification(0, "a", 4, 4), *requests]
+    record(tmp_path / "r", again, incarnation="bbbbbbbb")
+    output = tmp_path / f"joined.{kind}"
+    status, _, err = run(capsys, tmp_path / "r", "join", "--output", output)
+    assert status == 0
+    assert "7 rows in" in err
+    if kind == "csv":
+        with output.open() as file:
+            rows = list(csv.DictReader(file))
+    else:
+        rows = pq.read_table(output).to_pylist()
+    by_key = {(row["incarnation"], int(row["step"]), row["request_id"]): row for row in rows}
+    assert len(by_key) == 7
+    row = by_key["aaaaaaaa", 1, "b"]
+    assert (row["verifier"], int(row["accepted"]), int(row["request_tokens"])) == ("verifier-0", 1, 4)
+    assert float(row["step_idle_awaiting_draft_ms"]) == 5.0
+    assert int(by_key["bbbbbbbb", 0, "a"]["request_tokens"]) == 60, "the one that ended last; nothing of the other incarnation"
+
+
+def test_a_join_keeps_verifications_whose_step_or_request_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path, [verification(5, "a", 4, 2)])
+    record(tmp_path, [step(0, 0.0)], "verifier-1")
+    output = tmp_path / "joined.parquet"
+    run(capsys, tmp_path, "join", "--output", output)
+    (row,) = pq.read_table(output).to_pylist()
+    assert (row["accepted"], row["step_busy_ms"], row["request_tokens"]) == (2, None, None)
+
+
+def test_join_to_standard_output(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    record(tmp_path, small())
+    assert cli.main(["records", str(tmp_path), "join"]) == 0
+    lines = capfdbinary.readouterr().out.decode().splitlines()
+    assert len(lines) == 7
+    assert lines[0].startswith('"verifier","incarnation","step","request_id"')
+
+
+def test_export_of_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path / "r", small())
+    status, _, _ = run(capsys, tmp_path / "r", "export", "--output", tmp_path / "out", "--format", "parquet")
+    assert status == 0
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == [
+        "decision.parquet",
+        "request.parquet",
+        "step.parquet",
+        "verification.parquet",
+    ]
+    steps = pq.read_table(tmp_path / "out" / "step.parquet").to_pylist()
+    assert [each["tokens"] for each in steps] == [2, 6, 4]
+    assert steps[1]["idle_awaiting_draft_ms"] == 5.0
+    run(capsys, tmp_path / "r", "export", "--output", tmp_path / "two", "--kind", "step", "--kind", "request")
+    assert sorted(file.name for file in (tmp_path / "two").iterdir()) == ["request.csv", "step.csv"]
 
 
 def foreign(directory: Path) -> None:
@@ -189,16 +228,20 @@ def nothing(directory: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "arguments", "status", "line"),
     [
-        (nothing, [], 1, "holds no records: verifiers write them with --records-dir"),
-        (foreign, [], 1, "holds no records"),
-        (lambda d: d.rmdir(), [], 1, "no such directory"),
-        (newer, [], 1, "records of version 5; this release reads version 4"),
-        (older, [], 1, "records of version 3; this release reads version 4"),
-        (damaged, [], 1, "is not what a verifier writes"),
-        (nothing, ["fly"], 2, "unrecognized arguments: fly"),
-        (nothing, ["--since", "yesterday"], 2, "'yesterday' is no time"),
-        (nothing, ["--since", "5", "--until", "4"], 1, "--since must be before --until"),
-        (lambda d: record(d, small()), ["--verifier", "v9"], 1, "has no verifier v9; there are verifier-0"),
+        (nothing, ["summary"], 1, "holds no records: verifiers write them with --records-dir"),
+        (foreign, ["summary"], 1, "holds no records"),
+        (lambda d: d.rmdir(), ["summary"], 1, "no such directory"),
+        (newer, ["summary"], 1, "records of version 5; this release reads version 4"),
+        (older, ["summary"], 1, "records of version 3; this release reads version 4"),
+        (damaged, ["summary"], 1, "is not what a verifier writes"),
+        (nothing, ["fly"], 2, "invalid choice: 'fly'"),
+        (nothing, ["summary", "--since", "yesterday"], 2, "'yesterday' is no time"),
+        (nothing, ["summary", "--since", "5", "--until", "4"], 1, "--since must be before --until"),
+        (lambda d: record(d, small()), ["summary", "--verifier", "v9"], 1, "has no verifier v9; there are verifier-0"),
+        (lambda d: record(d, small()), ["export"], 1, "export needs --output"),
+        (lambda d: record(d, small()), ["join", "--output", "x.txt"], 1, "--format is needed"),
+        (lambda d: record(d, small()), ["join", "--format", "parquet"], 1, "parquet needs a file"),
+        (lambda d: record(d, small()), ["join", "--output", "/dev/null/x.csv"], 1, "/dev/null"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -223,7 +266,7 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, capsys: pytest.Captu
     file = directory / "step-000099.parquet"
     table = pq.read_table(next(directory.glob("request-*")))
     pq.write_table(table, file)
-    status, _, err = run(capsys, tmp_path)
+    status, _, err = run(capsys, tmp_path, "summary")
     assert status == 1
     assert "is not of version 4" in err
 
@@ -231,35 +274,6 @@ def test_a_file_of_another_shape_is_refused(tmp_path: Path, capsys: pytest.Captu
 def test_an_incarnations_own_directory_can_be_read_alone(tmp_path: Path) -> None:
     directory = record(tmp_path, small())
     assert summary(directory).workers[0].steps == summary(directory.parent).workers[0].steps == 3
-
-
-def test_who_ended_last_and_how_long_after_the_others(tmp_path: Path) -> None:
-    for place, (began, ended) in enumerate([(0.0, 2.0), (0.5, 3.5), (0.0, 3.0)]):
-        record(
-            tmp_path,
-            [
-                step(0, began, requests=1, tokens=1),
-                verification(0, "a", 0, 0),
-                step(1, ended - 0.01),
-                verification(1, "a", 4, 4),
-            ],
-            f"verifier-{place}",
-        )
-    found = summary(tmp_path)
-    assert [each.finished_s for each in found.workers] == pytest.approx([2.0, 3.5, 3.0], abs=1e-5)
-    assert found.straggler.worker == "verifier-1"
-    assert found.straggler.behind_the_others_s == pytest.approx(1.0, abs=1e-5)
-
-
-def test_a_round_of_a_rollout_is_read_like_records(tmp_path: Path) -> None:
-    verifications = [verification(0, "1", 4, 4, teacher_forced=True)]
-    rows = RowBatch([step(0, 0.0)], verifications, [request("1", 0.0, 0.1, 0.2, 5)])
-    finished = RoundResult(0, parts=[WorkerShare(0, rows), WorkerShare(1, rows)])
-    for _ in range(2):  # The second time replaces the first.
-        write_round(tmp_path / "round0", finished, {"fixed_responses": True}, "", Settings())
-    found = summary(tmp_path / "round0")
-    assert [each.worker for each in found.workers] == ["verifier-0", "verifier-1"]
-    assert (found.requests, found.tokens, found.teacher_forced.drafts) == (2, 10, 2)
 
 
 def test_the_documentation_names_every_column() -> None:

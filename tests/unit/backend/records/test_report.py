@@ -1,0 +1,121 @@
+"""`outrider records DIR report`: what its plots show, of records and of a round of a rollout."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from backend.config import Settings
+from backend.records.kept import RowBatch
+from backend.records.plots import PLOTS, transitions
+from backend.records.reading import Records
+from backend.records.summary import Summary, summarise
+from backend.rollout.outcome import RoundResult, WorkerShare
+from backend.rollout.results import write_round
+from gateway.cli import main as cli
+from tests.support.recorded import Rows, record, request, step, verification
+
+
+def worker(began: float, ended: float, drafter: str = "drafter-0") -> Rows:
+    """Steps of ten milliseconds at both ends of a stretch, one request over both."""
+    return [
+        step(0, began, requests=1, tokens=1, no_work=1000 * began),
+        verification(0, "a", 0, 0),
+        step(1, ended - 0.01, requests=1, tokens=5, awaiting_draft=5.0),
+        verification(1, "a", 4, 4, drafter),
+        request("a", began, began + 0.01, ended, 6),
+    ]
+
+
+def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, str]:
+    """Status and remarks."""
+    status = cli.main(["records", *map(str, arguments)])
+    return status, capsys.readouterr().err
+
+
+def summary(directory: Path) -> Summary:
+    return summarise(Records(directory).workers())
+
+
+def test_who_ended_last_and_how_long_after_the_others(tmp_path: Path) -> None:
+    for place, (began, ended) in enumerate([(0.0, 2.0), (0.5, 3.5), (0.0, 3.0)]):
+        record(tmp_path, worker(began, ended), f"verifier-{place}")
+    found = summary(tmp_path)
+    assert [each.finished_s for each in found.workers] == pytest.approx([2.0, 3.5, 3.0], abs=1e-5)
+    assert found.straggler.worker == "verifier-1"
+    assert found.straggler.behind_the_others_s == pytest.approx(1.0, abs=1e-5)
+
+
+def test_transitions_are_between_drafted_neighbours_of_one_request(tmp_path: Path) -> None:
+    kept = [("a", 0, 4, 1), ("b", 0, 4, 3), ("a", 1, 4, 2), ("b", 1, 0, 0), ("a", 2, 4, 1), ("b", 2, 4, 4), ("b", 3, 4, 4)]
+    record(tmp_path, [step(0, 0.0), *[verification(n, name, drafted, accepted) for name, n, drafted, accepted in kept]])
+    (only,) = Records(tmp_path).workers()
+    counts = transitions(only.verifications, 5)
+    assert {(int(i), int(j)): int(counts[i, j]) for i, j in np.argwhere(counts)} == {(1, 2): 1, (2, 1): 1, (4, 4): 1}
+
+
+def test_live_and_fixed_responses_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    forced = [verification(0, "a", 4, 4, teacher_forced=True)]
+    record(tmp_path / "mixed", [step(0, 0.0), *forced, verification(0, "b", 4, 0)])
+    assert summary(tmp_path / "mixed").by_drafter["drafter-0"].acceptance_length == 1
+    record(tmp_path / "fixed", [step(0, 0.0), *forced])
+    assert summary(tmp_path / "fixed").by_drafter["drafter-0"].acceptance_length == 5
+    assert report(capsys, tmp_path / "fixed", "report")[0] == 0
+    assert "**teacher-forced**" in (tmp_path / "fixed" / "report" / "report.md").read_text()
+
+
+def test_the_report_shows_every_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, [*worker(0.0, 2.0), verification(2, "a", 4, 1, "drafter-1")])
+    for place in range(1, 11):  # more than there are colours
+        record(tmp_path, worker(0.5, 3.0, f"drafter-{place}"), f"verifier-{place}")
+    status, err = report(capsys, tmp_path, "report")
+    assert status == 0
+    assert "report.md, with its plots" in err
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert all(f"]({name}.png)" in text for name in PLOTS)
+    assert "**teacher-forced**" not in text
+    assert "| live | 12 | 4.75 |" in text
+    files = {file.name for file in (tmp_path / "report").iterdir()}
+    assert files == {"report.md", *(f"{name}.png" for name in PLOTS)}
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in (tmp_path / "report").glob("*.png"))
+
+
+def test_a_round_of_a_rollout_is_read_like_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    verifications = [verification(0, "1", 4, 4, teacher_forced=True)]
+    rows = RowBatch([step(0, 0.0)], verifications, [request("1", 0.0, 0.1, 0.2, 5)])
+    finished = RoundResult(0, parts=[WorkerShare(0, rows), WorkerShare(1, rows)])
+    for _ in range(2):  # The second time replaces the first.
+        write_round(tmp_path / "round0", finished, {"fixed_responses": True}, "", Settings())
+    found = summary(tmp_path / "round0")
+    assert [each.worker for each in found.workers] == ["verifier-0", "verifier-1"]
+    assert (found.requests, found.tokens, found.teacher_forced.drafts) == (2, 10, 2)
+    assert report(capsys, tmp_path / "round0", "join", "--output", tmp_path / "joined.csv")[0] == 0
+
+
+def test_what_cannot_be_drawn_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(tmp_path, [step(0, 0.0, requests=0, tokens=0)])
+    assert report(capsys, tmp_path, "report")[0] == 0
+    drawn = {file.stem for file in (tmp_path / "report").glob("*.png")}
+    assert drawn == {"load", "idle", "stragglers"}
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path, worker(0.0, 1.0))
+    real = builtins.__import__
+
+    def without(name: str, *arguments: Any, **options: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return real(name, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    status, err = report(capsys, tmp_path, "report")
+    assert status == 1
+    assert "pip install matplotlib" in err
+    assert not (tmp_path / "report").exists()
