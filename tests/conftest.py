@@ -72,14 +72,14 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Which of two processes (`-n 2`) runs what: a file's tests share engines, those of `served` a fleet."""
+    """Which of two processes (`-n 2`) runs what: tests of a file, of `engines` and of `served` share engines or a fleet."""
     from xdist.scheduler import LoadFileScheduling
 
     class Places(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
             folder = file.rpartition("/")[0]
-            return folder if folder.endswith("/served") else file
+            return folder if folder.endswith(("/engines", "/served")) else file
 
     return Places(config, log)
 

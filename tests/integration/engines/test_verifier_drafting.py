@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 
 from backend.wire.drafting import Close, Draft, Drafts, Next, encode
 from backend.wire.engine import ADD
-from tests.support.processes import Verifier, together
+from tests.support.processes import Verifier
 from tests.support.scripted_drafter import ScriptedDrafter
 
 pytestmark = pytest.mark.engine
@@ -31,8 +31,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pair(directory: Path) -> Iterator[list[Verifier]]:
-    """An engine that decodes plainly, and one that is drafted for."""
+def remote(directory: Path) -> Iterator[Verifier]:
+    """An engine that is drafted for."""
     settings = {
         "mode": "sync",
         "num_speculative_tokens": K,
@@ -42,20 +42,9 @@ def pair(directory: Path) -> Iterator[list[Verifier]]:
             "engine_args": {"scheduling_policy": "priority", "max_num_batched_tokens": 64},
         },
     }
-    pair = together(lambda: Verifier(directory, {"mode": "off"}), lambda: Verifier(directory, settings))
-    yield pair
-    for verifier in pair:
-        verifier.close()
-
-
-@pytest.fixture(scope="module")
-def plain(pair: list[Verifier]) -> Verifier:
-    return pair[0]
-
-
-@pytest.fixture(scope="module")
-def remote(pair: list[Verifier]) -> Verifier:
-    return pair[1]
+    started = Verifier(directory, settings)
+    yield started
+    started.close()
 
 
 @pytest.fixture(scope="module")

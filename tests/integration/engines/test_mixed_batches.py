@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +17,12 @@ from backend.engine.arguments import adapter_number
 from backend.engine.client import Answer
 from backend.engine.front.offline import OFFERED, Front
 from backend.models.demo import TARGET_DIR
-from tests.support.lora import write_adapter
-from tests.support.processes import Drafter, Verifier, together
+from tests.support.processes import Verifier
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 BATCH = 16
 BATCHES = 3
-SETTINGS: dict[str, Any] = {"num_speculative_tokens": 4}
 NOT_OF_THE_ENGINE = {"include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "stop"}
 """Of the sampling parameters; gateways see to them.  `thinking_token_budget` needs a model that thinks."""
 PROMPTS = [
@@ -86,30 +82,8 @@ def asks(seed: int) -> list[tuple[str, dict[str, Any]]]:
 
 @pytest.fixture(scope="module")
 def front() -> Front:
-    return Front(Settings.model_validate(with_mode("off")), str(TARGET_DIR))
-
-
-def with_mode(mode: str, adapter: Path | None = None) -> dict[str, Any]:
-    verifier = {"engine_args": {"max_logprobs": -1}, "adapters": {} if adapter is None else {"a": str(adapter)}}
-    return SETTINGS | {"model": "demo", "mode": mode, "verifier": verifier}
-
-
-@pytest.fixture(scope="module")
-def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_adapter(tmp_path_factory.mktemp("a"))
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator[dict[str, Verifier]]:
-    directory = tmp_path_factory.mktemp("m")
-    plain, drafted, drafter = together(
-        partial(Verifier, directory, with_mode("off", adapter)),
-        partial(Verifier, directory, with_mode("auto", adapter)),
-        partial(Drafter, directory),
-    )
-    drafted.set_drafters(drafter.ref)
-    yield {"off": plain, "auto": drafted}
-    together(plain.close, drafted.close, drafter.close)
+    settings = {"mode": "off", "verifier": {"engine_args": {"max_logprobs": -1}}}
+    return Front(Settings.model_validate(settings), str(TARGET_DIR))
 
 
 Request = tuple[list[int], SamplingParams, LoRARequest | None]
@@ -140,20 +114,19 @@ def answers(verifier: Verifier, batch: list[Request]) -> list[Answer]:
 
 
 @pytest.fixture(scope="module")
-def alone(engines: dict[str, Verifier], batches: list[list[Request]]) -> list[list[Answer]]:
-    return [[answers(engines["off"], [each])[0] for each in batch] for batch in batches]
+def alone(plain: Verifier, batches: list[list[Request]]) -> list[list[Answer]]:
+    return [[answers(plain, [each])[0] for each in batch] for batch in batches]
 
 
 def test_every_sampling_parameter_is_asked_for() -> None:
     assert OFFERED - NOT_OF_THE_ENGINE - {"seed", "thinking_token_budget", "watermarking"} == ASKED.keys()
 
 
-@pytest.mark.parametrize("mode", ["off", "auto"])
 def test_each_answer_in_a_mixed_batch_is_its_answer_alone(
-    engines: dict[str, Verifier], batches: list[list[Request]], alone: list[list[Answer]], mode: str
+    verifier: Verifier, batches: list[list[Request]], alone: list[list[Answer]]
 ) -> None:
     for batch, expected in zip(batches, alone, strict=True):
-        for (_, params, _), mine, theirs in zip(batch, expected, answers(engines[mode], batch), strict=True):
+        for (_, params, _), mine, theirs in zip(batch, expected, answers(verifier, batch), strict=True):
             assert (theirs.tokens, theirs.finish_reason) == (mine.tokens, mine.finish_reason), params
             near = [pytest.approx(each, rel=1e-3, abs=1e-3) for each in logprobs(mine, params)]
             assert logprobs(theirs, params) == near, params

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +11,7 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 from backend.models.demo import TARGET_DIR
 from backend.wire.engine import ADD, LOGPROBS_MODE, NOISE_SEED, Addition
-from tests.support.processes import Drafter, Verifier, together
+from tests.support.processes import Verifier
 
 pytestmark = pytest.mark.engine
 
@@ -41,34 +39,6 @@ def constrained() -> SamplingParams:
 
 def params(**fields: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0, "max_tokens": 36, "ignore_eos": True} | fields))
-
-
-def start(directory: Path, mode: str) -> Verifier:
-    # Prompt and emitted tokens take several prefill chunks.
-    section: dict[str, Any] = {"max_num_seqs": 16, "draft_deadline_ms": 2000}
-    # Without this the model may well emit white space for ever.
-    section["engine_args"] = {
-        "max_num_batched_tokens": 64,
-        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-    }
-    return Verifier(directory, {"mode": mode, "num_speculative_tokens": 4, "verifier": section})
-
-
-@pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verifier]]:
-    """One that decodes plainly, and one with a drafter."""
-    directory = tmp_path_factory.mktemp("r")
-    off, auto = together(lambda: start(directory, "off"), lambda: start(directory, "auto"))
-    drafter = Drafter(directory)
-    auto.set_drafters(drafter.ref)
-    yield {"off": off, "auto": auto}
-    for child in (off, auto, drafter):
-        child.close()
-
-
-@pytest.fixture(params=["off", "auto"])
-def verifier(request: pytest.FixtureRequest, engines: dict[str, Verifier]) -> Verifier:
-    return engines[request.param]
 
 
 KINDS = {

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from backend.engine.client import Answer
 from backend.fleet import VerifierStats
 from backend.wire.engine import FIXED_RESPONSE
-from tests.support.processes import Drafter, Verifier, demo_models, together
+from tests.support.processes import Drafter, Verifier, together
 from tests.support.scripted_drafter import ScriptedDrafter
 
 pytestmark = pytest.mark.engine
@@ -44,10 +44,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("x")
 
 
-ENGINES = {"off": "none", "native": "eagle", "sync": "eagle"}
-"""Mode and kind of drafter."""
-
-
 def start(directory: Path, mode: str) -> Verifier:
     # Without look-ups of its own a verifier drafts what the drafter says and nothing else: the arithmetic is exact.
     engine = {
@@ -55,26 +51,25 @@ def start(directory: Path, mode: str) -> Verifier:
         "draft_deadline_ms": 2000,
         "lookup": mode != "sync",
     }
-    settings = {"mode": mode, "num_speculative_tokens": K, "verifier": engine}
-    return Verifier(directory, settings, demo_models(ENGINES[mode]))
+    return Verifier(directory, {"mode": mode, "num_speculative_tokens": K, "verifier": engine})
 
 
 @pytest.fixture(scope="module")
-def engines(directory: Path) -> Iterator[dict[str, Verifier]]:
-    """A verifier of each mode."""
-    started = dict(zip(ENGINES, together(*(partial(start, directory, mode) for mode in ENGINES)), strict=True))
-    yield started
-    for verifier in started.values():
-        verifier.close()
+def drafting(directory: Path) -> Iterator[dict[str, Verifier]]:
+    """A verifier of each mode that drafts."""
+    native, sync = together(partial(start, directory, "native"), partial(start, directory, "sync"))
+    yield {"native": native, "sync": sync}
+    together(native.close, sync.close)
 
 
 @pytest.fixture
-def sync(engines: dict[str, Verifier]) -> Verifier:
-    return engines["sync"]
+def sync(drafting: dict[str, Verifier]) -> Verifier:
+    return drafting["sync"]
 
 
-def check(verifier: Verifier, drafts: bool) -> VerifierStats:
-    """All responses at once; returns the counters."""
+def check(verifier: Verifier, drafts: bool) -> None:
+    """All responses at once."""
+    before = verifier.client.fresh_stats()
     params = [forced(tokens, temperature=i % 2, seed=i) for i, tokens in enumerate(RESPONSES)]
     ids = [verifier.client.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
     verifier.client.finish_all()
@@ -83,22 +78,26 @@ def check(verifier: Verifier, drafts: bool) -> VerifierStats:
     assert {answer.finish_reason for answer in answers} == {"length"}
     assert all(len(output.new_token_ids) <= K + 1 for answer in answers for output in answer.outputs)
     stats = verifier.client.fresh_stats()
-    mine = stats.teacher_forced
-    assert (mine.draft_tokens > 0) == drafts
-    assert sum(each.drafts for each in stats.drafters.values()) == 0, "no live figure may know of them"
+    mine, earlier = stats.teacher_forced, before.teacher_forced
+    assert (mine.draft_tokens > earlier.draft_tokens) == drafts
+    assert live_drafts(stats) == live_drafts(before), "no live figure may know of them"
     # Each verification emits what it accepted and one more; the last of a request may have been cut by that one.
-    surplus = mine.accepted_tokens + stats.verifications - sum(LENGTHS)
+    verifications = stats.verifications - before.verifications
+    surplus = mine.accepted_tokens - earlier.accepted_tokens + verifications - sum(LENGTHS)
     assert 0 <= surplus <= len(LENGTHS)
-    return stats
 
 
-@pytest.mark.parametrize("mode", ["off", "native"])
-def test_without_remote_drafters(engines: dict[str, Verifier], mode: str) -> None:
-    check(engines[mode], drafts=mode != "off")
+def live_drafts(stats: VerifierStats) -> int:
+    return sum(each.draft_tokens for each in stats.drafters.values())
 
 
-def test_a_free_request_among_fixed_ones_is_as_free_and_counted_as_ever(engines: dict[str, Verifier]) -> None:
-    client = engines["native"].client
+def test_without_remote_drafters(plain: Verifier, drafting: dict[str, Verifier]) -> None:
+    check(plain, drafts=False)
+    check(drafting["native"], drafts=True)
+
+
+def test_a_free_request_among_fixed_ones_is_as_free_and_counted_as_ever(drafting: dict[str, Verifier]) -> None:
+    client = drafting["native"].client
     free = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
     stats = [client.fresh_stats()]
     (alone,) = client.generate(PROMPTS[3:4], free)
@@ -106,7 +105,7 @@ def test_a_free_request_among_fixed_ones_is_as_free_and_counted_as_ever(engines:
     beside, *_ = client.generate([PROMPTS[3], *PROMPTS], [free, *map(forced, RESPONSES)])
     stats.append(client.fresh_stats())
     assert beside.tokens == alone.tokens
-    live = [sum(each.draft_tokens for each in at.drafters.values()) for at in stats]
+    live = [live_drafts(at) for at in stats]
     assert live[1] - live[0] == live[2] - live[1] > 0
     forced_drafts = [at.teacher_forced.drafts for at in stats]
     assert forced_drafts[0] == forced_drafts[1] < forced_drafts[2]

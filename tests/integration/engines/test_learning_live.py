@@ -46,10 +46,9 @@ def paths(directory: Path) -> ResolvedModels:
 
 
 @pytest.fixture(scope="module")
-def fleet(directory: Path, paths: ResolvedModels) -> Iterator[tuple[Verifier, Verifier, Drafter]]:
+def fleet(directory: Path, paths: ResolvedModels, plain: Verifier) -> Iterator[tuple[Verifier, Verifier, Drafter]]:
     """A verifier that decodes plainly, one that is drafted for, and the drafter."""
-    plain, drafted, drafter = together(
-        lambda: Verifier(directory, {"mode": "off"}),
+    drafted, drafter = together(
         lambda: Verifier(directory, SETTINGS, paths),
         lambda: Drafter(directory, paths, gpus=0, cache_tokens=8192, ring_dir=str(directory / "ring")),
     )
@@ -57,7 +56,7 @@ def fleet(directory: Path, paths: ResolvedModels) -> Iterator[tuple[Verifier, Ve
     # Only the campaign needs what it learns.
     learned(drafter, STAND_STILL)
     yield plain, drafted, drafter
-    for each in (drafter, drafted, plain):
+    for each in (drafter, drafted):
         each.close()
 
 
