@@ -37,9 +37,9 @@ class EngineFleet:
     def core(self) -> FleetCore:
         return self.server.gateway.client.core
 
-    def route_only_to(self, serving: Verifier) -> None:
+    def route_only_to(self, *serving: Verifier) -> None:
         """From the next look at the directory on, the other verifiers get no new requests."""
-        states = {each.name: "ready" if each is serving else "draining" for each in self.verifiers}
+        states = {each.name: "ready" if each in serving else "draining" for each in self.verifiers}
         self.directory.set_members([msgspec.structs.replace(each, state=states[each.id]) for each in self.directory.members])
 
     async def quiet(self, timeout_s: float = 120.0) -> None:
