@@ -282,12 +282,24 @@ def test_after_an_update_that_fails_everywhere_the_fleet_serves(http: httpx.Clie
     said(http, "/start_weight_update")
     send(http, target())
     said(http, "/finish_weight_update", json={"weight_version": "wire"})
+    # Layers of which a part has come are the hard case: vLLM keeps that part for whatever is loaded next.
+    for part in ("q_proj", "k_proj", "down_proj"):
+        said(http, "/start_weight_update")
+        send(http, {name: -tensor for name, tensor in target().items() if part in name})
+        incomplete = http.post("/finish_weight_update")
+        assert (incomplete.status_code, "tensors did not come" in incomplete.text) == (400, True)
+        assert tokens(http) == before
+    versions = {f"verifier-{i}": "disk" for i in (0, 1)}
+    assert http.get("/weight_info").json() == {"weight_version": "disk", "verifiers": versions}
+    changed = ("q_proj", "down_proj")
     said(http, "/start_weight_update")
-    send(http, dict(list(target().items())[1:]))
-    incomplete = http.post("/finish_weight_update")
-    assert (incomplete.status_code, "1 tensors did not come" in incomplete.text) == (400, True)
+    send(http, {name: -tensor if any(each in name for each in changed) else tensor for name, tensor in target().items()})
+    said(http, "/finish_weight_update")
+    assert tokens(http) != before
+    said(http, "/start_weight_update")
+    send(http, target())
+    said(http, "/finish_weight_update")
     assert tokens(http) == before
-    assert http.get("/weight_info").json() == {"weight_version": "disk", "verifiers": {f"verifier-{i}": "disk" for i in (0, 1)}}
 
 
 def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Client) -> None:
