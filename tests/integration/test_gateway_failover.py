@@ -79,21 +79,6 @@ async def test_a_killed_verifier_is_not_noticed():
         assert running.idle
 
 
-async def test_all_sequences_of_a_request_survive():
-    async with two_with_a_stream({**STREAM, "n": 3}) as (_running, first, second, request):
-        first.kill()
-        await eventually(lambda: len(second.sequences) == 3)
-        for sequence in second.sequences:
-            if not sequence.emitted:
-                sequence.emit(list(range(304, 312)), FinishReason.LENGTH)
-        chunks = events((await asyncio.wait_for(request, 120)).content)
-        texts = ["", "", ""]
-        for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-            texts[choice["index"]] += choice["text"]
-        assert len(set(texts)) == 1
-        assert chunks[-1]["usage"]["completion_tokens"] == 36
-
-
 async def test_a_hung_verifier_is_given_up(monkeypatch):
     monkeypatch.setattr("gateway.fleet.engine_link.PING_INTERVAL_S", 0.05)
     async with two_with_a_stream() as (running, first, _second, request):

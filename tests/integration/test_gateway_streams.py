@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 
-import openai
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
 from vllm.v1.serial_utils import MsgpackEncoder
@@ -69,27 +68,6 @@ async def test_framing(running, path, body, n):
             assert mine[0]["delta"] == {"role": "assistant", "content": ""}
             assert all("role" not in choice["delta"] for choice in mine[1:])
     assert running.idle
-
-
-async def test_the_official_client_streams():
-    async with running_gateway(api_key="key") as running:
-        client = openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="key", max_retries=0)
-        async with client:
-            whole = await client.chat.completions.create(**CHAT)
-            stream = await client.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
-            text, usage = "", None
-            async for chunk in stream:
-                text += "".join(choice.delta.content or "" for choice in chunk.choices)
-                usage = chunk.usage or usage
-            assert text == whole.choices[0].message.content
-            assert usage == whole.usage
-            stream = await client.completions.create(**COMPLETION, stream=True)
-            text = "".join([chunk.choices[0].text async for chunk in stream])
-            assert text == (await client.completions.create(**COMPLETION)).choices[0].text
-            assert [model.id async for model in client.models.list()] == ["demo"]
-            with pytest.raises(openai.NotFoundError) as caught:
-                await client.chat.completions.create(**{**CHAT, "model": "nope"})
-            assert caught.value.code == "model_not_found"
 
 
 async def test_stop_strings_end_the_sequence_at_the_verifier(running):
@@ -269,18 +247,6 @@ async def test_an_internal_failure_mid_stream_says_nothing(running):
     # Both may have come at once: then there was no first byte yet.
     error = response.json()["error"] if response.status_code == 500 else events(response.content)[-1]["error"]
     assert error["code"] == "internal_error"
-
-
-async def test_the_official_client_sees_the_error_event():
-    async with running_gateway(queue_wait_s=0) as running:
-        running.verifier.behaviour = stall
-        async with openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="x", max_retries=0) as client:
-            stream = await client.chat.completions.create(**CHAT, stream=True)
-            await anext(aiter(stream))
-            running.verifier.kill()
-            with pytest.raises(openai.APIError, match="verifier serving this request was lost"):
-                async for _ in stream:
-                    pass
 
 
 async def test_more_than_max_in_flight_is_429():

@@ -62,14 +62,6 @@ async def test_tools_with_definitions_of_one_name_are_required(running):
     assert [tool.parameters["properties"]["city"] for tool in answer.tools] == [{"$ref": "#/$defs/Place"}] * 2
 
 
-async def test_streamed_calls_add_up(running):
-    running.verifier.behaviour = saying(TWO)
-    async with client(running).chat.completions.stream(**ASKED, tool_choice="required") as stream:
-        answer = await stream.get_final_completion()
-    calls = answer.choices[0].message.tool_calls
-    assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Rome", "Oslo"]
-
-
 async def test_auto_is_taken_and_text_stays_text(running):
     running.verifier.behaviour = saying("It rains.")
     for stream in (False, True):
