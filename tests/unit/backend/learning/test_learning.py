@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -231,19 +232,42 @@ def test_a_learners_ring_has_room_for_a_comparison_however_wide_rows_are(
             own._writer._queue.put(replay)
     finally:
         own.stop()
-    assert own._writer.written == 200
-    assert sum(map(is_held_out, own._writer._ring.numbers())) >= FEWEST
+    assert own.stats().sequences == 200
+    assert sum(map(is_held_out, ReplayRing(tmp_path / "rings" / "drafter-0", 0).numbers())) >= FEWEST
 
 
-def test_a_head_that_cannot_be_loaded_is_put_away(start: str, tmp_path: Path) -> None:
+def in_place_of_trainers(monkeypatch: pytest.MonkeyPatch, *said: list[News]) -> list[subprocess.Popen[bytes]]:
+    """Processes that say this and end, one after the other; the last ends with its input.  Returns those that were started."""
+    popen, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
+
+    def start(_: Any, **pipes: Any) -> subprocess.Popen[bytes]:
+        lines = b"".join(msgspec.json.encode(news) + b"\n" for news in said[len(started)]) if said else b""
+        script = 'printf %s "$0"' if len(started) + 1 < len(said) else 'printf %s "$0"; exec cat 3>&1 > /dev/null'
+        started.append(popen(["sh", "-c", script, lines], **pipes))
+        return started[-1]
+
+    monkeypatch.setattr("backend.drafter.learner.subprocess.Popen", start)
+    return started
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_head_that_cannot_be_loaded_is_put_away(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(head_dir: str) -> None:
         raise CheckpointError("spoiled")
 
+    spoiled = tmp_path / "drafter-0" / "versions" / "000001"
+    in_place_of_trainers(monkeypatch, [News(1, 1.0, published=str(spoiled))])
     own = learner(start, tmp_path, refuse)
     try:
-        spoiled = tmp_path / "drafter-0" / "versions" / "000001"
         write_initial_head(str(TARGET_DIR), spoiled, "demo")
-        assert not own._exchange(str(spoiled))
+        own.start("cpu")
+        wait_until(lambda: not spoiled.exists())
         assert own.head_dir == start
         assert newest_version(spoiled.parent) == (0, None)
         with pytest.raises(CheckpointError, match="another drafter"):
@@ -253,33 +277,26 @@ def test_a_head_that_cannot_be_loaded_is_put_away(start: str, tmp_path: Path) ->
 
 
 def test_steps_are_counted_from_each_trainers_first_report(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "RESTART_S", 0.0)
+    in_place_of_trainers(monkeypatch, [News(100, 10.0), News(140, 14.0)], [News(90, 9.0), News(120, 12.0)])
     own = learner(start, tmp_path, lambda head: None)
-    monkeypatch.setattr("backend.drafter.learner.subprocess.Popen", lambda *_, **__: SimpleNamespace(stdout=()))
-    counted = []
+    own.start("cpu")
     try:
-        for reports in ((100, 140), (90, 120)):
-            own._start_trainer()
-            for steps in reports:
-                own._hear(News(steps, steps / 10))
-                counted.append((own.stats().steps, own.stats().new_steps, own.stats().new_training_s))
+        wait_until(lambda: own.stats().steps == 120)
+        assert (own.stats().new_steps, own.stats().new_training_s) == (70, 7)
     finally:
-        own._trainer = None
         own.stop()
-    assert counted == [(100, 0, 0), (140, 40, 4), (90, 40, 4), (120, 70, 7)]
 
 
-def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Path) -> None:
+def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = in_place_of_trainers(monkeypatch)
     model = DrafterModel(str(TARGET_DIR), start, start, str(tmp_path))
     settings = DraftingSettings(gpus=0, cache_tokens=512, ring_dir=str(tmp_path / "rings"))
     process = DrafterProcess("drafter-0", model, settings, f"ipc://{tmp_path}/d.sock")
     process.start()
     try:
-        assert process._learner is not None
-        started = threading.Event()
-        while process._learner._trainer is None:
-            started.wait(0.01)
-        trainer = process._learner._trainer
-        assert trainer.poll() is None
+        wait_until(lambda: started)
+        assert started[0].poll() is None
         learning = process.stats().learning
         assert learning is not None
         assert learning.version == 0
@@ -287,24 +304,21 @@ def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Pat
             process.swap_head(start)
     finally:
         process.stop()
-    assert trainer.poll() is not None
+    assert started[0].poll() is not None
 
 
 @pytest.mark.parametrize(("learning", "trains"), [("on", False), ("always", True), ("off", True)])
 def test_the_trainer_of_a_given_head_waits_until_it_is_needed(
     start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learning: str, trains: bool
 ) -> None:
-    popen = subprocess.Popen  # any process that ends with its input, and starts in no time
-    monkeypatch.setattr("backend.drafter.learner.subprocess.Popen", lambda _, **pipes: popen(["cat"], **pipes))
+    started = in_place_of_trainers(monkeypatch)
     own = learner(start, tmp_path, lambda head: None, learning)
-    assert own._trains is trains
     own.start("cpu")
     try:
         if not trains:
+            time.sleep(0.1)
+            assert not started
             live(own._watch, 2, KEPT + 1)
-        deadline = time.monotonic() + 120
-        while own._trainer is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: started)
     finally:
         own.stop()
