@@ -19,12 +19,6 @@ def write(tmp_path: Path, text: str) -> str:
     return str(file)
 
 
-def test_defaults_are_the_settings_defaults() -> None:
-    loaded = load([])
-    assert loaded.settings == Settings()
-    assert loaded.origins == {}
-
-
 def test_each_source_beats_the_next_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(tmp_path, "gateway: {port: 1, max_body_mib: 2, host: file}\nverifiers: 3\n")
     monkeypatch.setenv("OUTRIDER_GATEWAY__PORT", "10")

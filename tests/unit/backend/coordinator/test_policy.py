@@ -51,10 +51,6 @@ def report(
     return policy.report(Report(member_id, incarnation, state, stats), now)
 
 
-def test_drafters_go_to_the_verifier_with_the_fewest() -> None:
-    assert pairs(fleet(2, 3), 0.0) == {("v0", "d0"), ("v1", "d1"), ("v0", "d2")}
-
-
 def test_a_decision_is_made_at_once_when_somebody_comes_and_else_now_and_then() -> None:
     policy = fleet(2, 2)
     before = policy.snapshot(0.0).counters["decisions"]
@@ -76,14 +72,6 @@ def test_an_address_learnt_later_makes_a_new_generation() -> None:
     assert ref.address == "tcp://127.0.0.1:7"
     assert ref.generation > old
     assert policy.snapshot(0.6).counters["restarts"] == 0
-
-
-def test_orders_name_the_drafter_and_its_generation() -> None:
-    policy = fleet(1, 1)
-    (ref,) = report(policy, "v0", 0.1).drafters
-    assert (ref.id, ref.incarnation, ref.address) == ("d0", "i0", "ipc:///tmp/d0")
-    assert ref.generation == policy.snapshot(0.1).assignments[0].generation
-    assert report(policy, "d0", 0.1).drafters == []
 
 
 def test_a_restarted_member_is_counted_and_bound_anew() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -22,6 +23,7 @@ from backend.drafter.proposer import GREEDY, Drafted, DraftRequest, Premise, Sam
 from backend.speculation.chances import CLIP
 from tests.support.drafter_heads import Request, TinyHead, make_proposer
 from tests.support.properties import examples
+from tests.support.statistics import chi_square
 
 SEED = 2**63 + 5
 CPU = torch.device("cpu")
@@ -64,13 +66,11 @@ def decode(tokens: Sequence[int], proposal: bytes) -> tuple[list[list[int]], lis
     return ids.tolist(), chances.tolist()
 
 
-def surprise(counts: Sequence[int], chances: Sequence[float]) -> float:
-    """The p-value of counts under probabilities, by the chi-square test; tokens of probability 0 must not occur."""
-    assert not any(count for count, chance in zip(counts, chances, strict=True) if not chance)
-    expected = [(count, sum(counts) * chance) for count, chance in zip(counts, chances, strict=True) if chance]
-    statistic = sum((count - mean) ** 2 / mean for count, mean in expected)
-    freedom = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
+def surprise(drawn: Sequence[Hashable], outcomes: Sequence[Hashable], chances: Sequence[float]) -> float:
+    """The p-value of what was drawn under probabilities, by the chi-square test; outcomes of probability 0 must not occur."""
+    possible = {outcome: chance for outcome, chance in zip(outcomes, chances, strict=True) if chance}
+    assert possible.keys() >= set(drawn)
+    return chi_square(drawn, possible)
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ def test_tokens_follow_the_distribution_that_is_sent(sampling: Sampling) -> None
     assert sorted(support) == ids.tolist()
     assert all(drafted.proposal == drafts[0].proposal for drafted in drafts)
     drawn = [drafted.tokens[0] for drafted in drafts]
-    assert surprise([drawn.count(token) for token in support], chances) > 1e-6
+    assert surprise(drawn, support, chances) > 1e-6
 
 
 def test_two_drafts_at_one_place_are_independent() -> None:
     """The joint distribution of two tokens of one row, and of the tokens of two rows, is the product."""
     drafts = pick([own()] * DRAWN, LOGITS.expand(DRAWN, -1), k=2)
     ids, chances = decode(drafts[0].tokens, drafts[0].proposal)
-    product = [a * b for a in chances[0] for b in chances[1]]
+    product = [a * b for a, b in itertools.product(*chances)]
     pairs = [(drafted.tokens[0], drafted.tokens[1]) for drafted in drafts]
     neighbours = [(one.tokens[0], other.tokens[0]) for one, other in zip(drafts[::2], drafts[1::2], strict=True)]
     for drawn in (pairs, neighbours):
-        assert surprise([drawn.count((a, b)) for a in ids[0] for b in ids[1]], product) > 1e-6
+        assert surprise(drawn, list(itertools.product(*ids)), product) > 1e-6
 
 
 def test_no_noise_is_used_twice() -> None:

@@ -44,25 +44,6 @@ def test_the_threshold_parts_what_was_taken_from_what_was_not(rows: list[list[fl
         assert all(s <= spent.threshold for s in row[n:])
 
 
-def test_tokens_that_cost_nothing_are_all_taken_and_dear_ones_are_not() -> None:
-    rows = [survivals([0.3] * 4)] * 2
-    assert spent_on(rows, lambda n: 1.0, 2).lengths == [4, 4]
-    assert spent_on(rows, lambda n: float(n), 2).lengths == [0, 0]
-    assert spent_on(rows, lambda n: float(n), 2).threshold == 1.0
-    assert spent_on([], lambda n: 1.0, 5).lengths == []
-
-
-def test_a_budget_goes_to_those_who_are_likely_to_be_accepted() -> None:
-    spent = spent_on([[0.95, 0.9, 0.85], [0.2, 0.05, 0.01]], lambda n: 1 + 0.2 * n, 2)
-    assert spent.lengths == [3, 0]
-
-
-def test_prefill_beside_it_makes_draft_tokens_cheap() -> None:
-    row = [survivals([0.3] * 3)]
-    assert spent_on(row, lambda n: 1 + 0.5 * n, 1).tokens == 0
-    assert spent_on(row, lambda n: 1 + 0.5 * n, 100).tokens > 0
-
-
 def test_what_the_first_draft_token_costs_more_is_no_price_of_the_others() -> None:
     times = [1.0, 1.5, 1.51, 1.52, 1.53]
     spent = spend([[0.3, 0.1]], times)

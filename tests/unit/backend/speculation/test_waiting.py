@@ -100,30 +100,6 @@ def test_waiting_pays_where_more_is_emitted_per_second(
     assert pays == (bool(out) and waiting > going) or waiting == pytest.approx(going)
 
 
-def test_an_overdue_draft_is_given_up() -> None:
-    none = spent_on([[]], flat, 1)
-
-    def pays(waited_s: float) -> bool:
-        return waiting_pays(none, [[]], Pending([0], 3, 3e-3, waited_s), GOOD, flat, 1)
-
-    assert [pays(waited_s) for waited_s in (0.0, 3e-3, 6e-3, 30e-3)] == [True, True, True, False]
-
-
-def test_a_request_with_a_better_draft_of_its_own_is_not_waited_for() -> None:
-    rows = [survivals([0.99] * 4), []]
-    spent = spent_on(rows, flat, 2)
-    assert not waiting_pays(spent, rows, Pending([0], 4, 1e-3, 0.0), GOOD, flat, 2)
-    assert waiting_pays(spent, rows, Pending([0, 1], 4, 1e-3, 0.0), GOOD, flat, 2)
-
-
-def test_a_better_draft_of_its_own_takes_nothing_from_what_others_gain() -> None:
-    rows = [survivals([0.99] * 4), []]
-    spent = spent_on(rows, flat, 2)
-    going, gain = 2 + spent.gained, POOR.gains[4]
-    left_s = 0.9 * 6e-3 * gain / going
-    assert waiting_pays(spent, rows, Pending([0, 1], 4, left_s, 0.0), POOR, flat, 2)
-
-
 def at_once(rows: float, k: int) -> float:
     return 0.0
 
@@ -255,22 +231,6 @@ def test_the_first_steps_lose_little(name: str, seed: int) -> None:
 def test_budgets_by_request_beat_the_best_fixed_way_where_requests_differ() -> None:
     machine = MACHINES["mixed requests"]
     assert Verifier(machine, 1).run(4, 500) > 1.1 * machine.best(4)[0]
-
-
-def test_a_useless_drafter_is_left_alone_and_asked_again_once_it_is_good() -> None:
-    verifier = Verifier(Machine(offsets=(-5.0,)), 1)
-    verifier.run(4, 300)
-    assert {ask for ask, _ in verifier.asks[-200:]} == {Ask.PLAIN}
-    verifier.machine = Machine()
-    verifier.run(4, 600)
-    assert verifier.asks[-1][0] != Ask.PLAIN
-
-
-def test_chances_are_calibrated_by_drafts_that_nobody_verifies() -> None:
-    verifier = Verifier(Machine(offsets=(-5.0,)), 1)
-    verifier.run(8, 600)
-    assert sum(verifier.remote.reliability.seen) > 8 * 16
-    assert verifier.remote.reliability.error < 0.1
 
 
 def test_a_kind_that_does_not_keep_its_promises_is_left_and_later_tried_again() -> None:

@@ -72,20 +72,6 @@ def test_unread_data_is_never_overwritten(events: list[int | str]) -> None:
     writer.close()
 
 
-def test_it_goes_round() -> None:
-    writer = RingWriter(1000)
-    reader = RingReader(writer.ref)
-    for number in range(100):
-        data = content(number, 300)
-        position = writer.write(data)
-        assert position is not None
-        assert reader.read(position, 300) == data
-    ahead = [writer.write(content(number, 300)) for number in range(5)]
-    assert [position is None for position in ahead] == [False, False, False, True, True]
-    reader.close()
-    writer.close()
-
-
 def test_a_segment_outlives_neither_side_and_has_no_name() -> None:
     writer = RingWriter(4096)
     position = writer.write(b"abc")

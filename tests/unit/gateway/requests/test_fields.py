@@ -17,7 +17,6 @@ from openai.types.responses.response_create_params import ResponseCreateParamsBa
 from backend.engine.front import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
-    BatchChatCompletionRequest,
     ChatCompletionRequest,
     GenerateRequest,
     ResponseRequest,
@@ -170,7 +169,6 @@ def decoded(body: Any) -> Any:
 
 SAYS = {"role": "user", "content": "x"}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None], "default": None}}}
-CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.mark.parametrize(
@@ -181,28 +179,6 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
             NO_EFFECT,
             {"token_ids": [1], "sampling_params": {}},
             {"token_ids": [1], "sampling_params": dict.fromkeys(PARAMETERS), "cache_salt": None},
-        ),
-        (
-            BatchChatCompletionRequest,
-            NO_EFFECT,
-            {"messages": [[SAYS, {"role": "assistant"}]]},
-            {"messages": [[{**SAYS, "name": None}, {"role": "assistant", "content": None, "tool_calls": None}]]},
-        ),
-        (
-            ChatCompletionRequest,
-            NO_EFFECT,
-            {"messages": [SAYS, {"role": "assistant", "tool_calls": [CALL]}], "structured_outputs": {"json": SCHEMA}},
-            {
-                "messages": [
-                    SAYS,
-                    {"role": "assistant", "content": None, "refusal": None, "tool_calls": [{**CALL, "index": None}]},
-                ],
-                "structured_outputs": {
-                    "json": SCHEMA,
-                    **dict.fromkeys(("regex", "disable_fallback", "disable_any_whitespace", "disable_additional_properties")),
-                },
-                "stop": None,
-            },
         ),
         (
             ChatCompletionRequest,
