@@ -74,7 +74,6 @@ def test_what_is_unanswered_at_the_end_is_a_failure(tmp_path: Path) -> None:
     ("arguments", "status", "message"),
     [
         (["--host", "http://h", "--", "--mode", "off"], 2, "behind --"),
-        (["--slo", "ttft=1"], 2, "no figure"),
         (["--host", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9 does not answer"),
         (["--", "--mode", "none"], 1, "the fleet did not start"),
     ],
