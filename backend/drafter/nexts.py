@@ -101,7 +101,7 @@ class Nexts:
         for key in [key for key, (_, since) in self._strangers.items() if since < before]:
             del self._strangers[key]
 
-    def take_fresh(self) -> list[Wanted]:
+    def take_due(self) -> list[Wanted]:
         """Takes all items whose fresh drafts are due; their requests may be unknown."""
         taken = list(self._fresh.values())
         self._fresh.clear()

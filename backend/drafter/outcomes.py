@@ -97,7 +97,7 @@ class Imagination:
         device = self._head.device
         rules = Rules.of([s.sampling for s in sequences])
         rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
-        outputs = self._force(premises, sequences, rules, rows, columns, shape.depth)
+        outputs = self._teacher_forced(premises, sequences, rules, rows, columns, shape.depth)
         seeds, wide = (each.repeat_interleave(shape.depth + 1, -1) for each in (rows[-1], columns))
         draws = Draws(seeds, wide, self._head.draft_to_target, rules)
         branches = self._choose(premises, sequences, outputs, draws, shape)
@@ -117,7 +117,7 @@ class Imagination:
             for i, premise in enumerate(premises)
         ]
 
-    def _force(
+    def _teacher_forced(
         self, premises: list[Premise], sequences: list[Sequence], rules: Rules, rows: Tensor, columns: Tensor, depth: int
     ) -> Tensor:
         """The head's outputs when it is fed the draft under verification: `[sequences, depth + 1, hidden]`.

@@ -275,7 +275,7 @@ class DrafterService:
         """Adds the fresh drafts that are due to `asks`.  Returns each with its index there; None: its answer is empty."""
         places = {ask.key: index for index, ask in enumerate(asks)}
         fresh: list[tuple[Wanted, int | None]] = []
-        for wanted in self._nexts.take_fresh():
+        for wanted in self._nexts.take_due():
             item, place = wanted.item, places.get(wanted.key)
             if place is not None and asks[place].base_len == item.base_len:
                 # The round that made the request so long is in the same batch.

@@ -78,7 +78,7 @@ class FeatureLink:
         self.socket.close()
         self._drop_ring()
 
-    def listen(self) -> bool:
+    def receive_answers(self) -> bool:
         """Takes in the drafter's messages; returns whether it was greeted again."""
         greeted, now = False, time.monotonic()
         while (frames := self.socket.receive()) is not None:

@@ -186,7 +186,7 @@ class FeatureShipper:
             link = self._links.get(drafter_id)
             if link is None:
                 continue
-            if link.listen():
+            if link.receive_answers():
                 self._shipped.greeted.add(drafter_id)
             if its_spans or link.closed:
                 its_rows = self._rows_for(link, its_spans, spans, picked, rows)

@@ -158,7 +158,7 @@ class LaunchedFleet:
             logs = self.cluster.keep_logs()
             raise LaunchError(f"{error} (logs: {logs})" if logs is not None else str(error)) from error
 
-    def operate(self, say: Say) -> None:
+    def start_operator(self, say: Say) -> None:
         """Starts the thread that carries out administrators' operations, until `stop`."""
         self._operator = Operator(self, say)
         self._operator.start()

@@ -144,7 +144,7 @@ def _own_fleet(settings: Settings, models: ResolvedModels, say: Say) -> Iterator
     fleet = LaunchedFleet.launch(settings, models, say)
     try:
         fleet.wait_ready(say)
-        fleet.operate(say)
+        fleet.start_operator(say)
         yield _Place(fleet.coordinator, fleet.settings, models, fleet.cluster.node_id)
     finally:
         say("stopping")

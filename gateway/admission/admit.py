@@ -13,7 +13,7 @@ from starlette.requests import Request
 from gateway.admission.claim import Claim, enter_claim
 from gateway.auth.caller import caller_of
 from gateway.http.errors import BadRequest, ModelNotFound
-from gateway.requests.body import flag
+from gateway.requests.body import header_flag
 from gateway.requests.limits import count_prompts
 from gateway.state import Gateway
 
@@ -41,7 +41,7 @@ def admit(gateway: Gateway, request: Request, body: Any) -> Claim:
         claim.wait_s = _wait_s(request.headers.get(WAIT_HEADER), gateway.settings.gateway.queue_wait_s)
     claim.request_id = request.headers.get("x-request-id", "")
     claim.session = (request.headers.get(SESSION_HEADER) or getattr(body, "user", None) or "")[:LONGEST_SESSION] or None
-    claim.learn = caller.learn and flag(request, LEARN_HEADER) is not False
+    claim.learn = caller.learn and header_flag(request, LEARN_HEADER) is not False
     claim.choices = getattr(body, "n", None) or 1
     prompts = max(count_prompts(getattr(body, name, None)) for name in _MANY)
     claim.sequences = claim.choices * prompts

@@ -109,7 +109,7 @@ def serve(arguments: list[str]) -> int:
             prepare_vllm()
             preparing = import_in_background("gateway.http.server")
             fleet.wait_ready(progress.say)
-            fleet.operate(progress.say)
+            fleet.start_operator(progress.say)
             preparing.join()
 
             def announce(url: str) -> None:

@@ -61,7 +61,7 @@ def media_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-def flag(request: Request, header: str) -> bool | None:
+def header_flag(request: Request, header: str) -> bool | None:
     """What the header says; None without it.  Raises `BadRequest` unless it is 0 or 1."""
     value = request.headers.get(header)
     if value not in (None, "0", "1"):

@@ -13,7 +13,7 @@ from backend.config import Settings
 from backend.wire.engine import RequestOptions
 from gateway.fleet.statistics import SpeculationOptions
 from gateway.http.errors import BadRequest
-from gateway.requests.body import Body, ModelT, flag, read_object
+from gateway.requests.body import Body, ModelT, header_flag, read_object
 from gateway.state import Gateway
 
 STATS_HEADER = "x-outrider-stats"
@@ -67,7 +67,7 @@ async def read_options(gateway: Gateway, request: Request, data: Mapping[str, An
     """
     options = _object(Options, data, "outrider") or Options()
     _check(options, gateway.settings)
-    by_header = flag(request, STATS_HEADER)
+    by_header = header_flag(request, STATS_HEADER)
     stats = bool(by_header if options.stats is None else options.stats)
     predicted = _object(Prediction, data, "prediction")
     prediction = await _tokens(gateway, predicted.text) if predicted and predicted.text else []

@@ -92,7 +92,7 @@ class BatchStore(Database):
 
     @transaction
     def file(self, db: sqlite3.Connection, file_id: str, owner: str) -> File:
-        """Raises `NotFound`."""
+        """The file `file_id` of `owner`.  Raises `NotFound`."""
         return _file(db, file_id, owner)
 
     @transaction

@@ -58,7 +58,7 @@ def test_an_item_is_due_only_at_its_length_and_accounted_for_once(events: list[t
             nexts.forget(key)
         elif what == "take":
             due = nexts.is_due
-            found = [*nexts.take_fresh(), *nexts.take_waiting(8)]
+            found = [*nexts.take_due(), *nexts.take_waiting(8)]
             assert due == bool(found)
             taken += len(found)
             assert all(f.item.base_len == length for f in found if f.item.verifying)

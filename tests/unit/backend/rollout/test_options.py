@@ -142,5 +142,5 @@ def test_a_fleet_of_its_own_carries_out_administrators_operations(monkeypatch: p
     fleet, say = Mock(), Mock()
     monkeypatch.setattr(LaunchedFleet, "launch", lambda *given: fleet)
     with main._own_fleet(Settings(), Mock(), say):
-        assert fleet.method_calls == [call.wait_ready(say), call.operate(say)]
+        assert fleet.method_calls == [call.wait_ready(say), call.start_operator(say)]
     assert fleet.method_calls[-1] == call.stop()
