@@ -18,6 +18,8 @@ class WeightsInForce:
         self.newest = Weights()
         self._last_number = 0
         self._reported: dict[VerifierLink, Weights] = {}
+        self._away: dict[str, tuple[str, Weights]] = {}
+        """By member: the incarnation that was lost last, and what it had reported."""
         # Verifiers that were behind, and which weights they were asked to load.
         self._requested: dict[VerifierLink, tuple[Weights, asyncio.Task[None]]] = {}
 
@@ -36,7 +38,10 @@ class WeightsInForce:
         Newest weights that no verifier has any more, and none can load, are in force no longer: an update has failed
         everywhere, and the verifiers went back to earlier ones.
         """
-        before, self._reported[link] = self._reported.get(link, link.weights), link.weights
+        incarnation, had = self._away.pop(link.member.id, ("", link.weights))
+        # A process that was lost for a moment, during an update say, is the same one when it comes back.
+        known = had if incarnation == link.member.incarnation else link.weights
+        before, self._reported[link] = self._reported.get(link, known), link.weights
         self._last_number = max(self._last_number, link.weights.update)
         went_back = link.weights.update < before.update
         if went_back and not self.newest.path and all(each.update < self.newest.update for each in self._reported.values()):
@@ -48,7 +53,8 @@ class WeightsInForce:
 
     def gone(self, link: VerifierLink) -> None:
         self._requested.pop(link, None)
-        self._reported.pop(link, None)
+        if (reported := self._reported.pop(link, None)) is not None:
+            self._away[link.member.id] = link.member.incarnation, reported
 
 
 async def _catch_up(link: VerifierLink, weights: Weights) -> None:

@@ -133,6 +133,16 @@ async def test_when_an_update_has_failed_everywhere_the_fleet_serves_with_what_i
         assert (await running.http.get("/weight_info")).json()["weight_version"] == "0"
         answer = await post(running, "/finish_weight_update")
         assert answer["weight_version"] == "2", "no number is used twice"
+        # So it is for one that was lost for a moment meanwhile.
+        await run(first, tensors, ["verifier-0"])
+        await run(second, tensors, ["verifier-0", "verifier-1"])
+        await run(second, Weights(), ["verifier-0"])
+        running.core.links["verifier-0"].close(DECLARED_LOST)
+        running.directory.set_members([second.member])
+        await eventually(lambda: routable(running) == [])
+        first.weights = Weights()
+        running.directory.set_members([each.member for each in running.verifiers])
+        await eventually(lambda: routable(running) == ["verifier-0", "verifier-1"])
         # One that was started anew has not gone back: it may have other weights than those that the trainer wants.
         await run(first, tensors, ["verifier-0"])
         await run(second, tensors, ["verifier-0", "verifier-1"])
