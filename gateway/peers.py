@@ -140,10 +140,17 @@ class Peers:
         texts[self._index] = exposed(gateway, fleet=self.is_first)
         return merged([texts[number] for number in sorted(texts)])
 
-    async def reload(self) -> None:
-        """Has all other processes read keys, limits and routing again, as this one has."""
+    async def prepare_reload(self) -> None:
+        """Has all other processes read keys, limits and routing again.  Raises `ReloadError` when one refuses them."""
         # One that does not answer yet reads them again once it does.
-        await self._tell("did not reload", "reload", timeout_s=6 * ASK_TIMEOUT_S)
+        for number, answer in (await self._ask("prepare_reload", timeout_s=6 * ASK_TIMEOUT_S)).items():
+            if answer.status_code != 200:
+                logger.error("reload refused by gateway process %d, nothing has changed: %s", number, answer.text)
+                raise ReloadError(f"gateway process {number}: {answer.text}")
+
+    async def apply_reload(self) -> None:
+        """Has them put in force what they have read."""
+        await self._tell("did not reload", "apply_reload")
 
     async def adapters(self) -> list[dict[str, Any]]:
         """LoRA adapters that another process has loaded, as requests to load them."""
@@ -219,7 +226,8 @@ class Peers:
         while not server.started:
             await asyncio.sleep(LOOK_S)
         with contextlib.suppress(ReloadError):
-            await reloader.reload()
+            await reloader.prepare()
+            reloader.apply()
 
     async def _keep(self, index: int, port: int) -> None:
         """Starts one process, again whenever it has ended."""
@@ -291,13 +299,14 @@ def _hear_of_pauses(gateway: Gateway, payload: dict[str, Any]) -> None:
 _CALLS: Mapping[str, Callable[..., Any]] = {
     "abort": lambda gateway, request_ids, verifier: gateway.abort(request_ids, verifier),
     "adapters": _adapters,
+    "apply_reload": lambda gateway: gateway.reloader.apply(),
     "cancel": lambda gateway, response_id, owner: gateway.responses.end(response_id, owner),
     "hear_of_pauses": _hear_of_pauses,
     "load": lambda gateway, payload: gateway.services.models.load_lora_adapter(LoadLoRAAdapterRequest(**payload)),
     "metrics": lambda gateway: exposed(gateway, fleet=gateway.peers.is_first),
     "pauses": lambda gateway: gateway.client.core.pauses,
+    "prepare_reload": lambda gateway: gateway.reloader.prepare(),
     "ready": lambda gateway: gateway.client.ready and not gateway.client.core.draining,
-    "reload": lambda gateway: gateway.reloader.reload(),
     "unload": lambda gateway, payload: gateway.services.models.unload_lora_adapter(UnloadLoRAAdapterRequest(**payload)),
     "update_number": lambda gateway: gateway.client.core.weights.next_number(),
 }

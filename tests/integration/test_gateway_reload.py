@@ -122,7 +122,7 @@ async def test_without_settings_to_read_there_is_nothing_to_reload():
         assert (await running.http.post("/admin/reload", json={})).status_code == 501
 
 
-async def test_what_the_process_that_is_asked_refuses_none_has_and_what_it_takes_all_have(tmp_path):
+async def test_what_one_of_several_processes_refuses_none_has(tmp_path):
     all_files = [Files(tmp_path / name) for name in ("a", "b")]
     entry = make_key("one")[1]
     async with contextlib.AsyncExitStack() as stack:
@@ -143,13 +143,13 @@ async def test_what_the_process_that_is_asked_refuses_none_has_and_what_it_takes
             return [gateway.access_rules.max_in_flight for gateway in gateways]
 
         before = limits()
-        all_files[0].write([entry], max_in_flight=7)
-        all_files[1].write("keys: 5")
+        all_files[0].write("keys: 5")
+        all_files[1].write([entry], max_in_flight=7)
         refused = await http.post("/admin/reload", json={}, headers=ADMIN)
         assert refused.status_code == 400
-        assert "Nothing has changed: <path>: keys: input" in refused.json()["error"]["message"]
+        assert "Nothing has changed: gateway process 0: <path>: keys: input" in refused.json()["error"]["message"]
         assert limits() == before
-        all_files[1].write([entry], max_in_flight=7)
+        all_files[0].write([entry], max_in_flight=7)
         assert (await http.post("/admin/reload", json={}, headers=ADMIN)).status_code == 200
         assert limits() == [7, 7]
 
