@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +23,7 @@ from backend.drafter.proposer import DraftRequest, Until
 from backend.learning import trainer as trainer_module
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, is_held_out
-from backend.learning.rules import FEWEST, KEPT
+from backend.learning.rules import FEWEST, KEPT, Watch
 from backend.learning.trainable import load_pupil, trained_tensors
 from backend.learning.trainer import PASSES, Job, News, Trainer, newest_version
 from backend.models.check import why_not_learning
@@ -34,6 +32,7 @@ from backend.models.head_config import CheckpointError, load_config
 from backend.models.initial_head import feature_layers, write_initial_head
 from backend.models.resolve import resolve
 from tests.support.drafter_heads import check
+from tests.support.fleet_process import wait_for
 from tests.unit.backend.learning.test_rules import live
 
 DEVICE = torch.device("cpu")
@@ -250,13 +249,6 @@ def in_place_of_trainers(monkeypatch: pytest.MonkeyPatch, *said: list[News]) -> 
     return started
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_head_that_cannot_be_loaded_is_put_away(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(head_dir: str) -> None:
         raise CheckpointError("spoiled")
@@ -267,7 +259,7 @@ def test_a_head_that_cannot_be_loaded_is_put_away(start: str, tmp_path: Path, mo
     try:
         write_initial_head(str(TARGET_DIR), spoiled, "demo")
         own.start("cpu")
-        wait_until(lambda: not spoiled.exists())
+        wait_for(lambda: not spoiled.exists())
         assert own.head_dir == start
         assert newest_version(spoiled.parent) == (0, None)
         with pytest.raises(CheckpointError, match="another drafter"):
@@ -282,7 +274,7 @@ def test_steps_are_counted_from_each_trainers_first_report(start: str, tmp_path:
     own = learner(start, tmp_path, lambda head: None)
     own.start("cpu")
     try:
-        wait_until(lambda: own.stats().steps == 120)
+        wait_for(lambda: own.stats().steps == 120)
         assert (own.stats().new_steps, own.stats().new_training_s) == (70, 7)
     finally:
         own.stop()
@@ -295,7 +287,7 @@ def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Pat
     process = DrafterProcess("drafter-0", model, settings, f"ipc://{tmp_path}/d.sock")
     process.start()
     try:
-        wait_until(lambda: started)
+        wait_for(lambda: bool(started))
         assert started[0].poll() is None
         learning = process.stats().learning
         assert learning is not None
@@ -311,14 +303,23 @@ def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Pat
 def test_the_trainer_of_a_given_head_waits_until_it_is_needed(
     start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learning: str, trains: bool
 ) -> None:
+    turns = []
+
+    class Observed(Watch):
+        @property
+        def needs_learning(self) -> bool:
+            turns.append(self)
+            return super().needs_learning
+
+    monkeypatch.setattr(learner_module, "Watch", Observed)
     started = in_place_of_trainers(monkeypatch)
     own = learner(start, tmp_path, lambda head: None, learning)
     own.start("cpu")
     try:
         if not trains:
-            time.sleep(0.1)
+            wait_for(lambda: len(turns) > 1, what="a whole turn of the learner's loop")
             assert not started
             live(own._watch, 2, KEPT + 1)
-        wait_until(lambda: started)
+        wait_for(lambda: bool(started))
     finally:
         own.stop()
