@@ -84,39 +84,39 @@ class SharedNoise:
         batch = runner.input_batch
         batch.update_async_output_token_ids()
         metadata: SamplingMetadata = batch.sampling_metadata
-        count = len(batch.req_ids)
         drafts = None
-        drafted = [0] * count
+        drafted = [0] * len(batch.req_ids)
         if spec_decode_metadata is not None and any(spec_decode_metadata.num_draft_tokens):
             drafts, drafted = spec_decode_metadata.draft_token_ids, spec_decode_metadata.num_draft_tokens
         rows = LogitRows(drafted, logits.device)
-        states = [runner.requests[each] for each in batch.req_ids]
         raw = None
         if metadata.max_num_logprobs is not None or metadata.logprob_token_ids:
-            raw = np.array([_wants_raw(each, runner.sampler.logprobs_mode) for each in states])
+            mode = runner.sampler.logprobs_mode
+            raw = np.array([_wants_raw(runner.requests[each], mode) for each in batch.req_ids])
         processed, kept = _processed(logits, metadata, rows, runner.sampler, raw)
-        lengths = batch.num_tokens_no_spec[:count].astype(np.int64)
-        seeds = np.array([_argument(each, NOISE_SEED, 0) for each in states], dtype=np.uint64).view(np.int64)
-        free = [i for i, each in enumerate(states) if drafted[i] and _argument(each, INDEPENDENT, False)]
-        if not free:
-            if metadata.all_greedy:
-                chosen: Tensor = runner.sampler.greedy_sample(processed)
-            else:
-                chosen = _choose(processed, _scales(metadata), rows, seeds, lengths)
-            emitted = _accepted(chosen, drafts, rows)
+        if metadata.all_greedy:
+            emitted = _accepted(runner.sampler.greedy_sample(processed), drafts, rows)
         else:
-            assert drafts is not None
-            emitted = _judge(processed, drafts, rows, free, self._proposals_of(free), seeds, lengths)
-            if len(free) < count:
-                others = np.setdiff1d(np.arange(count), free)
-                theirs = _of_others(processed, drafts, rows, others, _scales(metadata), seeds, lengths)
-                emitted = _joined(emitted, free, theirs, others)
+            emitted = self._drawn(processed, drafts, rows)
         return SamplerOutput(emitted.to(torch.int32), _logprobs(kept, emitted, metadata, rows, runner.sampler))
 
-    def _proposals_of(self, places: Sequence[int]) -> list[Proposal | None]:
-        """What the drafts at these places of the batch were sampled from; None: they are certain."""
+    def _drawn(self, logits: Tensor, drafts: Tensor | None, rows: LogitRows) -> Tensor:
+        """What each verification emits, `[requests, deepest + 1]`, padded with -1; some request is not greedy."""
         runner: Any = self
-        return [self.proposals.get(runner.input_batch.req_ids[i]) for i in places]
+        batch = runner.input_batch
+        states = [runner.requests[each] for each in batch.req_ids]
+        scales = _scales(batch.sampling_metadata)
+        lengths = batch.num_tokens_no_spec[: len(states)].astype(np.int64)
+        seeds = np.array([_argument(each, NOISE_SEED, 0) for each in states], dtype=np.uint64).view(np.int64)
+        free = [i for i, each in enumerate(states) if rows.drafted[i] and _argument(each, INDEPENDENT, False)]
+        if drafts is None or not free:
+            return _accepted(_choose(logits, scales, rows, seeds, lengths), drafts, rows)
+        proposals = [self.proposals.get(batch.req_ids[i]) for i in free]
+        emitted = _judge(logits, drafts, rows, free, proposals, seeds, lengths)
+        if len(free) == len(states):
+            return emitted
+        others = np.setdiff1d(np.arange(len(states)), free)
+        return _joined(emitted, free, _of_others(logits, drafts, rows, others, scales, seeds, lengths), others)
 
 
 def _wants_raw(state: Any, mode: str) -> bool:
