@@ -77,7 +77,8 @@ class Pace:
     native: HeadCost = HeadCost()
 
     def __str__(self) -> str:
-        return f"`{self.name}`: target step {self.target}; draft pass {self.drafter}, in `native` {self.native}"
+        native = "the same" if self.native == self.drafter else str(self.native)
+        return f"`{self.name}`: target step {self.target}; draft pass {self.drafter}, in `native` {native}"
 
 
 HEAD_8B, HEAD_70B = 0.374e9, 1.20e9
