@@ -9,16 +9,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate, repeat
-from operator import mul
-from typing import NamedTuple
-
-import msgspec
 
 from backend.fleet import LOOKUP, Reliability
 from backend.speculation.budget import survivals
 from backend.speculation.calibration import Calibration
+from backend.speculation.candidate import Candidate, Request, Source, candidate_of, has_rest, rank_of
 from backend.speculation.chances import Rule, chances
 from backend.speculation.guesses import Guesses, Resolved
 from backend.speculation.own_text import OwnText
@@ -39,68 +34,8 @@ INDEXED_PER_STEP = 512
 """Tokens indexed for look-ups per step, over all requests, so that a batch of long prompts does not stop the engine."""
 FOR_OTHERS = 64
 """Of these, the part that is kept for other verifiers' outputs."""
-
-
-class Source(NamedTuple):
-    """Where a draft comes from.  The drafts of one source share a calibration."""
-
-    drafter_id: str
-    """`LOOKUP` where no drafter made it."""
-    rule: Rule
-    kind: str = "fresh"
-    """A drafter's `fresh` or `ahead`, or `TextSource.kind`."""
-
-
-class Candidate(msgspec.Struct, frozen=True, eq=False):
-    """A draft for the present length of its request."""
-
-    source: Source
-    tokens: list[int]
-    signs: list[float]
-    survivals: list[float]
-    """Of a sampled draft, entry i may be read only once token i - 1 is sure to be verified (`proposals.py`)."""
-    expected: list[float]
-    """Survivals that any decision may read: of a sampled draft, powers of its first token's chance."""
-    worth: float
-    """Draft tokens expected to be accepted: the sum of `expected`."""
-    draft_s: float = 0.0
-    """Compute time of its drafter, seconds."""
-    proposal: Proposal | None = None
-    """What a sampled draft was drawn from."""
-
-
-@dataclass
-class Request:
-    """A request that is being decoded."""
-
-    text: list[int]
-    """All tokens; the engine's own list, which grows."""
-    rule: Rule
-    longest: int
-    """Its longest draft."""
-    ask: Ask | None = None
-    """What the client wants asked of its drafter; None: the verifier chooses."""
-    texts: list[TextSource] = field(default_factory=list)
-    """The texts in which drafts are looked up."""
-    candidate: Candidate | None = None
-    """The best draft from a drafter."""
-    looked_up: Candidate | None = None
-    """The best draft from a text, looked up at the length `looked_up_at`."""
-    looked_up_at: int = 0
-    verified: Candidate | None = None
-    """The draft that the running step verifies, uncut."""
-    verified_length: int = 0
-    """How many of its tokens the step verifies."""
-    judged: tuple[Candidate, int, int] | None = None
-    """A sampled draft that was verified and not learned from: the draft, tokens accepted, tokens judged."""
-    block: tuple[str, Block, float] | None = None
-    """Outcomes drafted ahead: drafter, outcomes, and its compute in seconds."""
-    outcomes: int = 0
-    """How many outcomes were asked for."""
-    outcomes_of: Candidate | None = None
-    """The draft under verification that these outcomes belong to."""
-    outcomes_at: int = -1
-    """The request's length when they were asked for."""
+RESTS_AFTER = 16
+"""Steps without a verified look-up after which look-ups rest: then one request in so many is looked up in a step."""
 
 
 _Given = tuple[str, Request, Source, Draft | Outcome, float]
@@ -124,6 +59,8 @@ class Candidates:
         """Requests whose client has predicted the answer."""
         self.turn: Collection[str] | None = None
         """The requests that are looked up and indexed while look-ups rest; None: all."""
+        self._fruitless = 0
+        """Steps since a draft that was looked up was verified."""
         self._asked: dict[str, tuple[RequestOptions, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
         self._shared = SharedTexts() if lookups else None
@@ -235,7 +172,7 @@ class Candidates:
                 continue
             block, request.block = request.block, None
             verified, emitted = request.outcomes_of, request.text[base_len:]
-            if verified is not None and verified.source.drafter_id != LOOKUP and _has_rest(request, verified, len(emitted)):
+            if verified is not None and verified.source.drafter_id != LOOKUP and has_rest(request, verified, len(emitted)):
                 # The step verified only part of this draft: the rest may still be used.
                 self._go_on(request_id, request, verified, emitted)
             if request.candidate is None and block is not None and block[1].base_len == base_len:
@@ -254,6 +191,18 @@ class Candidates:
         """The best draft for the request's present length, from a drafter or a look-up."""
         candidate, looked_up = request.candidate, self._look_up(request_id, request)
         return looked_up if looked_up is not None and (candidate is None or looked_up.worth > candidate.worth) else candidate
+
+    def take_turns(self, decoding: list[str], *, is_fruitful: bool) -> None:
+        """Decides which requests are looked up until the next step's drafts are chosen.
+
+        While no look-up pays, those with a prediction are, and by turns one in sixteen, or one a step: all would lengthen
+        every step.
+        """
+        self._fruitless = 0 if is_fruitful else self._fruitless + 1
+        turns = max(min(len(decoding), RESTS_AFTER), 1)
+        rests = self._fruitless >= RESTS_AFTER
+        at_turn = decoding[self.steps % turns :: turns] if rests else ()
+        self.turn = dict.fromkeys((*at_turn, *self.predicted)) if rests else None
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
@@ -315,7 +264,7 @@ class Candidates:
             tokens, signs = each.propose(request.text, request.longest)
             if tokens:
                 source = Source(LOOKUP, request.rule, each.kind)
-                candidate = _candidate(source, tokens, signs, self._calibration(source).chances(request_id, signs))
+                candidate = candidate_of(source, tokens, signs, self._calibration(source).chances(request_id, signs))
                 self._note(request_id, request, candidate, request.looked_up_at)
                 if request.looked_up is None or candidate.worth > request.looked_up.worth:
                     request.looked_up = candidate
@@ -332,7 +281,7 @@ class Candidates:
         if proposal is not None:
             proposal = proposal.part(done, len(candidate.tokens))
         of_each = self._calibration(candidate.source).chances(request_id, signs)
-        rest = _candidate(candidate.source, tokens, signs, of_each, candidate.draft_s, proposal)
+        rest = candidate_of(candidate.source, tokens, signs, of_each, candidate.draft_s, proposal)
         if request.candidate is not None and request.candidate.worth >= rest.worth:
             return False
         request.candidate = rest
@@ -396,7 +345,7 @@ class Candidates:
             of_each = self._calibration(source).chances_of_many(names, signs)
             for (i, known, proposal), its in zip(drafts_of, of_each, strict=True):
                 *_, draft, draft_s = given[i]
-                found[i] = _candidate(source, draft.tokens[: len(its)], known, its, draft_s, proposal)
+                found[i] = candidate_of(source, draft.tokens[: len(its)], known, its, draft_s, proposal)
         return found
 
     def _calibration(self, source: Source) -> Calibration:
@@ -404,36 +353,3 @@ class Candidates:
         if known is None:
             known = self._calibrations[source] = Calibration(self._longest)
         return known
-
-
-def _candidate(
-    source: Source,
-    tokens: list[int],
-    signs: list[float],
-    of_each: list[float],
-    draft_s: float = 0.0,
-    proposal: Proposal | None = None,
-) -> Candidate:
-    """`of_each`: the chances of its tokens."""
-    found = survivals(of_each)
-    expected = found if proposal is None else list(accumulate(repeat(found[0], len(found)), mul))
-    return Candidate(source, tokens, signs, found, expected, sum(expected), draft_s, proposal)
-
-
-def _has_rest(request: Request, verified: Candidate, emitted: int) -> bool:
-    """Whether a draft's tokens behind the `emitted` ones may still be used.
-
-    Those of a sampled draft may if all that were verified were accepted: where it is rejected depends on all of them.
-    """
-    return verified.proposal is None or emitted == request.verified_length + 1
-
-
-def rank_of(block: Block, emitted: Sequence[int]) -> int | None:
-    """The rank in `block` of the outcome of a verification that emitted these tokens; None: it was not drafted ahead."""
-    accepted, token = len(emitted) - 1, emitted[-1]
-    if block.verifying[:accepted] != list(emitted[:accepted]):
-        return None
-    for rank, outcome in enumerate(block.outcomes):
-        if outcome.accepted == accepted and outcome.token == token:
-            return rank
-    return None

@@ -19,12 +19,13 @@ from functools import partial
 from msgspec.structs import replace
 
 from backend.fleet import LOOKUP
-from backend.speculation.budget import Spent, spend, spend_in_order
-from backend.speculation.candidates import Candidate, Candidates, Request
+from backend.speculation.candidate import Candidate, Request
+from backend.speculation.candidates import Candidates
 from backend.speculation.chances import Rule
 from backend.speculation.deadlines import Questions
 from backend.speculation.pairing import Preference
 from backend.speculation.proposals import Proposal
+from backend.speculation.ranking import Ranking
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Pending, Plan, Prospect, StepLoad, Times, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
@@ -97,10 +98,7 @@ class Speculator:
         self._drafter_ids: list[str] = []
         self._probing, self._probed, self._probes = False, 0, 0
         self._asked_ahead = False
-        self._spent_for: tuple[int, list[Candidate | None]] = (0, [])
-        self._last_spent: Spent | None = None
-        self._in_order_for: tuple[Spent | None, Spent | None] = (None, None)
-        """What `_in_order` was last asked for, and its answer."""
+        self._ranking = Ranking(self.step_times)
         self._floor = 0.0
         self._base = 1
         """Tokens of the running step without draft tokens."""
@@ -110,8 +108,6 @@ class Speculator:
         """Since the last choice: tokens emitted, and the sum over steps of seconds times requests."""
         self._began = 0.0
         """When the latest step began."""
-        self._fruitless = 0
-        """Steps since a draft that was looked up was verified."""
         self._came = False
         """Whether drafts came since the last step began."""
         self._passed = 0
@@ -233,13 +229,13 @@ class Speculator:
         is_plain = turn is not None and not attached.features_needed and not came
         if is_plain and not any(self.candidates.best(*each) for each in self.candidates.present(turn or ())):
             self._verifying, attached.is_quiet = set(), True
-            self._looked_up(decoding, is_fruitful=False)
+            self.candidates.take_turns(decoding, is_fruitful=False)
             return attached
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
         self._base = max(len(present) + prefill, 1)
-        candidates, spent = self._spend(present, self._base)
-        spent = self._in_order(candidates, spent, self._base)
+        candidates = self._best(present)
+        spent = self._ranking.cut(candidates, self._base)
         for (_, request), candidate in zip(present, candidates, strict=True):
             request.verified = candidate
         if spent is not None:
@@ -253,10 +249,10 @@ class Speculator:
                 else:
                     request.verified = None
         verified = [request.verified for _, request in present if request.verified is not None]
-        self._looked_up(decoding, is_fruitful=any(each.source.drafter_id == LOOKUP for each in verified))
+        self.candidates.take_turns(decoding, is_fruitful=any(each.source.drafter_id == LOOKUP for each in verified))
         for _, request in present:
             request.candidate = None
-        self._spent_for = (0, [])
+        self._ranking.forget()
         return attached
 
     def verified(self, request_id: str) -> Candidate | None:
@@ -313,7 +309,7 @@ class Speculator:
         """Cuts each `verifying` to what will be verified, at most `k` tokens: each token costs the drafter a pass."""
         present = self.candidates.present(self._ended)
         base = max(len(present), 1)
-        spent = self._in_order(*self._spend(present, base), base)
+        spent = self._ranking.cut(self._best(present), base)
         cuts = {r: n for (r, _), n in zip(present, spent.lengths, strict=True)} if spent is not None else {}
         for items in asks.values():
             for i, item in enumerate(items):
@@ -339,10 +335,10 @@ class Speculator:
         times = self._miss_times if self.choice.ask == Ask.AHEAD else self._fresh_times
         draft_s = times.at(len(missing), k)
         waited_s = now - min(self.questions.pending[present[i][0]].asked_at for i in missing)
-        candidates, spent = self._spend(present, base)
+        candidates = self._best(present)
         rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
         pending = Pending(missing, k, draft_s, waited_s)
-        if not waiting_pays(spent or self._spend_on(rows, base), rows, pending, self._expected(), at, base):
+        if not waiting_pays(self._ranking.expected(candidates, base), rows, pending, self._expected(), at, base):
             return None
         return min(deadline, now + max(pending.left_s, draft_s / 8))
 
@@ -400,37 +396,5 @@ class Speculator:
             self._load = self._load_of(self._base)
         return self._load.drafted
 
-    def _spend(self, present: list[tuple[str, Request]], base: int) -> tuple[list[Candidate | None], Spent | None]:
-        """Each request's best draft, and how much of it should pay.  Computed again only when a draft or `base` has changed."""
-        best = self.candidates.best
-        candidates = [best(*each) for each in present]
-        if self._spent_for != (base, candidates):
-            rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
-            self._last_spent = self._spend_on(rows, base) if any(rows) else None
-            self._spent_for = base, candidates
-        return candidates, self._last_spent
-
-    def _looked_up(self, decoding: list[str], *, is_fruitful: bool) -> None:
-        """Decides which requests are looked up until the next step's drafts are chosen.
-
-        While no look-up pays, those with a prediction are, and by turns one in sixteen, or one a step: all would lengthen
-        every step.
-        """
-        self._fruitless = 0 if is_fruitful else self._fruitless + 1
-        turns = max(min(len(decoding), RECONSIDER_EVERY), 1)
-        rests = self._fruitless >= RECONSIDER_EVERY
-        at_turn = decoding[self.candidates.steps % turns :: turns] if rests else ()
-        self.candidates.turn = dict.fromkeys((*at_turn, *self.candidates.predicted)) if rests else None
-
-    def _in_order(self, candidates: list[Candidate | None], expected: Spent | None, base: int) -> Spent | None:
-        """How much of each draft to verify, once it is known how much should pay."""
-        if expected is None or all(candidate is None or candidate.proposal is None for candidate in candidates):
-            return expected
-        if self._in_order_for[0] is not expected:
-            rows = [candidate.survivals if candidate is not None else [] for candidate in candidates]
-            in_order = spend_in_order(rows, expected, self.step_times.row(base, sum(map(len, rows)) + 2))
-            self._in_order_for = expected, in_order
-        return self._in_order_for[1]
-
-    def _spend_on(self, rows: list[list[float]], base: int) -> Spent:
-        return spend(rows, self.step_times.row(base, sum(map(len, rows)) + 2))
+    def _best(self, present: list[tuple[str, Request]]) -> list[Candidate | None]:
+        return [self.candidates.best(*each) for each in present]

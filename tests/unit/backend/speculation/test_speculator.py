@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.fleet import LOOKUP
-from backend.speculation.candidates import INDEXED_PER_STEP, rank_of
+from backend.speculation.candidate import rank_of
+from backend.speculation.candidates import INDEXED_PER_STEP
 from backend.speculation.chances import Rule
 from backend.speculation.speculator import RECONSIDER_EVERY, Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask

@@ -1,0 +1,113 @@
+"""One available draft, where it comes from, and the state of a request that is decoded.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, repeat
+from operator import mul
+from typing import NamedTuple
+
+import msgspec
+
+from backend.speculation.budget import survivals
+from backend.speculation.chances import Rule
+from backend.speculation.proposals import Proposal
+from backend.speculation.texts import TextSource
+from backend.speculation.waiting import Ask
+from backend.wire.drafting import Block
+
+
+class Source(NamedTuple):
+    """Where a draft comes from.  The drafts of one source share a calibration."""
+
+    drafter_id: str
+    """`LOOKUP` where no drafter made it."""
+    rule: Rule
+    kind: str = "fresh"
+    """A drafter's `fresh` or `ahead`, or `TextSource.kind`."""
+
+
+class Candidate(msgspec.Struct, frozen=True, eq=False):
+    """A draft for the present length of its request."""
+
+    source: Source
+    tokens: list[int]
+    signs: list[float]
+    survivals: list[float]
+    """Of a sampled draft, entry i may be read only once token i - 1 is sure to be verified (`proposals.py`)."""
+    expected: list[float]
+    """Survivals that any decision may read: of a sampled draft, powers of its first token's chance."""
+    worth: float
+    """Draft tokens expected to be accepted: the sum of `expected`."""
+    draft_s: float = 0.0
+    """Compute time of its drafter, seconds."""
+    proposal: Proposal | None = None
+    """What a sampled draft was drawn from."""
+
+
+@dataclass
+class Request:
+    """A request that is being decoded."""
+
+    text: list[int]
+    """All tokens; the engine's own list, which grows."""
+    rule: Rule
+    longest: int
+    """Its longest draft."""
+    ask: Ask | None = None
+    """What the client wants asked of its drafter; None: the verifier chooses."""
+    texts: list[TextSource] = field(default_factory=list)
+    """The texts in which drafts are looked up."""
+    candidate: Candidate | None = None
+    """The best draft from a drafter."""
+    looked_up: Candidate | None = None
+    """The best draft from a text, looked up at the length `looked_up_at`."""
+    looked_up_at: int = 0
+    verified: Candidate | None = None
+    """The draft that the running step verifies, uncut."""
+    verified_length: int = 0
+    """How many of its tokens the step verifies."""
+    judged: tuple[Candidate, int, int] | None = None
+    """A sampled draft that was verified and not learned from: the draft, tokens accepted, tokens judged."""
+    block: tuple[str, Block, float] | None = None
+    """Outcomes drafted ahead: drafter, outcomes, and its compute in seconds."""
+    outcomes: int = 0
+    """How many outcomes were asked for."""
+    outcomes_of: Candidate | None = None
+    """The draft under verification that these outcomes belong to."""
+    outcomes_at: int = -1
+    """The request's length when they were asked for."""
+
+
+def candidate_of(
+    source: Source,
+    tokens: list[int],
+    signs: list[float],
+    of_each: list[float],
+    draft_s: float = 0.0,
+    proposal: Proposal | None = None,
+) -> Candidate:
+    """`of_each`: the chances of its tokens."""
+    found = survivals(of_each)
+    expected = found if proposal is None else list(accumulate(repeat(found[0], len(found)), mul))
+    return Candidate(source, tokens, signs, found, expected, sum(expected), draft_s, proposal)
+
+
+def has_rest(request: Request, verified: Candidate, emitted: int) -> bool:
+    """Whether a draft's tokens behind the `emitted` ones may still be used.
+
+    Those of a sampled draft may if all that were verified were accepted: where it is rejected depends on all of them.
+    """
+    return verified.proposal is None or emitted == request.verified_length + 1
+
+
+def rank_of(block: Block, emitted: Sequence[int]) -> int | None:
+    """The rank in `block` of the outcome of a verification that emitted these tokens; None: it was not drafted ahead."""
+    accepted, token = len(emitted) - 1, emitted[-1]
+    if block.verifying[:accepted] != list(emitted[:accepted]):
+        return None
+    for rank, outcome in enumerate(block.outcomes):
+        if outcome.accepted == accepted and outcome.token == token:
+            return rank
+    return None

@@ -1,0 +1,43 @@
+"""What of a step's available drafts should pay, remembered until a draft or the step's size changes.  Pure."""
+
+from __future__ import annotations
+
+from backend.speculation.budget import Spent, spend, spend_in_order
+from backend.speculation.candidate import Candidate
+from backend.speculation.step_times import StepTimes
+
+
+class Ranking:
+    """The budget of the next step, for each request's best draft."""
+
+    def __init__(self, step_times: StepTimes) -> None:
+        self._step_times = step_times
+        self._of: tuple[int, list[Candidate | None]] = (0, [])
+        """What `_expected` was computed for; no step has size 0."""
+        self._expected = self._cut = Spent([], 1.0, 0, 0.0, 0.0)
+        self._is_cut = False
+
+    def forget(self) -> None:
+        """The drafts of the next step are others, and step times may have changed."""
+        self._of = 0, []
+
+    def expected(self, candidates: list[Candidate | None], base: int) -> Spent:
+        """How much of each draft should pay, by what any decision may read; `base`: the step's tokens without draft tokens."""
+        if self._of != (base, candidates):
+            rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
+            self._expected, self._is_cut = spend(rows, self._step_times.row(base, sum(map(len, rows)) + 2)), False
+            self._of = base, candidates
+        return self._expected
+
+    def cut(self, candidates: list[Candidate | None], base: int) -> Spent | None:
+        """How much of each draft to verify; None without drafts.  Sampled ones are read in order (`spend_in_order`)."""
+        if not any(candidate is not None and candidate.expected for candidate in candidates):
+            return None
+        expected = self.expected(candidates, base)
+        if all(candidate is None or candidate.proposal is None for candidate in candidates):
+            return expected
+        if not self._is_cut:
+            rows = [candidate.survivals if candidate is not None else [] for candidate in candidates]
+            self._cut = spend_in_order(rows, expected, self._step_times.row(base, sum(map(len, rows)) + 2))
+            self._is_cut = True
+        return self._cut
