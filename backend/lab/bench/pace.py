@@ -77,8 +77,7 @@ class Pace:
     native: HeadCost = HeadCost()
 
     def __str__(self) -> str:
-        native = "the same" if self.native == self.drafter else str(self.native)
-        return f"`{self.name}`: target step {self.target}; draft pass {self.drafter}, in `native` {native}"
+        return f"`{self.name}`: target step {self.target}; draft pass {self.drafter}, in `native` {self.native}"
 
 
 HEAD_8B, HEAD_70B = 0.374e9, 1.20e9
