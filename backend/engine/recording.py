@@ -22,16 +22,8 @@ from backend.speculation.waiting import Choice, Plan, StepLoad
 class _Request:
     """A request that has not ended."""
 
-    name: str
-    arrived_at: float
-    prompt_tokens: int
-    teacher_forced: bool
-    brought_tokens: int
-    first_token_at: float = 0.0
-    tokens: int = 0
-    verifications: int = 0
-    draft_tokens: int = 0
-    accepted: int = 0
+    row: RequestRow
+    """As far as it has come."""
     outcome: VerificationRow | None = None
     """A verification whose tokens vLLM has not yet cut at the request's stop."""
 
@@ -71,28 +63,15 @@ class Recording:
         brought_tokens: int = 0,
     ) -> None:
         """Notes a new request; its rows will carry `name`."""
-        self._requests[request_id] = _Request(name, arrived_at, prompt_tokens, teacher_forced, brought_tokens)
+        row = RequestRow(name, arrived_at, 0.0, 0.0, prompt_tokens, 0, 0, 0, 0, "", teacher_forced, brought_tokens)
+        self._requests[request_id] = _Request(row)
 
     def ended(self, request_id: str, reason: str) -> None:
         """Makes the row of a request that has finished or was aborted."""
         request = self._requests.pop(request_id, None)
-        if request is None:
-            return
-        row = RequestRow(
-            request_id=request.name,
-            arrived_at=request.arrived_at,
-            first_token_at=request.first_token_at,
-            ended_at=time.time(),
-            prompt_tokens=request.prompt_tokens,
-            tokens=request.tokens,
-            verifications=request.verifications,
-            draft_tokens=request.draft_tokens,
-            accepted=request.accepted,
-            finish_reason=reason,
-            teacher_forced=request.teacher_forced,
-            brought_tokens=request.brought_tokens,
-        )
-        self.put(row)
+        if request is not None:
+            request.row.ended_at, request.row.finish_reason = time.time(), reason
+            self.put(request.row)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
@@ -103,9 +82,8 @@ class Recording:
         self._draft_s = max(self._draft_s, draft_s)
         request = self._requests.get(request_id)
         if request is not None:
-            request.outcome = VerificationRow(
-                self._steps, request.name, base_len, draft_tokens, accepted, 0, drafter, ahead, request.teacher_forced
-            )
+            name, forced = request.row.request_id, request.row.teacher_forced
+            request.outcome = VerificationRow(self._steps, name, base_len, draft_tokens, accepted, 0, drafter, ahead, forced)
 
     def prefilled(self, tokens: int) -> None:
         """Notes that the step has run and computed `tokens` prompt tokens."""
@@ -118,16 +96,16 @@ class Recording:
         request = self._requests.get(request_id)
         if request is None or request.outcome is None or request.outcome.step != self._steps:
             return
-        row, request.outcome = replace(request.outcome, tokens=tokens), None
-        if not request.tokens:
-            request.first_token_at = self._now
-        request.tokens += tokens
-        request.verifications += 1
+        row, request.outcome, whole = replace(request.outcome, tokens=tokens), None, request.row
+        if not whole.tokens:
+            whole.first_token_at = self._now
+        whole.tokens += tokens
+        whole.verifications += 1
         self._emitting += 1
         self._tokens += tokens
         if row.draft_tokens:
-            request.draft_tokens += row.draft_tokens
-            request.accepted += row.accepted
+            whole.draft_tokens += row.draft_tokens
+            whole.accepted += row.accepted
             self._drafted += 1
             self._drafted_tokens += tokens
         self.put(row)

@@ -74,8 +74,8 @@ class VerificationRow(msgspec.Struct, frozen=True, gc=False):
     """Whether the response was fixed: then acceptance measures agreement with a trace, not with the target."""
 
 
-class RequestRow(msgspec.Struct, frozen=True, gc=False):
-    """One sequence at one verifier, written when it ends there.  A sequence that moves to another verifier has two rows."""
+class RequestRow(msgspec.Struct, gc=False):
+    """One sequence at one verifier, complete when it ends there.  A sequence that moves to another verifier has two rows."""
 
     request_id: str
     arrived_at: float
