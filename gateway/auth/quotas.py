@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
 
 from gateway.auth.caller import UNLIMITED, Caller
@@ -44,7 +45,7 @@ class Quotas:
                 self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             await self._exchange()
-        await self._store.close()
+        await asyncio.to_thread(self._store.close)
 
     async def begin(self, caller: Caller) -> None:
         """Counts one more request of this caller.  Call `end` when it is over.  Raises `RateLimited`."""
@@ -96,10 +97,11 @@ class Quotas:
                 return
             try:
                 shared = await self._store.exchange(self._gateway_id, uses)
-            except OSError as error:
+            except sqlite3.Error as error:
                 self._ledger.give_back(uses)
                 if not self._failing:
-                    logger.warning("quotas are not shared for now, every gateway counts for itself: %s", error)
+                    what = "quotas are not shared for now, every gateway counts for itself: the file of shared quotas: %s"
+                    logger.warning(what, error)
                 self._failing = True
                 return
             except BaseException:

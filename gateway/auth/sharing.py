@@ -5,13 +5,12 @@ An exchange is one transaction: it adds this gateway's use and returns the use o
 
 from __future__ import annotations
 
-import asyncio
 import sqlite3
 import time
 from pathlib import Path
 
 from gateway.auth.quota import Bucket, SharedUse, Use
-from gateway.storage.sqlite import Database
+from gateway.storage.sqlite import Database, exclusive
 
 GONE_S = 10.0
 """Seconds of silence after which a gateway's open requests no longer count."""
@@ -22,36 +21,25 @@ CREATE TABLE IF NOT EXISTS open (name TEXT, gateway TEXT, count INTEGER, at REAL
 """
 
 
-class SharedCounters:
-    """Counters that several gateways share, in a file that is accessed on a thread of its own."""
+class SharedCounters(Database):
+    """Counters that several gateways share."""
 
     def __init__(self, path: Path) -> None:
-        self._database = Database(path, _SCHEMA)
+        super().__init__(path, _SCHEMA)
 
-    async def exchange(self, gateway: str, uses: list[Use]) -> dict[str, SharedUse]:
-        """Adds what keys have used at this gateway.  Returns, by key, their use at all gateways.  Raises `OSError`."""
-        try:
-            return await self._database.run(lambda db: _exchange(db, gateway, uses, time.time()))
-        except sqlite3.Error as error:
-            raise OSError(f"the file of shared quotas: {error}") from None
-
-    async def close(self) -> None:
-        await asyncio.to_thread(self._database.close)
-
-
-def _exchange(db: sqlite3.Connection, gateway: str, uses: list[Use], now: float) -> dict[str, SharedUse]:
-    # Locks before the first read, so that no other gateway writes between reading and writing.
-    db.execute("BEGIN IMMEDIATE")
-    answer = {}
-    for use in uses:
-        db.execute("INSERT OR REPLACE INTO open VALUES (?,?,?,?)", (use.name, gateway, use.open, now))
-        query = "SELECT sum(count) FROM open WHERE name = ? AND gateway <> ? AND at > ?"
-        elsewhere = db.execute(query, (use.name, gateway, now - GONE_S)).fetchone()[0] or 0
-        requests = _add(db, use.name, "requests", use.requests, use.requests_limit, now)
-        tokens = _add(db, use.name, "tokens", use.tokens, use.tokens_limit, now)
-        answer[use.name] = SharedUse(requests, tokens, elsewhere)
-    db.execute("DELETE FROM open WHERE at < ?", (now - GONE_S,))
-    return answer
+    @exclusive
+    def exchange(self, db: sqlite3.Connection, gateway: str, uses: list[Use]) -> dict[str, SharedUse]:
+        """Adds what keys have used at this gateway.  Returns, by key, their use at all gateways.  Raises `sqlite3.Error`."""
+        answer, now = {}, time.time()
+        for use in uses:
+            db.execute("INSERT OR REPLACE INTO open VALUES (?,?,?,?)", (use.name, gateway, use.open, now))
+            query = "SELECT sum(count) FROM open WHERE name = ? AND gateway <> ? AND at > ?"
+            elsewhere = db.execute(query, (use.name, gateway, now - GONE_S)).fetchone()[0] or 0
+            requests = _add(db, use.name, "requests", use.requests, use.requests_limit, now)
+            tokens = _add(db, use.name, "tokens", use.tokens, use.tokens_limit, now)
+            answer[use.name] = SharedUse(requests, tokens, elsewhere)
+        db.execute("DELETE FROM open WHERE at < ?", (now - GONE_S,))
+        return answer
 
 
 def _add(db: sqlite3.Connection, name: str, kind: str, amount: float, limit: int, now: float) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 import ssl
 from pathlib import Path
@@ -59,7 +58,7 @@ def check_files(settings: Settings) -> None:
         raise ConfigError(f"gateway.tls_cert, tls_key: {error.strerror or error}") from None
     try:
         if (store := open_store(state_folder(settings))) is not None:
-            asyncio.run(store.close())
+            store.close()
     except OSError as error:
         raise ConfigError(f"gateway.state_dir: {error}") from None
 

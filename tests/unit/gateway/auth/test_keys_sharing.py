@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import sqlite3
 
 import pytest
 
@@ -37,7 +38,7 @@ async def test_tokens_are_shared_and_given_back(stores):
     assert second.tokens == pytest.approx(400, abs=2)
     third = (await store.exchange("g1", [Use("a", 0, 0.0, 0, 0, 60)]))["a"]
     assert (third.open_elsewhere, second.open_elsewhere) == (1, 0)
-    await store.close()
+    store.close()
 
 
 async def test_exchanges_at_once_lose_nothing(stores):
@@ -52,7 +53,7 @@ async def test_exchanges_at_once_lose_nothing(stores):
     total = (await several[0].exchange("g0", [Use("a", 0.0, 0.0, 0, 0, 0)]))["a"]
     assert total.requests == 100
     for store in several:
-        await store.close()
+        store.close()
 
 
 async def test_a_store_that_fails_leaves_each_to_itself(caplog):
@@ -65,11 +66,11 @@ async def test_a_store_that_fails_leaves_each_to_itself(caplog):
 
         async def exchange(self, gateway, uses):
             if not self.working:
-                raise OSError("no")
+                raise sqlite3.OperationalError("no")
             self.seen += uses[0].requests
             return {}
 
-        async def close(self):
+        def close(self):
             pass
 
     store = Broken()
@@ -95,7 +96,7 @@ class Slow(SharedCounters):
         shared = await super().exchange(gateway, uses)
         await self.released.wait()
         if self.broken:
-            raise OSError("no")
+            raise sqlite3.OperationalError("no")
         return shared
 
 
@@ -126,7 +127,7 @@ async def test_the_end_counts_nothing_twice(tmp_path):
     store.released.set()
     await closing
     assert (await other.exchange("g2", [Use("team", 0, 0, 0, 0, 0)]))["team"].requests == pytest.approx(1, abs=0.5)
-    await other.close()
+    other.close()
 
 
 def test_without_a_place_nothing_is_shared(tmp_path):
