@@ -35,7 +35,7 @@ POLL_S = 0.2
 START_TIMEOUT_S = 1800.0
 
 
-def member_environment(offline: bool) -> dict[str, str]:
+def member_environment() -> dict[str, str]:
     """Environment variables for every process of a fleet."""
     return {
         "PYTHONPATH": environment.python_path_with(Path(__file__).resolve().parents[2]),
@@ -46,8 +46,15 @@ def member_environment(offline: bool) -> dict[str, str]:
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         **environment.users_choice({"VLLM_LOGGING_LEVEL": "WARNING", "TOKENIZERS_PARALLELISM": "false"}),
-        **({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"} if offline else {}),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
     }
+
+
+def prepare_process() -> None:
+    """Sets environment variables for this process.  It has no engine, so vLLM's log lines about one are suppressed."""
+    environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
+    environment.export(member_environment())
 
 
 @dataclass
@@ -79,7 +86,7 @@ class LaunchedFleet:
             began = time.monotonic()
             # A cluster to join has an authentication of its own.
             token = state.ray_token() if settings.ray.address is None else None
-            cluster = RayCluster.open(settings.ray.address, settings.ray.namespace, member_environment(offline=True), token)
+            cluster = RayCluster.open(settings.ray.address, settings.ray.namespace, member_environment(), token)
             ending.callback(cluster.close)
             where = f"joined {cluster.address}" if not cluster.ours else "up"
             say(f"Ray {where} in {time.monotonic() - began:.1f} s")

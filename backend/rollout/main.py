@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
-from backend.config import REMOTE_MODES, Settings, environment, sources
+from backend.config import REMOTE_MODES, Settings, sources
 from backend.config.sources import CommandError, ConfigError, Loaded
 from backend.models.head_config import load_config
 from backend.models.resolve import ResolvedModels, resolve, trusts_code
@@ -70,12 +70,14 @@ def rollout(arguments: Sequence[str], say: Say) -> None:
 
 def _prepare(options: RolloutOptions, settings: Settings, models: Callable[[], ResolvedModels], say: Say) -> _Work:
     """Makes every check that is possible before anything runs; calls `models` after the cheap checks, since it may download."""
+    from backend.launch.fleet import prepare_process
+
     file, step = trace_file(options.trace, options.step)
     cases = _cases(options, file)
     rows = slices(options, len(cases))
     _check_out(options.out)
     found = models()
-    _prepare_process()
+    prepare_process()
     front, tokenizer = _front(options, settings, found), Tokenizer(found.target_dir, trusts_code(settings))
     named = options.prompts or file
     parts = [make_requests(cases[each.start : each.stop], tokenizer, named, options, front) for each in rows]
@@ -112,14 +114,6 @@ def _method(models: ResolvedModels) -> str:
     if models.drafter_kind == "eagle" and models.drafter_dir is not None:
         return load_config(models.drafter_dir, models.target_dir).kind
     return models.drafter_kind
-
-
-def _prepare_process() -> None:
-    """Sets environment variables for this process.  It has no engine, so vLLM's log lines about one are suppressed."""
-    from backend.launch.fleet import member_environment
-
-    environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
-    environment.export(member_environment(offline=True))
 
 
 def _front(options: RolloutOptions, settings: Settings, models: ResolvedModels) -> Front:

@@ -25,7 +25,6 @@ from gateway.cli.processes import (
     gateway_process,
     import_in_background,
     joined_fleet,
-    prepare_vllm,
     run_gateway,
 )
 from gateway.cli.signals import FAILED, INTERRUPTED, MISUSED, OK, Interrupted, signals
@@ -101,12 +100,12 @@ def serve(arguments: list[str]) -> int:
         progress.say(console.plan_line(settings, models))
         check_gateway(settings)
         tracing.check(settings.tracing)
-        from backend.launch.fleet import LaunchedFleet
+        from backend.launch.fleet import LaunchedFleet, prepare_process
 
         fleet: LaunchedFleet | None = None
         try:
             fleet = LaunchedFleet.launch(settings, models, progress.say)
-            prepare_vllm()
+            prepare_process()
             preparing = import_in_background("gateway.http.server")
             fleet.wait_ready(progress.say)
             fleet.start_operator(progress.say)

@@ -74,9 +74,10 @@ def joined_fleet(loaded: Loaded) -> Iterator[tuple[Settings, FleetInfo, Coordina
     After the block, one more signal ends the process.
     """
     from backend.launch.finding import found_fleet
+    from backend.launch.fleet import prepare_process
 
     with signals() as forced, found_fleet(loaded, None) as (coordinator, _):
-        prepare_vllm()
+        prepare_process()
         info = coordinator.info()
         theirs = type(loaded.settings).model_validate_json(info.settings_json)
         try:
@@ -123,15 +124,6 @@ def gateway_process(arguments: list[str]) -> int:
         peers = Peers(Path(folder), int(number), settings.gateway.processes, port=int(port))
         run_gateway(settings, info, coordinator, None, rest, peers)
     return OK
-
-
-def prepare_vllm() -> None:
-    """Silences vLLM, whose log would be about an engine, which a gateway has not."""
-    from backend.config import environment
-    from backend.launch.fleet import member_environment
-
-    environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
-    environment.export(member_environment(offline=True))
 
 
 def import_in_background(module: str) -> threading.Thread:

@@ -35,7 +35,7 @@ def cluster() -> Iterator[RayCluster]:
     with (
         # However long a call takes on a busy machine.
         patch.object(actor, "CALL_TIMEOUT_S", 120.0),
-        contextlib.closing(RayCluster.open(None, "test-coordinator", member_environment(offline=True), ray_token())) as cluster,
+        contextlib.closing(RayCluster.open(None, "test-coordinator", member_environment(), ray_token())) as cluster,
     ):
         yield cluster
 

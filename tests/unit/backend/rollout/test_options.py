@@ -128,8 +128,9 @@ def test_a_tokenizers_own_code_runs_only_if_the_fleet_trusts_it(
 ) -> None:
     load = Mock(side_effect=ConfigError("enough"))
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
-    for name in ("_cases", "_front", "_prepare_process"):
+    for name in ("_cases", "_front"):
         monkeypatch.setattr(main, name, Mock(return_value=[None]))
+    monkeypatch.setattr("backend.launch.fleet.prepare_process", Mock())
     (tmp_path / "train.3.parquet").touch()
     options, _ = rollout_options(["--trace", str(tmp_path / "train.3.parquet"), "--out", str(tmp_path)])
     given = Settings.model_validate({"verifier": {"engine_args": {"trust_remote_code": trusted}}})

@@ -167,8 +167,9 @@ def fleet_file(pid: int, namespace: str = "outrider", directories: tuple[str, ..
 
 def test_a_fleet_that_listens_everywhere_is_announced_by_a_loopback_name(monkeypatch: pytest.MonkeyPatch) -> None:
     # A gateway without an admin key takes commands under such names only.
-    for name in ("check_gateway", "import_in_background", "prepare_vllm"):
+    for name in ("check_gateway", "import_in_background"):
         monkeypatch.setattr(cli, name, Mock())
+    monkeypatch.setattr("backend.launch.fleet.prepare_process", Mock())
     fleet = Mock(settings=Settings())
     monkeypatch.setattr("backend.launch.fleet.LaunchedFleet.launch", lambda *_: fleet)
     monkeypatch.setattr("backend.models.resolve.resolve", lambda *_: DEMO)
