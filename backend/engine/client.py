@@ -210,9 +210,6 @@ class EngineClient:
         self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
-        self.results: dict[int, str | None] = {}
-        """Results of `call` by number: why it failed, or None."""
-        self._calls = 0
         self._watch = watch
         self._greeting = True
         """A greeting has no answer yet: the verifier refuses what was sent before it."""
@@ -245,12 +242,6 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         self.dealer.send(*self._codec.abort([request_id]))
-
-    def call(self, method: str, *args: Any) -> int:
-        """Calls a method of the verifier's engine core; returns the key of its result in `results`."""
-        self._calls += 1
-        self.dealer.send(*self._codec.call(self._calls, method, args))
-        return self._calls
 
     @property
     def weights(self) -> Weights:
@@ -318,15 +309,6 @@ class EngineClient:
         """Waits until every request has ended."""
         self.run_until(lambda: all(a.finish_reason is not None for a in self.answers.values()), timeout_s)
 
-    def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams], **fields: Any
-    ) -> list[Answer]:
-        """Sends all prompts at once; returns their answers in the same order."""
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        ids = [self.add(prompt, p, **fields) for prompt, p in zip(prompts, each, strict=True)]
-        self.finish_all()
-        return [self.answers.pop(request_id) for request_id in ids]
-
     def fresh_stats(self) -> VerifierStats:
         """Waits for counters that were published after this call."""
         for _ in range(2):
@@ -348,8 +330,6 @@ class EngineClient:
         if isinstance(heard, EngineCoreOutputs):
             for output in heard.outputs:
                 self._take_output(output, now)
-            if heard.utility_output is not None:
-                self.results[heard.utility_output.call_id] = heard.utility_output.failure_message
         elif isinstance(heard, list):
             for account in heard:
                 if account.request_id in self.answers:

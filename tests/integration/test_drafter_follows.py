@@ -13,6 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from vllm.sampling_params import SamplingParams
 
+from backend.engine.client import EngineCodec
+from backend.fleet.stats import Weights
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from tests.support.processes import Drafter, Verifier, demo_models, together
 
@@ -65,9 +67,8 @@ def test_it_drafts_as_well_for_the_same_model_with_its_tokens_in_another_order(
     tensors = load_file(folder / WEIGHTS)
     name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
     save_file(tensors | {name: tensors[name][order]}, folder / WEIGHTS, metadata={"format": "pt"})
-    call = verifier.client.call("reload_weights", str(folder), "other", 1)
-    verifier.client.run_until(lambda: call in verifier.client.results)
-    assert verifier.client.results[call] is None
+    verifier.client.dealer.send(*EngineCodec().call(1, "reload_weights", [str(folder), "other", 1]))
+    verifier.client.run_until(lambda: verifier.client.weights == Weights(1, "other", str(folder)))
     prompts = [[places[token] for token in prompt] for prompt in PROMPTS]
     deadline, shares = time.monotonic() + LIMIT_S, [0.0]
     while shares[-1] < 0.8 * usual:

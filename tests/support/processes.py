@@ -123,6 +123,15 @@ class Apart(EngineClient):
     ) -> str:
         return super().add(prompt, params, request_id, emitted, options or APART, **fields)
 
+    def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams], **fields: Any
+    ) -> list[Answer]:
+        """Sends all prompts at once; returns their answers in the same order."""
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        ids = [self.add(prompt, p, **fields) for prompt, p in zip(prompts, each, strict=True)]
+        self.finish_all()
+        return [self.answers.pop(request_id) for request_id in ids]
+
 
 class Verifier(Child):
     """A running verifier and a client of it."""
