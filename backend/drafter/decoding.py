@@ -126,16 +126,7 @@ class Lanes:
         self._darts.zero_()
         for step in steps:
             self._step.zero_()
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                step()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            # Another thread may be drafting: a head is put in place while the one before it still serves.
-            with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
-                step()
-            self.graphs[step.__name__] = graph
+            self.graphs[step.__name__] = captured(pool, step)
 
     def kept(self, steps: int) -> Tensor:
         """The head's outputs after each of the first `steps` tokens: `[count, steps, hidden]`."""
@@ -220,6 +211,20 @@ class Decoder:
             lanes = Lanes(self._head, size, GRAPH_STEPS, Rules(independent=independent))
             lanes.capture(pool, [lanes.pick, lanes.advance_and_pick, *([] if independent else [lanes.follow, lanes.extend])])
             self._captured[size, independent] = lanes
+
+
+def captured(pool: Any, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    """A step as a graph, whose memory is the pool's."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # Another thread may be drafting: a head is put in place while the one before it still serves.
+    with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+        step()
+    return graph
 
 
 def rows_behind(sequences: Sequence[cache.Sequence], device: torch.device) -> Tensor:

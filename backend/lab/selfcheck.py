@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from backend import noise
+from backend.drafter.dflash import DFlashProposer
 from backend.drafter.eagle import EagleProposer, ModelProposer
 from backend.drafter.proposer import Drafted, DraftRequest, Premise, Sampling, Until
 from backend.lab.bench.hardware import about
 from backend.models.checkpoint import HeadWeights
-from backend.models.head_config import DRAFT_MODEL, HeadConfig, Rope
+from backend.models.head_config import DFLASH, DRAFT_MODEL, HeadConfig, OnePassDrafting, Rope
 from backend.models.layout import required_tensors
 
 Row = dict[str, Any]
@@ -63,6 +64,9 @@ _HEAD = HeadConfig(
 )
 SMALL = {
     "head": _HEAD,
+    "one-pass head": replace(
+        _HEAD, kind=DFLASH, model_type="qwen3", num_layers=2, block=OnePassDrafting(3, 0, (False, True), (0, 0))
+    ),
     "head of two layers": replace(_HEAD, kind="eagle", num_layers=2, draft_vocab_size=32000),
     "draft model": replace(_HEAD, kind=DRAFT_MODEL, model_type="qwen3", num_layers=4, draft_vocab_size=32000),
 }
@@ -78,6 +82,22 @@ LARGE = {
         vocab_size=128256,
         draft_vocab_size=32000,
         dtype="bfloat16",
+    ),
+    "DFlash head of an 8B target, 5 layers": replace(
+        _HEAD,
+        kind=DFLASH,
+        model_type="qwen3",
+        hidden_size=4096,
+        target_hidden_size=4096,
+        intermediate_size=12288,
+        num_layers=5,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        draft_vocab_size=151936,
+        dtype="bfloat16",
+        block=OnePassDrafting(3, 15, (False,) * 5, (0,) * 5),
     ),
     "draft model of 0.6B, 28 layers": replace(
         _HEAD,
@@ -181,7 +201,7 @@ class Requests:
 
 def proposer_of(weights: HeadWeights, cache_tokens: int, device: str, graphs: bool = True) -> EagleProposer:
     """Drafts with these weights on a device."""
-    made = ModelProposer if weights.config.kind == DRAFT_MODEL else EagleProposer
+    made = {DRAFT_MODEL: ModelProposer, DFLASH: DFlashProposer}.get(weights.config.kind, EagleProposer)
     return made(weights, cache_tokens, device, graphs)
 
 
@@ -242,10 +262,10 @@ def _likeliest(drafted: Drafted) -> bytes:
     return drafted.proposal[:4]
 
 
-def _same_outcomes(one: list[list[Any]], two: list[list[Any]]) -> float:
+def _same_outcomes(one: list[list[Any]], two: list[list[Any]]) -> float | None:
     pairs = [(a, b) for these, those in zip(one, two, strict=True) for a, b in zip(these, those, strict=True)]
     same = sum((a.accepted, a.token, list(a.tokens)) == (b.accepted, b.token, list(b.tokens)) for a, b in pairs)
-    return same / max(len(pairs), 1)
+    return same / len(pairs) if pairs else None
 
 
 def time_noise(device: str, vocabulary: int, sizes: Sequence[int]) -> Iterator[Row]:
@@ -317,6 +337,8 @@ def table(row: Row, is_first: bool) -> str:
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {count}" for key, count in value.items())
+    if value is None:
+        return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 

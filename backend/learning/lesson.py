@@ -75,14 +75,19 @@ def loss_of(pupil: Pupil, batch: LessonBatch, depth: int) -> Tensor:
         drafted = pupil.drafter.logits(output[wanted]).float()
         goal = goals[places[:, step + 1 : step + 1 + rows][wanted]]
         warmth = batch.temperatures[:, None].expand_as(wanted)[wanted]
-        overlap = _overlap(drafted, goal, warmth)
-        cross = -(goal.softmax(-1) * drafted.log_softmax(-1)).sum(-1)
-        weight = overlap.detach()
-        losses.append(((1 - weight) * cross - weight * overlap.clamp(min=LEAST).log()).mean())
+        losses.append(draft_losses(drafted, goal, warmth).mean())
     if not losses:
         return torch.zeros((), requires_grad=True)
     weights = torch.tensor([STEP_WEIGHT**step for step in range(len(losses))], device=batch.features.device)
     return (torch.stack(losses) * weights).sum() / weights.sum()
+
+
+def draft_losses(drafted: Tensor, goal: Tensor, temperatures: Tensor | None = None) -> Tensor:
+    """The loss of each draft token `[n]`, of the head's and the target's scores `[n, vocab]`; temperatures None: 1."""
+    overlap = _overlap(drafted, goal, torch.ones_like(drafted[:, 0]) if temperatures is None else temperatures)
+    cross = -(goal.softmax(-1) * drafted.log_softmax(-1)).sum(-1)
+    weight = overlap.detach()
+    return (1 - weight) * cross - weight * overlap.clamp(min=LEAST).log()
 
 
 @torch.no_grad()
@@ -108,12 +113,10 @@ def _unroll(pupil: Pupil, batch: LessonBatch, depth: int) -> tuple[list[Tensor],
     return (pupil.drafter.unroll(batch.tokens[:, 1:], batch.features[:, :rows], depth), rows) if rows > 0 else ([], 0)
 
 
-def _overlap(drafted: Tensor, goal: Tensor, warmth: Tensor) -> Tensor:
+def _overlap(drafted: Tensor, goal: Tensor, temperatures: Tensor) -> Tensor:
     """sum_v min(p_v, q_v) at each row's temperature; for a greedy row, q of the target's choice."""
-    greedy = warmth == 0
-    scale = torch.where(greedy, 1.0, warmth)[:, None]
+    greedy = temperatures == 0
+    scale = torch.where(greedy, 1.0, temperatures)[:, None]
     q = (drafted / scale).softmax(-1)
     overlap = 1 - (q - (goal / scale).softmax(-1)).relu().sum(-1)
-    if not bool(greedy.any()):
-        return overlap
     return torch.where(greedy, q.gather(-1, goal.argmax(-1, keepdim=True)).squeeze(-1), overlap)

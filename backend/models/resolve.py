@@ -126,8 +126,6 @@ def drafter_names(settings: Settings) -> list[str]:
 def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafter:
     if name in WEIGHTLESS:
         return OwnDrafter(None, WEIGHTLESS[name], name)
-    if name == DEMO_DFLASH and not DFLASH_DIR.is_dir():
-        raise ModelError(f"--drafter {name}: this head is not there yet; make it with `outrider train-demo --head dflash`")
     if name in (GROW, DEMO_DFLASH):
         directory = _initial_head(target, settings) if name == GROW else DFLASH_DIR
     else:

@@ -31,7 +31,11 @@ class Reach:
 
     def of(self, rows: Tensor) -> Reach:
         """That of some rows, by their indices."""
-        return Reach(*(getattr(self, each.name).index_select(0, rows) for each in fields(self)))
+        return Reach(*(each.index_select(0, rows) for each in self.columns()))
+
+    def columns(self) -> list[Tensor]:
+        """All five, as kernels read them: a number repeated for many rows is stored once, unless it is copied."""
+        return [getattr(self, each.name).contiguous() for each in fields(self)]
 
 
 def attend(queries: Tensor, cache: Tensor, reach: Reach) -> Tensor:
@@ -49,9 +53,8 @@ def attend(queries: Tensor, cache: Tensor, reach: Reach) -> Tensor:
     from backend.drafter.attention import cpu
 
     result = torch.empty_like(queries)
-    given = queries, cache, reach.places, reach.starts, reach.bounds, reach.tails, reach.strides
     kernel: Callable[..., None] = cpu.attend
-    kernel(*(each.contiguous().numpy() for each in given), scale, result.numpy())
+    kernel(*(each.contiguous().numpy() for each in (queries, cache, *reach.columns())), scale, result.numpy())
     return result
 
 

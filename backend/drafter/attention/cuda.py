@@ -95,7 +95,7 @@ def attend(queries: Tensor, cache: Tensor, reach: Reach, scale: float) -> Tensor
     result = torch.empty_like(queries)
     if rows:
         attend_kernel[(rows, kv_heads, splits)](
-            queries, cache, reach.places, reach.starts, reach.bounds, reach.tails, reach.strides, sums, tops, totals, scale,
+            queries, cache, *reach.columns(), sums, tops, totals, scale,
             KV=kv_heads, GROUP=group, DIM=dim, PADDED=padded, WIDE=wide, SPLITS=splits, BLOCK=BLOCK,
         )  # fmt: skip
         join_kernel[(rows * heads,)](sums, tops, totals, result, DIM=dim, WIDE=wide, SPLITS=splits)

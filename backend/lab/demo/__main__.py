@@ -19,8 +19,19 @@ def parse(arguments: Sequence[str]) -> tuple[DemoOptions, Path | None]:
     parser = argparse.ArgumentParser(prog="outrider train-demo", description=__doc__)
     parser.add_argument("--target-dir", type=Path, default=TARGET_DIR)
     parser.add_argument("--drafter-dir", type=Path, help="the head's directory; default: the built-in one")
-    parser.add_argument("--target-minutes", type=float, default=TargetOptions().minutes)
+    parser.add_argument(
+        "--target-minutes", type=float, default=TargetOptions().minutes, help="0: keep the target that is there (%(default)g)"
+    )
     parser.add_argument("--drafter-minutes", type=float, default=DrafterOptions().minutes)
+    parser.add_argument(
+        "--tokens-per-step", type=int, default=DrafterOptions().tokens_per_step, help="of a head's training (%(default)s)"
+    )
+    parser.add_argument(
+        "--generated-tokens",
+        type=int,
+        default=DrafterOptions().generated_tokens,
+        help="text that the target writes for a head's training (%(default)s)",
+    )
     parser.add_argument(
         "--head", choices=("eagle3", "dflash"), default="eagle3", help="`dflash`: only train a head that drafts in one pass"
     )
@@ -45,7 +56,12 @@ def parse(arguments: Sequence[str]) -> tuple[DemoOptions, Path | None]:
         seed=given.seed,
         compile=not given.no_compile,
         target=replace(TargetOptions(), minutes=given.target_minutes),
-        drafter=replace(DrafterOptions(), minutes=given.drafter_minutes),
+        drafter=replace(
+            DrafterOptions(),
+            minutes=given.drafter_minutes,
+            tokens_per_step=given.tokens_per_step,
+            generated_tokens=given.generated_tokens,
+        ),
         draft_model=replace(DraftModelOptions(), minutes=given.draft_model_minutes, domain=given.draft_model_domain),
     )
     return options, given.draft_model

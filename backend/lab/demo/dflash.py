@@ -6,7 +6,7 @@ mask predicts the token in its place.  Training puts blocks of random lengths at
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -20,13 +20,14 @@ from backend.lab.demo.llama import config_of, features, load_llama
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.tokenizer import PAD_ID, token_stream
 from backend.lab.demo.train import RECORD
-from backend.lab.demo.training import TrainingProgress, goals, resolve_device, train
+from backend.lab.demo.training import TrainingProgress, resolve_device, train
 from backend.learning.layers import MLP, Attention, LlamaSizes, RMSNorm, Rotary, initialise
+from backend.learning.lesson import draft_losses
 from backend.learning.optimizers import Optimizers
 from backend.models.writing import replacing, write_checkpoint, write_json
 from backend.rollout.corpus import load_corpus
 
-LAYERS = 2
+LAYERS = 3
 MASKS = 8
 """Mask tokens of the longest block."""
 STEP_WEIGHT = 0.85
@@ -122,32 +123,31 @@ def save_head(head: BlockDrafter, target: LlamaForCausalLM, directory: Path) -> 
 
 
 def block_loss(
-    head: BlockDrafter, target: LlamaForCausalLM, tokens: Tensor, anchors: Tensor, lengths: Tensor, first_choice: float
+    head: BlockDrafter, target: LlamaForCausalLM, tokens: Tensor, anchors: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Weighted cross entropy over the masks, and by place the share of first choices that are the target's, `[MASKS]`."""
+    """Weighted loss over the masks, and by place the share of first choices that are the target's, `[MASKS]`."""
     with torch.no_grad():
         scores, inputs = features(target, tokens, head.feature_layers)
-        goal, choice = goals(scores, first_choice)
     offsets = torch.arange(MASKS, device=tokens.device)
-    places = (anchors.unsqueeze(-1) + offsets).flatten(1)
-    drafted = head(tokens, inputs, anchors, lengths).float().flatten(1, 2)
-    wanted = goal.gather(1, places.unsqueeze(-1).expand_as(drafted))
-    losses = functional.cross_entropy(drafted.transpose(1, 2), wanted.transpose(1, 2), reduction="none")
-    counted = (offsets < lengths.unsqueeze(-1)).flatten(1).float()
-    weights = counted * (STEP_WEIGHT**offsets).repeat(anchors.shape[1])
-    hits = (drafted.detach().argmax(-1) == choice.gather(1, places)).float() * counted
+    counted = offsets < lengths.unsqueeze(-1)
+    places = anchors.unsqueeze(-1) + offsets
+    row = torch.arange(len(tokens), device=tokens.device)[:, None, None].expand_as(places)[counted]
+    goal = scores[row, places[counted]].float()
+    drafted = head(tokens, inputs, anchors, lengths)[counted].float()
+    weights = (STEP_WEIGHT**offsets).expand_as(places)[counted]
+    hits = torch.zeros(places.shape, device=tokens.device)
+    hits[counted] = (drafted.detach().argmax(-1) == goal.argmax(-1)).float()
     by_place = hits.view(-1, MASKS).sum(0) / counted.view(-1, MASKS).sum(0).clamp(min=1)
-    return (losses * weights).sum() / weights.sum(), by_place
+    return (draft_losses(drafted, goal) * weights).sum() / weights.sum(), by_place
 
 
 def train_head(options: DemoOptions) -> BlockDrafter:
     """Trains a head for the target that is there until the budget is spent, and writes it to `drafter_dir`."""
-    settings = replace(options.drafter, long_share=0.0, long_length=options.drafter.length)
-    device = resolve_device(options.device)
+    settings, device = options.drafter, resolve_device(options.device)
     torch.manual_seed(options.seed)
     target = load_llama(options.target_dir).to(device).requires_grad_(False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(options.target_dir))
-    rows, _ = training_rows(target, token_stream(tokenizer, load_corpus().train), replace(options, drafter=settings))
+    short, long = training_rows(target, token_stream(tokenizer, load_corpus().train), options)
     head = new_head(target)
     is_gpu = device.type == "cuda"
     optimizers = Optimizers(
@@ -157,6 +157,7 @@ def train_head(options: DemoOptions) -> BlockDrafter:
 
     def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, int, str]:
         chance = np.random.default_rng((options.seed, progress.step))
+        rows = long if fraction >= 1.0 - settings.long_share else short
         length = rows.shape[1]
         tokens = rows[chance.integers(len(rows), size=max(1, settings.tokens_per_step // length))].to(device)
         size = len(tokens), max(1, length // TOKENS_PER_BLOCK)
@@ -165,12 +166,15 @@ def train_head(options: DemoOptions) -> BlockDrafter:
         shorter = chance.integers(1, MASKS + 1, size=size)
         lengths = torch.from_numpy(np.where(chance.random(size) < 0.5, MASKS, shorter)).to(device)
         with torch.autocast(device.type, torch.bfloat16, enabled=is_gpu):
-            loss, hit = block_loss(head, target, tokens, anchors, lengths, settings.first_choice)
+            loss, hit = block_loss(head, target, tokens, anchors, lengths)
         hits.add_(0.05 * (hit.cpu() - hits))
         return loss, tokens.numel(), "first choices " + " ".join(f"{each:.3f}" for each in hits.tolist())
 
     progress = train("head", device, settings, optimizers, step)
-    command = f"python -m backend.lab.demo --head dflash --drafter-minutes {settings.minutes:g} --seed {options.seed}"
+    command = (
+        f"python -m backend.lab.demo --head dflash --drafter-minutes {settings.minutes:g}"
+        f" --tokens-per-step {settings.tokens_per_step} --generated-tokens {settings.generated_tokens} --seed {options.seed}"
+    )
     with replacing(options.drafter_dir) as fresh:
         save_head(head, target, fresh)
         record = {"command": command, "options": asdict(settings)} | progress.spent()

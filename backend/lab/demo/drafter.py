@@ -1,8 +1,8 @@
 """Makes the demo's drafter, an EAGLE-3 head, trains it against the target's distributions, and writes it.
 
 It learns from text that the target generated and from source code.  Each step unrolls the drafter as decoding would
-(`Drafter.unroll`), so that later draft positions learn from the drafter's own outputs.  Part of the goal's weight goes to the
-target's first choice (`first_choice`), which alone decides greedy acceptance.
+(`Drafter.unroll`), so that later draft positions learn from the drafter's own outputs.  The loss is that of heads that learn
+while they serve (`backend/learning/lesson.py`), at temperature 1.
 """
 
 import logging
@@ -12,14 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import LlamaForCausalLM
 
 from backend.lab.demo.llama import config_of, features, generate
 from backend.lab.demo.options import DemoOptions
-from backend.lab.demo.training import Stream, TrainingProgress, goals, resolve_device, train, windows
+from backend.lab.demo.training import Stream, TrainingProgress, resolve_device, train, windows
 from backend.learning.head import Drafter
 from backend.learning.layers import LlamaSizes
+from backend.learning.lesson import draft_losses
 from backend.learning.optimizers import Optimizers
 from backend.models.writing import speculators_config, write_checkpoint
 
@@ -102,25 +102,22 @@ def unroll_depth(fraction: float, depth: int) -> int:
     return min(depth, 2) if fraction < 0.45 else depth
 
 
-def unrolled_loss(
-    drafter: Drafter, target: LlamaForCausalLM, tokens: Tensor, depth: int, first_choice: float
-) -> tuple[Tensor, Tensor]:
-    """Weighted cross entropy over the draft positions, and each position's share of first choices that are the target's.
+def unrolled_loss(drafter: Drafter, target: LlamaForCausalLM, tokens: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """Weighted loss over the draft positions, and each position's share of first choices that are the target's.
 
     `tokens` is `[batch, length]`.  The second result is `[depth]`.
     """
     rows = tokens.shape[1] - depth - 1
     with torch.no_grad():
         scores, inputs = features(target, tokens, drafter.feature_layers)
-        goal, choice = goals(scores, first_choice)
     outputs = drafter.unroll(tokens[:, 1:], inputs[:, :rows], depth)
     losses: list[Tensor] = []
     hits: list[Tensor] = []
     for step, output in enumerate(outputs):
-        place = slice(step + 1, step + 1 + rows)
+        goal = scores[:, step + 1 : step + 1 + rows].float().flatten(0, 1)
         drafted = drafter.logits(output).float().flatten(0, 1)
-        losses.append(functional.cross_entropy(drafted, goal[:, place].flatten(0, 1)))
-        hits.append((drafted.detach().argmax(-1) == choice[:, place].flatten()).float().mean())
+        losses.append(draft_losses(drafted, goal).mean())
+        hits.append((drafted.detach().argmax(-1) == goal.argmax(-1)).float().mean())
     weights = torch.tensor([STEP_WEIGHT**step for step in range(depth)], device=tokens.device)
     return (torch.stack(losses) * weights).sum() / weights.sum(), torch.stack(hits)
 
@@ -142,7 +139,7 @@ def train_drafter(options: DemoOptions, target: LlamaForCausalLM, stream: Stream
         chosen = np.random.default_rng((options.seed, progress.step)).integers(len(rows), size=count)
         tokens = rows[chosen].to(device)
         depth = unroll_depth(fraction, settings.unroll)
-        loss, hit = loss_of(drafter, target, tokens, depth, settings.first_choice)
+        loss, hit = loss_of(drafter, target, tokens, depth)
         hits[:depth] += 0.05 * (hit.cpu() - hits[:depth])
         return loss, tokens.numel(), "first choices " + " ".join(f"{each:.3f}" for each in hits.tolist())
 

@@ -41,18 +41,16 @@ class DrafterOptions(Budget):
 
     `generated_tokens` is how much text the target generates for it, which takes time in addition to `minutes`.  `mixture` has
     pairs of temperature and share of that text.  `source_share` is the amount of source code, as a share of the generated text.
-    `first_choice` is the weight of the target's first choice in the goal; the rest is the target's distribution.
     """
 
     minutes: float = 30.0
-    unroll: int = 4
+    unroll: int = 6
     generated_tokens: int = 450_000
-    mixture: tuple[tuple[float, float], ...] = ((0.0, 0.6), (0.8, 0.25), (1.0, 0.15))
-    source_share: float = 1.0
-    first_choice: float = 0.3
+    mixture: tuple[tuple[float, float], ...] = ((0.0, 0.4), (0.8, 0.2), (1.0, 0.4))
+    source_share: float = 0.5
     tokens_per_step: int = 2048
     length: int = 256
-    long_length: int = 2048
+    long_length: int = 1024
     long_share: float = 0.12
     matrix_rate: float = 0.015
     embedding_rate: float = 2e-3
@@ -62,6 +60,8 @@ class DrafterOptions(Budget):
 @dataclass(frozen=True, slots=True)
 class DraftModelOptions(Budget):
     """How a draft model is trained for an existing target; fields as in `DrafterOptions`.
+
+    `first_choice` is the weight of the target's first choice in the goal; the rest is the target's distribution.
 
     `domain` is `code`, or `prose` for the docstrings of the source code alone.
     """
@@ -81,7 +81,8 @@ class DraftModelOptions(Budget):
 class DemoOptions:
     """Options of a whole run.  `device` is `auto` (CUDA if available), `cpu` or `cuda`.
 
-    `head`: `eagle3`, or `dflash` if only such a head is to be trained, for the target that is there, into `drafter_dir`.
+    A target of 0 minutes is the one that is there.  `head`: `eagle3`, or `dflash` if only such a head is to be trained, for the
+    target that is there, into `drafter_dir`.
     """
 
     target_dir: Path = TARGET_DIR

@@ -1,6 +1,4 @@
-"""Directories of the built-in models: a small target that writes Python, its EAGLE-3 head and a draft model for it.
-
-`DFLASH_DIR` is for a head that drafts in one pass; it is not part of the repository.
+"""Directories of the built-in models: a small target that writes Python, its EAGLE-3 and DFlash heads, and a draft model.
 
 `backend/lab/demo/` has the code that trained them.
 """

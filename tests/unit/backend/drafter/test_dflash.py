@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.drafter.dflash import DFlashProposer
+from backend.drafter.dflash import Blocks, DFlashProposer
+from backend.drafter.draws import Rules
 from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
 from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import MASK_EMBEDDING, CheckpointError, OnePassDrafting, load_config
-from tests.support.drafter_heads import Reference, TinyHead, check, tokens_of, write_head, write_target
+from tests.support.drafter_heads import READS, Reference, TinyHead, check, tokens_of, write_head, write_target
 from tests.support.true_noise import true_gumbel
 
 MASK, CLOSE_CALL = 3, 1e-3
@@ -157,6 +159,31 @@ def test_a_block_takes_no_rows_of_its_neighbours(tmp_path: Path) -> None:
     sessions = [Session(proposer, i, 63) for i in range(4)]
     for session, drafted in zip(sessions, proposer.draft([session.ask(8) for session in sessions]), strict=True):
         session.check(reference, drafted.tokens, 8)
+
+
+def test_a_captured_pass_drafts_what_a_pass_of_the_right_size_drafts(tmp_path: Path) -> None:
+    """What a GPU replays has blocks and masks to spare, is used again and again, and reads no result."""
+    head = HEADS["mixed"]
+    plain, padded = make(tmp_path / "plain", head), make(tmp_path / "padded", head)
+    with torch.inference_mode():
+        padded._captured[4, 8, False] = Blocks(padded._head, padded._block, 4, 8, Rules(independent=False))
+    pairs = [[Session(proposer, i, 5 + 7 * i) for proposer in (plain, padded)] for i in range(3)]
+    computed = Blocks.compute
+
+    def watched(blocks: Blocks) -> None:
+        with mock.patch.multiple(torch.Tensor, **{name: mock.Mock(side_effect=AssertionError(name)) for name in READS}):
+            computed(blocks)
+
+    with mock.patch.object(Blocks, "compute", watched):
+        for step, k in enumerate((6, 8, 3)):
+            one, other = ([pair[i].ask(k) for pair in pairs] for i in range(2))
+            drafts = zip(plain.draft(one), padded.draft(other), strict=True)
+            for (mine, theirs), pair in zip(drafts, pairs, strict=True):
+                assert len(mine.tokens) == k
+                assert mine.tokens == theirs.tokens
+                assert mine.signs == pytest.approx(theirs.signs, abs=1e-4)
+                for session in pair:
+                    session.commit(tokens_of(10 * step + session.key, 2))
 
 
 def test_a_draft_ends_at_the_floor_and_at_the_trained_length(tmp_path: Path) -> None:

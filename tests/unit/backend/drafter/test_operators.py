@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backend.drafter.decoding import Lanes
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
-from tests.support.drafter_heads import Request, TinyHead, make_proposer, tokens_of
+from tests.support.drafter_heads import READS, Request, TinyHead, make_proposer, tokens_of
 
 HEADS = {"head": TinyHead(draft_vocab=40), "two layers": TinyHead(layers=2)}
 SAMPLINGS = {
@@ -23,7 +23,6 @@ SAMPLINGS = {
     "independent": [Sampling.of(1, 1.0, True)],
     "mixed": [GREEDY, Sampling.of(1, 0.8), Sampling.of(2, 0.7, True, 5)],
 }
-READS = "tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"
 
 
 class Counting(TorchDispatchMode):

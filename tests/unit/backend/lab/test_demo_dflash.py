@@ -19,7 +19,7 @@ from backend.lab.demo.options import DemoOptions, DrafterOptions
 from backend.models.check import find_misfits
 from backend.models.checkpoint import load_drafter
 from backend.models.demo import DFLASH_DIR, TARGET_DIR
-from backend.models.resolve import ModelError, resolve
+from backend.models.resolve import resolve
 
 CLOSE_CALL = 1e-3
 
@@ -62,14 +62,8 @@ def test_a_drafter_drafts_what_the_training_predicts(trained: tuple[dflash.Block
     assert compared > 10
 
 
-def test_the_head_is_made_by_one_command_and_then_found() -> None:
+def test_the_head_is_made_by_one_command_and_found() -> None:
     options, draft_model = parse(["--head", "dflash", "--drafter-minutes", "2"])
     assert (options.head, options.drafter_dir, options.drafter.minutes, draft_model) == ("dflash", DFLASH_DIR, 2.0, None)
-    with mock.patch("backend.models.resolve.DFLASH_DIR", Path("/nowhere")), pytest.raises(ModelError, match="--head dflash"):
-        resolve(Settings.model_validate({"drafter": "demo-dflash"}), print)
-
-
-def test_the_demo_finds_its_head(trained: tuple[dflash.BlockDrafter, Path]) -> None:
-    with mock.patch("backend.models.resolve.DFLASH_DIR", trained[1]):
-        found = resolve(Settings.model_validate({"drafter": "demo-dflash"}), print)
-    assert (found.drafter_kind, found.drafter_dir) == ("dflash", str(trained[1]))
+    found = resolve(Settings.model_validate({"drafter": "demo-dflash"}), print)
+    assert (found.drafter_kind, found.drafter_dir) == ("dflash", str(DFLASH_DIR))
