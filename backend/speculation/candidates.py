@@ -52,8 +52,6 @@ class Candidates:
         self._prior = survivals(chances(Calibration(longest).weights, [0.0] * (2 * longest)))
         self.drafted, self.alone = Outlook(longest, self._prior), Outlook(longest)
         """What drafts are expected to add: with drafters, and by look-ups alone."""
-        self.beside = Outlook(longest, self._prior)
-        """What drafters' drafts are where a look-up was found, too.  Text that repeats itself is easier for drafters."""
         self.steps = 0
         self.forced = 0
         """Requests whose client asks for drafts, whatever the verifier chooses for all."""
@@ -118,7 +116,7 @@ class Candidates:
     def renewed(self, drafter_id: str) -> None:
         """The drafter has a new head: forgets what was learned about its drafts."""
         self._calibrations = {s: known for s, known in self._calibrations.items() if s.drafter_id != drafter_id}
-        self.drafted, self.beside = Outlook(self._longest, self._prior), Outlook(self._longest, self._prior)
+        self.drafted = Outlook(self._longest, self._prior)
 
     def share(self, emitted: EmittedText) -> None:
         """Takes the output of a request that has ended at another verifier."""
@@ -152,7 +150,7 @@ class Candidates:
                 continue
             else:
                 # The drafter had no draft, or its first token was below the floor.
-                self._compare(draft.request_id, request, [floor], [floor])
+                self._compare(draft.request_id, request, [floor])
             verdicts[i] = "ready" if in_time else "late"
         return verdicts
 
@@ -292,20 +290,15 @@ class Candidates:
     def _take(self, request_id: str, request: Request, candidate: Candidate, base_len: int) -> None:
         """Learns from a draft made at `base_len`; makes it available if the request still has that length."""
         self._note(request_id, request, candidate, base_len)
-        self._compare(request_id, request, candidate.survivals, candidate.expected)
+        self._compare(request_id, request, candidate.survivals)
         if base_len == len(request.text):
             request.candidate = candidate
 
-    def _compare(self, request_id: str, request: Request, drafted: list[float], expected: list[float]) -> None:
-        """Notes what a drafter's answer, with survivals `drafted`, adds; or the request's look-up, if that is better.
-
-        `expected`: as in `Candidate`.
-        """
+    def _compare(self, request_id: str, request: Request, drafted: list[float]) -> None:
+        """Notes what a drafter's answer, with survivals `drafted`, adds; or the request's look-up, if that is better."""
         if self._is_sampled():
             looked_up = self._look_up(request_id, request)
             self.drafted.note(max(drafted, looked_up.survivals if looked_up is not None else [], key=sum), self.steps)
-            if looked_up is not None:
-                self.beside.note(expected, self.steps)
 
     def _is_sampled(self) -> bool:
         """Whether this call is sampled.  By lot: turns could always fall on the same one of several calls per request."""

@@ -292,8 +292,8 @@ class Speculator:
             outcomes = (outcomes or self._few) if request.ask == Ask.AHEAD else 0
         request.outcomes, request.outcomes_at = outcomes, len(request.text)
         best, length = self.candidates.best(request_id, request), len(request.text)
-        if best is not None and request.candidate is None and best.worth < self.candidates.beside.worth:
-            # A text has a draft, but a drafter's is expected to be better.
+        if best is not None and request.candidate is None and best.worth < self._expected().gains[k]:
+            # The request's own text has a draft, but a drafter's is expected to be better.
             best = None
         request.outcomes_of = best if outcomes else None
         if best is not None and not outcomes:

@@ -56,15 +56,6 @@ class Outlook:
         self._k = k
         self._rows: deque[tuple[int, list[float]]] = deque(maxlen=ROWS)
         self._prior = list(prior[:k])
-        self._worth: float | None = None
-
-    @property
-    def worth(self) -> float:
-        """Draft tokens expected to be accepted of a whole draft, as in `Candidate.worth`."""
-        if self._worth is None:
-            rows = [row for _, row in self._rows] or [self._prior]
-            self._worth = sum(map(sum, rows)) / len(rows)
-        return self._worth
 
     def note(self, survivals: Sequence[float], step: int) -> None:
         """Takes the survivals of a draft, in step number `step`; empty if there was no draft.
@@ -77,7 +68,6 @@ class Outlook:
             while len(row) < self._k:
                 row.append(row[-1] * falls)
         self._rows.append((step, row))
-        self._worth = None
         while len(self._rows) > FEWEST and self._rows[0][0] < step - RECENT_STEPS:
             self._rows.popleft()
 

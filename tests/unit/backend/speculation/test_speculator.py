@@ -19,7 +19,7 @@ from backend.speculation.speculator import RECONSIDER_EVERY, Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from backend.wire.engine import EmittedText, RequestOptions
-from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, VOCAB, Drafter, Driven, K, Turn, speculator
+from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, Drafter, Driven, K, Turn, speculator
 
 
 @given(
@@ -283,27 +283,6 @@ def test_a_request_that_repeats_itself_drafts_better_than_a_bad_drafter() -> Non
         assert sources == {LOOKUP}
         assert sum(turn.accepted for turn in turns) > 0.95 * K * len(turns) * driven.requests
         assert sum(turn.waited_s for turn in turns) == 0, "what it has available is better than what it could wait for"
-
-
-class Uneven(Driven):
-    """The drafter is good where texts repeat themselves, and bad elsewhere."""
-
-    easy = ("r0", "r1")
-
-    def _tokens(self, name: str, at: int, k: int) -> tuple[list[int], list[float]]:
-        self.drafter.right = 0.95 if name in self.easy else 0.2
-        return super()._tokens(name, at, k)
-
-
-def test_a_drafter_that_is_better_where_texts_repeat_themselves_is_asked_there() -> None:
-    driven = Uneven(speculator("sync", lookups=True), Drafter(0.2), requests=8)
-    for name in driven.easy:
-        text = driven.truth[name]
-        for at in range(20, len(text)):
-            text[at] = driven.dice.randrange(VOCAB) if driven.dice.random() < 0.2 else text[at % 13]
-    driven.run(100)
-    asked = [item.request_id for turn in driven.run(100) for item in turn.asks]
-    assert asked.count("r0") + asked.count("r1") > 180
 
 
 def test_without_drafters_nobody_is_asked() -> None:
