@@ -67,7 +67,7 @@ class Blocks:
     def __init__(self, head: BlockHead, drafting: OnePassDrafting, size: int, masks: int, rules: Rules) -> None:
         device = head.device
         self._head, self._drafting, self._rules = head, drafting, rules
-        self.count, self.masks = size, masks
+        self.masks = masks
         self._windows = sorted({window for window in drafting.windows if window})
         self._numbers = torch.empty(NUMBERS, size, dtype=torch.int64, device=device)
         self._tails = torch.zeros(len(self._windows), size, 1 + masks, dtype=torch.int64, device=device)
@@ -82,8 +82,7 @@ class Blocks:
 
     def load(self, sequences: list[cache.Sequence], masks: list[int], fresh: torch.Generator) -> None:
         """Begins anew, for these sequences and as many mask tokens each; blocks beyond them are padding."""
-        self.count = count = len(sequences)
-        device = self._head.device
+        count, device = len(sequences), self._head.device
         numbers = [
             [s.tokens[-1], len(s.tokens) - 1, s.start + s.length, s.start, own, s.sampling.seed]
             for s, own in zip(sequences, masks, strict=True)

@@ -70,33 +70,19 @@ SMALL = {
     "head of two layers": replace(_HEAD, kind="eagle", num_layers=2, draft_vocab_size=32000),
     "draft model": replace(_HEAD, kind=DRAFT_MODEL, model_type="qwen3", num_layers=4, draft_vocab_size=32000),
 }
+_HEAD_OF_8B = replace(
+    _HEAD, hidden_size=4096, target_hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"
+)
 LARGE = {
-    "EAGLE-3 head of an 8B target": replace(
-        _HEAD,
-        hidden_size=4096,
-        target_hidden_size=4096,
-        intermediate_size=14336,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        vocab_size=128256,
-        draft_vocab_size=32000,
-        dtype="bfloat16",
-    ),
+    "EAGLE-3 head of an 8B target": replace(_HEAD_OF_8B, intermediate_size=14336, vocab_size=128256, draft_vocab_size=32000),
     "DFlash head of an 8B target, 5 layers": replace(
-        _HEAD,
+        _HEAD_OF_8B,
         kind=DFLASH,
         model_type="qwen3",
-        hidden_size=4096,
-        target_hidden_size=4096,
         intermediate_size=12288,
         num_layers=5,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
         vocab_size=151936,
         draft_vocab_size=151936,
-        dtype="bfloat16",
         block=OnePassDrafting(3, 15, (False,) * 5, (0,) * 5),
     ),
     "draft model of 0.6B, 28 layers": replace(
