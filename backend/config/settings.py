@@ -300,9 +300,9 @@ class Settings(Section):
     model: str = Field("demo", description="target model: Hugging Face id, directory, or the built-in `demo`")
     drafter: str = Field(
         "demo",
-        description="EAGLE or DFlash head, or a smaller model with a similar tokenizer: Hugging Face id, directory, or `demo`; "
-        "`ngram` (no weights); `grow`, a head that begins as the target's last layer and learns from live traffic; several, "
-        "with commas between them, go to the drafters in turn",
+        description="EAGLE, DFlash or DSpark head, or a smaller model with a similar tokenizer: Hugging Face id, directory, or "
+        "`demo`; `ngram` (no weights); `grow`, a head that begins as the target's last layer and learns from live traffic; "
+        "several, with commas between them, go to the drafters in turn",
     )
     mode: Mode = Field(
         "auto",

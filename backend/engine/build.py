@@ -28,7 +28,7 @@ from backend.engine.grammar_repairs import repair_guidance
 from backend.engine.scheduler import DraftingScheduler
 from backend.engine.worker.tensor_transfer import NAME
 from backend.models.checkpoint import drafter_config
-from backend.models.head_config import DRAFT_MODEL, load_config
+from backend.models.head_config import DRAFT_MODEL, DSPARK, load_config
 from backend.models.kinds import KINDS
 from backend.models.resolve import ResolvedModels
 from backend.models.vocabulary import shared_tokens
@@ -84,11 +84,18 @@ def build_config(settings: Settings, paths: ResolvedModels) -> VllmConfig:
     if not vllm.__version__.startswith(SUPPORTED_VLLM):
         known = " or ".join(f"{each}*" for each in SUPPORTED_VLLM)
         raise EngineSetupError(f"vLLM {vllm.__version__} is installed; this release works with {known}")
-    if settings.mode != "native" or settings.verifier.engine_args.get("async_scheduling") is False:
+    is_v1 = settings.mode != "native" or settings.verifier.engine_args.get("async_scheduling") is False
+    if is_v1:
         # The hooks are in the V1 runner, whatever the user's environment says; on CUDA vLLM would choose the V2 runner for
         # modes `off` and `native`.  Who switches asynchronous scheduling off may want fixed responses.
         environment.export({"VLLM_USE_V2_MODEL_RUNNER": "0"})
-    config = EngineArgs(**engine_arguments(settings, paths)).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    arguments = engine_arguments(settings, paths)
+    if (arguments["speculative_config"] or {}).get("method") == DSPARK and (is_v1 or current_platform.is_cpu()):
+        raise EngineSetupError(
+            "--mode native: vLLM drafts with DSpark heads only in its V2 runner, which needs a GPU and async scheduling: "
+            "give another --mode"
+        )
+    config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
     if config.model_config.runner_type == "pooling" and settings.mode != "off":
         raise EngineSetupError(
             "the model embeds or scores text, and has nothing to draft: serve it with --mode off --drafters 0"

@@ -24,7 +24,7 @@ from backend.drafter.eagle import EagleProposer, ModelProposer
 from backend.drafter.proposer import Drafted, DraftRequest, Premise, Sampling, Until
 from backend.lab.bench.hardware import about
 from backend.models.checkpoint import HeadWeights
-from backend.models.head_config import DFLASH, DRAFT_MODEL, HeadConfig, OnePassDrafting, Rope
+from backend.models.head_config import DFLASH, DRAFT_MODEL, DSPARK, HeadConfig, OnePassDrafting, Rope
 from backend.models.layout import required_tensors
 
 Row = dict[str, Any]
@@ -67,23 +67,34 @@ SMALL = {
     "one-pass head": replace(
         _HEAD, kind=DFLASH, model_type="qwen3", num_layers=2, block=OnePassDrafting(3, 0, (False, True), (0, 0))
     ),
+    "one-pass head with a Markov head": replace(
+        _HEAD,
+        kind=DSPARK,
+        model_type="qwen3",
+        num_layers=2,
+        block=OnePassDrafting(3, 0, (False, True), (0, 0), anchored=True, markov_rank=64),
+    ),
     "head of two layers": replace(_HEAD, kind="eagle", num_layers=2, draft_vocab_size=32000),
     "draft model": replace(_HEAD, kind=DRAFT_MODEL, model_type="qwen3", num_layers=4, draft_vocab_size=32000),
 }
 _HEAD_OF_8B = replace(
     _HEAD, hidden_size=4096, target_hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"
 )
+_ONE_PASS_OF_8B = replace(
+    _HEAD_OF_8B,
+    kind=DFLASH,
+    model_type="qwen3",
+    intermediate_size=12288,
+    num_layers=5,
+    vocab_size=151936,
+    draft_vocab_size=151936,
+    block=OnePassDrafting(3, 15, (False,) * 5, (0,) * 5),
+)
 LARGE = {
     "EAGLE-3 head of an 8B target": replace(_HEAD_OF_8B, intermediate_size=14336, vocab_size=128256, draft_vocab_size=32000),
-    "DFlash head of an 8B target, 5 layers": replace(
-        _HEAD_OF_8B,
-        kind=DFLASH,
-        model_type="qwen3",
-        intermediate_size=12288,
-        num_layers=5,
-        vocab_size=151936,
-        draft_vocab_size=151936,
-        block=OnePassDrafting(3, 15, (False,) * 5, (0,) * 5),
+    "DFlash head of an 8B target, 5 layers": _ONE_PASS_OF_8B,
+    "DSpark head of an 8B target, 5 layers": replace(
+        _ONE_PASS_OF_8B, kind=DSPARK, block=OnePassDrafting(3, 15, (False,) * 5, (0,) * 5, anchored=True, markov_rank=256)
     ),
     "draft model of 0.6B, 28 layers": replace(
         _HEAD,
@@ -187,7 +198,7 @@ class Requests:
 
 def proposer_of(weights: HeadWeights, cache_tokens: int, device: str, graphs: bool = True) -> EagleProposer:
     """Drafts with these weights on a device."""
-    made = {DRAFT_MODEL: ModelProposer, DFLASH: DFlashProposer}.get(weights.config.kind, EagleProposer)
+    made = {DRAFT_MODEL: ModelProposer, DFLASH: DFlashProposer}.get(weights.config.drafter_kind, EagleProposer)
     return made(weights, cache_tokens, device, graphs)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.models.head_config import (
-    DFLASH,
+    DSPARK,
     CheckpointError,
     HeadConfig,
     Rope,
@@ -24,7 +24,7 @@ from backend.models.head_config import (
     text_config,
 )
 from backend.models.kinds import DrafterKind
-from backend.models.layout import Shape, canonical_names, is_draft_model, required_tensors
+from backend.models.layout import MARKOV_IN, MARKOV_OUT, Shape, canonical_names, is_draft_model, required_tensors
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.vocabulary import shared_tokens
 
@@ -108,12 +108,14 @@ def _check_sizes(head: HeadConfig, target: dict[str, Any], found: Misfits) -> No
     if width is not None and head.target_hidden_size != width:
         found.errors.append(f"hidden size: the head was made for a target of {head.target_hidden_size}, this one has {width}")
     vocab = target.get("vocab_size")
-    if vocab is not None and head.own_vocab_size and head.own_vocab_size != vocab:
+    is_wider = head.kind == DSPARK and head.own_vocab_size > head.vocab_size
+    if vocab is not None and head.own_vocab_size and head.own_vocab_size != vocab and not is_wider:
         found.errors.append(f"vocabulary: the head was made for {head.own_vocab_size} tokens, this target has {vocab}")
     if head.draft_vocab_size > head.vocab_size:
         found.errors.append(f"draft vocabulary: {head.draft_vocab_size} tokens are more than the target's {head.vocab_size}")
-    if head.block is not None and not 0 <= head.block.mask_token < head.vocab_size:
-        found.errors.append(f"mask token: {head.block.mask_token} is outside the target's vocabulary of {head.vocab_size}")
+    tokens = max(head.vocab_size, head.own_vocab_size)
+    if head.block is not None and not 0 <= head.block.mask_token < tokens:
+        found.errors.append(f"mask token: {head.block.mask_token} is outside the vocabulary of {tokens}")
 
 
 def _check_aux_layers(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:
@@ -125,7 +127,7 @@ def _check_aux_layers(head: HeadConfig, target: dict[str, Any], found: Misfits) 
             found.errors.append(f"feature layers: {layer} is outside this target's 0..{layers}")
     if head.aux_layers == default_aux_layers(layers) and len(set(head.aux_layers)) < len(head.aux_layers):
         found.errors.append(f"feature layers: a target of {layers} layers is too shallow for the default three")
-    if head.kind != DFLASH and tuple(layer + 1 for layer in head.aux_layers) == default_aux_layers(layers):
+    if head.block is None and tuple(layer + 1 for layer in head.aux_layers) == default_aux_layers(layers):
         # As SpecForge's and ModelOpt's heads name the usual features.  SGLang adds one where the first is 1, except for gpt-oss
         # (sglang#25454, sglang#32334); vLLM never does.
         found.warnings.append(
@@ -161,7 +163,7 @@ def misshapen(config: HeadConfig, files: TensorFiles) -> Iterator[str]:
         shape = files.shape(names[name]) if name in names else None
         if shape is None:
             yield f"missing tensor: {name}"
-        elif shape != wanted:
+        elif shape != wanted and not (name in (MARKOV_IN, MARKOV_OUT) and shape[0] > wanted[0] and shape[1:] == wanted[1:]):
             yield f"tensor {name}: shape {list(shape)}, expected {list(wanted)}"
 
 

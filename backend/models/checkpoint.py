@@ -1,4 +1,4 @@
-"""Loads an EAGLE head or a draft model from a directory.  Drafter process; the verifier also uses `load_fc`.
+"""Loads a head or a draft model from a directory.  Drafter process; the verifier also uses `load_fc`.
 
 A head without embeddings or output matrix of its own uses the target's (only these tensors of the target are read).
 """

@@ -2,8 +2,8 @@
 
 Heads have two layouts.  SafeAILab's is a Llama configuration with a few extra keys; speculators' wraps one in
 `transformer_layer_config` and keeps the extra keys outside.  Defaults follow vLLM's reading of both.  A draft model is a
-language model of its own, in the layout of transformers.  DFlash heads, which draft in one
-pass, have both layouts too.
+language model of its own, in the layout of transformers.  DFlash and DSpark heads, which draft in one pass, have both layouts
+too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from backend.models.kinds import DrafterKind
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.tensor_files import CheckpointError as CheckpointError
 
-HeadKind = Literal["eagle", "eagle3", "dflash", "draft_model"]
+HeadKind = Literal["eagle", "eagle3", "dflash", "dspark", "draft_model"]
 
 DRAFT_MODEL: Literal["draft_model"] = "draft_model"
 DFLASH: Literal["dflash"] = "dflash"
-DFLASH_ARCHITECTURE = "DFlashDraftModel"
+DSPARK: Literal["dspark"] = "dspark"
+DFLASH_ARCHITECTURE, DSPARK_ARCHITECTURE = "DFlashDraftModel", "Qwen3DSparkModel"
 ONE_PASS = ("DFlash", "DSpark", "LiLiCorr")
 """Parts of the names of architectures that draft in one pass."""
 MASK_EMBEDDING = "mask_embedding.pt"
@@ -53,6 +54,10 @@ class OnePassDrafting:
     """By layer: whether the block's rows see only earlier ones."""
     windows: tuple[int, ...]
     """By layer: how many positions back a row sees, its own included; 0: all."""
+    anchored: bool = False
+    """Whether each row draws the token behind it, the latest token's row too; else each mask draws the token in its place."""
+    markov_rank: int = 0
+    """Size of the Markov head, by which a token adds to the scores of the next one; 0: there is none."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +93,12 @@ class HeadConfig:
     fc_norm: bool = False
     norm_output: bool = False
     block: OnePassDrafting | None = None
-    """Of a DFlash head."""
+    """Of a DFlash or DSpark head."""
 
     @property
     def drafter_kind(self) -> DrafterKind:
         """What drafts with it."""
-        return "eagle" if self.kind == "eagle3" else self.kind
+        return "eagle" if self.kind == "eagle3" else DFLASH if self.kind == DSPARK else self.kind
 
 
 def read_config(directory: str) -> dict[str, Any]:
@@ -219,17 +224,19 @@ def _layers(layer: dict[str, Any]) -> dict[str, Any]:
 
 def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
     speculators = outer.get("speculators_model_type")
-    if speculators not in (None, "eagle3", DFLASH):
-        raise ValueError(f"speculators_model_type {speculators!r} is not supported, only 'eagle3' and 'dflash'")
+    if speculators not in (None, "eagle3", DFLASH, DSPARK):
+        raise ValueError(f"speculators_model_type {speculators!r} is not supported, only 'eagle3', 'dflash' and 'dspark'")
     layer = outer["transformer_layer_config"] if speculators else outer
     own_vocab = int(layer.get("vocab_size") or 0)
     if isinstance(layer.get("model"), dict):
         layer = {**layer["model"], **layer}
     kind = speculators or _kind(outer)
-    if kind == DFLASH:
+    is_block = kind in (DFLASH, DSPARK)
+    if is_block:
         # Its layers are Qwen3's, whatever the target's are.
         layer = {"rope_theta": 1e6, **layer, "model_type": "qwen3"}
     vocab = int(target.get("vocab_size") or layer["vocab_size"])
+    draft_vocab = int(outer.get("draft_vocab_size") or vocab) if kind != "eagle" else vocab
     # An absent key means True in speculators' layout and False in the other (vLLM reads them so).
     before_residual = bool(outer.get("norm_before_residual", bool(speculators)))
     eagle = outer.get("eagle_config") or {}
@@ -239,24 +246,25 @@ def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
         target_hidden_size=int(outer.get("target_hidden_size") or layer.get("target_hidden_size") or layer["hidden_size"]),
         num_layers=int(layer.get("num_hidden_layers", 1)),
         vocab_size=vocab,
-        draft_vocab_size=int(outer.get("draft_vocab_size") or vocab) if kind != "eagle" else vocab,
+        # The tokens that a DSpark head has beyond the target's, such as its mask, are not drafted.
+        draft_vocab_size=min(draft_vocab, vocab) if kind == DSPARK else draft_vocab,
         max_position=int(layer.get("max_position_embeddings") or 2048),
         aux_layers=_aux_layers(outer, kind, target),
-        uses_aux=kind == DFLASH or (kind == "eagle3" and bool(eagle.get("use_aux_hidden_state", True))),
+        uses_aux=is_block or (kind == "eagle3" and bool(eagle.get("use_aux_hidden_state", True))),
         norm_before_residual=before_residual,
         norm_before_fc=before_fc,
         fc_norm=bool(outer.get("fc_norm", False)),
         norm_output=bool(outer.get("norm_output", False)),
         dtype=str(_dtype(outer) or _dtype(layer) or "float32"),
-        block=_block(outer, layer) if kind == DFLASH else None,
-        unsupported=tuple(_unsupported_block(outer, layer) if kind == DFLASH else _unsupported(outer, layer)),
+        block=_block(outer, layer, kind) if is_block else None,
+        unsupported=tuple(_unsupported_block(outer, layer, kind) if is_block else _unsupported(outer, layer)),
         **_layers(layer) | {"own_vocab_size": own_vocab},
     )
 
 
-def _block(outer: dict[str, Any], layer: dict[str, Any]) -> OnePassDrafting:
+def _block(outer: dict[str, Any], layer: dict[str, Any], kind: HeadKind) -> OnePassDrafting:
     """Reads what vLLM reads, with its order of precedence."""
-    own = _of_dflash(outer)
+    own = _of_dflash(outer, kind)
     count, window = int(layer["num_hidden_layers"]), own.get("swa_window_size", layer.get("sliding_window"))
     sliding = [kind == "sliding_attention" for kind in layer.get("layer_types") or [False] * count]
     is_causal = next((each for each in (layer.get("is_causal"), own.get("causal")) if each is not None), None)
@@ -268,15 +276,23 @@ def _block(outer: dict[str, Any], layer: dict[str, Any]) -> OnePassDrafting:
     if any(sliding) and not window:
         raise ValueError("sliding-window attention without a size of the window")
     windows = tuple(int(window or 0) if each else 0 for each in sliding)
-    return OnePassDrafting(int(own["mask_token_id"]), max(int(outer.get("block_size") or 0) - 1, 0), causal, windows)
+    size, mask = int(outer.get("block_size") or outer.get("dspark_block_size") or 0), int(own["mask_token_id"])
+    if kind == DFLASH:
+        return OnePassDrafting(mask, max(size - 1, 0), causal, windows)
+    anchored = bool(outer.get("sample_from_anchor", not outer.get("speculators_model_type")))
+    longest = size if anchored else max(size - 1, 0)
+    return OnePassDrafting(mask, longest, causal, windows, anchored, int(outer["markov_rank"]))
 
 
-def _of_dflash(outer: dict[str, Any]) -> dict[str, Any]:
+def _of_dflash(outer: dict[str, Any], kind: HeadKind) -> dict[str, Any]:
     """`dflash_config`; speculators' layout has the same under other keys."""
+    mask = outer.get("mask_token_id", outer.get("dspark_noise_token_id"))
     if not outer.get("speculators_model_type"):
-        return {"mask_token_id": outer.get("mask_token_id"), **(outer.get("dflash_config") or {})}
+        return {"mask_token_id": mask, **(outer.get("dflash_config") or {})}
+    if kind == DSPARK:
+        return {"mask_token_id": mask}
     causal = not outer.get("sliding_window_non_causal", True)
-    return {"mask_token_id": outer["mask_token_id"], "sample_from_anchor": outer.get("sample_from_anchor"), "causal": causal}
+    return {"mask_token_id": mask, "sample_from_anchor": outer.get("sample_from_anchor"), "causal": causal}
 
 
 def _dtype(config: dict[str, Any]) -> Any:
@@ -286,6 +302,8 @@ def _dtype(config: dict[str, Any]) -> Any:
 
 def _kind(config: dict[str, Any]) -> HeadKind:
     names = [str(name) for name in config.get("architectures") or []]
+    if any("DSpark" in name for name in names):
+        return DSPARK
     if "dflash_config" in config or any(part in name for name in names for part in ONE_PASS):
         return DFLASH
     eagle3_keys = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")
@@ -296,9 +314,10 @@ def _kind(config: dict[str, Any]) -> HeadKind:
 
 def _aux_layers(outer: dict[str, Any], kind: HeadKind, target: dict[str, Any]) -> tuple[int, ...]:
     eagle = outer.get("eagle_config") or {}
-    if kind == DFLASH:
+    if kind in (DFLASH, DSPARK):
         # `target_layer_ids` are layers whose outputs are meant: the inputs of the next ones.
-        outputs = (outer.get("dflash_config") or {}).get("target_layer_ids") or []
+        places = (outer.get("dflash_config") or {}).get("target_layer_ids"), outer.get("dspark_target_layer_ids")
+        outputs = next((each for each in (*places, outer.get("target_layer_ids")) if each), ())
         inputs = outer.get("eagle_aux_hidden_state_layer_ids") or outer.get("aux_hidden_state_layer_ids")
         return tuple(int(i) for i in inputs) if inputs else tuple(int(i) + 1 for i in outputs)
     if kind == "eagle" or not eagle.get("use_aux_hidden_state", True):
@@ -327,11 +346,16 @@ def _unsupported(outer: dict[str, Any], layer: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _unsupported_block(outer: dict[str, Any], layer: dict[str, Any]) -> list[str]:
+def _unsupported_block(outer: dict[str, Any], layer: dict[str, Any], kind: HeadKind) -> list[str]:
     problems = _unsupported(outer, {key: value for key, value in layer.items() if key != "layer_types"})
-    names, own = outer.get("architectures") or [], _of_dflash(outer)
-    if not outer.get("speculators_model_type") and names != [DFLASH_ARCHITECTURE]:
-        problems.insert(0, f"{', '.join(names)}: of heads that draft in one pass, only {DFLASH_ARCHITECTURE} is supported")
+    names, own = outer.get("architectures") or [], _of_dflash(outer, kind)
+    # What older heads of Qwen3's kind are called is also the name of DeepSeek-V4's.
+    is_known = names in ([DFLASH_ARCHITECTURE], [DSPARK_ARCHITECTURE]) or (
+        names == ["DSparkDraftModel"] and outer.get("model_type") == "qwen3"
+    )
+    if not outer.get("speculators_model_type") and not is_known:
+        supported = f"{DFLASH_ARCHITECTURE} and {DSPARK_ARCHITECTURE} are supported"
+        problems.insert(0, f"{', '.join(names)}: of heads that draft in one pass, only {supported}")
     flags = {
         "attention sinks": own.get("attention_sink_bias", layer.get("add_swa_attention_sink_bias")),
         "attention_value_scale": own.get("attention_value_scale") not in (None, 1),
@@ -339,12 +363,14 @@ def _unsupported_block(outer: dict[str, Any], layer: dict[str, Any]) -> list[str
         "is_neox_style false": not layer.get("is_neox_style", True),
         "sample_from_anchor": own.get("sample_from_anchor"),
         "use_aux_hidden_state false": not own.get("use_aux_hidden_state", outer.get("use_aux_hidden_state", True)),
+        "dspark_draft_topk": outer.get("dspark_draft_topk"),
+        f"markov_head_type {outer.get('markov_head_type')!r}": outer.get("markov_head_type") not in (None, "vanilla"),
         MASK_EMBEDDING: outer["mask_embedding"],
     }
     problems += [f"{name} is not supported" for name, is_set in flags.items() if is_set]
-    if not _aux_layers(outer, DFLASH, {}):
-        problems.append("dflash_config names no target_layer_ids")
-    block = _block(outer, layer)
+    if not _aux_layers(outer, kind, {}):
+        problems.append("the configuration names no target_layer_ids")
+    block = _block(outer, layer, kind)
     if any(window and not causal for window, causal in zip(block.windows, block.causal, strict=True)):
         problems.append("sliding-window attention that is not causal is not supported")
     return problems

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from backend.models.head_config import DFLASH, DRAFT_MODEL, HeadConfig
-from backend.models.tensor_files import TensorFiles
+from backend.models.head_config import DRAFT_MODEL, HeadConfig
+from backend.models.tensor_files import EMBEDDING, TensorFiles
 
 Shape = tuple[int, ...]
+MARKOV_IN, MARKOV_OUT = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 
 
 def canonical_names(files: TensorFiles) -> dict[str, str]:
@@ -28,8 +29,12 @@ def required_tensors(config: HeadConfig) -> dict[str, Shape]:
         shapes["norm.weight"] = (hidden,)
     elif config.kind == "eagle":
         shapes["fc.weight"] = (hidden, 2 * hidden)
-    elif config.kind == DFLASH:
+    elif config.block is not None:
         shapes |= {"norm.weight": (hidden,), "hidden_norm.weight": (hidden,)} | _fc_tensors(config)
+        if rank := config.block.markov_rank:
+            shapes |= {MARKOV_IN: (config.vocab_size, rank), MARKOV_OUT: (config.draft_vocab_size, rank)}
+        if config.own_vocab_size > config.vocab_size:
+            shapes[EMBEDDING] = (config.own_vocab_size, hidden)
     else:
         shapes["norm.weight"] = (hidden,)
         shapes["layers.0.hidden_norm.weight"] = (hidden,)
@@ -69,7 +74,7 @@ def _layer_tensors(config: HeadConfig, index: int) -> dict[str, Shape]:
         "mlp.up_proj.weight": (inner, hidden),
         "mlp.down_proj.weight": (hidden, inner),
     }
-    if index > 0 or config.kind in (DFLASH, DRAFT_MODEL):
+    if index > 0 or config.block is not None or config.kind == DRAFT_MODEL:
         shapes["input_layernorm.weight"] = (hidden,)
     if config.model_type == "qwen3":
         shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}

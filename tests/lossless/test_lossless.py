@@ -347,12 +347,13 @@ def test_requests_without_a_seed_draw_from_the_targets_distribution(
     assert found > SIGNIFICANT / 1000
 
 
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_a_head_that_drafts_in_one_pass_changes_no_text(
-    plain: Verifier, expected: dict[str, list[Answer]], unseeded: Exact, tmp_path: Path
+    plain: Verifier, expected: dict[str, list[Answer]], unseeded: Exact, tmp_path: Path, kind: str
 ) -> None:
     """It knows how frequent tokens are, and no more: most drafts are cut somewhere."""
     common = torch.bincount(torch.tensor([token for answer in expected["T = 1.0"] for token in answer.tokens]), minlength=2048)
-    head = write_unigram_head(tmp_path / "head", (common + 0.01) / (common + 0.01).sum())
+    head = write_unigram_head(tmp_path / "head", (common + 0.01) / (common + 0.01).sum(), kind)
     paths = ResolvedModels(str(TARGET_DIR), head, "dflash", "demo")
     drafter, verifier = Drafter(tmp_path, paths), start(tmp_path, "sync", paths)
     try:

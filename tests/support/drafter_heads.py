@@ -50,7 +50,9 @@ class TinyHead:
     model_type: str = "llama"
     rope: dict[str, Any] = field(default_factory=dict, hash=False)
     dflash: dict[str, Any] = field(default_factory=dict, hash=False)
-    """Further keys of a DFlash head's configuration."""
+    """Further keys of a DFlash or DSpark head's configuration."""
+    rank: int = 6
+    """Of a DSpark head's Markov head."""
     seed: int = 0
 
     def weights(self) -> Tensors:
@@ -62,7 +64,7 @@ class TinyHead:
 
         h, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         tensors: Tensors = {"target.embed": draw(self.vocab, h), "target.lm_head": draw(self.vocab, h)}
-        if self.kind == "dflash":
+        if self.kind in ("dflash", "dspark"):
             tensors["fc.weight"] = draw(h, 3 * h, scale=h**-0.5)
             tensors |= {
                 f"{name}.weight": 1 + draw(h, scale=0.2) for name in ("norm", "hidden_norm", "layers.0.input_layernorm")
@@ -71,6 +73,9 @@ class TinyHead:
                 tensors["lm_head.weight"] = draw(self.draft_vocab, h)
                 picked = torch.randperm(self.vocab, generator=generator)[: self.draft_vocab].sort().values
                 tensors["d2t"] = picked - torch.arange(self.draft_vocab)
+            if self.kind == "dspark":
+                tensors["markov_head.markov_w1.weight"] = draw(self.vocab, self.rank)
+                tensors["markov_head.markov_w2.weight"] = draw(self.draft_vocab, self.rank, scale=2.0)
         elif self.kind != "eagle3":
             tensors["fc.weight"] = draw(h, 2 * h, scale=h**-0.5)
         else:
@@ -104,7 +109,7 @@ class TinyHead:
             tensors[f"layers.{i}.post_attention_layernorm.weight"] = 1 + draw(h, scale=0.2)
             if i:
                 tensors[f"layers.{i}.input_layernorm.weight"] = 1 + draw(h, scale=0.2)
-            if self.model_type == "qwen3" or self.kind == "dflash":
+            if self.model_type == "qwen3" or self.kind in ("dflash", "dspark"):
                 tensors[f"layers.{i}.self_attn.q_norm.weight"] = 1 + draw(self.head_dim, scale=0.2)
                 tensors[f"layers.{i}.self_attn.k_norm.weight"] = 1 + draw(self.head_dim, scale=0.2)
         return tensors
@@ -151,10 +156,14 @@ def write_head(directory: Path, head: TinyHead, layout: str = "eagle", suffix: s
         "norm_before_fc": head.norm_before_fc,
         "fc_norm": head.fc_norm,
     }
-    if head.kind == "dflash":
-        config = head.layer_config() | {"architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 9}
-        config["draft_vocab_size"] = head.draft_vocab
-        config |= {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 2, 3]}, "torch_dtype": "float32"} | head.dflash
+    if head.kind in ("dflash", "dspark"):
+        config = head.layer_config() | {"model_type": "qwen3", "draft_vocab_size": head.draft_vocab, "torch_dtype": "float32"}
+        own: dict[str, Any] = {"mask_token_id": 3, "target_layer_ids": [1, 2, 3]}
+        if head.kind == "dflash":
+            config |= {"architectures": ["DFlashDraftModel"], "block_size": 9, "dflash_config": own}
+        else:
+            config |= {"architectures": ["Qwen3DSparkModel"], "block_size": 8, "markov_rank": head.rank} | own
+        config |= head.dflash
         (directory / "config.json").write_text(json.dumps(config))
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
         return str(directory)
@@ -181,14 +190,18 @@ def write_head(directory: Path, head: TinyHead, layout: str = "eagle", suffix: s
     return str(directory)
 
 
-def write_unigram_head(directory: Path, chances: Tensor) -> str:
-    """A DFlash head for the demo's target that drafts every token from one distribution, `[2048]`; its layers add nothing."""
-    head = TinyHead("dflash", 256, 4, 2, 64, 32, 2048, 2048, dflash={"max_position_embeddings": 4096})
+def write_unigram_head(directory: Path, chances: Tensor, kind: str) -> str:
+    """A head for the demo's target that drafts every token from one distribution, `[2048]`; its layers add nothing.
+
+    A DSpark head's Markov head, with random weights, makes the distribution depend on the token before.
+    """
+    head = TinyHead(kind, 256, 4, 2, 64, 32, 2048, 2048, dflash={"max_position_embeddings": 4096})
     write_head(directory, head)
     tensors = load_file(directory / "model.safetensors")
     tensors |= {
         name: torch.zeros_like(t) for name, t in tensors.items() if name.endswith(("o_proj.weight", "down_proj.weight"))
     }
+    tensors |= {name: t / 5 for name, t in tensors.items() if name.startswith("markov_head")}
     only = torch.zeros(2048, 256)
     only[:, 0] = 1.0
     # The norm makes the embedding as long as the square root of its size.

@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional
 
@@ -32,7 +33,12 @@ HEADS = {
     "causal": TinyHead(kind="dflash", layers=2, dflash={"is_causal": True}),
     "causal with a window": TinyHead(kind="dflash", layers=2, dflash=SLIDING),
     "mixed": TinyHead(kind="dflash", layers=2, dflash=SLIDING | {"layer_types": ["sliding_attention", "full_attention"]}),
+    "Markov": TinyHead(kind="dspark", layers=2),
+    "Markov, reduced vocabulary, biases": TinyHead(kind="dspark", layers=2, draft_vocab=23, bias=True),
+    "Markov, causal with a window": TinyHead(kind="dspark", layers=2, dflash=SLIDING),
+    "Markov, masks draw in their places": TinyHead(kind="dspark", dflash={"sample_from_anchor": False, "block_size": 9}),
 }
+KINDS = pytest.mark.parametrize("head", [HEADS["mixed"], HEADS["Markov, causal with a window"]], ids=["DFlash", "DSpark"])
 
 
 def make(directory: Path, head: TinyHead) -> DFlashProposer:
@@ -48,20 +54,26 @@ class BlockReference(Reference):
         kinds = head.dflash.get("layer_types") or ["full_attention"] * head.layers
         self.windows = [head.dflash.get("sliding_window") if "sliding" in kind else None for kind in kinds]
         self.causal = [head.dflash.get("is_causal", "sliding" in kind) for kind in kinds]
+        self.anchored = head.kind == "dspark" and head.dflash.get("sample_from_anchor", True)
 
-    def logits(self, tokens: list[int], features: Mapping[int, Tensor], k: int) -> Tensor:
-        """`[k, draft vocabulary]`: of the tokens in the next `k` places."""
-        known, begin = sorted(features), len(tokens) - 1
+    def logits(self, tokens: list[int], features: Mapping[int, Tensor], drafts: list[int]) -> Tensor:
+        """`[k, draft vocabulary]`: of the tokens in the next k places, of which a draft has been drawn."""
+        known, begin, k = sorted(features), len(tokens) - 1, len(drafts)
+        masks = k - 1 if self.anchored else k
         context = self._norm(torch.stack([features[p].double() for p in known]), "hidden_norm")
-        hidden = self.w["target.embed"][[tokens[-1], *[MASK] * k]]
-        places = torch.tensor([*known, *range(begin, begin + k + 1)], dtype=torch.float64)
+        hidden = self.w["target.embed"][[tokens[-1], *[MASK] * masks]]
+        places = torch.tensor([*known, *range(begin, begin + masks + 1)], dtype=torch.float64)
         for i in range(self.head.layers):
             name = f"layers.{i}"
             hidden = hidden + self._attend(i, context, self._norm(hidden, f"{name}.input_layernorm"), places)
             normed = self._norm(hidden, f"{name}.post_attention_layernorm")
             gate = functional.silu(self._linear(f"{name}.mlp.gate_proj", normed))
             hidden = hidden + self._linear(f"{name}.mlp.down_proj", gate * self._linear(f"{name}.mlp.up_proj", normed))
-        return self._norm(hidden[1:], "norm") @ self.w.get("lm_head.weight", self.w["target.lm_head"]).T
+        found = self._norm(hidden[-k:], "norm") @ self.w.get("lm_head.weight", self.w["target.lm_head"]).T
+        if self.head.kind == "dspark":
+            before = self.w["markov_head.markov_w1.weight"][[tokens[-1], *drafts[:-1]]]
+            found = found + before @ self.w["markov_head.markov_w2.weight"].T
+        return found
 
     def ids(self) -> list[int]:
         """The target's id of each column."""
@@ -108,10 +120,10 @@ class Session:
 
     def check(self, reference: BlockReference, drafts: list[int], k: int) -> None:
         """Compares a draft, token by token but for close calls."""
-        logits = reference.logits(self.tokens, {p: self.features[p] for p in self.seen}, k)
+        assert len(drafts) == k
+        logits = reference.logits(self.tokens, {p: self.features[p] for p in self.seen}, drafts)
         values = (logits / (self.sampling.temperature or 1.0)).log_softmax(-1)
         ids = reference.ids()
-        assert len(drafts) == k
         for place, (own, draft) in enumerate(zip(values, drafts, strict=True)):
             if self.sampling.temperature:
                 noise = [true_gumbel(self.sampling.seed, len(self.tokens) + place, token) for token in ids]
@@ -135,9 +147,9 @@ def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead) -> Non
         ks = ks[1:] + ks[:1]
 
 
-def test_a_draft_in_a_batch_is_that_alone_and_that_after_a_hand_over(tmp_path: Path) -> None:
+@KINDS
+def test_a_draft_in_a_batch_is_that_alone_and_that_after_a_hand_over(tmp_path: Path, head: TinyHead) -> None:
     """The block of one request is seen by no other, and rows made one by one are those made at once."""
-    head = HEADS["mixed"]
     first, other = make(tmp_path / "first", head), make(tmp_path / "other", head)
     sessions = [Session(first, i, 5 + 7 * i) for i in range(5)]
     first.draft([session.ask(6) for session in sessions])
@@ -161,9 +173,9 @@ def test_a_block_takes_no_rows_of_its_neighbours(tmp_path: Path) -> None:
         session.check(reference, drafted.tokens, 8)
 
 
-def test_a_captured_pass_drafts_what_a_pass_of_the_right_size_drafts(tmp_path: Path) -> None:
+@KINDS
+def test_a_captured_pass_drafts_what_a_pass_of_the_right_size_drafts(tmp_path: Path, head: TinyHead) -> None:
     """What a GPU replays has blocks and masks to spare, is used again and again, and reads no result."""
-    head = HEADS["mixed"]
     plain, padded = make(tmp_path / "plain", head), make(tmp_path / "padded", head)
     with torch.inference_mode():
         padded._captured[4, 8, False] = Blocks(padded._head, padded._block, 4, 8, Rules(independent=False))
@@ -197,23 +209,29 @@ def test_a_draft_ends_at_the_floor_and_at_the_trained_length(tmp_path: Path) -> 
     assert proposer.draft_outcomes([Premise(1, 12, Until(4), whole.tokens[:4], 8)]) == [[]]
 
 
-def test_independent_tokens_are_drawn_from_the_distributions_that_are_sent(tmp_path: Path) -> None:
-    head, k = HEADS["each sees all"], 3
+@KINDS
+def test_independent_tokens_are_drawn_from_the_distributions_that_are_sent(tmp_path: Path, head: TinyHead) -> None:
+    k, times, hot = 3, 300, 30.0
     proposer, reference = make(tmp_path, head), BlockReference(head)
-    sessions = [Session(proposer, 1, 12, 0, Sampling.of(5, 30.0, True)), Session(proposer, 2, 7)]
+    sessions = [Session(proposer, 1, 12, 0, Sampling.of(5, hot, True)), Session(proposer, 2, 7)]
     proposer.draft([session.ask(0) for session in sessions])
-    q = (reference.logits(sessions[0].tokens, dict(enumerate(sessions[0].features[:11])), k) / 30.0).softmax(-1)
-    seen = torch.zeros_like(q)
-    for _ in range(300):
+    features = dict(enumerate(sessions[0].features[:11]))
+    surplus, drafts = torch.zeros(k, head.vocab), set()
+    for _ in range(times):
         own, greedy = proposer.draft([DraftRequest(1, 12, 0, None, Until(k)), DraftRequest(2, 7, 0, None, Until(2))])
+        q = (reference.logits(sessions[0].tokens, features, own.tokens) / hot).softmax(-1)
         ids, bits = np.frombuffer(own.proposal, np.int32).copy().reshape(2, k, -1)
         sent = torch.zeros_like(q).scatter_(
             1, torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(bits.view(np.float32)).double()
         )
         torch.testing.assert_close(sent, q, atol=1e-4, rtol=0)
-        seen[range(k), own.tokens] += 1 / 300
+        surplus -= sent.float()
+        surplus[range(k), own.tokens] += 1
+        assert own.signs[::2] == pytest.approx(torch.xlogy(q, q).sum(-1).tolist(), abs=1e-3), "not of the drawn tokens"
         assert greedy.proposal == b""
-    assert (seen - q).abs().max() < 0.1
+        drafts.add(tuple(own.tokens))
+    assert surplus.abs().max() < 0.1 * times
+    assert len(drafts) > times / 2
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -221,8 +239,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"architectures": ["DFlash2DraftModel"]},
         "DFlash2DraftModel: of heads that draft in one pass, only DFlashDraftModel",
     ),
-    "DSpark": ({"architectures": ["Qwen3DSparkModel"]}, "Qwen3DSparkModel: of heads that draft in one pass"),
-    "no layers": ({"dflash_config": {"mask_token_id": 3}}, "dflash_config names no target_layer_ids"),
+    "no layers": ({"dflash_config": {"mask_token_id": 3}}, "the configuration names no target_layer_ids"),
     "no mask": ({"dflash_config": {"target_layer_ids": [1]}}, "TypeError"),
     "mask": ({"dflash_config": {"mask_token_id": 61, "target_layer_ids": [1, 2, 3]}}, "mask token: 61 is outside"),
     "layers": ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 2, 8]}}, "feature layers: 9 is outside"),
@@ -236,9 +253,27 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize(("config", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, config: dict[str, Any], said: str) -> None:
-    head = TinyHead(kind="dflash", layers=2, dflash=config)
+DSPARK_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Gemma 4": ({"architectures": ["Gemma4DSparkModel"]}, "Gemma4DSparkModel: of heads that draft in one pass, only"),
+    "DeepSeek V4": ({"architectures": ["DSparkDraftModel"], "model_type": "deepseek_v4"}, "DSparkDraftModel: of heads"),
+    "candidates": ({"dspark_draft_topk": 8}, "dspark_draft_topk is not supported"),
+    "gated": ({"markov_head_type": "gated"}, "markov_head_type 'gated' is not supported"),
+    "quantised": ({"quantization_config": {"quant_method": "modelopt"}}, "quantised drafters are not supported"),
+    "rank": ({"markov_rank": 5}, "tensor markov_head.markov_w1.weight: shape [61, 6], expected [61, 5]"),
+    "no rank": ({"markov_rank": None}, "TypeError"),
+    "mask": ({"mask_token_id": 61}, "mask token: 61 is outside"),
+    "wider": ({"vocab_size": 64}, "missing tensor: embed_tokens.weight"),
+    "narrower": ({"vocab_size": 60}, "vocabulary: the head was made for 60 tokens, this target has 61"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "said"),
+    [("dflash", *each) for each in REFUSED.values()] + [("dspark", *each) for each in DSPARK_REFUSED.values()],
+    ids=[*REFUSED, *(f"DSpark {name}" for name in DSPARK_REFUSED)],
+)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, kind: str, config: dict[str, Any], said: str) -> None:
+    head = TinyHead(kind=kind, layers=2, dflash=config)
     head_dir, target = write_head(tmp_path / "head", head), write_target(tmp_path / "target", head)
     assert said in "\n".join(find_misfits(head_dir, target).errors)
 
@@ -256,22 +291,48 @@ def test_a_mask_embedding_of_its_own_and_missing_tensors_are_refused(tmp_path: P
     assert "missing tensor: layers.1.self_attn.q_proj.weight" in check(deeper, target)
 
 
-def test_speculators_layout_says_the_same(tmp_path: Path) -> None:
-    head = HEADS["each sees all"]
+def test_a_mask_outside_the_targets_vocabulary_is_read_and_never_drafted(tmp_path: Path) -> None:
+    """Such a DSpark head has embeddings of its own; they and its matrices have more rows than the target has tokens."""
+    plain = HEADS["Markov"]
+    wide = replace(plain, dflash={"vocab_size": 64, "draft_vocab_size": 64, "mask_token_id": 63})
+    head_dir, target = write_head(tmp_path / "wide", wide), write_target(tmp_path / "target", plain)
+    tensors, targets = load_file(tmp_path / "wide/model.safetensors"), plain.weights()
+    own = {"embed_tokens.weight": targets["target.embed"], "lm_head.weight": targets["target.lm_head"]}
+    own |= {name: tensors[name] for name in tensors if name.startswith("markov_head")}
+    loud = {name: torch.cat((tensor, 1000 * torch.ones(3, tensor.shape[1]))) for name, tensor in own.items()}
+    loud["embed_tokens.weight"][63] = targets["target.embed"][MASK]
+    save_file(tensors | loud, tmp_path / "wide/model.safetensors", metadata={"format": "pt"})
+    assert check(head_dir, target) == []
+    proposer, reference = DFlashProposer(load_drafter(head_dir, target), 4096), BlockReference(plain)
+    session = Session(proposer, 1, 12)
+    (drafted,) = proposer.draft([session.ask(8)])
+    session.check(reference, drafted.tokens, 8)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dspark"])
+def test_speculators_layout_says_the_same(tmp_path: Path, kind: str) -> None:
+    head = TinyHead(kind=kind, layers=2)
+    block = OnePassDrafting(MASK, 8, (False, False), (0, 0), kind == "dspark", 6 if kind == "dspark" else 0)
     head_dir = write_head(tmp_path, head)
     plain, fc = load_config(head_dir), load_fc(head_dir)
-    assert plain.block == OnePassDrafting(MASK, 8, (False, False), (0, 0))
+    assert plain.block == block
     assert plain.aux_layers == fc.aux_layers == (2, 3, 4), "inputs of the layers behind those named"
     config = {
-        "speculators_model_type": "dflash",
+        "speculators_model_type": kind,
         "transformer_layer_config": head.layer_config() | {"model_type": "qwen3"},
         "aux_hidden_state_layer_ids": [2, 3, 4],
         "mask_token_id": MASK,
         "block_size": 9,
+        "markov_rank": 6,
         "draft_vocab_size": head.vocab,
         "torch_dtype": "float32",
     }
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert replace(load_config(head_dir), norm_before_residual=False) == plain
+    # Without another word, masks draw the tokens in their places here.
+    block = replace(block, anchored=False)
+    assert replace(load_config(head_dir), norm_before_residual=False) == replace(plain, block=block)
     (tmp_path / "config.json").write_text(json.dumps(config | {"sample_from_anchor": True}))
-    assert load_config(head_dir).unsupported == ("sample_from_anchor is not supported",)
+    if kind == "dspark":
+        assert load_config(head_dir).block == replace(block, anchored=True, longest=9)
+    else:
+        assert load_config(head_dir).unsupported == ("sample_from_anchor is not supported",)

@@ -13,9 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.drafter.decoding import Lanes
+from backend.drafter.dflash import DFlashProposer
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
-from tests.support.drafter_heads import READS, Request, TinyHead, make_proposer, tokens_of
+from backend.models.checkpoint import load_drafter
+from tests.support.drafter_heads import READS, Request, TinyHead, make_proposer, tokens_of, write_head, write_target
 
 HEADS = {"head": TinyHead(draft_vocab=40), "two layers": TinyHead(layers=2)}
 SAMPLINGS = {
@@ -71,6 +73,18 @@ def test_operators_do_not_grow_with_requests(tmp_path: Path, head: TinyHead, sam
         }
     assert drafting[1].total() <= drafting[0].total() + 20
     assert enumerating[1].total() <= enumerating[0].total() + 20
+
+
+@pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS.keys())
+def test_operators_of_a_pass_with_a_markov_head_do_not_grow_with_requests(tmp_path: Path, samplings: list[Sampling]) -> None:
+    head, seen = TinyHead("dspark", layers=2), []
+    target = write_target(tmp_path / "target", head)
+    proposer = DFlashProposer(load_drafter(write_head(tmp_path / "head", head), target), 16384)
+    for count in (4, 64):
+        requests = [Request(proposer, head, f"{count}{key:02}", 20, samplings[key % len(samplings)]) for key in range(count)]
+        asks = [DraftRequest(r.key, len(r.tokens), 0, None, Until(4)) for r in requests]
+        seen.append(operators(lambda: proposer.draft(asks)))  # noqa: B023  (called here)
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS.keys())

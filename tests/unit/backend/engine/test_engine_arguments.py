@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import vllm.platforms
 from vllm.config import ModelConfig, MultiModalConfig
+from vllm.platforms import current_platform
 from vllm.platforms.interface import UnspecifiedPlatform
 
 from backend.config import Settings
@@ -18,8 +19,10 @@ from backend.engine.arguments import EngineSetupError, common_arguments
 from backend.engine.build import build_config, engine_arguments
 from backend.engine.front.config import build_vllm_config
 from backend.engine.worker.fixed import takes_fixed
+from backend.models.check import find_misfits
 from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 from backend.models.resolve import ResolvedModels
+from tests.support.drafter_heads import TinyHead, write_head
 from tests.support.other_vocabulary import write_permuted
 from tests.support.processes import ROOT, demo_models
 
@@ -69,6 +72,22 @@ def test_a_head_is_refused_where_vllms_class_gives_no_hidden_states(tmp_path: Pa
     with pytest.raises(EngineSetupError, match="Gemma3ForCausalLM gives no hidden states: take an EAGLE-1 head") as error:
         build_config(Settings(mode="sync"), ResolvedModels(str(tmp_path), str(DRAFTER_DIR), "eagle"))
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("engine_args", [{}, {"async_scheduling": False}], ids=["no GPU", "V1 runner"])
+def test_native_refuses_a_dspark_head_where_vllms_v2_runner_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine_args: dict[str, object]
+) -> None:
+    monkeypatch.setattr("backend.engine.build.environment.export", {}.update)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: not engine_args)
+    head = write_head(tmp_path, TinyHead("dspark", 256, 4, 2, 64, 32, 2048, 2048))
+    paths = ResolvedModels(str(TARGET_DIR), head, "dflash")
+    settings = Settings.model_validate({"mode": "native", "verifier": {"engine_args": engine_args}})
+    with pytest.raises(EngineSetupError, match="DSpark heads only in its V2 runner") as error:
+        build_config(settings, paths)
+    assert "\n" not in str(error.value)
+    method = engine_arguments(settings, paths)["speculative_config"]["method"]
+    assert (method, find_misfits(head, str(TARGET_DIR)).kind) == ("dspark", "dflash")
 
 
 def test_of_any_dictionary_only_what_is_said_differs() -> None:
