@@ -18,14 +18,13 @@ import msgspec
 from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef, DrafterStats
 from backend.lab.bench.children import ENVIRONMENT, Child, close_all
-from backend.lab.bench.load import APART, MeasuredLoad, run_load
+from backend.lab.bench.load import MeasuredLoad, run_load
 from backend.lab.bench.measure import Snapshot, drafting_between
 from backend.lab.bench.options import PROBABILISTIC
 from backend.lab.bench.pace import Pace, Paced
 from backend.lab.bench.plan import Configuration, CoreSplit
 from backend.lab.bench.worker import PACED
 from backend.models.resolve import ResolvedModels, Say
-from backend.wire.engine import RequestOptions
 
 LOADING_AT_ONCE = 2
 GPU_MEMORY_USABLE = 0.85
@@ -109,30 +108,6 @@ class Processes:
 def assign(verifier: Child, drafters: Sequence[DrafterRef]) -> None:
     """Makes these drafters, and no others, draft for a verifier from now on."""
     verifier.ask(msgspec.to_builtins(list(drafters)))
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """The results of one load.  `length` is the acceptance length, 1 without drafts."""
-
-    tokens_per_s: float
-    length: float
-    drafts: int
-
-
-def measure_load(
-    client: EngineClient,
-    prompts: Sequence[list[int]],
-    tokens: int,
-    temperature: float,
-    requests: int,
-    options: RequestOptions = APART,
-) -> LoadResult:
-    """Runs a closed loop with `requests` requests in flight, and measures it."""
-    before = client.fresh_stats()
-    load = run_load(client, prompts, tokens, temperature, requests, options)
-    grown = drafting_between(before, client.fresh_stats())
-    return LoadResult(load.tokens_per_s, 1 + grown.accepted_tokens / grown.drafts if grown.drafts else 1.0, grown.drafts)
 
 
 class TargetFleet(Processes):

@@ -5,23 +5,30 @@
 The prompt is a piece of source code.  The answer is the same piece with small changes; it is a fixed response, because no small
 model can edit.  So speeds are real, and drafts are accepted as far as they agree with the edited piece.  In a second case the
 prompt lacks the piece, and the client sends it as the request's `prediction`, or an earlier request was answered with the
-piece in another edition.  Alternating rounds; one request in flight.
+piece in another edition.  Alternating rounds, after one that does not count; one request in flight.
 """
 
 from __future__ import annotations
 
+import argparse
+import os
 import random
-from contextlib import ExitStack
+import sys
+import tempfile
+from pathlib import Path
 from statistics import median
 
+from backend.config import Settings
 from backend.engine.client import EngineClient, fixed_sampling
-from backend.lab.bench.engines import assign
+from backend.lab.bench.engines import Bench, Processes, assign
 from backend.lab.bench.markdown import spread, table
+from backend.lab.bench.plan import split_cores
 from backend.lab.bench.prompts import Prompts
-from backend.lab.experiments.comparing import NONE, drafter, in_turn, options, started, verifier
+from backend.lab.bench.run import prepare
+from backend.models.resolve import resolve
 from backend.wire.engine import RequestOptions
 
-HEAD_ONLY, LOOKUPS = "head alone", "head and look-ups"
+PLAIN, HEAD_ONLY, LOOKUPS = "none", "head alone", "head and look-ups"
 PREDICTED, SHARED = "head, look-ups, prediction", "head, look-ups, an earlier answer"
 CASES = {"file in the prompt": True, "file in the prediction alone": False}
 
@@ -51,37 +58,55 @@ def speed(
     return count / spent
 
 
+def clients(processes: Processes) -> dict[str, EngineClient]:
+    """A client of a verifier for each way of drafting."""
+    _, drafter = processes.drafter("drafter-0", processes.bench.models.drafter_dir)
+    found = []
+    for mode, lookup in (("off", True), ("auto", False), ("auto", True)):
+        settings = {"mode": mode, "verifier": {"lookup": lookup, "engine_args": {"async_scheduling": False}}}
+        verifier = processes.verifier(f"{mode}-{lookup}", settings)
+        found.append(processes.client(verifier))
+        if mode == "auto":
+            assign(verifier, [drafter])
+    plain, alone, helped = found
+    return {PLAIN: plain, HEAD_ONLY: alone, LOOKUPS: helped, PREDICTED: helped, SHARED: helped}
+
+
 def main() -> None:
-    parser = options("editing", __doc__, tokens=256)
+    parser = argparse.ArgumentParser(prog="python -m backend.lab.experiments.editing", description=__doc__)
+    parser.add_argument("--target", default="S", help="demo, or widened to S or L")
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--changes", type=int, default=6, help="of a piece, which has --tokens tokens")
     parser.add_argument("--requests", type=int, default=4)
     given = parser.parse_args()
-    with ExitStack() as stack:
-        processes = started(given.target, stack)
-        ref = drafter(processes, 0, "demo")
-        plain, alone, helped = (verifier(processes, *each) for each in (("off",), ("auto", False), ("auto",)))
-        for child, _ in (alone, helped):
-            assign(child, [ref])
-        kinds = {NONE: plain, HEAD_ONLY: alone, LOOKUPS: helped, PREDICTED: helped, SHARED: helped}
-        make = Prompts(processes.bench.models.target_dir, given.tokens)
+    split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        demo = resolve(Settings.model_validate({"mode": "sync"}), lambda line: None)
+        models = prepare(given.target, demo, Path(directory))
+        with Processes(Bench(models, split, Path(directory))) as processes:
+            kinds, make = clients(processes), Prompts(models.target_dir, given.tokens)
 
-        def measure(cell: tuple[str, str], load: str) -> float:
-            case, kind = cell
-            client, chance = kinds[kind][1], random.Random(f"{load}/{case}")
-            pieces = [make.make("code", f"edit/{load}/{case}/{i}") for i in range(given.requests + 1)]
-            prompts = [piece if CASES[case] else piece[:8] for piece in pieces]
-            earlier, answers = ([edited(piece, given.changes, chance) for piece in pieces] for _ in range(2))
-            if kind == SHARED:
-                speed(client, prompts, earlier, [RequestOptions()] * len(pieces))
-            request_options = [
-                RequestOptions(prediction=piece if kind == PREDICTED else [], learn=kind == SHARED) for piece in pieces
-            ]
-            return speed(client, prompts, answers, request_options)
+            def measure(case: str, kind: str, turn: int) -> float:
+                chance = random.Random(f"{turn}/{case}")
+                pieces = [make.make("code", f"edit/{turn}/{case}/{i}") for i in range(given.requests + 1)]
+                prompts = [piece if CASES[case] else piece[:8] for piece in pieces]
+                earlier, answers = ([edited(piece, given.changes, chance) for piece in pieces] for _ in range(2))
+                if kind == SHARED:
+                    speed(kinds[kind], prompts, earlier, [RequestOptions()] * len(pieces))
+                request_options = [
+                    RequestOptions(prediction=piece if kind == PREDICTED else [], learn=kind == SHARED) for piece in pieces
+                ]
+                return speed(kinds[kind], prompts, answers, request_options)
 
-        found = in_turn([(case, kind) for case in CASES for kind in kinds], given.rounds, measure, learning=1)
+            found: dict[tuple[str, str], list[float]] = {(case, kind): [] for case in CASES for kind in kinds}
+            for turn in range(1 + given.rounds):
+                for cell, speeds in found.items():
+                    speeds.append(measure(*cell, turn))
+                sys.stderr.write(f"round {turn} of {given.rounds}\n")
     body = []
-    for (case, kind), speeds in found.items():
-        ratios = [[a / b for a, b in zip(speeds, found[case, base], strict=True)] for base in (NONE, HEAD_ONLY)]
+    for (case, kind), (_, *speeds) in found.items():
+        ratios = [[a / b for a, b in zip(speeds, found[case, base][1:], strict=True)] for base in (PLAIN, HEAD_ONLY)]
         body.append([case, kind, f"{median(speeds):.0f}", *(spread(each, 2) for each in ratios)])
     print("\n".join(table(["", "drafts", "tokens/s", "of plain decoding", "of the head alone"], body)))
 

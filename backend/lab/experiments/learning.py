@@ -24,7 +24,9 @@ from statistics import median
 from typing import Any
 
 from backend.config import Settings
-from backend.lab.bench.engines import Bench, Processes, assign, measure_load
+from backend.lab.bench.engines import Bench, Processes, assign
+from backend.lab.bench.load import run_load
+from backend.lab.bench.measure import drafting_between
 from backend.lab.bench.plan import CoreSplit, split_cores
 from backend.lab.bench.prompts import Prompts
 from backend.models.resolve import resolve
@@ -53,9 +55,11 @@ class LearningFleet:
         self._client = processes.client(self.verifier)
 
     def window(self, prompts: Sequence[list[int]], temperature: float) -> dict[str, Any]:
-        found = measure_load(self._client, prompts, TOKENS, temperature, CONCURRENCY, RequestOptions())
-        length = round(found.length, 3) if found.drafts else None
-        return {"tokens_per_s": round(found.tokens_per_s, 1), "length": length, "drafts": found.drafts}
+        before = self._client.fresh_stats()
+        load = run_load(self._client, prompts, TOKENS, temperature, CONCURRENCY, RequestOptions())
+        grown = drafting_between(before, self._client.fresh_stats())
+        length = round(1 + grown.accepted_tokens / grown.drafts, 3) if grown.drafts else None
+        return {"tokens_per_s": round(load.tokens_per_s, 1), "length": length, "drafts": grown.drafts}
 
 
 def refer(head: str, phases: Sequence[Phase], directory: Path, split: CoreSplit) -> None:
