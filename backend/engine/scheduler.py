@@ -152,7 +152,6 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
         plan, at, speculator = self.plan_in_force(), self.speculator.step_times.at, self.speculator
         stats.drafters_down = speculator.questions.down()
         stats.plan_k, stats.plan_outcomes, stats.plan_changes = plan.k, plan.outcomes, speculator.changes
-        stats.reliability = speculator.candidates.reliability()
         if not speculator.step_times.known:
             return
         load = speculator.load(stats.running)

@@ -16,20 +16,17 @@ from backend.fleet.members import (
     reached_at,
 )
 from backend.fleet.stats import (
-    CHANCE_BINS,
     IDLE_CAUSES,
     LOOKUP,
     VERSIONS,
     DraftCounters,
     DrafterStats,
     Learning,
-    Reliability,
     Verified,
     VerifierStats,
 )
 
 __all__ = [
-    "CHANCE_BINS",
     "IDLE_CAUSES",
     "LOOKUP",
     "VERSIONS",
@@ -48,7 +45,6 @@ __all__ = [
     "OperationKind",
     "OperationState",
     "Orders",
-    "Reliability",
     "Verified",
     "VerifierStats",
     "reached_at",

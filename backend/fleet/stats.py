@@ -63,39 +63,6 @@ class DraftCounters(msgspec.Struct):
     """
 
 
-CHANCE_BINS = 10
-
-
-class Reliability(msgspec.Struct):
-    """Predicted chances of draft tokens, compared with the text; lists are by ten equal bins of the chance."""
-
-    chances: list[float] = msgspec.field(default_factory=lambda: [0.0] * CHANCE_BINS)
-    """Sums of the predicted chances."""
-    right: list[int] = msgspec.field(default_factory=lambda: [0] * CHANCE_BINS)
-    seen: list[int] = msgspec.field(default_factory=lambda: [0] * CHANCE_BINS)
-    squared_error: float = 0.0
-    """Sum of (chance - right)^2."""
-
-    def plus(self, other: Reliability, sign: int = 1) -> Reliability:
-        """The sum of both, or the difference (`sign` -1)."""
-        return Reliability(
-            [a + sign * b for a, b in zip(self.chances, other.chances, strict=True)],
-            [a + sign * b for a, b in zip(self.right, other.right, strict=True)],
-            [a + sign * b for a, b in zip(self.seen, other.seen, strict=True)],
-            self.squared_error + sign * other.squared_error,
-        )
-
-    @property
-    def brier(self) -> float:
-        """Mean of (chance - right)^2."""
-        return self.squared_error / max(sum(self.seen), 1)
-
-    @property
-    def error(self) -> float:
-        """Expected calibration error: mean, over tokens, of |mean chance - share of right tokens| in the token's bin."""
-        return sum(abs(p - r) for p, r in zip(self.chances, self.right, strict=True)) / max(sum(self.seen), 1)
-
-
 class Weights(msgspec.Struct, frozen=True):
     """Which weights of the target a verifier runs."""
 
@@ -151,8 +118,6 @@ class VerifierStats(msgspec.Struct):
     drafters: dict[str, DraftCounters] = msgspec.field(default_factory=dict)
     teacher_forced: DraftCounters = msgspec.field(default_factory=DraftCounters)
     """Verifications of fixed responses (rollouts): agreement with a trace; not counted in `drafters`."""
-    reliability: dict[str, Reliability] = msgspec.field(default_factory=dict)
-    """By kind of source: `fresh`, `ahead`, `lookup`, `prediction`, `shared`."""
     drafters_down: list[str] = msgspec.field(default_factory=list)
     """Assigned drafters whose circuit breaker is open."""
     plan_k: int = 0

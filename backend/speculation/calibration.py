@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from backend.fleet import CHANCE_BINS, Reliability
 from backend.speculation.chances import chances, chances_of_many, clipped
 
 SIGN_WEIGHTS, OFFSET = (0.3, 0.5), 0.5
@@ -38,7 +37,6 @@ class Calibration:
         """Each request's offset and its doubt."""
         self._last = positions - 1
         self._weights = self._flat()
-        self.reliability = Reliability()
 
     @property
     def weights(self) -> list[float]:
@@ -75,18 +73,13 @@ class Calibration:
         Returns two factors: the request's offset moves by doubt times the first, and its doubt falls by doubt squared times the
         second.  Written without loops, since every draft token comes here.
         """
-        place, reliability, error = min(int(chance * CHANCE_BINS), CHANCE_BINS - 1), self.reliability, right - chance
-        reliability.chances[place] += chance
-        reliability.right[place] += right
-        reliability.seen[place] += 1
-        reliability.squared_error += error * error
         means, doubts, own = self._means, self._doubts, 3 + position
         value, lead = clipped(value), clipped(lead)
         value_gain, lead_gain = doubts[0] * value, doubts[1] * lead
         common_gain, own_gain = doubts[2], doubts[own]
         curvature = chance * (1 - chance)
         scale = 1 / (1 + curvature * (value_gain * value + lead_gain * lead + common_gain + own_gain + doubt))
-        step, shrink = error * scale, curvature * scale
+        step, shrink = (right - chance) * scale, curvature * scale
         means[0] += value_gain * step
         means[1] += lead_gain * step
         means[2] += common_gain * step

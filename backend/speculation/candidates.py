@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from backend.fleet import LOOKUP, Reliability
+from backend.fleet import LOOKUP
 from backend.speculation.budget import survivals
 from backend.speculation.calibration import Calibration
 from backend.speculation.candidate import Candidate, Request, Source, candidate_of, has_rest, rank_of
@@ -230,13 +230,6 @@ class Candidates:
     def weights(self, drafter_id: str, rule: Rule) -> list[float]:
         """The weights (`chances.py`) by which a drafter judges the tokens of its fresh drafts."""
         return self._calibration(Source(drafter_id, rule)).weights
-
-    def reliability(self) -> dict[str, Reliability]:
-        """How well chances were predicted, by kind of source."""
-        found: dict[str, Reliability] = {}
-        for source, calibration in self._calibrations.items():
-            found[source.kind] = found.get(source.kind, Reliability()).plus(calibration.reliability)
-        return found
 
     # -- inside --------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from backend.fleet import DraftCounters, DrafterStats, Reliability, VerifierStats
+from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, label
 
@@ -81,8 +81,6 @@ class Measurement(Figures, frozen=True, kw_only=True):
     """
     accepted_shares: list[float] = []
     """Share of drafts that were accepted up to each place, cut ones included."""
-    reliability: dict[str, Reliability] = {}
-    """How well the chances of draft tokens were predicted, by source."""
 
 
 class Row(Figures, frozen=True, kw_only=True):
@@ -100,8 +98,6 @@ class Row(Figures, frozen=True, kw_only=True):
     paced: dict[str, float]
     accepted_shares: list[float]
     """Means over the rounds."""
-    reliability: dict[str, Reliability]
-    """Summed over all rounds."""
     spread: dict[str, list[float] | None]
     per_round: dict[str, list[float]]
     """`tokens_per_s` and `tokens_per_busy_core_s` of each round, for ratios within a round."""
@@ -150,7 +146,6 @@ def sample(
         accounted=(busy_s + sum(idle_s.values())) / max(after.at - before.at, 1e-9),
         paced=_paced(before, after, busy_s, idle_s),
         accepted_shares=[n / drafting.drafts for n in drafting.accepted_by_position],
-        reliability={name: each.plus(old.reliability.get(name, Reliability()), -1) for name, each in new.reliability.items()},
     )
 
 
@@ -204,21 +199,11 @@ def row(target: str, configuration: Configuration, point: Point, samples: Sequen
         accepted_shares=[
             sum(each) / len(samples) for each in zip_longest(*(s.accepted_shares for s in samples), fillvalue=0.0)
         ],
-        reliability=together(s.reliability for s in samples),
         spread={name: [min(values), max(values)] if values else None for name, values in by_name.items()},
         per_round={name: [getattr(s, name) for s in ordered] for name in ("tokens_per_s", "tokens_per_busy_core_s")},
         **about,
         **medians,
     )
-
-
-def together(each: Iterable[Mapping[str, Reliability]]) -> dict[str, Reliability]:
-    """Sums by source."""
-    found: dict[str, Reliability] = {}
-    for by_source in each:
-        for name, reliability in by_source.items():
-            found[name] = found.get(name, Reliability()).plus(reliability)
-    return found
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from typing import Any
 
 import msgspec
 
-from backend.fleet import CHANCE_BINS
 from backend.lab.bench import plot
 from backend.lab.bench.identical import PLAIN, Difference
 from backend.lab.bench.markdown import NOTHING, number, table
-from backend.lab.bench.measure import Row, limit, ratio, step_times, together
+from backend.lab.bench.measure import Row, limit, ratio, step_times
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, BenchOptions
 from backend.lab.bench.pace import Cost
 from backend.lab.bench.plan import CoreSplit, Point
@@ -93,7 +92,6 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
             _throughput(by_point, _limits(own, settings["pace"])),
             _section("What a step is made of", CYCLES, [row for row in own if row.paced]),
             _section("Per request, and where the time goes", LATENCY, by_point),
-            _foretold(own),
         ):
             lines += _noted(section, content["paced"])
     if differences:
@@ -196,27 +194,6 @@ def _ratios(rows: Sequence[Row], row: Row) -> list[str]:
         return str(ratio(row, max(found, key=lambda base: base.tokens_per_s, default=None), name) or NOTHING)
 
     return [over([PLAIN]), over(NATIVES), over([PLAIN], "tokens_per_busy_core_s")]
-
-
-def _foretold(rows: Sequence[Row]) -> list[str]:
-    """Predicted chances of draft tokens and observed acceptance, by domain and temperature."""
-    groups = dict.fromkeys((row.domain, row.temperature) for row in rows if row.reliability)
-    body = []
-    for domain, temperature in groups:
-        own = together(row.reliability for row in rows if (row.domain, row.temperature) == (domain, temperature))
-        for source, found in sorted(own.items()):
-            bins = [
-                f"{chance / n:.2f}: {right / n:.2f}" if n else NOTHING
-                for chance, right, n in zip(found.chances, found.right, found.seen, strict=True)
-            ]
-            body.append(
-                [f"{domain} T={temperature:g}", source, str(sum(found.seen)), f"{found.brier:.3f}", f"{found.error:.3f}", *bins]
-            )
-    if not body:
-        return []
-    bounds = [f"{i / CHANCE_BINS:g}-{(i + 1) / CHANCE_BINS:g}" for i in range(CHANCE_BINS)]
-    head = ["answers", "drafts", "tokens", "Brier score", "calibration error", *bounds]
-    return ["### Chances of draft tokens, predicted: observed", "", *table(head, body), ""]
 
 
 def _differences(differences: Sequence[Difference]) -> list[str]:

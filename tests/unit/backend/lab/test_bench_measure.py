@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from backend.engine.client import Answer
-from backend.fleet import DraftCounters, DrafterStats, Reliability, VerifierStats
+from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.lab.bench import options as options_module
 from backend.lab.bench import tables as report
 from backend.lab.bench.identical import GreedyCheck
@@ -123,11 +123,6 @@ ABOUT = {
 
 def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
     pytest.importorskip("matplotlib")
-    chances = Reliability(squared_error=1.0)
-    chances.chances[3], chances.right[3], chances.seen[3] = 1.4, 1, 4
-    results.samples["demo", SYNC, POINT] = [
-        msgspec.structs.replace(each, reliability={"fresh": chances}) for each in results.samples["demo", SYNC, POINT]
-    ]
     results.greedy.add("demo", SYNC, POINT, 1, [[1, 3]])
     results.greedy.add("demo", OFF, POINT, 1, [[1, 2]])
     said: list[str] = []
@@ -137,7 +132,6 @@ def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
     assert [(r["mode"], r["rounds"]) for r in content["rows"]] == [("off", 3), ("sync", 3)]
     text = (tmp_path / "bench.md").read_text()
     assert "| code c1 t0 | sync-k4 | 5 | 500 | 3.00 | 25% | 40.0% | - | 2.00 | 50.00 | 200 | 100.0% |" in text
-    assert "| code T=0 | fresh | 12 | 0.250 | 0.100 | - | - | - | 0.35: 0.25 | - |" in text
     assert "| demo | sync-k4 | code c1 t0 | 1 | 0 | 1 | 2 | 3 | off |" in text
     assert "- Before: 3 loads of up to 64 tokens per concurrency and temperature, 4 times as many for `auto`" in text
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
