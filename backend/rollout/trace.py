@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from backend.config.sources import ConfigError
+from backend.records.store import appearing
 
 COLUMNS = ("prompt", "gen")
 STEP_IN_NAME = re.compile(r"\.(\d+)\.parquet$")
@@ -129,9 +130,8 @@ def write_cases(file: Path, cases: Sequence[Case], with_ids: bool = True) -> Non
     columns: dict[str, pa.Array] = {"id": pa.array([case.number for case in cases], pa.int64())} if with_ids else {}
     columns |= {name: pa.array([getattr(case, name) for case in cases], pa.string()) for name in COLUMNS}
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    pq.write_table(pa.table(columns), partial)
-    partial.replace(file)
+    with appearing(file) as partial:
+        pq.write_table(pa.table(columns), partial)
 
 
 def shown(text: str) -> str:

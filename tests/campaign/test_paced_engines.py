@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from backend.config import environment
-from backend.lab.bench.children import ENVIRONMENT
 from backend.lab.bench.engines import Bench, TargetFleet
 from backend.lab.bench.measure import Snapshot, drafting_between, sample
 from backend.lab.bench.options import PROBABILISTIC
@@ -22,7 +20,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
 def test_steps_and_drafts_of_real_engines_take_at_least_the_stated_time(tmp_path: Path) -> None:
     """Sums are compared: a step whose forerunner slept too long is shorter."""
-    environment.export(ENVIRONMENT, override=False)
     tokens, pace, cores = 12, parse_pace("40,1000,6,0,4,0"), sorted(os.sched_getaffinity(0))
     split = CoreSplit((cores[0],), (cores[-1],))
     directory = tempfile.TemporaryDirectory(prefix="orpc")

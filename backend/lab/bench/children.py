@@ -17,17 +17,6 @@ from typing import IO, Any
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 20.0
 LAST_LINES = 15
-ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Environment variables of every child, and of the parent, which imports vLLM too."""
 
 
 class ChildError(Exception):

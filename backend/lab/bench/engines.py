@@ -17,13 +17,14 @@ import msgspec
 
 from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef, DrafterStats
-from backend.lab.bench.children import ENVIRONMENT, Child, close_all
+from backend.lab.bench.children import Child, close_all
 from backend.lab.bench.load import MeasuredLoad, run_load
 from backend.lab.bench.measure import Snapshot, drafting_between
 from backend.lab.bench.options import PROBABILISTIC
 from backend.lab.bench.pace import Pace, Paced
 from backend.lab.bench.plan import Configuration, CoreSplit
 from backend.lab.bench.worker import PACED
+from backend.launch.fleet import prepare_process
 from backend.models.resolve import ResolvedModels, Say
 
 LOADING_AT_ONCE = 2
@@ -52,6 +53,7 @@ class Processes:
     """Verifiers and drafters of one target.  Use as a context: leaving ends every process."""
 
     def __init__(self, bench: Bench) -> None:
+        prepare_process()
         self.bench = bench
         self._children: list[Child] = []
         self._clients: list[EngineClient] = []
@@ -96,7 +98,7 @@ class Processes:
 
     def _child(self, job: dict[str, Any], gpu: int) -> Child:
         job |= {
-            "environment": ENVIRONMENT | ({"CUDA_VISIBLE_DEVICES": str(gpu)} if self.bench.gpus else {}),
+            "environment": {"CUDA_VISIBLE_DEVICES": str(gpu)} if self.bench.gpus else {},
             "pace": msgspec.to_builtins(self.bench.pace),
             "address": f"ipc://{self.bench.directory}/{len(self._children)}-{os.urandom(2).hex()}",
         }

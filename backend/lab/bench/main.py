@@ -9,7 +9,7 @@ from pathlib import Path
 from backend.config import environment
 from backend.config.sources import CommandError
 from backend.lab.bench import options as options_module
-from backend.lab.bench.children import ENVIRONMENT, ChildError
+from backend.lab.bench.children import ChildError
 from backend.lab.bench.plan import split_cores
 from backend.models.head_config import CheckpointError
 from backend.models.resolve import ModelError, Say
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str], say: Say) -> None:
     except ValueError as error:
         raise CommandError(str(error)) from error
     # Imported here, because importing vLLM's codec and torch takes seconds, and `--help` should be immediate.
-    environment.export(ENVIRONMENT, override=False)
+    environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
     from backend.engine.client import EngineRefused
     from backend.lab.bench import hardware, tables
     from backend.lab.bench.load import LoadError

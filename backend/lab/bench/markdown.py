@@ -17,5 +17,8 @@ def number(value: float | None, digits: int) -> str:
 
 
 def spread(values: Sequence[float], digits: int) -> str:
-    """The median of all rounds, with the least and the greatest value."""
-    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    """The median, with the least and the greatest value if these differ."""
+    if not values:
+        return NOTHING
+    middle, least, greatest = (number(each(values), digits) for each in (median, min, max))
+    return middle if least == greatest else f"{middle} ({least}-{greatest})"

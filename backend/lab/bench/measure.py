@@ -206,26 +206,11 @@ def row(target: str, configuration: Configuration, point: Point, samples: Sequen
     )
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """Ratio of one row's rounds to another's."""
-
-    median: float
-    least: float
-    greatest: float
-
-    def __str__(self) -> str:
-        if self.least == self.greatest:
-            return f"{self.median:.2f}"
-        return f"{self.median:.2f} ({self.least:.2f}-{self.greatest:.2f})"
-
-
-def ratio(row: Row, base: Row | None, name: str = "tokens_per_s") -> Ratio | None:
-    """A row's figure divided by `base`'s, over the rounds that both have; None without a base."""
+def ratios(row: Row, base: Row | None, name: str = "tokens_per_s") -> list[float]:
+    """A row's figure divided by `base`'s, in each round that both have; empty without a base."""
     if base is None:
-        return None
-    each = [a / b for a, b in zip(row.per_round[name], base.per_round[name], strict=False) if b]
-    return Ratio(statistics.median(each), min(each), max(each)) if each else None
+        return []
+    return [a / b for a, b in zip(row.per_round[name], base.per_round[name], strict=False) if b]
 
 
 # How fast drafting could be.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from backend.lab.bench.measure import Ratio, Row, ratio
+from backend.lab.bench.measure import Row, ratios
 from backend.models.resolve import Say
 
 COLOURS = ("#8c8c8c", "#4878a8", "#d98b3a", "#5a9e6f", "#a05a9e", "#c44e52", "#7f7f2f", "#2f8f9f")
@@ -56,15 +57,14 @@ def _panel(axes: Any, rows: Sequence[Row], reference: str, colours: Mapping[str,
     for place, (label, colour) in enumerate(colours.items()):
         xs, values = [], []
         for group, concurrency in enumerate(levels):
-            value = _relative([row for row in rows if row.concurrency == concurrency], label, reference)
-            if value is not None:
+            if value := _relative([row for row in rows if row.concurrency == concurrency], label, reference):
                 xs.append(group + (place - (len(colours) - 1) / 2) * width)
                 values.append(value)
         axes.bar(
             xs,
-            [value.median for value in values],
+            [median(value) for value in values],
             width * 0.92,
-            yerr=[[v.median - v.least for v in values], [v.greatest - v.median for v in values]],
+            yerr=[[median(v) - min(v) for v in values], [max(v) - median(v) for v in values]],
             label=label,
             color=colour,
             error_kw={"elinewidth": 0.8, "capsize": 1.5, "ecolor": "#333333"},
@@ -75,7 +75,7 @@ def _panel(axes: Any, rows: Sequence[Row], reference: str, colours: Mapping[str,
     axes.tick_params(axis="x", length=0)
 
 
-def _relative(rows: Sequence[Row], label: str, reference: str) -> Ratio | None:
-    """Throughput of a way of decoding relative to the reference."""
+def _relative(rows: Sequence[Row], label: str, reference: str) -> list[float]:
+    """Throughput of a way of decoding relative to the reference, in each round."""
     found, base = (next((row for row in rows if row.label == wanted), None) for wanted in (label, reference))
-    return ratio(found, base) if found is not None else None
+    return ratios(found, base) if found is not None else []

@@ -12,13 +12,14 @@ import msgspec
 
 from backend.lab.bench import plot
 from backend.lab.bench.identical import PLAIN, Difference
-from backend.lab.bench.markdown import NOTHING, number, table
-from backend.lab.bench.measure import Row, limit, ratio, step_times
+from backend.lab.bench.markdown import NOTHING, number, spread, table
+from backend.lab.bench.measure import Row, limit, ratios, step_times
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, BenchOptions
 from backend.lab.bench.pace import Cost
 from backend.lab.bench.plan import CoreSplit, Point
 from backend.lab.bench.run import WARM_UP_TOKENS, Results
 from backend.models.resolve import Say
+from backend.records.store import appearing
 
 NATIVES = ("native", PROBABILISTIC)
 SHOWN_DIFFERENCES = 20
@@ -37,9 +38,8 @@ def write(output: Path, about: Mapping[str, Any], options: BenchOptions, split: 
 def keep(output: Path, about: Mapping[str, Any], options: BenchOptions, split: CoreSplit, results: Results) -> dict[str, Any]:
     """Replaces bench.json atomically, so that a run that is killed leaves its results; returns the content."""
     content = document(about, options, split, results)
-    unfinished = output / "bench.json.new"
-    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    unfinished.replace(output / "bench.json")
+    with appearing(output / "bench.json") as unfinished:
+        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     return content
 
 
@@ -118,11 +118,8 @@ def _spread(name: str, digits: int) -> Callable[[Row], str]:
     """The cell of a figure: its median, with least and greatest where they differ."""
 
     def cell(row: Row) -> str:
-        value, limits = getattr(row, name), row.spread[name]
-        if value is None or limits is None:
-            return NOTHING
-        least, greatest = (number(limit, digits) for limit in limits)
-        return number(value, digits) + ("" if least == greatest else f" ({least}-{greatest})")
+        limits = row.spread[name]
+        return NOTHING if limits is None else spread([getattr(row, name), *limits], digits)
 
     return cell
 
@@ -169,9 +166,9 @@ def _section(title: str, columns: Columns, rows: Sequence[Row]) -> list[str]:
 def _throughput(rows: Sequence[Row], limits: Mapping[Point, float]) -> list[str]:
     """Throughput with an equal verifier, and per busy core."""
     columns = {**_WHAT, "tok/s": _spread("tokens_per_s", 0)}
-    ratios = ["x off", "x best native", "x off, per busy core", "limit, x off"]
+    relative = ["x off", "x best native", "x off, per busy core", "limit, x off"]
     body = [[*(cell(row) for cell in columns.values()), *_ratios(rows, row), number(limits.get(row.point), 2)] for row in rows]
-    return ["### Throughput: equal verifier, per busy core", "", *table([*columns, *ratios], body), ""]
+    return ["### Throughput: equal verifier, per busy core", "", *table([*columns, *relative], body), ""]
 
 
 def _limits(rows: Sequence[Row], pace: Mapping[str, Any] | None) -> dict[Point, float]:
@@ -191,7 +188,7 @@ def _limits(rows: Sequence[Row], pace: Mapping[str, Any] | None) -> dict[Point, 
 def _ratios(rows: Sequence[Row], row: Row) -> list[str]:
     def over(modes: Sequence[str], name: str = "tokens_per_s") -> str:
         found = [base for mode in modes if (base := find(rows, row.target, row.point, mode, row.k)) is not None]
-        return str(ratio(row, max(found, key=lambda base: base.tokens_per_s, default=None), name) or NOTHING)
+        return spread(ratios(row, max(found, key=lambda base: base.tokens_per_s, default=None), name), 2)
 
     return [over([PLAIN]), over(NATIVES), over([PLAIN], "tokens_per_busy_core_s")]
 
