@@ -103,9 +103,9 @@ class EngineCodec:
         """Calls a method of the engine core; the result comes with `EngineCoreOutputs`."""
         return [UTILITY, *self._encoder.encode([call_id, method, list(args)])]
 
-    def ask_rows(self, number: int) -> list[Buffer]:
-        """Asks for the rows that the verifier keeps; the answer has this number."""
-        return [ROWS, _pack(number)]
+    def ask_rows(self) -> list[Buffer]:
+        """Asks for the rows that the verifier keeps."""
+        return [ROWS]
 
     def ping(self) -> list[Buffer]:
         return [PING]
@@ -203,18 +203,15 @@ class EngineClient:
         """When `stats` arrived, in `time.monotonic()` seconds."""
         self.rows = RowBatch()
         """Rows received in answer to `ask_rows`."""
-        self._rows_asked = self._rows_answered = 0
-        """Numbers of the last call of `ask_rows`, and of the last one that has its answer or waits for none."""
+        self.rows_awaited = 0
+        """Calls of `ask_rows` that have no answer yet."""
         self.is_cut = False
-        """Messages may have been lost: the connection was cut, or the verifier has forgotten its requests."""
+        """The connection was cut, or the verifier has forgotten this client: messages may be lost, and it is of no more use."""
         self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
         self._watch = watch
-        self._greeting = True
-        """A greeting has no answer yet: the verifier refuses what was sent before it."""
-        self._hello = self._codec.hello(name, lease_s, rows)
-        self.dealer.send(*self._hello)
+        self.dealer.send(*self._codec.hello(name, lease_s, rows))
         try:
             self.run_until(lambda: self.welcome is not None or bool(self.refusals), welcome_s)
         except BaseException:
@@ -255,23 +252,14 @@ class EngineClient:
 
     def ask_rows(self) -> None:
         """Asks for the rows that the verifier keeps; they are added to `rows`."""
-        self._rows_asked += 1
-        self.dealer.send(*self._codec.ask_rows(self._rows_asked))
-
-    @property
-    def rows_awaited(self) -> bool:
-        """Whether the last call of `ask_rows` has no answer yet."""
-        return self._rows_answered < self._rows_asked
-
-    def mend(self) -> None:
-        """Goes on after messages were lost: the client is no longer `is_cut`, and waits for no rows."""
-        self.is_cut, self._rows_answered = False, self._rows_asked
+        self.rows_awaited += 1
+        self.dealer.send(*self._codec.ask_rows())
 
     def fetch_rows(self, timeout_s: float = 120.0) -> RowBatch:
         """Waits for and returns all rows up to now.  Raises `TimeoutError`."""
         # Anew even if rows are awaited: their answer may tell of the time before this call.
         self.ask_rows()
-        self.run_until(lambda: not self.rows_awaited and not self._greeting, timeout_s)
+        self.run_until(lambda: not self.rows_awaited, timeout_s)
         taken, self.rows = self.rows, RowBatch()
         return taken
 
@@ -300,10 +288,8 @@ class EngineClient:
         """Takes everything that has arrived, without waiting."""
         while (frames := self.dealer.receive()) is not None:
             self._take(frames)
-        if self.dealer.was_cut():
-            # The verifier takes the next connection for another client's, and refuses all that comes before a greeting.
-            self.is_cut = self._greeting = True
-            self.dealer.send(*self._hello)
+        # The verifier takes the next connection for another client's.
+        self.is_cut |= self.dealer.was_cut()
 
     def finish_all(self, timeout_s: float = 300.0) -> None:
         """Waits until every request has ended."""
@@ -338,19 +324,15 @@ class EngineClient:
             self.stats, self.stats_at = heard, now
         elif isinstance(heard, RowBatch):
             self.rows.add(heard)
-            self._rows_answered = max(self._rows_answered, heard.request_number)
+            self.rows_awaited -= 1
         elif isinstance(heard, EngineWelcome):
-            # Counters from before the greeting name weights that may have changed since.
-            self.welcome, self.stats, self._greeting = heard, None, False
+            self.welcome = heard
         elif isinstance(heard, Refusal):
             if self.welcome is None or heard.reason != "unknown":
                 self.refusals.append(heard.message)
-            elif not self._greeting:
-                # Silent for longer than the lease, as between two rounds of a rollout: the verifier has forgotten all.
-                self._rows_answered = self._rows_asked
-                self.is_cut |= any(answer.finish_reason is None for answer in self.answers.values())
-                self._greeting = True
-                self.dealer.send(*self._hello)
+            else:
+                # Silent for longer than the lease, as between two rounds of a rollout.
+                self.is_cut = True
 
     def _take_output(self, output: EngineCoreOutput, now: float) -> None:
         answer = self.answers.get(output.request_id)

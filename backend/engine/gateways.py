@@ -208,9 +208,7 @@ class GatewayPort:
         elif kind == SHARE and self._welcome.looks_up:
             self._core.scheduler.speculator.candidates.share(msgspec.msgpack.decode(payload[0], type=EmittedText))
         elif kind == ROWS:
-            batch = self._kept.take() if self._kept is not None else RowBatch()
-            batch.request_number = msgspec.msgpack.decode(payload[0], type=int)
-            self._tell(gateway, ROWS, msgspec.msgpack.encode(batch))
+            self._tell(gateway, ROWS, msgspec.msgpack.encode(self._kept.take() if self._kept is not None else RowBatch()))
         elif kind == PING:
             self._router.send(gateway.identity, PING)
         else:

@@ -22,8 +22,6 @@ class RowBatch(msgspec.Struct):
     verifications: list[VerificationRow] = msgspec.field(default_factory=list)
     requests: list[RequestRow] = msgspec.field(default_factory=list)
     lost: int = 0
-    request_number: int = 0
-    """The number of the message that fetched them."""
 
     def add(self, other: RowBatch) -> None:
         """Appends a later batch."""

@@ -5,7 +5,6 @@ The command's process, main thread.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache as cached
@@ -24,7 +23,6 @@ from backend.rollout.report import round_report
 from backend.rollout.requests import RolloutRequest, Tokenizer, make_requests
 from backend.rollout.results import write_round
 from backend.rollout.trace import Case, match, read_prompts, read_trace, trace_file, write_cases
-from backend.wire.engine import GATEWAY_LEASE_S
 
 # vLLM and Ray are imported where they are used, so that help and errors in the input are shown at once.
 if TYPE_CHECKING:
@@ -161,10 +159,7 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
 
     about = _about(options, place, work.step)
     slots = place.settings.verifier.max_num_seqs
-    # A fleet of its own has no other client, and ends with the rollout.
-    lease_s = math.inf if options.join is None else GATEWAY_LEASE_S
-    keys = place.coordinator.info().fleet_keys
-    workers = Workers(place.coordinator, keys, place.node_id, lease_s)
+    workers = Workers(place.coordinator, place.coordinator.info().fleet_keys, place.node_id)
     cases: dict[int, Case] = {}
     try:
         workers.look()

@@ -1,8 +1,7 @@
 """Runs one round of a rollout: sends the batch to the fleet and gathers answers and rows.  The command's process, main thread.
 
 A request is complete when its last token has arrived.  When a worker is lost or drained, its unfinished requests go on at other
-workers, after the tokens that have arrived.  When only the connection to it was cut, they go on there.  The round
-ends when all workers that live have sent their rows.
+workers, after the tokens that have arrived.  The round ends when all workers that live have sent their rows.
 """
 
 from __future__ import annotations
@@ -89,6 +88,7 @@ class RoundRunner:
     def run(self) -> RoundResult:
         """Returns when every request is complete.  Raises `RolloutError`."""
         self._workers.fetch_rows()  # of the time before: `_welcome` begins the round's
+        self._workers.look()  # verifiers that were lost between two rounds are not reported
         self._began = self._busy_at = time.monotonic()
         self._next_progress = self._began + (SAY_S if self._bar.disable else DRAW_S)
         for worker in self._workers.present.values():
@@ -158,8 +158,6 @@ class RoundRunner:
             batch = worker.take_rows()
             if batch.lost:
                 raise RolloutError(f"{worker.name} lost {batch.lost} rows: they came faster than they could be fetched")
-            if worker.client.is_cut:
-                self._mend(worker)
 
     def _take_outputs(self) -> None:
         for request_id, sent in list(self._running.items()):
@@ -172,16 +170,6 @@ class RoundRunner:
                 self._end(request_id, sent, response)
             elif answer.finish_reason == "abort":
                 self._again(request_id, sent)
-
-    def _mend(self, worker: Worker) -> None:
-        """Messages of a worker that may still live were lost: its requests go on after the tokens that have arrived."""
-        worker.client.mend()
-        worker.client.ask_rows()
-        running = [request_id for request_id, sent in self._running.items() if sent.worker is worker]
-        for request_id in running:
-            worker.client.abort(request_id)
-            self._again(request_id, self._running[request_id])
-        self.say(f"the connection to {worker.name} was cut in round {self._round.number}; {len(running)} requests go on")
 
     def _end(self, request_id: str, sent: _Sent, response: RequestOutput) -> None:
         """Handles the end of a response: its last token has arrived."""

@@ -1,8 +1,8 @@
 """Finds a rollout's verifiers through the coordinator, and talks to them over the engine wire.
 
-The command's process, its main thread.  A worker is one incarnation of a verifier.  When it ends or is drained, the worker is
-removed and its rows are kept.  A verifier that is started again, or takes requests again, becomes another worker with the same
-number.
+The command's process, its main thread.  A worker is a connection to one incarnation of a verifier.  When it is lost, or the
+verifier is drained, the worker is removed and its rows are kept.  A verifier that is started again, reached again, or takes
+requests again becomes another worker with the same number.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec.structs import replace
@@ -20,11 +18,13 @@ from msgspec.structs import replace
 from backend.config.sources import ConfigError
 from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.actor import CoordinatorHandle
+from backend.coordinator.policy import LEASE_S
 from backend.engine.client import EngineClient, EngineRefused
 from backend.fleet import Member
 from backend.records.kept import RowBatch
 from backend.rollout.options import NEEDED_BY_FIXED
 from backend.transport import Hub, ServerKeys, Wire
+from backend.wire.engine import GATEWAY_LEASE_S
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,12 @@ STARVED_S = 10.0
 """Seconds.  A verifier whose lease has expired may merely be starved of CPU time, and a restarted coordinator knows nobody at
 first.  So such a verifier is kept while its last message to this client is not older."""
 
-DRAINED, SILENT = "was drained", f"was silent for {SILENCE_LIMIT_S:g} s"
+DRAINED, LOST, SILENT = "was drained", "was lost", f"was silent for {SILENCE_LIMIT_S:g} s"
 ANSWER_S = 5.0
 START_S, REJOIN_S = 120.0, 60.0
 """Seconds that the first verifiers may take to answer; seconds until one that did not answer is tried again."""
+SETTLED_S = LEASE_S + 1
+"""Seconds until a lost one is tried again: if it has died, the coordinator knows by then."""
 
 
 @dataclass(eq=False)
@@ -51,8 +53,6 @@ class Worker:
     client: EngineClient
     rows: RowBatch = field(default_factory=RowBatch)
     """Rows of the current round."""
-    coordinator: str = ""
-    """The last `FleetSnapshot.coordinator` that knew this verifier."""
     first_step: int = 0
     """Added to this incarnation's step numbers, so that they go on after those of the incarnation before."""
 
@@ -74,22 +74,14 @@ class Worker:
 class Workers:
     """All verifiers that can currently be used."""
 
-    def __init__(
-        self,
-        coordinator: CoordinatorHandle,
-        fleet_keys: ServerKeys | None,
-        node_id: str = "",
-        lease_s: float = math.inf,
-    ) -> None:
-        """After `lease_s` seconds without a message from here, verifiers abort this rollout's requests."""
+    def __init__(self, coordinator: CoordinatorHandle, fleet_keys: ServerKeys | None, node_id: str = "") -> None:
         self.hub = Hub(Wire(fleet_keys, node_id=node_id))
         self.present: dict[str, Worker] = {}
         self._coordinator = coordinator
-        self._lease_s = lease_s
         self._next_step: dict[str, int] = {}
         """By verifier name."""
         self._unfit: dict[str, float] = {}
-        """When members that did not answer are tried again, by incarnation (monotonic seconds)."""
+        """When members that did not answer or were lost are tried again, by incarnation (monotonic seconds)."""
         self._first_step: dict[str, int] = {}
         """`Worker.first_step` by incarnation."""
 
@@ -100,25 +92,19 @@ class Workers:
     def look(self) -> tuple[list[Worker], list[tuple[Worker, str]]]:
         """Updates `present` from the coordinator.  Returns the new workers, and those that have left with the reason."""
         try:
-            snapshot = self._coordinator.snapshot()
+            members = [view.member for view in self._coordinator.snapshot().members]
         except CoordinatorUnavailable:
-            return [], self._leave(self._silent())
-        verifiers = {view.member.id: view.member for view in snapshot.members if view.member.kind == "verifier"}
-        ready = {name: member for name, member in verifiers.items() if member.state == "ready"}
-        gone = self._silent()
-        for worker in self.present.values():
-            member = verifiers.get(worker.name)
-            if member is not None:
-                worker.coordinator = snapshot.coordinator
-            reason = _reason_to_leave(worker, member, snapshot.coordinator)
-            if reason is not None and worker not in [each for each, _ in gone]:
-                gone.append((worker, reason))
-        left = self._leave(gone)
+            members = [worker.member for worker in self.present.values()]
+        verifiers = {member.id: member for member in members if member.kind == "verifier"}
         now = time.monotonic()
-        self._unfit |= {worker.member.incarnation: now + REJOIN_S for worker, reason in left if reason == SILENT}
-        fit = [each for _, each in sorted(ready.items()) if self._unfit.get(each.incarnation, now) <= now]
+        reasons = [(worker, _reason_to_leave(worker, verifiers.get(worker.name), now)) for worker in self.present.values()]
+        gone = [(worker, reason) for worker, reason in reasons if reason is not None]
+        for worker, reason in gone:
+            self._leave(worker, reason)
+        ready = [member for _, member in sorted(verifiers.items()) if member.state == "ready"]
+        fit = [each for each in ready if self._unfit.get(each.incarnation, now) <= now]
         come = [self._join(member) for member in fit if member.id not in self.present]
-        return [worker for worker in come if worker is not None], left
+        return [worker for worker in come if worker is not None], gone
 
     def check_fixed(self) -> None:
         """Raises `ConfigError` if a verifier takes no fixed responses."""
@@ -164,24 +150,18 @@ class Workers:
         self.tend()
         self.receive()
 
-    def _silent(self) -> list[tuple[Worker, str]]:
-        late = time.monotonic() - SILENCE_LIMIT_S
-        # A verifier that loads weights has reported that it is paused, and sends nothing meanwhile.
-        speaking = [each for each in self.present.values() if each.client.stats is None or not each.client.stats.paused]
-        return [(each, SILENT) for each in speaking if each.client.heard_at < late]
-
-    def _leave(self, gone: Sequence[tuple[Worker, str]]) -> list[tuple[Worker, str]]:
-        for worker, reason in gone:
-            if reason == DRAINED:
-                for request_id in worker.client.answers:
-                    worker.client.abort(request_id)
-                self._fetch_rows(worker)
-            worker.take_rows()
-            steps = [row.step for row in worker.rows.steps]
-            self._next_step[worker.name] = max([self._next_step.get(worker.name, 0), *(step + 1 for step in steps)])
-            worker.client.close()
-            del self.present[worker.name]
-        return list(gone)
+    def _leave(self, worker: Worker, reason: str) -> None:
+        if reason == DRAINED:
+            for request_id in worker.client.answers:
+                worker.client.abort(request_id)
+            self._fetch_rows(worker)
+        else:
+            self._unfit[worker.member.incarnation] = time.monotonic() + (SETTLED_S if reason == LOST else REJOIN_S)
+        worker.take_rows()
+        steps = [row.step for row in worker.rows.steps]
+        self._next_step[worker.name] = max([self._next_step.get(worker.name, 0), *(step + 1 for step in steps)])
+        worker.client.close()
+        del self.present[worker.name]
 
     def _join(self, member: Member) -> Worker | None:
         """Greets a verifier.  None if it cannot be used now."""
@@ -189,7 +169,7 @@ class Workers:
         patience_s = 2 * ANSWER_S if self.present else START_S
         try:
             address, key = self.hub.wire.route(member), member.server_key
-            client = EngineClient(address, "rollout", self._watch, self.hub, key, self._lease_s, True, patience_s)
+            client = EngineClient(address, "rollout", self._watch, self.hub, key, GATEWAY_LEASE_S, True, patience_s)
         except (EngineRefused, TimeoutError, ConnectionError) as error:
             self._refuse(member, error)
             return None
@@ -207,11 +187,15 @@ class Workers:
         self._unfit[member.incarnation] = time.monotonic() + REJOIN_S
 
 
-def _reason_to_leave(worker: Worker, member: Member | None, coordinator: str) -> str | None:
+def _reason_to_leave(worker: Worker, member: Member | None, now: float) -> str | None:
     """Why a worker leaves, given the coordinator's entry for its name (None: no entry); None if it stays."""
-    if member is not None and member.incarnation != worker.member.incarnation:
-        return "died"
-    if member is not None and member.state != "lost":
-        return DRAINED if member.state == "draining" else None
-    is_doubtful = member is not None or worker.coordinator != coordinator
-    return None if is_doubtful and time.monotonic() - worker.client.heard_at < STARVED_S else "died"
+    client = worker.client
+    if client.is_cut or (member is not None and member.incarnation != worker.member.incarnation):
+        return LOST
+    if member is None or member.state == "lost":
+        return LOST if now - client.heard_at >= STARVED_S else None
+    if member.state == "draining":
+        return DRAINED
+    # A verifier that loads weights has reported that it is paused, and sends nothing meanwhile.
+    is_paused = client.stats is not None and client.stats.paused
+    return SILENT if now - client.heard_at > SILENCE_LIMIT_S and not is_paused else None

@@ -4,12 +4,11 @@ A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what fo
 `EngineCoreRequest` and `EngineCoreOutputs`, encoded by vLLM's `MsgpackEncoder` (which may add raw frames for tensors).
 
 gateway -> verifier   HELLO EngineHello | ADD Addition EngineCoreRequest... | ABORT list of request ids | UTILITY (call id,
-                      method, args) | SHARE Said | ROWS number | PING
+                      method, args) | SHARE EmittedText | ROWS | PING
 verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineCoreOutputs... | ACCOUNTS list of Account |
                       STATS VerifierStats | ROWS RowBatch | REFUSED Refusal | PING
 
-ROWS fetches the rows that the verifier keeps for clients that want them; the answer repeats the number.  All earlier messages
-are answered before it.
+ROWS fetches the rows that the verifier keeps for clients that want them.  All earlier messages are answered before it.
 
 A gateway sends PING every second and the verifier echoes it.  A verifier aborts the requests of a client that has been silent
 for `EngineHello.lease_s`, and asks that client to greet it again (`Refusal.reason == "unknown"`).

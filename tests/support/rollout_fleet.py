@@ -20,6 +20,7 @@ from backend.fleet import FleetSnapshot, MemberView
 from backend.fleet.members import MemberState
 from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.rollout import run as run_module
+from backend.rollout import workers as workers_module
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.run import RoundRunner
@@ -87,6 +88,7 @@ def rollout_fleet(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """A fleet at which rollouts look often."""
     monkeypatch.setattr(run_module, "LOOK_S", 0.05)
     monkeypatch.setattr(run_module, "TEND_S", 0.05)
+    monkeypatch.setattr(workers_module, "SETTLED_S", 0.05)
     fleet = Fleet(directory)
     try:
         yield fleet

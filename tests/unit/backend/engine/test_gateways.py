@@ -59,7 +59,7 @@ class Verifier:
         self.port.receive(now)
 
     def rows(self, identity: bytes, now: float) -> RowBatch:
-        self.hear(identity, SPEECH.ask_rows(1), now)
+        self.hear(identity, SPEECH.ask_rows(), now)
         _, kind, payload = self.sent[-1]
         assert kind == ROWS
         return msgspec.msgpack.decode(payload, type=RowBatch)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import io
+import time
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from tqdm import tqdm
@@ -15,15 +17,13 @@ from backend.coordinator import CoordinatorUnavailable
 from backend.engine.client import fixed_sampling
 from backend.engine.front.offline import ResponseMaker
 from backend.records.kept import RowBatch
-from backend.records.rows import RequestRow, StepRow
+from backend.records.rows import StepRow
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.run import RolloutError, RoundRunner
 from backend.rollout.trace import Case
 from backend.rollout.workers import STARVED_S, Workers
-from backend.wire.engine import ABORT, HELLO
 from tests.support.fake_verifier import FakeVerifier, Sequence
-from tests.support.fleet_process import wait_for
 from tests.support.rollout_fleet import Fleet, respond, run, stall
 
 LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
@@ -72,7 +72,7 @@ def test_a_worker_that_dies_is_replaced_by_the_others(fleet: Fleet) -> None:
     finished = play(fleet)
     check(finished)
     (death,) = finished.deaths
-    assert (death.worker, death.reason, death.requests_resumed) == (1, "died", 3)
+    assert (death.worker, death.reason, death.requests_resumed) == (1, "was lost", 3)
     assert all(not part.ended for part in finished.parts if part.number == 1)
 
 
@@ -124,21 +124,17 @@ def test_a_starved_worker_stays(fleet: Fleet, workers: Workers) -> None:
     fleet.states["verifier-0"] = "lost"
     assert workers.look() == ([], [])
     worker.client.heard_at -= STARVED_S
-    assert workers.look() == ([], [(worker, "died")])
+    assert workers.look() == ([], [(worker, "was lost")])
 
 
 def test_a_coordinator_that_knows_no_verifiers_yet_ends_no_worker(fleet: Fleet, workers: Workers) -> None:
-    """It was restarted.  A verifier that leaves a coordinator that knew it is gone."""
-    verifier = fleet.start("verifier-0", respond)
+    """It was restarted."""
+    fleet.start("verifier-0", respond)
     (worker,), _ = workers.look()
-    assert workers.look() == ([], [])
     del fleet.verifiers["verifier-0"]
-    fleet.coordinator = "restarted"
     assert workers.look() == ([], [])
-    fleet.verifiers["verifier-0"] = verifier
-    assert workers.look() == ([], [])
-    del fleet.verifiers["verifier-0"]
-    assert workers.look() == ([], [(worker, "died")])
+    worker.client.heard_at -= STARVED_S
+    assert workers.look() == ([], [(worker, "was lost")])
 
 
 def test_fixed_responses_are_refused_where_a_verifier_takes_none(fleet: Fleet, workers: Workers) -> None:
@@ -149,16 +145,18 @@ def test_fixed_responses_are_refused_where_a_verifier_takes_none(fleet: Fleet, w
 
 
 def test_a_rollout_that_was_silent_between_rounds_is_known_again(fleet: Fleet, workers: Workers) -> None:
-    """Its lease at a fleet that it joined has run out: it greets, and goes on."""
+    """Its lease has run out: it greets, and goes on; no verifier was lost in the round."""
     verifier = fleet.start("verifier-0", respond)
     workers.look()
     fleet.call(verifier.clients.clear)
     bar = tqdm(file=io.StringIO(), total=len(LENGTHS))
-    check(RoundRunner(1, requests(), workers, 3, ResponseMaker(), bar).run())
+    finished = RoundRunner(1, requests(), workers, 3, ResponseMaker(), bar).run()
+    check(finished)
+    assert not finished.deaths
 
 
-def test_requests_go_on_after_the_connection_was_cut(fleet: Fleet) -> None:
-    """The verifier lives, and what it said meanwhile is lost: tokens of running requests, and rows of ended ones."""
+def test_requests_go_on_after_the_connection_was_cut(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verifier lives and is greeted again.  Tokens of running requests, and rows of ended ones, are lost meanwhile."""
 
     async def cut_first(verifier: FakeVerifier, sequence: Sequence) -> None:
         first, number = sequence.request.request_id.endswith("-1"), int(sequence.request.request_id.split("-")[1])
@@ -172,63 +170,28 @@ def test_requests_go_on_after_the_connection_was_cut(fleet: Fleet) -> None:
         known = fleet.workers.present.get("verifier-0") if fleet.workers is not None else None
         if known is not None and len(verifier.sequences) >= 3 and cuts < 3:
             cuts += 1
-            known.client.is_cut = True
+            monkeypatch.setattr(known.client.dealer, "was_cut", lambda: True)
+            known.client.receive()
 
     fleet.on_look = cut_once_busy
     finished = play(fleet)
     check(finished, was_cut=True)
-    assert not finished.deaths
+    assert {death.reason for death in finished.deaths} == {"was lost"}
     assert any(sequence.request_id.endswith("-2") for sequence in verifier.sequences)
 
 
-def test_an_answer_from_before_a_cut_is_not_taken_for_the_last_one(fleet: Fleet, workers: Workers) -> None:
-    """Rows are awaited until the rows come that were asked for after it."""
-    verifier = fleet.start("verifier-0", respond)
-    ((worker,), _) = workers.look()
-    verifier.rows.requests.append(RequestRow("0", 0.0, 0.0, 1.0, 3, 1, 1, 0, 0, "length", True, 0))
-    worker.client.ask_rows()
-    wait_for(lambda: not verifier.rows, what="the rows are on their way")
-    verifier.hung = True
-    worker.client.mend()
-    worker.client.ask_rows()
-    worker.client.run_until(lambda: bool(worker.client.rows))
-    assert worker.client.rows_awaited
-
-
-def test_a_greeting_that_a_cut_has_lost_is_sent_again(fleet: Fleet, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    verifier = fleet.start("verifier-0", respond)
-    ((worker,), _) = workers.look()
-    dealer, lost, cuts = worker.client.dealer, list[bytes](), list[bool]()
-    send = dealer.send
-
-    def send_but_lose_a_greeting(*frames: bytes) -> bool:
-        if frames[0] == HELLO and not lost:
-            lost.append(frames[0])
-            cuts.append(True)
-            return True
-        return send(*frames)
-
-    monkeypatch.setattr(dealer, "send", send_but_lose_a_greeting)
-    monkeypatch.setattr(dealer, "was_cut", lambda: bool(cuts) and cuts.pop())
-    fleet.call(verifier.clients.clear)
-    with pytest.raises(ConnectionError):
-        worker.client.fetch_rows()
-    worker.client.mend()
-    assert lost
-    assert not worker.client.fetch_rows(timeout_s=60.0)
-
-
-def test_what_is_sent_after_a_cut_is_not_refused(fleet: Fleet, workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verifier does not know the new connection; an abort that it refused would leave a request running."""
+def test_a_lost_worker_is_greeted_again_once_the_coordinator_would_know_of_its_death(
+    fleet: Fleet, workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backend.rollout.workers.SETTLED_S", 60.0)
     fleet.start("verifier-0", respond)
-    ((worker,), _) = workers.look()
-    dealer, sent = worker.client.dealer, list[bytes]()
-    monkeypatch.setattr(dealer, "send", lambda *frames: sent.append(frames[0]))
-    monkeypatch.setattr(dealer, "was_cut", lambda: not sent)
-    worker.client.receive()
-    worker.client.mend()
-    worker.client.abort("r")
-    assert sent == [HELLO, ABORT]
+    (worker,), _ = workers.look()
+    worker.client.is_cut = True
+    assert workers.look() == ([], [(worker, "was lost")])
+    assert workers.look() == ([], [])
+    monkeypatch.setattr("backend.rollout.workers.time", SimpleNamespace(monotonic=lambda: time.monotonic() + 61))
+    (again,), _ = workers.look()
+    assert again.number == worker.number
 
 
 def test_the_only_worker_comes_back(fleet: Fleet) -> None:
@@ -265,11 +228,11 @@ def test_a_request_is_complete_though_its_verifier_dies_with_its_rows(fleet: Fle
         await respond(verifier, sequence)
 
     fleet.start("verifier-0", outlive_it)
-    fleet.start("verifier-1", keep_rows)
+    doomed = fleet.start("verifier-1", keep_rows)
 
     def die_once_done() -> None:
         known = fleet.workers.present.get("verifier-1") if fleet.workers is not None else None
-        if known is not None and not known.client.answers and "verifier-1" in fleet.verifiers:
+        if known is not None and doomed.sequences and not known.client.answers and "verifier-1" in fleet.verifiers:
             fleet.kill("verifier-1")
 
     fleet.on_look = die_once_done

@@ -199,7 +199,7 @@ def settled(*parts: WorkerShare, deaths: Sequence[Death] = ()) -> RoundResult:
 
 
 def test_the_report_names_the_straggler_and_the_dead() -> None:
-    report, text = round_report(settled(part(0, 5), part(1, 3, 2), deaths=[Death(1, "died", 1.5, 7)]), ABOUT)
+    report, text = round_report(settled(part(0, 5), part(1, 3, 2), deaths=[Death(1, "was lost", 1.5, 7)]), ABOUT)
     assert [each["worker"] for each in report["workers"]] == [0, 1]
     assert report["workers"][1]["steps"] == 2
     assert report["straggler"] == {
@@ -209,10 +209,10 @@ def test_the_report_names_the_straggler_and_the_dead() -> None:
     }
     assert report["workers"][1]["idle_s"]["awaiting_draft"] == 0.0005, "not what was before the round's first step"
     assert report["tokens_per_s"] == 2.5
-    assert report["died"] == [{"worker": 1, "reason": "died", "at_s": 1.5, "requests_resumed": 7}]
+    assert report["died"] == [{"worker": 1, "reason": "was lost", "at_s": 1.5, "requests_resumed": 7}]
     assert report["teacher_forced_acceptance_length"] == pytest.approx(1 + (2 + 4 + 1) / 3)
     assert "teacher-forced" in text
-    assert "worker 1 died" in text
+    assert "worker 1 was lost" in text
 
 
 def test_live_and_teacher_forced_acceptance_never_share_a_name() -> None:
