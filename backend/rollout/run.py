@@ -6,6 +6,7 @@ workers, after the tokens that have arrived.  The round ends when all workers th
 
 from __future__ import annotations
 
+import heapq
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from backend.engine.client import Answer
 from backend.engine.front import RequestOutput, SamplingParams
 from backend.engine.front.offline import ResponseMaker
 from backend.records.rows import RequestRow
-from backend.rollout.dispatch import Dispatcher
+from backend.rollout.dispatch import assign
 from backend.rollout.outcome import Death, RoundResult, WorkerShare
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.workers import Worker, Workers
@@ -70,7 +71,11 @@ class RoundRunner:
         self._responses = responses
         self._seed = seed
         self._bar = bar
-        self._dispatcher = Dispatcher([request.expected for request in requests], window)
+        self._window = window
+        self._left = [request.expected for request in requests]
+        """By index in the batch: expected tokens that its worker has not sent yet when it is given the request."""
+        self._waiting = [(-tokens, place) for place, tokens in enumerate(self._left)]
+        heapq.heapify(self._waiting)
         self._attempts = [0] * len(requests)
         self._running: dict[str, _Sent] = {}
         self._numbers: dict[str, int] = {}
@@ -93,7 +98,7 @@ class RoundRunner:
         self._next_progress = self._began + (SAY_S if self._bar.disable else DRAW_S)
         for worker in self._workers.present.values():
             self._welcome(worker)
-        while self._dispatcher.unfinished:
+        while len(self._round.responses) < len(self._requests):
             self._send()
             self._work()
         for worker in self._workers.present.values():
@@ -127,10 +132,12 @@ class RoundRunner:
 
     def _welcome(self, worker: Worker) -> None:
         worker.rows = self._parts.setdefault(worker.number, WorkerShare(worker.number)).rows
-        self._dispatcher.join(worker.name)
 
     def _send(self) -> None:
-        for place, name in self._dispatcher.assign():
+        running: dict[str, list[int]] = {name: [] for name in self._workers.present}
+        for sent in self._running.values():
+            running[sent.worker.name].append(self._left[sent.place])
+        for place, name in assign(self._waiting, running, self._window):
             self._send_to(place, self._workers.present[name])
 
     def _send_to(self, place: int, worker: Worker) -> None:
@@ -169,7 +176,7 @@ class RoundRunner:
             if response is not None:
                 self._end(request_id, sent, response)
             elif answer.finish_reason == "abort":
-                self._again(request_id, sent)
+                self._again(request_id)
 
     def _end(self, request_id: str, sent: _Sent, response: RequestOutput) -> None:
         """Handles the end of a response: its last token has arrived."""
@@ -194,19 +201,13 @@ class RoundRunner:
         self._round.responses[request.number] = response
         self._round.wall_s = max(self._round.wall_s, answer.last_at - self._began)
         self._tokens += tokens
-        self._dispatcher.done(sent.place, sent.worker.name)
 
-    def _again(self, request_id: str, sent: _Sent) -> None:
-        """Lets a request that its worker has aborted wait for a worker."""
-        del self._running[request_id]
-        self._keep(request_id, sent)
-        self._dispatcher.again(sent.place, sent.worker.name)
-
-    def _keep(self, request_id: str, sent: _Sent) -> None:
-        """Sets what is left to do of a request that will go on after the tokens that have arrived."""
+    def _again(self, request_id: str) -> None:
+        """Lets a request wait for another worker, to go on after the tokens that have arrived."""
+        sent = self._running.pop(request_id)
         self._take_answer(request_id, sent)
-        left = self._requests[sent.place].expected - len(self._responses.tokens(sent.place))
-        self._dispatcher.expect(sent.place, max(1, left))
+        self._left[sent.place] = max(1, self._requests[sent.place].expected - len(self._responses.tokens(sent.place)))
+        heapq.heappush(self._waiting, (-self._left[sent.place], sent.place))
 
     def _take_answer(self, request_id: str, sent: _Sent) -> Answer:
         answer = sent.worker.client.answers.pop(request_id)
@@ -232,8 +233,8 @@ class RoundRunner:
 
     def _bury(self, worker: Worker, reason: str, now: float) -> None:
         self._take_outputs()  # A drained worker's last ones came before its rows.
-        for request_id in [each for each, sent in self._running.items() if sent.worker is worker]:
-            self._keep(request_id, self._running.pop(request_id))
-        lost = self._dispatcher.leave(worker.name)
+        lost = [request_id for request_id, sent in self._running.items() if sent.worker is worker]
+        for request_id in lost:
+            self._again(request_id)
         self._round.deaths.append(Death(worker.number, reason, now - self._began, len(lost)))
         self.say(f"{worker.name} {reason} in round {self._round.number}; {len(lost)} requests go on elsewhere")

@@ -122,7 +122,8 @@ class Workers:
         """Sends every verifier a ping and asks workers for their rows; to be called once a second."""
         for worker in self.present.values():
             worker.client.ping()
-        self.ask_rows()
+            if not worker.client.rows_awaited:
+                worker.client.ask_rows()
 
     def fetch_rows(self) -> None:
         """Fetches all rows that verifiers have kept so far.  A verifier that does not answer is skipped."""
@@ -133,12 +134,6 @@ class Workers:
         with contextlib.suppress(TimeoutError, ConnectionError):
             worker.client.rows = worker.client.fetch_rows(ANSWER_S)
         worker.take_rows()
-
-    def ask_rows(self) -> None:
-        """Asks for rows, except from verifiers that have not answered the last request for rows yet."""
-        for worker in self.present.values():
-            if not worker.client.rows_awaited:
-                worker.client.ask_rows()
 
     def receive(self) -> None:
         """Takes all messages of verifiers that have arrived."""
