@@ -20,10 +20,9 @@ from vllm.v1.outputs import LogprobsLists
 from backend.engine.front import grammar as grammar_checks
 from tests.support.fake_verifier import Behaviour, FakeVerifier, Sequence, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
-from tests.support.watchers import Probe, Stalls
+from tests.support.watchers import Probe, attempts
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
-STALL_S = 0.05
 PROBE_S = 1.0
 MIB = 1 << 20
 JSON = {"content-type": "application/json"}
@@ -186,17 +185,14 @@ async def probe(gateway: Running) -> AsyncIterator[Probe]:
 @pytest.mark.parametrize(("what", "path", "body", "status", "param", "code"), ROWS, ids=[row[0] for row in ROWS])
 async def test_it_is_answered_and_holds_nobody_up(running, probe, what, path, body, status, param, code, timed):
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    for last in (False, False, False, False, True):
+    for stalls in attempts(timed):
         probe.reset()
-        with Stalls().watched() as stalls:
+        with stalls.watched():
             answer = await running.http.post(path, content=content, headers=JSON)
             await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
         assert answer.status_code == status, answer.text[:500]
-        # Another process may have had our core: what is the gateway's own doing is so every time.
-        if not timed or (probe.longest_s < PROBE_S and stalls.longest_s < STALL_S):
-            break
-        assert not last, f"/livez took {probe.longest_s:.3f} s, the loop stalled for {stalls.longest_s:.3f} s"
     assert not probe.failures
+    assert not timed or probe.longest_s < PROBE_S
     if status != 200:
         error = answer.json()["error"]
         assert (error["param"], error["code"]) == (param, code), error
@@ -293,16 +289,13 @@ async def test_many_log_probabilities_of_an_answer_hold_nobody_up(running, probe
     count = 200 if timed else 40
     body = copy.deepcopy(body)
     body.get("sampling_params", body)["max_tokens"] = count
-    for last in (False, False, False, False, True):
-        with Stalls().watched() as stalls:
+    for stalls in attempts(timed):
+        with stalls.watched():
             answer = await running.http.post(path, json=body)
         assert answer.status_code == 200, answer.text[:500]
         logprobs = answer.json()["choices"][31]["logprobs"]
         tokens = logprobs["content"] if "content" in logprobs else logprobs["top_logprobs"]
         assert len(tokens) == count
-        if not timed or stalls.longest_s < STALL_S:
-            break
-        assert not last, f"the loop stalled for {stalls.longest_s:.3f} s"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -312,18 +305,15 @@ async def test_many_log_probabilities_of_a_response_hold_nobody_up(running, prob
     include = ["message.output_text.logprobs"]
     count = 3000 if timed else 1000
     body = made_from("x", max_output_tokens=count, include=include, top_logprobs=20, stream=stream)
-    for last in (False, False, False, False, True):
-        with Stalls().watched() as stalls:
+    # Garbage collections over what vLLM keeps of a stream may take as long.
+    for stalls in attempts(timed and not stream):
+        with stalls.watched():
             answer = await running.http.post(RESPONSES, json=body)
         assert answer.text.count('"top_logprobs":[{') == count
         response = json.loads(answer.text.rpartition("data: ")[2])["response"] if stream else answer.json()
         kept = (await running.http.get(f"{RESPONSES}/{response['id']}")).json()
         assert kept["output"][0]["content"][0]["text"] == response["output"][0]["content"][0]["text"]
         assert kept["output"][0]["content"][0]["logprobs"] is None
-        # Garbage collections over what vLLM keeps of a stream may take as long.
-        if stream or not timed or stalls.longest_s < STALL_S:
-            break
-        assert not last, f"the loop stalled for {stalls.longest_s:.3f} s"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -141,29 +141,22 @@ async def test_a_draining_verifier_gets_no_new_requests_and_its_own_finish_or_mo
         await eventually(lambda: len(first.sequences) == len(second.sequences) == 1)
         await eventually(lambda: all(record.emitted for record in running.core.sequences))
 
-        def drained(migrate: bool) -> Any:
-            async def snapshot() -> FleetSnapshot:
-                whole = await ordinary()
-                drain = Draining(migrate)
-                views = [
-                    msgspec.structs.replace(v, member=msgspec.structs.replace(v.member, state="draining"), drain=drain)
-                    if v.member.id == "verifier-0"
-                    else v
-                    for v in whole.members
-                ]
-                return msgspec.structs.replace(whole, members=views)
+        ordinary, drain = running.directory.snapshot, Draining(migrate=False)
 
-            return snapshot
+        async def drained() -> FleetSnapshot:
+            whole = await ordinary()
+            leaving = msgspec.structs.replace(whole.members[0].member, state="draining")
+            view = msgspec.structs.replace(whole.members[0], member=leaving, drain=drain)
+            return msgspec.structs.replace(whole, members=[view, *whole.members[1:]])
 
-        ordinary = running.directory.snapshot
-        running.directory.snapshot = drained(migrate=False)  # type: ignore[method-assign]
+        running.directory.snapshot = drained  # type: ignore[method-assign]
         await eventually(lambda: [link.member.id for link in running.core.routable()] == ["verifier-1"])
         second.behaviour = count_up
         for _ in range(3):
             assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
         assert len(first.sequences) == 1
         assert not first.sequences[0].aborted.is_set()
-        running.directory.snapshot = drained(migrate=True)  # type: ignore[method-assign]
+        drain = Draining(migrate=True)
         await asyncio.wait_for(first.sequences[0].aborted.wait(), 120)
         moved = await next(done for done in asyncio.as_completed(requests))
         assert events(moved.content)[-1]["choices"][0]["finish_reason"] == "length"

@@ -1,12 +1,13 @@
 """Requests beyond what verifiers run wait at the gateway: in which order, how long, and who is turned away."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
-from gateway.auth.key_ring import make_key
 from gateway.http.sse import KEEP_ALIVE_S
 from tests.support.fake_verifier import count_up, eventually, gated
+from tests.support.keys_file import Keys
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
 SLOTS = 2
@@ -75,14 +76,11 @@ async def test_more_wait_until_there_is_room_and_nobody_waits_while_there_is():
 
 
 async def test_keys_share_and_priorities_go_first(tmp_path):
-    made = {name: make_key(name) for name in ("flood", "light", "batch", "vip")}
-    more = {"batch": "    priority: batch\n", "vip": "    priority: high\n"}
-    file = tmp_path / "keys.yaml"
-    file.write_text("keys:\n" + "".join(entry + more.get(name, "") for name, (_, entry) in made.items()))
-    headers = {name: {"authorization": f"Bearer {key}"} for name, (key, _) in made.items()}
-    async with running_gateway(slots=SLOTS, keys_file=str(file)) as running:
-        order = []
-        gates = []
+    keys, order, gates = Keys(tmp_path), [], []
+    lengths = {"flood": 10, "light": 11, "batch": 20, "vip": 40}
+    more = {"batch": {"priority": "batch"}, "vip": {"priority": "high"}}
+    headers = {name: keys.put(name, **more.get(name, {})) for name in lengths}
+    async with running_gateway(slots=SLOTS, keys_file=str(keys.file)) as running:
 
         async def behaviour(verifier, sequence):
             order.append(len(sequence.request.prompt_token_ids))
@@ -91,29 +89,19 @@ async def test_keys_share_and_priorities_go_first(tmp_path):
 
         running.verifier.behaviour = behaviour
         names = ["flood"] * (ROOM + 4) + ["batch", "light", "vip"]
-        lengths = {"flood": 10, "batch": 20, "light": 11, "vip": 40}
         requests = []
-
-        async def come(count):
-            await eventually(lambda: len(order) + running.core.gate.sequences == count)
-
-        for count, name in enumerate(names):
+        for name in names:
             requests.append(ask(running, [5] * lengths[name], headers[name]))
-            await come(count + 1)
-
-        async def reached(seen):
-            await eventually(lambda: len(order) > seen)
-
-        while len(order) < len(names):
+            await eventually(lambda: len(order) + running.core.gate.sequences == len(requests))
+        while (seen := len(order)) < len(names):
             next(each for each in gates if not each.is_set()).set()
-            await reached(len(order))
+            await eventually(partial(lambda seen: len(order) > seen, seen))
         # One that is sent again, as to a verifier that was starved for a moment, has a gate that nobody else would open.
         running.verifier.behaviour = count_up
         for each in gates:
             each.set()
         assert [(await each).status_code for each in requests] == [200] * len(names)
-        assert order[:ROOM] == [10] * ROOM
-        assert order[ROOM] == 40
+        assert order[: ROOM + 1] == [10] * ROOM + [40]
         assert 11 in order[ROOM + 1 : ROOM + 3]
         assert order[-1] == 20
 

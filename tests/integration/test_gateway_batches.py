@@ -209,7 +209,7 @@ async def test_a_batch_expires(tmp_path):
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(3))))
         await eventually(lambda: bool(running.verifier.sequences))
     expire(tmp_path, batch.id)
-    async with serving(tmp_path) as (running, client):
+    async with serving(tmp_path, verifiers=0) as (running, client):
         batch = await until(client, batch, "expired")
         assert batch.expired_at
         assert batch.output_file_id is None

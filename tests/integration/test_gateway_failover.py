@@ -225,13 +225,8 @@ async def test_there_and_back_again():
         old.emit([304, 305], FinishReason.LENGTH)
         new.emit(list(range(304, 312)), FinishReason.LENGTH)
         chunks = events((await asyncio.wait_for(request, 120)).content)
-        assert text_of(chunks) == text_of(await undisturbed_after(running))
-
-
-async def undisturbed_after(running) -> list[dict]:
-    for verifier in running.verifiers:
-        verifier.behaviour = count_up
-    return await undisturbed(running)
+        first.behaviour = second.behaviour = count_up
+        assert text_of(chunks) == text_of(await undisturbed(running))
 
 
 async def test_a_verifier_with_a_shorter_context_takes_no_request_that_would_outgrow_it(tmp_path):

@@ -213,16 +213,26 @@ async def test_web_pages_may_call_where_they_are_named():
         assert "access-control-allow-origin" not in (await running.http.options("/v1/completions", headers=page)).headers
 
 
-async def test_https_and_a_unix_socket(tmp_path):
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+def signed(folder: Path, name: str, by: str | None = None, *options: str) -> Path:
+    """The private key, the certificate and its issuer's, in one file.  The name is no name of this machine."""
+    key, cert, file = (folder / f"{name}.{kind}" for kind in ("key", "cert", "pem"))
+    issuer: list[str | Path] = [] if by is None else ["-CA", folder / f"{by}.cert", "-CAkey", folder / f"{by}.key"]
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", cert],
+         "-subj", f"/CN={name}.example", "-keyout", key, "-out", cert, *issuer, *options],
         check=True, capture_output=True,
     )  # fmt: skip
-    async with running_gateway(tls_cert=str(cert), tls_key=str(key)) as running:
+    chain = [key, cert, *([] if by is None else [folder / f"{by}.cert"])]
+    file.write_text("".join(each.read_text() for each in chain))
+    return file
+
+
+async def test_https_and_a_unix_socket(tmp_path):
+    signed(tmp_path, "own", None, "-addext", "subjectAltName=IP:127.0.0.1")
+    cert, key = (str(tmp_path / f"own.{kind}") for kind in ("cert", "key"))
+    async with running_gateway(tls_cert=cert, tls_key=key) as running:
         assert running.server.url.startswith("https://")
-        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=str(cert))) as http:
+        async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=cert)) as http:
             assert (await http.get(f"{running.server.url}/livez")).status_code == 200
     socket = tmp_path / "gateway.sock"
     async with running_gateway(uds=str(socket)) as running:
@@ -231,20 +241,6 @@ async def test_https_and_a_unix_socket(tmp_path):
             assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 200
             # A proxy may stand in front of it: being called through it proves nothing.
             assert (await http.post("/sleep", json={})).status_code == 403
-
-
-def signed(folder: Path, name: str, by: str | None = None) -> Path:
-    """The private key, the certificate and its issuer's, in one file.  The name is no name of this machine."""
-    key, cert, file = (folder / f"{name}.{kind}" for kind in ("key", "cert", "pem"))
-    issuer: list[str | Path] = [] if by is None else ["-CA", folder / f"{by}.cert", "-CAkey", folder / f"{by}.key"]
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1",
-         "-subj", f"/CN={name}.example", "-keyout", key, "-out", cert, *issuer],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    chain = [key, cert, *([] if by is None else [folder / f"{by}.cert"])]
-    file.write_text("".join(each.read_text() for each in chain))
-    return file
 
 
 async def test_reload_trusts_the_certificate_that_is_in_its_settings_and_no_other(tmp_path):

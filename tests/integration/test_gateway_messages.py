@@ -42,34 +42,26 @@ async def test_it_streams(running):
     assert final.usage.output_tokens > 0
 
 
-async def test_tools(running):
-    running.verifier.behaviour = saying('{"city": "Rome"}')
-    answer = await client(running).messages.create(**HI, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})
-    (use,) = answer.content
-    assert (use.type, use.name, use.input) == ("tool_use", "weather", {"city": "Rome"})
-    assert answer.stop_reason == "tool_use"
-    async with client(running).messages.stream(**HI, tools=[TOOL], tool_choice={"type": "tool", "name": "weather"}) as stream:
-        assert (await stream.get_final_message()).content[0].input == {"city": "Rome"}
-
-
 @pytest.mark.parametrize(
-    ("said", "finish", "stop_reason"),
+    ("said", "finish", "stop_reason", "arguments"),
     [
-        ('{"city": "Ro', FinishReason.LENGTH, "max_tokens"),
+        ('{"city": "Rome"}', FinishReason.STOP, "tool_use", {"city": "Rome"}),
+        ('{"city": "Ro', FinishReason.LENGTH, "max_tokens", {}),
         # As with parsers whose grammar says nothing of the arguments.
-        ('"Rome"', FinishReason.STOP, "tool_use"),
-        ("5", FinishReason.STOP, "tool_use"),
-        ('{"city": Rome}', FinishReason.STOP, "tool_use"),
+        ('"Rome"', FinishReason.STOP, "tool_use", {}),
+        ("5", FinishReason.STOP, "tool_use", {}),
+        ('{"city": Rome}', FinishReason.STOP, "tool_use", {}),
     ],
 )
-async def test_a_call_without_an_object_of_arguments_is_still_an_answer(running, said, finish, stop_reason):
+async def test_a_call_is_an_answer_also_without_an_object_of_arguments(running, said, finish, stop_reason, arguments):
     running.verifier.behaviour = saying(said, finish)
     asked = {**HI, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}
-    answer = await client(running).messages.create(**asked)
-    assert (answer.stop_reason, answer.content[0].input) == (stop_reason, {})
+    whole = await client(running).messages.create(**asked)
     async with client(running).messages.stream(**asked) as stream:
-        final = await stream.get_final_message()
-    assert (final.stop_reason, final.content[0].input) == (stop_reason, {})
+        streamed = await stream.get_final_message()
+    for answer in (whole, streamed):
+        (use,) = answer.content
+        assert (answer.stop_reason, use.type, use.name, use.input) == (stop_reason, "tool_use", "weather", arguments)
 
 
 async def test_a_schema_and_models(running):
@@ -118,49 +110,30 @@ async def test_a_prompt_that_is_too_long_is_called_so(running, text):
     assert answer.json()["error"]["message"].startswith("prompt is too long: ")
 
 
+CACHED = {"cache_control": {"type": "ephemeral"}}
+CALLED = {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}}
+RESULT = {"type": "tool_result", "tool_use_id": "toolu_1", "content": "a.py", "is_error": False, **CACHED}
+BASH = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "properties": {"command": {"type": "string"}},
+    "required": ["command"],
+    "additionalProperties": False,
+}
 CLAUDE_CODE = {
     "model": "demo",
     "max_tokens": 64000,
     "stream": True,
     "system": [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1"},
-        {"type": "text", "text": "You are a coding agent.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "You are a coding agent.", **CACHED},
     ],
     "messages": [
         {"role": "user", "content": [{"type": "text", "text": "list the files"}]},
-        {
-            "role": "assistant",
-            "content": [
-                {"type": "thinking", "thinking": "I look.", "signature": "5f0c"},
-                {"type": "tool_use", "id": "toolu_1", "name": "Bash", "input": {"command": "ls"}},
-            ],
-        },
-        {
-            "role": "user",
-            "content": [
-                {
-                    "type": "tool_result",
-                    "tool_use_id": "toolu_1",
-                    "content": "a.py",
-                    "is_error": False,
-                    "cache_control": {"type": "ephemeral"},
-                }
-            ],
-        },
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "I look.", "signature": "5f0c"}, CALLED]},
+        {"role": "user", "content": [RESULT]},
     ],
-    "tools": [
-        {
-            "name": "Bash",
-            "description": "Runs a command.",
-            "input_schema": {
-                "$schema": "https://json-schema.org/draft/2020-12/schema",
-                "type": "object",
-                "properties": {"command": {"type": "string"}},
-                "required": ["command"],
-                "additionalProperties": False,
-            },
-        }
-    ],
+    "tools": [{"name": "Bash", "description": "Runs a command.", "input_schema": BASH}],
     "metadata": {"user_id": "user_5f0c_account__session_5f0c"},
     "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
 }
@@ -197,11 +170,7 @@ NESTED = {"type": "document", "context": "Notes", "source": {"type": "content", 
 
 @pytest.mark.parametrize(
     ("block", "text"),
-    [
-        (FOUND, "Rome\nhttps://rome.example\nold\ncity"),
-        (DOCUMENT, "Notes\nold city"),
-        (NESTED, "Notes\nold\ncity"),
-    ],
+    [(FOUND, "Rome\nhttps://rome.example\nold\ncity"), (DOCUMENT, "Notes\nold city"), (NESTED, "Notes\nold\ncity")],
 )
 async def test_what_a_document_says_is_read(running, block, text):
     for content in ([block], result_of(block)):

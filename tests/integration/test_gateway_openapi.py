@@ -11,20 +11,13 @@ from tests.support.running_gateway import CHAT, COMPLETION
 
 OUTRIDER = {"outrider": {"stats": True, "mode": "off"}}
 PREDICTION = {"prediction": {"type": "content", "content": "x = 1"}}
-FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
-ALLOWED = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+CALLABLE = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
+ALLOWED = {"type": "allowed_tools", "allowed_tools": CALLABLE}
 RESPONSE = {"model": "demo", "input": "hi", "max_output_tokens": 6}
 TAKEN: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**CHAT, **OUTRIDER, **PREDICTION, "store": True, "verbosity": "low", "temperature": None}),
-    (
-        "/v1/chat/completions",
-        {
-            **CHAT,
-            "tools": [{"type": "function", "function": FUNCTION}],
-            "tool_choice": {"type": "allowed_tools", "allowed_tools": ALLOWED},
-            "max_tokens": 200,
-        },
-    ),
+    ("/v1/chat/completions", {**CHAT, "tools": TOOLS, "tool_choice": ALLOWED, "max_tokens": 200}),
     ("/v1/completions", {**COMPLETION, **OUTRIDER, **PREDICTION, "best_of": 1, "top_k": 3}),
     ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"max_tokens": 6}, **OUTRIDER, **PREDICTION}),
     ("/v1/responses", {**RESPONSE, **OUTRIDER, "conversation": None, "previous_response_id": None}),

@@ -138,8 +138,7 @@ COMPLETION = {"model": "demo", "max_tokens": 99, "prompt": "def f("}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "matrix"),
-    [("/v1/chat/completions", CHAT, MATRIX), ("/v1/completions", COMPLETION, MATRIX | PROMPTS)],
+    ("path", "body", "matrix"), [("/v1/chat/completions", CHAT, MATRIX), ("/v1/completions", COMPLETION, MATRIX | PROMPTS)]
 )
 async def test_what_vllm_would_say(running, path, body, matrix, plain, monkeypatch):
     for name, (fields, script) in matrix.items():

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.requests.limits import MAX_TEXT_PER_TOKEN, MIN_TEXT
 from tests.integration.test_gateway_streams import stall
+from tests.support.checkable import Paint
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import running_gateway
 from tests.support.saying import saying
@@ -23,44 +24,28 @@ def client(running):
     return openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0)
 
 
+def said(role, text):
+    return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
+
+
+COMMAND = {"type": "object", "properties": {"command": {"type": "array", "items": {"type": "string"}}}, "required": ["command"]}
+NOTE = {"type": "function", "name": "read", "strict": False, "parameters": {"type": "object", "properties": {}}}
+PATCH = {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'}
 CODEX = {
     "model": "demo",
     "instructions": "You are a coding agent.",
     "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be brief"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "list the files"}]},
+        said("developer", "be brief"),
+        said("user", "list the files"),
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None},
         {"type": "function_call", "name": "shell", "arguments": '{"command": ["ls"]}', "call_id": "call_1"},
         {"type": "function_call_output", "call_id": "call_1", "output": "a.py"},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "go on"}]},
+        said("user", "go on"),
     ],
     "tools": [
-        {
-            "type": "function",
-            "name": "shell",
-            "description": "Runs a command.",
-            "strict": False,
-            "parameters": {
-                "type": "object",
-                "properties": {"command": {"type": "array", "items": {"type": "string"}}},
-                "required": ["command"],
-                "additionalProperties": False,
-            },
-        },
-        {
-            "type": "namespace",
-            "name": "mcp__notes",
-            "description": "Notes.",
-            "tools": [
-                {"type": "function", "name": "read", "strict": False, "parameters": {"type": "object", "properties": {}}}
-            ],
-        },
-        {
-            "type": "custom",
-            "name": "apply_patch",
-            "description": "Edits files.",
-            "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin Patch"'},
-        },
+        {"type": "function", "name": "shell", "description": "Runs a command.", "strict": False, "parameters": COMMAND},
+        {"type": "namespace", "name": "mcp__notes", "description": "Notes.", "tools": [NOTE]},
+        {"type": "custom", "name": "apply_patch", "description": "Edits files.", "format": PATCH},
         {"type": "web_search", "external_web_access": False},
     ],
     "tool_choice": "auto",
@@ -110,9 +95,8 @@ async def test_what_came_before_is_part_of_the_prompt(running):
     second = await responses.create(model="demo", input="two", previous_response_id=first.id)
     third = await responses.create(model="demo", input="three", previous_response_id=second.id)
     prompt = prompt_of(running)
-    assert [prompt.index(part) for part in ("one", "def f(x):", "two", "return 2", "three")] == sorted(
-        prompt.index(part) for part in ("one", "def f(x):", "two", "return 2", "three")
-    )
+    places = [prompt.index(part) for part in ("one", "def f(x):", "two", "return 2", "three")]
+    assert places == sorted(places)
     assert "quiet" not in prompt
     assert prompt.count("<|begin|>") == 1
     listed = (await responses.input_items.list(third.id, order="asc")).data
@@ -289,15 +273,10 @@ async def test_truncation_keeps_the_end(running):
 
 
 async def test_structured_answers_parse(running):
-    from pydantic import BaseModel
-
-    class City(BaseModel):
-        name: str
-
-    running.verifier.behaviour = saying('{"name": "Rome"}')
-    parsed = await client(running).responses.parse(model="demo", input="a city", text_format=City)
-    assert parsed.output_parsed == City(name="Rome")
-    assert running.verifier.sequences[0].request.sampling_params.structured_outputs.json["required"] == ["name"]
+    running.verifier.behaviour = saying('{"colour": "red", "coats": 1}')
+    parsed = await client(running).responses.parse(model="demo", input="a coat", text_format=Paint)
+    assert parsed.output_parsed == Paint(colour="red", coats=1)
+    assert "coats" in running.verifier.sequences[0].request.sampling_params.structured_outputs.json["required"]
 
 
 BAD = [

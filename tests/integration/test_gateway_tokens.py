@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
+
+from tests.integration.test_gateway_streams import events
 
 URL = "/inference/v1/generate"
 
@@ -35,10 +36,7 @@ async def test_several_samples_with_a_session_and_an_account(running):
 
 async def test_a_stream(running):
     body = asking(stream=True, stream_options={"include_usage": True})
-    text = (await running.http.post(URL, json=body)).text
-    events = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-    assert events[-1] == "[DONE]"
-    chunks = [json.loads(event) for event in events[:-1]]
+    chunks = events((await running.http.post(URL, json=body)).content)
     assert sum(len(choice["token_ids"]) for chunk in chunks for choice in chunk["choices"]) == 4
     assert chunks[-1]["usage"]["completion_tokens"] == 4
 

@@ -64,11 +64,9 @@ async def test_tools_with_definitions_of_one_name_are_required(running):
 
 async def test_auto_is_taken_and_text_stays_text(running):
     running.verifier.behaviour = saying("It rains.")
-    for stream in (False, True):
-        async with client(running).chat.completions.stream(**ASKED) as streamed:
-            answer = await streamed.get_final_completion()
-        if not stream:
-            answer = await client(running).chat.completions.create(**ASKED)
+    async with client(running).chat.completions.stream(**ASKED) as stream:
+        streamed = await stream.get_final_completion()
+    for answer in (streamed, await client(running).chat.completions.create(**ASKED)):
         assert answer.choices[0].message.content == "It rains."
         assert not answer.choices[0].message.tool_calls
     assert running.verifier.sequences[0].request.sampling_params.structured_outputs is None

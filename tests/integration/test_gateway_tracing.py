@@ -10,7 +10,7 @@ from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"
-PARENT = {"traceparent": f"00-{TRACE_ID}-{CALLER}-01"}
+PARENT = {"traceparent": f"00-{TRACE_ID}-{CALLER}-01", "tracestate": "vendor=1"}
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ async def test_one_request_is_one_trace(collector):
     assert len(collector.spans) == 2
     assert {http.trace_id, sequence.trace_id} == {TRACE_ID}
     assert (http.parent_id, sequence.parent_id) == (CALLER, http.span_id)
-    assert headers["traceparent"] == f"00-{TRACE_ID}-{http.span_id}-01"
+    assert headers == {"traceparent": f"00-{TRACE_ID}-{http.span_id}-01", "tracestate": "vendor=1"}
     assert http.service == "outrider-gateway"
     assert http.attributes["http.response.status_code"] == 200
     assert http.attributes["outrider.request_id"] == "mine"

@@ -11,6 +11,7 @@ from vllm.benchmarks.lib.endpoint_request_func import (
 )
 from vllm.benchmarks.serve import fetch_spec_decode_metrics, get_first_model_from_server
 
+from backend.fleet import DraftCounters, VerifierStats
 from loadtest.vllm_bench import main
 from tests.support.fake_verifier import eventually
 from tests.support.running_gateway import running_gateway
@@ -31,7 +32,8 @@ async def test_model_streams_and_acceptance_with_a_key_and_without(monkeypatch):
             assert answer.success, answer.error
             assert answer.output_tokens == 6
             assert answer.ttft > 0
-        running.verifier.send_stats(drafts=10, accepted=15)
+        counted = DraftCounters(10, 40, 15, drafted_by_position=[10] * 4, accepted_by_position=[10, 5, 0, 0])
+        running.verifier.publish(VerifierStats("verifier-0", 1.0, "sync", 4, drafters={"drafter-0": counted}))
         await eventually(lambda: bool(running.core.stats()))
         # It has no key for /metrics.
         before = await fetch_spec_decode_metrics(url, session)

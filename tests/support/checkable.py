@@ -22,10 +22,7 @@ class Paint(BaseModel):
 
 SCHEMA: dict[str, Any] = {
     "type": "object",
-    "properties": {
-        "colour": {"type": "string", "enum": list(COLOURS)},
-        "coats": {"type": "integer", "enum": [1, 2, 3]},
-    },
+    "properties": {"colour": {"type": "string", "enum": list(COLOURS)}, "coats": {"type": "integer", "enum": [1, 2, 3]}},
     "required": ["colour", "coats"],
     "additionalProperties": False,
 }

@@ -19,7 +19,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from backend.fleet import DraftCounters, Member, VerifierStats
+from backend.fleet import Member, VerifierStats
 from backend.fleet.stats import Weights
 from backend.records.kept import RowBatch
 from backend.wire import engine as wire
@@ -138,31 +138,9 @@ class FakeVerifier:
         for client in self.clients:
             self.send(client, wire.REFUSED, msgspec.msgpack.encode(wire.Refusal(reason, "test")))
 
-    def send_stats(self, drafts: int = 10, accepted: int = 15, paused: bool = False) -> None:
-        counters = DraftCounters(
-            drafts=drafts,
-            draft_tokens=drafts * 4,
-            accepted_tokens=accepted,
-            drafted_by_position=[drafts] * 4,
-            accepted_by_position=[accepted - 5, 5, 0, 0],
-            rounds=drafts,
-            round_trip_s=0.5,
-            draft_s=0.25,
-            dropped={"late": 2},
-        )
-        stats = VerifierStats(
-            self.name,
-            1000.0,
-            "sync",
-            4,
-            busy_s=2.0,
-            steps=20,
-            tokens=50,
-            running=1,
-            requests_finished={"length": 1},
-            drafters={"drafter-0": counters},
-        )
-        stats.paused, stats.weights = paused, self.weights
+    def send_stats(self, paused: bool = False) -> None:
+        stats = VerifierStats(self.name, 1000.0, "sync", 4, weights=self.weights)
+        stats.paused = paused
         self.publish(stats)
 
     def publish(self, stats: VerifierStats) -> None:

@@ -24,7 +24,7 @@ from backend.rollout import workers as workers_module
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.run import RoundRunner
-from backend.rollout.workers import Workers
+from backend.rollout.workers import Worker, Workers
 from backend.wire.engine import FIXED_RESPONSE
 from tests.support.fake_verifier import FakeVerifier, Sequence
 
@@ -65,6 +65,10 @@ class Fleet:
             what()
 
         asyncio.run_coroutine_threadsafe(done(), self._loop).result(10)
+
+    def known(self, name: str) -> Worker | None:
+        """The round's worker of this name."""
+        return self.workers.present.get(name) if self.workers is not None else None
 
     def snapshot(self) -> FleetSnapshot:
         self.on_look()

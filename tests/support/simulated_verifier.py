@@ -83,10 +83,7 @@ def _vllm(mode: str, k: int, lookup: bool) -> tuple[Any, StructuredOutputManager
             "verifier": {
                 "draft_deadline_ms": 100,
                 "max_num_seqs": 8,
-                "engine_args": {
-                    "max_num_batched_tokens": 96,
-                    "additional_config": {"outrider": {"ahead_outcomes": 4}},
-                },
+                "engine_args": {"max_num_batched_tokens": 96, "additional_config": {"outrider": {"ahead_outcomes": 4}}},
                 "lookup": lookup,
             },
         }

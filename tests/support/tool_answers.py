@@ -86,8 +86,7 @@ ANSWERS: dict[str, str] = {
     "k2_horizon": SAY
     + "<ifm|tool_calls>"
     + _each(
-        "<ifm|tool_call>NAMEPARAMETERS</ifm|tool_call>",
-        "<ifm|arg_key>KEY</ifm|arg_key><ifm|arg_value>VALUE</ifm|arg_value>",
+        "<ifm|tool_call>NAMEPARAMETERS</ifm|tool_call>", "<ifm|arg_key>KEY</ifm|arg_key><ifm|arg_value>VALUE</ifm|arg_value>"
     )
     + "</ifm|tool_calls>",
     "kimi_k2": SAY

@@ -19,6 +19,7 @@ import pytest
 
 from backend.models.demo import TARGET_DIR
 from backend.rollout.requests import Tokenizer
+from backend.rollout.tables import MARKOV_COLUMNS, PERF_COLUMNS, REQUEST_COLUMNS
 from backend.rollout.trace import Case, write_cases
 from tests.support.fleet_process import ROOT, ServedFleet
 from tests.support.processes import ENGINE_ENV
@@ -35,23 +36,13 @@ OWN: tuple[dict[str, Any], ...] = (
 """Sampling parameters of the prompts."""
 CASES = [Case(number, f"def part_{number}(lines):\n    ", "return lines") for number in range(len(OWN))]
 SAMPLES, ROUNDS = 2, 2
-COLUMNS = {
-    "perf": [
-        "step_tgs", "step_tokens", "cur_acc_len", "step_batchsize", "step_ts", "step_interval", "draft_nstep",
-        "draft_time", "verify_time", "idle_time",
-    ],
-    "request": [
-        "req_id", "rollout_time", "rollout_step", "prompt_length", "response_length", "spec_accept_rate",
-        "spec_matched_total", "spec_draft_total", "spec_accepted_total",
-    ],
-    "markov": ["acc_token_num", "draft_token_num", "verify_token_num", "cur_step", "req_id"],
-}  # fmt: skip
+COLUMNS = {"perf": PERF_COLUMNS, "request": REQUEST_COLUMNS, "markov": MARKOV_COLUMNS}
 
 
 def table(directory: Path, worker: int, name: str) -> list[dict[str, str]]:
     with (directory / f"worker_{worker}_{name}.csv").open(newline="", encoding="utf-8") as stream:
         reader = csv.DictReader(stream)
-        assert reader.fieldnames == COLUMNS[name]
+        assert reader.fieldnames == [*COLUMNS[name]]
         return list(reader)
 
 
