@@ -12,7 +12,6 @@ from backend.config.sources import ConfigError
 from backend.launch.fleet import LaunchedFleet
 from backend.rollout import main
 from backend.rollout.options import fleet_settings, rollout_options, slices
-from gateway.cli import main as cli
 
 NEEDED = ("--trace", "train.3.parquet", "--out", "o")
 
@@ -59,35 +58,6 @@ def test_a_mistake_is_named(arguments: list[str], complaint: str) -> None:
     with pytest.raises(ConfigError) as caught:
         settings(*arguments)
     assert complaint in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["rollout"], "required: --trace, --out"),
-        (["rollout", "--trace", "nowhere.parquet", "--out", "{tmp}"], "nowhere.parquet: no such file"),
-        (["trace"], "outrider trace make"),
-        (["trace", "make", "nowhere", "--out", "{tmp}/t"], "nowhere: no such directory"),
-        (["trace", "make", "stdlib", "--out", "{tmp}/t", "--max-gen", "9"], "16 is the least"),
-    ],
-)
-def test_the_command_line_says_it_in_one_line(
-    arguments: list[str], line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([argument.replace("{tmp}", str(tmp_path)) for argument in arguments]) == 2
-    error = capsys.readouterr().err
-    assert line in error
-    assert error.count("\n") == 1
-
-
-def test_help_shows_both_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert "rollout" in text
-    assert "trace" in text
-    with pytest.raises(SystemExit):
-        rollout_options(["--help"])
-    assert "--fixed-responses" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

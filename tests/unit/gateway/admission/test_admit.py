@@ -3,14 +3,12 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 from starlette.requests import Request
 
 from gateway.admission.admit import admit
 from gateway.admission.claim import Claim, current_claim
 from gateway.auth.access import AccessRules
-from gateway.auth.caller import Caller, Priority
-from gateway.http.errors import ModelNotFound
+from gateway.auth.caller import Priority
 
 
 def admitted(claim: Claim, asked: dict[str, Any], size: int = 400) -> Claim:
@@ -36,11 +34,3 @@ def test_sequences_and_tokens():
 def test_one_who_has_time_keeps_it():
     assert admitted(Claim(), {}).wait_s == 60
     assert admitted(Claim(priority=Priority.BATCH, wait_s=None), {}).wait_s is None
-
-
-def test_a_model_that_is_not_its_own():
-    mine = Caller("a", "a", models=frozenset({"mine"}))
-    assert admitted(Claim(mine), {"model": "mine"}).caller is mine
-    for asked in ({"model": "demo"}, {}):
-        with pytest.raises(ModelNotFound):
-            admitted(Claim(mine), asked)

@@ -69,10 +69,7 @@ sixty_sizes = st.lists(st.integers(1, 300), min_size=60, max_size=60)
 
 
 @examples(50)
-@given(
-    st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0, 5.0]), sixty_sizes), min_size=2, max_size=4),
-    st.integers(10, 60),
-)
+@given(st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0, 5.0]), sixty_sizes), min_size=2, max_size=4), st.integers(10, 60))
 def test_flows_that_wait_get_tokens_by_their_weights(flows, served):
     """Start-time fair queueing's bound: between any two backlogged flows, one longest request of each."""
     queue = fair_queue(*WIDE)

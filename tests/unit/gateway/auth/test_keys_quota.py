@@ -116,16 +116,3 @@ def test_the_limit_holds_in_every_window_but_for_what_one_interval_lets_through(
     for first, last in itertools.combinations_with_replacement(range(len(admitted)), 2):
         within = sum(tokens for _, tokens in admitted[first : last + 1])
         assert within <= limit + (admitted[last][0] - admitted[first][0]) * limit / 60 + excess + 0.01
-
-
-@given(st.lists(st.tuples(st.floats(0, 2), st.sampled_from(["begin", "end"])), max_size=50))
-def test_open_requests_never_exceed_their_limit(steps):
-    ledger, limits, now, opened = Ledger(), KeyLimits(concurrent_requests=3), 0.0, 0
-    for gap, what in steps:
-        now += gap
-        if what == "begin":
-            opened += ledger.begin("a", limits, now) is None
-        elif opened:
-            ledger.end("a")
-            opened -= 1
-        assert 0 <= opened <= 3

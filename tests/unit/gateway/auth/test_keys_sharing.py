@@ -56,34 +56,6 @@ async def test_exchanges_at_once_lose_nothing(stores):
         store.close()
 
 
-async def test_a_store_that_fails_leaves_each_to_itself(caplog):
-    class Broken(SharedCounters):
-        working = False
-        seen = 0.0
-
-        def __init__(self):
-            pass
-
-        async def exchange(self, gateway, uses):
-            if not self.working:
-                raise sqlite3.OperationalError("no")
-            self.seen += uses[0].requests
-            return {}
-
-        def close(self):
-            pass
-
-    store = Broken()
-    quotas = Quotas("g1", store)
-    assert await admitted(quotas, 4) == 3
-    assert len([each for each in caplog.records if "not shared" in each.message]) == 1
-    store.working = True
-    quotas.start()
-    while store.seen != 3:
-        await asyncio.sleep(0.01)
-    await quotas.close()
-
-
 class Slow(SharedCounters):
     """Each exchange waits until it is released, and then fails if it is `broken`."""
 
@@ -93,11 +65,25 @@ class Slow(SharedCounters):
 
     async def exchange(self, gateway, uses):
         self.begun += 1
-        shared = await super().exchange(gateway, uses)
+        shared = {} if self.broken else await super().exchange(gateway, uses)
         await self.released.wait()
         if self.broken:
             raise sqlite3.OperationalError("no")
         return shared
+
+
+async def test_a_store_that_fails_leaves_each_to_itself(tmp_path, caplog):
+    store, other = Slow(tmp_path / "quotas.sqlite", broken=True), SharedCounters(tmp_path / "quotas.sqlite")
+    store.released.set()
+    quotas = Quotas("g1", store)
+    assert await admitted(quotas, 4) == 3
+    assert len([each for each in caplog.records if "not shared" in each.message]) == 1
+    store.broken = False
+    quotas.start()
+    while (await other.exchange("g2", [Use("team", 0, 0, 0, 0, 0)]))["team"].requests < 2.5:
+        await asyncio.sleep(0.01)
+    await quotas.close()
+    other.close()
 
 
 @pytest.mark.parametrize("broken", [False, True])

@@ -78,11 +78,7 @@ def _key(name: str, **fields: Any) -> tuple[str, KeyEntry]:
 
 CLIENT, ADMIN, SCRAPER = _key("client"), _key("admin", rights=["admin"]), _key("scraper", rights=["metrics"])
 KEYS = {"no": None, "a wrong": "or-wrong", "a client's": CLIENT[0], "an administrator's": ADMIN[0], "a scraper's": SCRAPER[0]}
-FLEETS = {
-    "no key": KeyRing(),
-    "one key": KeyRing(CLIENT[0]),
-    "keys": KeyRing(None, None, [CLIENT[1], ADMIN[1], SCRAPER[1]]),
-}
+FLEETS = {"no key": KeyRing(), "one key": KeyRing(CLIENT[0]), "keys": KeyRing(None, None, [CLIENT[1], ADMIN[1], SCRAPER[1]])}
 ENDS = (
     *("%0A", "%0D", "%0D%0A", "%00", "%09", "%1F", "%7F", "%C2%85", "%E2%80%A8"),
     *("/", "//", "/.", "/..", "%20", "%2F", "%3F", "%23", ";", "."),

@@ -21,7 +21,6 @@ from backend.coordinator.commands import (
     SwapDrafter,
 )
 from backend.fleet import Operation
-from gateway.cli import main as cli
 from gateway.cli.administer import AdministrationError, parse, run
 
 
@@ -46,30 +45,6 @@ def test_arguments_become_commands(line: str, command: AnyCommand) -> None:
     name, *arguments = line.split()
     assert parse(name, [*arguments, "--ray-address", "host:1"])[0] == command
     assert parse(name, [*arguments, "--ray-address", "host:1"])[2] == ["--ray-address", "host:1"]
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "drain",
-        "drain a b",
-        "add gateway",
-        "add drafter --count many",
-        "assign d0",
-        "assign d0 v0 --auto",
-        "restart",
-        "fly",
-        "restart --rolling v0",
-        "resume v0 --migrate",
-        "swap-drafter d0",
-        "drain v0 --gateway-port 1",
-    ],
-)
-def test_a_mistake_is_one_line_and_exit_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(line.split()) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("outrider: ")
-    assert error.count("\n") == 1
 
 
 class Coordinator:

@@ -20,27 +20,21 @@ from gateway.http.errors import (
 from gateway.http.sse import CHAT
 from gateway.routes.models import _checked_answer
 
+SAID = ("something",)
 VLLM_ERRORS = {
-    "VLLMError": InternalError,
-    "VLLMClientError": BadRequest,
-    "VLLMServerError": InternalError,
-    "VLLMValidationError": BadRequest,
-    "VLLMNotFoundError": ModelNotFound,
-    "LoRAAdapterNotFoundError": ModelNotFound,
-    "VLLMUnprocessableEntityError": BadRequest,
-    "GenerationError": InternalError,
-    "RetryableRequestError": Unavailable,
-    "GracefulHTTPError": Unavailable,
-    "QueueOverflowError": Unavailable,
-    "MaxQueuedTokensError": Unavailable,
-    "ProfilerAlreadyActiveError": Unavailable,
-}
-ARGUMENTS = {
-    "GracefulHTTPError": ("busy", 503),
-    "QueueOverflowError": (),
-    "MaxQueuedTokensError": (),
-    "ProfilerAlreadyActiveError": (),
-    "LoRAAdapterNotFoundError": ("name", "path"),
+    "VLLMError": (SAID, InternalError),
+    "VLLMClientError": (SAID, BadRequest),
+    "VLLMServerError": (SAID, InternalError),
+    "VLLMValidationError": (SAID, BadRequest),
+    "VLLMNotFoundError": (SAID, ModelNotFound),
+    "LoRAAdapterNotFoundError": (("name", "path"), ModelNotFound),
+    "VLLMUnprocessableEntityError": (SAID, BadRequest),
+    "GenerationError": (SAID, InternalError),
+    "RetryableRequestError": (SAID, Unavailable),
+    "GracefulHTTPError": (("busy", 503), Unavailable),
+    "QueueOverflowError": ((), Unavailable),
+    "MaxQueuedTokensError": ((), Unavailable),
+    "ProfilerAlreadyActiveError": ((), Unavailable),
 }
 
 
@@ -54,10 +48,10 @@ def test_every_exception_of_vllm_is_mapped():
     assert found - {"ChatTemplateResolutionError"} == VLLM_ERRORS.keys()
 
 
-@pytest.mark.parametrize(("name", "expected"), VLLM_ERRORS.items())
-def test_vllm_exceptions_become_ours(name, expected):
-    error = getattr(vllm.exceptions, name)(*ARGUMENTS.get(name, ("something",)))
-    assert type(errors.translate(error)) is expected
+@pytest.mark.parametrize("name", VLLM_ERRORS)
+def test_vllm_exceptions_become_ours(name):
+    arguments, expected = VLLM_ERRORS[name]
+    assert type(errors.translate(getattr(vllm.exceptions, name)(*arguments))) is expected
 
 
 @pytest.mark.parametrize(

@@ -98,25 +98,20 @@ def test_alerts_see_the_first_loss(metrics):
     assert {sample.value for name in ("failovers", "migrations") for sample in families[f"outrider_{name}"].samples} == {0}
 
 
-def test_names_do_not_lie():
+def test_names_do_not_lie_and_only_counters_are_summed():
     for name, each in DEFINITIONS.items():
-        assert (kind_of(name) == "counter") == name.endswith("_total"), name
+        is_counter = kind_of(name) == "counter"
+        assert is_counter == name.endswith("_total"), name
+        assert is_counter or not each.field or {"verifier", "drafter"} & {*each.labels}, name
         assert each.help
 
 
-def metrics_table() -> str:
-    """`DEFINITIONS` as the Markdown table of docs/reference/metrics.md."""
+def test_the_documentation_has_the_table():
     rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
     for name, each in DEFINITIONS.items():
         labels = ", ".join(f"`{label}`" for label in each.labels)
         rows.append(f"| `{name}` | {kind_of(name)} | {labels} | {each.help} |")
-    return "\n".join(rows) + "\n"
-
-
-def test_the_table_lists_them_all():
-    table = metrics_table()
-    assert all(f"`{name}`" in table for name in DEFINITIONS)
-    page = ROOT / "docs" / "reference" / "metrics.md"
+    table, page = "\n".join(rows) + "\n", ROOT / "docs" / "reference" / "metrics.md"
     assert table in page.read_text(), f"docs/reference/metrics.md has to hold this table:\n{table}"
 
 
@@ -226,11 +221,6 @@ def test_what_a_verifier_counted_between_a_scrape_and_its_restart_is_kept():
     for report in reports:
         FleetCore.on_stats(core, Mock(), report)
     assert exposed(metrics)["vllm:spec_decode_num_drafts"].samples[0].value == 13
-
-
-def test_only_counters_are_summed():
-    for name, each in DEFINITIONS.items():
-        assert kind_of(name) == "counter" or not each.field or {"verifier", "drafter"} & {*each.labels}, name
 
 
 def test_timing_definitions():

@@ -1,7 +1,6 @@
 """The tables of request fields: what they do, and that the docs say the same."""
 
 import copy
-import json
 import re
 from typing import Any, get_args
 
@@ -18,13 +17,11 @@ from backend.engine.front import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
     ChatCompletionRequest,
-    GenerateRequest,
     ResponseRequest,
     VLLMClientError,
 )
-from backend.engine.front.config import PARAMETERS
 from gateway.http.errors import BadRequest
-from gateway.requests.body import _decode, parse
+from gateway.requests.body import parse
 from gateway.requests.fields import (
     CLIENTS,
     GENERATING,
@@ -37,7 +34,6 @@ from gateway.requests.fields import (
     drop_nulls,
     present,
 )
-from gateway.storage.responses.turn import as_items
 from tests.support.processes import ROOT
 from tests.support.properties import examples
 
@@ -161,70 +157,6 @@ def test_null_means_absent_at_any_depth_but_not_in_what_clients_define(body):
     read = copy.deepcopy(body)
     drop_nulls(read)
     assert read == without_nulls(body)
-
-
-def decoded(body: Any) -> Any:
-    return _decode(bytearray(json.dumps(body).encode()))
-
-
-SAYS = {"role": "user", "content": "x"}
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [None], "default": None}}}
-
-
-@pytest.mark.parametrize(
-    ("model", "others", "body", "nulls"),
-    [
-        (
-            GenerateRequest,
-            NO_EFFECT,
-            {"token_ids": [1], "sampling_params": {}},
-            {"token_ids": [1], "sampling_params": dict.fromkeys(PARAMETERS), "cache_salt": None},
-        ),
-        (
-            ChatCompletionRequest,
-            NO_EFFECT,
-            {
-                "messages": [SAYS],
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
-                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
-                "chat_template_kwargs": {"a": None},
-            },
-            {
-                "messages": [SAYS],
-                "tools": [
-                    {"type": "function", "strict": None, "function": {"name": "f", "parameters": SCHEMA, "description": None}}
-                ],
-                "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": None}},
-                "chat_template_kwargs": {"a": None},
-            },
-        ),
-        (
-            ResponseRequest,
-            RESPONDING,
-            {"input": [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}]}]},
-            {
-                "input": [
-                    {
-                        "type": "message",
-                        "id": None,
-                        "role": "assistant",
-                        "content": [{"type": "output_text", "text": "a", "annotations": None, "logprobs": None}],
-                        "status": None,
-                    }
-                ]
-            },
-        ),
-    ],
-)
-def test_a_request_with_nulls_is_the_request_without(model, others, body, nulls):
-    read = [parse(model, {"model": "demo", **decoded(each)}, others) for each in (body, nulls)]
-    plain, with_nulls = (str(each.model_dump(exclude={"request_id"})) for each in read)
-    assert re.sub(r"msg_\w+", "", with_nulls) == re.sub(r"msg_\w+", "", plain)
-
-
-def test_an_item_whose_type_is_null_is_a_message():
-    (item,) = as_items(decoded([{"type": None, "role": "user", "content": "x"}]))
-    assert item["type"] == "message"
 
 
 def test_what_asks_for_nothing_is_absent():

@@ -68,5 +68,6 @@ async def test_the_header_asks_and_the_field_decides():
     for body, header, wanted in (({}, "1", True), ({}, "0", False), ({"outrider": {"stats": False}}, "1", False)):
         speculation = await asked(body, x_outrider_stats=header)
         assert (speculation is not None and speculation.stats) is wanted
-    with pytest.raises(BadRequest):
+    with pytest.raises(BadRequest) as caught:
         await asked({}, x_outrider_stats="yes")
+    assert caught.value.param == "x-outrider-stats"

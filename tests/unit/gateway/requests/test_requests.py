@@ -1,3 +1,5 @@
+import json
+import re
 from typing import Any
 
 import pytest
@@ -5,10 +7,12 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from backend.engine.front import AnthropicMessagesRequest, BatchChatCompletionRequest, GenerateRequest, ResponseRequest
+from backend.engine.front.config import PARAMETERS
 from gateway.http.errors import BadRequest, translate
-from gateway.requests.body import check_fields, check_generation, parse
+from gateway.requests.body import _decode, check_fields, check_generation, parse
 from gateway.requests.fields import GENERATING, MESSAGING, NO_EFFECT, REFUSED, RESPONDING
 from gateway.requests.limits import MAX_CHOICES
+from gateway.storage.responses.turn import as_items
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -90,6 +94,7 @@ def test_what_vllm_understands_is_never_without_effect():
         ({"min_p": 0.1}, "min_p"),
         ({"logit_bias": {"5": 1.0}}, "logit_bias"),
         ({"logprobs": True, "logprob_token_ids": [5]}, "logprob_token_ids"),
+        ({"vllm_xargs": {"outrider_fixed_response": [1, 2]}}, "vllm_xargs"),
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields, param):
@@ -97,19 +102,11 @@ def test_what_cannot_be_done_is_refused_by_name(fields, param):
     with pytest.raises(BadRequest) as caught:
         check_generation(asked, vllm_speculates=True)
     assert caught.value.param == param
-    assert param in caught.value.message
 
 
 def test_without_speculation_min_p_and_logit_bias_are_fine():
     asked = parse(ChatCompletionRequest, {**CHAT, "min_p": 0.1, "logit_bias": {"5": 1.0}, "n": MAX_CHOICES})
     check_generation(asked, vllm_speculates=False)
-
-
-def test_a_client_cannot_dictate_its_own_response():
-    asked = ChatCompletionRequest.model_validate({**CHAT, "vllm_xargs": {"outrider_fixed_response": [1, 2]}})
-    with pytest.raises(BadRequest) as caught:
-        check_generation(asked, vllm_speculates=False)
-    assert caught.value.param == "vllm_xargs"
 
 
 SAYS = {"role": "user", "content": "x"}
@@ -144,3 +141,35 @@ def test_the_text_of_a_part_is_text():
 def test_lists_in_messages_stay_what_they_are():
     messages = [{"role": "user", "content": [PART, PART]}, {"role": "assistant", "content": [PART], "tool_calls": [CALL]}]
     assert parse(ChatCompletionRequest, {"model": "m", "messages": messages}).messages == messages
+
+
+def decoded(body: Any) -> Any:
+    return _decode(bytearray(json.dumps(body).encode()))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [None], "default": None}}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
+ANSWER, OUTPUT = {"type": "message", "role": "assistant"}, {"type": "output_text", "text": "a"}
+NULLS: list[tuple[Any, Any, dict[str, Any], dict[str, Any]]] = [
+    (GenerateRequest, GENERATING, {"token_ids": [1], "sampling_params": {}}, {"sampling_params": dict.fromkeys(PARAMETERS)}),
+    (ChatCompletionRequest, GENERATING, {**CHAT, "tools": [TOOL]}, {"tools": [{**TOOL, "strict": None}]}),
+    (
+        ResponseRequest,
+        RESPONDING,
+        {"input": [{**ANSWER, "content": [OUTPUT]}]},
+        {"input": [{**ANSWER, "id": None, "status": None, "content": [{**OUTPUT, "annotations": None, "logprobs": None}]}]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "others", "body", "nested"), NULLS)
+def test_a_request_with_nulls_is_the_request_without(model, others, body, nested):
+    nulls = dict.fromkeys(model.model_fields.keys() - body.keys())
+    read = [parse(model, decoded(each), others) for each in (body, {**nulls, **body, **nested})]
+    plain, with_nulls = (re.sub(r"msg_\w+", "", str(each.model_dump(exclude={"request_id"}))) for each in read)
+    assert with_nulls == plain
+
+
+def test_an_item_whose_type_is_null_is_a_message():
+    (item,) = as_items(decoded([{"type": None, "role": "user", "content": "x"}]))
+    assert item["type"] == "message"

@@ -12,13 +12,10 @@ STOP = {"type": "function", "function": {"name": "stop"}}
 FLAT = [{"type": "function", "name": "paint"}, {"type": "function", "name": "stop"}]
 
 
-def test_what_is_allowed_in_a_chat():
+def test_what_is_allowed_in_a_chat_and_in_a_response():
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [PAINT]}}
     asked = only_allowed({"model": "m", "tools": [STOP, PAINT], "tool_choice": choice})
     assert asked == {"model": "m", "tools": [PAINT], "tool_choice": "required"}
-
-
-def test_what_is_allowed_in_a_response():
     asked = only_allowed({"tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": FLAT[1:]}})
     assert asked == {"tools": FLAT[1:], "tool_choice": "auto"}
 
@@ -103,7 +100,7 @@ async def said(*choices):
     return [chunk.removeprefix("data: ").strip() async for chunk in ended_apart(chunks())]
 
 
-async def test_the_end_of_a_call_comes_apart():
+async def test_the_end_of_a_call_comes_apart_and_other_chunks_stay():
     delta = {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}
     *chunks, done = await said({"index": 0, "delta": delta, "logprobs": None, "finish_reason": "tool_calls"})
     assert done == "[DONE]"
@@ -111,8 +108,5 @@ async def test_the_end_of_a_call_comes_apart():
         {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None},
         {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"},
     ]
-
-
-async def test_other_chunks_stay():
     text = {"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}
     assert len(await said(text, {"index": 0, "delta": {}, "finish_reason": "tool_calls"})) == 3

@@ -1,5 +1,7 @@
 """Batches: the room they have beside people, tokens summed over APIs, and lines read from a file."""
 
+from typing import Any
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -38,24 +40,10 @@ def test_a_slow_verifier_has_less_room_while_people_wait():
     assert room(4, False, 1, 64, Speed(1.0, 0.005)) == 20
 
 
-@pytest.mark.parametrize(
-    "usage",
-    [
-        {
-            "prompt_tokens": 3,
-            "completion_tokens": 5,
-            "prompt_tokens_details": {"cached_tokens": 1},
-            "completion_tokens_details": {"reasoning_tokens": 2},
-        },
-        {
-            "input_tokens": 3,
-            "output_tokens": 5,
-            "input_tokens_details": {"cached_tokens": 1},
-            "output_tokens_details": {"reasoning_tokens": 2},
-        },
-    ],
-)
-def test_tokens_of_either_api_are_summed(usage):
+@pytest.mark.parametrize(("prompt", "answer"), [("prompt", "completion"), ("input", "output")])
+def test_tokens_of_either_api_are_summed(prompt, answer):
+    usage: dict[str, Any] = {f"{prompt}_tokens": 3, f"{prompt}_tokens_details": {"cached_tokens": 1}}
+    usage |= {f"{answer}_tokens": 5, f"{answer}_tokens_details": {"reasoning_tokens": 2}}
     both = msgspec.to_builtins(BatchUsage().plus(usage).plus(usage).plus(None).plus({"prompt_tokens_details": None}))
     assert both == {
         "input_tokens": 6,
