@@ -28,11 +28,8 @@ def names(groups: list[Group]) -> list[tuple[str, list[str]]]:
     return [(group.strategy, [each.member_id for each in group.members]) for group in groups]
 
 
-def test_spread_is_one_group_over_all_nodes() -> None:
+def test_spread_is_one_group_over_all_nodes_and_near_a_node_per_verifier_and_its_drafters() -> None:
     assert names(arrange(fleet(1, 2), "spread")) == [("SPREAD", ["verifier-0", "drafter-0", "drafter-1"])]
-
-
-def test_near_is_a_node_per_verifier_and_its_drafters() -> None:
     assert names(arrange(fleet(2, 3), "near")) == [
         ("STRICT_PACK", ["verifier-0", "drafter-0", "drafter-2"]),
         ("STRICT_PACK", ["verifier-1", "drafter-1"]),

@@ -107,12 +107,9 @@ def test_auto_counts_parts_that_lie_on_one_gpu(each: float) -> None:
     assert decided.settings.drafters == 4
 
 
-def test_an_ngram_drafter_needs_no_gpu() -> None:
+def test_an_ngram_drafter_needs_no_gpu_but_a_draft_model_beside_it_does() -> None:
     decided = decide({"drafter": "ngram"}, ResolvedModels("/t", None, "ngram"), gpus=1.0)
     assert [m.num_gpus for m in decided.members] == [1.0, 0.0]
-
-
-def test_a_draft_model_beside_ngram_gets_a_gpu() -> None:
     two = (OwnDrafter(None, "ngram", "ngram"), OwnDrafter("/d", "draft_model", "model"))
     models = ResolvedModels("/t", None, "ngram", "demo", two)
     decided = decide({"drafter": "ngram,model", "drafters": 2}, models, gpus=4.0)

@@ -31,6 +31,7 @@ from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError, load_config
 from backend.models.initial_head import feature_layers, write_initial_head
 from backend.models.resolve import resolve
+from backend.models.tensor_files import TensorFiles
 from tests.support.drafter_heads import check
 from tests.support.fleet_process import wait_for
 from tests.unit.backend.learning.test_rules import live
@@ -130,8 +131,6 @@ def teach(directory: Path, count: int, others: int = 2) -> None:
 
 
 def load_embeddings() -> torch.Tensor:
-    from backend.models.tensor_files import TensorFiles
-
     files = TensorFiles(str(TARGET_DIR))
     name = files.find("embed_tokens.weight")
     assert name is not None

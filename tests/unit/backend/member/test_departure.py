@@ -41,11 +41,7 @@ def member(monkeypatch: pytest.MonkeyPatch):
     coordinator = Coordinator()
     identity = Member("v0", "verifier", "i", "ipc:///x", "", "n", 1, "m", "ready")
     membership = Membership(
-        cast(CoordinatorHandle, coordinator),
-        identity,
-        lambda: None,
-        lambda orders: membership.drain(orders.drain),
-        0.005,
+        cast(CoordinatorHandle, coordinator), identity, lambda: None, lambda orders: membership.drain(orders.drain), 0.005
     )
     membership.join_fleet()
     yield coordinator, membership

@@ -31,24 +31,14 @@ def target(directory: Path, **config: Any) -> Path:
     return directory
 
 
-def test_the_demo_pair_is_built_in() -> None:
-    models = resolve(Settings(), quiet)
-    assert (models.target_dir, models.drafter_dir, models.drafter_kind, models.name) == (
-        str(TARGET_DIR),
-        str(DRAFTER_DIR),
-        "eagle",
-        "demo",
-    )
-
-
 @pytest.mark.parametrize(
     ("mode", "drafter", "kind"),
     [("off", "demo", "none"), ("native", "ngram", "ngram"), ("sync", "ngram", "ngram"), ("native", "demo", "eagle")],
 )
 def test_the_mode_says_what_drafts(mode: str, drafter: str, kind: str) -> None:
     models = resolve(settings(mode=mode, drafter=drafter), quiet)
-    assert models.drafter_kind == kind
-    assert (models.drafter_dir is not None) == (kind == "eagle")
+    assert (models.target_dir, models.name, models.drafter_kind) == (str(TARGET_DIR), "demo", kind)
+    assert models.drafter_dir == (str(DRAFTER_DIR) if kind == "eagle" else None)
 
 
 def test_a_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +101,12 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_repository_is_looked_for_in_the_cache_when_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_no_model_and_a_repository_is_looked_for_in_the_cache_when_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ModelError, match="is a file"):
+        find("--model", str(tmp_path / "model.safetensors"), tmp_path, quiet)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="not in the local cache, and HF_HUB_OFFLINE is set"):
         find("--model", "outrider-tests/not-there", tmp_path, quiet)
@@ -143,13 +138,6 @@ def test_a_model_that_vllm_reads_by_the_checkpoints_code_names_the_setting(tmp_p
         resolve(settings(**asked), quiet)
     assert "\n" not in str(error.value)
     assert resolve(settings(**asked, verifier={"engine_args": {"trust_remote_code": True}}), quiet).name == "m"
-
-
-def test_a_file_is_not_a_directory(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(b"")
-    with pytest.raises(ModelError, match="is a file"):
-        find("--model", str(file), tmp_path, quiet)
 
 
 def test_ranks_must_divide_the_attention_heads(tmp_path: Path) -> None:

@@ -58,16 +58,6 @@ def test_transitions_are_between_drafted_neighbours_of_one_request(tmp_path: Pat
     assert {(int(i), int(j)): int(counts[i, j]) for i, j in np.argwhere(counts)} == {(1, 2): 1, (2, 1): 1, (4, 4): 1}
 
 
-def test_live_and_fixed_responses_are_kept_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    forced = [verification(0, "a", 4, 4, teacher_forced=True)]
-    record(tmp_path / "mixed", [step(0, 0.0), *forced, verification(0, "b", 4, 0)])
-    assert summary(tmp_path / "mixed").by_drafter["drafter-0"].acceptance_length == 1
-    record(tmp_path / "fixed", [step(0, 0.0), *forced])
-    assert summary(tmp_path / "fixed").by_drafter["drafter-0"].acceptance_length == 5
-    assert report(capsys, tmp_path / "fixed", "report")[0] == 0
-    assert "**teacher-forced**" in (tmp_path / "fixed" / "report" / "report.md").read_text()
-
-
 def test_the_report_shows_every_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(tmp_path, [*worker(0.0, 2.0), verification(2, "a", 4, 1, "drafter-1")])
     for place in range(1, 11):  # more than there are colours
@@ -94,6 +84,8 @@ def test_a_round_of_a_rollout_is_read_like_records(tmp_path: Path, capsys: pytes
     assert [each.worker for each in found.workers] == ["verifier-0", "verifier-1"]
     assert (found.requests, found.tokens, found.teacher_forced.drafts) == (2, 10, 2)
     assert report(capsys, tmp_path / "round0", "join", "--output", tmp_path / "joined.csv")[0] == 0
+    assert report(capsys, tmp_path / "round0", "report")[0] == 0
+    assert "**teacher-forced**" in (tmp_path / "round0" / "report" / "report.md").read_text()
 
 
 def test_what_cannot_be_drawn_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,11 +29,8 @@ def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, fr
     params = front.params(prompt, {"stop": [text[text.index("val") :][:12]], "logprobs": 1, "max_tokens": 200})
 
     def emit(sequence: Sequence, tokens: list[int]) -> None:
-        places = len(tokens)
-        logprobs = LogprobsLists(
-            np.array([[token, 9] for token in tokens]), np.array([[-0.5, -1.5]] * places), np.array([1] * places)
-        )
-        sequence.emit(tokens, logprobs=logprobs)
+        ids, many = np.array([[token, 9] for token in tokens]), len(tokens)
+        sequence.emit(tokens, logprobs=LogprobsLists(ids, np.array([[-0.5, -1.5]] * many), np.array([1] * many)))
 
     async def begin(verifier: FakeVerifier, sequence: Sequence) -> None:
         emit(sequence, written[:half])
@@ -46,12 +43,9 @@ def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, fr
     doomed = fleet.start("verifier-0", begin)
 
     def replace_it() -> None:
-        known = fleet.workers.present.get("verifier-0") if fleet.workers is not None else None
-        if (
-            known is not None
-            and fleet.verifiers["verifier-0"] is doomed
-            and any(a.tokens for a in known.client.answers.values())
-        ):
+        known = fleet.known("verifier-0")
+        begun = known is not None and any(answer.tokens for answer in known.client.answers.values())
+        if begun and fleet.verifiers["verifier-0"] is doomed:
             fleet.kill("verifier-0")
             fleet.start("verifier-0", go_on)
 
@@ -64,15 +58,9 @@ def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, fr
     assert half < kept < len(written)
     assert row["token_ids"] == written[:kept], "what came after the stop string is gone"
     assert len(row["logprobs"]["content"]) == kept
-    assert row["logprobs"]["content"][-1] == {
-        "token_id": written[kept - 1],
-        "logprob": -0.5,
-        "rank": 1,
-        "top_logprobs": [
-            {"token_id": written[kept - 1], "logprob": -0.5, "rank": 1},
-            {"token_id": 9, "logprob": -1.5, "rank": 1},
-        ],
-    }
+    last = {"token_id": written[kept - 1], "logprob": -0.5, "rank": 1}
+    other = {"token_id": 9, "logprob": -1.5, "rank": 1}
+    assert row["logprobs"]["content"][-1] == {**last, "top_logprobs": [last, other]}
     (row_of_request,) = finished.parts[0].rows.requests
     assert row_of_request.tokens == kept
 
@@ -89,7 +77,7 @@ def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
     verifier = fleet.start("verifier-0", begin)
 
     def drain_once_begun() -> None:
-        known = fleet.workers.present.get("verifier-0") if fleet.workers is not None else None
+        known = fleet.known("verifier-0")
         if known is not None and any(answer.tokens for answer in known.client.answers.values()):
             fleet.call(lambda: verifier.sequences[0].emit(written[2:]))
             fleet.states["verifier-0"] = "draining"

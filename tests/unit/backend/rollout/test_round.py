@@ -167,7 +167,7 @@ def test_requests_go_on_after_the_connection_was_cut(fleet: Fleet, monkeypatch: 
 
     def cut_once_busy() -> None:
         nonlocal cuts
-        known = fleet.workers.present.get("verifier-0") if fleet.workers is not None else None
+        known = fleet.known("verifier-0")
         if known is not None and len(verifier.sequences) >= 3 and cuts < 3:
             cuts += 1
             monkeypatch.setattr(known.client.dealer, "was_cut", lambda: True)
@@ -198,8 +198,7 @@ def test_the_only_worker_comes_back(fleet: Fleet) -> None:
     doomed = fleet.start("verifier-0", stall)
 
     def restart_once_busy() -> None:
-        assert fleet.workers is not None
-        known = fleet.workers.present.get("verifier-0")
+        known = fleet.known("verifier-0")
         if known is not None and known.rows.steps and fleet.verifiers["verifier-0"] is doomed:
             fleet.kill("verifier-0")
             fleet.start("verifier-0", respond)
@@ -231,7 +230,7 @@ def test_a_request_is_complete_though_its_verifier_dies_with_its_rows(fleet: Fle
     doomed = fleet.start("verifier-1", keep_rows)
 
     def die_once_done() -> None:
-        known = fleet.workers.present.get("verifier-1") if fleet.workers is not None else None
+        known = fleet.known("verifier-1")
         if known is not None and doomed.sequences and not known.client.answers and "verifier-1" in fleet.verifiers:
             fleet.kill("verifier-1")
 

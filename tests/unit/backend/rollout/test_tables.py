@@ -148,11 +148,6 @@ def test_tables_add_up(part: WorkerShare) -> None:
     assert float(perf[0]["step_ts"]) == float(perf[0]["step_interval"]) == float(perf[0]["idle_time"]) == 0
 
 
-def test_numbers_sort_as_numbers() -> None:
-    rows = [VerificationRow(s, str(n), 5, 0, 0, 1, "", False, False) for n in (10, 9) for s in (11, 2)]
-    assert [row[3:] for row in tables.markov_table(rows)] == [(2, 9), (11, 9), (2, 10), (11, 10)]
-
-
 def test_the_first_step_of_a_verifier_that_came_back_follows_the_last_of_the_one_before() -> None:
     verified = VerificationRow(0, "0-1-1", 5, 0, 0, 3, "", False, False)
     rows = tables.perf_table([step(0, [verified], 100.0, 0.0), step(1, [verified], 102.0, 0.0)])
@@ -202,11 +197,7 @@ def test_the_report_names_the_straggler_and_the_dead() -> None:
     report, text = round_report(settled(part(0, 5), part(1, 3, 2), deaths=[Death(1, "was lost", 1.5, 7)]), ABOUT)
     assert [each["worker"] for each in report["workers"]] == [0, 1]
     assert report["workers"][1]["steps"] == 2
-    assert report["straggler"] == {
-        "worker": 1,
-        "finished_s": pytest.approx(1.004),
-        "behind_the_others_s": pytest.approx(1.0),
-    }
+    assert report["straggler"] == {"worker": 1, "finished_s": pytest.approx(1.004), "behind_the_others_s": pytest.approx(1.0)}
     assert report["workers"][1]["idle_s"]["awaiting_draft"] == 0.0005, "not what was before the round's first step"
     assert report["tokens_per_s"] == 2.5
     assert report["died"] == [{"worker": 1, "reason": "was lost", "at_s": 1.5, "requests_resumed": 7}]

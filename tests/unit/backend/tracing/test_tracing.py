@@ -82,19 +82,6 @@ def test_what_is_no_http_collector_is_refused(wrong: str) -> None:
         sources.load(["--tracing-endpoint", wrong])
 
 
-def test_a_trace_is_continued_and_its_context_handed_on(kept: Kept) -> None:
-    span = kept.tracing.start("a", {"traceparent": PARENT, "tracestate": "vendor=1"})
-    assert span is not None
-    headers = span.headers
-    assert headers["traceparent"].split("-")[1] == TRACE_ID
-    assert headers["traceparent"] != PARENT
-    assert headers["tracestate"] == "vendor=1"
-    span.end()
-    (exported,) = kept.spans()
-    assert f"{exported.parent.span_id:016x}" == PARENT.split("-")[2]
-    assert exported.resource.attributes["service.name"] == "outrider-test"
-
-
 def test_who_began_the_trace_decides_whether_it_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     always = Kept()
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")

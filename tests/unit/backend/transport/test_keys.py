@@ -14,6 +14,7 @@ import zmq
 from backend.fleet import Member, reached_at
 from backend.transport import Hub, ServerKeys, ServerSocket, Wire, new_server_keys
 from backend.transport.sockets import bind_router
+from tests.support.fleet_process import wait_for
 
 FLEET, SERVER = new_server_keys(), new_server_keys()
 WAIT_MS = 5000
@@ -72,15 +73,6 @@ def says(address: str, word: bytes, wait_ms: int, client: ServerKeys | None = No
         return dealer.recv_multipart() if dealer.poll(wait_ms) else None
 
 
-def wait_for_refusal(echo: Echo, more_than: int) -> None:
-    deadline = threading.Event()
-    for _ in range(200):
-        if echo.refused > more_than:
-            return
-        deadline.wait(0.05)
-    raise TimeoutError("nobody was counted as refused")
-
-
 def test_the_fleets_key_is_let_in_over_tcp(echo: Echo) -> None:
     assert says(echo.address, b"friend", WAIT_MS, FLEET, SERVER.public) == [b"echo", b"friend"]
     assert echo.refused == 0
@@ -100,7 +92,7 @@ def test_anybody_else_gets_nothing_changes_nothing_and_is_counted(
 ) -> None:
     before = echo.refused
     assert says(echo.address, b"stranger", SILENCE_MS, client, server_key) is None
-    wait_for_refusal(echo, before)
+    wait_for(lambda: echo.refused > before, what="the stranger being counted")
     assert says(echo.address, b"friend", WAIT_MS, FLEET, SERVER.public) == [b"echo", b"friend"]
     assert echo.heard == [b"friend"]
 

@@ -241,15 +241,8 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
     assert again.ring != hello.ring, "a fresh ring for a drafter that forgot"
     assert shipper.take_counters().greeted == {"d0"}
     reader.close()
-    shipper.set_drafters(Wire(), "v", [], 2)
-
-
-def test_between_hosts_no_ring_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = _Peer()
-    monkeypatch.setattr(feature_link, "connect_dealer", lambda *_: None)
-    monkeypatch.setattr(feature_link, "Dealer", lambda _: peer)
-    shipper = FeatureShipper(lambda head: None, ring_bytes=2048)
-    shipper.set_drafters(Wire(), "v", [DrafterRef("d0", "i", "tcp://127.0.0.1:1", "", 1)], 1)
-    hello = decode_to_drafter(peer.sent[0][0])
-    assert isinstance(hello, Hello)
-    assert hello.ring is None
+    shipper.set_drafters(Wire(), "v", [DrafterRef("d1", "i", "tcp://127.0.0.1:1", "", 1)], 2)
+    far = decode_to_drafter(peer.sent[-1][0])
+    assert isinstance(far, Hello)
+    assert far.ring is None, "not between hosts"
+    shipper.set_drafters(Wire(), "v", [], 3)
