@@ -17,6 +17,9 @@ DASHBOARDS: dict[str, dict[str, Any]] = {
 }
 """By file name, without `.json`."""
 _PICKED = re.compile(r"\$(?:job|model|verifier|drafter)\b")
+_LABELS = re.compile(r"\b(?:by|without|on|ignoring|group_left|group_right)\s*\(([^)]*)\)")
+_METRIC = re.compile(r"\b([A-Za-z_][\w:]*)(?!\w|:|\s*\()\s*(?:\{([^}]*)\})?")
+_WORDS = {"and", "or", "unless", "bool", "offset"}
 
 
 class Expression(NamedTuple):
@@ -24,6 +27,23 @@ class Expression(NamedTuple):
 
     where: str
     promql: str
+
+
+class Names(NamedTuple):
+    """`metrics` with the labels in their selectors; `labels` in `by (...)`, `on (...)` and similar clauses."""
+
+    metrics: dict[str, set[str]]
+    labels: set[str]
+
+
+def names(promql: str) -> Names:
+    """The names in an expression.  It does not check the grammar: promtool does."""
+    bare = re.sub(r'"(?:[^"\\]|\\.)*"', "", promql)
+    found = Names({}, set(re.findall(r"\w+", " ".join(_LABELS.findall(bare)))))
+    for name, selectors in _METRIC.findall(_LABELS.sub(" ", bare)):
+        if name not in _WORDS:
+            found.metrics.setdefault(name, set()).update(re.findall(r"(\w+)\s*[=!]", selectors))
+    return found
 
 
 def concrete(promql: str) -> str:

@@ -11,8 +11,7 @@ import pytest
 import yaml
 
 from gateway.metrics.gateway import DEFINITIONS, kind_of
-from tests.support.dashboards import DASHBOARDS, ROOT, RULES, concrete, of_panels, of_rules, of_variables, recorded
-from tests.support.promql import names
+from tests.support.dashboards import DASHBOARDS, ROOT, RULES, concrete, names, of_panels, of_rules, of_variables, recorded
 
 PROMTOOL = shutil.which("promtool")
 needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="no promtool on this machine (Debian: package prometheus)")
@@ -145,16 +144,6 @@ def test_every_alert_is_tested_and_says_what_to_do():
                     assert f"| `{rule['alert']}` | {rule['labels']['severity']} |" in DOCUMENTED, rule["alert"]
                     assert rule["labels"]["severity"] in ("critical", "warning")
                     assert rule["annotations"].keys() == {"summary", "description"}
-
-
-def test_provisioning_names_what_is_there():
-    (source,) = yaml.safe_load((ROOT / "grafana/provisioning/datasources/outrider.yaml").read_text())["datasources"]
-    assert source["type"] == "prometheus"
-    (provider,) = yaml.safe_load((ROOT / "grafana/provisioning/dashboards/outrider.yaml").read_text())["providers"]
-    assert provider["type"] == "file"
-    for name in ("prometheus.yml", "local.yml"):
-        config = yaml.safe_load((ROOT / "prometheus" / name).read_text())
-        assert [each["job_name"] for each in config["scrape_configs"]] == ["outrider"]
 
 
 def promtool(*arguments: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import httpx
@@ -43,17 +42,7 @@ def test_each_chunk_is_dated_before_the_next_is_sent() -> None:
     assert answer.chunks == [1.0, 2.0, 3.0, 4.0]
 
 
-def test_pieces_need_not_be_events() -> None:
-    whole = b"".join(stream_of("ä", "🌲", "c"))
-    answer = answer_to(Pieces([whole[at : at + 7] for at in range(0, len(whole), 7)]))
-    assert (answer.fault, answer.text) == ("", "ä🌲c")
-    # A chunk is as old as the piece that completed its event.
-    ends = itertools.accumulate(len(event) + 2 for event in whole.split(b"\n\n")[:2])
-    assert answer.chunks[:2] == [(end - 1) // 7 + 1 for end in ends]
-
-
 def test_what_breaks_off_is_a_failure() -> None:
-    assert answer_to(Pieces(stream_of("a", "b", done=False))).fault == "no [DONE]"
     assert answer_to(Pieces(stream_of("a", "b")[:2], httpx.RemoteProtocolError("gone"))).fault == "RemoteProtocolError"
 
 

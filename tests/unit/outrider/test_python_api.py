@@ -21,6 +21,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from backend.engine.front import SamplingParams
 from outrider import AsyncFleet, Episode, Fleet, OutriderError
 from outrider.parameters import fields_of
 
@@ -86,15 +87,10 @@ def test_of_an_object_what_differs_from_its_class_is_sent() -> None:
     assert fields_of(given) == {"n": 2, "seed": 4, "max_tokens": 16}
     assert fields_of(SimpleNamespace(temperature=0.5, seed=None)) == {"temperature": 0.5}
     assert fields_of({"temperature": 1.0, "top_p": None}) == {"temperature": 1.0}
+    vllms = SamplingParams(temperature=0.5, stop=["end"], max_tokens=16, prompt_logprobs=1)
+    assert fields_of(vllms) == {"temperature": 0.5, "stop": ["end"], "max_tokens": 16, "prompt_logprobs": 1}
     with joined(output) as fleet:
         assert sorted(s.token_ids[0] for s in fleet.generate([[1]], given)) == [4, 5]
-
-
-def test_vllms_own_parameters() -> None:
-    from backend.engine.front import SamplingParams
-
-    given = SamplingParams(temperature=0.5, stop=["end"], max_tokens=16, prompt_logprobs=1)
-    assert fields_of(given) == {"temperature": 0.5, "stop": ["end"], "max_tokens": 16, "prompt_logprobs": 1}
 
 
 @pytest.mark.parametrize("fault", ["busy", "disconnect"])
@@ -294,12 +290,7 @@ def test_a_loop_that_is_left_cancels_the_rest() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_generator_that_the_garbage_collector_ends_stops_nothing() -> None:
     """The collector may run in the fleet's own thread."""
-    models = {"data": [{"id": "demo"}]}
-
-    def handle(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(200, json=models) if request.url.path == "/v1/models" else output(json.loads(request.content))
-
-    with Fleet.join("http://fleet", transport=httpx.MockTransport(handle)) as fleet:
+    with joined(output) as fleet:
         samples = fleet.generate([[1]] * 9)
         assert next(samples).token_ids == [0]
         cycle = [samples]
