@@ -8,6 +8,7 @@ import pytest
 
 from gateway.http.errors import Overloaded
 from tests.integration.test_gateway_responses import client, ended
+from tests.integration.test_gateway_streams import silence
 from tests.support.fake_verifier import eventually, gated
 from tests.support.keys_file import Keys
 from tests.support.running_gateway import running_gateway
@@ -52,10 +53,7 @@ async def test_a_stream_in_the_background_can_be_taken_up_again(running, monkeyp
 
 
 async def test_cancelling_aborts_at_the_verifier(running):
-    async def silent(verifier, sequence):
-        await sequence.aborted.wait()
-
-    running.verifier.behaviour = silent
+    running.verifier.behaviour = silence
     responses = client(running).responses
     begun = await responses.create(model="demo", input="hi", background=True)
     await eventually(lambda: bool(running.verifier.sequences))
@@ -90,11 +88,8 @@ async def test_what_is_made_in_the_background_is_charged_from_the_start(tmp_path
 
 
 async def test_what_a_gateway_left_unfinished_has_failed(tmp_path):
-    async def silent(verifier, sequence):
-        await sequence.aborted.wait()
-
     async with running_gateway(state_dir=str(tmp_path)) as running:
-        running.verifier.behaviour = silent
+        running.verifier.behaviour = silence
         begun = await client(running).responses.create(model="demo", input="hi", background=True)
         await eventually(lambda: bool(running.verifier.sequences))
     async with running_gateway(state_dir=str(tmp_path)) as running:

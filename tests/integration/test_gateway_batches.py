@@ -15,6 +15,7 @@ from gateway.storage.batches import serving as batching
 from gateway.storage.batches.lines import LONGEST_ID
 from gateway.storage.batches.pace import BatchPace
 from gateway.storage.batches.store import BatchStore
+from tests.integration.test_gateway_streams import silence
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.keys_file import Keys
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
@@ -57,11 +58,6 @@ async def until(client, batch, *statuses, timeout_s=120):
 
 async def lines_of(client, file_id):
     return [json.loads(line) for line in (await client.files.content(file_id)).text.splitlines()] if file_id else []
-
-
-async def silent(verifier, sequence):
-    """Takes a request and says nothing until it is aborted."""
-    await sequence.aborted.wait()
 
 
 async def test_from_file_to_file():
@@ -174,7 +170,7 @@ async def test_cancelling_keeps_what_is_answered():
     async with serving() as (running, client):
 
         async def some(verifier, sequence):
-            await (count_up if len(verifier.sequences) <= 2 else silent)(verifier, sequence)
+            await (count_up if len(verifier.sequences) <= 2 else silence)(verifier, sequence)
 
         running.verifier.behaviour = some
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(20))))
@@ -205,7 +201,7 @@ def expire(folder: Path, batch_id: str) -> None:
 
 async def test_a_batch_expires(tmp_path):
     async with serving(tmp_path) as (running, client):
-        running.verifier.behaviour = silent
+        running.verifier.behaviour = silence
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(3))))
         await eventually(lambda: bool(running.verifier.sequences))
     expire(tmp_path, batch.id)
@@ -222,7 +218,7 @@ async def test_a_batch_that_cannot_go_on_holds_no_place_of_others_and_fails_with
     monkeypatch.setattr(batching, "BATCHES_AT_ONCE", 1)
     monkeypatch.setattr(batching, "TROUBLE_S", 0.05)
     async with serving(tmp_path) as (running, client):
-        running.verifier.behaviour = silent
+        running.verifier.behaviour = silence
         batch = await begin(client, jsonl(request("a")))
         await eventually(lambda: bool(running.verifier.sequences))
         (file,) = (running.server.gateway.batches.folder / "files").iterdir()
@@ -246,7 +242,7 @@ async def test_the_next_gateway_goes_on(tmp_path):
     done: list[str] = []
 
     async def few(verifier, sequence):
-        await (count_up if len(verifier.sequences) <= 4 else silent)(verifier, sequence)
+        await (count_up if len(verifier.sequences) <= 4 else silence)(verifier, sequence)
 
     async with serving(tmp_path) as (running, client):
         running.verifier.behaviour = few
@@ -268,7 +264,7 @@ async def test_one_gateway_of_several_carries_out(tmp_path):
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(4))))
         await until(client, batch, "completed")
         assert (len(first.verifier.sequences), len(second.verifier.sequences)) == (4, 0)
-        first.verifier.behaviour = silent
+        first.verifier.behaviour = silence
         batch = await begin(client, jsonl(request("a")))
         await eventually(lambda: len(first.verifier.sequences) == 5)
         await client.batches.cancel(batch.id)
@@ -278,7 +274,7 @@ async def test_one_gateway_of_several_carries_out(tmp_path):
 async def test_lines_that_the_fleet_cannot_serve_now_are_tried_again(monkeypatch):
     monkeypatch.setattr(batching, "RETRY_S", (0.01, 0.05))
     async with serving(queue_wait_s=0.1) as (running, client):
-        running.verifier.behaviour = silent
+        running.verifier.behaviour = silence
         batch = await begin(client, jsonl(request("a")))
         await eventually(lambda: bool(running.verifier.sequences))
         running.directory.set_members([])
@@ -311,7 +307,7 @@ async def test_people_go_first(monkeypatch):
     monkeypatch.setattr("gateway.storage.batches.pace.room", lambda _, quiet, *others: 3 if quiet else 1)
     monkeypatch.setattr("gateway.storage.batches.pace.QUIET_AFTER_S", 1e9)
     async with serving() as (running, client):
-        running.verifier.behaviour = silent
+        running.verifier.behaviour = silence
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(8))))
         await eventually(lambda: bool(running.core.sequences.batched))
         await eventually(lambda: running.core.sequences.batched == 3 == len(running.verifier.sequences))
@@ -334,7 +330,7 @@ async def test_keys_of_batches_go_last_without_a_folder_too(tmp_path, monkeypatc
     keys = Keys(tmp_path)
     nightly, other = keys.put("nightly", priority="batch"), keys.put("other")
     async with serving("none", keys_file=str(keys.file)) as (running, _):
-        running.verifier.behaviour = silent
+        running.verifier.behaviour = silence
         nights = [asyncio.ensure_future(running.http.post(CHATS, json=CHAT, headers=nightly)) for _ in range(3)]
         await eventually(lambda: running.core.sequences.held == 2)
         running.verifier.behaviour = count_up
@@ -373,7 +369,7 @@ async def test_batches_take_no_places_of_others():
     async with serving(max_in_flight=1) as (running, client):
 
         async def for_others(verifier, sequence):
-            await (silent if sequence.max_tokens == 5 else count_up)(verifier, sequence)
+            await (silence if sequence.max_tokens == 5 else count_up)(verifier, sequence)
 
         running.verifier.behaviour = for_others
         await begin(client, jsonl(request("a", {**CHAT, "max_tokens": 5})))

@@ -29,11 +29,8 @@ async def test_a_key_opens_its_models_and_no_others(keys):
     free, other = keys.put("free"), keys.put("other", models=["mine"])
     async with running_gateway(keys_file=str(keys.file)) as running:
         http = running.http
-        assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 401
-        assert (
-            await http.post("/v1/completions", json=COMPLETION, headers={"authorization": "Bearer or-x"})
-        ).status_code == 401
-        assert (await http.post("/v1/completions", json=COMPLETION, headers=free)).status_code == 200
+        for headers, status in ({}, 401), ({"authorization": "Bearer or-x"}, 401), (free, 200):
+            assert (await http.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == status
         key = {"x-api-key": free["authorization"].removeprefix("Bearer ")}
         assert (await http.post("/v1/completions", json=COMPLETION, headers=key)).status_code == 200
         assert [each["id"] for each in (await http.get("/v1/models", headers=free)).json()["data"]] == ["demo"]
@@ -141,11 +138,8 @@ async def test_a_burst_that_waits_for_shared_counts_takes_no_more_than_its_place
 
 async def test_rights_and_the_log_of_what_administrators_did(keys, caplog):
     caplog.set_level(logging.INFO, "outrider.audit")
-    plain, admin, scraper = (
-        keys.put("plain"),
-        keys.put("boss", rights=["admin"]),
-        keys.put("prom", models=[], rights=["metrics"]),
-    )
+    plain, admin = keys.put("plain"), keys.put("boss", rights=["admin"])
+    scraper = keys.put("prom", models=[], rights=["metrics"])
     async with running_gateway(keys_file=str(keys.file)) as running:
         http = running.http
         assert (await http.post("/sleep", json={})).status_code == 401

@@ -4,12 +4,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import msgspec
-import openai
 
 from backend.wire import engine as wire
 from backend.wire.engine import Account, RequestOptions, Tally
+from tests.integration import test_gateway_messages, test_gateway_responses
 from tests.integration.test_gateway_streams import events
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up, eventually
 from tests.support.keys_file import Keys
@@ -183,8 +182,7 @@ async def forgets_who_leaves(running: Running) -> None:
 
 async def test_responses_and_messages_tell_it_too(running: Running):
     running.verifier.behaviour = drafting
-    responses = openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0).responses
-    messages = anthropic.AsyncAnthropic(base_url=running.server.url, api_key="none", max_retries=0).messages
+    responses, messages = test_gateway_responses.client(running).responses, test_gateway_messages.client(running).messages
     for extra in ({"extra_body": STATS}, {"extra_headers": {"X-Outrider-Stats": "1"}}):
         made = await responses.create(**RESPONSE, **extra)
         assert told(made) == told(await responses.retrieve(made.id)) == 5

@@ -6,6 +6,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.integration.test_gateway_responses import client
 from tests.support.checkable import FLAT_NAMED, FLAT_PAINT
 from tests.support.running_gateway import running_gateway
 from tests.support.saying import saying
@@ -21,10 +22,6 @@ WEATHER: dict[str, Any] = {
 ASKED = {"model": "demo", "messages": [{"role": "user", "content": "Rome?"}], "tools": [WEATHER], "max_tokens": 60}
 NAMED = {"type": "function", "function": {"name": "weather"}}
 TWO = '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "weather", "parameters": {"city": "Oslo"}}]'
-
-
-def client(running):
-    return openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0)
 
 
 async def test_a_named_tool_is_called_by_grammar(running):

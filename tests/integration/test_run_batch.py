@@ -8,7 +8,8 @@ import pytest
 from backend.config.sources import CommandError, ConfigError
 from gateway.cli import run_batch
 from gateway.cli.run_batch import GatewayAddress, carry_out
-from tests.integration.test_gateway_batches import TEXTS, jsonl, request, silent
+from tests.integration.test_gateway_batches import TEXTS, jsonl, request
+from tests.integration.test_gateway_streams import silence
 from tests.support.fake_verifier import count_up, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
@@ -50,7 +51,7 @@ async def test_it_goes_on_where_it_ended(running, files):
     source.write_bytes(jsonl(*(request(f"c{n}") for n in range(6))))
 
     async def few(verifier, sequence):
-        await (count_up if verifier.sequences.index(sequence) < 3 else silent)(verifier, sequence)
+        await (count_up if verifier.sequences.index(sequence) < 3 else silence)(verifier, sequence)
 
     running.verifier.behaviour = few
     gateway = GatewayAddress(running.server.url, None)
@@ -108,7 +109,7 @@ async def test_it_gives_up_on_a_gateway_that_is_gone(files, monkeypatch):
     source, target = files
     source.write_bytes(jsonl(request("a")))
     async with running_gateway() as running:
-        running.verifier.behaviour = silent
+        running.verifier.behaviour = silence
         work = asyncio.create_task(carry_out(GatewayAddress(running.server.url, None), source, target, 1, print))
         await eventually(lambda: bool(running.verifier.sequences))
         running.server.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import statistics
@@ -231,7 +232,7 @@ class Fleet:
             drafts = max(requests * 5 // len(served), 1) if requests else 0
             counters.drafts += drafts
             counters.accepted_tokens += round(self._noisy(1.4 * drafts, noise))
-        drafters = {d: replace_counters(c) for (v, d), c in self.accepted.items() if v == f"v{i}"}
+        drafters = {d: copy.copy(c) for (v, d), c in self.accepted.items() if v == f"v{i}"}
         return VerifierStats(
             f"v{i}",
             0.0,
@@ -249,10 +250,6 @@ class Fleet:
         for _ in range(5):
             self.drafted[i].note(requests, self._noisy(0.002 + 0.004 * requests, noise))
         return DrafterStats(f"d{i}", 0.0, speed=self.drafted[i].read())
-
-
-def replace_counters(counters: DraftCounters) -> DraftCounters:
-    return DraftCounters(drafts=counters.drafts, accepted_tokens=counters.accepted_tokens)
 
 
 def test_ten_percent_of_noise_moves_hardly_anything_in_a_steady_state() -> None:

@@ -24,10 +24,6 @@ def member(member_id: str, kind: MemberKind, incarnation: str = "i0", state: Mem
     return Member(member_id, kind, incarnation, f"ipc:///tmp/{member_id}", "", "node", 1, "demo", state)
 
 
-def verifier_stats(member_id: str, running: int) -> VerifierStats:
-    return VerifierStats(member_id, 0.0, "sync", 4, running=running)
-
-
 def fleet(verifiers: int, drafters: int, now: float = 0.0) -> Coordinator:
     policy = Coordinator(LEASE_S)
     for i in range(verifiers):
@@ -44,7 +40,7 @@ def pairs(policy: Coordinator, now: float) -> set[tuple[str, str]]:
 def report(
     policy: Coordinator, member_id: str, now: float, running: int = 0, incarnation: str = "i0", state: MemberState = "ready"
 ) -> Orders:
-    stats = verifier_stats(member_id, running) if member_id.startswith("v") else None
+    stats = VerifierStats(member_id, 0.0, "sync", 4, running=running) if member_id.startswith("v") else None
     return policy.report(Report(member_id, incarnation, state, stats), now)
 
 

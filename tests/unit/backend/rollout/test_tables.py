@@ -22,14 +22,6 @@ from backend.rollout.outcome import Death, RoundResult, WorkerShare
 from backend.rollout.report import round_report
 from tests.support.properties import examples
 
-CONTRACT = {
-    "perf": "step_tgs,step_tokens,cur_acc_len,step_batchsize,step_ts,step_interval,draft_nstep,"
-    "draft_time,verify_time,idle_time",
-    "request": "req_id,rollout_time,rollout_step,prompt_length,response_length,spec_accept_rate,spec_matched_total,"
-    "spec_draft_total,spec_accepted_total",
-    "markov": "acc_token_num,draft_token_num,verify_token_num,cur_step,req_id",
-}
-
 
 def step(number: int, verified: list[VerificationRow], began_at: float, interval_ms: float) -> StepRow:
     drafted = [row for row in verified if row.draft_tokens]
@@ -101,9 +93,15 @@ def read(columns: tuple[str, ...], rows: tables.Table) -> list[dict[str, Any]]:
 
 
 def test_columns_are_the_contract() -> None:
-    assert ",".join(tables.PERF_COLUMNS) == CONTRACT["perf"]
-    assert ",".join(tables.REQUEST_COLUMNS) == CONTRACT["request"]
-    assert ",".join(tables.MARKOV_COLUMNS) == CONTRACT["markov"]
+    perf, request, markov = map(",".join, (tables.PERF_COLUMNS, tables.REQUEST_COLUMNS, tables.MARKOV_COLUMNS))
+    assert perf == (
+        "step_tgs,step_tokens,cur_acc_len,step_batchsize,step_ts,step_interval,draft_nstep,draft_time,verify_time,idle_time"
+    )
+    assert request == (
+        "req_id,rollout_time,rollout_step,prompt_length,response_length,spec_accept_rate,spec_matched_total,"
+        "spec_draft_total,spec_accepted_total"
+    )
+    assert markov == "acc_token_num,draft_token_num,verify_token_num,cur_step,req_id"
 
 
 @examples(40)

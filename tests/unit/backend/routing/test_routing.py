@@ -56,16 +56,17 @@ def test_ties_go_to_the_one_used_least():
 
 def test_a_session_returns_until_its_verifier_is_overloaded_or_gone():
     router = WithAffinity(LeastLoaded(), "session", slack=2, entries=10)
-    idle = [RoutingCandidate("a", 0, 0, 0), RoutingCandidate("b", 0, 0, 1)]
-    assert router.choose(RoutingRequest(session="s"), idle) == "a"
-    assert router.choose(RoutingRequest(session="s"), [RoutingCandidate("a", 50, 2, 5), RoutingCandidate("b", 0, 0, 0)]) == "a"
-    assert (
-        router.choose(RoutingRequest(session="other"), [RoutingCandidate("a", 50, 2, 5), RoutingCandidate("b", 0, 0, 0)]) == "b"
-    )
+
+    def chosen(session, *those):
+        return router.choose(RoutingRequest(session=session), [RoutingCandidate(*each) for each in those])
+
+    assert chosen("s", ("a", 0, 0, 0), ("b", 0, 0, 1)) == "a"
+    assert chosen("s", ("a", 50, 2, 5), ("b", 0, 0, 0)) == "a"
+    assert chosen("other", ("a", 50, 2, 5), ("b", 0, 0, 0)) == "b"
     # Overloaded: it moves, and then belongs where it went.
-    assert router.choose(RoutingRequest(session="s"), [RoutingCandidate("a", 50, 3, 5), RoutingCandidate("b", 0, 0, 0)]) == "b"
-    assert router.choose(RoutingRequest(session="s"), [RoutingCandidate("a", 0, 0, 5), RoutingCandidate("b", 9, 1, 9)]) == "b"
-    assert router.choose(RoutingRequest(session="s"), [RoutingCandidate("a", 0, 0, 5)]) == "a"
+    assert chosen("s", ("a", 50, 3, 5), ("b", 0, 0, 0)) == "b"
+    assert chosen("s", ("a", 0, 0, 5), ("b", 9, 1, 9)) == "b"
+    assert chosen("s", ("a", 0, 0, 5)) == "a"
 
 
 def test_a_prompt_goes_where_its_longest_beginning_went():

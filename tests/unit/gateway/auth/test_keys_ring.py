@@ -2,7 +2,7 @@ import hashlib
 
 import pytest
 
-from gateway.auth.caller import ANYBODY, Priority
+from gateway.auth.caller import ANYBODY, KeyLimits, Priority
 from gateway.auth.key_ring import RESERVED, KeyFileError, KeyRing, make_key, read_entries
 
 
@@ -55,11 +55,7 @@ keys:
     assert caller is keys.find(scope("bearer  new"))
     assert caller.may_use("mine")
     assert not caller.may_use("other")
-    assert (caller.limits.requests_per_minute, caller.limits.tokens_per_minute, caller.limits.concurrent_requests) == (
-        60,
-        1000,
-        3,
-    )
+    assert caller.limits == KeyLimits(60, 1000, 3)
     assert (caller.weight, caller.priority, caller.admin, caller.metrics) == (2.5, Priority.BATCH, True, True)
     assert not caller.learn
     assert keys.find_administrator(scope("Bearer new")) is caller
