@@ -109,7 +109,7 @@ class Speculator:
         self._began = 0.0
         """When the latest step began."""
         self._came = False
-        """Whether drafts came since the last step began."""
+        """Whether drafts came, or became of use, since the last step began."""
         self._passed = 0
 
     # -- drafters ------------------------------------------------------------------------------------------------------
@@ -271,6 +271,7 @@ class Speculator:
             requests = self.candidates.requests
             began = {each: n for each, n in self._ended.items() if of_all or requests[each].ask is not None}
             self.candidates.look_up(began, counts=self._is_telling)
+            self._came = self._came or any(requests[each].candidate is not None for each in began)
             for request_id in began:
                 self._ask_for(request_id, k, outcomes, asks, now)
             if outcomes or self.candidates.forced:

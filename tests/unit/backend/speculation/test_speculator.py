@@ -20,7 +20,7 @@ from backend.speculation.speculator import RECONSIDER_EVERY, Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from backend.wire.engine import EmittedText, RequestOptions
-from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, Drafter, Driven, K, Turn, speculator
+from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, VOCAB, Drafter, Driven, K, Turn, speculator
 
 
 @given(
@@ -246,6 +246,30 @@ def test_a_draft_that_comes_after_a_probe_is_used_though_look_ups_rest() -> None
     attached = made.attach(texts, 0, 1000.0)
     assert not attached.features_needed, "the probe is over"
     assert attached.tokens == {"r0": [5, 6]}
+
+
+def test_a_draft_made_ahead_for_the_end_of_a_probe_is_used_at_once_or_never() -> None:
+    made, texts = speculator("auto"), {f"r{i}": [i, 1, 2] for i in range(2 * RECONSIDER_EVERY)}
+    for name, text in texts.items():
+        made.ended(name, text, 2, Rule.GREEDY)
+    used = 0
+    for step in range(3 * PROBE_EVERY):
+        attached = made.attach(texts, 0, 100.0 + step)
+        for name, tokens in attached.tokens.items():
+            assert tokens == [len(texts[name]) % VOCAB], "made for this length"
+        used += len(attached.tokens) * (not attached.features_needed)
+        for name, text in texts.items():
+            text.append(4)
+            if not attached.is_quiet:
+                made.ended(name, text, len(text) - 1, Rule.GREEDY)
+        asks = made.ask(100.5 + step).get("d0", [])
+        # One request's alone: look-ups rest, and it is seldom its turn.
+        ahead = [Block("r0", each.base_len, [], [Outcome(0, 4, [(each.base_len + 1) % VOCAB], [8.0] * 2)]) for each in asks[:1]]
+        made.take_blocks("d0", ahead, 1e-3)
+        made.learn(0.0)
+        if attached.is_quiet:
+            made.arrived("d0", [Draft("r0", 1, [])], 1e-3, 100.5 + step)
+    assert used
 
 
 def test_what_is_left_of_a_cut_draft_is_verified_next() -> None:
