@@ -38,6 +38,7 @@ class _Link:
 
     ref: DrafterRef
     dealer: Dealer
+    epoch: int
     hello: bytes
     greeted_at: float = float("-inf")
     exchanges: int | None = None
@@ -93,9 +94,10 @@ class DraftLinks:
                 hello = Hello(
                     PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch, weights=self._weights, target=self._target
                 )
-                self._links[ref.id] = _Link(ref, dealer, encode(hello))
+                self._links[ref.id] = _Link(ref, dealer, self._epoch, encode(hello))
                 self._links[ref.id].greet(time.monotonic())
-        orders = self._verifier_id, refs, self._epoch, self._hub.wire.fleet_keys, self._weights
+        epochs = {link.ref: link.epoch for link in self._links.values()}
+        orders = self._verifier_id, epochs, self._hub.wire.fleet_keys, self._weights
         self._core.collective_rpc("set_drafters", args=orders)
         self._scheduler.set_drafters(refs)
         logger.info("drafters: %s", ", ".join(sorted(self._links)) or "none")
@@ -145,11 +147,10 @@ class DraftLinks:
     def read_counters(self, stats: VerifierStats) -> None:
         """Adds what the sending worker counted since the last call, and the plan in force.
 
-        A drafter that the worker had to greet again is greeted here too, or its answers would go nowhere.  So is a drafter that
-        does not answer; a repeated greeting changes nothing.
+        A drafter that does not answer is greeted again, which changes nothing if it knows this verifier.
         """
         for shipped in self._core.collective_rpc("take_drafting_counters"):
-            for drafter_id, sent in shipped.counters.items():
+            for drafter_id, sent in shipped.items():
                 counters = self._counters.drafter(drafter_id)
                 counters.bytes_sent += sent.bytes_sent
                 counters.handovers += sent.handovers
@@ -157,7 +158,7 @@ class DraftLinks:
                 counters.handover_bytes += sent.handover_bytes
                 for reason, n in sent.dropped.items():
                     self._counters.dropped(drafter_id, reason, n)
-            for drafter_id in (*shipped.greeted, *self._scheduler.speculator.questions.down()):
-                if drafter_id in self._links:
-                    self._links[drafter_id].greet(time.monotonic())
+        for drafter_id in self._scheduler.speculator.questions.down():
+            if drafter_id in self._links:
+                self._links[drafter_id].greet(time.monotonic())
         self._scheduler.read_plan(stats)

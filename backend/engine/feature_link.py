@@ -1,4 +1,4 @@
-"""The worker's connection to one drafter: socket, ring, and how far each request's features have been sent.
+"""The worker's connection to one drafter: socket, ring, and which rows of each request have been sent.
 
 Worker process, on the thread that runs the model; part of `features.py`.
 """
@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import msgspec
-import torch
 
+from backend.engine.row_log import Projection, RowFormat
 from backend.fleet import DrafterRef
 from backend.transport import Dealer, RingWriter, Wire, connect_dealer
 from backend.wire.drafting import (
     HELLO_FIRST,
-    PROTOCOL_VERSION,
     Close,
+    Commit,
     Hello,
+    Open,
     Refused,
+    Round,
     Unknown,
     Welcome,
     decode_to_verifier,
@@ -37,50 +40,56 @@ RING_FROM_BYTES = 65536
 GREET_EVERY_S = 0.5
 """Shortest time between two greetings of a drafter, which refuses every round until it is greeted."""
 
-Projection = Callable[[torch.Tensor], torch.Tensor]
-"""Maps features of the target, `[rows, n * target_hidden]`, to what a drafter takes, `[rows, hidden]`."""
+
+class Piece(NamedTuple):
+    """A message about one request, and its rows."""
+
+    item: Open | Commit
+    rows: bytes | memoryview
+    sent: range
+    """See `FeatureLink.sent`, once it is sent."""
 
 
 class FeatureLink:
-    """The `features` socket to one drafter.  `next_row`: position of the first row not yet sent, by open request."""
+    """The `features` socket to one drafter."""
 
-    def __init__(
-        self,
-        wire: Wire,
-        ref: DrafterRef,
-        project: Projection | None,
-        verifier_id: str,
-        epoch: int,
-        weights: int,
-        ring_bytes: int,
-    ) -> None:
-        self.ref = ref
-        self.project = project
-        self._verifier_id, self._epoch, self._weights = verifier_id, epoch, weights
+    def __init__(self, wire: Wire, ref: DrafterRef, project: Projection | None, hello: Hello, ring_bytes: int) -> None:
+        self.ref, self.project, self.hello = ref, project, hello
         # A ring needs one host, which an ipc address implies.
         self._ring_bytes = ring_bytes if ref.address.startswith("ipc://") else 0
         self._ring: RingWriter | None = None
         self._ring_is_read = False
         self.socket = Dealer(connect_dealer(wire, ref.address, ref.server_key, QUEUED_ROUNDS))
-        self.next_row: dict[str, int] = {}
-        self.cold: set[str] = set()
-        """Requests whose earlier rows have yet to be handed over."""
+        self.sent: dict[str, range] = {}
+        """By open request, the positions of the rows that were sent, from the last gap on."""
         self.closed: list[Close] = []
         self._greet(time.monotonic())
 
-    def leave(self, parts: Sequence[bytes | memoryview], size: int) -> int | None:
-        """Writes a large frame of `size` bytes into the ring; returns its position, or None: it must travel in the message."""
-        if self._ring is None or not self._ring_is_read or size < RING_FROM_BYTES:
+    def send(self, pieces: list[Piece], row_format: RowFormat) -> int | None:
+        """Sends a round, pending `Close` items first.  Returns its bytes, or None if the drafter's queue is full."""
+        rows, at = [piece.rows for piece in pieces], None
+        size = sum(map(len, rows))
+        if self._ring is not None and self._ring_is_read and size >= RING_FROM_BYTES:
+            at = self._ring.write(*rows)
+        items = [*self.closed, *(piece.item for piece in pieces)]
+        header = encode(Round(row_format.dtype, row_format.width, items, at))
+        if not self.socket.send(header, b"".join(rows) if at is None else b""):
             return None
-        return self._ring.write(*parts)
+        self.closed.clear()
+        self.sent.update((piece.item.request_id, piece.sent) for piece in pieces)
+        return len(header) + size
+
+    def forget(self, request_ids: Iterable[str], reason: str) -> None:
+        """The next round closes those of these requests that are open."""
+        self.closed += [Close(each, reason) for each in request_ids if self.sent.pop(each, None) is not None]
 
     def close(self) -> None:
         self.socket.close()
         self._drop_ring()
 
-    def receive_answers(self) -> bool:
-        """Takes in the drafter's messages; returns whether it was greeted again."""
-        greeted, now = False, time.monotonic()
+    def receive_answers(self) -> None:
+        """Takes in the drafter's messages."""
+        now = time.monotonic()
         while (frames := self.socket.receive()) is not None:
             try:
                 message = decode_to_verifier(frames[0])
@@ -88,19 +97,15 @@ class FeatureLink:
                 continue
             if isinstance(message, Unknown):
                 for request_id in message.request_ids:
-                    self.next_row.pop(request_id, None)
+                    self.sent.pop(request_id, None)
             elif isinstance(message, Welcome):
                 self._ring_is_read = message.ring
                 if not message.ring:
                     self._drop_ring()
             elif isinstance(message, Refused) and message.reason == HELLO_FIRST and now - self._greeted_at >= GREET_EVERY_S:
-                greeted = True
                 # If the drafter has lost the connection alone, they are open there.
-                self.closed += [Close(request_id, "moved") for request_id in self.next_row]
-                self.next_row.clear()
-                self.cold.clear()
+                self.forget(list(self.sent), "moved")
                 self._greet(now)
-        return greeted
 
     def _greet(self, now: float) -> None:
         """Sends `Hello` and offers a new ring: how much the drafter has read of an old ring is unknown."""
@@ -112,8 +117,7 @@ class FeatureLink:
             except OSError as error:
                 logger.warning("no shared memory for features, sockets serve: %s", error)
         ring = None if self._ring is None else self._ring.ref
-        hello = Hello(PROTOCOL_VERSION, self._verifier_id, "features", self._epoch, ring, self._weights)
-        self.socket.send(encode(hello))
+        self.socket.send(encode(msgspec.structs.replace(self.hello, ring=ring)))
 
     def _drop_ring(self) -> None:
         self._ring_is_read = False

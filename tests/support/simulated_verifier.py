@@ -165,8 +165,8 @@ class SimulatedCore:
         if name == "take_drafting_counters":
             return [shipper.take_counters()]
         assert name == "set_drafters"
-        verifier_id, refs, epoch, _, weights = args
-        shipper.set_drafters(None, verifier_id, refs, epoch, weights)  # type: ignore[arg-type]
+        verifier_id, epochs, _, weights = args
+        shipper.set_drafters(None, verifier_id, epochs, weights)  # type: ignore[arg-type]
         return [None]
 
     def post_step(self, executed: bool) -> None:

@@ -16,14 +16,14 @@ from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_pa
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
-from backend.engine.feature_link import Projection
-from backend.engine.features import FeatureShipper, Shipped
+from backend.engine.features import FeatureShipper
+from backend.engine.row_log import Projection
 from backend.engine.worker import tensor_transfer
 from backend.engine.worker.fixed import FixedResponses, takes_fixed
 from backend.engine.worker.prompt_logprobs import AdapterPromptLogprobs
 from backend.engine.worker.runner import RemoteDrafting, ResumedOutputs
 from backend.engine.worker.sampling import SharedNoise, all_logits_processors
-from backend.fleet import DrafterRef
+from backend.fleet import DraftCounters, DrafterRef
 from backend.noise import warm_up
 from backend.transport import ServerKeys, Wire
 from backend.wire.drafting import Part, TargetTensor
@@ -90,7 +90,7 @@ class Mixed:
         return FeatureShipper(projection, options["ring_bytes"], HANDOVER_BYTES)
 
     def set_drafters(
-        self, verifier_id: str, refs: list[DrafterRef], epoch: int, fleet_keys: ServerKeys | None, weights: int = 0
+        self, verifier_id: str, epochs: dict[DrafterRef, int], fleet_keys: ServerKeys | None, weights: int = 0
     ) -> None:
         """Applies a new assignment; called between two steps, on every rank."""
         shipper = self.model_runner.shipper
@@ -98,7 +98,7 @@ class Mixed:
             return
         if self.wire is None:
             self.wire = Wire(fleet_keys)
-        shipper.set_drafters(self.wire, verifier_id, refs, epoch, weights)
+        shipper.set_drafters(self.wire, verifier_id, epochs, weights)
 
     def abandon_weight_update(self) -> None:
         """Ends whatever vLLM is loading, and its update session; layers that were loaded wholly keep the new weights."""
@@ -109,10 +109,10 @@ class Mixed:
             self._weight_update_active = False
             tensor_transfer.forget(self.model_runner.get_model(), self.model_config)
 
-    def take_drafting_counters(self) -> Shipped:
-        """`FeatureShipper.take_counters` on the rank that sends; empty counters on the others."""
+    def take_drafting_counters(self) -> dict[str, DraftCounters]:
+        """`FeatureShipper.take_counters` on the rank that sends; nothing on the others."""
         shipper = self.model_runner.shipper
-        return shipper.take_counters() if shipper is not None else Shipped()
+        return shipper.take_counters() if shipper is not None else {}
 
     def target_rows(self, name: TargetTensor, first: int) -> tuple[Part, bytes] | None:
         """The rows that `read_rows` returns for this rank."""

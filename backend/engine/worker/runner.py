@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 
 from backend.engine.counting import StepOrders
 from backend.engine.features import FeatureShipper
-from backend.engine.postponed import RowSpan
+from backend.engine.row_log import StepRows
 from backend.engine.spans import TRACE_ARGUMENT
 from backend.engine.worker.fixed import fixed_response
 from backend.speculation.proposals import Proposal
@@ -144,9 +144,8 @@ class RemoteDrafting:
         self.proposals = scheduler_output.outrider.proposals
         if self.shipper is not None:
             self.shipper.finish(scheduler_output.finished_req_ids)
-            self.shipper.preempted(scheduler_output.preempted_req_ids or ())
             if not scheduler_output.total_num_scheduled_tokens:
-                self.shipper.ship([], None)
+                self.shipper.ship(StepRows([], [], [], [], []), None)
         return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -179,10 +178,8 @@ class RemoteDrafting:
             self.shipper.features_needed = orders.features_needed
             self.shipper.pairings.update(orders.pairings)
             layers = aux_hidden_states if aux_hidden_states is not None else [hidden_states]
-            plain = self.ships_features and not (orders.features_needed or scheduler_output.scheduled_spec_decode_tokens)
-            if not (plain and self._set_aside(scheduler_output, layers)):
-                spans = self._spans(scheduler_output, sampled_token_ids, spec_decode_metadata)
-                self.shipper.ship(spans, layers if self.ships_features else None)
+            rows = self._rows(scheduler_output, sampled_token_ids, spec_decode_metadata)
+            self.shipper.ship(rows, layers if self.ships_features else None)
         return [[] for _ in sampled_token_ids]
 
     def take_draft_token_ids(self) -> None:
@@ -214,30 +211,12 @@ class RemoteDrafting:
             min_p=params.min_p,
         )
 
-    def _set_aside(self, scheduler_output: Any, layers: list[torch.Tensor]) -> bool:
-        """Has the shipper postpone a step without draft tokens; returns whether it has room for that."""
-        assert self.shipper is not None
+    def _rows(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> StepRows:
         batch: Any = self.input_batch  # type: ignore[attr-defined]
         request_ids, of = list(batch.req_ids), scheduler_output.num_scheduled_tokens
         starts = batch.num_computed_tokens_cpu[: len(request_ids)].tolist()
-        return self.shipper.set_aside(request_ids, starts, [of[request_id] for request_id in request_ids], layers)
-
-    def _spans(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> list[RowSpan]:
-        """Each request's final rows in this step, in batch order."""
-        batch: Any = self.input_batch  # type: ignore[attr-defined]
-        spans: list[RowSpan] = []
-        count, offset = len(batch.req_ids), 0
-        starts, texts = batch.num_computed_tokens_cpu[:count].tolist(), batch.token_ids_cpu
-        drafted = metadata.num_draft_tokens if metadata is not None else [0] * count
-        of = scheduler_output.num_scheduled_tokens
-        for i, request_id in enumerate(batch.req_ids):
-            scheduled, tokens = of[request_id], sampled[i]
-            # Rows of rejected draft tokens are not final.
-            rows = scheduled - drafted[i] + len(tokens) - 1 if tokens else scheduled
-            spans.append(RowSpan(request_id, starts[i], offset, rows, _reader(texts[i])))
-            offset += scheduled
-        return spans
-
-
-def _reader(row: np.ndarray[Any, Any]) -> Callable[[int, int], list[int]]:
-    return lambda first, last: row[first:last].tolist()
+        computed = [of[request_id] for request_id in request_ids]
+        drafted = metadata.num_draft_tokens if metadata is not None else [0] * len(request_ids)
+        # Rows of rejected draft tokens are not final.
+        counts = [n - d + len(own) - 1 if own else n for n, d, own in zip(computed, drafted, sampled, strict=True)]
+        return StepRows(request_ids, starts, counts, computed, batch.token_ids_cpu)

@@ -21,7 +21,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTr
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from backend.engine.features import DTYPE_NAMES
+from backend.engine.row_log import DTYPE_NAMES
 from backend.models.layout import Shape
 from backend.wire.drafting import Part, TargetTensor
 

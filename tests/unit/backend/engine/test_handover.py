@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from backend.drafter.service import DrafterService
 from backend.engine import feature_link, features
-from backend.engine.feature_store import FeatureStore
 from backend.engine.features import FeatureShipper
-from backend.engine.postponed import RowSpan
 from backend.fleet import DrafterRef
 from backend.models.head_config import CheckpointError
 from backend.speculation.pairing import Pairing
@@ -36,14 +31,10 @@ from backend.wire.drafting import (
 )
 from tests.support.ahead_verifier import handle
 from tests.support.drafter_heads import TinyHead, make_proposer
-from tests.support.properties import examples
+from tests.support.rows import step_of
 
 HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
 K = 4
-
-
-def _part(tokens: list[int], begin: int, end: int) -> list[int]:
-    return tokens[begin:end]
 
 
 @dataclass
@@ -97,7 +88,7 @@ class Bench:
             service = DrafterService(name, make_proposer(directory / name, HEAD), 60.0)
             self.lines[name] = Line(service)
         self.shipper = FeatureShipper(lambda head: None, handover_bytes=handover_bytes)
-        self.epoch = 0
+        self.epoch, self.epochs = 0, dict[DrafterRef, int]()
         generator = torch.Generator().manual_seed(3)
         self.tokens = torch.randint(HEAD.vocab, (4, 400), generator=generator).tolist()
         self.rows = torch.randn((4, 400, HEAD.hidden), generator=generator)
@@ -105,19 +96,17 @@ class Bench:
 
     def assign(self, *names: str) -> None:
         self.epoch += 1
-        self.shipper.set_drafters(Wire(), "v", [DrafterRef(name, "i", name, "", 1) for name in names], self.epoch)
+        refs = [DrafterRef(name, "i", name, "", 1) for name in names]
+        self.epochs = {ref: self.epochs.get(ref, self.epoch) for ref in refs}
+        self.shipper.set_drafters(Wire(), "v", self.epochs)
 
     def step(self, advance: dict[int, int]) -> None:
         """Each of these requests advances by so many rows."""
-        spans, rows, offset = [], [], 0
+        requests = [(f"r{i}", self.lengths[i], count, self.tokens[i]) for i, count in advance.items()]
+        rows = [self.rows[i, self.lengths[i] : self.lengths[i] + count] for i, count in advance.items()]
         for i, count in advance.items():
-            start = self.lengths[i]
-            tokens = self.tokens[i]
-            spans.append(RowSpan(f"r{i}", start, offset, count, partial(_part, tokens)))
-            rows.append(self.rows[i, start : start + count])
             self.lengths[i] += count
-            offset += count
-        self.shipper.ship(spans, [torch.cat(rows)])
+        self.shipper.ship(step_of(requests), [torch.cat(rows)])
 
     def live(self, steps: int, requests: tuple[int, ...] = (0, 1)) -> None:
         for n in range(steps):
@@ -145,7 +134,7 @@ def test_drafts_after_a_hand_over_are_those_of_a_drafter_that_was_there_from_the
     assert all(len(draft) == K for draft in stayed.values())
     assert warm == stayed
     assert cold != stayed, "without the features it does not know enough"
-    given = bench.shipper.take_counters().counters["d1"]
+    given = bench.shipper.take_counters()["d1"]
     assert (given.handovers, given.handover_bytes) == (2, given.handover_rows * HEAD.hidden * 4)
     # The step after the change brings new rows of its own; all others were computed before.
     opened = [item for item in bench.lines["d1"].rounds[0].items if isinstance(item, Open)]
@@ -168,19 +157,19 @@ def test_much_is_handed_over_in_parts_and_in_turns(tmp_path: Path, monkeypatch: 
     assert len(opens) == 2
 
 
-def test_a_full_queue_loses_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("drafter", ["d0", "d1"])
+def test_a_full_queue_loses_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
     _, stayed = drafts_after(tmp_path / "a", monkeypatch, 1 << 20, moved=False)
     bench = Bench(tmp_path / "b", monkeypatch, 1 << 20)
     bench.assign("d0")
     bench.live(10)
-    bench.assign("d1")
-    bench.lines["d1"].is_full = True
+    bench.assign(drafter)
+    bench.lines[drafter].is_full = True
     bench.live(1)
-    assert bench.shipper.take_counters().counters["d1"].dropped == {"overflow": 1}
-    bench.lines["d1"].is_full = False
-    bench.lengths = [length - 1 - (0 + i) % K if i < 2 else 0 for i, length in enumerate(bench.lengths)]
-    bench.live(2)
-    assert bench.lines["d1"].drafts == stayed
+    assert bench.shipper.take_counters()[drafter].dropped == {"overflow": 1}
+    bench.lines[drafter].is_full = False
+    bench.step({i: 1 + (1 + i) % K for i in range(2)})
+    assert bench.lines[drafter].drafts == stayed
 
 
 def test_requests_that_another_drafter_takes_over_are_closed_and_opened_warm_when_they_come_back(
@@ -210,65 +199,33 @@ def test_rows_computed_while_there_was_no_drafter_are_handed_over_too(tmp_path: 
     bench.live(5)
     bench.assign("d0")
     bench.live(1)
-    assert bench.shipper.take_counters().counters["d0"].handovers == 2
+    assert bench.shipper.take_counters()["d0"].handovers == 2
     bench.shipper.finish(["r0", "r1"])
-    assert bench.shipper._store.held == 0
-
-
-@examples(100)
-@given(
-    st.integers(0, 60),
-    st.lists(
-        st.tuples(st.sampled_from("abc"), st.sampled_from(["next", "gap", "again", "over"]), st.integers(1, 9)), max_size=40
-    ),
-)
-def test_the_store_keeps_the_newest_consecutive_rows_within_its_bounds(
-    capacity: int, events: list[tuple[str, str, int]]
-) -> None:
-    store, ends = FeatureStore(4 * capacity), dict[str, int]()
-
-    def row(name: str, position: int) -> bytes:
-        return name.encode() + position.to_bytes(3, "big")
-
-    for name, kind, count in events:
-        end = ends.get(name, 0)
-        if kind == "over":
-            store.forget(name)
-            ends.pop(name, None)
-            continue
-        start = {"next": end, "gap": end + 3, "again": max(end - count, 0)}[kind]
-        store.add(name, start, b"".join(row(name, p) for p in range(start, start + count)), 4)
-        ends[name] = max(end, start + count)
-        assert store.held <= 4 * capacity
-        for each, upto in ends.items():
-            first = store.start(each, upto)
-            assert store.held or first == upto
-            if first < upto:
-                assert store.rows(each, first, upto, 4) == b"".join(row(each, p) for p in range(first, upto))
-    for name in list(ends):
-        store.forget(name)
-    assert store.held == 0
+    assert bench.shipper._logs.held == 0
 
 
 def handed_to(shipper: FeatureShipper) -> set[str]:
     """The drafters that requests were handed over to since the last call."""
-    return {drafter_id for drafter_id, counts in shipper.take_counters().counters.items() if counts.handovers}
+    return {drafter_id for drafter_id, counts in shipper.take_counters().items() if counts.handovers}
 
 
 def test_nothing_is_handed_over_to_another_head_nor_of_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(tmp_path, monkeypatch, 1 << 20)
-    bench.assign("d0")
-    bench.live(10)
-    bench.shipper.set_drafters(Wire(), "v", [DrafterRef("d1", "i", "d1", "", 2, head="/other")], 7)
-    bench.live(2)
-    assert not handed_to(bench.shipper)
-    bench.shipper.set_drafters(Wire(), "v", [DrafterRef("d0", "i", "d0", "", 3)], 8, weights=1)
-    bench.live(1)
-    assert not handed_to(bench.shipper)
-    bench.live(5)
-    bench.shipper.set_drafters(Wire(), "v", [DrafterRef("d1", "i", "d1", "", 4)], 9, weights=1)
-    bench.live(1)
-    assert handed_to(bench.shipper) == {"d1"}
+    projections = {"": torch.clone, "/other": torch.neg}
+    monkeypatch.setattr(bench.shipper, "_projection", projections.__getitem__)
+
+    def move(drafter: str, head: str, weights: int = 0) -> set[str]:
+        bench.epoch += 1
+        bench.shipper.set_drafters(Wire(), "v", {DrafterRef(drafter, "i", drafter, "", 2, head=head): bench.epoch}, weights)
+        bench.live(2)
+        return handed_to(bench.shipper)
+
+    move("d0", "")
+    assert not move("d1", "/other")
+    assert move("d0", "/other") == {"d0"}, "from one head to its like"
+    assert not move("d1", "")
+    assert not move("d0", "", weights=1)
+    assert move("d1", "", weights=1) == {"d1"}
 
 
 def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_elses_requests(
@@ -282,7 +239,7 @@ def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_
 
     monkeypatch.setattr(bench.shipper, "_projection", projection)
     refs = [DrafterRef("d0", "i", "d0", "", 1), DrafterRef("d1", "i", "d1", "", 1, head="/other")]
-    bench.shipper.set_drafters(Wire(), "v", refs, 1)
+    bench.shipper.set_drafters(Wire(), "v", dict.fromkeys(refs, 1))
     bench.live(3, requests=(0, 1, 2, 3))
     mine = {f"r{i}" for i in range(4) if Pairing(f"r{i}").drafter({"d0": "", "d1": ""}) == "d0"}
     assert 0 < len(mine) < 4
@@ -302,4 +259,4 @@ def test_a_drafter_whose_projection_loads_later_gets_features_at_the_epoch_of_it
     monkeypatch.setattr(bench.shipper, "_projection", projection)
     bench.assign("d0")
     bench.assign("d0", "d1")
-    assert {name: link._epoch for name, link in bench.shipper._links.items()} == {"d0": 1, "d1": 2}
+    assert {name: link.hello.epoch for name, link in bench.shipper._links.items()} == {"d0": 1, "d1": 2}

@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import inspect
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -17,20 +16,16 @@ from backend.drafter.process import DrafterModel, build_proposer
 from backend.drafter.service import DrafterService
 from backend.engine import feature_link
 from backend.engine.features import FeatureShipper
-from backend.engine.postponed import RowSpan
 from backend.fleet import DraftCounters, DrafterRef
 from backend.lab.demo.llama import features, generate, load_llama
 from backend.models.checkpoint import load_fc
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import load_config
 from backend.transport import Wire
+from tests.support.rows import step_of
 from tests.unit.backend.engine.test_handover import K, Line
 
 REQUESTS, PROMPT, TOKENS, CHANGE_AT = 6, 200, 120, 40
-
-
-def _part(tokens: list[int], begin: int, end: int) -> list[int]:
-    return tokens[begin:end]
 
 
 @dataclass
@@ -69,23 +64,19 @@ def serve(
     lengths = [PROMPT + 1] * REQUESTS
     shipped = [0] * REQUESTS
     name, phase = "d0", 0
-    shipper.set_drafters(Wire(), "v", [DrafterRef(name, "i", name, "", 1)], 1)
+    shipper.set_drafters(Wire(), "v", {DrafterRef(name, "i", name, "", 1): 1})
     while min(lengths) < PROMPT + TOKENS - K:
         if not phase and min(lengths) >= PROMPT + CHANGE_AT:
             phase = 1
             if changes:
                 name = "d1"
-                shipper.set_drafters(Wire(), "v", [DrafterRef(name, "i", name, "", 2)], 2)
+                shipper.set_drafters(Wire(), "v", {DrafterRef(name, "i", name, "", 2): 2})
         live = [i for i in range(REQUESTS) if lengths[i] < PROMPT + TOKENS - K]
-        spans, rows, offset = [], [], 0
-        for i in live:
-            count, tokens = lengths[i] - 1 - shipped[i], texts.tokens[i]
-            spans.append(RowSpan(f"r{i}", shipped[i], offset, count, partial(_part, tokens)))
-            rows.append(texts.rows[i, shipped[i] : shipped[i] + count])
-            shipped[i] += count
-            offset += count
+        requests = [(f"r{i}", shipped[i], lengths[i] - 1 - shipped[i], texts.tokens[i]) for i in live]
+        rows = [texts.rows[i, shipped[i] : lengths[i] - 1] for i in live]
+        shipped = [max(length - 1, 0) if i in live else shipped[i] for i, length in enumerate(lengths)]
         with torch.no_grad():
-            shipper.ship(spans, [torch.cat(rows)])
+            shipper.ship(step_of(requests), [torch.cat(rows)])
         for i in live:
             draft, true = lines[name].drafts[f"r{i}"], texts.tokens[i][lengths[i] : lengths[i] + K]
             kept = next((n for n in range(K) if draft[n] != true[n]), K)
@@ -93,7 +84,7 @@ def serve(
             lengths[i] += kept + 1
     taken = shipper.take_counters()
     before, after = (1 + accepted[n] / drafts[n] for n in range(2))
-    return before, after, taken.counters["d1"]
+    return before, after, taken["d1"]
 
 
 def test_acceptance_after_a_change_of_drafters(texts: Texts, monkeypatch: pytest.MonkeyPatch) -> None:

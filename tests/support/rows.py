@@ -1,0 +1,16 @@
+"""Steps as the feature shipper gets them from the runner.  Tests only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from backend.engine.row_log import StepRows
+
+
+def step_of(requests: Iterable[tuple[str, int, int, Sequence[int]]], rejected: int = 0) -> StepRows:
+    """A step over requests, each with its name, position, number of final rows, and tokens.  `rejected` rows follow each."""
+    names, starts, counts, texts = [list(each) for each in zip(*requests, strict=True)] or ([], [], [], [])
+    computed = [count + rejected for count in counts]
+    return StepRows(names, starts, counts, computed, [np.array(text) for text in texts])

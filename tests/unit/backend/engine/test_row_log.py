@@ -1,0 +1,247 @@
+"""Whatever happens, each drafter gets each row of its requests once and in order, as far as the logs have it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from backend.engine import feature_link, features
+from backend.engine.features import FeatureShipper
+from backend.engine.row_log import MOST_WAITING, RowLogs, next_row
+from backend.fleet import DrafterRef
+from backend.transport import Wire
+from backend.wire.drafting import (
+    HELLO_FIRST,
+    Close,
+    Commit,
+    Hello,
+    Open,
+    Refused,
+    Round,
+    Unknown,
+    decode_to_drafter,
+    encode,
+)
+from tests.support.properties import examples
+from tests.support.rows import step_of
+
+NAMES = "abc"
+TEXTS = {name: [1000 * i + position for position in range(900)] for i, name in enumerate(NAMES)}
+
+
+def rows_of(name: str, start: int, count: int, rejected: int = 0) -> torch.Tensor:
+    """Rows that tell request and position; those of rejected tokens are not numbers."""
+    final = torch.tensor([[float(ord(name)), float(position)] for position in range(start, start + count)]).view(count, 2)
+    return torch.cat([final, torch.full((rejected, 2), float("nan"))])
+
+
+class Drafter:
+    """A socket and the drafter behind it, which checks every round."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+        self.inbox: deque[list[bytes]] = deque()
+        self.texts: dict[str, int] = {}
+        """Tokens of each request that is open here."""
+        self.rows: dict[str, list[int]] = {}
+        """Positions of the rows that came since then."""
+
+    def send(self, header: bytes, frame: bytes = b"") -> bool:
+        message = decode_to_drafter(header)
+        if isinstance(message, Hello):
+            return True
+        if self.is_full:
+            return False
+        assert isinstance(message, Round)
+        rows = torch.frombuffer(bytearray(frame), dtype=torch.float32).view(-1, 2).tolist() if frame else []
+        for item in message.items:
+            if isinstance(item, Close):
+                self.texts.pop(item.request_id, None)
+                continue
+            its, rows = rows[: item.rows], rows[item.rows :]
+            self._take(item, its)
+        assert not rows
+        return True
+
+    def _take(self, item: Open | Commit, rows: list[list[float]]) -> None:
+        name, start, before = item.request_id, item.base_len - 1 - item.rows, item.base_len - len(item.tokens)
+        assert rows == rows_of(name, start, item.rows).tolist()
+        assert item.tokens == TEXTS[name][before : item.base_len]
+        if isinstance(item, Open):
+            assert before == 0
+            self.rows[name] = []
+        elif name not in self.texts:
+            self.inbox.append([encode(Unknown([name]))])
+            return
+        else:
+            assert before == self.texts[name], "each token comes once"
+            assert start >= before - 1, "each row comes once"
+        self.texts[name] = item.base_len
+        self.rows[name] += range(start, item.base_len - 1)
+
+    def receive(self) -> list[bytes] | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def close(self) -> None:
+        self.texts.clear()
+        self.inbox.clear()
+
+
+BOTH = st.sampled_from(["d0", "d1"])
+STEPS = st.tuples(st.just("step"), st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9), min_size=1), st.booleans())
+OTHERS = st.one_of(
+    st.tuples(st.just("full"), BOTH, st.booleans()),
+    st.tuples(st.just("forgets"), BOTH, st.sampled_from([*NAMES, "all"])),
+    st.tuples(st.just("assign"), st.sets(BOTH), st.booleans()),
+    st.tuples(st.just("preempt"), st.sampled_from(NAMES), st.integers(0, 9)),
+    st.tuples(st.just("finish"), st.sampled_from(NAMES), st.just(0)),
+)
+
+
+@examples(400)
+@given(
+    st.lists(st.one_of(STEPS, STEPS, OTHERS), min_size=9, max_size=30),
+    st.sampled_from([0, 8 * 7, 1 << 20]),
+    st.sampled_from([1, 20]),
+    st.sampled_from([4, 64]),
+)
+def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
+    events: list[tuple[str, Any, Any]], capacity: int, most_waiting: int, most_rows: int
+) -> None:
+    drafters = {"d0": Drafter(), "d1": Drafter()}
+    refs = {name: DrafterRef(name, "i", name, "", 1) for name in drafters}
+    ends = dict.fromkeys(NAMES, 0)
+    shipper = FeatureShipper(lambda head: None, handover_bytes=capacity)
+    log = shipper._logs
+
+    def step(counts: dict[str, int], needed: bool) -> None:
+        shipper.features_needed = needed
+        layer = torch.cat([rows_of(name, ends[name], count, rejected=1) for name, count in counts.items()])
+        shipper.ship(step_of([(name, ends[name], count, TEXTS[name]) for name, count in counts.items()], rejected=1), [layer])
+        for name, count in counts.items():
+            ends[name] += count
+        assert log.held <= capacity
+        assert log.waiting < most_waiting
+
+    with (
+        mock.patch.object(feature_link, "connect_dealer", lambda _, address, *__: address),
+        mock.patch.object(feature_link, "Dealer", drafters.__getitem__),
+        mock.patch.object(feature_link, "GREET_EVERY_S", 0.0),
+        mock.patch.object(features, "HANDOVER_ROWS", most_rows),
+        mock.patch.object(features, "MOST_WAITING", most_waiting),
+    ):
+        shipper.set_drafters(Wire(), "v", {refs["d0"]: 0})
+        for number, (kind, what, more) in enumerate(events):
+            match kind:
+                case "step":
+                    step(what, more)
+                case "full":
+                    drafters[what].is_full = more
+                case "forgets" if more == "all":
+                    drafters[what].texts.clear()
+                    drafters[what].inbox.append([encode(Refused(HELLO_FIRST))])
+                case "forgets":
+                    drafters[what].texts.pop(more, None)
+                case "assign":
+                    shipper.set_drafters(Wire(), "v", {refs[name]: number if more else 0 for name in sorted(what)})
+                case "preempt":
+                    ends[what] = min(more, ends[what])
+                case "finish":
+                    shipper.finish([what])
+                    ends[what] = 0
+        shipper.set_drafters(Wire(), "v", {refs["d0"]: 0})
+        drafters["d0"].is_full = False
+        # All are computed again as far as they were before.
+        step({name: max(log[name].end - end, 0) + 1 if name in log else 1 for name, end in ends.items()}, True)
+        # What it forgot is known after the first; then one request's turn comes in each.
+        for _ in range(2 + len(NAMES)):
+            step(dict.fromkeys(NAMES, 1), True)
+        for name, end in ends.items():
+            assert set(drafters["d0"].rows[name]) >= set(range(log[name].start, end))
+            assert capacity < 1 << 20 or log[name].start == 0
+            assert drafters["d0"].texts[name] > end
+        shipper.finish(NAMES)
+        assert log.held == 0
+
+
+def test_rows_of_requests_that_have_ended_are_never_projected() -> None:
+    projected: list[list[float]] = []
+
+    def project(rows: torch.Tensor) -> torch.Tensor:
+        projected.extend(rows.tolist())
+        return rows
+
+    log = RowLogs(1 << 20)
+    log.add(step_of([(name, 0, 2, []) for name in "ab"]), [torch.cat([rows_of(name, 0, 2) for name in "ab"])])
+    log.forget(["b", "stranger"])
+    log.add(step_of([("a", 2, 1, []), ("b", 0, 1, [])]), [torch.cat([rows_of("a", 2, 1), rows_of("b", 0, 1)])])
+    assert log.settle(lambda name: project) == {"a": 0, "b": 0}
+    assert projected == [*rows_of("a", 0, 3).tolist(), *rows_of("b", 0, 1).tolist()]
+
+
+@given(st.lists(st.integers(1, 2 * MOST_WAITING), min_size=1, max_size=30))
+def test_a_step_projects_a_bounded_number_of_rows_besides_its_own(steps: list[int]) -> None:
+    projected: list[int] = []
+
+    def project(rows: torch.Tensor) -> torch.Tensor:
+        projected.append(len(rows))
+        return rows
+
+    shipper = FeatureShipper(lambda head: project)
+    shipper.features_needed = False
+    at = 0
+    for count in steps:
+        before = sum(projected)
+        shipper.ship(step_of([("r", at, count, [])]), [torch.zeros(count, 1)])
+        at += count
+        assert sum(projected) - before < count + MOST_WAITING
+        assert sum(projected) == before or sum(projected) - before >= MOST_WAITING, "seldom"
+        assert at - sum(projected) == shipper._logs.waiting < MOST_WAITING, "nothing is left out"
+
+
+def test_each_head_gets_rows_of_its_own_projection() -> None:
+    log, twice = RowLogs(1 << 20), {"a": lambda rows: rows * 2, "b": None}
+    for start in (0, 2):
+        log.add(step_of([(name, start, 2, []) for name in "ab"]), [torch.cat([rows_of(name, start, 2) for name in "ab"])])
+    assert log.settle(twice.__getitem__) == {"a": 0, "b": 0}
+    assert log["a"].part(1, 4) == (rows_of("a", 1, 3) * 2).numpy().tobytes()
+    assert log["b"].part(0, 4) == rows_of("b", 0, 4).numpy().tobytes()
+
+
+@pytest.mark.parametrize("rejected", [0, 1])
+def test_logged_rows_are_copies_of_all_layers_side_by_side(rejected: int) -> None:
+    layers = [torch.arange(6.0).view(6, 1), torch.arange(6.0).view(6, 1) + 10]
+    log = RowLogs(1 << 20)
+    log.add(step_of([("a", 0, 2, []), ("b", 5, 1, [])], rejected), layers)
+    for layer in layers:
+        layer.zero_()  # the runner reuses its memory
+    log.settle(lambda name: None)
+    last = 2 + rejected
+    assert log["a"].part(0, 2) == torch.tensor([[0.0, 10.0], [1.0, 11.0]]).numpy().tobytes()
+    assert log["b"].part(5, 6) == torch.tensor([[last, 10.0 + last]]).numpy().tobytes()
+
+
+@pytest.mark.parametrize(
+    ("sent", "room", "at"),
+    [
+        (None, None, 10),
+        (None, 30, 10),
+        (None, 29, 40),
+        (range(10, 40), 0, 40),
+        (range(10, 35), 5, 35),
+        (range(10, 35), 4, 40),
+        (range(5, 8), None, 10),
+        (range(35, 40), None, 10),
+        (range(35, 40), 29, 40),
+        (range(35, 45), 29, 45),
+        (range(50), 0, 50),
+    ],
+)
+def test_a_cursor_goes_on_goes_back_or_waits(sent: range | None, room: int | None, at: int) -> None:
+    assert next_row(sent, 10, 40, room) == at
