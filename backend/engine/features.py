@@ -113,9 +113,10 @@ class FeatureShipper:
             if not self.features_needed and self._logs.waiting < MOST_WAITING:
                 return
             fresh = self._logs.settle(self._projection_of)
+        drafters = [self._drafter_of(request_id) for request_id in step.request_ids]
         for drafter_id, link in self._links.items():
             link.receive_answers()
-            places = [i for i, request_id in enumerate(step.request_ids) if self._drafter_of(request_id) == drafter_id]
+            places = [i for i, chosen in enumerate(drafters) if chosen == drafter_id]
             self._ship_to(link, step, places, fresh if link.ref.takes_features else {})
         self._logs.trim()
 
@@ -145,9 +146,11 @@ class FeatureShipper:
                 counters.handovers += 1
                 counters.handover_rows += earlier
                 counters.handover_bytes += earlier * row_format.row_bytes
-            pieces = list(self._pieces(step, i, log, sent, range(at, end)))
-            rounds += [[piece] for piece in pieces[:-1]]
-            last += pieces[-1:]
+            for piece in self._pieces(step, i, log, sent, range(at, end)):
+                if piece.sent.stop < end:
+                    rounds.append([piece])
+                else:
+                    last.append(piece)
         for each in (*rounds, last) if last or link.closed else ():
             size = link.send(each, row_format)
             if size is None:
