@@ -99,7 +99,8 @@ class RoundRunner:
         for worker in self._workers.present.values():
             self._welcome(worker)
         while len(self._round.responses) < len(self._requests):
-            self._send()
+            if self._waiting:
+                self._send()
             self._work()
         for worker in self._workers.present.values():
             worker.client.ask_rows()
