@@ -356,10 +356,7 @@ class Speculator:
         requests, unlearned = self.candidates.requests, self._unlearned
         if self._step_s is not None:
             self._request_s += (len(unlearned) + self._passed) * (self._step_s + waited_s)
-            grown = [
-                len(requests[request_id].text) - began for request_id, began in unlearned.items() if request_id in requests
-            ]
-            self._emitted += sum(grown) + self._passed
+            self._emitted += self._passed + sum(len(requests[each].text) - n for each, n in unlearned.items() if each in requests)
         # Begins with another request each step: the room for indexing may not suffice for all.
         names = list(dict.fromkeys((*unlearned, *(self.candidates.turn or ()))))
         first = self.candidates.steps % max(len(names), 1)
