@@ -356,7 +356,7 @@ class Speculator:
         requests, unlearned = self.candidates.requests, self._unlearned
         if self._step_s is not None:
             self._request_s += (len(unlearned) + self._passed) * (self._step_s + waited_s)
-            self._emitted += self._passed + sum(len(requests[each].text) - n for each, n in unlearned.items() if each in requests)
+            self._emitted += self._passed + sum(len(requests[r].text) - n for r, n in unlearned.items() if r in requests)
         # Begins with another request each step: the room for indexing may not suffice for all.
         names = list(dict.fromkeys((*unlearned, *(self.candidates.turn or ()))))
         first = self.candidates.steps % max(len(names), 1)
