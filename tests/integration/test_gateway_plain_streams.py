@@ -72,12 +72,15 @@ PROMPTS = {
 
 
 class Turns:
-    """Every sequence emits its steps; the next step, of whichever sequence, comes when the last one has been dealt with."""
+    """All sequences emit a step in turn, then the next; each step comes when the one before has been dealt with.
 
-    def __init__(self, script, core) -> None:
-        self.script = script
-        self.arrived = asyncio.Event()
-        self.turn = asyncio.Lock()
+    None begins before all `count` have come, so that they take turns in the same order every time.
+    """
+
+    def __init__(self, script, core, count: int) -> None:
+        self.script, self.count = script, count
+        self.sequences: list = []
+        self.arrived, self.over = asyncio.Event(), asyncio.Event()
         take = type(core).on_outputs
 
         def on_outputs(link, outputs) -> None:
@@ -87,12 +90,19 @@ class Turns:
         core.on_outputs = on_outputs
 
     async def __call__(self, verifier, sequence) -> None:
+        self.sequences.append(sequence)
+        if len(self.sequences) == self.count:
+            await self._play(sorted(self.sequences, key=lambda each: each.request_id))
+            self.over.set()
+        await self.over.wait()
+
+    async def _play(self, sequences) -> None:
         for tokens, finish, stop_reason in self.script:
-            async with self.turn:
-                if sequence.aborted.is_set():
-                    return
+            for each in sequences:
+                if each.aborted.is_set():
+                    continue
                 self.arrived.clear()
-                sequence.emit(list(tokens), finish, stop_reason)
+                each.emit(list(tokens), finish, stop_reason)
                 await self.arrived.wait()
                 for _ in range(20):
                     # All is one loop: each of the tasks that it passes gets its turn.
@@ -101,8 +111,9 @@ class Turns:
 
 async def events(running, path: str, body: dict, script) -> list:
     """The stream's events without what differs from one request to the next."""
-    turns = Turns(script, running.core)
-    running.verifier.behaviour = turns
+    prompts = body.get("prompt")
+    count = body.get("n", 1) * (len(prompts) if isinstance(prompts, list) else 1)
+    running.verifier.behaviour = Turns(script, running.core, count)
     found: list = []
     rest = b""
     async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
@@ -201,7 +212,7 @@ async def test_answers_have_the_shape_of_openais(running, stream):
     ],
 )
 async def test_what_is_more_than_text_is_left_to_vllm(running, path, body, plain):
-    running.verifier.behaviour = Turns([([], STOP, None)], running.core)
+    running.verifier.behaviour = Turns([([], STOP, None)], running.core, 1)
     async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
         await response.aread()
     assert not plain
