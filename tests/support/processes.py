@@ -149,7 +149,9 @@ class Verifier(Child):
         self.client = Apart(self.address)
 
     def set_drafters(self, *refs: DrafterRef) -> None:
+        """Assigns these drafters; requests that are sent afterwards are theirs from the first step."""
         self.tell(list(refs))
+        self.hear()
 
     def close(self) -> None:
         if not self._pipe.closed:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
 
 def main(job: dict[str, Any], pipe: Connection) -> None:
-    """Runs one `VerifierProcess` until the pipe closes; each message is a list of `DrafterRef`s to assign."""
+    """Runs one `VerifierProcess` until the pipe closes.
+
+    Each message is a list of `DrafterRef`s to assign, answered when the engine has them.
+    """
     import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
     from backend.config import Settings
@@ -28,6 +32,12 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
             process.set_drafters(pipe.recv())
         except EOFError:
             break
+        loop, applied = process._loop, threading.Event()
+        assert loop is not None
+        loop._orders.put(applied.set)
+        loop._hub.wake()
+        applied.wait()
+        pipe.send(None)
     # vLLM would collect garbage over everything imported, and so copy every page that is shared with other forks.
     with mock.patch.object(gc, "unfreeze"), mock.patch.object(gc, "collect"):
         process.stop()
