@@ -45,7 +45,7 @@ class Piece(NamedTuple):
     """A message about one request, and its rows."""
 
     item: Open | Commit
-    rows: bytes | memoryview
+    rows: bytes
     sent: range
     """See `FeatureLink.sent`, once it is sent."""
 

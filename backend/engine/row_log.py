@@ -67,12 +67,18 @@ class Log:
     format: RowFormat
     start: int
     end: int
-    rows: bytearray = field(default_factory=bytearray)
+    chunks: list[bytes] = field(default_factory=list)
+    """The rows, as they came: one long array would be moved in memory again and again while it grows."""
 
-    def part(self, first: int, end: int) -> memoryview:
-        """The rows of the positions `first .. end - 1`; to be let go of before the log changes."""
-        size = self.format.row_bytes
-        return memoryview(self.rows)[(first - self.start) * size : (end - self.start) * size]
+    def part(self, first: int, end: int) -> bytes:
+        """The rows of the positions `first .. end - 1`."""
+        size, at, found = self.format.row_bytes, self.end, []
+        for chunk in reversed(self.chunks):
+            if at <= first:
+                break
+            at -= len(chunk) // size
+            found.append(chunk[max(first - at, 0) * size : max(end - at, 0) * size])
+        return b"".join(reversed(found))
 
 
 NO_ROWS = Log(None, RowFormat(), 0, 0)
@@ -138,9 +144,10 @@ class RowLogs(dict[str, Log]):
                 fresh[request_id] = start
             fresh.setdefault(request_id, log.end)
             new = data[at + (log.end - start) * size : at + count * size]
-            log.rows += new
-            log.end += len(new) // size
-            self.held += len(new)
+            if new:
+                log.chunks.append(bytes(new))
+                log.end += len(new) // size
+                self.held += len(new)
             at += count * size
 
     def forget(self, request_ids: Iterable[str]) -> None:
@@ -149,16 +156,16 @@ class RowLogs(dict[str, Log]):
         for waiting, *_ in self._steps:
             waiting[:] = ["" if each in over else each for each in waiting]
         for request_id in over & self.keys():
-            self.held -= len(self.pop(request_id).rows)
+            self.held -= sum(map(len, self.pop(request_id).chunks))
 
     def trim(self) -> None:
-        """Has the longest log give up its older half, until all are within the bound."""
+        """Has the longest log give up its older half, in whole chunks, until all are within the bound."""
         while self.held > self._capacity:
-            log = max(self.values(), key=lambda each: len(each.rows))
-            freed = (log.end - log.start + 1) // 2
-            size = freed * log.format.row_bytes
-            del log.rows[:size]
-            log.start, self.held = log.start + freed, self.held - size
+            log = max(self.values(), key=lambda each: (each.end - each.start) * each.format.row_bytes)
+            middle = (log.start + log.end + 1) // 2
+            while log.start < middle:
+                size = len(log.chunks.pop(0))
+                log.start, self.held = log.start + size // log.format.row_bytes, self.held - size
 
 
 def next_row(sent: range | None, start: int, own: int, room: int | None) -> int:
