@@ -24,6 +24,7 @@ from vllm.v1.executor.abstract import Executor
 from backend.config import REMOTE_MODES, Settings, environment
 from backend.engine.arguments import EngineSetupError, common_arguments, other_arguments, remote_speculation
 from backend.engine.client import engine_request
+from backend.engine.early import EarlySteps, can_be_early
 from backend.engine.grammar_repairs import repair_guidance
 from backend.engine.scheduler import DraftingScheduler
 from backend.engine.worker.tensor_transfer import NAME
@@ -60,10 +61,11 @@ def engine_arguments(settings: Settings, paths: ResolvedModels) -> dict[str, Any
         "worker_cls": f"backend.engine.worker.{'cpu_worker.OutriderCpuWorker' if on_cpu else 'gpu_worker.OutriderGpuWorker'}",
         "additional_config": {"outrider": _worker_options(settings, paths)},
     }
+    arguments = merged(arguments, other_arguments(verifier))
     if settings.mode in REMOTE_MODES:
-        arguments["async_scheduling"] = False
-        arguments["scheduler_cls"] = "backend.engine.scheduler.DraftingScheduler"
-    return merged(arguments, other_arguments(verifier))
+        # vLLM does not schedule asynchronously with drafters like ours; `can_be_early` decides.
+        arguments |= {"async_scheduling": False, "scheduler_cls": "backend.engine.scheduler.DraftingScheduler"}
+    return arguments
 
 
 def merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
@@ -96,6 +98,9 @@ def build_config(settings: Settings, paths: ResolvedModels) -> VllmConfig:
             "give another --mode"
         )
     config = EngineArgs(**arguments).create_engine_config(UsageContext.ENGINE_CONTEXT)
+    if settings.mode in REMOTE_MODES:
+        given = settings.verifier.engine_args.get("async_scheduling")
+        config.scheduler_config.async_scheduling = can_be_early(config, given)
     if config.model_config.runner_type == "pooling" and settings.mode != "off":
         raise EngineSetupError(
             "the model embeds or scores text, and has nothing to draft: serve it with --mode off --drafters 0"
@@ -129,7 +134,10 @@ def build_core(config: VllmConfig, on_lost_rank: Callable[[], None]) -> EngineCo
     vLLM calls `on_lost_rank`, on one of its own threads, when the process of a tensor-parallel rank has died.
     """
     repair_guidance()
-    return EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=on_lost_rank)
+    core = EngineCore(config, Executor.get_class(config), log_stats=False, executor_fail_callback=on_lost_rank)
+    if isinstance(core.scheduler, DraftingScheduler) and core.async_scheduling:
+        core.step_fn = EarlySteps(core)
+    return core
 
 
 def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, Any] | None:
@@ -204,10 +212,14 @@ def _decode(core: EngineCore, batch: int, logprobs: int | None = None) -> None:
         request = engine_request(f"warm-up-{batch}-{i}", [(i + j) % vocab for j in range(WARM_UP_PROMPT)], params)
         core.add_request(*core.preprocess_add_request(request))
     unlike = WARM_UP_UNLIKE
-    while scheduler.has_requests():
-        began = time.monotonic()
-        _, executed = core.step_fn()
+    began = time.monotonic()
+    while scheduler.has_requests() or core.batch_queue:
+        outputs, executed = core.step_fn()
         core.post_step(executed)
-        if executed and not unlike and logprobs is None:
-            scheduler.note_step(time.monotonic() - began)
-        unlike -= executed and unlike > 0
+        if outputs is None:
+            continue
+        ended, ran = time.monotonic(), executed or bool(outputs)
+        if ran and not unlike and logprobs is None:
+            scheduler.note_step(ended - began)
+        unlike -= ran and unlike > 0
+        began = ended

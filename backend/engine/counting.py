@@ -38,6 +38,10 @@ class StepOrders:
     """Of each new request."""
     proposals: dict[str, Proposal] = field(default_factory=dict)
     """What the sampled drafts of this step were drawn from."""
+    is_early: bool = False
+    """Whether the step begins before the outcome of the one before is known (`early.py`)."""
+    settled: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
+    """In the first step that does not, again: how many output tokens each request has, and the last ones."""
 
 
 class DraftOrigin(NamedTuple):
@@ -124,7 +128,8 @@ class CountingScheduler:
     _emitted: int = 0
     """Tokens emitted since the last step that was noted."""
     features_needed: bool = True
-    """See `StepOrders.features_needed`."""
+    is_early: bool = False
+    """See `StepOrders`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -142,15 +147,10 @@ class CountingScheduler:
             for new in output.scheduled_new_reqs
             if requests[new.req_id].num_output_tokens
         }
-        output.outrider = StepOrders(resumed, self.features_needed)
+        output.outrider = StepOrders(resumed, self.features_needed, is_early=self.is_early)
         self.counters.stats.resumed += len(resumed)
         if self.spans is not None:
             self.spans.scheduled(output.num_scheduled_tokens)
-        self._requests_in_step = len(output.num_scheduled_tokens)
-        drafts = output.scheduled_spec_decode_tokens
-        self._prefill_tokens = sum(
-            max(0, tokens - 1 - len(drafts.get(request_id, ()))) for request_id, tokens in output.num_scheduled_tokens.items()
-        )
         self._scheduled_at = time.monotonic()
         return output
 
@@ -166,6 +166,9 @@ class CountingScheduler:
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's method of the same name."""
         self.counters.stats.verify_s += time.monotonic() - self._scheduled_at
+        scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
+        self._requests_in_step = len(scheduled)
+        self._prefill_tokens = sum(max(0, n - 1 - len(drafts.get(request_id, ()))) for request_id, n in scheduled.items())
         self._count_verifications(scheduler_output, model_runner_output)
         self._updating = True
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]

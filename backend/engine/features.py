@@ -102,6 +102,10 @@ class FeatureShipper:
         for link in self._links.values():
             link.forget(over, "finished")
 
+    def log(self, step: StepRows, layers: Sequence[torch.Tensor]) -> None:
+        """Logs the rows of a step that began early.  The tokens are not known yet: the next other step ships them."""
+        self._logs.add(step, layers)
+
     def ship(self, step: StepRows, layers: Sequence[torch.Tensor] | None) -> None:
         """Logs a step's rows and sends each drafter what it lacks of these requests, or waits if drafters are in no hurry.
 

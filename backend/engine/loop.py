@@ -115,7 +115,7 @@ class EngineLoop:
         now = time.monotonic()
         if self._weights is not None and self._weights.is_paused:
             return "swap", self._next_tick - now
-        if not self._scheduler.has_requests():
+        if not (self._scheduler.has_requests() or self._core.batch_queue):
             return "no_work", self._next_tick - now
         if self._drafters is not None:
             until = self._scheduler.wait_until(now)
@@ -137,8 +137,11 @@ class EngineLoop:
         outputs, executed = self._core.step_fn()
         self._gateways.send_outputs(outputs)
         self._core.post_step(executed)
-        self._stalled = not executed and self._scheduler.has_requests()
-        self._scheduler.count_step(self._lap(), ran=executed)
+        ran = executed or bool(outputs)
+        self._stalled = not ran and self._scheduler.has_requests()
+        if outputs is not None or not executed:
+            # Otherwise a step was only launched: its time is counted with its outcome.
+            self._scheduler.count_step(self._lap(), ran=ran)
 
     def _tick(self, now: float) -> None:
         stats = self._counters.stats

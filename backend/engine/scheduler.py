@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -18,7 +19,9 @@ from vllm.v1.outputs import DraftTokenIds
 from backend.engine.counting import UNDRAFTED, CountingScheduler, DraftOrigin
 from backend.engine.grammar_repairs import DeadEnds
 from backend.engine.resume import rule_of
+from backend.engine.worker.fixed import fixed_response
 from backend.fleet import DrafterRef, VerifierStats
+from backend.speculation.candidates import RESTS_AFTER
 from backend.speculation.pairing import Pairing
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import Plan
@@ -26,6 +29,9 @@ from backend.wire.drafting import Drafts, NextItem
 from backend.wire.engine import RequestOptions
 
 logger = logging.getLogger(__name__)
+
+MOST_EARLY_TOKENS = 4096
+"""Computed since the last step that did not begin early.  Their features stay on the device until then."""
 
 
 class PlainScheduler(CountingScheduler, DeadEnds, Scheduler):
@@ -36,8 +42,8 @@ class PlainAsyncScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
     """Modes `off` and `native` with vLLM's asynchronous scheduling, counted."""
 
 
-class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
-    """Modes with remote drafting: `sync`, `ahead` and `auto`."""
+class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
+    """Modes with remote drafting: `sync`, `ahead` and `auto`.  Only steps that begin early (`early.py`) are asynchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -53,10 +59,16 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
         )
         self._refs: dict[str, DrafterRef] = {}
         self._decoding: list[str] = []
-        self._tokens = 0
+        self._tokens = self._drafted = 0
+        """Of the step that just ended: all tokens, and draft tokens."""
+        self._launched: deque[set[str]] = deque()
         self._prefilling: set[str] = set()
-        """Requests of the running step that were not decoding before it."""
+        """Requests of each step under way, and of the one that just ended, that were not decoding before it."""
         self._gave_drafts = self._is_quiet = False
+        self._early_tokens = 0
+        """Of all steps since the last one that did not begin early."""
+        self._fixed: set[str] = set()
+        """Requests with fixed responses: the runner must know how many tokens they have emitted."""
         self._held_back: Any = None
         """The first waiting request, if the last step had tokens left and did not admit it: the KV cache is full, say."""
         self.warm_up_drafts: int | None = None
@@ -130,6 +142,13 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
                 plain_step_s = self.speculator.step_times.at(load.requests, asking=False)
                 self.records.decided(self.plan_in_force(), load, choice, plain_step_s)
 
+    def may_be_early(self) -> bool:
+        """Whether the next step may begin before the outcome of the one before is known."""
+        if self.warm_up_drafts is not None:
+            return not self.warm_up_drafts
+        is_free = self._pause_state == PauseState.UNPAUSED and not self._fixed
+        return is_free and self._early_tokens < MOST_EARLY_TOKENS and self.speculator.may_be_early()
+
     # -- counting ------------------------------------------------------------------------------------------------------
 
     def drafted_by(self, request_id: str) -> DraftOrigin:
@@ -167,13 +186,15 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
         """vLLM's method of the same name."""
         asked = (getattr(request, "outrider", None) or RequestOptions()).salted(request.cache_salt)
         self.speculator.candidates.asked(request.request_id, asked, request.num_prompt_tokens)
+        if fixed_response(request.sampling_params) is not None:
+            self._fixed.add(request.request_id)
         super().add_request(request)
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name: attach what is worth verifying, then schedule."""
         decoding = [request for request in self.running if not request.is_prefill_chunk]
         self._decoding = [request.request_id for request in decoding]
-        attached = self.speculator.attach(self._decoding, self._prefill_ahead(), time.monotonic())
+        attached = self.speculator.attach(self._decoding, self._prefill_ahead(), time.monotonic(), is_early=self.is_early)
         for request in decoding if self._gave_drafts else ():
             # Drafts of the last step, which had no room for the request.
             request.spec_token_ids = []
@@ -187,11 +208,16 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
         output = super().schedule(throttle_prefills)
         output.outrider.pairings.update(self._pair(output.scheduled_new_reqs))
         output.outrider.proposals.update(attached.proposals)
-        self._tokens = output.total_num_scheduled_tokens
-        self._drafted = sum(map(len, output.scheduled_spec_decode_tokens.values()))
-        could_admit = len(self.waiting) and self._tokens < self.max_num_scheduled_tokens
+        tokens = output.total_num_scheduled_tokens
+        could_admit = len(self.waiting) and tokens < self.max_num_scheduled_tokens
         self._held_back = self.waiting.peek_request() if could_admit else None
-        self._prefilling = output.num_scheduled_tokens.keys() - set(self._decoding)
+        self._launched.append(output.num_scheduled_tokens.keys() - set(self._decoding))
+        if self.is_early:
+            self._early_tokens += tokens
+        elif self._early_tokens:
+            self._early_tokens = 0
+            for request_id, request in self.requests.items():
+                output.outrider.settled[request_id] = request.num_output_tokens, request.output_token_ids[-RESTS_AFTER:]
         return output
 
     def _pair(self, new: list[Any]) -> dict[str, Pairing]:
@@ -214,8 +240,10 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's method of the same name; then tells the speculator which requests continue and need drafts."""
         requests, names = self.requests, scheduler_output.num_scheduled_tokens
+        self._tokens, self._prefilling = scheduler_output.total_num_scheduled_tokens, self._launched.popleft()
+        self._drafted = sum(map(len, scheduler_output.scheduled_spec_decode_tokens.values()))
         if self._is_quiet:
-            self.speculator.passed(len(names) - len(self._prefilling))
+            self.speculator.passed(sum(each in requests for each in names.keys() - self._prefilling))
             names = sorted(self._prefilling)
         began = {r: requests[r].num_tokens for r in names if r in requests}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
@@ -232,6 +260,20 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
                 self.speculator.ended(request_id, request._all_token_ids, length, rule)
         return outputs
 
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        """vLLM's method of the same name, of the scheduler that fits the step."""
+        if self.is_early:
+            # Or vLLM would give every request placeholders for drafts.
+            scheduler_output.num_spec_tokens_to_schedule = 0
+            super()._update_after_schedule(scheduler_output)
+        else:
+            super(AsyncScheduler, self)._update_after_schedule(scheduler_output)
+
+    def _update_request_with_output(self, request: Any, new_token_ids: Any, is_stale: bool = False) -> Any:
+        was_early = request.num_output_placeholders or is_stale
+        of_step: Any = super() if was_early else super(AsyncScheduler, self)
+        return of_step._update_request_with_output(request, new_token_ids, is_stale)
+
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.speculator.release(request.request_id)
         super()._preempt_request(request, *args, **kwargs)
@@ -239,6 +281,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, Scheduler):
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
         self.speculator.forget(request.request_id)
         self._held_back = None
+        self._fixed.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
     def _prefill_ahead(self) -> int:

@@ -192,6 +192,11 @@ class Candidates:
         candidate, looked_up = request.candidate, self._look_up(request_id, request)
         return looked_up if looked_up is not None and (candidate is None or looked_up.worth > candidate.worth) else candidate
 
+    @property
+    def rests(self) -> bool:
+        """Whether look-ups rest, and no client has predicted an answer."""
+        return self.turn is not None and not self.predicted
+
     def take_turns(self, decoding: list[str], *, is_fruitful: bool) -> None:
         """Decides which requests are looked up until the next step's drafts are chosen.
 

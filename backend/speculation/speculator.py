@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from backend.fleet import LOOKUP
 from backend.speculation.candidate import Candidate, Request
-from backend.speculation.candidates import Candidates
+from backend.speculation.candidates import RESTS_AFTER, Candidates
 from backend.speculation.chances import Rule
 from backend.speculation.deadlines import Questions
 from backend.speculation.pairing import Preference
@@ -111,6 +111,8 @@ class Speculator:
         self._came = False
         """Whether drafts came, or became of use, since the last step began."""
         self._passed = 0
+        self._early = 0
+        """Steps since the last that did not begin early."""
 
     # -- drafters ------------------------------------------------------------------------------------------------------
 
@@ -173,7 +175,7 @@ class Speculator:
 
     def passed(self, requests: int) -> None:
         """A quiet step (`Attached.is_quiet`) added one token to each of so many requests that `ended` has told of before."""
-        self._passed = requests
+        self._passed += requests
 
     def release(self, request_id: str) -> None:
         """The request is preempted: none of its drafts is verified for a while."""
@@ -213,8 +215,20 @@ class Speculator:
             return self._few if self._probes % 2 else 0
         return self.choice.outcomes or (self._few if self._probing else 0)
 
-    def attach(self, decoding: Iterable[str], prefill: int, now: float) -> Attached:
-        """Chooses the draft tokens for the step that begins, over the `decoding` requests and `prefill` prompt tokens."""
+    def may_be_early(self) -> bool:
+        """Whether the next step may begin before the text of the one before is known: it is plain, and no probe.
+
+        While look-ups rest, all requests are looked up in one step of sixteen, which does not begin early.
+        """
+        is_plain = self.choice.ask == Ask.PLAIN and not self.candidates.forced and not self._came
+        probes = bool(self._drafter_ids) and self._fixed is None and self._asking.probes_next
+        return is_plain and not probes and self.candidates.rests and self._early < RESTS_AFTER - 1
+
+    def attach(self, decoding: Iterable[str], prefill: int, now: float, *, is_early: bool = False) -> Attached:
+        """Chooses the draft tokens for the step that begins, over the `decoding` requests and `prefill` prompt tokens.
+
+        There are none for a step that begins early (`may_be_early`).
+        """
         attached = Attached(lost=[question.drafter_id for question in self.questions.expire(now)])
         self.questions.stop_waiting()
         self.candidates.steps, self._began = self.candidates.steps + 1, now
@@ -225,9 +239,13 @@ class Speculator:
         self.step_times.asking = attached.features_needed
         decoding = list(decoding)
         self._base = max(len(decoding) + prefill, 1)
+        if self._early and not is_early and self.candidates.turn is not None:
+            self.candidates.turn = dict.fromkeys(decoding)
+        self._early = self._early + 1 if is_early else 0
         turn, came, self._came = self.candidates.turn, self._came, False
         is_plain = turn is not None and not attached.features_needed and not came
-        if is_plain and not any(self.candidates.best(*each) for each in self.candidates.present(turn or ())):
+        looked_up = () if is_early else self.candidates.present(turn or ())
+        if is_early or (is_plain and not any(self.candidates.best(*each) for each in looked_up)):
             self._verifying, attached.is_quiet = set(), True
             self.candidates.take_turns(decoding, is_fruitful=False)
             return attached

@@ -308,5 +308,11 @@ class Asking:
 
     def stepped(self) -> bool:
         """Counts a step.  Returns whether it is part of a probe: drafters are asked ahead, but steps wait as without it."""
+        is_probe = self.probes_next
         self._steps += 1
-        return self.choice.ask != Ask.AHEAD and self._steps % PROBE_EVERY < PROBE_STEPS
+        return is_probe
+
+    @property
+    def probes_next(self) -> bool:
+        """What `stepped` returns next."""
+        return self.choice.ask != Ask.AHEAD and (self._steps + 1) % PROBE_EVERY < PROBE_STEPS

@@ -38,6 +38,7 @@ class Turn:
     """What the drafter is asked after the step."""
     waited_s: float
     accepted: int
+    is_early: bool
 
 
 @dataclass
@@ -55,6 +56,8 @@ class Driven:
     """How many times as long steps are while drafters are asked."""
     told: bool = False
     """Whether the speculator is told of each request's tokens in quiet steps, too."""
+    early: bool = False
+    """Whether steps begin early when they may."""
     dice: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
@@ -83,7 +86,8 @@ class Driven:
             self.now = min([until, *(at for at, _ in self.arriving if at > self.now)])
             self._receive()
         waited_s = self.now - began
-        attached = self.speculator.attach(list(self.texts), 0, self.now)
+        is_early = self.early and self.speculator.may_be_early()
+        attached = self.speculator.attach(list(self.texts), 0, self.now, is_early=is_early)
         drafted = sum(len(tokens) for tokens in attached.tokens.values())
         step_s = STEP_S + self.token_s * (len(self.texts) + drafted)
         step_s *= self.asking if attached.features_needed else 1.0
@@ -104,7 +108,7 @@ class Driven:
         asks = self.speculator.ask(self.now)
         self._deliver(asks)
         self.speculator.learn(waited_s)
-        return Turn(attached, asks.get("d0", []), waited_s, accepted)
+        return Turn(attached, asks.get("d0", []), waited_s, accepted, is_early)
 
     def _deliver(self, asks: dict[str, list[NextItem]]) -> None:
         if not self.drafter.silent and asks.get("d0"):

@@ -148,10 +148,13 @@ class Verifier(Child):
         super().__init__(run_verifier.main, job, directory)
         self.client = Apart(self.address)
 
-    def set_drafters(self, *refs: DrafterRef) -> None:
-        """Assigns these drafters; requests that are sent afterwards are theirs from the first step."""
+    def set_drafters(self, *refs: DrafterRef) -> int:
+        """Assigns these drafters; requests that are sent afterwards are theirs from the first step.
+
+        Returns how many steps have begun early so far.
+        """
         self.tell(list(refs))
-        self.hear()
+        return int(self.hear())
 
     def close(self) -> None:
         if not self._pipe.closed:

@@ -13,15 +13,25 @@ from unittest import mock
 def main(job: dict[str, Any], pipe: Connection) -> None:
     """Runs one `VerifierProcess` until the pipe closes.
 
-    Each message is a list of `DrafterRef`s to assign, answered when the engine has them.
+    Each message is a list of `DrafterRef`s to assign, answered with the number of early steps so far when the engine has them.
     """
     import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
     from backend.config import Settings
+    from backend.engine.early import EarlySteps
     from backend.verifier.process import VerifierProcess
     from tests.support.steady import keep_steady
 
     logging.basicConfig(level="INFO")
+    early, step = 0, EarlySteps.__call__
+
+    def counted(self: EarlySteps) -> tuple[Any, bool]:
+        nonlocal early
+        outcome = step(self)
+        early += self._scheduler.is_early
+        return outcome
+
+    EarlySteps.__call__ = counted  # type: ignore[method-assign]
     keep_steady(job.get("token_s"))
     settings = Settings.model_validate(job["settings"])
     process = VerifierProcess(job["verifier_id"], "incarnation", settings, job["paths"], job["address"])
@@ -37,7 +47,7 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
         loop._orders.put(applied.set)
         loop._hub.wake()
         applied.wait()
-        pipe.send(None)
+        pipe.send(early)
     # vLLM would collect garbage over everything imported, and so copy every page that is shared with other forks.
     with mock.patch.object(gc, "unfreeze"), mock.patch.object(gc, "collect"):
         process.stop()

@@ -125,6 +125,7 @@ class SimulatedCore:
             hash_block_size=BLOCK,
             log_stats=False,
         )
+        self.batch_queue = None
         init_none_hash(hash)
         self._hasher = get_request_block_hasher(BLOCK, lambda value: hash(value).to_bytes(8, "big", signed=True))
         self._world, self._network = world, network

@@ -24,9 +24,11 @@ from backend.wire.engine import FIXED_RESPONSE
 def takes_fixed(config: VllmConfig) -> bool:
     """Whether the engine can emit fixed responses: it has vLLM's V1 model runner, and schedules synchronously.
 
-    A response's next token depends on how many it has emitted, which the worker must know when it samples.
+    A response's next token depends on how many it has emitted, which the worker must know when it samples.  In remote modes, no
+    step begins early while there are such requests.
     """
-    return not (config.use_v2_model_runner or config.scheduler_config.async_scheduling)
+    is_remote = config.additional_config["outrider"]["remote"]
+    return not config.use_v2_model_runner and (is_remote or not config.scheduler_config.async_scheduling)
 
 
 def fixed_response(params: SamplingParams | None) -> list[int] | None:

@@ -21,6 +21,7 @@ from backend.engine.counting import StepOrders
 from backend.engine.features import FeatureShipper
 from backend.engine.row_log import StepRows
 from backend.engine.spans import TRACE_ARGUMENT
+from backend.engine.worker.early import EarlyRunner
 from backend.engine.worker.fixed import fixed_response
 from backend.speculation.proposals import Proposal
 from backend.wire.drafting import Open
@@ -111,7 +112,7 @@ class RemoteProposer:
         """Never called; vLLM checks that the method exists."""
 
 
-class RemoteDrafting:
+class RemoteDrafting(EarlyRunner):
     """Ships features to drafters instead of proposing drafts.  `shipper` is None except on the rank that sends."""
 
     shipper: FeatureShipper | None
@@ -129,6 +130,7 @@ class RemoteDrafting:
         `aux_layers` are the layers that an EAGLE-3 head reads.  If empty, the last hidden state is the feature (EAGLE-1), or
         there are no features (n-gram).
         """
+        self.begin_synchronous()
         self.shipper = shipper
         if shipper is not None:
             shipper.opening = self._opening
@@ -146,7 +148,7 @@ class RemoteDrafting:
             self.shipper.finish(scheduler_output.finished_req_ids)
             if not scheduler_output.total_num_scheduled_tokens:
                 self.shipper.ship(StepRows([], [], [], [], []), None)
-        return super().execute_model(scheduler_output, intermediate_tensors)  # type: ignore[misc]
+        return super().execute_model(scheduler_output, intermediate_tensors)
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """vLLM's method of the same name, by which it measures memory.  It counts one row a request; drafts have more."""
@@ -178,8 +180,12 @@ class RemoteDrafting:
             self.shipper.features_needed = orders.features_needed
             self.shipper.pairings.update(orders.pairings)
             layers = aux_hidden_states if aux_hidden_states is not None else [hidden_states]
-            rows = self._rows(scheduler_output, sampled_token_ids, spec_decode_metadata)
-            self.shipper.ship(rows, layers if self.ships_features else None)
+            sampled = sampled_token_ids or [()] * len(scheduler_output.num_scheduled_tokens)
+            rows = self._rows(scheduler_output, sampled, spec_decode_metadata)
+            if not orders.is_early:
+                self.shipper.ship(rows, layers if self.ships_features else None)
+            elif self.ships_features:
+                self.shipper.log(rows, layers)
         return [[] for _ in sampled_token_ids]
 
     def take_draft_token_ids(self) -> None:

@@ -11,6 +11,7 @@ import vllm  # must be the first of vLLM's modules
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper.utils import convert_mapping
 from vllm.triton_utils.dispatcher import _rebind_kernels
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -61,6 +62,15 @@ PARAMETERS = {
     (EngineCore, "__init__"): "vllm_config executor_class log_stats executor_fail_callback include_finished_set",
     (EngineCore, "preprocess_add_request"): "request",
     (EngineCore, "post_step"): "model_executed",
+    (EngineCore, "step"): "",
+    (EngineCore, "step_with_batch_queue"): "",
+    (EngineCore, "log_error_detail"): "scheduler_output",
+    (EngineCore, "_process_aborts_queue"): "",
+    (EngineCore, "_attach_weight_version"): "outputs",
+    (Scheduler, "_update_after_schedule"): "scheduler_output",
+    (AsyncScheduler, "_update_after_schedule"): "scheduler_output",
+    (Scheduler, "_update_request_with_output"): "request new_token_ids is_stale",
+    (AsyncScheduler, "_update_request_with_output"): "request new_token_ids is_stale",
     (CPUWorker, "init_device"): "",
 }
 """Behind `self`."""
@@ -129,6 +139,35 @@ def test_a_grammar_can_be_advanced_before_its_request_is_scheduled() -> None:
         "one request fails alone"
     )
     assert "struct_output_req.grammar is None" in inspect.getsource(Scheduler._handle_blocked_waiting_request)
+
+
+def test_early_steps_know_all_that_differs_in_asynchronous_scheduling() -> None:
+    """`engine/early.py` takes the second half of a step, `worker/early.py` goes over between two steps."""
+    step = inspect.getsource(EngineCore.step_with_batch_queue)
+    assert step.count("batch_queue.appendleft((future, ") == 2
+    finish = step[step.index("batch_queue.pop()") : step.index("if deferred_scheduler_output:\n            # When")]
+    for line in ("future.result()", "_process_aborts_queue()", "scheduler.update_from_output(", "_attach_weight_version("):
+        assert line in finish
+    own = [name for name, _ in inspect.getmembers(AsyncScheduler, inspect.isfunction) if name in vars(AsyncScheduler)]
+    assert own == ["__init__", "_update_after_schedule", "_update_request_with_output"]
+    assert "] * scheduler_output.num_spec_tokens_to_schedule" in inspect.getsource(AsyncScheduler._update_after_schedule)
+    readers = {
+        name for name, f in inspect.getmembers(GPUModelRunner, inspect.isfunction) if "use_async_s" in inspect.getsource(f)
+    }
+    assert readers == {
+        "__init__",
+        "_update_states",
+        "_prepare_inputs",
+        "_sample",
+        "_bookkeeping_sync",
+        "sample_tokens",
+        "_copy_draft_token_ids_to_cpu",
+        "_copy_valid_sampled_token_count",
+    }
+    assert "prev_num_draft_len and self.use_async_scheduling" in inspect.getsource(GPUModelRunner._update_states)
+    assert "self.input_batch.prev_sampled_token_ids is None:" in inspect.getsource(GPUModelRunner._prepare_input_ids)
+    kept = {name for name in vars(InputBatch) if "async" in name}
+    assert kept == {"set_async_sampled_token_ids", "update_async_output_token_ids", "update_async_spec_token_ids"}
 
 
 def test_steps_without_drafts_still_go_through_the_rejection_sampler() -> None:
