@@ -1,7 +1,7 @@
 """The client's end of the engine wire (`backend/wire/engine.py`): its codec, and a synchronous client.
 
 `EngineCodec` makes frames of messages and messages of frames, without sockets; gateways (`gateway/fleet/engine_link.py`) use it
-too.  Benchmarks, rollouts and tests use `EngineClient`.  Any process; a client belongs to one thread.  Both use vLLM's request
+too.  Benchmarks and tests use `EngineClient`.  Any process; a client belongs to one thread.  Both use vLLM's request
 and output structs and their codec, but no engine.
 """
 
@@ -176,44 +176,24 @@ def fixed_sampling(tokens: list[int], temperature: float) -> SamplingParams:
 class EngineClient:
     """A connection to one verifier; the constructor waits for the answer to its greeting.
 
-    `watch` is called during waits and may raise to end them (if the verifier's process has ended).  Several clients of one
-    thread may share a `hub`, which its owner polls and closes.  A tcp address requires the verifier's `server_key`.  `lease_s`
-    and `rows` are those of `EngineHello`; a client with a lease must ping, or wait, as often.
+    `watch` is called during waits and may raise to end them (if the verifier's process has ended).
     Raises `EngineRefused`, `TimeoutError`.
     """
 
-    def __init__(
-        self,
-        address: str,
-        name: str = "client",
-        watch: Callable[[], None] | None = None,
-        hub: Hub | None = None,
-        server_key: str = "",
-        lease_s: float = math.inf,
-        rows: bool = False,
-        welcome_s: float = 120.0,
-    ) -> None:
-        self.hub = hub or Hub(Wire())
-        self._shares_hub = hub is not None
-        self.dealer = self.hub.dealer(address, server_key, watched=True)
+    def __init__(self, address: str, name: str = "client", watch: Callable[[], None] | None = None) -> None:
+        self.hub = Hub(Wire())
+        self.dealer = self.hub.dealer(address)
         self._codec = EngineCodec()
         self.answers: dict[str, Answer] = {}
         self.stats: VerifierStats | None = None
         self.stats_at = 0.0
         """When `stats` arrived, in `time.monotonic()` seconds."""
-        self.rows = RowBatch()
-        """Rows received in answer to `ask_rows`."""
-        self.rows_awaited = 0
-        """Calls of `ask_rows` that have no answer yet."""
-        self.is_cut = False
-        """The connection was cut, or the verifier has forgotten this client: messages may be lost, and it is of no more use."""
-        self.heard_at = time.monotonic()
         self.welcome: EngineWelcome | None = None
         self.refusals: list[str] = []
         self._watch = watch
-        self.dealer.send(*self._codec.hello(name, lease_s, rows))
+        self.dealer.send(*self._codec.hello(name, math.inf))
         try:
-            self.run_until(lambda: self.welcome is not None or bool(self.refusals), welcome_s)
+            self.run_until(lambda: self.welcome is not None or bool(self.refusals))
         except BaseException:
             self.close()
             raise
@@ -246,27 +226,10 @@ class EngineClient:
         report = self.stats or self.welcome
         return report.weights if report is not None else Weights()
 
-    def ping(self) -> None:
-        """Tells the verifier that this client is alive; `run_until` does so by itself."""
-        self.dealer.send(*self._codec.ping())
-
-    def ask_rows(self) -> None:
-        """Asks for the rows that the verifier keeps; they are added to `rows`."""
-        self.rows_awaited += 1
-        self.dealer.send(*self._codec.ask_rows())
-
-    def fetch_rows(self, timeout_s: float = 120.0) -> RowBatch:
-        """Waits for and returns all rows up to now.  Raises `TimeoutError`."""
-        # Anew even if rows are awaited: their answer may tell of the time before this call.
-        self.ask_rows()
-        self.run_until(lambda: not self.rows_awaited, timeout_s)
-        taken, self.rows = self.rows, RowBatch()
-        return taken
-
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         """Receives until `condition()` is true.
 
-        Raises `TimeoutError` after `timeout_s`, `ConnectionError` while the client `is_cut`, and what `watch` raises.
+        Raises `TimeoutError` after `timeout_s`, and what `watch` raises.
         """
         deadline = time.monotonic() + timeout_s
         pinged = 0.0
@@ -275,21 +238,17 @@ class EngineClient:
             if now > deadline:
                 raise TimeoutError("the condition was not met in time")
             if now - pinged > PING_EVERY_S:
-                self.ping()
+                self.dealer.send(*self._codec.ping())
                 pinged = now
                 if self._watch is not None:
                     self._watch()
             self.hub.poll(POLL_S)
             self.receive()
-            if self.is_cut:
-                raise ConnectionError("the connection to the verifier was cut, and messages may be lost")
 
     def receive(self) -> None:
         """Takes everything that has arrived, without waiting."""
         while (frames := self.dealer.receive()) is not None:
             self._take(frames)
-        # The verifier takes the next connection for another client's.
-        self.is_cut |= self.dealer.was_cut()
 
     def finish_all(self, timeout_s: float = 300.0) -> None:
         """Waits until every request has ended."""
@@ -305,13 +264,10 @@ class EngineClient:
         return self.stats
 
     def close(self) -> None:
-        if self._shares_hub:
-            self.hub.drop(self.dealer)
-        else:
-            self.hub.close()
+        self.hub.close()
 
     def _take(self, frames: list[bytes]) -> None:
-        now = self.heard_at = time.monotonic()
+        now = time.monotonic()
         heard = self._codec.hear(frames)
         if isinstance(heard, EngineCoreOutputs):
             for output in heard.outputs:
@@ -322,17 +278,10 @@ class EngineClient:
                     self.answers[account.request_id].account = account
         elif isinstance(heard, VerifierStats):
             self.stats, self.stats_at = heard, now
-        elif isinstance(heard, RowBatch):
-            self.rows.add(heard)
-            self.rows_awaited -= 1
         elif isinstance(heard, EngineWelcome):
             self.welcome = heard
         elif isinstance(heard, Refusal):
-            if self.welcome is None or heard.reason != "unknown":
-                self.refusals.append(heard.message)
-            else:
-                # Silent for longer than the lease, as between two rounds of a rollout.
-                self.is_cut = True
+            self.refusals.append(heard.message)
 
     def _take_output(self, output: EngineCoreOutput, now: float) -> None:
         answer = self.answers.get(output.request_id)

@@ -1,5 +1,4 @@
-"""Rollouts from traces: runs a batch of prompts over all verifiers, and writes a row of every step for analysis.
+"""Rollouts from traces: what a batch of prompts over all verifiers is made of, and a row of every step for analysis.
 
-`trace.py` reads the prompts, `dispatch.py` decides which verifier runs each request, `run.py` runs them, `tables.py` and
-`report.py` write the results.
+`trace.py` reads the prompts, `gateway/rollout` runs them, `tables.py` and `report.py` write the results.
 """

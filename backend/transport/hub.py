@@ -52,19 +52,8 @@ class ServerSocket:
 class Dealer:
     """A client socket; it reconnects by itself until it is closed."""
 
-    def __init__(self, socket: zmq.Socket[bytes], cuts: zmq.Socket[bytes] | None = None) -> None:
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self.socket = socket
-        self.cuts = cuts
-        """Reports each loss of an established connection; None if the dealer is not watched."""
-
-    def was_cut(self) -> bool:
-        """Whether an established connection was lost since the last call.  Messages may be lost, even if it reconnects."""
-        found = False
-        with contextlib.suppress(zmq.Again):
-            while self.cuts is not None:
-                self.cuts.recv_multipart(zmq.NOBLOCK)
-                found = True
-        return found
 
     def receive(self) -> list[bytes] | None:
         """The next message's frames; None if none has arrived."""
@@ -107,23 +96,16 @@ class Hub:
         self._refusals.append(refusals)
         return ServerSocket(socket, bound, refusals)
 
-    def dealer(self, address: str, server_key: str = "", *, watched: bool = False) -> Dealer:
-        """Connects a client socket; see `connect_dealer`.  A `watched` dealer knows when its connection `was_cut`."""
+    def dealer(self, address: str, server_key: str = "") -> Dealer:
+        """Connects a client socket; see `connect_dealer`."""
         socket = connect_dealer(self.wire, address, server_key)
         self._add(socket)
-        cuts: zmq.Socket[bytes] | None = None
-        if watched:
-            cuts = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-            self._add(cuts)
-        return Dealer(socket, cuts)
+        return Dealer(socket)
 
     def drop(self, dealer: Dealer) -> None:
-        dealer.socket.disable_monitor()  # An event that nobody reads any more would block the I/O thread for ever.
-        for socket in (dealer.cuts, dealer.socket):
-            if socket is not None:
-                self._poller.unregister(socket)
-                self._sockets.remove(socket)
-                socket.close()
+        self._poller.unregister(dealer.socket)
+        self._sockets.remove(dealer.socket)
+        dealer.socket.close()
 
     def poll(self, timeout_s: float) -> bool:
         """Waits until a socket is readable or `wake` was called; returns False after `timeout_s` seconds."""
@@ -142,7 +124,6 @@ class Hub:
             refusals.close()
         self._refusals.clear()
         for socket in self._sockets:
-            socket.disable_monitor()  # as in `drop`
             socket.close()
         self._sockets.clear()
         os.close(self._wake)

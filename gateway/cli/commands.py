@@ -23,7 +23,7 @@ def records(arguments: list[str]) -> int:
 
 def rollout(arguments: list[str]) -> int:
     """Runs a trace over a fleet of its own."""
-    from backend.rollout.main import rollout as run
+    from gateway.rollout.main import rollout as run
 
     configure_logging("warning")
     with signals():
@@ -52,7 +52,7 @@ def train_drafter(arguments: list[str]) -> int:
 
 def trace(arguments: list[str]) -> int:
     """Makes traces."""
-    from backend.rollout.main import trace as run
+    from gateway.rollout.main import trace as run
 
     run(arguments, print)
     return OK

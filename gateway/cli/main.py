@@ -27,7 +27,7 @@ from gateway.cli.processes import (
     joined_fleet,
     run_gateway,
 )
-from gateway.cli.signals import FAILED, INTERRUPTED, MISUSED, OK, Interrupted, signals
+from gateway.cli.signals import FAILED, INTERRUPTED, MISUSED, OK, signals
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(str(error), MISUSED)
     except CommandError as error:
         return fail(str(error), FAILED)
-    except (Interrupted, KeyboardInterrupt):
+    except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         return FAILED

@@ -11,8 +11,8 @@ from typing import Any
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 
-class Interrupted(BaseException):
-    """SIGINT or SIGTERM was received.  Not an `Exception`, so that no `except Exception` catches it."""
+class Interrupted(KeyboardInterrupt):
+    """SIGINT or SIGTERM was received.  An event loop raises it again, whichever task it came in."""
 
 
 class Forced:

@@ -19,6 +19,7 @@ from backend.engine.client import EngineCodec, Taken
 from backend.engine.front import EngineCoreOutputs, EngineCoreRequest
 from backend.fleet import Member, VerifierStats
 from backend.fleet.stats import Weights
+from backend.records.kept import RowBatch
 from backend.transport import Buffer
 from backend.transport.aio import AsyncDealer
 from backend.transport.sockets import Wire
@@ -79,6 +80,8 @@ class LinkListener(Protocol):
 
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None: ...
 
+    def on_rows(self, link: VerifierLink, rows: RowBatch) -> None: ...
+
     def on_forgotten(self, link: VerifierLink) -> None:
         """The verifier lives but has forgotten this gateway.  This gateway's sequences there have ended."""
         ...
@@ -89,14 +92,17 @@ class LinkListener(Protocol):
 class VerifierLink:
     """The connection to one incarnation of one verifier.  Once lost it is never used again."""
 
-    def __init__(self, member: Member, wire: Wire, gateway_id: str, listener: LinkListener, silence_limit_s: float) -> None:
+    def __init__(
+        self, member: Member, wire: Wire, gateway_id: str, listener: LinkListener, silence_limit_s: float, rows: bool = False
+    ) -> None:
+        """`rows`: the verifier keeps rows for `ask_rows`."""
         self.member = member
         self.state: LinkState = "connecting"
         self.welcome: EngineWelcome | None = None
         self.stats: VerifierStats | None = None
         self._listener = listener
         self._silence_limit_s = silence_limit_s
-        self._gateway_id = gateway_id
+        self._gateway_id, self._wants_rows = gateway_id, rows
         self._dealer = AsyncDealer(wire, wire.route(member), member.server_key)
         self._speech = EngineCodec()
         self._heard_at = self._awake_at = time.monotonic()
@@ -124,6 +130,10 @@ class VerifierLink:
         """Ends requests without further outputs.  Never waits."""
         if request_ids:
             self._dealer.send(self._speech.abort(request_ids))
+
+    def ask_rows(self) -> None:
+        """Asks for the rows that the verifier has kept; the listener gets them."""
+        self._dealer.send(self._speech.ask_rows())
 
     def send(self, frames: Sequence[Buffer]) -> None:
         """Sends a message that needs no answer, and that is encoded already because other links send it too."""
@@ -192,6 +202,8 @@ class VerifierLink:
         elif isinstance(heard, VerifierStats):
             self.stats = heard
             self._listener.on_stats(self, heard)
+        elif isinstance(heard, RowBatch):
+            self._listener.on_rows(self, heard)
         elif isinstance(heard, EngineWelcome):
             self._welcomed(heard)
         elif isinstance(heard, Refusal):
@@ -230,7 +242,7 @@ class VerifierLink:
             future.set_result(answer.result.result if answer.result is not None else None)
 
     def _greet(self) -> None:
-        self._dealer.send(self._speech.hello(self._gateway_id))
+        self._dealer.send(self._speech.hello(self._gateway_id, rows=self._wants_rows))
 
     async def _ping_loop(self) -> None:
         beats = 0

@@ -39,6 +39,11 @@ class Verifiers(LinkListener):
     It calls `on_welcome(link)` when a verifier has become usable.
     """
 
+    wants_rows = False
+    """Whether verifiers keep rows for it."""
+    silence_limit_s = GATEWAY_LEASE_S
+    """Seconds without any message after which a verifier counts as hung."""
+
     def __init__(self, directory: Directory, wire: Wire) -> None:
         self.gateway_id = f"gateway-{uuid.uuid4().hex[:8]}"
         self.directory = directory
@@ -140,7 +145,7 @@ class Verifiers(LinkListener):
                 current.close(RESTARTED)
             elif current is not None and member.state == "lost":
                 # A verifier that answers is not lost: only the connection between coordinator and verifier is broken.
-                if not current.answers(FRESH_S):
+                if not self.is_fresh(current):
                     current.close(DECLARED_LOST)
             elif current is not None:
                 current.member = member
@@ -150,9 +155,13 @@ class Verifiers(LinkListener):
             self._served_at = time.monotonic()
             self._tell_arrival()
 
+    def is_fresh(self, link: VerifierLink) -> bool:
+        """Whether it counts as alive although the directory has lost it."""
+        return link.answers(FRESH_S)
+
     def _connect(self, member: Member) -> None:
         try:
-            link = VerifierLink(member, self._wire, self.gateway_id, self, GATEWAY_LEASE_S)
+            link = VerifierLink(member, self._wire, self.gateway_id, self, self.silence_limit_s, self.wants_rows)
         except (ValueError, OSError) as error:
             logger.error("cannot connect to verifier %s: %s", member.id, type(error).__name__)
             return

@@ -92,10 +92,16 @@ def submissions() -> list[Submit] | None:
     return _submissions.get()
 
 
-class _Outputs(OutputProcessor):
+class Outputs(OutputProcessor):
     """vLLM's, which tells the core what it puts into answers: not what came after a stop string."""
 
     core: Core
+
+    @classmethod
+    def of(cls, core: Core, *args: Any, **options: Any) -> Outputs:
+        made = cls(*args, **options)
+        made.core = core
+        return made
 
     def process_outputs(self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> OutputProcessorOutput:
         known = [output for output in engine_core_outputs if output.request_id in self.request_states]
@@ -125,14 +131,15 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         # `add_request` has already checked structured outputs.
         self.input_processor.structured_outputs_config = None
         self.admission_stats = None
-        self.output_processor = _Outputs(
+        self.output_processor = Outputs.of(
+            core,
             self.renderer.tokenizer,
             log_stats=False,
             stream_interval=vllm_config.scheduler_config.stream_interval,
             tracing_enabled=False,
             admission_stats=None,
         )
-        self.output_processor.core = self.engine_core = core
+        self.engine_core = core
         self.core: CoreT = core
         """The fleet behind this client."""
         self.logger_manager = None

@@ -1,7 +1,4 @@
-"""vLLM's front half for a rollout: checks sampling parameters, detokenizes, finds stop strings.  Any process, one thread.
-
-It has no event loop; a gateway's front half is `client.py`.
-"""
+"""vLLM's front half for a rollout: checks sampling parameters, makes responses.  A gateway's front half is `client.py`."""
 
 from __future__ import annotations
 
@@ -10,19 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.exceptions import VLLMValidationError
 from vllm.inputs import tokens_input
 from vllm.logprobs import Logprob
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from vllm.tokenizers import TokenizerLike
-from vllm.v1.engine import EngineCoreOutput, FinishReason
 from vllm.v1.engine.input_processor import InputProcessor
-from vllm.v1.engine.output_processor import OutputProcessor
 
 from backend.config import Settings
-from backend.engine.client import engine_request
+from backend.engine.front.client import Core, Outputs
 from backend.engine.front.config import PARAMETERS, VERIFIERS, build_vllm_config
 from backend.engine.front.grammar import Check
 
@@ -72,9 +65,9 @@ class Front:
         assert made is not None
         return made
 
-    def responses(self) -> ResponseMaker:
-        """Takes responses that begin from now on."""
-        return ResponseMaker(self._inputs.tokenizer)
+    def outputs(self, core: Core) -> Outputs:
+        """Makes responses of this core's outputs from now on."""
+        return Outputs.of(core, self._inputs.tokenizer, log_stats=False)
 
     def _compiled(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
         key = repr(params)
@@ -87,37 +80,6 @@ class Front:
         if isinstance(found, str):
             raise ValueError(f"structured_outputs: {found}")
         return found
-
-
-class ResponseMaker:
-    """Makes responses of verifiers' outputs.  A response has one number, whichever verifiers its outputs come from."""
-
-    def __init__(self, tokenizer: TokenizerLike | None = None) -> None:
-        """`tokenizer` may be None if all responses are fixed."""
-        self._processor = OutputProcessor(tokenizer, log_stats=False)
-
-    def begin(self, number: int, prompt: list[int], params: SamplingParams) -> None:
-        request = engine_request(str(number), prompt, params, external_req_id=str(number))
-        self._processor.add_request(request, None)
-
-    def tokens(self, number: int) -> list[int]:
-        """The tokens so far of a response that has not ended."""
-        detokenizer = self._processor.request_states[str(number)].detokenizer
-        assert detokenizer is not None
-        tokens: list[int] = detokenizer.output_token_ids
-        return tokens
-
-    def take(self, number: int, outputs: list[EngineCoreOutput]) -> RequestOutput | None:
-        """Takes outputs; returns the response if it has ended, perhaps at a stop string, of which its verifier knows nothing.
-
-        An abort does not end a response: it can go on elsewhere.
-        """
-        for output in outputs:
-            output.request_id = str(number)
-            if output.finish_reason is FinishReason.ABORT:
-                output.finish_reason = None
-        ended = self._processor.process_outputs(outputs).request_outputs
-        return next((each for each in ended if isinstance(each, RequestOutput)), None)
 
 
 def response_row(response: RequestOutput) -> dict[str, Any]:

@@ -8,10 +8,9 @@ import pytest
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
-from vllm.v1.engine import EngineCoreOutput, FinishReason
 
 from backend.config import Settings
-from backend.engine.front.offline import Front, ResponseMaker, response_row
+from backend.engine.front.offline import Front, response_row
 from backend.models.demo import TARGET_DIR
 
 PROMPT = [0, 5, 6]
@@ -75,21 +74,6 @@ def test_native_drafting_has_its_own_limits() -> None:
     front = Front(Settings(mode="native"), str(TARGET_DIR))
     with pytest.raises(ValueError, match="min_p"):
         front.params(PROMPT, {"min_p": 0.5})
-
-
-def test_an_abort_is_not_the_end_of_a_response(front: Front) -> None:
-    responses = ResponseMaker()
-    params = front.params(PROMPT, {"max_tokens": 3})
-    params.detokenize = False
-    responses.begin(7, PROMPT, params)
-    assert (
-        responses.take(7, [EngineCoreOutput("7-1", [5]), EngineCoreOutput("7-1", [], finish_reason=FinishReason.ABORT)]) is None
-    )
-    assert responses.tokens(7) == [5]
-    ended = responses.take(7, [EngineCoreOutput("7-2", [6, 7], finish_reason=FinishReason.LENGTH)])
-    assert ended is not None
-    row = response_row(ended)
-    assert row == {"text": "", "token_ids": [5, 6, 7], "finish_reason": "length", "stop_reason": None}
 
 
 def test_the_first_token_of_a_prompt_has_no_log_probabilities() -> None:

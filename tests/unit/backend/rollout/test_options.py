@@ -10,8 +10,8 @@ import pytest
 from backend.config import Settings, sources
 from backend.config.sources import ConfigError
 from backend.launch.fleet import LaunchedFleet
-from backend.rollout import main
 from backend.rollout.options import fleet_settings, rollout_options, slices
+from gateway.rollout import main
 
 NEEDED = ("--trace", "train.3.parquet", "--out", "o")
 

@@ -9,6 +9,7 @@ from vllm.v1.outputs import LogprobsLists
 from backend.config import Settings
 from backend.engine.front.offline import Front, response_row
 from backend.models.demo import TARGET_DIR
+from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest, Tokenizer
 from backend.rollout.trace import Case
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up
@@ -20,7 +21,17 @@ def front() -> Front:
     return Front(Settings(), str(TARGET_DIR))
 
 
-def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, front: Front, tokenizer: Tokenizer) -> None:
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(TARGET_DIR))
+
+
+async def play(fleet: Fleet, front: Front, asked: list[RolloutRequest], seed: int | None = None) -> RoundResult:
+    async with fleet.joined() as core:
+        return await run(core, asked, front.outputs(core), seed)
+
+
+async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, front: Front, tokenizer: Tokenizer) -> None:
     """The first one dies between the two halves of the stop string; the second one has emitted more than it."""
     written = tokenizer.response("    return value + other\n\n\nclass Other:\n")
     prompt = tokenizer.prompt("def add(value, other):\n")
@@ -43,14 +54,12 @@ def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, fr
     doomed = fleet.start("verifier-0", begin)
 
     def replace_it() -> None:
-        known = fleet.known("verifier-0")
-        begun = known is not None and any(answer.tokens for answer in known.client.answers.values())
-        if begun and fleet.verifiers["verifier-0"] is doomed:
+        if any(record.emitted for record in fleet.core.sequences) and fleet.verifiers["verifier-0"] is doomed:
             fleet.kill("verifier-0")
             fleet.start("verifier-0", go_on)
 
     fleet.on_look = replace_it
-    finished = run(fleet, [RolloutRequest(0, Case(0, "p", ""), prompt, None, params, 50)], front.responses())
+    finished = await play(fleet, front, [RolloutRequest(0, Case(0, "p", ""), prompt, None, params, 50)])
     row = response_row(finished.responses[0])
     assert row["text"] == text[: text.index("val")]
     assert (row["finish_reason"], row["stop_reason"]) == ("stop", params.stop[0])
@@ -65,7 +74,7 @@ def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, fr
     assert row_of_request.tokens == kept
 
 
-def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
+async def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
     fleet: Fleet, front: Front, tokenizer: Tokenizer
 ) -> None:
     prompt, written = tokenizer.prompt("def add(value, other):\n"), tokenizer.response("    return value + other\n\n\n")
@@ -77,23 +86,22 @@ def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
     verifier = fleet.start("verifier-0", begin)
 
     def drain_once_begun() -> None:
-        known = fleet.known("verifier-0")
-        if known is not None and any(answer.tokens for answer in known.client.answers.values()):
-            fleet.call(lambda: verifier.sequences[0].emit(written[2:]))
+        if any(record.emitted for record in fleet.core.sequences):
+            verifier.sequences[0].emit(written[2:])
             fleet.states["verifier-0"] = "draining"
 
     fleet.on_look = drain_once_begun
-    finished = run(fleet, [RolloutRequest(0, Case(0, "p", ""), prompt, None, params, 50)], front.responses())
+    finished = await play(fleet, front, [RolloutRequest(0, Case(0, "p", ""), prompt, None, params, 50)])
     assert finished.responses[0].outputs[0].text == "    return value + "
     assert [(left.reason, left.requests_resumed) for left in finished.deaths] == [("was drained", 0)]
 
 
-def test_a_seed_makes_a_seed_of_every_free_response(fleet: Fleet, front: Front) -> None:
+async def test_a_seed_makes_a_seed_of_every_free_response(fleet: Fleet, front: Front) -> None:
     verifier = fleet.start("verifier-0", count_up)
     params = front.params([1, 2], {"max_tokens": 2})
     asked = [RolloutRequest(n, Case(n, "p", ""), [1, 2], None, params, 2, seed) for n, seed in ((0, None), (1, None), (2, 7))]
-    run(fleet, asked, front.responses(), seed=5)
-    seeds = {each.request_id: each.request.sampling_params.seed for each in verifier.sequences}
-    assert seeds["0-2-1"] == 7, "a prompt's own seed comes first"
+    await play(fleet, front, asked, seed=5)
+    seeds = {each.request_id.rpartition("/")[2]: each.request.sampling_params.seed for each in verifier.sequences}
+    assert seeds["2"] == 7, "a prompt's own seed comes first"
     assert len(set(seeds.values())) == 3
     assert None not in seeds.values()

@@ -5,6 +5,7 @@ The command's process, main thread.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache as cached
@@ -23,6 +24,7 @@ from backend.rollout.report import round_report
 from backend.rollout.requests import RolloutRequest, Tokenizer, make_requests
 from backend.rollout.results import write_round
 from backend.rollout.trace import Case, match, read_prompts, read_trace, trace_file, write_cases
+from backend.transport.sockets import Wire
 
 # vLLM and Ray are imported where they are used, so that help and errors in the input are shown at once.
 if TYPE_CHECKING:
@@ -56,12 +58,12 @@ def rollout(arguments: Sequence[str], say: Say) -> None:
     try:
         if options.join is not None:
             with _joined_fleet(options, loaded) as place:
-                _rounds(options, place, _prepare(options, place.settings, lambda: place.models, say), say)
+                asyncio.run(_rounds(options, place, _prepare(options, place.settings, lambda: place.models, say), say))
             return
         settings, models = fleet_settings(options, loaded.settings), cached(lambda: resolve(settings, say))
         work = _prepare(options, settings, models, say)
         with _own_fleet(settings, models(), say) as place:
-            _rounds(options, place, work, say)
+            asyncio.run(_rounds(options, place, work, say))
     except OSError as error:
         raise CommandError(f"{error.filename or options.out}: {error.strerror or error}") from error
 
@@ -153,26 +155,26 @@ def _joined_fleet(options: RolloutOptions, loaded: Loaded) -> Iterator[_Place]:
         yield _Place(coordinator, Settings.model_validate_json(info.settings_json), info.models, cluster.node_id)
 
 
-def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> None:
-    from backend.rollout.run import RoundRunner
-    from backend.rollout.workers import Workers
+async def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> None:
+    from gateway.fleet.directory import CoordinatorDirectory
+    from gateway.rollout.core import RolloutCore
+    from gateway.rollout.run import RoundRunner
 
     about = _about(options, place, work.step)
-    slots = place.settings.verifier.max_num_seqs
-    workers = Workers(place.coordinator, place.coordinator.info().fleet_keys, place.node_id)
+    wire = Wire(place.coordinator.info().fleet_keys, node_id=place.node_id)
+    core = RolloutCore(CoordinatorDirectory(place.coordinator), wire, place.settings, say)
     cases: dict[int, Case] = {}
+    core.start()
     try:
-        workers.look()
+        await core.until_complete()
         if options.fixed:
-            workers.check_fixed()
+            core.check_fixed()
         for number, requests in enumerate(work.rounds):
-            responses = work.front.responses()
+            responses = work.front.outputs(core)
             # With `disable=None` the bar is only shown on a terminal.
             with tqdm(desc=f"round {number}", total=len(requests), unit=" requests", mininterval=0.0, disable=None) as bar:
-                runner = RoundRunner(number, requests, workers, slots, responses, bar, options.seed)
-                runner.say = say
-                finished = runner.run()
-            report, text = round_report(finished, about, workers.version)
+                finished = await RoundRunner(number, requests, core, responses, bar, say, options.seed).run()
+            report, text = round_report(finished, about, core.version)
             directory = options.out / f"step{work.step}" / f"round{number}"
             write_round(directory, finished, report, text, place.settings)
             for each in requests:
@@ -181,7 +183,7 @@ def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> No
             write_cases(options.out / "cases" / f"train.{work.step}.parquet", [cases[each] for each in sorted(cases)])
             say(f"{directory}:\n{text}")
     finally:
-        workers.close()
+        core.close()
 
 
 def _about(options: RolloutOptions, place: _Place, step: int) -> dict[str, Any]:

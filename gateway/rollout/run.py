@@ -1,0 +1,156 @@
+"""Runs one round of a rollout: sends the batch to the fleet and gathers answers and rows.  The command's event loop.
+
+A request is complete when its last token has arrived.  The longest request that waits is sent first, so that those which are
+left for the end of the round are short.  The round ends when all workers that live have sent their rows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from copy import copy
+
+from tqdm import tqdm
+
+from backend.engine.client import engine_request
+from backend.engine.front import EngineCoreOutputs, RequestOutput, SamplingParams
+from backend.engine.front.client import Outputs
+from backend.records.rows import RequestRow
+from backend.rollout.outcome import RoundResult
+from backend.rollout.requests import RolloutRequest
+from gateway.fleet.sequences import InFlight
+from gateway.rollout.core import RolloutCore, RolloutError
+
+TEND_S = 1.0
+"""Seconds between two fetches of rows."""
+DRAW_S, SAY_S = 0.2, 15.0
+"""Seconds between two updates of the bar, and between two lines on progress where none is shown."""
+ENDS = ("stop", "length", "repetition")
+"""Finish reasons of vLLM's with which a response is complete."""
+NOBODY_S = 600.0
+"""Seconds that a round waits when no verifier is left, for Ray to start another."""
+
+
+class RoundRunner:
+    """Runs one round; each round needs a new one."""
+
+    def __init__(
+        self,
+        number: int,
+        requests: Sequence[RolloutRequest],
+        core: RolloutCore,
+        responses: Outputs,
+        bar: tqdm[None],
+        say: Callable[[str], None],
+        seed: int | None = None,
+    ) -> None:
+        """`seed` is for free responses whose parameters have none; with None, they are not reproducible."""
+        self._round = RoundResult(number)
+        self._requests = requests
+        self._core = core
+        self._responses = responses
+        self._bar = bar
+        self._say = say
+        self._seed = seed
+        self._waiting = sorted(requests, key=lambda each: (each.expected, -each.number))
+        """The next one is the last."""
+        self._running: dict[str, tuple[RolloutRequest, InFlight]] = {}
+        self._numbers: dict[str, int] = {}
+        """Request number by id, for each time that a request was sent."""
+        self._tokens = 0
+        self._next_tend = self._next_progress = self._busy_at = 0.0
+
+    async def run(self) -> RoundResult:
+        """Returns when every request is complete.  Raises `RolloutError`."""
+        core = self._core
+        await core.gather_rows()  # of the time before: the round's begin now
+        core.begin(self._round.number)
+        self._busy_at = core.began
+        self._next_progress = core.began + (SAY_S if self._bar.disable else DRAW_S)
+        while len(self._round.responses) < len(self._requests):
+            while self._waiting and core.has_room():
+                await self._send(self._waiting.pop())
+            try:
+                async with asyncio.timeout(DRAW_S):
+                    await self._take(await core.get_output_async())
+            except TimeoutError:
+                pass
+            self._look_after(time.monotonic())
+        await core.gather_rows()
+        self._look_after(time.monotonic())
+        if not self._bar.disable:
+            self._show_progress(time.monotonic())
+        self._round.parts = [core.parts[number] for number in sorted(core.parts)]
+        self._round.deaths = core.deaths
+        self._round.settle(self._numbers)
+        return self._round
+
+    async def _send(self, request: RolloutRequest) -> None:
+        # Unlike any that gateways of the fleet have.
+        request_id = f"{self._core.gateway_id}/{self._round.number}/{request.number}"
+        made = engine_request(request_id, request.prompt, self._params(request), external_req_id=request_id)
+        self._responses.add_request(made, None)
+        self._running[request_id] = request, await self._core.submit(made, request.expected)
+
+    def _params(self, request: RolloutRequest) -> SamplingParams:
+        params = copy(request.params)
+        params.seed = request.seed
+        if request.fixed is None and request.seed is None and self._seed is not None:
+            params.seed = zlib.crc32(f"{self._seed}/{self._round.number}/{request.number}".encode())
+        return params
+
+    async def _take(self, outputs: EngineCoreOutputs) -> None:
+        processed = self._responses.process_outputs(outputs.outputs)
+        for response in processed.request_outputs:
+            assert isinstance(response, RequestOutput)
+            self._end(response)
+        # Verifiers know nothing of stop strings.
+        await self._core.abort_requests_async(processed.reqs_to_abort)
+
+    def _end(self, response: RequestOutput) -> None:
+        """Handles the end of a response: its last token has arrived."""
+        request, record = self._running.pop(response.request_id)
+        (output,), verifier = response.outputs, record.claim.verifier or ""
+        where = f"row {request.case.number}: {verifier}"
+        if output.finish_reason not in ENDS:
+            raise RolloutError(f"{where} refused the request ({output.finish_reason})")
+        if request.fixed is not None and output.token_ids != request.fixed:
+            raise RolloutError(f"{where} did not keep to the response")
+        ids = [response.request_id, *(f"{response.request_id}~{place}" for place in range(2, record.places + 1))]
+        self._numbers |= dict.fromkeys(ids, request.number)
+        since, tokens, last_at = time.time() - time.monotonic(), len(output.token_ids), record.last_token or time.monotonic()
+        times = (since + record.arrived, since + (record.first_token or last_at), since + last_at)
+        row = RequestRow(
+            str(request.number), *times, len(request.prompt), tokens, 0, 0, 0, output.finish_reason, request.fixed is not None
+        )
+        self._core.part(verifier).ended.append(row)
+        self._round.responses[request.number] = response
+        self._round.wall_s = max(self._round.wall_s, last_at - self._core.began)
+        self._tokens += tokens
+
+    def _look_after(self, now: float) -> None:
+        if self._core.fault is not None:
+            raise self._core.fault
+        if now >= self._next_tend:
+            self._next_tend = now + TEND_S
+            self._core.ask_rows()
+        if self._core.ready_links:
+            self._busy_at = now
+        elif now - self._busy_at > NOBODY_S:
+            raise RolloutError(f"no verifier is left, and none has come back for {NOBODY_S:g} s")
+        if now >= self._next_progress:
+            self._show_progress(now)
+
+    def _show_progress(self, now: float) -> None:
+        tokens = self._tokens + sum(len(record.emitted) for _, record in self._running.values())
+        progress = f"{tokens} tokens, {tokens / max(now - self._core.began, 1e-3):.0f} tokens/s"
+        done = len(self._round.responses)
+        if self._bar.disable:
+            self._next_progress = now + SAY_S
+            self._say(f"round {self._round.number}: {done} of {len(self._requests)} requests, {progress}")
+        else:
+            self._next_progress = now + DRAW_S
+            self._bar.set_postfix_str(progress, refresh=False)
+            self._bar.update(done - self._bar.n)

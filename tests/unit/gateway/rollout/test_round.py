@@ -1,0 +1,255 @@
+"""A round against verifiers without engines: all requests complete, whoever dies, aborts or keeps its rows to itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+from vllm.v1.engine import FinishReason
+
+from backend.config.sources import ConfigError
+from backend.coordinator import CoordinatorUnavailable
+from backend.engine.client import fixed_sampling
+from backend.records.kept import RowBatch
+from backend.rollout.outcome import RoundResult
+from backend.rollout.requests import RolloutRequest
+from backend.rollout.trace import Case
+from gateway.rollout.core import RolloutError
+from tests.support.fake_verifier import FakeVerifier, Sequence, eventually
+from tests.support.rollout_fleet import Fleet, respond, run, stall, step_row
+
+LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
+
+
+def requests() -> list[RolloutRequest]:
+    made = []
+    for number, length in enumerate(LENGTHS):
+        tokens = [100 * number + j for j in range(length)]
+        params = fixed_sampling(tokens, 0.0)
+        made.append(RolloutRequest(number, Case(number, f"p{number}", "g"), [1, 2, number], tokens, params, length))
+    return made
+
+
+async def play(fleet: Fleet, window: int = 3) -> RoundResult:
+    async with fleet.joined(window) as core:
+        return await run(core, requests())
+
+
+def check(finished: RoundResult) -> None:
+    """Every response is there once, and the rows of the workers tell the same story."""
+    wanted = requests()
+    assert {number: finished.tokens(number) for number in finished.responses} == {each.number: each.fixed for each in wanted}
+    owned = [int(row.request_id) for part in finished.parts for row in part.rows.requests]
+    assert sorted(owned) == list(range(len(wanted))), "every request ended at one worker"
+    emitted, verified = Counter[int](), Counter[int]()
+    for row in (row for part in finished.parts for row in part.rows.verifications):
+        emitted[int(row.request_id)] += row.tokens
+        verified[int(row.request_id)] += 1
+    for ended in (row for part in finished.parts for row in part.rows.requests):
+        number = int(ended.request_id)
+        assert (ended.tokens, ended.verifications) == (len(finished.tokens(number)), verified[number])
+        # A verifier that died may have kept rows to itself.
+        assert emitted[number] == ended.tokens or (finished.deaths and emitted[number] < ended.tokens)
+
+
+async def test_a_worker_that_dies_is_replaced_by_the_others(fleet: Fleet) -> None:
+    fleet.start("verifier-0", respond)
+    doomed = fleet.start("verifier-1", stall)
+
+    def die_once_busy() -> None:
+        if "verifier-1" in fleet.verifiers and len(doomed.sequences) == 3:
+            fleet.kill("verifier-1")
+
+    fleet.on_look = die_once_busy
+    finished = await play(fleet)
+    check(finished)
+    (death,) = finished.deaths
+    assert (death.worker, death.reason, death.requests_resumed) == (1, "was lost", 3)
+    assert all(not part.ended for part in finished.parts if part.number == 1)
+
+
+async def test_a_drained_worker_gives_back_its_requests_and_all_its_rows_before_it_ends(fleet: Fleet) -> None:
+    fleet.start("verifier-0", respond)
+    drained = fleet.start("verifier-1", stall)
+
+    def drain_once_busy() -> None:
+        if len(drained.sequences) >= 3:
+            fleet.states["verifier-1"] = "draining"
+        if drained.sequences and all(sequence.aborted.is_set() for sequence in drained.sequences):
+            fleet.verifiers.pop("verifier-1", drained).kill()
+
+    fleet.on_look = drain_once_busy
+    finished = await play(fleet)
+    check(finished)
+    (left,) = finished.deaths
+    assert (left.worker, left.reason, left.requests_resumed) == (1, "was drained", 3)
+    verified = sum(row.tokens for part in finished.parts for row in part.rows.verifications)
+    assert verified == sum(LENGTHS), "no row is missing, and no token was computed twice"
+
+
+async def test_steps_are_counted_by_incarnation(fleet: Fleet) -> None:
+    """One that is reached again has gone on counting; one that was started again has begun anew."""
+    fleet.start("verifier-0", respond)
+    async with fleet.joined() as core:
+
+        async def shown(step: int) -> int:
+            await eventually(lambda: bool(core.ready_links))
+            fleet.verifiers["verifier-0"].rows.steps.append(step_row(step))
+            await core.gather_rows()
+            core.links["verifier-0"].close()
+            return core.part("verifier-0").rows.steps[-1].step
+
+        assert [await shown(600), await shown(601)] == [600, 601]
+        fleet.kill("verifier-0")
+        fleet.start("verifier-0", respond)
+        assert [await shown(0), await shown(1)] == [602, 603]
+
+
+async def test_a_starved_worker_stays(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lease runs out while it answers; one that says nothing is gone."""
+    verifier = fleet.start("verifier-0", respond)
+    async with fleet.joined() as core:
+        fleet.states["verifier-0"] = "lost"
+        await asyncio.sleep(0.1)
+        assert core.ready_links
+        assert not core.deaths
+        verifier.hung = True
+        monkeypatch.setattr("gateway.rollout.core.STARVED_S", 0.0)
+        await eventually(lambda: not core.links)
+        assert [death.reason for death in core.deaths] == ["was lost"]
+
+
+async def test_fixed_responses_are_refused_where_a_verifier_takes_none(fleet: Fleet) -> None:
+    fleet.start("verifier-0", respond)
+    async with fleet.joined() as core:
+        with pytest.raises(ConfigError, match=r"verifier-0 takes no fixed responses: .*\"async_scheduling\": false"):
+            core.check_fixed()
+
+
+async def test_requests_go_on_where_the_rollout_was_forgotten(fleet: Fleet) -> None:
+    """Its lease has run out: it greets, and goes on; no verifier was lost in the round."""
+
+    async def forget(verifier: FakeVerifier, sequence: Sequence) -> None:
+        last = len(verifier.sequences) == 4
+        await respond(verifier, sequence, upto=2 if last else None)
+        if last:
+            verifier.clients.clear()
+
+    fleet.start("verifier-0", forget)
+    finished = await play(fleet)
+    assert [finished.tokens(each.number) for each in requests()] == [each.fixed for each in requests()]
+    assert not finished.deaths
+
+
+async def test_the_only_worker_comes_back(fleet: Fleet) -> None:
+    doomed = fleet.start("verifier-0", stall)
+
+    def restart_once_busy() -> None:
+        if fleet.verifiers["verifier-0"] is doomed and fleet.core.part("verifier-0").rows.steps:
+            fleet.kill("verifier-0")
+            fleet.start("verifier-0", respond)
+
+    fleet.on_look = restart_once_busy
+    finished = await play(fleet)
+    check(finished)
+    (death,) = finished.deaths
+    (part,) = finished.parts
+    died = min(row.arrived_at for row in part.rows.requests) + death.at_s
+    assert any(row.first_token_at < died < row.ended_at for row in part.rows.requests), "first tokens are of the dead one"
+    for rows in (part.rows.steps, part.rows.verifications):
+        steps = [row.step for row in rows]
+        assert steps[0] == 0, "all that the first one had was the first step of its requests"
+        assert 0 not in steps[steps.index(1) :], "steps of one worker never go back"
+
+
+async def test_a_request_is_complete_though_its_verifier_dies_with_its_rows(fleet: Fleet) -> None:
+    async def keep_rows(verifier: FakeVerifier, sequence: Sequence) -> None:
+        await respond(verifier, sequence)
+        verifier.rows = RowBatch()
+
+    async def outlive_it(verifier: FakeVerifier, sequence: Sequence) -> None:
+        while "verifier-1" in fleet.verifiers:
+            await asyncio.sleep(0.01)
+        await respond(verifier, sequence)
+
+    fleet.start("verifier-0", outlive_it)
+    fleet.start("verifier-1", keep_rows)
+
+    def die_once_done() -> None:
+        if "verifier-1" in fleet.verifiers and fleet.core.part("verifier-1").ended:
+            fleet.kill("verifier-1")
+
+    fleet.on_look = die_once_done
+    finished = await play(fleet, window=1)
+    check(finished)
+    assert [len(part.ended) > 0 for part in finished.parts] == [True, True]
+    assert len(finished.deaths) == 1
+
+
+async def test_an_aborted_request_is_sent_again(fleet: Fleet) -> None:
+    async def abort_first(verifier: FakeVerifier, sequence: Sequence) -> None:
+        if sequence.request_id.endswith("~4"):
+            await respond(verifier, sequence)
+        else:
+            sequence.emit([], FinishReason.ABORT)
+
+    verifier = fleet.start("verifier-0", abort_first)
+    check(await play(fleet))
+    assert len(verifier.sequences) == 4 * len(LENGTHS)
+
+
+async def test_a_coordinator_that_is_away_disturbs_nothing(fleet: Fleet) -> None:
+    fleet.start("verifier-0", respond)
+    looks = iter(range(1000))
+
+    def away() -> None:
+        if next(looks):
+            raise CoordinatorUnavailable("away")
+
+    fleet.on_look = away
+    check(await play(fleet))
+
+
+async def test_the_longest_request_goes_first_to_whoever_has_the_least_left(fleet: Fleet) -> None:
+    begun: list[tuple[int, str]] = []
+
+    async def wait(verifier: FakeVerifier, sequence: Sequence) -> None:
+        begun.append((int(sequence.request_id.rpartition("/")[2]), verifier.name))
+        await eventually(lambda: len(begun) >= 6)
+        await respond(verifier, sequence)
+
+    for name in ("verifier-0", "verifier-1"):
+        fleet.start(name, wait)
+    check(await play(fleet))
+    firsts = {name: [number for number, where in begun[:6] if where == name] for name in fleet.verifiers}
+    # Of 12, 8, 7, 6, 5 and 3 tokens: 12, 6 and 3, and 8, 7 and 5.
+    assert firsts == {"verifier-0": [3, 7, 0], "verifier-1": [1, 5, 4]}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason", "complaint"),
+    [
+        ([], FinishReason.ERROR, "verifier-0 refused the request"),
+        ([7], FinishReason.LENGTH, "verifier-0 did not keep to the response"),
+    ],
+)
+async def test_what_must_not_happen_ends_the_rollout(
+    fleet: Fleet, tokens: list[int], reason: FinishReason, complaint: str
+) -> None:
+    async def misbehave(verifier: FakeVerifier, sequence: Sequence) -> None:
+        sequence.emit(tokens, reason)
+
+    fleet.start("verifier-0", misbehave)
+    with pytest.raises(RolloutError, match=rf"row \d: {complaint}"):
+        await play(fleet)
+
+
+async def test_lost_rows_end_the_rollout(fleet: Fleet) -> None:
+    async def lossy(verifier: FakeVerifier, sequence: Sequence) -> None:
+        verifier.rows.lost = 3
+        await respond(verifier, sequence)
+
+    fleet.start("verifier-0", lossy)
+    with pytest.raises(RolloutError, match="verifier-0 lost 3 rows"):
+        await play(fleet)
