@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from backend.learning.layers import MLP, Attention, LlamaSizes, RMSNorm, Rotary, initialise
+from backend.learning.layers import MLP, Attention, LlamaSizes, Rotary, initialise
 
 
 class DrafterBlock(nn.Module):
@@ -18,10 +18,10 @@ class DrafterBlock(nn.Module):
 
     def __init__(self, shape: LlamaSizes) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape, 2 * shape.hidden_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
     def join(self, embeddings: Tensor, feature: Tensor) -> Tensor:
@@ -50,7 +50,7 @@ class Drafter(nn.Module):
         self.sizes, self.feature_layers = sizes, feature_layers
         self.fc = nn.Linear(len(feature_layers) * sizes.hidden_size, sizes.hidden_size, bias=False)
         self.layers = nn.ModuleList([DrafterBlock(sizes)])
-        self.norm = RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
+        self.norm = nn.RMSNorm(sizes.hidden_size, sizes.rms_norm_eps)
         self.lm_head = nn.Linear(sizes.hidden_size, sizes.vocab_size, bias=False)
         self.rotary = Rotary(sizes)
         self.register_buffer("embeddings", embeddings.detach().clone(), persistent=False)

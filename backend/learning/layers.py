@@ -1,4 +1,4 @@
-"""The layers of a Llama for training EAGLE heads (`head.py`): norm, rotary positions, attention, and the gated network.
+"""The layers of a Llama for training EAGLE heads (`head.py`): rotary positions, attention, and the gated network.
 
 Parameter names are those of transformers, so a state dict can be saved as a checkpoint.
 """
@@ -30,20 +30,6 @@ class LlamaSizes:
     rope: Rope | None = None
     """Rotary parameters with scaling; None: `rope_theta` without scaling."""
     qk_norm: bool = False
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale, computed in float32."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        wide = hidden.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (wide * scale * self.weight).to(hidden.dtype)
 
 
 class Rotary(nn.Module):
@@ -78,17 +64,13 @@ class Attention(nn.Module):
 
     def __init__(self, shape: LlamaSizes, input_size: int) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = (
-            shape.num_attention_heads,
-            shape.num_key_value_heads,
-            shape.head_dim,
-        )
+        self.heads, self.kv_heads, self.head_dim = shape.num_attention_heads, shape.num_key_value_heads, shape.head_dim
         self.q_proj = nn.Linear(input_size, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(input_size, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, shape.hidden_size, bias=False)
-        self.q_norm = RMSNorm(self.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
-        self.k_norm = RMSNorm(self.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+        self.q_norm = nn.RMSNorm(self.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
+        self.k_norm = nn.RMSNorm(self.head_dim, shape.rms_norm_eps) if shape.qk_norm else None
 
     def project(self, hidden: Tensor, rotation: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries and keys, and values, each `[batch, heads, tokens, head_dim]`."""

@@ -21,7 +21,7 @@ from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.tokenizer import PAD_ID, token_stream
 from backend.lab.demo.train import RECORD
 from backend.lab.demo.training import TrainingProgress, resolve_device, train
-from backend.learning.layers import MLP, Attention, LlamaSizes, RMSNorm, Rotary, initialise
+from backend.learning.layers import MLP, Attention, LlamaSizes, Rotary, initialise
 from backend.learning.lesson import draft_losses
 from backend.learning.optimizers import Optimizers
 from backend.models.writing import replacing, write_checkpoint, write_json
@@ -40,9 +40,9 @@ class Layer(nn.Module):
 
     def __init__(self, shape: LlamaSizes) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape, shape.hidden_size)
-        self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = MLP(shape)
 
 
@@ -55,9 +55,9 @@ class BlockDrafter(nn.Module):
         super().__init__()
         self.shape, self.feature_layers = shape, feature_layers
         self.fc = nn.Linear(len(feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList([Layer(shape) for _ in range(shape.num_hidden_layers)])
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.rotary = Rotary(shape)
         self.register_buffer("embeddings", embeddings.detach().clone(), persistent=False)
         self.apply(initialise)
