@@ -6,10 +6,3 @@ from backend.config.settings import (
     RecordsSettings,
     Settings,
 )
-
-__all__ = [
-    "REMOTE_MODES",
-    "DraftingSettings",
-    "RecordsSettings",
-    "Settings",
-]

@@ -5,5 +5,3 @@ the messages between the two.
 """
 
 from backend.coordinator.messages import CoordinatorUnavailable, FleetInfo
-
-__all__ = ["CoordinatorUnavailable", "FleetInfo"]

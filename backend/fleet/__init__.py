@@ -25,27 +25,3 @@ from backend.fleet.stats import (
     Verified,
     VerifierStats,
 )
-
-__all__ = [
-    "IDLE_CAUSES",
-    "LOOKUP",
-    "VERSIONS",
-    "Assignment",
-    "DraftCounters",
-    "DrafterRef",
-    "DrafterStats",
-    "Draining",
-    "FleetSnapshot",
-    "Learning",
-    "Member",
-    "MemberKind",
-    "MemberState",
-    "MemberView",
-    "Operation",
-    "OperationKind",
-    "OperationState",
-    "Orders",
-    "Verified",
-    "VerifierStats",
-    "reached_at",
-]

@@ -9,17 +9,3 @@ from backend.transport.sockets import (
     new_server_keys,
     unlink_ipc_on_exit,
 )
-
-__all__ = [
-    "Buffer",
-    "Dealer",
-    "Hub",
-    "RingReader",
-    "RingWriter",
-    "ServerKeys",
-    "ServerSocket",
-    "Wire",
-    "connect_dealer",
-    "new_server_keys",
-    "unlink_ipc_on_exit",
-]

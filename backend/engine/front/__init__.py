@@ -7,7 +7,7 @@ and in `tests/unit/backend/engine/test_gateway_contract.py`.
 
 from __future__ import annotations
 
-import vllm  # first: its submodules do not import alone
+import vllm  # first, also for the modules of this package: its submodules do not import alone
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicContentBlock,
     AnthropicCountTokensRequest,

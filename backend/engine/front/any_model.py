@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, ExtractedToolCallInformation
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.openai.responses.protocol import ResponsesRequest

@@ -13,7 +13,6 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.lora.request import LoRARequest

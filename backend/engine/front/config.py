@@ -7,7 +7,6 @@ The configuration is made once, while the gateway starts.  Nothing here builds a
 from __future__ import annotations
 
 import msgspec
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform

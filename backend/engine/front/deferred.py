@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any
 
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from starlette.responses import Response, StreamingResponse
 from vllm.utils.async_utils import merge_async_iterators
 

@@ -27,7 +27,6 @@ from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.config import VllmConfig
 from vllm.exceptions import VLLMValidationError
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams, check_json_nesting

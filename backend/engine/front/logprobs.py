@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
 
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.logprobs import Logprob
 from vllm.outputs import RequestOutput
 

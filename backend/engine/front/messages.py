@@ -6,7 +6,6 @@ import json
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from starlette.requests import Request
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages

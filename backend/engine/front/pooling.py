@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.entrypoints.pooling.embed.protocol import EmbeddingChatRequest, EmbeddingCompletionRequest, EmbeddingResponse
 from vllm.entrypoints.pooling.embed.serving import ServingEmbedding
@@ -23,17 +22,6 @@ from vllm.renderers.chat_utils import ChatTemplateConfig
 
 from backend.engine.front.client import FleetClient
 from backend.engine.front.deferred import in_turns
-
-__all__ = [
-    "EmbeddingChatRequest",
-    "EmbeddingCompletionRequest",
-    "Pooling",
-    "RerankRequest",
-    "ScoreDataRequest",
-    "ScoreQueriesDocumentsRequest",
-    "ScoreQueriesItemsRequest",
-    "ScoreTextRequest",
-]
 
 
 class Embedding(ServingEmbedding):

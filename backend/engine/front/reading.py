@@ -15,7 +15,6 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.outputs import CompletionOutput
 from vllm.parser.abstract_parser import Parser

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Annotated, Any, Self
 
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from openai.types.responses import (
     EasyInputMessageParam,
     ResponseCustomToolCallOutputParam,

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from openai.types.responses import ResponseContentPartDoneEvent, ResponseOutputText
 from vllm.entrypoints.openai.chat_completion.batch_serving import OpenAIServingChatBatch
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
-import vllm  # noqa: F401  (first: its submodules do not import alone)
 from msgspec import UNSET, Struct, UnsetType
 from vllm.exceptions import GenerationError
 from vllm.v1.engine import FinishReason

@@ -10,5 +10,3 @@ TARGET_DIR: Final[Path] = Path(__file__).resolve().parent / "target"
 DRAFTER_DIR: Final[Path] = Path(__file__).resolve().parent / "drafter"
 DFLASH_DIR: Final[Path] = Path(__file__).resolve().parent / "dflash"
 DRAFT_MODEL_DIR: Final[Path] = Path(__file__).resolve().parent / "draft-model"
-
-__all__ = ["DFLASH_DIR", "DRAFTER_DIR", "DRAFT_MODEL_DIR", "TARGET_DIR"]
