@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm import tqdm
 
 from backend.config import REMOTE_MODES, Settings, sources
-from backend.config.sources import CommandError, ConfigError, Loaded
+from backend.config.sources import CommandError, ConfigError
 from backend.models.head_config import load_config
 from backend.models.resolve import ResolvedModels, resolve, trusts_code
 from backend.rollout.make import make_trace
@@ -30,6 +30,7 @@ from backend.transport.sockets import Wire
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
     from backend.engine.front.offline import Front
+    from backend.launch.cluster import RayCluster
 
 Say = Callable[[str], None]
 
@@ -42,28 +43,24 @@ class _Work(NamedTuple):
     front: Front
 
 
-class _Place(NamedTuple):
-    """The fleet that runs the rollout."""
-
-    coordinator: CoordinatorHandle
-    settings: Settings
-    models: ResolvedModels
-    node_id: str
-
-
 def rollout(arguments: Sequence[str], say: Say) -> None:
     """Runs one rollout.  Raises `ConfigError` for faults in the input, `CommandError` for later failures."""
     options, rest = rollout_options(arguments)
     loaded = sources.load(rest, "outrider rollout")
     try:
         if options.join is not None:
-            with _joined_fleet(options, loaded) as place:
-                asyncio.run(_rounds(options, place, _prepare(options, place.settings, lambda: place.models, say), say))
+            from backend.launch.finding import found_fleet
+
+            check_joined(loaded)
+            with found_fleet(loaded, options.join or None) as fleet:
+                info = fleet[0].info()
+                work = _prepare(options, Settings.model_validate_json(info.settings_json), lambda: info.models, say)
+                asyncio.run(_rounds(options, *fleet, work, say))
             return
         settings, models = fleet_settings(options, loaded.settings), cached(lambda: resolve(settings, say))
         work = _prepare(options, settings, models, say)
-        with _own_fleet(settings, models(), say) as place:
-            asyncio.run(_rounds(options, place, work, say))
+        with _own_fleet(settings, models(), say) as fleet:
+            asyncio.run(_rounds(options, *fleet, work, say))
     except OSError as error:
         raise CommandError(f"{error.filename or options.out}: {error.strerror or error}") from error
 
@@ -132,37 +129,29 @@ def _front(options: RolloutOptions, settings: Settings, models: ResolvedModels) 
 
 
 @contextmanager
-def _own_fleet(settings: Settings, models: ResolvedModels, say: Say) -> Iterator[_Place]:
+def _own_fleet(settings: Settings, models: ResolvedModels, say: Say) -> Iterator[tuple[CoordinatorHandle, RayCluster]]:
     from backend.launch.fleet import LaunchedFleet
 
     fleet = LaunchedFleet.launch(settings, models, say)
     try:
         fleet.wait_ready(say)
         fleet.start_operator(say)
-        yield _Place(fleet.coordinator, fleet.settings, models, fleet.cluster.node_id)
+        yield fleet.coordinator, fleet.cluster
     finally:
         say("stopping")
         fleet.stop()
 
 
-@contextmanager
-def _joined_fleet(options: RolloutOptions, loaded: Loaded) -> Iterator[_Place]:
-    from backend.launch.finding import found_fleet
-
-    check_joined(loaded)
-    with found_fleet(loaded, options.join or None) as (coordinator, cluster):
-        info = coordinator.info()
-        yield _Place(coordinator, Settings.model_validate_json(info.settings_json), info.models, cluster.node_id)
-
-
-async def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say) -> None:
+async def _rounds(options: RolloutOptions, coordinator: CoordinatorHandle, cluster: RayCluster, work: _Work, say: Say) -> None:
     from gateway.fleet.directory import CoordinatorDirectory
     from gateway.rollout.core import RolloutCore
     from gateway.rollout.run import RoundRunner
 
-    about = _about(options, place, work.step)
-    wire = Wire(place.coordinator.info().fleet_keys, node_id=place.node_id)
-    core = RolloutCore(CoordinatorDirectory(place.coordinator), wire, place.settings, say)
+    info = coordinator.info()
+    settings = Settings.model_validate_json(info.settings_json)
+    about = _about(options, settings, info.models, work.step)
+    wire = Wire(info.fleet_keys, node_id=cluster.node_id)
+    core = RolloutCore(CoordinatorDirectory(coordinator), wire, settings, say)
     cases: dict[int, Case] = {}
     core.start()
     try:
@@ -176,7 +165,7 @@ async def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say)
                 finished = await RoundRunner(number, requests, core, responses, bar, say, options.seed).run()
             report, text = round_report(finished, about, core.version)
             directory = options.out / f"step{work.step}" / f"round{number}"
-            write_round(directory, finished, report, text, place.settings)
+            write_round(directory, finished, report, text, settings)
             for each in requests:
                 gen = each.case.gen if options.fixed else finished.responses[each.number].outputs[0].text
                 cases[each.number] = Case(each.number, each.case.prompt, gen)
@@ -186,9 +175,8 @@ async def _rounds(options: RolloutOptions, place: _Place, work: _Work, say: Say)
         core.close()
 
 
-def _about(options: RolloutOptions, place: _Place, step: int) -> dict[str, Any]:
+def _about(options: RolloutOptions, settings: Settings, models: ResolvedModels, step: int) -> dict[str, Any]:
     """The fields of the report that all rounds of this rollout share."""
-    _, settings, models, _ = place
     remote = settings.mode in REMOTE_MODES
     return {
         "step": step,
