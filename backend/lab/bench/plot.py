@@ -45,7 +45,8 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
         panel.set_xlabel("requests in flight")
     figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=2 * len(targets), frameon=False)
     title = f"{swept}: medians (least and greatest) of {max(row.rounds for row in own)} rounds"
-    figure.suptitle(title + (f"\npaced as {paced}".replace("; ", "\n") if paced else ""), fontsize="medium")
+    # Its details are in bench.md: they are longer than a narrow picture.
+    figure.suptitle(title + (f"\npaced as {paced.split(';')[0]}".replace(": ", ":\n", 1) if paced else ""), fontsize="medium")
     figure.savefig(file, dpi=150)
     return True
 
