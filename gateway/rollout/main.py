@@ -172,7 +172,7 @@ async def _rounds(options: RolloutOptions, coordinator: CoordinatorHandle, clust
             write_cases(options.out / "cases" / f"train.{work.step}.parquet", [cases[each] for each in sorted(cases)])
             say(f"{directory}:\n{text}")
     finally:
-        core.close()
+        core.shutdown()
 
 
 def _about(options: RolloutOptions, settings: Settings, models: ResolvedModels, step: int) -> dict[str, Any]:

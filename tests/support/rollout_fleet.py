@@ -68,7 +68,7 @@ class Fleet(StaticDirectory):
             await core.until_complete()
             yield core
         finally:
-            core.close()
+            core.shutdown()
 
     def close(self) -> None:
         for verifier in self._all:
