@@ -1,4 +1,4 @@
-"""One available draft, where it comes from, and the state of a request that is decoded.  Pure."""
+"""One available draft, where it comes from, the state of a request that is decoded, and what a step verifies.  Pure."""
 
 from __future__ import annotations
 
@@ -78,6 +78,22 @@ class Request:
     """The draft under verification that these outcomes belong to."""
     outcomes_at: int = -1
     """The request's length when they were asked for."""
+
+
+@dataclass
+class Attached:
+    """The draft tokens that one step verifies."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    """By request."""
+    proposals: dict[str, Proposal] = field(default_factory=dict)
+    """What they were sampled from, if they were."""
+    lost: list[str] = field(default_factory=list)
+    """Drafters that missed a deadline, once for each draft that is no longer waited for."""
+    features_needed: bool = False
+    """Whether drafters need the features of this step at once."""
+    is_quiet: bool = False
+    """Whether nobody is asked and no draft was found: `Speculator.passed` may then tell how the step ended, not `ended`."""
 
 
 def candidate_of(

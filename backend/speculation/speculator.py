@@ -13,18 +13,16 @@ Every source of drafts competes in one ranking: fresh drafts, drafts made ahead,
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 
 from msgspec.structs import replace
 
 from backend.fleet import LOOKUP
-from backend.speculation.candidate import Candidate, Request
+from backend.speculation.candidate import Attached, Candidate, Request
 from backend.speculation.candidates import RESTS_AFTER, Candidates
 from backend.speculation.chances import Rule
 from backend.speculation.deadlines import Questions
 from backend.speculation.pairing import Preference
-from backend.speculation.proposals import Proposal
 from backend.speculation.ranking import Ranking
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Pending, Plan, Prospect, StepLoad, Times, waiting_pays
@@ -39,22 +37,6 @@ FEW = 4
 CAUGHT_UP = 3
 """Step of a probe from which on times count: drafters have caught up on the tokens of the time without asking."""
 NOTHING = Choice(Ask.PLAIN, 0, 0.0)
-
-
-@dataclass
-class Attached:
-    """The draft tokens that one step verifies."""
-
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    """By request."""
-    proposals: dict[str, Proposal] = field(default_factory=dict)
-    """What they were sampled from, if they were."""
-    lost: list[str] = field(default_factory=list)
-    """Drafters that missed a deadline, once for each draft that is no longer waited for."""
-    features_needed: bool = False
-    """Whether drafters need the features of this step at once."""
-    is_quiet: bool = False
-    """Whether nobody is asked and no draft was found: `passed` may then tell how the step ended, in place of `ended`."""
 
 
 class Speculator:

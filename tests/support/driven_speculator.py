@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from backend.speculation.candidate import Attached
 from backend.speculation.chances import Rule
-from backend.speculation.speculator import Attached, Speculator
+from backend.speculation.speculator import Speculator
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 
 VOCAB, K, OUTCOMES = 50, 4, 4
