@@ -52,13 +52,6 @@ def start(directory: Path, mode: str, lookup: bool, **engine_args: Any) -> Verif
 
 
 @pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
-    started = Drafter(tmp_path_factory.mktemp("d"))
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
     started = start(tmp_path_factory.mktemp("p"), "off", False)
     yield started

@@ -59,14 +59,6 @@ MODES = ("off", "sync", "ahead", "auto", "native")
 
 
 @pytest.fixture(scope="module")
-def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
-    """The demo's head."""
-    started = Drafter(tmp_path_factory.mktemp("d"))
-    yield started
-    started.close()
-
-
-@pytest.fixture(scope="module")
 def engines(tmp_path_factory: pytest.TempPathFactory, drafter: Drafter) -> Iterator[dict[str, Verifier]]:
     """A verifier of each mode, two loading at a time; one drafter answers those that draft remotely."""
     directory = tmp_path_factory.mktemp("l")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 
 import pytest
@@ -110,8 +109,9 @@ async def test_a_starved_worker_stays(fleet: Fleet, monkeypatch: pytest.MonkeyPa
     """Its lease runs out while it answers; one that says nothing is gone."""
     verifier = fleet.start("verifier-0", respond)
     async with fleet.joined() as core:
-        fleet.states["verifier-0"] = "lost"
-        await asyncio.sleep(0.1)
+        looks: list[bool] = []
+        fleet.states["verifier-0"], fleet.on_look = "lost", lambda: looks.append(True)
+        await eventually(lambda: len(looks) > 2)
         assert core.ready_links
         assert not core.deaths
         verifier.hung = True
@@ -169,8 +169,7 @@ async def test_a_request_is_complete_though_its_verifier_dies_with_its_rows(flee
         verifier.rows = RowBatch()
 
     async def outlive_it(verifier: FakeVerifier, sequence: Sequence) -> None:
-        while "verifier-1" in fleet.verifiers:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: "verifier-1" not in fleet.verifiers)
         await respond(verifier, sequence)
 
     fleet.start("verifier-0", outlive_it)

@@ -1,0 +1,17 @@
+"""A drafter for all tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.processes import Drafter
+
+
+@pytest.fixture(scope="module")
+def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
+    """The demo's head."""
+    started = Drafter(tmp_path_factory.mktemp("d"))
+    yield started
+    started.close()
