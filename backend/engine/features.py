@@ -139,19 +139,10 @@ class FeatureShipper:
         counters, row_format, room = self._counters[link.ref.id], RowFormat(), HANDOVER_ROWS
         rounds: list[list[Piece]] = []
         last: list[Piece] = []
-        log, own = NO_ROWS, 0
         for i in places:
             request_id = step.request_ids[i]
             sent, end = link.sent.get(request_id), step.starts[i] + step.counts[i]
-            if fresh:
-                log, own = self._logs[request_id], fresh[request_id]
-                if sent is not None and own == sent.stop < end and sent.start <= log.start and end - own <= HANDOVER_ROWS:
-                    # The usual case, written out since it comes for each request of each step: only new rows lack.
-                    commit = Commit(request_id, end + 1, step.tokens(i, own + 1, end + 1), end - own)
-                    last.append(Piece(commit, log.part(own, end), range(sent.start, end)))
-                    row_format = log.format
-                    continue
-                own = min(own, end)
+            log, own = (self._logs[request_id], min(fresh[request_id], end)) if fresh else (NO_ROWS, 0)
             # One request may have more earlier rows than the limit, or they would never be sent.
             at = next_row(sent, log.start, own, room if room < HANDOVER_ROWS else None)
             earlier, row_format = max(own - at, 0), log.format

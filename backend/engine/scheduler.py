@@ -217,7 +217,8 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         elif self._early_tokens:
             self._early_tokens = 0
             for request_id, request in self.requests.items():
-                output.outrider.settled[request_id] = request.num_output_tokens, request.output_token_ids[-RESTS_AFTER:]
+                if request.num_output_tokens:
+                    output.outrider.settled[request_id] = request.num_output_tokens, request.output_token_ids[-RESTS_AFTER:]
         return output
 
     def _pair(self, new: list[Any]) -> dict[str, Pairing]:
