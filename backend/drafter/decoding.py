@@ -9,6 +9,7 @@ are decoded without graphs, as is everything on a CPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from backend.drafter import cache
 from backend.drafter.attention import Reach
-from backend.drafter.draws import SAMPLING_COLUMNS, SUPPORT, Draws, Ends, Rules, columns_of, fresh_noise
+from backend.drafter.draws import CAPTURED, SAMPLING_COLUMNS, SHARED, SUPPORT, Draws, Ends, Rules, columns_of, fresh_noise
 from backend.drafter.head import Head, Rows
 from backend.drafter.proposer import Drafted
 
@@ -24,8 +25,6 @@ SIZES = 1, 2, 4, 8, 16, 32, 64, 128, 256
 """Numbers of rows for which steps are captured."""
 GRAPH_STEPS = 16
 """Longest draft for which steps are captured."""
-KINDS = [(size, independent) for size in reversed(SIZES) for independent in (False, True)]
-"""What is captured: numbers of rows, and whether some are independent."""
 NUMBERS = 8
 """Integers per row that decoding begins with: token, position, place, start, bound, tail, stride, seed."""
 
@@ -179,38 +178,39 @@ class Decoder:
     def __init__(self, head: Head, graphs: bool) -> None:
         self._head = head
         self._fresh = fresh_noise(head.device)
-        self._captured: dict[tuple[int, bool], Lanes] = {}
+        self._captured: dict[tuple[int, Rules], Lanes] = {}
         if graphs and head.is_asynchronous:
             self._capture()
 
     def lanes(self, steps: int, rules: Rules, numbers: Tensor, columns: Tensor, output: Tensor) -> Lanes:
         """Lanes with these rows; they serve until the next call."""
         count = numbers.shape[1]
-        found = self._fitting(count, rules.independent) if steps <= GRAPH_STEPS else None
+        found = self._fitting(count, rules) if steps <= GRAPH_STEPS else None
         lanes = Lanes(self._head, count, steps, rules) if found is None else found
         lanes.load(numbers, columns, output, self._fresh)
         return lanes
 
     def extend(self, numbers: Tensor, features: Tensor | None, last: Tensor) -> Tensor | None:
         """Computes rows on true features as a graph; outputs of the rows `last`.  None: there is no graph for so many rows."""
-        lanes = self._fitting(numbers.shape[1], False)
+        lanes = self._fitting(numbers.shape[1], SHARED)
         if lanes is None:
             return None
         lanes.load(numbers, 1.0, 0.0 if features is None else features, self._fresh)
         lanes.run(lanes.extend)
         return lanes.output.index_select(0, last)
 
-    def _fitting(self, count: int, independent: bool) -> Lanes | None:
+    def _fitting(self, count: int, rules: Rules) -> Lanes | None:
         size = next((size for size in SIZES if size >= count), 0)
-        return self._captured.get((size, independent))
+        return self._captured.get((size, rules.captured()))
 
     def _capture(self) -> None:
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the others then fit into its memory.
-        for size, independent in KINDS:
-            lanes = Lanes(self._head, size, GRAPH_STEPS, Rules(independent=independent))
-            lanes.capture(pool, [lanes.pick, lanes.advance_and_pick, *([] if independent else [lanes.follow, lanes.extend])])
-            self._captured[size, independent] = lanes
+        for size, rules in product(reversed(SIZES), CAPTURED):
+            lanes = Lanes(self._head, size, GRAPH_STEPS, rules)
+            undrawn = [lanes.follow, lanes.extend] if rules == SHARED else []
+            lanes.capture(pool, [lanes.pick, lanes.advance_and_pick, *undrawn])
+            self._captured[size, rules] = lanes
 
 
 def captured(pool: Any, step: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -15,6 +15,7 @@ There is nothing to go on from behind a draft whose features have not come, so n
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.nn import functional
 from backend.drafter import cache
 from backend.drafter.attention import Reach
 from backend.drafter.decoding import captured, columns_behind
-from backend.drafter.draws import SAMPLING_COLUMNS, Draws, Ends, Picked, Rules, fresh_noise
+from backend.drafter.draws import CAPTURED, SAMPLING_COLUMNS, Draws, Ends, Picked, Rules, fresh_noise
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.head import Head, Rows, Stretch, affine, rotate_pairs
 from backend.drafter.proposer import Drafted, Premise
@@ -183,7 +184,7 @@ class DFlashProposer(EagleProposer):
         self._block: OnePassDrafting = weights.config.block
         self.longest = min(self._block.longest or self.longest, self.longest)
         self._fresh = fresh_noise(self._head.device)
-        self._captured: dict[tuple[int, int, bool], Blocks] = {}
+        self._captured: dict[tuple[int, int, Rules], Blocks] = {}
         if graphs and self._head.is_asynchronous:
             with torch.inference_mode():
                 self._capture()
@@ -202,11 +203,10 @@ class DFlashProposer(EagleProposer):
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the others then fit into its memory.
         for depth in sorted({min(depth, self.longest) for depth in DEPTHS}, reverse=True):
-            for size in reversed(SIZES):
-                for independent in (False, True):
-                    blocks = Blocks(self._head, self._block, size, depth, Rules(independent=independent))
-                    blocks.capture(pool)
-                    self._captured[size, depth, independent] = blocks
+            for size, rules in product(reversed(SIZES), CAPTURED):
+                blocks = Blocks(self._head, self._block, size, depth, rules)
+                blocks.capture(pool)
+                self._captured[size, depth, rules] = blocks
 
     def _compute(self, numbers: Tensor, features: Tensor | None, stretches: list[Stretch]) -> Tensor:
         assert features is not None, "verifiers send features with every row"
@@ -217,7 +217,7 @@ class DFlashProposer(EagleProposer):
         """Drafts for each sequence as many tokens as `ends` allows, in one pass."""
         rules, depth = Rules.of([s.sampling for s in sequences]), self._depth(depth)
         size = next((size for size in SIZES if size >= len(sequences)), 0)
-        blocks = self._captured.get((size, depth, rules.independent))
+        blocks = self._captured.get((size, depth, rules.captured()))
         if blocks is None:
             blocks = Blocks(self._head, self._block, len(sequences), depth, rules)
         blocks.load(sequences, ends.kept, self._fresh)

@@ -54,11 +54,23 @@ class Rules(NamedTuple):
     shared: bool = True
     """Some row is greedy or has shared noise."""
     independent: bool = True
+    restricted: bool = True
+    """Some independent row has `min_p`, `top_k` or `top_p`."""
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling]) -> Rules:
-        own = [sampling.independent for sampling in samplings]
-        return cls(not all(own), any(own))
+        own = [sampling for sampling in samplings if sampling.independent]
+        restricted = any(each.min_p > 0 or 0 < each.top_k < SUPPORT or each.top_p < 1 for each in own)
+        return cls(len(own) < len(samplings), bool(own), restricted)
+
+    def captured(self) -> Rules:
+        """The first of `CAPTURED` that computes all that these rows need."""
+        return next(kind for kind in CAPTURED if all(has >= needs for has, needs in zip(kind, self, strict=True)))
+
+
+SHARED, INDEPENDENT = Rules(True, False, False), Rules(False, True, False)
+CAPTURED = SHARED, INDEPENDENT, Rules()
+"""Rules for which steps are captured as CUDA graphs."""
 
 
 SAMPLING_COLUMNS = 6
@@ -108,8 +120,8 @@ class Draws:
         if self._rules.independent:
             support, chances = self._restricted(logits)
             # In double precision, so that the token follows the float32 probabilities.  No column of probability 0 can be hit.
-            bounds = chances.double().cumsum(1)
-            places = (bounds <= darts.unsqueeze(1) * bounds[:, -1:]).sum(1, keepdim=True)
+            bounds = chances.cumsum(1, dtype=torch.float64)
+            places = torch.searchsorted(bounds, darts.unsqueeze(1) * bounds[:, -1:], right=True)
             picked.append((support.gather(1, places).squeeze(1), *_shape(chances)))
             support = self.tokens_of(support)
         columns, values, leads = picked[0]
@@ -138,10 +150,12 @@ class Draws:
 
     def _restricted(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Columns and their probabilities, `[rows, M]` each, likeliest first; the order of restrictions is vLLM's."""
-        best, columns = logits.topk(min(SUPPORT, logits.shape[1]), dim=1)
+        best, columns = _likeliest(logits, min(SUPPORT, logits.shape[1]))
         # Logits that are not finite must not make probabilities that are not.
         largest = torch.finfo(torch.float32).max
         chances = (best.float() * self._betas.unsqueeze(1)).nan_to_num(largest).softmax(1)
+        if not self._rules.restricted:
+            return columns, chances
         places = torch.arange(chances.shape[1], device=chances.device)
         likely = chances >= self._min_p.unsqueeze(1) * chances[:, :1]
         chances = chances.where(likely & (places < self._top_k.unsqueeze(1)), 0.0)
@@ -150,10 +164,20 @@ class Draws:
         return columns, chances / chances.sum(1, keepdim=True)
 
 
+def _likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits of each row in descending order, and their columns."""
+    if logits.is_cuda:
+        return logits.topk(count, dim=1)
+    # NumPy finds 64 of 2,048 in 8 us a row, torch in 25.
+    columns = torch.from_numpy(np.argpartition(logits.numpy(), -count, axis=1)[:, -count:])
+    best, order = logits.gather(1, columns).sort(dim=1, descending=True)
+    return best, columns.gather(1, order)
+
+
 def _shape(chances: Tensor) -> tuple[Tensor, Tensor]:
     """Value and lead `[rows]` of a token drawn from distributions `[rows, M]`, whichever it is."""
     first, second = chances[:, 0], chances[:, min(1, chances.shape[1] - 1)]
-    return torch.xlogy(chances, chances).sum(1), (first.log() - second.log()).clamp(max=CLIP)
+    return torch.xlogy(chances, chances).sum(1), (first / second).log().clamp(max=CLIP)
 
 
 class Ends:

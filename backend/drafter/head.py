@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.drafter.attention import Reach, attend
+from backend.drafter.attention import Reach, attend, cpu
 from backend.drafter.proposer import MAX_DRAFT
 from backend.models.checkpoint import HeadWeights
 from backend.models.head_config import DRAFT_MODEL
@@ -222,7 +222,13 @@ class Head:
         return hidden if layer.down_bias is None else hidden + layer.down_bias
 
     def _rms(self, values: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(values, weight.shape, weight, self.config.rms_norm_eps)
+        if self.device.type != "cpu" or self.dtype != torch.float32:
+            return functional.rms_norm(values, weight.shape, weight, self.config.rms_norm_eps)
+        # torch has no kernel for this on a CPU: it takes fourteen operators, 50 us.
+        rows = values.reshape(-1, len(weight))
+        result = torch.empty_like(rows)
+        cpu.rms_norm(rows.numpy(), weight.numpy(), self.config.rms_norm_eps, result.numpy())
+        return result.view_as(values)
 
     def _input_tables(self, embedding: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """What each token's embedding adds to the first product, a row per token.

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from backend.drafter.cache import Sequence
 from backend.drafter.decoding import Decoder, Lanes, columns_behind, rows_behind, tips
-from backend.drafter.draws import Draws, Ends, Rules
+from backend.drafter.draws import SHARED, Draws, Ends, Rules
 from backend.drafter.head import Head
 from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Premise
 from backend.speculation.chances import CLIP
@@ -97,7 +97,7 @@ class Imagination:
         device = self._head.device
         rules = Rules.of([s.sampling for s in sequences])
         rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
-        outputs = self._teacher_forced(premises, sequences, rules, rows, columns, shape.depth)
+        outputs = self._teacher_forced(premises, sequences, rows, columns, shape.depth)
         seeds, wide = (each.repeat_interleave(shape.depth + 1, -1) for each in (rows[-1], columns))
         draws = Draws(seeds, wide, self._head.draft_to_target, rules)
         branches = self._choose(premises, sequences, outputs, draws, shape)
@@ -118,7 +118,7 @@ class Imagination:
         ]
 
     def _teacher_forced(
-        self, premises: list[Premise], sequences: list[Sequence], rules: Rules, rows: Tensor, columns: Tensor, depth: int
+        self, premises: list[Premise], sequences: list[Sequence], rows: Tensor, columns: Tensor, depth: int
     ) -> Tensor:
         """The head's outputs when it is fed the draft under verification: `[sequences, depth + 1, hidden]`.
 
@@ -131,9 +131,7 @@ class Imagination:
         if known < depth:
             padded = [[*premise.verifying, *[0] * depth][known:depth] for premise in premises]
             begin = torch.tensor([0, known, known, 0, 0, 0, 0, 0], device=rows.device).unsqueeze(1)
-            lanes = self._decoder.lanes(
-                depth - known, rules._replace(independent=False), rows + begin, columns, found[-1][:, -1]
-            )
+            lanes = self._decoder.lanes(depth - known, SHARED, rows + begin, columns, found[-1][:, -1])
             found.append(lanes.forced(torch.tensor(padded, device=rows.device)))
         for sequence in sequences:
             sequence.drafted = None

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backend.drafter.decoding import GRAPH_STEPS, KINDS, Lanes
-from backend.drafter.draws import Rules
+from backend.drafter.decoding import GRAPH_STEPS, SIZES, Lanes
+from backend.drafter.draws import CAPTURED
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
 from backend.models.check import find_misfits
@@ -236,7 +236,7 @@ def make_proposer(
         proposer._head.is_asynchronous = True
         with torch.inference_mode():
             proposer._decoder._captured = {
-                (size, own): Lanes(proposer._head, size, GRAPH_STEPS, Rules(independent=own)) for size, own in KINDS
+                (size, rules): Lanes(proposer._head, size, GRAPH_STEPS, rules) for size in SIZES for rules in CAPTURED
             }
     return proposer
 

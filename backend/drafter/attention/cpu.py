@@ -1,4 +1,4 @@
-"""Attention on a CPU: a kernel compiled by Numba, which reads keys and values in place.
+"""Attention and norms on a CPU: kernels compiled by Numba.  Attention reads keys and values in place.
 
 Float32 throughout.  A call costs microseconds, where torch's attention costs tens of them for each sequence.
 """
@@ -84,3 +84,16 @@ def attend(
                     target = result[row, head * group + member]
                     for d in range(dim):
                         target[d] += share * value[d]
+
+
+@_compiled
+def rms_norm(values: Any, weight: Any, eps: float, result: Any) -> None:
+    """Divides each row of `values` by its root mean square, and multiplies it with `weight`; writes into `result`."""
+    size = values.shape[1]
+    for row in range(values.shape[0]):
+        total = np.float32(0.0)
+        for i in range(size):
+            total += values[row, i] * values[row, i]
+        factor = np.float32(1.0 / np.sqrt(total / size + eps))
+        for i in range(size):
+            result[row, i] = values[row, i] * factor * weight[i]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from backend.drafter.dflash import Blocks, DFlashProposer
-from backend.drafter.draws import Rules
+from backend.drafter.draws import SHARED
 from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
 from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
@@ -178,7 +178,7 @@ def test_a_captured_pass_drafts_what_a_pass_of_the_right_size_drafts(tmp_path: P
     """What a GPU replays has blocks and masks to spare, is used again and again, and reads no result."""
     plain, padded = make(tmp_path / "plain", head), make(tmp_path / "padded", head)
     with torch.inference_mode():
-        padded._captured[4, 8, False] = Blocks(padded._head, padded._block, 4, 8, Rules(independent=False))
+        padded._captured[4, 8, SHARED] = Blocks(padded._head, padded._block, 4, 8, SHARED)
     pairs = [[Session(proposer, i, 5 + 7 * i) for proposer in (plain, padded)] for i in range(3)]
     computed = Blocks.compute
 

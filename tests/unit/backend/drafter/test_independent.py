@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backend.drafter.decoding import NUMBERS, Decoder
-from backend.drafter.draws import SUPPORT, Ends, Rules, columns_of
+from backend.drafter.draws import INDEPENDENT, SHARED, SUPPORT, Draws, Ends, Rules, columns_of
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import GREEDY, Drafted, DraftRequest, Premise, Sampling, Until
 from backend.speculation.chances import CLIP
@@ -198,6 +198,30 @@ def test_other_rows_of_a_batch_stay_as_they_were() -> None:
 def test_independent_rows_alone_compute_no_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backend.noise.choose", lambda *given: pytest.fail("shared noise"))
     pick([own()] * 3, LOGITS.expand(3, -1))
+
+
+@pytest.mark.parametrize(
+    ("samplings", "captured"),
+    [
+        ([GREEDY, GREEDY], SHARED),
+        ([own(), own(0.5, top_k=SUPPORT)], INDEPENDENT),
+        ([own(), own(top_k=5)], Rules()),
+        ([own(top_p=0.9)], Rules()),
+        ([own(min_p=0.1)], Rules()),
+        ([own(), GREEDY], Rules()),
+    ],
+)
+def test_a_batch_takes_the_captured_step_that_computes_no_more_than_it_needs(
+    samplings: list[Sampling], captured: Rules
+) -> None:
+    needs = Rules.of(samplings)
+    assert needs.captured() == captured
+    logits, darts = torch.randn(len(samplings), 200), torch.rand(len(samplings), dtype=torch.float64)
+    seeds, columns = torch.tensor([each.seed for each in samplings]), torch.tensor(columns_of(samplings))
+    exact, padded = (Draws(seeds, columns, None, rules).pick(logits, seeds * 0, darts) for rules in (needs, captured))
+    assert exact.tokens.tolist() == padded.tokens.tolist()
+    assert torch.allclose(exact.values, padded.values)
+    assert torch.allclose(exact.leads, padded.leads)
 
 
 def test_the_floor_cuts_no_independent_draft(tmp_path: Path) -> None:
