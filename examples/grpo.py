@@ -1,6 +1,6 @@
 """GRPO on the demo model with rollouts from a fleet.  It learns to write lower-case letters, in minutes on two CPU cores.
 
-    python examples/grpo.py [--steps 40] [--mode off] [--off-policy] [--drafter HEAD --learning always]
+    python examples/grpo.py [--steps 40] [--mode off] [--off-policy] [--seeded] [--drafter HEAD --learning always]
 
 The reward of an output is its share of lower-case letters.  By default training is on policy: each rollout is drawn by the
 newest weights.  With `--off-policy`, the next rollout starts before the update, and the importance ratio corrects for it.
@@ -73,6 +73,9 @@ def main() -> None:
     parser.add_argument("--drafter", default="demo", help="what drafts, as for `outrider serve`")
     parser.add_argument("--learning", default="off", help="whether its head learns from the rollouts: off, on, always")
     parser.add_argument("--off-policy", action="store_true")
+    parser.add_argument(
+        "--seeded", action="store_true", help="outputs repeat, so that runs can be compared; drafts are accepted less"
+    )
     parser.add_argument("--group", type=int, default=16, help="samples of each prompt")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=1e-4)
@@ -86,8 +89,9 @@ def main() -> None:
 
         def roll_out(step: int) -> list[int]:
             sampling = {"max_tokens": options.max_tokens, "logprobs": 0}
-            seeds = itertools.count(step * len(PROMPTS) * options.group, options.group)
-            return [fleet.submit(each, {**sampling, "seed": next(seeds)}, n=options.group) for each in PROMPTS]
+            firsts = itertools.count(step * len(PROMPTS) * options.group, options.group)
+            seeds = [{"seed": next(firsts)} if options.seeded else {} for _ in PROMPTS]
+            return [fleet.submit(each, sampling | seed, n=options.group) for each, seed in zip(PROMPTS, seeds, strict=True)]
 
         began = time.monotonic()
         running = roll_out(0)
