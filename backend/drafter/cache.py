@@ -21,6 +21,8 @@ from backend.speculation.tokens import common_prefix, splice
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from backend.wire.drafting import Outcome
+
 BLOCK = 16
 UNIT = 64
 """Rows of the smallest stretch."""
@@ -96,6 +98,9 @@ class Sequence:
     drafted: tuple[int, list[int], Tensor] | None = None
     """Its latest draft, while the draft's rows lie behind its own: where its own begin, the tokens, and the head's outputs
     `[tokens - 1, hidden]` after them."""
+    imagined: tuple[int, list[Outcome], Tensor] | None = None
+    """The outcomes that were last drafted for: its length then, they, and the head's outputs `[outcomes, tokens - 1, hidden]`
+    after their draft tokens."""
     sampling: Sampling = GREEDY
 
     @property
@@ -264,7 +269,7 @@ class RowCache:
         if sequence is None:
             return
         sequence.is_open = False
-        sequence.tip = None
+        sequence.tip = sequence.drafted = sequence.imagined = None
         self._open_rows -= sequence.room
         if sequence.chain:
             self._closed[sequence] = None

@@ -27,11 +27,13 @@ from math import nan
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from backend.drafter.attention import Reach
 from backend.drafter.cache import Sequence
 from backend.drafter.decoding import Decoder, Lanes, columns_behind, rows_behind, tips
 from backend.drafter.draws import SHARED, Draws, Ends, Rules
-from backend.drafter.head import Head
+from backend.drafter.head import Head, Rows
 from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Premise
 from backend.speculation.chances import CLIP
 from backend.speculation.tokens import common_prefix
@@ -83,7 +85,7 @@ class _Branches:
 
 
 class Imagination:
-    """Enumerates outcomes with one head; keeps no state between calls."""
+    """Enumerates outcomes with one head; what a call leaves to the next lies in the sequences."""
 
     def __init__(self, head: Head, decoder: Decoder, max_position: int) -> None:
         self._head, self._decoder = head, decoder
@@ -108,7 +110,7 @@ class Imagination:
         read = cache(branches.read)
         drafted = lanes.decode(shape.steps, lambda: Ends(self._limits(premises, *read()), untils, samplings), picks_first=False)
         stopped, tokens, scores = read()
-        return [
+        found = [
             [
                 Outcome(stopped[i][at], tokens[i][at], (draft := drafted[i * width + at]).tokens, draft.signs, draft.proposal)
                 for at in range(min(premise.outcomes, width))
@@ -116,26 +118,62 @@ class Imagination:
             ]
             for i, premise in enumerate(premises)
         ]
+        for sequence, own, outputs in zip(sequences, found, lanes.kept(lanes.taken - 1).split(width), strict=True):
+            sequence.imagined = len(sequence.tokens), own, outputs
+        return found
 
     def _teacher_forced(
         self, premises: list[Premise], sequences: list[Sequence], rows: Tensor, columns: Tensor, depth: int
     ) -> Tensor:
         """The head's outputs when it is fed the draft under verification: `[sequences, depth + 1, hidden]`.
 
-        Those of a draft that this drafter has just made are still there.
+        Those of a fresh draft that this drafter has just made are still there.  A draft for an outcome has left outputs made on
+        guessed features: with these as features, one pass over all its tokens makes better ones.  Otherwise each token takes a
+        pass.
         """
         found = [tips(sequences).unsqueeze(1)]
         known = min(_known(p.verifying, s, depth) for p, s in zip(premises, sequences, strict=True))
-        if known:
-            found.append(torch.stack([s.drafted[2][:known] for s in sequences if s.drafted is not None]))
-        if known < depth:
-            padded = [[*premise.verifying, *[0] * depth][known:depth] for premise in premises]
-            begin = torch.tensor([0, known, known, 0, 0, 0, 0, 0], device=rows.device).unsqueeze(1)
-            lanes = self._decoder.lanes(depth - known, SHARED, rows + begin, columns, found[-1][:, -1])
-            found.append(lanes.forced(torch.tensor(padded, device=rows.device)))
+        guessed = self._guessed(premises, sequences, depth) if known < depth - 1 else None
+        if guessed is not None:
+            found.append(self._in_one_pass(premises, rows, torch.cat((found[0], guessed), dim=1)))
+        else:
+            if known:
+                found.append(torch.stack([s.drafted[2][:known] for s in sequences if s.drafted is not None]))
+            if known < depth:
+                tokens = _padded(premises, depth, rows.device)[:, known:]
+                begin = torch.tensor([0, known, known, 0, 0, 0, 0, 0], device=rows.device).unsqueeze(1)
+                lanes = self._decoder.lanes(depth - known, SHARED, rows + begin, columns, found[-1][:, -1])
+                found.append(lanes.forced(tokens))
         for sequence in sequences:
             sequence.drafted = None
         return torch.cat(found, dim=1)
+
+    def _guessed(self, premises: list[Premise], sequences: list[Sequence], depth: int) -> Tensor | None:
+        """Outputs that earlier drafts left after each token under verification but the last: `[sequences, depth - 1, hidden]`.
+
+        None: some are missing.  A draft model takes no features, and needs none.
+        """
+        if not self._head.takes_features:
+            return torch.zeros(len(premises), depth - 1, self._head.config.hidden_size, device=self._head.device)
+        found = []
+        for premise, sequence in zip(premises, sequences, strict=True):
+            outputs, needed = _left(premise.verifying, sequence), len(premise.verifying) - 1
+            if outputs is None or len(outputs) < needed:
+                return None
+            found.append(functional.pad(outputs[:needed], (0, 0, 0, depth - 1 - needed)))
+        return torch.stack(found)
+
+    def _in_one_pass(self, premises: list[Premise], rows: Tensor, features: Tensor) -> Tensor:
+        """Outputs after all tokens under verification, on `features` `[sequences, depth, hidden]`; shaped as these."""
+        head, (count, depth, _) = self._head, features.shape
+        numbers = rows.unsqueeze(2).repeat(1, 1, depth)
+        numbers[0] = _padded(premises, depth, rows.device)
+        numbers[1:3] += torch.arange(depth, device=rows.device)
+        flat, given = numbers.flatten(1), head.feature(features.flatten(0, 1))
+        outputs = self._decoder.extend(flat, given, torch.arange(count * depth, device=rows.device))
+        if outputs is None:
+            outputs = head.forward(Rows(flat[0], flat[1], Reach(*flat[2:7])), given, None)
+        return outputs.view(features.shape)
 
     def _limits(self, premises: list[Premise], stops: Table, tokens: Table, scores: list[list[float]]) -> list[int]:
         """One limit per branch: 0 for padding beyond the outcomes asked for, and for impossible outcomes."""
@@ -238,6 +276,25 @@ class Imagination:
         )
         wide = columns.repeat_interleave(width, 1)
         return self._decoder.lanes(shape.steps, rules, torch.stack(numbers).flatten(1), wide, output)
+
+
+def _padded(premises: list[Premise], depth: int, device: torch.device) -> Tensor:
+    """The tokens under verification, `[sequences, depth]`."""
+    return torch.tensor([[*premise.verifying, *[0] * (depth - len(premise.verifying))] for premise in premises], device=device)
+
+
+def _left(verifying: list[int], sequence: Sequence) -> Tensor | None:
+    """The outputs `[n, hidden]` that drafting the leading n tokens under verification has left, if this drafter has."""
+    if sequence.drafted is not None:
+        _, tokens, outputs = sequence.drafted
+        return outputs[: common_prefix(verifying, tokens)]
+    if sequence.imagined is not None:
+        base_len, outcomes, left = sequence.imagined
+        came = len(sequence.tokens) - base_len - 1, sequence.tokens[-1]
+        for place, outcome in enumerate(outcomes):
+            if (outcome.accepted, outcome.token) == came:
+                return left[place][: common_prefix(verifying, outcome.tokens)]
+    return None
 
 
 def _known(verifying: list[int], sequence: Sequence, depth: int) -> int:

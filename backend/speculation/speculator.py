@@ -142,8 +142,7 @@ class Speculator:
         self.candidates.take_blocks(drafter_id, blocks, draft_s)
         if self._is_telling and (rows := sum(len(block.outcomes) for block in blocks)):
             k = max(len(outcome.tokens) for block in blocks for outcome in block.outcomes)
-            depth = max(len(block.verifying) for block in blocks)
-            self._enumeration_times.observe(rows, depth + k, draft_s, draft_s)
+            self._enumeration_times.observe(rows, k, draft_s, draft_s)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

@@ -230,8 +230,8 @@ def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
         consider(Ask.DRAFT, k, emitted / (seconds + times.draft(n, k)))
         for outcomes in load.foresight.choices:
             h = load.foresight.rate(outcomes)
-            # One pass per verified token, then one per token of the outcomes' drafts.
-            if times.enumerate(n * outcomes, 2 * k) > max(seconds - times.draft(n * (1 - h), k), 0.0):
+            # One pass over the verified tokens, then one per token of the outcomes' drafts.
+            if times.enumerate(n * outcomes, k) > max(seconds - times.draft(n * (1 - h), k), 0.0):
                 # With drafts for misses, this takes longer than a step: all outcomes come too late.
                 h = 0.0
             gain = plain_gain + h * (drafted.gains[k] - plain_gain)

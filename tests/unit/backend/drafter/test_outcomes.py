@@ -88,6 +88,60 @@ def test_what_drafting_has_computed_is_not_computed_again(tmp_path: Path, cut: i
         assert clear > 8
 
 
+@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("head", [HEADS["plain"], HEADS["norm output"]], ids=["plain", "norm output"])
+def test_one_pass_over_a_draft_on_its_true_features_is_as_good_as_one_for_each_token(
+    tmp_path: Path, head: TinyHead, as_on_gpu: bool
+) -> None:
+    proposer, book = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head)
+    requests = [Request(proposer, head, key, 20 + key) for key in range(3)]
+    # The second enumeration finds room, so what drafting has left is still there.
+    for _ in range(2):
+        verifying = [request.fresh(2 + i) for i, request in enumerate(requests)]
+        premises = [r.premise(v, 6) for r, v in zip(requests, verifying, strict=True)]
+        follow = mock.patch.object(Lanes, "follow", autospec=True, side_effect=AssertionError, __name__="follow")
+        with mock.patch("backend.drafter.outcomes._known", return_value=0), follow:
+            found = proposer.draft_outcomes(premises)
+    assert sum(check(book, r, v, o, 6) for r, v, o in zip(requests, verifying, found, strict=True)) > 8
+
+
+@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["as on a CPU", "as on a GPU"])
+def test_a_draft_for_an_outcome_that_came_takes_one_pass_to_enumerate(tmp_path: Path, as_on_gpu: bool) -> None:
+    head = TinyHead()
+    proposer, book = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head)
+    requests = [Request(proposer, head, key, 20 + key) for key in range(3)]
+    exact = 0
+    for turn in range(4):
+        drafts = [request.fresh() for request in requests]
+        outcomes = proposer.draft_outcomes([r.premise(d, 6) for r, d in zip(requests, drafts, strict=True)])
+        came = [own[(i + turn) % 6] for i, own in enumerate(outcomes)]
+        for request, draft, outcome in zip(requests, drafts, came, strict=True):
+            request.commit([*draft[: outcome.accepted], outcome.token], 0)
+        premises = [r.premise(o.tokens[: 4 - turn % 2], 6) for r, o in zip(requests, came, strict=True)]
+        with mock.patch.object(Lanes, "follow", autospec=True, side_effect=AssertionError, __name__="follow"):
+            found = proposer.draft_outcomes(premises)
+        for request, premise, own in zip(requests, premises, found, strict=True):
+            # Up to the second stop all features are true ones.
+            for outcome in (each for each in own if each.accepted <= 1):
+                assumed = [*premise.verifying[: outcome.accepted], outcome.token]
+                if book.draft(request.tokens, request.known, 4, assumed) == outcome.tokens:
+                    exact += 1
+                else:
+                    assert book.margin < CLOSE_CALL
+    assert exact > 20
+
+
+def test_another_draft_than_that_of_the_outcome_is_taken_token_by_token(tmp_path: Path) -> None:
+    head = TinyHead()
+    proposer, book = make_proposer(tmp_path, head), Reference(head)
+    request = Request(proposer, head, 1, 20)
+    draft = request.fresh()
+    outcome = proposer.draft_outcomes([request.premise(draft, 6)])[0][0]
+    request.commit([*draft[: outcome.accepted], outcome.token], 0)
+    other = [(outcome.tokens[0] + 1) % 60, 3, 4]
+    assert check(book, request, other, proposer.draft_outcomes([request.premise(other, 6)])[0], 6) > 2
+
+
 def test_what_drafting_has_computed_stays_a_request_s_own(tmp_path: Path) -> None:
     """On a GPU the next draft, of another request, is made in the same tensors."""
     head = TinyHead()
