@@ -153,8 +153,9 @@ class Imagination:
 
         None: some are missing.  A draft model takes no features, and needs none.
         """
-        if not self._head.takes_features:
-            return torch.zeros(len(premises), depth - 1, self._head.config.hidden_size, device=self._head.device)
+        head = self._head
+        if not head.takes_features:
+            return torch.zeros(len(premises), depth - 1, head.config.hidden_size, dtype=head.dtype, device=head.device)
         found = []
         for premise, sequence in zip(premises, sequences, strict=True):
             outputs, needed = _left(premise.verifying, sequence), len(premise.verifying) - 1
