@@ -18,7 +18,7 @@ from torch import Tensor
 from backend.drafter import cache
 from backend.drafter.attention import Reach
 from backend.drafter.draws import CAPTURED, SAMPLING_COLUMNS, SHARED, SUPPORT, Draws, Ends, Rules, columns_of, fresh_noise
-from backend.drafter.head import Head, Rows
+from backend.drafter.head import Head, Rows, Stretch
 from backend.drafter.proposer import Drafted
 
 SIZES = 1, 2, 4, 8, 16, 32, 64, 128, 256
@@ -190,14 +190,20 @@ class Decoder:
         lanes.load(numbers, columns, output, self._fresh)
         return lanes
 
-    def extend(self, numbers: Tensor, features: Tensor | None, last: Tensor) -> Tensor | None:
-        """Computes rows on true features as a graph; outputs of the rows `last`.  None: there is no graph for so many rows."""
-        lanes = self._fitting(numbers.shape[1], SHARED)
+    def extend(
+        self, numbers: Tensor, features: Tensor | None, last: Tensor | None, stretches: Sequence[Stretch] = ()
+    ) -> Tensor:
+        """Computes rows on given features, as a graph if there is one for so many.  Outputs of the rows `last`; None: of all.
+
+        With `stretches`, the rows are those of long texts, and no graph is used.  The outputs serve until the next call.
+        """
+        lanes = None if stretches else self._fitting(numbers.shape[1], SHARED)
         if lanes is None:
-            return None
+            rows = Rows(numbers[0], numbers[1], Reach(*numbers[2:7]), stretches)
+            return self._head.forward(rows, features, last)
         lanes.load(numbers, 1.0, 0.0 if features is None else features, self._fresh)
         lanes.run(lanes.extend)
-        return lanes.output.index_select(0, last)
+        return lanes.output[: lanes.count] if last is None else lanes.output.index_select(0, last)
 
     def _fitting(self, count: int, rules: Rules) -> Lanes | None:
         size = next((size for size in SIZES if size >= count), 0)

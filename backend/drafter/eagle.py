@@ -14,10 +14,9 @@ from torch import Tensor
 
 from backend import noise
 from backend.drafter import cache
-from backend.drafter.attention import Reach
 from backend.drafter.decoding import Decoder, columns_behind, rows_behind, tips
 from backend.drafter.draws import Ends, Rules
-from backend.drafter.head import LONG, Head, Rows, Stretch
+from backend.drafter.head import LONG, Head, Stretch
 from backend.drafter.outcomes import Imagination, Padding
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Drafted, DraftRequest, Premise, ProposerStats, Sampling, Until
 from backend.drafter.sessions import TORCH_DTYPES
@@ -198,12 +197,7 @@ class EagleProposer:
         """Computes new rows, `[8, rows]` as in `decoding.NUMBERS`; the outputs of each sequence's last one."""
         counts = [stretch.new for stretch in stretches]
         last = torch.tensor([end - 1 for end in accumulate(counts)], device=self._head.device)
-        is_long = max(counts) >= LONG
-        output = None if is_long else self._decoder.extend(numbers, features, last)
-        if output is None:
-            rows = Rows(numbers[0], numbers[1], Reach(*numbers[2:7]), stretches if is_long else ())
-            output = self._head.forward(rows, features, last)
-        return output
+        return self._decoder.extend(numbers, features, last, stretches if max(counts) >= LONG else ())
 
     def _decode(self, sequences: list[cache.Sequence], ends: Ends, depth: int) -> list[Drafted]:
         """Drafts at most `depth` tokens per sequence, starting from each sequence's tip."""

@@ -29,11 +29,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.drafter.attention import Reach
 from backend.drafter.cache import Sequence
 from backend.drafter.decoding import Decoder, Lanes, columns_behind, rows_behind, tips
 from backend.drafter.draws import SHARED, Draws, Ends, Rules
-from backend.drafter.head import Head, Rows
+from backend.drafter.head import Head
 from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Premise
 from backend.speculation.chances import CLIP
 from backend.speculation.tokens import common_prefix
@@ -166,14 +165,11 @@ class Imagination:
 
     def _in_one_pass(self, premises: list[Premise], rows: Tensor, features: Tensor) -> Tensor:
         """Outputs after all tokens under verification, on `features` `[sequences, depth, hidden]`; shaped as these."""
-        head, (count, depth, _) = self._head, features.shape
+        depth = features.shape[1]
         numbers = rows.unsqueeze(2).repeat(1, 1, depth)
         numbers[0] = _padded(premises, depth, rows.device)
         numbers[1:3] += torch.arange(depth, device=rows.device)
-        flat, given = numbers.flatten(1), head.feature(features.flatten(0, 1))
-        outputs = self._decoder.extend(flat, given, torch.arange(count * depth, device=rows.device))
-        if outputs is None:
-            outputs = head.forward(Rows(flat[0], flat[1], Reach(*flat[2:7])), given, None)
+        outputs = self._decoder.extend(numbers.flatten(1), self._head.feature(features.flatten(0, 1)), None)
         return outputs.view(features.shape)
 
     def _limits(self, premises: list[Premise], stops: Table, tokens: Table, scores: list[list[float]]) -> list[int]:

@@ -306,7 +306,7 @@ class Speculator:
             self.questions.asked(request_id, length, drafter_id, now)
 
     def _cut(self, asks: dict[str, list[NextItem]], k: int) -> None:
-        """Cuts each `verifying` to what will be verified, at most `k` tokens: each token costs the drafter a pass."""
+        """Cuts each `verifying` to what will be verified, at most `k` tokens: no verification ends behind these."""
         present = self.candidates.present(self._ended)
         base = max(len(present), 1)
         spent = self._ranking.cut(self._best(present), base)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from backend.drafter.attention import cpu
+
 
 @dataclass(frozen=True)
 class Reach:
@@ -50,8 +52,6 @@ def attend(queries: Tensor, cache: Tensor, reach: Reach) -> Tensor:
         return cuda.attend(queries, cache, reach, scale)
     if queries.dtype != torch.float32:
         return _attend_one_by_one(queries, cache, reach)
-    from backend.drafter.attention import cpu
-
     result = torch.empty_like(queries)
     kernel: Callable[..., None] = cpu.attend
     kernel(*(each.contiguous().numpy() for each in (queries, cache, *reach.columns())), scale, result.numpy())
