@@ -46,7 +46,7 @@ def admit(gateway: Gateway, request: Request, body: Any) -> Claim:
     prompts = max(count_prompts(getattr(body, name, None)) for name in _MANY)
     claim.sequences = claim.choices * prompts
     context = gateway.client.model_config.max_model_len
-    size = int(request.scope["state"].get("body_bytes", 0))
+    size = len(request.state.body)
     prompt_tokens = min(math.ceil(size / BYTES_PER_TOKEN), prompts * context)
     output_tokens = 0
     if not gateway.services.pooling.is_model:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,7 @@ from gateway.auth.quotas import Quotas
 from gateway.auth.rights import Right, right_of
 from gateway.auth.sharing import open_store
 from gateway.http.errors import Forbidden, RateLimited, TooManyRequests, Unauthorized
-from gateway.http.guard import MAX_ARRIVING_BYTES, host_of, is_local_origin, is_loopback, whole_body
+from gateway.http.guard import MAX_ARRIVING_BYTES, host_of, is_local_origin, is_loopback, read_body
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.requests.body import TENSORS, media_type
 
@@ -101,7 +100,7 @@ class Access:
             return
         quotas = self._access_rules.quotas
         if not to_disk:
-            receive = await whole_body(scope, receive)
+            await read_body(scope, receive)
         most = self._access_rules.max_in_flight
         if (self._metrics.in_flight if right is Right.GENERATE else self._others) >= most:
             raise TooManyRequests(f"More than {most} requests are in flight. Try again.")
@@ -123,7 +122,7 @@ class Access:
 
     async def _serve_other(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
         """Serves a request that does not generate; it may wait, for a thread for example, with its body in memory."""
-        size = scope["state"].get("body_bytes", 0)
+        size = len(scope["state"].get("body", b""))
         if self._others and self._other_bytes + size > MAX_ARRIVING_BYTES:
             raise TooManyRequests("Too many large requests are in progress. Try again.")
         self._others += 1
@@ -155,16 +154,7 @@ class Access:
     async def _administer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets only administrators' requests pass.  Logs the caller, the command and its status."""
         known = self._access_rules.ring.find(scope) or self._access_rules.ring.find_administrator(scope)
-        who, status, body, size = "nobody" if known is None else known.name or "anybody", 0, bytearray(), 0
-
-        async def heard() -> Message:
-            nonlocal size
-            message = await receive()
-            size += len(message.get("body", b""))
-            if len(body) < AUDITED_BYTES:
-                # Without runs of blanks, behind which the rest would not be seen.
-                body[:] = re.sub(rb"\s+", b" ", body + message.get("body", b""))[:AUDITED_BYTES]
-            return message
+        who, status = "nobody" if known is None else known.name or "anybody", 0
 
         async def answered(message: Message) -> None:
             nonlocal status
@@ -175,7 +165,9 @@ class Access:
         try:
             caller = scope["state"]["caller"] = self._administrator(scope)
             who = caller.name or "this machine"
-            await app(scope, heard, answered)
+            if scope["method"] == "POST":
+                await read_body(scope, receive)
+            await app(scope, receive, answered)
         except Exception as error:
             status = getattr(error, "status", 500)
             raise
@@ -183,7 +175,8 @@ class Access:
             if scope["method"] not in ("GET", "HEAD"):
                 query = scope["query_string"].decode("latin-1")
                 what = f"{scope['method']} {quote(scope['path'])}{'?' if query else ''}{query}"
-                fields = json.dumps(f"{size} bytes") if media_type(Request(scope)) == TENSORS else _fields(body)
+                body = scope["state"].get("body", b"")
+                fields = json.dumps(f"{len(body)} bytes") if media_type(Request(scope)) == TENSORS else _fields(body)
                 entry = {"by": who, "what": what, "fields": fields, "status": status}
                 audit.info("%s", " ".join(f"{name}={value}" for name, value in entry.items()), extra={"fields": entry})
 
@@ -217,7 +210,9 @@ class Access:
 
 def _fields(body: bytearray) -> str:
     """A command's body on one line, for the log; as a string where it is no JSON, or too long to be read whole."""
+    # Without runs of blanks, behind which the rest would not be seen.
+    start = b" ".join(body.split(None, AUDITED_BYTES))[:AUDITED_BYTES]
     try:
-        return json.dumps(json.loads(body or b"{}"), separators=(",", ":"))
+        return json.dumps(json.loads(start or b"{}"), separators=(",", ":"))
     except (ValueError, RecursionError):
-        return json.dumps(body.decode(errors="replace"))
+        return json.dumps(start.decode(errors="replace"))

@@ -80,9 +80,13 @@ class _Timed:
         return message
 
 
-async def read_body(scope: Scope, receive: Receive, most: int) -> bytearray:
-    """A body of `most` bytes at most.  Raises `PayloadTooLarge`, `TooManyRequests`, `RequestTimeout` or `ClientGone`."""
+async def read_body(scope: Scope, receive: Receive) -> None:
+    """Waits for the whole body, so that no quota or slot is held for one that never arrives; puts it into the scope's state.
+
+    Raises `PayloadTooLarge`, `TooManyRequests`, `RequestTimeout` or `ClientGone`.
+    """
     gateway = scope["app"].state.gateway
+    most = gateway.max_body_bytes
     declared = Headers(scope=scope).get("content-length", "")
     if declared.isdigit() and int(declared) > most:
         raise PayloadTooLarge(f"The request body is larger than {most} bytes (the setting `gateway.max_body_mib`).")
@@ -102,26 +106,7 @@ async def read_body(scope: Scope, receive: Receive, most: int) -> bytearray:
                 raise TooManyRequests("Too many large requests arrive at once. Try again.")
     finally:
         gateway.arriving_bytes -= len(body)
-    return body
-
-
-async def whole_body(scope: Scope, receive: Receive) -> Receive:
-    """Waits until the whole body has arrived, so that no quota or slot is held for one that never does.
-
-    Returns a `receive` that has it in one piece.  Raises what `read_body` does.
-    """
-    body = await read_body(scope, receive, scope["app"].state.gateway.max_body_bytes)
-    scope["state"]["body_bytes"] = len(body)
-    given = False
-
-    async def replay() -> Message:
-        nonlocal given
-        if given:
-            return await receive()
-        given = True
-        return {"type": "http.request", "body": bytes(body), "more_body": False}
-
-    return replay
+    scope["state"]["body"] = body
 
 
 def host_of(host: str) -> str:

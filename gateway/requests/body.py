@@ -22,7 +22,6 @@ from backend.engine.front import VLLMClientError
 from backend.engine.front.grammar import constraint_field
 from backend.wire.engine import FIXED_RESPONSE
 from gateway.http.errors import ApiError, BadRequest, PayloadTooLarge, UnsupportedMedia, from_pydantic
-from gateway.http.guard import read_body
 from gateway.http.middleware import take_name
 from gateway.requests.fields import NO_EFFECT, REFUSED, Fits, drop_nulls, present
 from gateway.requests.limits import MAX_CHOICES, check_bounds, check_structure, check_text, grammar_field
@@ -41,11 +40,11 @@ class Body(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
 
-async def read_json(request: Request, max_bytes: int) -> dict[str, Any]:
-    """The request's JSON object.  Raises `UnsupportedMedia`, `PayloadTooLarge` or `BadRequest`."""
+async def read_json(request: Request) -> dict[str, Any]:
+    """The request's JSON object.  Raises `UnsupportedMedia` or `BadRequest`."""
     if media_type(request) != "application/json":
         raise UnsupportedMedia("The request body must be application/json.")
-    body = await read_bytes(request, max_bytes)
+    body = request.state.body
     data = await asyncio.to_thread(_decode, body) if len(body) > LARGE_BYTES else _decode(body)
     if not isinstance(data, dict):
         raise BadRequest("The request body must be a JSON object.", code="invalid_json")
@@ -67,11 +66,6 @@ def header_flag(request: Request, header: str) -> bool | None:
     if value not in (None, "0", "1"):
         raise BadRequest(f"The header `{header}` must be 0 or 1.", param=header)
     return None if value is None else value == "1"
-
-
-async def read_bytes(request: Request, max_bytes: int) -> bytearray:
-    """The request's body.  Raises what `read_body` does."""
-    return await read_body(request.scope, request.receive, max_bytes)
 
 
 async def bounded(request: Request, max_bytes: int, too_large: PayloadTooLarge) -> AsyncGenerator[bytes, None]:

@@ -41,7 +41,7 @@ async def create_batch(request: Request) -> Response:
     """Creates a batch, which is carried out as the fleet has time."""
     gateway = gateway_of(request)
     batches, store = gateway.batches, gateway.batches.store
-    data = await read_json(request, gateway.max_body_bytes)
+    data = await read_json(request)
     lifetime_s = lifetime_of(data.get("output_expires_after"), "output_expires_after")
     body = fitted(NewBatch, data, {})
     if body.endpoint not in batches.endpoints:

@@ -108,6 +108,6 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> R
 
 
 async def _read(request: Request, model: type[ModelT]) -> ModelT:
-    data = await read_json(request, gateway_of(request).max_body_bytes)
+    data = await read_json(request)
     check_bounds(data)
     return fitted(model, data, {})

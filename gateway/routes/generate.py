@@ -59,7 +59,7 @@ async def chat_completions(request: Request) -> Response:
 async def chat_completions_of_many(request: Request) -> Response:
     """vLLM's route for many chats: `messages` is a list of conversations, and each gets one choice."""
     gateway = gateway_of(request)
-    data = await read_json(request, gateway.max_body_bytes)
+    data = await read_json(request)
     check_sequences(data, gateway.settings.gateway.max_sequences)
     body = parse(BatchChatCompletionRequest, data)
     return await respond(gateway, request, body, gateway.services.chat_of_many.create_batch_chat_completion, CHAT)
@@ -75,7 +75,7 @@ async def completions(request: Request) -> Response:
 
 async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tuple[ModelT, SpeculationOptions | None]:
     """The body as `model`, and its options for speculation."""
-    data = await read_json(request, gateway.max_body_bytes)
+    data = await read_json(request)
     check_bounds(data)
     check_sequences(data, gateway.settings.gateway.max_sequences)
     speculation = await read_options(gateway, request, data)

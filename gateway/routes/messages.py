@@ -52,7 +52,7 @@ async def count_tokens(request: Request) -> Response:
 
 async def _read(gateway: Gateway, request: Request) -> dict[str, Any]:
     """The body, within its bounds, as `readable` makes it."""
-    data = await read_json(request, gateway.max_body_bytes)
+    data = await read_json(request)
     check_bounds(data)
     data = readable(data)
     # A document's text, which was media until now, counts too.

@@ -113,7 +113,7 @@ async def _adapter(request: Request, model: type[ModelT]) -> ModelT:
         raise BadRequest("Adapters are those of all verifiers: leave out `verifier`.", param="verifier")
     if not gateway.settings.verifier.adapters_loadable:
         raise Forbidden("Adapters are loaded over HTTP only with `verifier.adapters_loadable`.")
-    return parse(model, await read_json(request, gateway.max_body_bytes))
+    return parse(model, await read_json(request))
 
 
 def _checked_answer(result: Any) -> Response:
@@ -128,7 +128,7 @@ def _checked_answer(result: Any) -> Response:
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of messages through the chat template."""
     gateway = gateway_of(request)
-    data = await read_json(request, gateway.max_body_bytes)
+    data = await read_json(request)
     kind: type[pydantic.BaseModel] = TokenizeChatRequest if "messages" in data else TokenizeCompletionRequest
     body = parse(kind, data)
     check_model(gateway, request, body)
@@ -141,7 +141,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     gateway = gateway_of(request)
-    body = parse(DetokenizeRequest, await read_json(request, gateway.max_body_bytes))
+    body = parse(DetokenizeRequest, await read_json(request))
     check_model(gateway, request, body)
     return _answer(await gateway.services.tokenization.create_detokenize(body, request))
 

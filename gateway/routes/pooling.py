@@ -63,7 +63,7 @@ def _score(data: dict[str, Any]) -> Model:
 
 async def _pool(request: Request, kind: str, model: Callable[[dict[str, Any]], Model]) -> Response:
     gateway = gateway_of(request)
-    data = await read_json(request, gateway.max_body_bytes)
+    data = await read_json(request)
     body: Any = parse(model(data), data)
     admit(gateway, request, body)
     await gateway.client.core.until_routable()

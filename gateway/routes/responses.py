@@ -36,7 +36,7 @@ async def create_response(request: Request) -> Response:
     """OpenAI's responses."""
     gateway = gateway_of(request)
     responses = gateway.responses
-    data = await read_json(request, gateway.max_body_bytes)
+    data = await read_json(request)
     turn = await responses.turn(data, owner_of(request))
     turn = replace(turn, speculation=await read_options(gateway, request, data))
     made = await generate(gateway, request, turn.request, gateway.services.responses.create_responses, turn.speculation)
@@ -54,7 +54,7 @@ async def create_response(request: Request) -> Response:
 async def count_input(request: Request) -> Response:
     """Counts the tokens of an input."""
     gateway = gateway_of(request)
-    turn = await gateway.responses.turn(await read_json(request, gateway.max_body_bytes), owner_of(request))
+    turn = await gateway.responses.turn(await read_json(request), owner_of(request))
     check_model(gateway, request, turn.request)
     async with gateway.tokenizing:
         rendered = checked(await unless_disconnected(request, gateway.services.renderer.render_responses(turn.request)))

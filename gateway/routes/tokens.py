@@ -33,7 +33,7 @@ TRANSFERS = frozenset({"ec_transfer_params", "kv_transfer_params", "kv_cache_rep
 async def generate_tokens(request: Request) -> Response:
     """vLLM's route for trainers: takes and returns token ids."""
     gateway = gateway_of(request)
-    data = await read_json(request, gateway.max_body_bytes)
+    data = await read_json(request)
     parameters = data.get("sampling_params")
     if not isinstance(parameters, dict):
         raise BadRequest("`sampling_params` must be an object.", param="sampling_params")

@@ -23,7 +23,7 @@ from gateway.fleet.engine_link import UtilityError, VerifierForgot, VerifierGone
 from gateway.fleet.pauses import Pauses
 from gateway.http.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported, NoVerifier, VerifierLost
 from gateway.http.openapi import described, shape
-from gateway.requests.body import TENSORS, media_type, read_bytes, read_json
+from gateway.requests.body import TENSORS, media_type, read_json
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
@@ -135,8 +135,7 @@ async def update_weights(request: Request, verifier: str | None = None) -> Respo
     """Loads all weights from a directory, or some tensors: as safetensors' bytes, or by vLLM's transfer engine."""
     gateway = gateway_of(request)
     if media_type(request) == TENSORS:
-        chunk = await read_bytes(request, gateway.max_body_bytes)
-        return _answer(await _results(gateway, verifier, "update_weights", bytes(chunk)))
+        return _answer(await _results(gateway, verifier, "update_weights", bytes(request.state.body)))
     _, body = await _read(request, UpdateWeights)
     if (body.weight_dir is None) == (body.update_info is None):
         raise BadRequest("Name a `weight_dir`, or give an `update_info`.", param="weight_dir")
@@ -220,7 +219,7 @@ async def _read(request: Request, kind: type[T]) -> tuple[Gateway, T]:
     gateway = gateway_of(request)
     try:
         # vLLM's routes may be called without a body.
-        fields = await read_json(request, gateway.max_body_bytes) if "content-type" in request.headers else {}
+        fields = await read_json(request) if "content-type" in request.headers else {}
         return gateway, msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise BadRequest(f"{error}.") from None

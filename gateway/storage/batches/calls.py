@@ -57,15 +57,14 @@ class Calls:
         # The present rights of the owner's key; none if it is gone.
         caller = self._access_rules.ring.of_owner(owner) or Caller("", owner, models=frozenset())
         claim = Claim(caller, Priority.BATCH, wait_s=None, accounts=self._access_rules.quotas)
-        body = bytes(line.body)
-        # As `Access` and `read_body` would have made it.
-        state = {"caller": caller, "claim": claim, "body_bytes": len(body)}
+        # As `Access` would have made it.
+        state = {"caller": caller, "claim": claim, "body": bytes(line.body)}
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             await self._inner(scope | {"app": self._app, "state": state}, receive, send)
 
         headers = {"content-type": "application/json", "x-request-id": request_id}
-        request = httpx.Request("POST", f"http://batch{line.url}", headers=headers, content=body)
+        request = httpx.Request("POST", f"http://batch{line.url}", headers=headers)
         try:
             answer = await httpx.ASGITransport(app).handle_async_request(request)
             return answer.status_code, answer.headers, await answer.aread()

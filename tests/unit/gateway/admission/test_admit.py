@@ -18,7 +18,7 @@ def admitted(claim: Claim, asked: dict[str, Any], size: int = 400) -> Claim:
         settings=SimpleNamespace(gateway=SimpleNamespace(queue_wait_s=60.0)),
         client=SimpleNamespace(model_config=SimpleNamespace(max_model_len=256), core=SimpleNamespace(response_tokens=32.0)),
     )
-    state = {"caller": claim.caller, "claim": claim, "body_bytes": size}
+    state = {"caller": claim.caller, "claim": claim, "body": bytes(size)}
     return admit(cast(Any, gateway), Request({"type": "http", "headers": [], "state": state}), SimpleNamespace(**asked))
 
 
