@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
 
 from fastapi.routing import APIRoute
@@ -30,8 +29,3 @@ def right_of(route: BaseRoute) -> Right:
     if not isinstance(right, Right):
         raise TypeError(f"{route} does not say who may call it")
     return right
-
-
-def paths(routes: Iterable[BaseRoute], *rights: Right) -> frozenset[str]:
-    """The paths of the routes that ask for one of these rights."""
-    return frozenset(route.path for route in routes if right_of(route) in rights and isinstance(route, APIRoute))

@@ -15,12 +15,10 @@ from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import LoadLoRAAdapterRequest
 from gateway.auth.access import Access
-from gateway.auth.rights import Right, paths
 from gateway.fleet.balancing import Balancer
 from gateway.http.errors import translate
 from gateway.http.guard import Guard
 from gateway.http.middleware import Envelope
-from gateway.http.spans import RequestSpans
 from gateway.routes import (
     admin,
     batches,
@@ -104,7 +102,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     Access(gateway.metrics, gateway.access_rules).guard(app)
     has_key, origins = (lambda: not gateway.access_rules.ring.open), settings.cors_origins
     app.add_middleware(Guard, listens_on=settings.host, has_key=has_key, origins=origins)
-    app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.access_rules.quotas)
+    app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.access_rules.quotas, tracing=gateway.tracing)
     if origins:
         app.add_middleware(
             CORSMiddleware,
@@ -113,9 +111,6 @@ def build_app(gateway: Gateway) -> FastAPI:
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )
-    # Added last, so outermost.
-    if gateway.tracing is not None:
-        app.add_middleware(RequestSpans, tracing=gateway.tracing, skipped=paths(app.routes, Right.NOTHING, Right.METRICS))
     return app
 
 

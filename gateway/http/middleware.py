@@ -16,11 +16,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from backend.tracing import Tracing
 from gateway.admission.claim import Claim
 from gateway.auth.caller import ANYBODY
 from gateway.auth.quotas import Quotas
 from gateway.http.errors import BadRequest, translate
 from gateway.http.guard import PROBES
+from gateway.http.spans import begin_span, end_span
 from gateway.http.sse import ClientGone
 from gateway.metrics.gateway import GatewayMetrics
 
@@ -33,12 +35,16 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Envelope:
-    """Gives each request its id, counts it, adds headers with the rest of the key's quotas, and answers uncaught exceptions."""
+    """Gives each request its id, counts it, adds headers with the rest of the key's quotas, and answers uncaught exceptions.
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, quotas: Quotas) -> None:
+    With `tracing`, each request has a span.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, quotas: Quotas, tracing: Tracing | None = None) -> None:
         self._app = app
         self._metrics = metrics
         self._quotas = quotas
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -46,6 +52,7 @@ class Envelope:
             return
         state = scope.setdefault("state", {})
         _take_request_id(scope)
+        span = None if self._tracing is None else begin_span(self._tracing, scope)
         status = 0
 
         async def named_send(message: Message) -> None:
@@ -74,6 +81,8 @@ class Envelope:
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.request_done(route, status or 499)
+            if span is not None:
+                end_span(span, scope, status or 499)
             level = logging.DEBUG if route in QUIET_PATHS else logging.INFO
             if access.isEnabledFor(level):
                 entry = _entry(scope, route, status or 499, started)

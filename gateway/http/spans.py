@@ -3,64 +3,41 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Set
 
 from starlette.datastructures import MutableHeaders
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Scope
 
 from backend.tracing import Span, Tracing
+from gateway.auth.rights import Right, right_of
 from gateway.fleet.sequences import Cut, InFlight
 from gateway.metrics.gateway import GatewayMetrics
 
 
-class RequestSpans:
-    """Outermost middleware: a server span per request, except for probes, scrapes and pages.
+def begin_span(tracing: Tracing, scope: Scope) -> Span | None:
+    """The server span of a request; None: this trace is not recorded.
 
     The span continues the client's trace and replaces the header `traceparent` by its own.  So later spans lie below it: vLLM's
     serving classes take the context of an engine request from the headers.
     """
-
-    def __init__(self, app: ASGIApp, tracing: Tracing, skipped: Set[str]) -> None:
-        self._app = app
-        self._tracing = tracing
-        self._skipped = skipped
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._skipped:
-            await self._app(scope, receive, send)
-            return
-        headers = MutableHeaders(scope=scope)
-        given = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-        span = self._tracing.start(scope["method"], given, "server")
-        for name in given:
-            del headers[name]
-        if span is None:
-            # This trace is not recorded.  Without the headers, no other process begins a trace of its own.
-            await self._app(scope, receive, send)
-            return
-        for name, value in span.headers.items():
-            headers[name] = value
-        status, request_id = 0, ""
-
-        async def watched_send(message: Message) -> None:
-            nonlocal status, request_id
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                request_id = MutableHeaders(raw=message["headers"]).get("x-request-id", "")
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watched_send)
-        finally:
-            _finish(span, scope, status or 499, request_id)
+    headers = MutableHeaders(scope=scope)
+    given = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+    span = tracing.start(scope["method"], given, "server")
+    for name in given:
+        # Also where nothing is recorded: without the headers, no other process begins a trace of its own.
+        del headers[name]
+    headers.update(span.headers if span is not None else {})
+    return span
 
 
-def _finish(span: Span, scope: Scope, status: int, request_id: str) -> None:
-    route = getattr(scope.get("route"), "path", "unmatched")
-    span.rename(f"{scope['method']} {route}")
-    span.set({"http.request.method": scope["method"], "http.route": route, "http.response.status_code": status})
-    if request_id:
-        span.set({"outrider.request_id": request_id})
+def end_span(span: Span, scope: Scope, status: int) -> None:
+    """Ends the span, except of a probe, a scrape or a page: what is not ended is not exported."""
+    route = scope.get("route")
+    if route is not None and right_of(route) in (Right.NOTHING, Right.METRICS):
+        return
+    path = getattr(route, "path", "unmatched")
+    span.rename(f"{scope['method']} {path}")
+    span.set({"http.request.method": scope["method"], "http.route": path, "http.response.status_code": status})
+    span.set({"outrider.request_id": scope["state"]["request_id"]})
     span.end(failed=str(status) if status >= 500 else "")
 
 

@@ -17,9 +17,10 @@ import tempfile
 from pathlib import Path
 
 import gateway.routes
-from gateway.auth.rights import Right, paths
+from gateway.auth.rights import Right
 from tests.support.environments import python_environment
 from tests.support.fleet_process import ServedFleet
+from tests.support.rights import paths
 
 HERE = Path(__file__).resolve().parent
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"

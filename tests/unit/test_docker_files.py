@@ -22,8 +22,9 @@ import ray.scripts.scripts
 import yaml
 
 from backend.config import sources
-from gateway.auth.rights import Right, paths
+from gateway.auth.rights import Right
 from gateway.routes import operations
+from tests.support.rights import paths
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"

@@ -26,7 +26,7 @@ import gateway.routes
 from backend.config import Settings
 from gateway.auth.access import Access, AccessRules
 from gateway.auth.key_ring import KeyEntry, KeyRing, make_key
-from gateway.auth.rights import Right, paths, right_of
+from gateway.auth.rights import Right, right_of
 from gateway.http.app import build_app
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.routes import page, weights
@@ -36,7 +36,7 @@ ROUTES = [route for module in MODULES if hasattr(module, "router") for route in 
 
 
 def of(right: Right) -> set[str]:
-    return {*paths(ROUTES, right)}
+    return {route.path for route in ROUTES if right_of(route) is right}
 
 
 def test_only_probes_metrics_pages_and_the_document_need_no_key() -> None:
