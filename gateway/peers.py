@@ -28,7 +28,7 @@ from starlette.routing import Route
 from backend.engine.front import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from gateway.fleet.pauses import Pauses
 from gateway.http.errors import ApiError, Unavailable, checked
-from gateway.reload import Reloader, ReloadError
+from gateway.reload import NewRules, Reloader, ReloadError
 from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
@@ -140,17 +140,10 @@ class Peers:
         texts[self._index] = exposed(gateway, fleet=self.is_first)
         return merged([texts[number] for number in sorted(texts)])
 
-    async def prepare_reload(self) -> None:
-        """Has all other processes read keys, limits and routing again.  Raises `ReloadError` when one refuses them."""
-        # One that does not answer yet reads them again once it does.
-        for number, answer in (await self._ask("prepare_reload", timeout_s=6 * ASK_TIMEOUT_S)).items():
-            if answer.status_code != 200:
-                logger.error("reload refused by gateway process %d, nothing has changed: %s", number, answer.text)
-                raise ReloadError(f"gateway process {number}: {answer.text}")
-
-    async def apply_reload(self) -> None:
-        """Has them put in force what they have read."""
-        await self._tell("did not reload", "apply_reload")
+    async def reload(self, rules: NewRules) -> None:
+        """Has all other processes put in force what this one has read."""
+        # One that is just starting reads it itself.
+        await self._tell("did not reload", "reload", rules.model_dump(mode="json"))
 
     async def adapters(self) -> list[dict[str, Any]]:
         """LoRA adapters that another process has loaded, as requests to load them."""
@@ -226,8 +219,7 @@ class Peers:
         while not server.started:
             await asyncio.sleep(LOOK_S)
         with contextlib.suppress(ReloadError):
-            await reloader.prepare()
-            reloader.apply()
+            reloader.apply(await reloader.read())
 
     async def _keep(self, index: int, port: int) -> None:
         """Starts one process, again whenever it has ended."""
@@ -299,14 +291,13 @@ def _hear_of_pauses(gateway: Gateway, payload: dict[str, Any]) -> None:
 _CALLS: Mapping[str, Callable[..., Any]] = {
     "abort": lambda gateway, request_ids, verifier: gateway.abort(request_ids, verifier),
     "adapters": _adapters,
-    "apply_reload": lambda gateway: gateway.reloader.apply(),
     "cancel": lambda gateway, response_id, owner: gateway.responses.end(response_id, owner),
     "hear_of_pauses": _hear_of_pauses,
     "load": lambda gateway, payload: gateway.services.models.load_lora_adapter(LoadLoRAAdapterRequest(**payload)),
     "metrics": lambda gateway: exposed(gateway, fleet=gateway.peers.is_first),
     "pauses": lambda gateway: gateway.client.core.pauses,
-    "prepare_reload": lambda gateway: gateway.reloader.prepare(),
     "ready": lambda gateway: gateway.client.ready and not gateway.client.core.draining,
+    "reload": lambda gateway, rules: gateway.reloader.apply(NewRules.model_validate(rules)),
     "unload": lambda gateway, payload: gateway.services.models.unload_lora_adapter(UnloadLoRAAdapterRequest(**payload)),
     "update_number": lambda gateway: gateway.client.core.weights.next_number(),
 }
@@ -318,5 +309,5 @@ async def _answer(request: Request) -> Response:
     try:
         done = call(request.app.state.gateway, *await request.json())
         return Response(msgspec.json.encode(checked(await done if isawaitable(done) else done)))
-    except (ReloadError, ApiError) as error:
+    except ApiError as error:
         return Response(str(error), status_code=400)

@@ -52,15 +52,9 @@ class AccessRules:
     def of(cls, settings: Settings, gateway_id: str, folder: Path | None) -> AccessRules:
         """Gateways of this host share counts of quotas in `folder`.  Raises `KeyFileError` or `OSError`."""
         # Quotas are set up even without a keys file, because a reload may add one.
-        quotas = Quotas(gateway_id, open_store(folder))
-        return cls(ring_of(settings), settings.gateway.max_in_flight, quotas)
-
-
-def ring_of(settings: Settings) -> KeyRing:
-    """The keys of the settings and the keys file.  Raises `KeyFileError`."""
-    section = settings.gateway
-    entries = read_entries(Path(section.keys_file)) if section.keys_file else []
-    return KeyRing(section.api_key, section.admin_key, entries)
+        quotas, section = Quotas(gateway_id, open_store(folder)), settings.gateway
+        ring = KeyRing(section.api_key, section.admin_key, read_entries(section.keys_file))
+        return cls(ring, section.max_in_flight, quotas)
 
 
 class Access:

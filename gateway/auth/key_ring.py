@@ -82,10 +82,12 @@ class _File(BaseModel):
     keys: list[KeyEntry]
 
 
-def read_entries(path: Path) -> list[KeyEntry]:
-    """The entries of a keys file.  Raises `KeyFileError`."""
+def read_entries(path: str | Path | None) -> list[KeyEntry]:
+    """The entries of a keys file; of none, none.  Raises `KeyFileError`."""
+    if not path:
+        return []
     try:
-        tree = read_yaml_text(path.read_text(encoding="utf-8"))
+        tree = read_yaml_text(Path(path).read_text(encoding="utf-8"))
         entries = _File.model_validate(tree).keys
     except OSError as error:
         raise KeyFileError(f"{path}: cannot be read: {error.strerror}") from None

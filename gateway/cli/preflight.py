@@ -45,8 +45,7 @@ def check_files(settings: Settings) -> None:
 
     section = settings.gateway
     try:
-        if section.keys_file:
-            read_entries(Path(section.keys_file))
+        read_entries(section.keys_file)
         if section.tls_cert:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(section.tls_cert, section.tls_key)
         elif section.tls_key:
