@@ -1,7 +1,8 @@
 """Several gateway processes on one port: their messages to each other, and how the first process keeps the others running.
 
 Each process listens on the port by itself (SO_REUSEPORT); Linux spreads connections over the processes by a hash of addresses.
-Each also answers the other processes on a Unix socket, in a folder that only this user may enter.  One event loop per process.
+Each also answers the other processes on a Unix socket, in a folder that only this user may enter: a connection for each call,
+with JSON both ways.  One event loop per process.
 """
 
 from __future__ import annotations
@@ -12,23 +13,18 @@ import logging
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from inspect import isawaitable
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
 import msgspec
-import uvicorn
 from prometheus_client import generate_latest
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
 from backend.engine.front import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from gateway.fleet.pauses import Pauses
 from gateway.http.errors import ApiError, Unavailable, checked
-from gateway.reload import NewRules, Reloader, ReloadError
+from gateway.reload import NewRules, ReloadError
 from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
@@ -68,8 +64,7 @@ class Peers:
         self._command = command
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
-        self._server: uvicorn.Server | None = None
-        self._serving: asyncio.Task[None] | None = None
+        self._server: asyncio.Server | None = None
         self._stopping = asyncio.Event()
 
     @property
@@ -80,20 +75,17 @@ class Peers:
     def is_first(self) -> bool:
         return self._index == 0
 
-    def start(self, gateway: Gateway, port: int) -> None:
+    async def start(self, gateway: Gateway, port: int) -> None:
         """Begins to answer the other processes.  The first process also starts them."""
         if self.alone:
             return
-        app = Starlette(routes=[Route("/{call}", _answer, methods=["POST"])])
-        app.state.gateway = gateway
-        config = uvicorn.Config(app, uds=str(self._path(self._index)), lifespan="off", log_config=None, access_log=False)
-        self._server = uvicorn.Server(config)
-        # Not `serve`, which would install its own signal handlers.
-        self._serving = asyncio.create_task(self._server._serve(), name="peers")
+        self._server = await asyncio.start_unix_server(partial(_answer, gateway), self._path(self._index))
         if self._command is not None:
             self._keepers = [asyncio.create_task(self._keep(number, port)) for number in self._others]
         elif not self.is_first and gateway.reloader is not None:
-            self._keepers = [asyncio.create_task(self._catch_up(self._server, gateway.reloader))]
+            # What the other processes were asked for before has missed this one.
+            with contextlib.suppress(ReloadError):
+                gateway.reloader.apply(await gateway.reloader.read())
 
     def stop(self) -> None:
         """Has the processes that this one started drain.  A second call ends them at once."""
@@ -116,13 +108,12 @@ class Peers:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
-        if self._server is not None and self._serving is not None:
-            self._server.should_exit = True
-            await asyncio.gather(self._serving, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
 
     async def ready(self) -> bool:
         """Whether all other processes could serve a request now."""
-        answers = await self._results("ready", timeout_s=READY_TIMEOUT_S)
+        answers = await self._ask("ready", timeout_s=READY_TIMEOUT_S)
         return len(answers) == len(self._others) and all(answers.values())
 
     async def wait_ready(self) -> None:
@@ -136,7 +127,7 @@ class Peers:
         """
         if self.alone:
             return generate_latest(gateway.metrics.registry).decode()
-        texts = await self._results("metrics")
+        texts = await self._ask("metrics")
         texts[self._index] = exposed(gateway, fleet=self.is_first)
         return merged([texts[number] for number in sorted(texts)])
 
@@ -147,7 +138,7 @@ class Peers:
 
     async def adapters(self) -> list[dict[str, Any]]:
         """LoRA adapters that another process has loaded, as requests to load them."""
-        answers = await self._results("adapters", timeout_s=READY_TIMEOUT_S)
+        answers = await self._ask("adapters", timeout_s=READY_TIMEOUT_S)
         return max(answers.values(), key=len, default=[])
 
     async def adapter(self, method: Literal["POST", "DELETE"], payload: dict[str, Any]) -> None:
@@ -162,12 +153,12 @@ class Peers:
 
     async def abort(self, request_ids: list[str] | None, verifier: str | None) -> dict[str, list[list[int]]]:
         """Ends requests of the other processes; the tokens they had."""
-        answers = await self._results("abort", request_ids, verifier)
+        answers = await self._ask("abort", request_ids, verifier)
         return {named: tokens for answer in answers.values() for named, tokens in answer.items()}
 
     async def pauses(self) -> Pauses:
         """Which verifiers are paused, as another process knows."""
-        answers = await self._results("pauses", timeout_s=READY_TIMEOUT_S)
+        answers = await self._ask("pauses", timeout_s=READY_TIMEOUT_S)
         return next((msgspec.convert(answer, Pauses) for answer in answers.values()), Pauses())
 
     async def tell_pauses(self, pauses: Pauses) -> None:
@@ -178,34 +169,31 @@ class Peers:
         """Of the next update of the weights: the first process counts for all.  Raises `Unavailable`."""
         if self.is_first:
             return gateway.client.core.weights.next_number()
-        answers = await self._results("update_number", of=[0])
+        answers = await self._ask("update_number", of=[0])
         if 0 not in answers:
             raise Unavailable
         return int(answers[0])
 
     async def _tell(self, failed: str, call: str, *arguments: Any, timeout_s: float = ASK_TIMEOUT_S) -> None:
         """Makes the call, and logs which processes `failed`."""
-        done = await self._results(call, *arguments, timeout_s=timeout_s)
+        done = await self._ask(call, *arguments, timeout_s=timeout_s)
         if behind := [str(number) for number in self._others if number not in done]:
             logger.error("gateway processes that %s: %s", failed, ", ".join(behind))
 
-    async def _results(self, call: str, *arguments: Any, **options: Any) -> dict[int, Any]:
-        """What the processes return that could carry the call out, as `_ask`."""
-        answers = await self._ask(call, *arguments, **options)
-        return {number: answer.json() for number, answer in answers.items() if answer.status_code == 200}
-
     async def _ask(
         self, call: str, *arguments: Any, timeout_s: float = ASK_TIMEOUT_S, of: Sequence[int] | None = None
-    ) -> dict[int, httpx.Response]:
-        """The other processes' answers to a call of `_CALLS` that come in time, by process number."""
+    ) -> dict[int, Any]:
+        """What the other processes return that carry out a call of `_CALLS` in time, by process number."""
 
-        async def ask(number: int) -> tuple[int, httpx.Response] | None:
-            # Without `verify=False` each transport reads all root certificates, which takes 24 ms.
-            transport = httpx.AsyncHTTPTransport(verify=False, uds=str(self._path(number)))
+        async def ask(number: int) -> tuple[int, Any] | None:
             try:
-                async with httpx.AsyncClient(transport=transport, base_url="http://peer", timeout=timeout_s) as http:
-                    return number, await http.post(call, json=arguments)
-            except httpx.TransportError:
+                async with asyncio.timeout(timeout_s):
+                    reader, writer = await asyncio.open_unix_connection(self._path(number))
+                    with contextlib.closing(writer):
+                        writer.write(msgspec.json.encode([call, *arguments]))
+                        writer.write_eof()
+                        return number, msgspec.json.decode(await reader.read())
+            except (OSError, msgspec.DecodeError):
                 return None
 
         return dict(filter(None, await asyncio.gather(*map(ask, self._others if of is None else of))))
@@ -213,13 +201,6 @@ class Peers:
     def _path(self, index: int) -> Path:
         assert self._folder is not None
         return self._folder / f"gateway-{index}.sock"
-
-    async def _catch_up(self, server: uvicorn.Server, reloader: Reloader) -> None:
-        """Reloads once the other processes can ask for it: what they asked for before has missed this process."""
-        while not server.started:
-            await asyncio.sleep(LOOK_S)
-        with contextlib.suppress(ReloadError):
-            reloader.apply(await reloader.read())
 
     async def _keep(self, index: int, port: int) -> None:
         """Starts one process, again whenever it has ended."""
@@ -304,10 +285,9 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
 """What a process does for another one; some are coroutines.  Arguments and results are JSON."""
 
 
-async def _answer(request: Request) -> Response:
-    call = _CALLS[request.path_params["call"]]
-    try:
-        done = call(request.app.state.gateway, *await request.json())
-        return Response(msgspec.json.encode(checked(await done if isawaitable(done) else done)))
-    except ApiError as error:
-        return Response(str(error), status_code=400)
+async def _answer(gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Carries out a call of another process.  A call that fails has no answer."""
+    with contextlib.closing(writer), contextlib.suppress(ApiError):
+        call, *arguments = msgspec.json.decode(await reader.read())
+        done = _CALLS[call](gateway, *arguments)
+        writer.write(msgspec.json.encode(checked(await done if isawaitable(done) else done)))

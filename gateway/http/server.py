@@ -183,7 +183,7 @@ class GatewayServer:
                 host, port = listener.getsockname()[:2]
                 scheme = "https" if self._settings.tls_cert else "http"
                 self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-                self._peers.start(self.gateway, port)
+                await self._peers.start(self.gateway, port)
                 with contextlib.closing(listener):
                     await self._server.serve(sockets=[listener])
         finally:

@@ -133,11 +133,9 @@ async def test_what_the_process_that_is_asked_has_read_all_have(tmp_path):
             running = await stack.enter_async_context(running_gateway(read_settings=files.read, **files.first))
             gateways.append(running.server.gateway)
             peers = gateways[-1].peers = Peers(tmp_path, index, 2)
-            peers.start(gateways[-1], 0)
+            await peers.start(gateways[-1], 0)
             stack.push_async_callback(peers.close, 1)
             http = running.http
-        await eventually(lambda: len(list(tmp_path.glob("*.sock"))) == 2)
-        await asyncio.gather(*peers._keepers)
 
         def limits() -> list[int]:
             return [gateway.access_rules.max_in_flight for gateway in gateways]
@@ -175,6 +173,6 @@ async def test_a_process_that_is_starting_misses_no_reload(tmp_path):
         # It has read the settings, and does not answer the other process, which reloads now.
         files.write([make_key("one")[1]], max_in_flight=7)
         peers = Peers(tmp_path, 1, 2)
-        peers.start(running.server.gateway, 0)
-        await eventually(lambda: running.server.gateway.access_rules.max_in_flight == 7)
+        await peers.start(running.server.gateway, 0)
+        assert running.server.gateway.access_rules.max_in_flight == 7
         await peers.close(1)

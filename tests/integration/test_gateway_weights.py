@@ -235,8 +235,7 @@ async def test_processes_of_one_port_share_pauses_and_the_numbers_of_updates(tmp
     try:
         assert await peers[1].pauses() == Pauses()
         for each, gateway in zip(peers, gateways, strict=True):
-            each.start(gateway, 0)  # type: ignore[arg-type]
-        await eventually(lambda: all((tmp_path / f"gateway-{number}.sock").exists() for number in range(2)))
+            await each.start(gateway, 0)  # type: ignore[arg-type]
         # None of them hears of the others' updates meanwhile.
         numbers = [await peers[each].update_number(gateways[each]) for each in (0, 1, 1, 0)]  # type: ignore[arg-type]
         assert numbers == [1, 2, 3, 4]

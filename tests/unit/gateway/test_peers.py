@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-import ssl
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from backend.config.sources import ConfigError, load
-from gateway.peers import Peers, merged
+from gateway.http.errors import NotFound
+from gateway.peers import _CALLS, Peers, merged
 from tests.support.fake_verifier import eventually
 
 
@@ -36,11 +37,20 @@ def test_families_of_several_processes_stand_together() -> None:
     assert merged([one, one.replace('"1"', '"2"').partition("# HELP b")[0]]).count("# TYPE a_total") == 1
 
 
-async def test_asking_another_process_reads_no_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[Any] = []
-    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", lambda *_, **named: loaded.append(named))
-    assert not await Peers(tmp_path, 0, 2).ready()
-    assert not loaded
+async def test_a_call_that_fails_has_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(gateway: object) -> None:
+        raise NotFound("x")
+
+    asking, asked = (Peers(tmp_path, number, 2) for number in range(2))
+    assert await asking._ask("ready") == {}, "nobody is there"
+    await asked.start(cast(Any, SimpleNamespace(reloader=None)), 0)
+    monkeypatch.setitem(_CALLS, "ready", fail)
+    assert await asking._ask("ready") == {}
+    assert not await asking.ready()
+    monkeypatch.setitem(_CALLS, "ready", lambda gateway, *given: given)
+    large = ["x" * (1 << 20)]
+    assert await asking._ask("ready", large) == {1: [large]}
+    await asked.close(0)
 
 
 def test_a_unix_socket_is_not_shared() -> None:
