@@ -94,7 +94,7 @@ class Access:
             return
         quotas = self._access_rules.quotas
         if not to_disk:
-            await read_body(scope, receive)
+            await read_body(Request(scope, receive))
         most = self._access_rules.max_in_flight
         if (self._metrics.in_flight if right is Right.GENERATE else self._others) >= most:
             raise TooManyRequests(f"More than {most} requests are in flight. Try again.")
@@ -160,7 +160,7 @@ class Access:
             caller = scope["state"]["caller"] = self._administrator(scope)
             who = caller.name or "this machine"
             if scope["method"] == "POST":
-                await read_body(scope, receive)
+                await read_body(Request(scope, receive))
             await app(scope, receive, answered)
         except Exception as error:
             status = getattr(error, "status", 500)

@@ -1,16 +1,17 @@
-"""Checks path, host names and origins, and bounds the time a body takes to arrive.  Plain ASGI, inside `Envelope`."""
+"""Checks path, host names and origins: plain ASGI, inside `Envelope`.  Reads bodies, with bounds on their size and time."""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.http.errors import BadRequest, Forbidden, PayloadTooLarge, RequestTimeout, TooManyRequests
 from gateway.http.sse import ClientGone
@@ -29,7 +30,7 @@ _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")
 
 
 class Guard:
-    """Refuses control characters in paths, and sets a deadline for every body.
+    """Refuses control characters in paths.
 
     On loopback without a key, also refuses host names and origins other than loopback ones.  Such a gateway trusts this
     machine.  But a web page could make a browser on this machine call it: under a host name of the page's own (DNS
@@ -55,58 +56,56 @@ class Guard:
             origin = headers.get("origin")
             if not (is_local_origin(origin) or origin in self._origins or "*" in self._origins):
                 raise Forbidden("Without an API key this gateway serves no web pages but those of `gateway.cors_origins`.")
-        await self._app(scope, _Timed(receive), send)
+        await self._app(scope, receive, send)
 
 
-class _Timed:
-    """`receive`, with a deadline until the body is complete."""
+async def parts_of(
+    request: Request, most: int, too_large: Callable[[], PayloadTooLarge]
+) -> AsyncGenerator[tuple[bytes, bool], None]:
+    """A body's parts as they come, each with whether more are to come.
 
-    def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
-        self._complete = False
-
-    async def __call__(self) -> Message:
-        if self._complete:
-            return await self._receive()
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                message = await self._receive()
-        except TimeoutError:
-            self._complete = True
-            raise RequestTimeout("The request body took too long to arrive.") from None
-        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
-        self._deadline += len(message.get("body", b"")) / BODY_BYTES_PER_S
-        return message
-
-
-async def read_body(scope: Scope, receive: Receive) -> None:
-    """Waits for the whole body, so that no quota or slot is held for one that never arrives; puts it into the scope's state.
-
-    Raises `PayloadTooLarge`, `TooManyRequests`, `RequestTimeout` or `ClientGone`.
+    Raises `RequestTimeout`, `ClientGone`, and `too_large()` as soon as more than `most` bytes are known to come.
     """
-    gateway = scope["app"].state.gateway
-    most = gateway.max_body_bytes
-    declared = Headers(scope=scope).get("content-length", "")
+    declared, size, more = request.headers.get("content-length", ""), 0, True
     if declared.isdigit() and int(declared) > most:
-        raise PayloadTooLarge(f"The request body is larger than {most} bytes (the setting `gateway.max_body_mib`).")
-    body, more = bytearray(), True
+        raise too_large()
+    deadline = asyncio.get_running_loop().time() + BODY_TIMEOUT_S
+    while more:
+        try:
+            async with asyncio.timeout_at(deadline):
+                message: Any = await request.receive()
+        except TimeoutError:
+            raise RequestTimeout("The request body took too long to arrive.") from None
+        if message["type"] != "http.request":
+            raise ClientGone
+        part, more = message.get("body", b""), message.get("more_body", False)
+        size += len(part)
+        deadline += len(part) / BODY_BYTES_PER_S
+        if size > most:
+            raise too_large()
+        yield part, more
+
+
+async def read_body(request: Request) -> None:
+    """Waits for the whole body, so that no quota or slot is held for one that never arrives; puts it into the request's state.
+
+    Raises what `parts_of` does, or `TooManyRequests`.
+    """
+    gateway, body = request.app.state.gateway, bytearray()
+    most = gateway.max_body_bytes
+
+    def too_large() -> PayloadTooLarge:
+        return PayloadTooLarge(f"The request body is larger than {most} bytes (the setting `gateway.max_body_mib`).")
+
     try:
-        while more:
-            message: Any = await receive()
-            if message["type"] != "http.request":
-                raise ClientGone
-            part = message.get("body", b"")
-            more = message.get("more_body", False)
+        async for part, more in parts_of(request, most, too_large):
             body += part
             gateway.arriving_bytes += len(part)
-            if len(body) > most:
-                raise PayloadTooLarge(f"The request body is larger than {most} bytes (the setting `gateway.max_body_mib`).")
             if more and gateway.arriving_bytes > MAX_ARRIVING_BYTES:
                 raise TooManyRequests("Too many large requests arrive at once. Try again.")
     finally:
         gateway.arriving_bytes -= len(body)
-    scope["state"]["body"] = body
+    request.state.body = body
 
 
 def host_of(host: str) -> str:

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import AsyncGenerator, Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from starlette.requests import Request
 from backend.engine.front import VLLMClientError
 from backend.engine.front.grammar import constraint_field
 from backend.wire.engine import FIXED_RESPONSE
-from gateway.http.errors import ApiError, BadRequest, PayloadTooLarge, UnsupportedMedia, from_pydantic
+from gateway.http.errors import ApiError, BadRequest, UnsupportedMedia, from_pydantic
 from gateway.http.middleware import take_name
 from gateway.requests.fields import NO_EFFECT, REFUSED, Fits, drop_nulls, present
 from gateway.requests.limits import MAX_CHOICES, check_bounds, check_structure, check_text, grammar_field
@@ -66,19 +66,6 @@ def header_flag(request: Request, header: str) -> bool | None:
     if value not in (None, "0", "1"):
         raise BadRequest(f"The header `{header}` must be 0 or 1.", param=header)
     return None if value is None else value == "1"
-
-
-async def bounded(request: Request, max_bytes: int, too_large: PayloadTooLarge) -> AsyncGenerator[bytes, None]:
-    """The body's chunks as they come.  Raises `too_large` as soon as `max_bytes` are known to be exceeded."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise too_large
-    size = 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > max_bytes:
-            raise too_large
-        yield chunk
 
 
 def _decode(body: bytearray) -> Any:

@@ -13,8 +13,9 @@ from starlette.responses import FileResponse, JSONResponse, Response
 
 from gateway.auth.rights import Right
 from gateway.http.errors import BadRequest, PayloadTooLarge, TooManyRequests, UnsupportedMedia
+from gateway.http.guard import parts_of
 from gateway.http.openapi import DELETED, FILE, LIST, UPLOAD, described
-from gateway.requests.body import Body, bounded, media_type, read_object
+from gateway.requests.body import Body, media_type, read_object
 from gateway.routes.lists import page_of
 from gateway.state import gateway_of, owner_of
 from gateway.storage.batches.objects import shown
@@ -50,7 +51,7 @@ async def upload_file(request: Request) -> Response:
 
     async def counted() -> AsyncGenerator[bytes, None]:
         nonlocal size
-        async for part in bounded(request, MAX_FILE_BYTES + FORM_BYTES, _too_large()):
+        async for part, _ in parts_of(request, MAX_FILE_BYTES + FORM_BYTES, _too_large):
             size += len(part)
             gateway.uploading_bytes += len(part)
             if gateway.uploading_bytes > MAX_UPLOADING_BYTES:
