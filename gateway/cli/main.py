@@ -12,12 +12,13 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 from backend.config import sources
 from backend.config.logs import configure_logging
 from backend.config.sources import CommandError, ConfigError
-from gateway.cli import administer, commands, console
+from gateway.cli import administer, console
 from gateway.cli.preflight import check_gateway, check_keys
 from gateway.cli.processes import (
     GATEWAY_PROCESS,
@@ -218,6 +219,39 @@ def reload(arguments: list[str]) -> int:
     return OK
 
 
+def records(arguments: list[str]) -> int:
+    """Summarises, draws and converts records."""
+    from backend.records.main import main
+
+    main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
+    return OK
+
+
+def trace(arguments: list[str]) -> int:
+    """Makes traces."""
+    from gateway.rollout.main import trace
+
+    trace(arguments, print)
+    return OK
+
+
+def apart(point: EntryPoint, arguments: list[str]) -> int:
+    """Runs a command that ends by itself: a function of the arguments, and of what prints its progress."""
+    with signals():
+        failed = point.load()(arguments, console.Progress().say)
+    return FAILED if failed else OK
+
+
+def ours(place: str) -> Callable[[list[str]], int]:
+    return partial(apart, EntryPoint("", place, ""))
+
+
+def laboratory(name: str, arguments: list[str]) -> int:
+    """Runs a command that only measures or trains.  It is found by its entry point; no serving code imports it."""
+    (point,) = importlib.metadata.entry_points(group="outrider.commands", name=name)
+    return apart(point, arguments)
+
+
 OWN = "(it has options of its own)"
 COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "serve": ("start a fleet and its gateway, until Ctrl-C", serve),
@@ -226,14 +260,17 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "check-config": ("show the settings in force and where each came from", check_config),
     "make-key": ("make an API key and its entry for the keys file", make_key),
     "reload": ("have a running gateway read its keys, limits and routing again", reload),
-    "records": ("sum up, draw, join or export what verifiers wrote down", commands.records),
-    "bench": (f"measure every mode on this machine {OWN}", partial(commands.laboratory, "bench")),
-    "run-batch": (f"carry out a file of OpenAI batch requests at a gateway {OWN}", commands.run_batch),
-    "rollout": (f"run a trace's prompts over a fleet of its own, with a row of every step {OWN}", commands.rollout),
-    "trace": (f"make traces {OWN}", commands.trace),
-    "train-drafter": (f"train a head for a model from prompts {OWN}", commands.train_drafter),
-    "train-demo": ("train the built-in demo models again", partial(commands.laboratory, "train-demo")),
-    "selfcheck": ("check and time a drafter on this machine's GPU", partial(commands.laboratory, "selfcheck")),
+    "records": ("sum up, draw, join or export what verifiers wrote down", records),
+    "bench": (f"measure every mode on this machine {OWN}", partial(laboratory, "bench")),
+    "run-batch": (f"carry out a file of OpenAI batch requests at a gateway {OWN}", ours("gateway.cli.run_batch:main")),
+    "rollout": (
+        f"run a trace's prompts over a fleet of its own, with a row of every step {OWN}",
+        ours("gateway.rollout.main:rollout"),
+    ),
+    "trace": (f"make traces {OWN}", trace),
+    "train-drafter": (f"train a head for a model from prompts {OWN}", ours("gateway.cli.train_drafter:main")),
+    "train-demo": ("train the built-in demo models again", partial(laboratory, "train-demo")),
+    "selfcheck": ("check and time a drafter on this machine's GPU", partial(laboratory, "selfcheck")),
 }
 CHANGES = {name: (summary, partial(administration, name)) for name, summary in administer.SUMMARIES.items()}
 """Each command's summary, and the function that runs it."""

@@ -17,6 +17,7 @@ import httpx
 import msgspec
 
 from backend.config import sources
+from backend.config.logs import configure_logging
 from backend.config.runtime import StateError
 from backend.config.sources import CommandError, ConfigError, Parser
 from backend.launch import state
@@ -64,6 +65,7 @@ def main(arguments: list[str], say: Say) -> int:
     parser.epilog = "--api-key KEY, or @FILE, is sent where the gateway wants one."
     given, rest = parser.parse_known_args(arguments)
     settings = sources.load(rest, "outrider run-batch").settings
+    configure_logging("warning")
     if given.concurrency < 1:
         raise ConfigError("--concurrency: must be 1 or more")
     gateway = GatewayAddress(_url(given.url), settings.gateway.api_key)

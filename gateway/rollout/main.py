@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm import tqdm
 
 from backend.config import REMOTE_MODES, Settings, sources
+from backend.config.logs import configure_logging
 from backend.config.sources import CommandError, ConfigError
 from backend.models.head_config import load_config
 from backend.models.resolve import ResolvedModels, resolve, trusts_code
@@ -45,6 +46,7 @@ class _Work(NamedTuple):
 
 def rollout(arguments: Sequence[str], say: Say) -> None:
     """Runs one rollout.  Raises `ConfigError` for faults in the input, `CommandError` for later failures."""
+    configure_logging("warning")
     options, rest = rollout_options(arguments)
     loaded = sources.load(rest, "outrider rollout")
     try:

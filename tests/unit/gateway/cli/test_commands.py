@@ -54,6 +54,8 @@ MISTAKES = {
     "rollout": "required: --trace, --out",
     "rollout --trace nowhere.parquet --out {tmp}": "nowhere.parquet: no such file",
     "trace": "outrider trace make",
+    "run-batch": "required: -i/--input-file, -o/--output-file",
+    "train-drafter": "required: --data, --output",
     "trace make nowhere --out {tmp}/t": "nowhere: no such directory",
     "trace make stdlib --out {tmp}/t --max-gen 9": "16 is the least",
     "drain": "required: member",
