@@ -103,9 +103,7 @@ class Reloader:
         section = old.model_copy(update={name: getattr(read, name) for name in RELOADABLE})
         if section.affinity != old.affinity:
             gateway.client.core.choosing.reroute(make_router(section))
-        gateway.settings = gateway.settings.model_copy(update={"gateway": section})
-        gateway.batches.max_body_bytes = gateway.max_body_bytes
-        gateway.access_rules.ring, gateway.access_rules.max_in_flight = ring, section.max_in_flight
+        gateway.settings, gateway.ring = gateway.settings.model_copy(update={"gateway": section}), ring
         gateway.client.core.gate.limit(section.max_in_flight, section.queue_wait_s)
         logger.info("reloaded: %d keys; changed: %s", done.keys, ", ".join(done.changed) or "nothing else")
         if done.needs_restart:

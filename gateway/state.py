@@ -13,8 +13,9 @@ from backend.config import Settings
 from backend.engine.front.client import FleetClient
 from backend.engine.front.serving import Services
 from backend.tracing import Tracing
-from gateway.auth.access import AccessRules
 from gateway.auth.caller import caller_of
+from gateway.auth.key_ring import KeyRing
+from gateway.auth.quotas import Quotas
 from gateway.fleet.core import FleetCore
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.storage.batches.serving import Batches
@@ -27,14 +28,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class Gateway:
-    """The gateway's parts.  A reload replaces `settings`; the others stay."""
+    """The gateway's parts.  A reload replaces `settings` and `ring`; the others stay."""
 
     settings: Settings
     client: FleetClient[FleetCore]
     services: Services
     metrics: GatewayMetrics
     responses: ResponseService
-    access_rules: AccessRules
+    ring: KeyRing
+    quotas: Quotas
     batches: Batches
     tracing: Tracing | None = None
     reloader: Reloader | None = None

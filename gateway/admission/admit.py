@@ -52,7 +52,7 @@ def admit(gateway: Gateway, request: Request, body: Any) -> Claim:
     if not gateway.services.pooling.is_model:
         output_tokens = claim.sequences * min(_longest(body) or round(gateway.client.core.response_tokens), context)
     claim.expected_tokens = max(1, prompt_tokens + output_tokens)
-    gateway.access_rules.quotas.spend(caller, claim.expected_tokens)
+    gateway.quotas.spend(caller, claim.expected_tokens)
     claim.charged_tokens = claim.expected_tokens
     enter_claim(claim)
     return claim

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -20,17 +19,15 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backend.config import Settings
 from gateway.admission.claim import Claim
 from gateway.auth.caller import ANYBODY, Caller
-from gateway.auth.key_ring import KeyRing, read_entries
-from gateway.auth.quotas import Quotas
 from gateway.auth.rights import Right, right_of
-from gateway.auth.sharing import open_store
 from gateway.http.errors import Forbidden, RateLimited, TooManyRequests, Unauthorized
 from gateway.http.guard import MAX_ARRIVING_BYTES, host_of, is_local_origin, is_loopback, read_body
-from gateway.metrics.gateway import GatewayMetrics
 from gateway.requests.body import TENSORS, media_type
+
+if TYPE_CHECKING:
+    from gateway.state import Gateway
 
 audit = logging.getLogger("outrider.audit")
 
@@ -40,29 +37,11 @@ AUDITED_BYTES = 2048
 """Most bytes of an administrator's command in the log."""
 
 
-@dataclass
-class AccessRules:
-    """The keys and limits in force.  A reload replaces `ring` and `max_in_flight` between two requests."""
-
-    ring: KeyRing = field(default_factory=KeyRing)
-    max_in_flight: int = 1024
-    quotas: Quotas = field(default_factory=lambda: Quotas("", None))
-
-    @classmethod
-    def of(cls, settings: Settings, gateway_id: str, folder: Path | None) -> AccessRules:
-        """Gateways of this host share counts of quotas in `folder`.  Raises `KeyFileError` or `OSError`."""
-        # Quotas are set up even without a keys file, because a reload may add one.
-        quotas, section = Quotas(gateway_id, open_store(folder)), settings.gateway
-        ring = KeyRing(section.api_key, section.admin_key, read_entries(section.keys_file))
-        return cls(ring, section.max_in_flight, quotas)
-
-
 class Access:
     """Checks the key, then the limit on requests in flight, then the key's quotas."""
 
-    def __init__(self, metrics: GatewayMetrics, access_rules: AccessRules) -> None:
-        self._metrics = metrics
-        self._access_rules = access_rules
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
         self._others = self._other_bytes = 0
         """Requests by POST in progress that do not generate, and the bytes of their bodies."""
 
@@ -92,16 +71,16 @@ class Access:
         if scope["method"] != "POST":
             await app(scope, receive, send)
             return
-        quotas = self._access_rules.quotas
+        gateway, quotas = self._gateway, self._gateway.quotas
         if not to_disk:
             await read_body(Request(scope, receive))
-        most = self._access_rules.max_in_flight
-        if (self._metrics.in_flight if right is Right.GENERATE else self._others) >= most:
+        most = gateway.settings.gateway.max_in_flight
+        if (gateway.metrics.in_flight if right is Right.GENERATE else self._others) >= most:
             raise TooManyRequests(f"More than {most} requests are in flight. Try again.")
         if right is not Right.GENERATE:
             await self._serve_other(app, scope, receive, send, caller)
             return
-        with self._metrics.one_in_flight():
+        with gateway.metrics.one_in_flight():
             await quotas.begin(caller)
             claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
             refused = False
@@ -122,17 +101,17 @@ class Access:
         self._others += 1
         self._other_bytes += size
         try:
-            await self._access_rules.quotas.begin(caller)
+            await self._gateway.quotas.begin(caller)
             try:
                 await app(scope, receive, send)
             finally:
-                self._access_rules.quotas.end(caller)
+                self._gateway.quotas.end(caller)
         finally:
             self._others -= 1
             self._other_bytes -= size
 
     def _caller(self, scope: Scope, right: Right) -> Caller:
-        ring = self._access_rules.ring
+        ring = self._gateway.ring
         guarded = right is Right.METRICS and ring.guards_metrics
         if right is Right.NOTHING or (right is Right.METRICS and not guarded):
             return ANYBODY
@@ -147,7 +126,7 @@ class Access:
 
     async def _administer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Lets only administrators' requests pass.  Logs the caller, the command and its status."""
-        known = self._access_rules.ring.find(scope) or self._access_rules.ring.find_administrator(scope)
+        known = self._gateway.ring.find(scope) or self._gateway.ring.find_administrator(scope)
         who, status = "nobody" if known is None else known.name or "anybody", 0
 
         async def answered(message: Message) -> None:
@@ -181,7 +160,7 @@ class Access:
         if there is one, through no proxy that says so, and with a loopback name as `Host`: a web page could send its
         visitor's browser here under another.  Pages that may call (`cors_origins`) may not administer.
         """
-        ring = self._access_rules.ring
+        ring = self._gateway.ring
         if ring.has_admin:
             caller = ring.find_administrator(scope)
             if caller is not None:

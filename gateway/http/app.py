@@ -57,21 +57,21 @@ def build_app(gateway: Gateway) -> FastAPI:
         gateway.client.core.pauses = await gateway.peers.pauses()
         gateway.client.start()
         balancer.start()
-        gateway.access_rules.quotas.start()
+        gateway.quotas.start()
         models = gateway.services.models
         await models.init_static_loras()
         for each in await gateway.peers.adapters():
             if each["lora_name"] not in models.lora_requests:
                 await models.load_lora_adapter(LoadLoRAAdapterRequest(**each))
         await gateway.responses.start()
-        gateway.batches.start(app, gateway.client.core, gateway.metrics, gateway.access_rules)
+        gateway.batches.start(app, gateway)
         try:
             yield
         finally:
             balancer.stop()
             await gateway.batches.close()
             await gateway.responses.close()
-            await gateway.access_rules.quotas.close()
+            await gateway.quotas.close()
             gateway.client.shutdown()
             if gateway.tracing is not None:
                 await asyncio.to_thread(gateway.tracing.close)
@@ -99,10 +99,10 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _http_error)
     settings = gateway.settings.gateway
-    Access(gateway.metrics, gateway.access_rules).guard(app)
-    has_key, origins = (lambda: not gateway.access_rules.ring.open), settings.cors_origins
+    Access(gateway).guard(app)
+    has_key, origins = (lambda: not gateway.ring.open), settings.cors_origins
     app.add_middleware(Guard, listens_on=settings.host, has_key=has_key, origins=origins)
-    app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.access_rules.quotas, tracing=gateway.tracing)
+    app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.quotas, tracing=gateway.tracing)
     if origins:
         app.add_middleware(
             CORSMiddleware,

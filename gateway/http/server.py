@@ -25,7 +25,9 @@ from backend.engine.front.config import build_vllm_config
 from backend.engine.front.serving import build_services
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
-from gateway.auth.access import AccessRules
+from gateway.auth.key_ring import KeyRing, read_entries
+from gateway.auth.quotas import Quotas
+from gateway.auth.sharing import open_store
 from gateway.cli.preflight import state_folder
 from gateway.fleet.core import FleetCore
 from gateway.fleet.directory import Directory
@@ -74,9 +76,12 @@ def build_gateway(
     folder = state_folder(settings)
     store = None if folder is None else ResponseStore(folder / "responses.sqlite", settings.gateway.responses_bytes)
     responses = ResponseService(store, vllm_config.model_config.max_model_len)
-    access_rules = AccessRules.of(settings, core.gateway_id, folder)
+    section = settings.gateway
+    ring = KeyRing(section.api_key, section.admin_key, read_entries(section.keys_file))
+    # Even without a keys file, because a reload may add one.
+    quotas = Quotas(core.gateway_id, open_store(folder))
     batches = Batches(folder, settings, served_names[0])
-    return Gateway(settings, client, services, metrics, responses, access_rules, batches, tracing)
+    return Gateway(settings, client, services, metrics, responses, ring, quotas, batches, tracing)
 
 
 class GatewayServer:

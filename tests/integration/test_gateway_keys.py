@@ -117,7 +117,7 @@ async def test_requests_at_once(keys):
 async def test_a_burst_that_waits_for_shared_counts_takes_no_more_than_its_places(keys, tmp_path, monkeypatch):
     mine = keys.put("mine", requests_per_minute=100, tokens_per_minute=50)
     async with running_gateway(keys_file=str(keys.file), state_dir=str(tmp_path), max_in_flight=1) as running:
-        quotas, gate = running.server.gateway.access_rules.quotas, asyncio.Event()
+        quotas, gate = running.server.gateway.quotas, asyncio.Event()
         store: Any = quotas._store
         exchange = store.exchange
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI
 
@@ -23,11 +23,13 @@ from backend.fleet import (
     MemberView,
     VerifierStats,
 )
-from gateway.auth.access import Access, AccessRules
+from gateway.auth.access import Access
 from gateway.auth.key_ring import KeyRing
+from gateway.auth.quotas import Quotas
 from gateway.http.middleware import Envelope
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.routes import operations, page
+from gateway.state import Gateway
 
 STEP_S = 0.02
 """Seconds of a verifier's step.  Each verifier with load is 70 % busy, waits for drafts for 20 %, and has no work for 10 %."""
@@ -141,16 +143,16 @@ class Story:
 def page_app(story: Story, api_key: str | None = None) -> FastAPI:
     """The page, its files and `/fleet`, behind the gateway's own middleware."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.gateway = SimpleNamespace(
+    app.state.gateway = gateway = SimpleNamespace(
         client=SimpleNamespace(core=story),
         metrics=story.metrics,
         settings=SimpleNamespace(mode="auto", num_speculative_tokens=8),
+        ring=KeyRing(api_key),
+        quotas=Quotas("", None),
         services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo")),
     )
     app.include_router(page.router)
     app.include_router(operations.router)
-    metrics = GatewayMetrics()
-    access_rules = AccessRules(KeyRing(api_key))
-    Access(metrics, access_rules).guard(app)
-    app.add_middleware(Envelope, metrics=metrics, quotas=access_rules.quotas)
+    Access(cast(Gateway, gateway)).guard(app)
+    app.add_middleware(Envelope, metrics=GatewayMetrics(), quotas=gateway.quotas)
     return app

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import msgspec
@@ -17,10 +17,12 @@ from fastapi import FastAPI
 from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 
 from gateway.admission.claim import Claim
-from gateway.auth.access import AccessRules
 from gateway.auth.caller import Caller, Priority
 from gateway.http.errors import ApiError, translate
 from gateway.storage.batches.objects import BatchLine, LineAnswer, new_id
+
+if TYPE_CHECKING:
+    from gateway.state import Gateway
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """OpenAI's endpoints for batches whose answers are JSON; offered if the application has such a route."""
@@ -31,10 +33,10 @@ RETRIED = frozenset({429, 503})
 class Calls:
     """Calls the routes of one application."""
 
-    def __init__(self, app: FastAPI, access_rules: AccessRules) -> None:
+    def __init__(self, app: FastAPI, gateway: Gateway) -> None:
         self._app = app
         self._inner = AsyncExitStackMiddleware(app.router)
-        self._access_rules = access_rules
+        self._gateway = gateway
         posts = {getattr(route, "path", "") for route in app.routes if "POST" in (getattr(route, "methods", None) or ())}
         self.endpoints = tuple(each for each in ENDPOINTS if each in posts)
 
@@ -55,8 +57,8 @@ class Calls:
 
     async def _post(self, line: BatchLine, owner: str, request_id: str) -> tuple[int, Mapping[str, str], bytes]:
         # The present rights of the owner's key; none if it is gone.
-        caller = self._access_rules.ring.of_owner(owner) or Caller("", owner, models=frozenset())
-        claim = Claim(caller, Priority.BATCH, wait_s=None, accounts=self._access_rules.quotas)
+        caller = self._gateway.ring.of_owner(owner) or Caller("", owner, models=frozenset())
+        claim = Claim(caller, Priority.BATCH, wait_s=None, accounts=self._gateway.quotas)
         # As `Access` would have made it.
         state = {"caller": caller, "claim": claim, "body": bytes(line.body)}
 

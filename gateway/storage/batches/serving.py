@@ -17,21 +17,21 @@ import time
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from fastapi import FastAPI
 from msgspec.structs import replace
 
 from backend.config import Settings
-from gateway.auth.access import AccessRules
-from gateway.fleet.core import FleetCore
 from gateway.http.errors import BadRequest
-from gateway.metrics.gateway import GatewayMetrics
 from gateway.storage.batches import lines
 from gateway.storage.batches.calls import Calls
 from gateway.storage.batches.objects import Batch, Counts, Errors, LineAnswer, LineError, Status
 from gateway.storage.batches.pace import BatchPace
 from gateway.storage.batches.store import BatchStore, KeptBatch
+
+if TYPE_CHECKING:
+    from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +65,6 @@ class Batches:
         self.model = model
         self.endpoints: tuple[str, ...] = ()
         """The endpoints that lines may name."""
-        self.max_body_bytes = settings.gateway.max_body_mib << 20
-        """Of one line.  A reload replaces it."""
-        self._settings = settings
         self._store = None if folder is None else BatchStore(folder, settings.gateway.files_bytes)
         self._lock: TextIO | None = None
         self._news = asyncio.Event()
@@ -83,11 +80,11 @@ class Batches:
             raise BadRequest("This server keeps no files (`gateway.state_dir` is `none`).", code="not_stored")
         return self._store
 
-    def start(self, app: FastAPI, core: FleetCore, metrics: GatewayMetrics, access_rules: AccessRules) -> None:
+    def start(self, app: FastAPI, gateway: Gateway) -> None:
         """Begins to carry out stored batches that are for the fleet's model, through the routes of `app`."""
-        self._core, self._metrics = core, metrics
-        self._calls = Calls(app, access_rules)
-        self._pace = BatchPace(core, self._settings.verifier.max_num_seqs)
+        self._gateway, self._core = gateway, gateway.client.core
+        self._calls = Calls(app, gateway)
+        self._pace = BatchPace(self._core, gateway.settings.verifier.max_num_seqs)
         self.endpoints = self._calls.endpoints
         # Sequences of keys with the priority `batch` are paced too.
         self._tasks = [asyncio.create_task(self._pace.keep())]
@@ -183,7 +180,7 @@ class Batches:
 
     async def _check(self, batch: Batch) -> Batch:
         path = self.store.path(batch.input_file_id)
-        checked = await asyncio.to_thread(lines.check, path, batch.endpoint, self.max_body_bytes)
+        checked = await asyncio.to_thread(lines.check, path, batch.endpoint, self._gateway.max_body_bytes)
         if checked.errors:
             return await self._advance(batch.id, "validating", "failed", errors=Errors(checked.errors))
         counts = Counts(checked.total)
@@ -247,7 +244,7 @@ class Batches:
                 logger.exception("a line of a batch failed")
                 answer = LineAnswer(line.custom_id, 500, None, "", FAILED)
             if answer is not None:
-                self._metrics.batch_line(answer.status)
+                self._gateway.metrics.batch_line(answer.status)
                 return answer
             await asyncio.sleep(random.uniform(0.5, 1) * wait_s)
             wait_s = min(2 * wait_s, most_s)

@@ -7,14 +7,14 @@ from starlette.requests import Request
 
 from gateway.admission.admit import admit
 from gateway.admission.claim import Claim, current_claim
-from gateway.auth.access import AccessRules
 from gateway.auth.caller import Priority
+from gateway.auth.quotas import Quotas
 
 
 def admitted(claim: Claim, asked: dict[str, Any], size: int = 400) -> Claim:
     gateway = SimpleNamespace(
         services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo"), pooling=SimpleNamespace(is_model=False)),
-        access_rules=AccessRules(),
+        quotas=Quotas("", None),
         settings=SimpleNamespace(gateway=SimpleNamespace(queue_wait_s=60.0)),
         client=SimpleNamespace(model_config=SimpleNamespace(max_model_len=256), core=SimpleNamespace(response_tokens=32.0)),
     )

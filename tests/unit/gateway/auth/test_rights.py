@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import unquote
 
 import pytest
@@ -24,12 +24,14 @@ from starlette.routing import BaseRoute, Mount
 
 import gateway.routes
 from backend.config import Settings
-from gateway.auth.access import Access, AccessRules
+from gateway.auth.access import Access
 from gateway.auth.key_ring import KeyEntry, KeyRing, make_key
+from gateway.auth.quotas import Quotas
 from gateway.auth.rights import Right, right_of
 from gateway.http.app import build_app
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.routes import page, weights
+from gateway.state import Gateway
 
 MODULES = [importlib.import_module(f"gateway.routes.{each.name}") for each in pkgutil.iter_modules(gateway.routes.__path__)]
 ROUTES = [route for module in MODULES if hasattr(module, "router") for route in module.router.routes]
@@ -68,7 +70,7 @@ def test_a_route_that_does_not_say_who_may_call_it_is_not_served() -> None:
     for routes in (router.routes, mounts):
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, routes=routes)
         with pytest.raises(TypeError, match="does not say who may call it"):
-            Access(GatewayMetrics(), AccessRules()).guard(app)
+            Access(cast(Gateway, None)).guard(app)
 
 
 def _key(name: str, **fields: Any) -> tuple[str, KeyEntry]:
@@ -127,17 +129,17 @@ class Walk:
 
         monkeypatch.setattr(APIRoute, "get_route_handler", handler)
         settings = Settings.model_validate({"gateway": {"host": "127.0.0.1" if local else "0.0.0.0"}})
-        self.access_rules, self._local = AccessRules(), local
-        self._app = build_app(
-            SimpleNamespace(  # type: ignore[arg-type]
-                settings=settings,
-                metrics=GatewayMetrics(),
-                access_rules=self.access_rules,
-                tracing=None,
-                max_body_bytes=1024,
-                arriving_bytes=0,
-            )
+        self._local = local
+        self.gateway = SimpleNamespace(
+            settings=settings,
+            metrics=GatewayMetrics(),
+            ring=KeyRing(),
+            quotas=Quotas("", None),
+            tracing=None,
+            max_body_bytes=1024,
+            arriving_bytes=0,
         )
+        self._app = build_app(cast(Gateway, self.gateway))
         self.routes: list[APIRoute] = [route for route in self._app.routes if isinstance(route, APIRoute)]
 
     async def ask(self, method: str, target: str, key: str | None) -> tuple[int, Right | None]:
@@ -173,7 +175,7 @@ def test_no_spelling_of_a_path_gives_a_right(
     async def all_of_them() -> int:
         administered = 0
         for route, fleet, (name, key) in itertools.product(walk.routes, FLEETS, KEYS.items()):
-            walk.access_rules.ring = FLEETS[fleet]
+            walk.gateway.ring = FLEETS[fleet]
             right, path, method = right_of(route), route.path_format.replace("{operation_id}", "7"), max(route.methods)
             asked = [(method, "/pause")]
             if not local and (fleet, name) == WEAKEST:
