@@ -17,7 +17,6 @@ from pydantic import BaseModel
 from backend.config import Settings
 from backend.config.settings import GatewaySettings
 from backend.config.sources import ConfigError
-from backend.routing.routers import make_router
 from gateway.auth.key_ring import KeyEntry, KeyFileError, KeyRing, read_entries
 from gateway.state import Gateway
 
@@ -102,7 +101,7 @@ class Reloader:
         self._applied_at = rules.at
         section = old.model_copy(update={name: getattr(read, name) for name in RELOADABLE})
         if section.affinity != old.affinity:
-            gateway.client.core.choosing.reroute(make_router(section))
+            gateway.client.core.choosing.prefer(section.affinity)
         gateway.settings, gateway.ring = gateway.settings.model_copy(update={"gateway": section}), ring
         gateway.client.core.gate.limit(section.max_in_flight, section.queue_wait_s)
         logger.info("reloaded: %d keys; changed: %s", done.keys, ", ".join(done.changed) or "nothing else")

@@ -25,7 +25,6 @@ from backend.engine.front import (
 )
 from backend.fleet import FleetSnapshot, VerifierStats
 from backend.routing.choosing import Choosing
-from backend.routing.routers import make_router
 from backend.transport.sockets import Wire
 from backend.wire.engine import PAUSED, Account, RequestOptions
 from gateway.admission.claim import current_claim
@@ -62,7 +61,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         # AsyncLLM checks whether its engine core is dead.  A fleet never counts as dead.
         self.resources = SimpleNamespace(engine_dead=False)
         self._metrics = metrics
-        self.choosing = Choosing(make_router(settings.gateway))
+        self.choosing = Choosing(settings.gateway.affinity)
         self.draining = False
         """No new requests are taken."""
         self.sequences = Sequences()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from backend.engine.front import EngineCoreRequest
-from backend.routing.routers import RoutingRequest
+from backend.routing.choosing import RoutingRequest
 from backend.wire.engine import SHARED_SUFFIX, EmittedText
 from gateway.admission.claim import Claim
 from gateway.auth.caller import Priority

@@ -11,7 +11,6 @@ import yaml
 
 from backend.config import Settings
 from backend.config.sources import merge, read_yaml
-from backend.routing.routers import LeastLoaded, WithAffinity
 from gateway.auth.key_ring import make_key
 from gateway.cli import main as cli
 from gateway.peers import Peers
@@ -43,8 +42,8 @@ async def test_all_of_it_or_nothing(tmp_path, caplog, monkeypatch):
     files.write([old_entry])
     async with running_gateway(read_settings=files.read, **files.first) as running:
         http, core, gateway = running.http, running.core, running.server.gateway
-        routers: list[Any] = []
-        monkeypatch.setattr(core.choosing, "reroute", routers.append)
+        preferred: list[str] = []
+        monkeypatch.setattr(core.choosing, "prefer", preferred.append)
 
         async def opens(key):
             answer = await http.post("/v1/completions", json=COMPLETION, headers={"authorization": f"Bearer {key}"})
@@ -64,7 +63,7 @@ async def test_all_of_it_or_nothing(tmp_path, caplog, monkeypatch):
             "needs_restart": ["gateway.served_model_name"],
             "keys": 1,
         }
-        assert isinstance(routers.pop(), WithAffinity)
+        assert preferred.pop() == "both"
         assert (gateway.settings.gateway.max_in_flight, core.gate.wait_s) == (7, 3)
         assert gateway.max_body_bytes == 3 << 20
         gate.set()
@@ -85,7 +84,7 @@ async def test_all_of_it_or_nothing(tmp_path, caplog, monkeypatch):
             assert "Nothing has changed" in refused.json()["error"]["message"]
             assert str(tmp_path) not in refused.text
             assert gateway.settings is before
-            assert routers == []
+            assert preferred == []
             assert await opens(new)
         assert "weight (new): input should be greater than 0" in caplog.text
 
@@ -93,7 +92,7 @@ async def test_all_of_it_or_nothing(tmp_path, caplog, monkeypatch):
         files.write([old_entry], admin_key="other")
         assert (await http.post("/admin/reload", json={}, headers=ADMIN)).status_code == 200
         assert (await http.post("/admin/reload", json={}, headers=ADMIN)).status_code == 401
-        assert isinstance(routers.pop(), LeastLoaded)
+        assert preferred.pop() == "none"
 
 
 async def test_by_signal_and_from_the_command_line(tmp_path, capsys):

@@ -1,94 +1,83 @@
 from typing import get_args
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.config.settings import Affinity, GatewaySettings
+from backend.config.settings import Affinity
+from backend.fleet import VerifierStats
+from backend.routing import choosing
 from backend.routing.affinity import BLOCK_TOKENS, PrefixMap, RecentMap
-from backend.routing.routers import LeastLoaded, RoutingCandidate, RoutingRequest, WithAffinity, make_router
+from backend.routing.choosing import Choosing, RoutingRequest
 from tests.support.properties import examples
 
-AFFINITIES = get_args(Affinity)
-
-
-candidates = st.lists(
-    st.builds(
-        RoutingCandidate,
-        id=st.text("abc", min_size=1, max_size=2),
-        tokens=st.integers(0, 5),
-        requests=st.integers(0, 12),
-        routed=st.integers(0, 3),
-        others=st.integers(0, 12),
-    ),
-    max_size=5,
-    unique_by=lambda each: each.id,
-)
+loads = st.dictionaries(st.text("abc", min_size=1, max_size=2), st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=5)
 asks = st.builds(
     RoutingRequest,
     prompt=st.lists(st.integers(0, 1), max_size=3 * BLOCK_TOKENS),
     scope=st.sampled_from(["", "adapter"]),
     session=st.none() | st.sampled_from("xyz"),
 )
+SWAPPED = {"a": (0, 0), "b": (1, 1)}
+
+
+def reported(verifier_id: str, running: int) -> VerifierStats:
+    return VerifierStats(verifier_id, 0.0, "auto", 8, running=running)
 
 
 @examples(30)
-@given(st.sampled_from(AFFINITIES), st.lists(st.tuples(asks, candidates), max_size=8))
-def test_every_router_chooses_a_candidate_and_the_same_one_again(affinity, questions):
-    routers = [make_router(GatewaySettings(affinity=affinity)) for _ in range(2)]
-    for ask, those in questions:
-        first, second = (router.choose(ask, those) for router in routers)
+@given(st.sampled_from(get_args(Affinity)), st.lists(st.tuples(asks, loads), max_size=8))
+def test_it_chooses_one_of_those_and_the_same_one_again(affinity, questions):
+    alike = [Choosing(affinity) for _ in range(2)]
+    for ask, load in questions:
+        first, second = (each.choose(ask, load) for each in alike)
         assert first == second
-        assert (first in {each.id for each in those}) if those else first is None
-
-
-@given(candidates)
-def test_least_loaded_chooses_one_of_the_least_loaded(those):
-    chosen = LeastLoaded().choose(RoutingRequest(), those)
-    if those:
-        tokens = {each.id: each.tokens for each in those}
-        assert tokens[chosen] == min(tokens.values())
+        assert (first in load) if load else first is None
+        if affinity == "none" and load:
+            assert load[first] == min(load.values())
 
 
 def test_ties_go_to_the_one_used_least():
-    idle = [RoutingCandidate("a", 0, 0, 7), RoutingCandidate("b", 0, 0, 3)]
-    assert LeastLoaded().choose(RoutingRequest(), idle) == "b"
+    router = Choosing("none")
+    for verifier_id in ("a", "b", "b"):
+        router.given(verifier_id)
+    assert router.choose(RoutingRequest(), {"a": (0, 0), "b": (0, 0)}) == "a"
 
 
-def test_a_session_returns_until_its_verifier_is_overloaded_or_gone():
-    router = WithAffinity(LeastLoaded(), "session", slack=2, entries=10)
+def test_a_session_returns_until_its_verifier_is_overloaded_or_gone(monkeypatch):
+    monkeypatch.setattr(choosing, "SLACK", 2)
+    router = Choosing("session")
 
-    def chosen(session, *those):
-        return router.choose(RoutingRequest(session=session), [RoutingCandidate(*each) for each in those])
+    def chosen(session, **load):
+        return router.choose(RoutingRequest(session=session), load)
 
-    assert chosen("s", ("a", 0, 0, 0), ("b", 0, 0, 1)) == "a"
-    assert chosen("s", ("a", 50, 2, 5), ("b", 0, 0, 0)) == "a"
-    assert chosen("other", ("a", 50, 2, 5), ("b", 0, 0, 0)) == "b"
-    # Overloaded: it moves, and then belongs where it went.
-    assert chosen("s", ("a", 50, 3, 5), ("b", 0, 0, 0)) == "b"
-    assert chosen("s", ("a", 0, 0, 5), ("b", 9, 1, 9)) == "b"
-    assert chosen("s", ("a", 0, 0, 5)) == "a"
+    assert chosen("s", a=(0, 0), b=(0, 0)) == "a"
+    assert chosen("s", a=(50, 2), b=(0, 0)) == "a"
+    assert chosen("other", a=(50, 2), b=(0, 0)) == "b"
+    # Overloaded, by requests of other gateways too: it moves, and then belongs where it went.
+    router.observe(reported("a", running=3), own=2)
+    assert chosen("s", a=(50, 2), b=(0, 0)) == "b"
+    assert chosen("s", a=(0, 0), b=(9, 1)) == "b"
+    assert chosen("s", a=(0, 0)) == "a"
 
 
 def test_a_prompt_goes_where_its_longest_beginning_went():
-    router = WithAffinity(LeastLoaded(), "prefix", slack=9, entries=100)
-    those = [RoutingCandidate("a", 1, 1, 0), RoutingCandidate("b", 0, 0, 0)]
-    swapped = [RoutingCandidate("a", 0, 0, 0), RoutingCandidate("b", 1, 1, 0)]
+    router = Choosing("prefix")
     system = list(range(BLOCK_TOKENS))
-    assert router.choose(RoutingRequest(prompt=system + [1] * BLOCK_TOKENS), those) == "b"
-    assert router.choose(RoutingRequest(prompt=system + [2] * 9), swapped) == "b"
+    assert router.choose(RoutingRequest(prompt=system + [1] * BLOCK_TOKENS), {"a": (1, 1), "b": (0, 0)}) == "b"
+    assert router.choose(RoutingRequest(prompt=system + [2] * 9), SWAPPED) == "b"
     # The same tokens under another adapter are another prefix; less than a block is none.
-    assert router.choose(RoutingRequest(prompt=system, scope="adapter"), swapped) == "a"
-    assert router.choose(RoutingRequest(prompt=system[:-1]), swapped) == "a"
+    assert router.choose(RoutingRequest(prompt=system, scope="adapter"), SWAPPED) == "a"
+    assert router.choose(RoutingRequest(prompt=system[:-1]), SWAPPED) == "a"
 
 
-def test_a_verifier_that_lost_its_cache_is_no_longer_preferred():
-    router = WithAffinity(LeastLoaded(), "both", slack=9, entries=100)
-    prompt = list(range(2 * BLOCK_TOKENS))
-    swapped = [RoutingCandidate("a", 0, 0, 0), RoutingCandidate("b", 1, 1, 0)]
-    router.choose(RoutingRequest(prompt=prompt, session="s"), [RoutingCandidate("b", 0, 0, 0)])
-    assert router.choose(RoutingRequest(prompt=prompt, session="s"), swapped) == "b"
-    router.forget(["b"])
-    assert router.choose(RoutingRequest(prompt=prompt, session="s"), swapped) == "a"
+@pytest.mark.parametrize("lost", [lambda router: router.gone("b"), lambda router: router.emptied(["b"])])
+def test_a_verifier_that_lost_its_cache_is_no_longer_preferred(lost):
+    router, ask = Choosing("both"), RoutingRequest(prompt=list(range(2 * BLOCK_TOKENS)), session="s")
+    router.choose(ask, {"b": (0, 0)})
+    assert router.choose(ask, SWAPPED) == "b"
+    lost(router)
+    assert router.choose(ask, SWAPPED) == "a"
 
 
 @given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=60))
