@@ -16,11 +16,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from backend.coordinator.assignment import Pair, Situation
-from backend.coordinator.entries import FleetCounters, MemberEntry
 from backend.coordinator.messages import Report
+from backend.coordinator.rates import VerifierRates
 from backend.coordinator.water_filling import WaterFilling
-from backend.fleet import Assignment, DrafterRef, FleetSnapshot, Member, Orders, reached_at
+from backend.fleet import (
+    Assignment,
+    DrafterRef,
+    DrafterStats,
+    Draining,
+    FleetSnapshot,
+    Member,
+    MemberState,
+    MemberView,
+    Orders,
+    VerifierStats,
+    reached_at,
+)
 
 FORGET_LOST_S = 60.0
 """A lost member stays in the snapshot for so long, so that people can see it."""
@@ -37,6 +51,27 @@ DECIDE_EVERY_S = 0.5
 """Time between two decisions while membership and pins do not change."""
 
 
+COUNTED = (
+    *("registrations", "restarts", "leases_expired", "decisions"),
+    *("assignments_made", "assignments_dropped", "reassignments"),
+)
+"""The counters; `FleetSnapshot.counters` explains each."""
+
+
+@dataclass
+class MemberEntry:
+    """One process; a restarted member gets a new entry."""
+
+    member: Member
+    heard: float
+    state: MemberState
+    seen_version: int = 0
+    verifier: VerifierStats | None = None
+    drafter: DrafterStats | None = None
+    rates: VerifierRates = field(default_factory=VerifierRates)
+    """Verifiers only."""
+
+
 @dataclass
 class Coordinator:
     """The fleet's registry and its assignments.  Not thread-safe; one owner calls it."""
@@ -46,10 +81,10 @@ class Coordinator:
     rule: WaterFilling = field(default_factory=WaterFilling)
     pins: dict[str, list[str]] = field(default_factory=dict, init=False)
     """The pins in force: drafter -> verifiers."""
-    counters: FleetCounters = field(default_factory=FleetCounters, init=False)
+    counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0), init=False)
     _entries: dict[str, MemberEntry] = field(default_factory=dict, init=False)
     _drains: dict[str, float | None] = field(default_factory=dict, init=False)
-    """The drains in force: member id -> `MemberEntry.migrate_at`.  They outlive the member's process."""
+    """The drains in force: member id -> when to move its requests elsewhere (None: never).  They outlive its process."""
     _since: dict[Pair, float] = field(default_factory=dict, init=False)
     """When each assigned pair was bound."""
     _generations: dict[str, dict[str, int]] = field(default_factory=dict, init=False)
@@ -68,7 +103,7 @@ class Coordinator:
     def register(self, member: Member, now: float) -> None:
         """Adds a member, or takes it in again.  A known id with another incarnation is a restart: its bindings are dropped."""
         self._expire(now)
-        self.counters.registrations += 1
+        self.counters["registrations"] += 1
         entry = known = self._entries.get(member.id)
         if known is None or (known.member, known.state) != (member, member.state):
             self.changed()
@@ -76,8 +111,7 @@ class Coordinator:
             self._unbind_member(member.id)
         if entry is None or entry.member.incarnation != member.incarnation:
             entry = self._entries[member.id] = MemberEntry(member, now, member.state)
-            entry.drain, entry.migrate_at = member.id in self._drains, self._drains.get(member.id)
-            self.counters.restarts += known is not None
+            self.counters["restarts"] += known is not None
         entry.member, entry.heard, entry.state = member, now, member.state
         self._next_expiry = min(self._next_expiry, now + self._lease_of(entry))
         self.tick(now)
@@ -101,7 +135,7 @@ class Coordinator:
         if sent.drafter is not None:
             entry.drafter = sent.drafter
         self.tick(now)
-        return Orders(known=True, drafters=self._drafters_of(entry.member), drain=entry.drain)
+        return Orders(known=True, drafters=self._drafters_of(entry.member), drain=sent.member_id in self._drains)
 
     def deregister(self, member_id: str, incarnation: str, now: float) -> None:
         """Removes a member that leaves.  Ignored if the incarnation is not the present one."""
@@ -118,13 +152,14 @@ class Coordinator:
         """
         if member_id in self._entries:
             self._drains[member_id] = None if migrate_after_s is None else now + migrate_after_s
-            self._apply_drain(member_id)
+            self.changed()
         self.tick(now)
 
     def resume(self, member_id: str, now: float) -> None:
         """Ends a drain, if there is one; the member may be away."""
-        self._drains.pop(member_id, None)
-        self._apply_drain(member_id)
+        if member_id in self._drains:
+            del self._drains[member_id]
+            self.changed()
         self.tick(now)
 
     def pin(self, drafter_id: str, verifier_ids: Sequence[str] | None, now: float) -> None:
@@ -156,9 +191,9 @@ class Coordinator:
 
     def situation(self, now: float) -> Situation:
         """All that a decision at `now` depends on."""
-        fit = [(key, entry) for key, entry in sorted(self._entries.items()) if entry.is_fit]
+        fit = [(key, each) for key, each in sorted(self._entries.items()) if each.state == "ready" and key not in self._drains]
         verifiers = {key: entry.rates.load for key, entry in fit if entry.member.kind == "verifier"}
-        drafters = {key: entry.speed for key, entry in fit if entry.member.kind == "drafter"}
+        drafters = {key: each.drafter.speed if each.drafter else None for key, each in fit if each.member.kind == "drafter"}
         return Situation(now, verifiers, drafters, self._since, self.pins)
 
     def snapshot(self, now: float) -> FleetSnapshot:
@@ -168,9 +203,9 @@ class Coordinator:
             self._decide(now)
         return FleetSnapshot(
             version=self._version,
-            members=[entry.view(now) for _, entry in sorted(self._entries.items())],
+            members=[self._view(entry, now) for _, entry in sorted(self._entries.items())],
             assignments=[Assignment(*pair, self._generations[pair[0]][pair[1]]) for pair in sorted(self._since)],
-            counters=dict(vars(self.counters)),
+            counters=dict(self.counters),
         )
 
     # The policy's verbs.
@@ -185,18 +220,18 @@ class Coordinator:
                 del self._entries[member_id]
             else:
                 entry.state = "lost"
-                self.counters.leases_expired += 1
+                self.counters["leases_expired"] += 1
             self.changed()
         # Reports only delay expiries, so none can happen before this time.
         self._next_expiry = min((e.heard + self._lease_of(e) for e in self._entries.values()), default=math.inf)
 
     def _decide(self, now: float) -> None:
         self._decided_at, self._is_dirty = now, False
-        self.counters.decisions += 1
+        self.counters["decisions"] += 1
         situation = self.situation(now)
         wanted = self.rule.decide(situation)
         for pair in sorted(self._since.keys() - wanted):
-            self.counters.reassignments += pair[0] in situation.verifiers and pair[1] in situation.drafters
+            self.counters["reassignments"] += pair[0] in situation.verifiers and pair[1] in situation.drafters
             self._unbind(pair)
         for pair in sorted(wanted - self._since.keys()):
             self._bind(pair, now)
@@ -207,11 +242,19 @@ class Coordinator:
         entry = self._entries.get(member_id)
         return entry if entry is not None and entry.member.incarnation == incarnation else None
 
-    def _apply_drain(self, member_id: str) -> None:
-        entry, drain = self._entries.get(member_id), (member_id in self._drains, self._drains.get(member_id))
-        if entry is not None and (entry.drain, entry.migrate_at) != drain:
-            entry.drain, entry.migrate_at = drain
-            self.changed()
+    def _view(self, entry: MemberEntry, now: float) -> MemberView:
+        drain = self._draining(entry, now)
+        state = "draining" if entry.state == "ready" and drain is not None else entry.state
+        shown = msgspec.structs.replace(entry.member, state=state)
+        return MemberView(shown, max(0.0, now - entry.heard), entry.verifier, entry.drafter, drain, entry.seen_version)
+
+    def _draining(self, entry: MemberEntry, now: float) -> Draining | None:
+        if entry.member.id in self._drains:
+            migrate_at = self._drains[entry.member.id]
+            left_s = None if migrate_at is None else max(0.0, migrate_at - now)
+            return Draining(left_s == 0, deadline_s=left_s)
+        # A member that reports itself as draining, without an order, is about to be ended from outside.
+        return Draining(migrate=True, ordered=False) if entry.state == "draining" else None
 
     def _lease_of(self, entry: MemberEntry) -> float:
         """Seconds without a report after which the member is lost, or a lost one is removed."""
@@ -230,12 +273,12 @@ class Coordinator:
         self._version += 1
         self._since[pair] = now
         self._generations.setdefault(pair[0], {})[pair[1]] = self._version
-        self.counters.assignments_made += 1
+        self.counters["assignments_made"] += 1
 
     def _unbind(self, pair: Pair) -> None:
         self._version += 1
         del self._since[pair], self._generations[pair[0]][pair[1]]
-        self.counters.assignments_dropped += 1
+        self.counters["assignments_dropped"] += 1
 
     def _unbind_member(self, member_id: str) -> None:
         for pair in [pair for pair in self._since if member_id in pair]:

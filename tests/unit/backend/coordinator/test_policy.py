@@ -135,7 +135,7 @@ def test_many_members_are_assigned_a_loss_is_made_up_for_and_deciding_takes_mill
     bound = pairs(policy, now)
     assert {verifier for verifier, _ in bound} == {f"v{i}" for i in range(1, verifiers)}, "v0 never reported"
     assert {drafter for _, drafter in bound} == {f"d{i}" for i in range(4 * verifiers)}
-    assert policy.counters.leases_expired == 1
+    assert policy.counters["leases_expired"] == 1
     assert not timed or (statistics.median(spent) < 0.1 and max(spent) < 3.0)
 
 
