@@ -22,6 +22,7 @@ import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
@@ -68,7 +69,7 @@ class GrammarChecks:
         self._vllm_config = vllm_config
         self._slots = asyncio.Semaphore(WORKERS)
         self._idle: list[_Worker] = []
-        self._all: set[_Worker] = set()
+        self._busy: set[_Worker] = set()
         # More threads than workers: a thread whose check was cancelled needs a moment to end.
         self._threads = ThreadPoolExecutor(4 * WORKERS, thread_name_prefix="grammar")
         self._verdicts: OrderedDict[bytes, StructuredOutputsParams | str] = OrderedDict()
@@ -92,7 +93,6 @@ class GrammarChecks:
 
     def warm_up(self) -> None:
         """Starts a process in the background; without it the first check waits for the import of vLLM."""
-        worker = self._worker()
 
         def start() -> None:
             # The fork server inherits it: Ctrl-C in a terminal would interrupt its imports, with a traceback.  The tracker
@@ -101,14 +101,13 @@ class GrammarChecks:
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
             # If this fails, the first check fails too and reports why.
             with contextlib.suppress(OSError, EOFError, RuntimeError):
-                worker.start()
-            self._idle.append(worker)
+                self._idle.append(_Worker(self._vllm_config))
 
         # Not in the pool: the gateway's exit would wait for the import.
         threading.Thread(target=start, name="grammar-start", daemon=True).start()
 
     def close(self) -> None:
-        for worker in list(self._all):
+        for worker in (*self._idle, *self._busy):
             worker.end()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
@@ -124,27 +123,22 @@ class GrammarChecks:
             self._slots.release()
 
     async def _ask(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
-        worker = self._idle.pop() if self._idle else self._worker()
+        run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
+        worker = self._idle.pop() if self._idle else await run(_Worker, self._vllm_config)
+        self._busy.add(worker)
         try:
-            verdict = await asyncio.get_running_loop().run_in_executor(self._threads, worker.ask, constraint)
+            verdict = await run(worker.ask, constraint)
         except (EOFError, OSError):
             # The process has reached a limit, or has crashed because of this grammar.
-            self._end(worker)
+            worker.end()
             return _TOO_MUCH
         except BaseException:
-            self._end(worker)
+            worker.end()
             raise
+        finally:
+            self._busy.discard(worker)
         self._idle.append(worker)
         return verdict
-
-    def _worker(self) -> _Worker:
-        worker = _Worker(self._vllm_config)
-        self._all.add(worker)
-        return worker
-
-    def _end(self, worker: _Worker) -> None:
-        self._all.discard(worker)
-        worker.end()
 
     def _keep(self, key: bytes, verdict: StructuredOutputsParams | str) -> None:
         if isinstance(verdict, StructuredOutputsParams) and len(repr(verdict)) > KEPT_CHARS:
@@ -155,47 +149,29 @@ class GrammarChecks:
 
 
 class _Worker:
-    """A process that checks grammars.  Used by one thread at a time, except `end`."""
+    """A process that checks grammars.  Used by one thread at a time, except `end`.  It ends with this object, too."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
-        self._vllm_config = vllm_config
-        self._lock = threading.Lock()
-        self._ended = False
-        self._process: Any = None
-        self._pipe: Connection | None = None
-
-    def start(self) -> Connection:
-        """Forks the process, unless it runs already, and waits until it is ready."""
-        if self._pipe is None:
-            _forks.set_forkserver_preload([__name__])
-            ours, theirs = _forks.Pipe()
-            process = _forks.Process(target=_serve, args=(self._vllm_config, theirs, CPU_LIMIT_S), name="grammar", daemon=True)
-            process.start()
-            theirs.close()
-            with self._lock:
-                self._process = process
-                if self._ended:
-                    process.kill()
-            try:
-                ours.recv()
-            except EOFError:
-                raise RuntimeError("the process that checks grammars did not start") from None
-            self._pipe = ours
-        return self._pipe
+        """Forks the process and waits until it is ready: in a thread."""
+        _forks.set_forkserver_preload([__name__])
+        self._pipe, theirs = _forks.Pipe()
+        self._process = _forks.Process(target=_serve, args=(vllm_config, theirs, CPU_LIMIT_S), name="grammar", daemon=True)
+        self._process.start()
+        theirs.close()
+        try:
+            self._pipe.recv()
+        except EOFError:
+            raise RuntimeError("the process that checks grammars did not start") from None
 
     def ask(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
         """The verdict: the parameters to send, or an error message.  Raises `EOFError` or `OSError` if the process has died."""
-        pipe = self.start()
-        pipe.send(constraint)
-        verdict: StructuredOutputsParams | str = pipe.recv()
+        self._pipe.send(constraint)
+        verdict: StructuredOutputsParams | str = self._pipe.recv()
         return verdict
 
     def end(self) -> None:
-        """Kills the process, now or as soon as it has started."""
-        with self._lock:
-            self._ended = True
-            if self._process is not None:
-                self._process.kill()
+        """Kills the process."""
+        self._process.kill()
 
 
 def _serve(vllm_config: VllmConfig, pipe: Connection, cpu_limit_s: float) -> None:
