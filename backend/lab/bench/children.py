@@ -1,22 +1,23 @@
 """Starts, queries and ends a benchmark's child processes.  Parent process, its one thread.
 
-A child's only argument describes its role, and it answers JSON lines (`worker.py`).  It ends when its standard input closes, so
-that no child outlives a parent that was killed.
+A child is told its role, and answers messages over a pipe (`worker.py`).  It ends when the pipe closes, so that no child
+outlives a parent that was killed.
 """
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import threading
+import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+
+from backend.config import environment
+from backend.lab.bench import worker
 
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 20.0
 LAST_LINES = 15
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 class ChildError(Exception):
@@ -26,62 +27,47 @@ class ChildError(Exception):
 class Child:
     """One child process.  The constructor starts it and does not wait; call `wait_ready` before use."""
 
-    def __init__(self, job: dict[str, Any], log: Path) -> None:
+    def __init__(self, job: worker.Job, log: Path) -> None:
         self.name = str(job.get("name", job["role"]))
-        self._log_path = log
-        self._log: IO[bytes] = log.open("wb")
+        self._log = log
         self._ready = False
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "backend.lab.bench.worker", json.dumps(job)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            # Ctrl-C reaches only the parent, which then ends its children in order.
-            start_new_session=True,
-        )
+        self._pipe, theirs = _SPAWN.Pipe()
+        self.process = _SPAWN.Process(target=worker.main, args=(job, theirs, log))
+        # The child must have them before it imports anything.  They mean nothing to this process, which computes nothing.
+        environment.export({"OMP_NUM_THREADS": str(len(job["cores"]))} | job.get("environment", {}))
+        self.process.start()
+        theirs.close()
 
     def wait_ready(self) -> str:
         """Waits until the process serves; returns its address.  Raises `ChildError`."""
-        overdue = threading.Timer(START_TIMEOUT_S, self.process.kill)
-        overdue.start()
-        try:
-            address = str(self._answer()["address"])
-        finally:
-            overdue.cancel()
+        if not self._pipe.poll(START_TIMEOUT_S):
+            self.process.kill()
+        address = str(self._answer())
         self._ready = True
         return address
 
     def ask(self, message: Any) -> Any:
-        """Sends one JSON line and returns the answer to it.  Raises `ChildError`."""
-        assert self.process.stdin is not None
+        """Sends a message and returns the answer to it.  Raises `ChildError`."""
         try:
-            self.process.stdin.write(json.dumps(message) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError as error:
+            self._pipe.send(message)
+        except OSError as error:
             raise self._died() from error
         return self._answer()
 
     def _answer(self) -> Any:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            # Other lines are printed by libraries.
-            if line.startswith("{"):
-                return json.loads(line)
-        raise self._died()
+        try:
+            return self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise self._died() from error
 
     def check(self) -> None:
         """Raises `ChildError` when the process has ended."""
-        if self.process.poll() is not None:
+        if not self.process.is_alive():
             raise self._died()
 
     def hang_up(self) -> None:
-        """Closes the child's standard input, which ends it; kills a child that is still loading."""
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.close()
-        except BrokenPipeError:
-            pass  # it had already ended
+        """Closes the pipe, which ends the child; kills a child that is still loading."""
+        self._pipe.close()
         if not self._ready:
             self.process.kill()
 
@@ -89,18 +75,13 @@ class Child:
         """Waits for the child's end, and kills it after `STOP_TIMEOUT_S`."""
         self.hang_up()
         try:
-            self.process.wait(STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            pass
+            self.process.join(STOP_TIMEOUT_S)
         finally:
             self.process.kill()
-            self.process.wait()
-            assert self.process.stdout is not None
-            self.process.stdout.close()
-            self._log.close()
+            self.process.join()
 
     def _died(self) -> ChildError:
-        lines = self._log_path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+        lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:] if self._log.exists() else []
         return ChildError("\n".join([f"{self.name} ended unexpectedly; its last words:", *lines]))
 
 

@@ -13,15 +13,13 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
 from backend.engine.client import EngineClient
-from backend.fleet import DrafterRef, DrafterStats
+from backend.fleet import DrafterRef
 from backend.lab.bench.children import Child, close_all
 from backend.lab.bench.load import MeasuredLoad, run_load
 from backend.lab.bench.measure import Snapshot, drafting_between
 from backend.lab.bench.options import PROBABILISTIC
-from backend.lab.bench.pace import Pace, Paced
+from backend.lab.bench.pace import Pace
 from backend.lab.bench.plan import Configuration, CoreSplit
 from backend.lab.bench.worker import PACED
 from backend.launch.fleet import prepare_process
@@ -73,7 +71,7 @@ class Processes:
         """Starts a verifier, and does not wait.  `settings` override the defaults here."""
         cores = self.bench.split.verifier
         own = {"cores": len(cores)} | settings["verifier"]
-        job = {"role": "verifier", "name": name, "cores": cores, "paths": msgspec.to_builtins(self.bench.models)}
+        job = {"role": "verifier", "name": name, "cores": cores, "paths": self.bench.models}
         return self._child(job | {"settings": {**settings, "verifier": own}}, 0)
 
     def client(self, verifier: Child) -> EngineClient:
@@ -99,7 +97,7 @@ class Processes:
     def _child(self, job: dict[str, Any], gpu: int) -> Child:
         job |= {
             "environment": {"CUDA_VISIBLE_DEVICES": str(gpu)} if self.bench.gpus else {},
-            "pace": msgspec.to_builtins(self.bench.pace),
+            "pace": self.bench.pace,
             "address": f"ipc://{self.bench.directory}/{len(self._children)}-{os.urandom(2).hex()}",
         }
         child = Child(job, self.bench.directory / f"{job['name']}.log")
@@ -109,7 +107,7 @@ class Processes:
 
 def assign(verifier: Child, drafters: Sequence[DrafterRef]) -> None:
     """Makes these drafters, and no others, draft for a verifier from now on."""
-    verifier.ask(msgspec.to_builtins(list(drafters)))
+    verifier.ask(list(drafters))
 
 
 class TargetFleet(Processes):
@@ -164,13 +162,10 @@ class TargetFleet(Processes):
     def _read(self, configuration: Configuration) -> Snapshot:
         verifier, client = self._verifiers[configuration]
         drafter = self._drafter if configuration.is_remote else None
-        snapshot = Snapshot(
-            client.fresh_stats(), client.stats_at, msgspec.convert(drafter.ask("stats"), DrafterStats) if drafter else None
-        )
+        snapshot = Snapshot(client.fresh_stats(), client.stats_at, drafter.ask("stats") if drafter else None)
         if self.bench.pace is None:
             return snapshot
-        steps = msgspec.convert(verifier.ask(PACED), Paced)
-        return replace(snapshot, steps=steps, passes=msgspec.convert(drafter.ask(PACED), Paced) if drafter else None)
+        return replace(snapshot, steps=verifier.ask(PACED), passes=drafter.ask(PACED) if drafter else None)
 
     def _start(self) -> None:
         remote = [c for c in self._configurations if c.is_remote]

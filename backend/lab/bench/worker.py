@@ -1,25 +1,16 @@
-"""A child process of a benchmark: a verifier or a drafter, on cores of its own.
-
-    python -m backend.lab.bench.worker '{"role": "verifier", "cores": [0], "address": "ipc://...", ...}'
-
-Prints one JSON line when ready, then answers each JSON line on stdin with one; it ends when stdin closes.  Cores and thread
-counts are set before any module that reads them is imported.
-"""
+"""A child process of a benchmark: a verifier or a drafter, on cores of its own (`children.py`)."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from backend.config import environment
-from backend.lab.bench.pace import Pace
 from backend.lab.bench.pacing import Pacer, pace_drafter, pace_verifier
 
 Job = dict[str, Any]
@@ -28,45 +19,36 @@ PACED = "paced"
 """The message that asks for the counters of a paced process."""
 
 
-def main() -> None:
+def main(job: Job, pipe: Connection, log: Path) -> None:
+    """Serves.  Sends its address when it is ready, then answers each message, until the pipe closes."""
+    # Ctrl-C reaches only the parent, which then ends its children in order.
+    os.setsid()
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     logging.basicConfig(level="INFO")
-    job: Job = json.loads(sys.argv[1])
-    roles: dict[str, Callable[[Job], None]] = {"verifier": _verifier, "drafter": _drafter}
+    roles: dict[str, Callable[[Job, Connection], None]] = {"verifier": _verifier, "drafter": _drafter}
     os.sched_setaffinity(0, job["cores"])
-    environment.export({"OMP_NUM_THREADS": str(len(job["cores"]))} | job.get("environment", {}))
-    roles[job["role"]](job)
+    roles[job["role"]](job, pipe)
 
 
-def _verifier(job: Job) -> None:
+def _verifier(job: Job, pipe: Connection) -> None:
     from backend.config import Settings
-    from backend.fleet import DrafterRef
-    from backend.models.resolve import ResolvedModels
     from backend.verifier.process import VerifierProcess
 
-    pacer = pace_verifier(msgspec.convert(job["pace"], Pace)) if job.get("pace") else None
+    pacer = pace_verifier(job["pace"]) if job.get("pace") else None
     settings = Settings.model_validate(job["settings"])
-    paths = msgspec.convert(job["paths"], ResolvedModels)
-    process = VerifierProcess(job["name"], "bench", settings, paths, job["address"])
-    process.start()
-    _say({"address": process.address})
-
-    def answer(message: Any) -> Any:
-        process.set_drafters(msgspec.convert(message, list[DrafterRef]))
-        return {}
-
-    _answer_lines(pacer, answer)
-    process.stop()
+    process = VerifierProcess(job["name"], "bench", settings, job["paths"], job["address"])
+    _serve(process, pipe, pacer, process.set_drafters)
 
 
-def _drafter(job: Job) -> None:
+def _drafter(job: Job, pipe: Connection) -> None:
     from backend.config import DraftingSettings
     from backend.drafter.process import DrafterModel, DrafterProcess
 
-    pacer = pace_drafter(msgspec.convert(job["pace"], Pace)) if job.get("pace") else None
+    pacer = pace_drafter(job["pace"]) if job.get("pace") else None
     model = DrafterModel(job["target_dir"], job["head_dir"], job["head_dir"], job.get("learning_dir"))
     process = DrafterProcess(job["name"], model, DraftingSettings.model_validate(job["settings"]), job["address"])
-    process.start()
-    _say({"address": process.address})
 
     def answer(message: Any) -> Any:
         stale = process.stats()
@@ -75,21 +57,15 @@ def _drafter(job: Job) -> None:
             threading.Event().wait(FRESH_POLL_S)
         return process.stats()
 
-    _answer_lines(pacer, answer)
+    _serve(process, pipe, pacer, answer)
+
+
+def _serve(process: Any, pipe: Connection, pacer: Pacer | None, answer: Callable[[Any], Any]) -> None:
+    """Answers `PACED` with the pacer's counters, any other message with `answer(message)`."""
+    process.start()
+    pipe.send(process.address)
+    with contextlib.suppress(EOFError):
+        while True:
+            message = pipe.recv()
+            pipe.send(pacer.counts if pacer is not None and message == PACED else answer(message))
     process.stop()
-
-
-def _answer_lines(pacer: Pacer | None, answer: Callable[[Any], Any]) -> None:
-    """Answers lines until stdin closes: `PACED` with the pacer's counters, any other message with `answer(message)`."""
-    for line in sys.stdin:
-        message = json.loads(line)
-        _say(pacer.counts if pacer is not None and message == PACED else answer(message))
-
-
-def _say(message: Any) -> None:
-    sys.stdout.write(json.dumps(msgspec.to_builtins(message)) + "\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    main()

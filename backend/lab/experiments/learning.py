@@ -90,8 +90,8 @@ def learn(processes: Processes, phases: Sequence[Phase]) -> None:
             prompts = [make.make(phase.domain, f"{began}/{turn}/{i}") for i in range(REQUESTS)]
             found = fleet.window(prompts, phase.temperature)
             line = {"s": round(time.monotonic() - began), "domain": phase.domain, "temperature": phase.temperature, **found}
-            news: dict[str, Any] = drafter.ask({}).get("learning") or {}
-            say(line | {name: news[name] for name in LEARNED if name in news})
+            news = drafter.ask("stats").learning
+            say(line | ({name: getattr(news, name) for name in LEARNED} if news is not None else {}))
 
 
 def say(line: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Child processes of the benchmark: they answer, they end with their input, and a dead one is told by its last words."""
+"""Child processes of the benchmark: they answer, they end with their pipe, and a dead one is told by its last words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backend.lab.bench.children import Child, ChildError, close_all
 from backend.models.demo import TARGET_DIR
 
 
-def test_a_drafter_answers_and_ends_with_its_input(tmp_path: Path) -> None:
+def test_a_drafter_answers_and_ends_with_its_pipe(tmp_path: Path) -> None:
     job = {
         "role": "drafter",
         "name": "d",
@@ -24,10 +24,10 @@ def test_a_drafter_answers_and_ends_with_its_input(tmp_path: Path) -> None:
     child = Child(job, tmp_path / "d.log")
     try:
         assert child.wait_ready() == job["address"]
-        assert child.ask("stats")["drafts"] == 0
+        assert child.ask("stats").drafts == 0
     finally:
         close_all([child])
-    assert child.process.returncode == 0
+    assert child.process.exitcode == 0
 
 
 def test_a_child_that_dies_is_an_error_with_its_last_words(tmp_path: Path) -> None:
