@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
+from transformers import LlamaConfig, Qwen3Config
 
 from backend.learning.head import Drafter
-from backend.learning.layers import LlamaSizes
 from backend.models.check import LM_HEAD, final_norm
 from backend.models.checkpoint import borrow, load_drafter
 from backend.models.head_config import CheckpointError, read_config, text_config
@@ -23,8 +23,6 @@ from backend.models.writing import replacing, write_checkpoint
 
 LONGEST = 1024
 """Only the last 1024 rows of a sequence are trained on."""
-DEEPEST = 8
-"""Most steps that a head may be unrolled for."""
 
 
 @dataclass
@@ -65,7 +63,8 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
     layers = int(target["num_hidden_layers"])
     weights = load_drafter(head_dir, target_dir, raw=True, newer=newer)
     config = weights.config
-    shape = LlamaSizes(
+    kind = Qwen3Config if config.model_type == "qwen3" else LlamaConfig
+    layer = kind(
         vocab_size=config.draft_vocab_size,
         hidden_size=config.hidden_size,
         num_hidden_layers=1,
@@ -73,14 +72,13 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
         num_key_value_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         intermediate_size=config.intermediate_size,
-        max_position_embeddings=LONGEST + DEEPEST,
+        max_position_embeddings=config.max_position,
         rms_norm_eps=config.rms_norm_eps,
-        rope=config.rope,
-        qk_norm=config.model_type == "qwen3",
+        rope_parameters={**config.rope.scaling, "rope_type": config.rope.kind, "rope_theta": config.rope.theta},
     )
     # Half precision is slow on a CPU.
     frozen = torch.float32 if device.type == "cpu" else weights.embedding.dtype
-    drafter = Drafter(shape, config.aux_layers, weights.embedding.to(device, frozen)).to(device)
+    drafter = Drafter(layer, config.aux_layers, weights.embedding.to(device, frozen)).to(device)
     assert weights.projection is not None
     state = {name: tensor.float() for name, tensor in weights.tensors.items()}
     drafter.load_state_dict(state | {"fc.weight": weights.projection.weight.float(), "lm_head.weight": weights.lm_head.float()})

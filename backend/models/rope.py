@@ -1,4 +1,4 @@
-"""Frequencies of rotary position embeddings, scaling included.  Drafter and trainer."""
+"""Frequencies of rotary position embeddings, scaling included.  Drafter process."""
 
 from __future__ import annotations
 

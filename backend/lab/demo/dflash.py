@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from backend.lab.demo.drafter import default_feature_layers, training_rows
 from backend.lab.demo.llama import config_of, features, load_llama
@@ -21,7 +23,7 @@ from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.tokenizer import PAD_ID, token_stream
 from backend.lab.demo.train import RECORD
 from backend.lab.demo.training import TrainingProgress, resolve_device, train
-from backend.learning.layers import MLP, Attention, LlamaSizes, Rotary, initialise
+from backend.learning.head import initialise
 from backend.learning.lesson import draft_losses
 from backend.learning.optimizers import Optimizers
 from backend.models.writing import replacing, write_checkpoint, write_json
@@ -35,30 +37,21 @@ TOKENS_PER_BLOCK = 10
 """A text of n tokens gets n / 10 blocks in each step of the training."""
 
 
-class Layer(nn.Module):
-    """A layer of Qwen3's kind."""
-
-    def __init__(self, shape: LlamaSizes) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = Attention(shape, shape.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = MLP(shape)
-
-
 class BlockDrafter(nn.Module):
-    """The head; embeddings and output matrix are the target's, frozen and not stored."""
+    """The head, of Qwen3's layers; embeddings and output matrix are the target's, frozen and not stored."""
 
     embeddings: Tensor
 
-    def __init__(self, shape: LlamaSizes, feature_layers: tuple[int, ...], embeddings: Tensor) -> None:
+    def __init__(self, config: PreTrainedConfig, feature_layers: tuple[int, ...], embeddings: Tensor) -> None:
         super().__init__()
-        self.shape, self.feature_layers = shape, feature_layers
-        self.fc = nn.Linear(len(feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers = nn.ModuleList([Layer(shape) for _ in range(shape.num_hidden_layers)])
-        self.norm = nn.RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.rotary = Rotary(shape)
+        config._attn_implementation = "sdpa"
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.feature_layers = feature_layers
+        self.fc = nn.Linear(len(feature_layers) * hidden, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList([Qwen3DecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm = nn.RMSNorm(hidden, eps)
+        self.rotary: nn.Module = Qwen3RotaryEmbedding(config)
         self.register_buffer("embeddings", embeddings.detach().clone(), persistent=False)
         self.apply(initialise)
 
@@ -79,33 +72,30 @@ class BlockDrafter(nn.Module):
         own = torch.eye(blocks, dtype=torch.bool, device=tokens.device).repeat_interleave(1 + MASKS, 0)
         inside = (offsets <= lengths.unsqueeze(-1)).unsqueeze(1) & own.unsqueeze(-1)
         visible = torch.cat((seen, inside.flatten(2)), dim=-1).unsqueeze(1)
-        before = self.rotary(torch.arange(tokens.shape[1], device=tokens.device))
-        cos, sin = self.rotary(places)
-        behind = cos.unsqueeze(1), sin.unsqueeze(1)
-        for layer in self.layers:
-            assert isinstance(layer, Layer)
-            attention = layer.self_attn
-            _, keys, values = attention.project(context, before)
-            query, key, value = attention.project(layer.input_layernorm(hidden), behind)
-            keys, values = (attention.widen(torch.cat(each, dim=2)) for each in ((keys, key), (values, value)))
-            hidden = hidden + attention.merge(functional.scaled_dot_product_attention(query, keys, values, visible))
-            hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        rotation, cache = self.rotary(hidden, places), DynamicCache()
+        before = self.rotary(hidden, torch.arange(tokens.shape[1], device=tokens.device)[None])
+        for index, layer in enumerate(self.layers):
+            attention: Any = layer.self_attn
+            heads = (*context.shape[:2], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(context).view(heads)).transpose(1, 2)
+            values = attention.v_proj(context).view(heads).transpose(1, 2)
+            cache.update(apply_rotary_pos_emb(keys, keys, *before)[1], values, index)
+            hidden = layer(hidden, visible, position_embeddings=rotation, past_key_values=cache)
         masks = hidden.view(batch, blocks, 1 + MASKS, -1)[:, :, 1:]
         return functional.linear(self.norm(masks), self.embeddings)
 
 
 def new_head(target: LlamaForCausalLM) -> BlockDrafter:
     """A new head whose layers begin as its target's last ones; `fc` begins as a copy of the last feature."""
-    config = config_of(target) | {"num_hidden_layers": LAYERS}
-    shape = LlamaSizes(**{name: config[name] for name in LlamaSizes.__dataclass_fields__ if name in config}, qk_norm=True)
+    config = Qwen3Config.from_dict(config_of(target) | {"model_type": "qwen3", "num_hidden_layers": LAYERS})
     layers = default_feature_layers(target.config.num_hidden_layers)
-    head = BlockDrafter(shape, layers, target.model.embed_tokens.weight).to(target.device)
+    head = BlockDrafter(config, layers, target.model.embed_tokens.weight).to(target.device)
     with torch.no_grad():
         for own, theirs in zip(head.layers, target.model.layers[-LAYERS:], strict=True):
             own.load_state_dict(theirs.state_dict(), strict=False)
         head.norm.weight.copy_(target.model.norm.weight)
         head.fc.weight.zero_()
-        head.fc.weight[:, -shape.hidden_size :].copy_(torch.eye(shape.hidden_size))
+        head.fc.weight[:, -config.hidden_size :].copy_(torch.eye(config.hidden_size))
     return head
 
 

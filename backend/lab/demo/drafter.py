@@ -12,13 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend.lab.demo.llama import config_of, features, generate
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.training import Stream, TrainingProgress, resolve_device, train, windows
 from backend.learning.head import Drafter
-from backend.learning.layers import LlamaSizes
 from backend.learning.lesson import draft_losses
 from backend.learning.optimizers import Optimizers
 from backend.models.writing import speculators_config, write_checkpoint
@@ -42,8 +41,7 @@ def new_drafter(target: LlamaForCausalLM) -> Drafter:
 
     `fc` starts as a copy of the last feature, which is the input of that layer; weights for embeddings start random and small.
     """
-    config = config_of(target) | {"num_hidden_layers": 1}
-    layer = LlamaSizes(**{name: config[name] for name in LlamaSizes.__dataclass_fields__ if name in config})
+    layer = LlamaConfig.from_dict(config_of(target) | {"num_hidden_layers": 1})
     embeddings = target.model.embed_tokens.weight
     drafter = Drafter(layer, default_feature_layers(target.config.num_hidden_layers), embeddings).to(embeddings.device)
     last, block, hidden = target.model.layers[-1], drafter.block, layer.hidden_size
@@ -58,7 +56,7 @@ def new_drafter(target: LlamaForCausalLM) -> Drafter:
             weight = block.self_attn.get_parameter(f"{name}.weight")
             weight[:, :hidden].mul_(EMBEDDING_SCALE)
             weight[:, hidden:].copy_(last.self_attn.get_parameter(f"{name}.weight"))
-        block.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
+        block.self_attn.get_parameter("o_proj.weight").copy_(last.self_attn.o_proj.weight)
         block.mlp.load_state_dict(last.mlp.state_dict())
     return drafter
 

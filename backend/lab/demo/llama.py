@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID, PAD_ID
-from backend.learning.layers import initialise
+from backend.learning.head import initialise
 from backend.models.writing import write_checkpoint, write_json
 
 TOKENS = {"bos_token_id": BEGIN_ID, "eos_token_id": END_ID, "pad_token_id": PAD_ID}

@@ -13,7 +13,7 @@ pytest.importorskip("safetensors")
 
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from backend.lab.demo.drafter import new_drafter, save_drafter, train_drafter
 from backend.lab.demo.evaluate import accept
@@ -25,7 +25,6 @@ from backend.lab.demo.training import windows
 from backend.learning.head import Drafter
 from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 from backend.models.writing import DRAFT_LENGTH, WEIGHTS, replacing
-from tests.support.demo_checkpoints import load_drafter
 
 TINY = llama_config(vocab_size=97, hidden=128, layers=4, head_dim=64, positions=128)
 
@@ -65,12 +64,11 @@ def tiny_options() -> DemoOptions:
 
 def decode(drafter: Drafter, tokens: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
     """The last row's output `[batch, 1, hidden]`, from the tokens and features `[batch, n, hidden]` of all n rows so far."""
-    block, attention = drafter.block, drafter.block.self_attn
     embedded = torch.nn.functional.embedding(tokens, drafter.embeddings)
-    query, key, value = attention.project(block.join(embedded, read), drafter.rotary(torch.arange(tokens.shape[1])))
-    keys, values = attention.widen(key), attention.widen(value)
-    attended = torch.nn.functional.scaled_dot_product_attention(query, keys, values, is_causal=True)
-    return block.finish(read, attention.merge(attended))[:, -1:]
+    rotation = drafter.rotary(embedded, torch.arange(tokens.shape[1])[None])
+    joined = drafter.block.join(embedded, read)
+    attended, _ = drafter.block.self_attn(joined, position_embeddings=rotation, attention_mask=None)
+    return drafter.block.finish(read, attended)[:, -1:]
 
 
 @torch.no_grad()
@@ -133,8 +131,11 @@ def test_files_have_the_fields_and_tensors_of_those_that_are_shipped(shipped: Pa
 def test_a_drafter_reloads_identically(pair: tuple[LlamaForCausalLM, Drafter], tmp_path: Path) -> None:
     target, drafter = pair
     save_drafter(drafter, target, tmp_path, "some-target")
-    reloaded = load_drafter(tmp_path, target.model.embed_tokens.weight)
-    assert (reloaded.sizes, reloaded.feature_layers) == (drafter.sizes, drafter.feature_layers)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert tuple(config["eagle_aux_hidden_state_layer_ids"]) == drafter.feature_layers
+    layer = LlamaConfig.from_dict(config["transformer_layer_config"])
+    reloaded = Drafter(layer, drafter.feature_layers, target.model.embed_tokens.weight)
+    reloaded.load_state_dict(load_file(tmp_path / WEIGHTS))
     state = reloaded.state_dict()
     assert state.keys() == drafter.state_dict().keys()
     assert all(torch.equal(state[key], value) for key, value in drafter.state_dict().items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from backend.config import Settings
 from backend.config.settings import DraftingSettings
@@ -24,7 +26,7 @@ from backend.learning import trainer as trainer_module
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, is_held_out
 from backend.learning.rules import FEWEST, KEPT, Watch
-from backend.learning.trainable import load_pupil, trained_tensors
+from backend.learning.trainable import load_pupil, save_pupil, trained_tensors
 from backend.learning.trainer import PASSES, Job, News, Trainer, newest_version
 from backend.models.check import why_not_learning
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
@@ -37,6 +39,10 @@ from tests.support.fleet_process import wait_for
 from tests.unit.backend.learning.test_rules import live
 
 DEVICE = torch.device("cpu")
+SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "max_position_embeddings": 512}
+LAYERS = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4} | STRETCH
 
 pytestmark = pytest.mark.usefixtures("in_float32")
 
@@ -78,6 +84,26 @@ def test_the_initial_head_fits_and_repeats_the_target(start: str) -> None:
     proposer.open("r", [5] * 9, 8, 0.0)
     (drafted,) = proposer.draft([DraftRequest("r", 9, 8, torch.randn(8, 768), Until(4))])
     assert len(drafted.tokens) == 4
+
+
+@pytest.mark.parametrize("family", [Qwen3Config, partial(LlamaConfig, rope_parameters=LLAMA3)])
+def test_a_head_in_training_computes_what_a_drafter_does(tmp_path: Path, family: Any) -> None:
+    torch.manual_seed(0)
+    target, head = str(tmp_path / "target"), str(tmp_path / "head")
+    AutoModelForCausalLM.from_config(family(**SIZES, **LAYERS)).save_pretrained(target)
+    write_initial_head(target, tmp_path / "head", "t")
+    pupil = load_pupil(head, target, DEVICE)
+    for tensor in trained_tensors(pupil.drafter).values():
+        tensor.add_(0.1 * torch.randn_like(tensor))
+    save_pupil(pupil, trained_tensors(pupil.drafter), tmp_path / "head")
+    proposer = build_proposer(DrafterModel(target, head, head, "/anywhere"), DraftingSettings(gpus=0, cache_tokens=512))
+    tokens, features = torch.randint(0, 300, (90,)).tolist(), torch.randn(89, 3 * 64)
+    proposer.open("r", tokens, 89, 0.0)
+    (drafted,) = proposer.draft([DraftRequest("r", 90, 89, features, Until(4))])
+    outputs = pupil.drafter.unroll(torch.tensor([[*tokens[1:], *drafted.tokens]]), features[None], 4)
+    best = torch.stack([pupil.drafter.logits(each)[0, -1] for each in outputs]).log_softmax(-1).max(-1)
+    assert drafted.tokens == best.indices.tolist()
+    assert drafted.signs[::2] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize("where", ["config.json", "hf_quant_config.json"])
