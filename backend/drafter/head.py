@@ -109,7 +109,7 @@ class Head:
         # A head's row p reads the feature at p and the token at p + 1; a draft model's row p reads the token at p.
         self.token_offset = int(self.takes_features)
         self.table, self.table_weight, self.feature_fc = self._input_tables(weights.embedding)
-        self.layers = [self._layer(index) for index in range(config.num_layers)]
+        self.layers = [self._layer_weights(index) for index in range(config.num_layers)]
         self.hidden_norm = self._vector("layers.0.hidden_norm.weight")
         self.norm = self._vector("norm.weight")
         self.lm_head = self._on_device(weights.lm_head.t())
@@ -262,7 +262,7 @@ class Head:
             on_embedding = torch.cat((on_embedding, bias.unsqueeze(1)), dim=1)
         return table, self._on_device(on_embedding.t()), feature_fc
 
-    def _layer(self, index: int) -> _Layer:
+    def _layer_weights(self, index: int) -> _Layer:
         name = f"layers.{index}"
         qkv, qkv_bias = self._fused(f"{name}.self_attn", ("q_proj", "k_proj", "v_proj"))
         if index == 0 and self.is_eagle3:

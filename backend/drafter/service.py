@@ -103,19 +103,23 @@ class DrafterService:
                 return self._greet(identity, message, now)
             session = self._session_of(identity, message)
             session.last_heard = now
-            if isinstance(message, Next):
-                check_next(message, self.proposer)
-                self._take_next(session, message, now)
-                return self._wish(identity, self._following.remind(session, now))
             if isinstance(message, Part):
                 return self._wish(identity, self._following.receive(session, message, frames[1:], now))
-            features = features_of(message, frames[1:], self.proposer, session.ring)
+            if isinstance(message, Round):
+                check_next(message.next, self.proposer)
+                features = features_of(message, frames[1:], self.proposer, session.ring)
+                self._waiting.append(Waiting(session, message, features, now))
+            else:
+                check_next(message, self.proposer)
         except (msgspec.MsgspecError, RecursionError):
             return self._refuse(identity, "not a message of this protocol")
         except Malformed as error:
             return self._refuse(identity, str(error))
-        self._waiting.append(Waiting(session, message, features, now))
-        return []
+        following = message.next if isinstance(message, Round) else message
+        if following is None:
+            return []
+        self._take_next(session, following, now)
+        return self._wish(session.drafts, self._following.remind(session, now))
 
     def work(self) -> list[Reply]:
         """Computes one batch: rounds and fresh drafts if any wait, else outcomes."""
@@ -211,8 +215,8 @@ class DrafterService:
         return [(identity, encode(welcome)), *self._wish(identity, wish)]
 
     @staticmethod
-    def _wish(identity: bytes, wish: Want | None) -> list[Reply]:
-        return [] if wish is None else [(identity, encode(wish))]
+    def _wish(identity: bytes | None, wish: Want | None) -> list[Reply]:
+        return [] if wish is None or identity is None else [(identity, encode(wish))]
 
     def _end(self, session: Session) -> None:
         """Ends the session of an old epoch: forgets its requests, sockets and waiting rounds."""

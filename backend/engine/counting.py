@@ -36,6 +36,10 @@ class StepOrders:
     """Whether drafters need this step's features at once."""
     pairings: dict[str, Pairing] = field(default_factory=dict)
     """Of each new request."""
+    asks: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """See `Attached`."""
+    chance_weights: dict[str, list[list[float]]] = field(default_factory=dict)
+    """By drafter: what these drafts are judged by (`Next.chance_weights`)."""
     proposals: dict[str, Proposal] = field(default_factory=dict)
     """What the sampled drafts of this step were drawn from."""
     is_early: bool = False

@@ -20,6 +20,7 @@ from backend.wire.drafting import (
     Close,
     Commit,
     Hello,
+    Next,
     Open,
     Refused,
     Round,
@@ -65,14 +66,14 @@ class FeatureLink:
         self.closed: list[Close] = []
         self._greet(time.monotonic())
 
-    def send(self, pieces: list[Piece], row_format: RowFormat) -> int | None:
+    def send(self, pieces: list[Piece], row_format: RowFormat, following: Next | None) -> int | None:
         """Sends a round, pending `Close` items first.  Returns its bytes, or None if the drafter's queue is full."""
         rows, at = [piece.rows for piece in pieces], None
         size = sum(map(len, rows))
         if self._ring is not None and self._ring_is_read and size >= RING_FROM_BYTES:
             at = self._ring.write(*rows)
         items = [*self.closed, *(piece.item for piece in pieces)]
-        header = encode(Round(row_format.dtype, row_format.width, items, at))
+        header = encode(Round(row_format.dtype, row_format.width, items, at, following))
         if not self.socket.send(header, b"".join(rows) if at is None else b""):
             return None
         self.closed.clear()

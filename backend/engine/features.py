@@ -27,7 +27,7 @@ from backend.fleet import DraftCounters, DrafterRef
 from backend.models.head_config import CheckpointError
 from backend.speculation.pairing import Pairings
 from backend.transport import Wire
-from backend.wire.drafting import PROTOCOL_VERSION, Commit, Hello, Open
+from backend.wire.drafting import PROTOCOL_VERSION, Commit, Hello, Next, NextItem, Open
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +40,9 @@ class FeatureShipper:
 
     features_needed: bool = True
     """Whether drafters need the rows now, not later."""
+    asks: Mapping[str, tuple[int, float]] = {}
+    chance_weights: Mapping[str, list[list[float]]] = {}
+    """See `StepOrders`."""
     opening: Callable[[str, list[int], int], Open] = staticmethod(
         lambda name, tokens, rows: Open(name, len(tokens), tokens, rows)
     )
@@ -157,11 +160,17 @@ class FeatureShipper:
                 else:
                     last.append(piece)
         for each in (*rounds, last) if last or link.closed else ():
-            size = link.send(each, row_format)
+            size = link.send(each, row_format, self._next(link, last) if each is last else None)
             if size is None:
                 counters.dropped["overflow"] = counters.dropped.get("overflow", 0) + 1
                 return
             counters.bytes_sent += size
+
+    def _next(self, link: FeatureLink, pieces: list[Piece]) -> Next | None:
+        """What to draft for these requests at once."""
+        asks = ((piece.item, *self.asks[piece.item.request_id]) for piece in pieces if piece.item.request_id in self.asks)
+        items = [NextItem(item.request_id, item.base_len, k, [], 0, floor) for item, k, floor in asks]
+        return Next(items, self.chance_weights.get(link.ref.id, [])) if items else None
 
     def _pieces(self, step: StepRows, i: int, log: Log, sent: range | None, lacking: range) -> Iterator[Piece]:
         """Request i's rows of the positions `lacking`, for a drafter that has the rows `sent`."""

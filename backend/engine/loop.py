@@ -103,9 +103,7 @@ class EngineLoop:
             self._counters.idle("swap", swapping_s)
         if self._weights is not None:
             self._weights.look()
-        if self._drafters is not None:
-            self._drafters.receive(now)
-            self._drafters.ask(now)
+        self._ask(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
             self._tick(now)
@@ -135,6 +133,8 @@ class EngineLoop:
 
     def _step(self) -> None:
         outputs, executed = self._core.step_fn()
+        # First, for drafters to work meanwhile.
+        self._ask(time.monotonic())
         self._gateways.send_outputs(outputs)
         self._core.post_step(executed)
         ran = executed or bool(outputs)
@@ -142,6 +142,11 @@ class EngineLoop:
         if outputs is not None or not executed:
             # Otherwise a step was only launched: its time is counted with its outcome.
             self._scheduler.count_step(self._lap(), ran=ran)
+
+    def _ask(self, now: float) -> None:
+        if self._drafters is not None:
+            self._drafters.receive(now)
+            self._drafters.ask(now)
 
     def _tick(self, now: float) -> None:
         stats = self._counters.stats

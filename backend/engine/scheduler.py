@@ -208,6 +208,8 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         output = super().schedule(throttle_prefills)
         output.outrider.pairings.update(self._pair(output.scheduled_new_reqs))
         output.outrider.proposals.update(attached.proposals)
+        output.outrider.asks.update(attached.asks)
+        output.outrider.chance_weights.update(self._chance_weights() if attached.asks else {})
         tokens = output.total_num_scheduled_tokens
         could_admit = len(self.waiting) and tokens < self.max_num_scheduled_tokens
         self._held_back = self.waiting.peek_request() if could_admit else None
@@ -220,6 +222,9 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
                 if request.num_output_tokens:
                     output.outrider.settled[request_id] = request.num_output_tokens, request.output_token_ids[-RESTS_AFTER:]
         return output
+
+    def _chance_weights(self) -> dict[str, list[list[float]]]:
+        return {drafter_id: self.speculator.chance_weights(drafter_id) for drafter_id in self._refs}
 
     def _pair(self, new: list[Any]) -> dict[str, Pairing]:
         pairings = {}
@@ -248,7 +253,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
             names = sorted(self._prefilling)
         began = {r: requests[r].num_tokens for r in names if r in requests}
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        known = self.speculator.candidates.requests
+        known, now = self.speculator.candidates.requests, time.monotonic()
         for request_id, length in began.items():
             request = requests.get(request_id)
             if (
@@ -258,7 +263,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
                 and self.warm_up_drafts is None
             ):
                 rule = known[request_id].rule if request_id in known else rule_of(request.sampling_params)
-                self.speculator.ended(request_id, request._all_token_ids, length, rule)
+                self.speculator.ended(request_id, request._all_token_ids, length, rule, now)
         return outputs
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:

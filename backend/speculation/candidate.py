@@ -92,6 +92,8 @@ class Attached:
     """Drafters that missed a deadline, once for each draft that is no longer waited for."""
     features_needed: bool = False
     """Whether drafters need the features of this step at once."""
+    asks: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By request: K and floor of the fresh draft that its drafter is to make as soon as it has this step's rows."""
     is_quiet: bool = False
     """Whether nobody is asked and no draft was found: `Speculator.passed` may then tell how the step ended, not `ended`."""
 

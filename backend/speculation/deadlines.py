@@ -112,11 +112,11 @@ class Questions:
         health.round_trip.observe(waited_s)
         return waited_s
 
-    def stop_waiting(self) -> None:
-        """A step begins: drafts that have not come are overdue from now on."""
-        for request_id, question in self.pending.items():
-            self._note_overdue(request_id, question)
-        self.pending.clear()
+    def stop_waiting(self, request_ids: Iterable[str] | None = None) -> None:
+        """Drafts of these requests, or all drafts, that have not come are overdue from now on: a step begins, say."""
+        for request_id in list(self.pending) if request_ids is None else request_ids:
+            if (question := self.pending.pop(request_id, None)) is not None:
+                self._note_overdue(request_id, question)
 
     def expire(self, now: float) -> list[Question]:
         """Gives up, and returns, questions past their deadline, and all questions to a drafter whose breaker opens by that."""

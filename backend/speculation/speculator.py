@@ -2,8 +2,8 @@
 
 Scheduler's process and thread; `now` is in seconds of any monotonic clock.  A step goes through four verbs:
 
-    attach    chooses the draft tokens to verify, by the budget (`budget.py`)
-    ask       looks for each verification's outcome among those drafted ahead; tells drafters what to draft next
+    attach    chooses the draft tokens to verify, by the budget (`budget.py`), and for which requests a fresh draft follows
+    ask       looks for each verification's outcome among those drafted ahead; tells drafters what else to draft next
     hold      says until when the next step should wait for drafts (`waiting.py`, `deadlines.py`)
     learn     compares drafts with the text; updates chances, look-ups and expectations (while the device computes)
 
@@ -75,6 +75,8 @@ class Speculator:
         """As at the last choice."""
         self._unlearned: dict[str, int] = {}
         self._ended: dict[str, int] = {}
+        self._attached = Attached()
+        """The running step's."""
         self._verifying: set[str] = set()
         """Requests of the running step, if drafters were asked and have different heads (`pairing.py`)."""
         self._drafter_ids: list[str] = []
@@ -146,9 +148,11 @@ class Speculator:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def ended(self, request_id: str, text: list[int], began: int, rule: Rule) -> None:
+    def ended(self, request_id: str, text: list[int], began: int, rule: Rule, now: float) -> None:
         """A step added tokens to a request that goes on.  `text`: all its tokens; `began`: its length before the step."""
         self.candidates.grown(request_id, text, rule)
+        if request_id in self._attached.asks and (drafter_id := self.preference.drafter_of(request_id)) is not None:
+            self.questions.asked(request_id, len(text), drafter_id, now)
         self.candidates.verified(request_id, len(text) - began)
         self._ended[request_id] = began
         if request_id in self._verifying:
@@ -210,7 +214,7 @@ class Speculator:
 
         There are none for a step that begins early (`may_be_early`).
         """
-        attached = Attached(lost=[question.drafter_id for question in self.questions.expire(now)])
+        attached = self._attached = Attached(lost=[question.drafter_id for question in self.questions.expire(now)])
         self.questions.stop_waiting()
         self.candidates.steps, self._began = self.candidates.steps + 1, now
         self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped()
@@ -252,7 +256,17 @@ class Speculator:
         for _, request in present:
             request.candidate = None
         self._ranking.forget()
+        if attached.features_needed and not self.outcomes:
+            self._ask_early(present, attached)
         return attached
+
+    def _ask_early(self, present: list[tuple[str, Request]], attached: Attached) -> None:
+        """Asks for the fresh drafts behind this step, but for requests whose own text may have one."""
+        of_all, k = self.choice.ask != Ask.PLAIN or self._probing, self.choice.k or self._longest
+        for request_id, request in present:
+            looked_up = request.verified is not None and request.verified.source.drafter_id == LOOKUP
+            if request.longest and not looked_up and request.ask != Ask.AHEAD and (of_all or request.ask is not None):
+                attached.asks[request_id] = min(k, request.longest), self._least_survival
 
     def verified(self, request_id: str) -> Candidate | None:
         """The draft that the running step verifies for a request, uncut."""
@@ -275,8 +289,8 @@ class Speculator:
                 self._ask_for(request_id, k, outcomes, asks, now)
             if outcomes or self.candidates.forced:
                 self._cut(asks, k)
-            if choice.ask == Ask.PLAIN and not self.candidates.forced:
-                self.questions.stop_waiting()
+        if choice.ask == Ask.PLAIN and not self.candidates.forced:
+            self.questions.stop_waiting()
         self._unlearned.update(self._ended)
         self._ended.clear()
         return asks
@@ -288,7 +302,8 @@ class Speculator:
         k = min(k, request.longest)
         if not k:
             return
-        if request.ask is not None:
+        is_asked = request_id in self._attached.asks
+        if request.ask is not None or is_asked:
             outcomes = (outcomes or self._few) if request.ask == Ask.AHEAD else 0
         request.outcomes, request.outcomes_at = outcomes, len(request.text)
         best, length = self.candidates.best(request_id, request), len(request.text)
@@ -297,13 +312,19 @@ class Speculator:
             best = None
         request.outcomes_of = best if outcomes else None
         if best is not None and not outcomes:
+            self.questions.stop_waiting([request_id])
+        if is_asked or (best is not None and not outcomes):
             return
         verifying = best.tokens if best is not None else []
-        # A probe asks for whole drafts: tokens that did not pay in this step may pay in the next one.
-        floor = 0.0 if self._probing else self._floor
-        asks.setdefault(drafter_id, []).append(NextItem(request_id, length, k, verifying, outcomes, floor))
+        item = NextItem(request_id, length, k, verifying, outcomes, self._least_survival)
+        asks.setdefault(drafter_id, []).append(item)
         if not verifying:
             self.questions.asked(request_id, length, drafter_id, now)
+
+    @property
+    def _least_survival(self) -> float:
+        """Where drafts end.  A probe asks for whole drafts: tokens that did not pay in this step may pay in the next one."""
+        return 0.0 if self._probing else self._floor
 
     def _cut(self, asks: dict[str, list[NextItem]], k: int) -> None:
         """Cuts each `verifying` to what will be verified, at most `k` tokens: no verification ends behind these."""

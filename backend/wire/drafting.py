@@ -3,10 +3,11 @@
 Rounds.  A verifier's worker sends one `Round` per engine step: a MessagePack header and one raw frame with the features of all
 its rows, in item order.  Features are hidden states after the EAGLE `fc`, or raw ones (EAGLE-1, or a head that learns and
 applies its own `fc`).  On one host, large frames go through shared memory (`transport/ring.py`) and the message holds their
-position.  Rounds only extend the drafter's cache.
+position.  Rounds extend the drafter's cache.
 
-Drafts.  The verifier's scheduler sends `Next` on its own socket: what to draft.  The drafter answers with `Drafts` for requests
-without a draft, and with `Ahead`: drafts for the likely outcomes of the verification in progress.  Nothing is pickled.
+Drafts.  `Next` says what to draft.  What is decided before a step ends comes inside its `Round`, so that drafting begins at
+once.  Everything else comes from the verifier's scheduler, on a socket of its own.  There it gets the answers: `Drafts` for
+requests without a draft, and `Ahead`: drafts for the likely outcomes of the verification in progress.  Nothing is pickled.
 
 Noise.  A request has a seed.  The verifier's token at position t is the v that maximises `log p(v) + G(seed, t, v)`
 (`backend/noise`).  The draft token is the v that maximises `log q(v) + G(seed, t, v)`.  A draft token is accepted while it
@@ -36,7 +37,7 @@ from msgspec import Meta
 
 from backend.transport.ring import RingRef
 
-PROTOCOL_VERSION = 8
+PROTOCOL_VERSION = 9
 
 HELLO_FIRST = "hello first"
 """The reason in `Refused` after which the verifier must greet the drafter again and open all requests again."""
@@ -109,17 +110,6 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     reason: str
 
 
-class Round(msgspec.Struct, frozen=True, tag="round"):
-    """One engine step of one verifier.  The frame behind it holds `[sum(rows), hidden]` features of `dtype`, C order."""
-
-    dtype: FeatureDtype
-    hidden: int
-    """Width of a feature row; 0 when no features travel (an n-gram drafter)."""
-    items: list[Open | Commit | Close]
-    at: int | None = None
-    """Position of the features in the ring; then there is no frame.  None: they are in the frame."""
-
-
 class NextItem(msgspec.Struct, frozen=True, array_like=True):
     """What to draft next for one request, once the drafter has its first `base_len` tokens."""
 
@@ -136,11 +126,24 @@ class NextItem(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Next(msgspec.Struct, frozen=True, tag="next"):
-    """What to draft next.  Sent once per engine step on the `drafts` socket, before or after the step's `Round`."""
+    """What to draft next.  On the `drafts` socket it may come before or after the `Round` that it waits for."""
 
     items: list[NextItem]
     chance_weights: list[list[float]] = []
     """Weights of `speculation/chances.py`, by its `Rule`; empty: no draft ends before its `k`."""
+
+
+class Round(msgspec.Struct, frozen=True, tag="round"):
+    """One engine step of one verifier.  The frame behind it holds `[sum(rows), hidden]` features of `dtype`, C order."""
+
+    dtype: FeatureDtype
+    hidden: int
+    """Width of a feature row; 0 when no features travel (an n-gram drafter)."""
+    items: list[Open | Commit | Close]
+    at: int | None = None
+    """Position of the features in the ring; then there is no frame.  None: they are in the frame."""
+    next: Next | None = None
+    """What to draft for requests of these items, once their rows are there."""
 
 
 class Part(msgspec.Struct, frozen=True, tag="part"):

@@ -21,6 +21,17 @@ def speculator(mode: str = "auto", lookups: bool = False) -> Speculator:
     return made
 
 
+def all_asks(made: Speculator, attached: Attached, now: float) -> dict[str, list[NextItem]]:
+    """What drafters are to draft after a step: what was asked with it, and what `ask` adds."""
+    early: dict[str, list[NextItem]] = {}
+    for name, (k, floor) in attached.asks.items():
+        drafter_id, request = made.preference.drafter_of(name), made.candidates.requests.get(name)
+        if drafter_id is not None and request is not None:
+            early.setdefault(drafter_id, []).append(NextItem(name, len(request.text), k, [], 0, floor))
+    late = made.ask(now)
+    return {drafter_id: early.get(drafter_id, []) + late.get(drafter_id, []) for drafter_id in {**early, **late}}
+
+
 @dataclass
 class Drafter:
     """Each draft token is right with chance `right`, independently; so is the set of outcomes it drafts ahead for."""
@@ -66,8 +77,8 @@ class Driven:
         self.texts = {name: truth[:20] for name, truth in self.truth.items()}
         self.arriving: list[tuple[float, list[NextItem]]] = []
         for name, text in self.texts.items():
-            self.speculator.ended(name, text, len(text) - 1, Rule.GREEDY)
-        self._deliver(self.speculator.ask(self.now))
+            self.speculator.ended(name, text, len(text) - 1, Rule.GREEDY, self.now)
+        self._deliver(all_asks(self.speculator, Attached(), self.now))
 
     def _text(self) -> list[int]:
         dice, length = self.dice, 40_000
@@ -102,11 +113,11 @@ class Driven:
             accepted += kept
             text += true[: kept + 1]
             if self.told or not attached.is_quiet:
-                self.speculator.ended(name, text, length, Rule.GREEDY)
+                self.speculator.ended(name, text, length, Rule.GREEDY, self.now)
         if attached.is_quiet and not self.told:
             self.speculator.passed(len(self.texts))
         self._receive()
-        asks = self.speculator.ask(self.now)
+        asks = all_asks(self.speculator, attached, self.now)
         self._deliver(asks)
         self.speculator.learn(waited_s)
         return Turn(attached, asks.get("d0", []), waited_s, accepted, is_early)

@@ -49,6 +49,9 @@ class ScriptedDrafter:
         self._wanted: dict[str, tuple[bytes, NextItem]] = {}
         """By request: sender and item of a `Next` that arrived before the `Round` with its tokens."""
         self.listeners: set[bytes] = set()
+        self._drafts_of: dict[tuple[str, int], bytes] = {}
+        """The `drafts` socket of a verifier in an epoch."""
+        self._owners: dict[bytes, tuple[str, int]] = {}
         self._stop = threading.Event()
         self._ready = threading.Event()
         self._hub: Hub
@@ -74,17 +77,24 @@ class ScriptedDrafter:
     def _take(self, router: ServerSocket, identity: bytes, frames: list[bytes]) -> None:
         message = decode_to_drafter(frames[0])
         if isinstance(message, Hello):
+            self._owners[identity] = message.verifier_id, message.epoch
             if message.role == "drafts":
                 self.listeners.add(identity)
+                self._drafts_of[message.verifier_id, message.epoch] = identity
             router.send(identity, encode(Welcome(PROTOCOL_VERSION, "drafter-0", "scripted")))
         elif isinstance(message, Round):
             self.rounds.append(message)
             self.feature_bytes += len(frames[1])
             self._extend(message)
+            if message.next is not None:
+                self._want(self._drafts_of[self._owners[identity]], message.next)
             self._answer(router)
         elif isinstance(message, Next):
-            self._wanted |= {item.request_id: (identity, item) for item in message.items if not item.verifying}
+            self._want(identity, message)
             self._answer(router)
+
+    def _want(self, listener: bytes, message: Next) -> None:
+        self._wanted |= {item.request_id: (listener, item) for item in message.items if not item.verifying}
 
     def _extend(self, message: Round) -> None:
         for item in message.items:

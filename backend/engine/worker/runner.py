@@ -178,6 +178,7 @@ class RemoteDrafting(EarlyRunner):
         if self.shipper is not None:
             orders: StepOrders = scheduler_output.outrider
             self.shipper.features_needed = orders.features_needed
+            self.shipper.asks, self.shipper.chance_weights = orders.asks, orders.chance_weights
             self.shipper.pairings.update(orders.pairings)
             layers = aux_hidden_states if aux_hidden_states is not None else [hidden_states]
             sampled = sampled_token_ids or [()] * len(scheduler_output.num_scheduled_tokens)

@@ -79,10 +79,12 @@ class Verifier:
         assert isinstance(welcome, Welcome)
         assert (welcome.drafter_id, welcome.version) == ("drafter-0", PROTOCOL_VERSION)
 
-    def frames(self, *items: Open | Commit | Close, hidden: int = HEAD.hidden, seed: int = 0) -> list[bytes]:
+    def frames(
+        self, *items: Open | Commit | Close, hidden: int = HEAD.hidden, seed: int = 0, following: Next | None = None
+    ) -> list[bytes]:
         rows = sum(item.rows for item in items if not isinstance(item, Close))
         features = torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed))
-        return [encode(Round("float32", hidden, list(items))), features.numpy().tobytes()]
+        return [encode(Round("float32", hidden, list(items), None, following)), features.numpy().tobytes()]
 
     def send(self, *items: Open | Commit | Close, seed: int = 0) -> None:
         assert self.service.receive(self.features, self.frames(*items, seed=seed)) == []
@@ -130,6 +132,36 @@ def test_wishes_are_answered_item_by_item(service: DrafterService) -> None:
     items = verifier.round(Commit("a", 7, [7, 8], 2), Close("c", "finished"), Commit("b", 4, [9], 1), k={"a": 3, "b": 1})
     assert [(d.request_id, d.base_len, len(d.tokens)) for d in items] == [("a", 7, 3), ("b", 4, 1)]
     assert service.stats(0.0).sequences == 2
+
+
+@pytest.mark.parametrize("k", [2, {"a": 3}])
+def test_what_a_round_asks_for_is_drafted_with_its_rows(service: DrafterService, k: int | dict[str, int]) -> None:
+    apart, together = Verifier(service, "v"), Verifier(service, "w")
+    steps: list[tuple[Open | Commit, ...]] = [
+        (Open("a", 5, [1, 2, 3, 4, 5], 4), Open("b", 3, [1, 2, 3], 2)),
+        (Commit("a", 7, [7, 8], 2), Commit("b", 4, [9], 1)),
+    ]
+    for seed, items in enumerate(steps):
+        expected = apart.round(*items, k=k, seed=seed)
+        batches = service.stats(0.0).batches
+        following = Next([NextItem(i.request_id, i.base_len, n, [], 0) for i in items if (n := sizes(k, i.request_id))])
+        assert service.receive(together.features, together.frames(*items, seed=seed, following=following)) == []
+        assert together.answer(service.work()) == expected
+        assert not service.has_work
+        assert service.stats(0.0).batches == batches + 1, "rows and drafts are one batch"
+
+
+def sizes(k: int | dict[str, int], name: str) -> int:
+    return k if isinstance(k, int) else k.get(name, 0)
+
+
+def test_a_round_that_asks_for_what_cannot_be_is_refused_whole(service: DrafterService) -> None:
+    verifier = Verifier(service, "v")
+    twice = Next([NextItem("a", 5, 2, [], 0)] * 2)
+    frames = verifier.frames(Open("a", 5, [1, 2, 3, 4, 5], 4), following=twice)
+    assert "twice" in refusal(service.receive(verifier.features, frames))
+    assert not service.has_work
+    assert service.stats(0.0).sequences == 0
 
 
 def test_counters(service: DrafterService) -> None:

@@ -58,7 +58,7 @@ class Line:
             handle(self.service, b"v/drafts", (encode(listener),))
         else:
             assert isinstance(message, Round)
-            assert not replies
+            assert bool(replies) == (message.next is not None)
             self.rounds.append(message)
             self.ask({item.request_id: item.base_len for item in message.items if not isinstance(item, Close)})
         return True
@@ -111,6 +111,23 @@ class Bench:
     def live(self, steps: int, requests: tuple[int, ...] = (0, 1)) -> None:
         for n in range(steps):
             self.step({i: 40 + 7 * i if not self.lengths[i] else 1 + (n + i) % K for i in requests})
+
+
+def test_drafts_are_asked_for_with_the_last_rows_of_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "HANDOVER_ROWS", 16)
+    bench = Bench(tmp_path, monkeypatch, 1 << 20)
+    bench.assign("d0", "d1")
+    bench.shipper.asks = {"r0": (3, 0.25), "r2": (2, 0.0), "gone": (1, 0.0)}
+    bench.shipper.chance_weights = {name: [[float(i)] * 3] * 3 for i, name in enumerate(("d0", "d1"))}
+    bench.live(1, (0, 1, 2))
+    asked: dict[str, NextItem] = {}
+    for i, line in enumerate(bench.lines.values()):
+        for earlier in line.rounds[:-1]:
+            assert earlier.next is None, "more rows follow"
+        if (following := line.rounds[-1].next) is not None:
+            assert following.chance_weights == [[float(i)] * 3] * 3
+            asked |= {item.request_id: item for item in following.items}
+    assert asked == {"r0": NextItem("r0", 41, 3, [], 0, 0.25), "r2": NextItem("r2", 55, 2, [], 0, 0.0)}
 
 
 def drafts_after(

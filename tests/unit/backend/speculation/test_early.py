@@ -41,7 +41,7 @@ def test_no_step_begins_early_for_a_request_that_wants_drafts(asked: RequestOpti
     while not driven.step().is_early or not driven.speculator.may_be_early():
         pass
     driven.speculator.candidates.asked("new", asked, 3)
-    driven.speculator.ended("new", [1, 2, 3], 2, Rule.GREEDY)
+    driven.speculator.ended("new", [1, 2, 3], 2, Rule.GREEDY, 100.0)
     assert not driven.speculator.may_be_early()
 
 

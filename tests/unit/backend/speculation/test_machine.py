@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from backend.fleet import LOOKUP
+from backend.speculation.candidate import Attached
 from backend.speculation.chances import Rule
 from backend.speculation.speculator import Speculator
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from backend.wire.engine import RequestOptions
-from tests.support.driven_speculator import LONGEST_WAIT_S, OUTCOMES, K
+from tests.support.driven_speculator import LONGEST_WAIT_S, OUTCOMES, K, all_asks
 from tests.support.properties import examples
 from tests.support.speculator import assert_nothing_is_left
 
@@ -69,8 +70,8 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.asked[name] = asked or RequestOptions()
         if asked is not None:
             self.speculator.candidates.asked(name, asked, 5)
-        self.speculator.ended(name, self.texts[name], 5, Rule.SHARED if sampled else Rule.GREEDY)
-        self._ask()
+        self.speculator.ended(name, self.texts[name], 5, Rule.SHARED if sampled else Rule.GREEDY, self.now)
+        self._ask(Attached())
 
     @precondition(lambda self: self.decoding)
     @rule(prefill=st.sampled_from([0, 0, 30]), right=st.booleans(), answered=st.integers(0, 4))
@@ -85,7 +86,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         for name in present:
             self._verify(name, attached.tokens.get(name, []), right)
         self.speculator.step_times.observe(len(present), 5e-3)
-        self._ask()
+        self._ask(attached)
         self.speculator.learn(0.0)
 
     def _verify(self, name: str, draft: list[int], right: bool) -> None:
@@ -108,7 +109,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         accepted = len(draft) if right else self.dice.randrange(len(draft) + 1)
         rejected = draft[accepted] if accepted < len(draft) else -1
         text += [*draft[:accepted], self.dice.choice([token for token in range(SMALL) if token != rejected])]
-        self.speculator.ended(name, text, length, Rule.SHARED if name == "r2" else Rule.GREEDY)
+        self.speculator.ended(name, text, length, Rule.SHARED if name == "r2" else Rule.GREEDY, self.now)
 
     def _longest(self, name: str) -> int:
         asked = self.asked[name]
@@ -125,8 +126,8 @@ class SpeculatorMachine(RuleBasedStateMachine):
         whole = ((at, (*text[at:], *tokens)) for at in range(max(len(text) - K, 0), len(text) + 1))
         return any((name, at, draft) in self.made for at, draft in whole)
 
-    def _ask(self) -> None:
-        for drafter_id, items in self.speculator.ask(self.now).items():
+    def _ask(self, attached: Attached) -> None:
+        for drafter_id, items in all_asks(self.speculator, attached, self.now).items():
             assert drafter_id in self.drafters
             assert len({item.request_id for item in items}) == len(items)
             for item in items:
@@ -230,7 +231,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.texts.keys() - self.decoding)))
         self.decoding.add(name)
         self._verify(name, [], right=True)
-        self._ask()
+        self._ask(Attached())
 
     @precondition(lambda self: self.texts)
     @rule(data=st.data())

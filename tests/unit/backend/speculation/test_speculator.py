@@ -16,11 +16,11 @@ from backend.speculation.calibration import Calibration
 from backend.speculation.candidate import rank_of
 from backend.speculation.candidates import INDEXED_PER_STEP
 from backend.speculation.chances import Rule
-from backend.speculation.speculator import RECONSIDER_EVERY, Speculator
-from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
+from backend.speculation.speculator import NOTHING, RECONSIDER_EVERY, Speculator
+from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask, Choice
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from backend.wire.engine import EmittedText, RequestOptions
-from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, VOCAB, Drafter, Driven, K, Turn, speculator
+from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, VOCAB, Drafter, Driven, K, Turn, all_asks, speculator
 
 
 @given(
@@ -41,9 +41,58 @@ def test_the_outcome_that_was_said_is_found_and_no_other(
 def one(mode: str = "sync", lookups: bool = False) -> tuple[Speculator, list[int]]:
     """With a request of six tokens whose draft has been asked for."""
     made, text = speculator(mode, lookups), [1, 2, 3, 4, 5, 6]
-    made.ended("r", text, 5, Rule.GREEDY)
+    made.ended("r", text, 5, Rule.GREEDY, 100.0)
     assert [item.base_len for item in made.ask(100.0)["d0"]] == [6]
     return made, text
+
+
+def test_the_drafts_behind_a_step_are_asked_for_with_it() -> None:
+    made, text = one()
+    assert made.attach(["r"], 0, 100.2).asks == {"r": (K, 0.0)}
+    text.append(7)
+    made.ended("r", text, 6, Rule.GREEDY, 100.21)
+    assert made.hold(["r"], 0, 100.21) == pytest.approx(100.21 + LONGEST_WAIT_S), "asked for, though nothing was sent since"
+    ((verdict, waited_s),) = made.arrived("d0", [Draft("r", 7, [8, 9], [8.0] * 4)], 1e-3, 100.22)
+    assert verdict == "ready"
+    assert waited_s == pytest.approx(0.01)
+    assert made.ask(100.22) == {}
+    assert made.hold(["r"], 0, 100.22) is None
+    assert made.attach(["r"], 0, 100.22).tokens == {"r": [8, 9]}
+
+
+def test_nothing_is_asked_early_where_the_outcome_decides() -> None:
+    made, _ = one("ahead")
+    assert made.attach(["r"], 0, 100.2).asks == {}, "it may be drafted for already"
+    repeating, text = one(lookups=True)
+    text += [1, 2, 3, 4, 5, 6]
+    repeating.learn(0.0)
+    attached = repeating.attach(["r"], 0, 100.3)
+    assert attached.tokens
+    assert attached.asks == {}, "its own text may go on so"
+
+
+def test_nobody_waits_for_a_draft_that_a_look_up_has_replaced() -> None:
+    made, text = one(lookups=True)
+    assert made.attach(["r"], 0, 100.2).asks
+    text += [1, 2, 3, 4, 5, 6]
+    made.ended("r", text, 6, Rule.GREEDY, 100.21)
+    made.learn(0.0)
+    assert made.ask(100.21) == {}
+    assert made.hold(["r"], 0, 100.21) is None
+    assert made.arrived("d0", [Draft("r", 12, [9, 9])], 1e-3, 100.22)[0][0] == "ready"
+
+
+def test_drafts_asked_for_before_drafters_were_given_up_are_not_waited_for() -> None:
+    made, text = speculator("auto"), [1, 2, 3, 4, 5, 6]
+    made.ended("r", text, 5, Rule.GREEDY, 100.0)
+    made._asking.choice = Choice(Ask.DRAFT, K, 0.0)
+    while not made.attach(["r"], 0, 100.2).asks:
+        """A probe."""
+    made._asking.choice = NOTHING
+    text.append(7)
+    made.ended("r", text, 6, Rule.GREEDY, 100.21)
+    assert made.ask(100.21) == {}
+    assert made.hold(["r"], 0, 100.21) is None
 
 
 def test_sync_waits_for_drafts_up_to_their_deadline() -> None:
@@ -63,7 +112,7 @@ def test_of_what_comes_late_the_rest_is_verified_if_it_still_fits(token: int, ve
     made, text = one()
     made.attach(["r"], 0, 100.2)
     text.append(token)
-    made.ended("r", text, 6, Rule.GREEDY)
+    made.ended("r", text, 6, Rule.GREEDY, 100.0)
     assert made.arrived("d0", [Draft("r", 6, [7, 9], [8.0] * 4)], 1e-3, 100.21)[0][0] == verdict
     made.ask(100.21)
     assert made.attach(["r"], 0, 100.22).tokens == left
@@ -75,11 +124,11 @@ def test_what_is_not_verified_is_learned_from(monkeypatch: pytest.MonkeyPatch) -
     made, text = one()
     made.attach(["r"], 0, 100.2)
     text.append(7)
-    made.ended("r", text, 6, Rule.GREEDY)
+    made.ended("r", text, 6, Rule.GREEDY, 100.0)
     made.ask(100.2)
     made.arrived("d0", [Draft("r", 6, [7, 9])], 1e-3, 100.21)
     text.append(8)
-    made.ended("r", text, 7, Rule.GREEDY)
+    made.ended("r", text, 7, Rule.GREEDY, 100.0)
     made.ask(100.22)
     made.learn(0.0)
     assert observed == [(1, 2)], "seven was right, nine was not"
@@ -91,7 +140,7 @@ def test_a_preempted_request_is_asked_for_anew() -> None:
     made.release("r")
     assert made.attach([], 0, 100.02).tokens == {}
     text.append(7)
-    made.ended("r", text, 6, Rule.GREEDY)
+    made.ended("r", text, 6, Rule.GREEDY, 100.0)
     assert [item.base_len for item in made.ask(100.03)["d0"]] == [7]
     assert made.attach(["r"], 0, 100.04).tokens == {}
 
@@ -200,13 +249,13 @@ def test_a_block_that_comes_a_step_too_late_says_nothing_of_hits() -> None:
     for length in (6, 7):
         made.attach(["r"], 0, 100.0 + length)
         text.append(7)
-        made.ended("r", text, length, Rule.GREEDY)
+        made.ended("r", text, length, Rule.GREEDY, 100.0)
         made.ask(100.0 + length)
         made.take_blocks("d0", [Block("r", 6, [7], [Outcome(1, 7, [1])])], 1e-3)
     assert made.candidates.foresight._looks == looks
     assert made.attach(["r"], 0, 110.0).tokens == {}
     text.append(7)
-    made.ended("r", text, 8, Rule.GREEDY)
+    made.ended("r", text, 8, Rule.GREEDY, 100.0)
     made.take_blocks("d0", [Block("r", 8, [], [Outcome(0, 7, [1])])], 1e-3)
     made.ask(111.0)
     assert made.candidates.foresight._looks != looks
@@ -215,14 +264,14 @@ def test_a_block_that_comes_a_step_too_late_says_nothing_of_hits() -> None:
 
 def test_nobody_waits_for_a_probe() -> None:
     made, text = speculator("auto"), [1, 2, 3]
-    made.ended("r", text, 2, Rule.GREEDY)
+    made.ended("r", text, 2, Rule.GREEDY, 100.0)
     assert made.ask(100.0) == {}, "nothing is known yet: plain steps"
     made.step_times.observe(1, 0.05)
     made.timed(1, K, 1e-3, 0.0, 1e-3, 100.0)
-    made.attach(["r"], 0, 100.0)
+    attached = made.attach(["r"], 0, 100.0)
     text.append(4)
-    made.ended("r", text, 3, Rule.GREEDY)
-    assert made.ask(100.01), "the first steps probe"
+    made.ended("r", text, 3, Rule.GREEDY, 100.0)
+    assert all_asks(made, attached, 100.01), "the first steps probe"
     assert made.hold(["r"], 0, 100.01) is None
     assert made.arrived("d0", [Draft("r", 4, [5, 6], [8.0] * 4)], 1e-3, 100.011)[0][0] == "ready"
     assert made.attach(["r"], 0, 100.012).tokens == {"r": [5, 6]}, "but what comes in time is used"
@@ -231,14 +280,15 @@ def test_nobody_waits_for_a_probe() -> None:
 def test_a_draft_that_comes_after_a_probe_is_used_though_look_ups_rest() -> None:
     made, texts = speculator("auto"), {f"r{i}": [i, 1, 2] for i in range(2 * RECONSIDER_EVERY)}
     for name, text in texts.items():
-        made.ended(name, text, 2, Rule.GREEDY)
+        made.ended(name, text, 2, Rule.GREEDY, 100.0)
     asks: list[NextItem] = []
     for step in range(PROBE_EVERY + PROBE_STEPS - 1):
-        assert not made.attach(texts, 0, 100.0 + step).tokens
+        attached = made.attach(texts, 0, 100.0 + step)
+        assert not attached.tokens
         for name, text in texts.items():
             text.append(4)
-            made.ended(name, text, len(text) - 1, Rule.GREEDY)
-        asks = made.ask(100.5 + step).get("d0", [])
+            made.ended(name, text, len(text) - 1, Rule.GREEDY, 100.0)
+        asks = all_asks(made, attached, 100.5 + step).get("d0", [])
         made.learn(0.0)
     assert len(asks) == len(texts)
     made.arrived("d0", [Draft("r0", asks[0].base_len, [5, 6], [8.0] * 4)], 1e-3, 1000.0)
@@ -251,7 +301,7 @@ def test_a_draft_that_comes_after_a_probe_is_used_though_look_ups_rest() -> None
 def test_a_draft_made_ahead_for_the_end_of_a_probe_is_used_at_once_or_never() -> None:
     made, texts = speculator("auto"), {f"r{i}": [i, 1, 2] for i in range(2 * RECONSIDER_EVERY)}
     for name, text in texts.items():
-        made.ended(name, text, 2, Rule.GREEDY)
+        made.ended(name, text, 2, Rule.GREEDY, 100.0)
     used = 0
     for step in range(3 * PROBE_EVERY):
         attached = made.attach(texts, 0, 100.0 + step)
@@ -261,8 +311,8 @@ def test_a_draft_made_ahead_for_the_end_of_a_probe_is_used_at_once_or_never() ->
         for name, text in texts.items():
             text.append(4)
             if not attached.is_quiet:
-                made.ended(name, text, len(text) - 1, Rule.GREEDY)
-        asks = made.ask(100.5 + step).get("d0", [])
+                made.ended(name, text, len(text) - 1, Rule.GREEDY, 100.0)
+        asks = all_asks(made, attached, 100.5 + step).get("d0", [])
         # One request's alone: look-ups rest, and it is seldom its turn.
         ahead = [Block("r0", each.base_len, [], [Outcome(0, 4, [(each.base_len + 1) % VOCAB], [8.0] * 2)]) for each in asks[:1]]
         made.take_blocks("d0", ahead, 1e-3)
@@ -276,12 +326,12 @@ def test_what_is_left_of_a_cut_draft_is_verified_next() -> None:
     made, text = one("ahead")
     made.attach(["r"], 0, 100.001)
     text += [7]
-    made.ended("r", text, 6, Rule.GREEDY)
+    made.ended("r", text, 6, Rule.GREEDY, 100.0)
     made.take_blocks("d0", [Block("r", 6, [], [Outcome(0, 7, [8, 9, 10, 11])])], 1e-3)
     assert made.ask(100.01)["d0"][0].verifying == [8, 9, 10, 11]
     made.attach(["r"], 0, 100.011)
     text += [8, 9]
-    made.ended("r", text, 7, Rule.GREEDY)
+    made.ended("r", text, 7, Rule.GREEDY, 100.0)
     assert made.ask(100.02)["d0"][0].verifying == [10, 11]
     assert made.attach(["r"], 0, 100.02).tokens == {"r": [10, 11]}
 
@@ -293,8 +343,8 @@ def test_nothing_is_left_of_a_draft_of_long_ago() -> None:
         attached = made.attach(["r"], 0, now)
         assert step < 2 * PROBE_STEPS or not attached.tokens, "that was drafted for the last probe"
         text.append(9)
-        made.ended("r", text, len(text) - 1, Rule.GREEDY)
-        asked = made.ask(now + 0.1).get("d0", [])
+        made.ended("r", text, len(text) - 1, Rule.GREEDY, 100.0)
+        asked = all_asks(made, attached, now + 0.1).get("d0", [])
         if step == PROBE_STEPS - 3:
             blocks = [Block("r", item.base_len, item.verifying, [Outcome(0, 9, [9, 8, 8])]) for item in asked]
             made.take_blocks("d0", blocks, 1e-3)
@@ -314,7 +364,7 @@ def test_a_request_that_repeats_itself_drafts_better_than_a_bad_drafter() -> Non
 def test_without_drafters_nobody_is_asked() -> None:
     made, text = speculator("sync"), [1, 2, 3]
     made.set_drafters({})
-    made.ended("r", text, 2, Rule.GREEDY)
+    made.ended("r", text, 2, Rule.GREEDY, 100.0)
     assert made.ask(100.0) == {}
     assert made.hold(["r"], 0, 100.0) is None
     assert made.plan.k == 0
@@ -324,7 +374,7 @@ def test_look_ups_rest_also_while_drafters_are_asked() -> None:
     made, dice = speculator("sync", lookups=True), random.Random(0)
     texts = {f"r{i}": [dice.randrange(10_000) for _ in range(20)] for i in range(2 * RECONSIDER_EVERY)}
     for name, text in texts.items():
-        made.ended(name, text, 19, Rule.GREEDY)
+        made.ended(name, text, 19, Rule.GREEDY, 100.0)
     found = plainly(made, texts, 4 * RECONSIDER_EVERY, lambda name: dice.randrange(10_000))
     assert set(found[2 * RECONSIDER_EVERY :]) == {2}
     indexed = [each.texts[0]._lookup._indexed for each in made.candidates.requests.values()]  # type: ignore[attr-defined]
@@ -348,7 +398,7 @@ def test_in_an_overloaded_batch_every_request_and_others_outputs_are_indexed_in_
         for text in texts.values():
             text += text[:1] * INDEXED_PER_STEP
         for name, text in texts.items():
-            made.ended(name, text, len(text) - INDEXED_PER_STEP, Rule.GREEDY)
+            made.ended(name, text, len(text) - INDEXED_PER_STEP, Rule.GREEDY, 100.0)
         made.attach(texts, 0, 100.0 + step)
         made.ask(100.0 + step)
         made.learn(0.0)
@@ -371,7 +421,7 @@ def plainly(made: Speculator, texts: dict[str, list[int]], steps: int, next_toke
                 text.append(true)
                 if token != true:
                     break
-            made.ended(name, text, began, Rule.GREEDY)
+            made.ended(name, text, began, Rule.GREEDY, 100.0)
         made.ask(0.0)
         made.stepped(len(texts), 1e-3 * len(texts), 0)
     return found
@@ -385,7 +435,7 @@ def test_look_ups_rest_while_none_pays_and_wake_when_one_does() -> None:
             made.step_times.observe(tokens, 1e-3 * tokens, 0)
     texts = {f"r{i}": [dice.randrange(50) for _ in range(20)] for i in range(32)}
     for name, text in texts.items():
-        made.ended(name, text, 19, Rule.GREEDY)
+        made.ended(name, text, 19, Rule.GREEDY, 100.0)
     found = plainly(made, texts, 100, lambda name: dice.randrange(50))
     assert found[:RECONSIDER_EVERY] == [32] * RECONSIDER_EVERY
     assert set(found[-32:]) <= {2, 3}, "two by turns, and the one that has a prediction"
