@@ -202,7 +202,7 @@ class LaunchedFleet:
         self.rooms.close()
 
 
-def joined() -> tuple[str, str]:
+def cluster_address() -> tuple[str, str]:
     """Address and namespace of the Ray cluster that this process is part of."""
     context = ray.get_runtime_context()
     return str(context.gcs_address), str(context.namespace)

@@ -90,7 +90,7 @@ def joined_fleet(loaded: Loaded) -> Iterator[tuple[Settings, FleetInfo, Coordina
 def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peers]:
     """The processes that the settings ask for, with a folder for their sockets."""
     from backend.config.runtime import home
-    from backend.launch.fleet import joined
+    from backend.launch.fleet import cluster_address
     from gateway.peers import Peers
 
     count = settings.gateway.processes
@@ -102,7 +102,7 @@ def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peer
 
         def command(number: int, port: int) -> list[str]:
             own = [sys.executable, "-m", "gateway.cli", GATEWAY_PROCESS]
-            return [*own, folder, str(number), str(port), *joined(), *arguments]
+            return [*own, folder, str(number), str(port), *cluster_address(), *arguments]
 
         yield Peers(Path(folder), 0, count, command=command)
 

@@ -33,7 +33,7 @@ from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from backend.engine.worker.gpu_worker import Mixed
-from backend.engine.worker.runner import SeededPrefill, UndraftedSteps
+from backend.engine.worker.runner import PlainUndraftedSteps, SeededPrefill
 
 _shrink = lora_ops.bgmv_shrink
 
@@ -90,7 +90,7 @@ def repack_output_matrix(model: torch.nn.Module) -> None:
 class OutriderCpuWorker(Mixed, CPUWorker):
     """vLLM's CPU worker with our mixins."""
 
-    platform_mixins = (SeededPrefill, UndraftedSteps)
+    platform_mixins = (SeededPrefill, PlainUndraftedSteps)
 
     def init_device(self) -> None:
         """vLLM's method of the same name."""

@@ -2,7 +2,7 @@
 
 - `RemoteDrafting` passes every step's final features to the `FeatureShipper`.
 - `SeededPrefill` repairs seeded requests in mode `native` on the CPU when their prompt takes several chunks.
-- `UndraftedSteps` skips vLLM's rejection sampler in steps without drafts, in mode `native` on the CPU.
+- `PlainUndraftedSteps` skips vLLM's rejection sampler in steps without drafts, in mode `native` on the CPU.
 - `ResumedOutputs` takes in requests that another verifier has begun.
 
 `gpu_worker.py` mixes them into the runner class that vLLM chose.
@@ -52,7 +52,7 @@ class SeededPrefill:
             batch.generators.update(aside)
 
 
-class UndraftedSteps:
+class PlainUndraftedSteps:
     """Samples a step without any draft token as a plain step.
 
     With speculation configured (mode `native`), vLLM sends every step through its rejection sampler.  Without draft tokens that

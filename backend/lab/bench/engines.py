@@ -110,7 +110,7 @@ def assign(verifier: Child, drafters: Sequence[DrafterRef]) -> None:
     verifier.ask(list(drafters))
 
 
-class TargetFleet(Processes):
+class TargetProcesses(Processes):
     """All processes that measure one target.  Use as a context: entering starts them, leaving ends them."""
 
     def __init__(self, bench: Bench, configurations: Sequence[Configuration], say: Say) -> None:

@@ -172,7 +172,7 @@ def test_early_steps_know_all_that_differs_in_asynchronous_scheduling() -> None:
 
 def test_steps_without_drafts_still_go_through_the_rejection_sampler() -> None:
     source = inspect.getsource(GPUModelRunner._prepare_inputs)
-    assert "use_spec_decode = self.speculative_config is not None" in source, "UndraftedSteps can go when this has gone"
+    assert "use_spec_decode = self.speculative_config is not None" in source, "PlainUndraftedSteps can go when this has gone"
     with pytest.raises(RuntimeError, match="numel"):
         apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
-from backend.engine.worker.runner import RemoteDrafting, UndraftedSteps
+from backend.engine.worker.runner import PlainUndraftedSteps, RemoteDrafting
 
 
 class Runner:
@@ -17,7 +17,7 @@ class Runner:
         return logits, spec_decode_metadata
 
 
-class Mixed(UndraftedSteps, Runner):
+class Mixed(PlainUndraftedSteps, Runner):
     pass
 
 
