@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from backend.fleet import LOOKUP
 from backend.speculation.budget import survivals
 from backend.speculation.chances import Rule
 from backend.speculation.proposals import Proposal
@@ -129,3 +130,18 @@ def rank_of(block: Block, emitted: Sequence[int]) -> int | None:
         if outcome.accepted == accepted and outcome.token == token:
             return rank
     return None
+
+
+def early_drafts(present: Sequence[tuple[str, Request]], k: int, *, of_all: bool) -> dict[str, int]:
+    """By request, the length of the fresh draft to ask for before a step's outcome is known.
+
+    Left out are requests whose own text may have a draft, and those whose outcomes are drafted for.  With `of_all` the
+    verifier chooses for requests whose clients do not.
+    """
+    return {
+        request_id: min(k, request.longest)
+        for request_id, request in present
+        if request.longest
+        and (request.ask == Ask.DRAFT or (of_all and request.ask is None))
+        and (request.verified is None or request.verified.source.drafter_id != LOOKUP)
+    }

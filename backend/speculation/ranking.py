@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
 from backend.speculation.budget import Spent, spend, spend_in_order
 from backend.speculation.candidate import Candidate
 from backend.speculation.step_times import StepTimes
+from backend.wire.drafting import NextItem
 
 
 class Ranking:
@@ -41,3 +46,15 @@ class Ranking:
             self._cut = spend_in_order(rows, expected, self._step_times.row(base, sum(map(len, rows)) + 2))
             self._is_cut = True
         return self._cut
+
+    def cut_outcomes(self, asks: Mapping[str, list[NextItem]], names: list[str], of: list[Candidate | None], k: int) -> None:
+        """Cuts each `verifying` to what will be verified, at most `k` tokens: no verification ends behind these.
+
+        `of`: the best drafts of the requests `names`.
+        """
+        spent = self.cut(of, max(len(names), 1))
+        cuts = dict(zip(names, spent.lengths, strict=True)) if spent is not None else {}
+        for items in asks.values():
+            for i, item in enumerate(items):
+                if len(item.verifying) > (cut := min(max(cuts.get(item.request_id, 0), 1), k)):
+                    items[i] = replace(item, verifying=item.verifying[:cut])

@@ -15,10 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
-from msgspec.structs import replace
-
 from backend.fleet import LOOKUP
-from backend.speculation.candidate import Attached, Candidate, Request
+from backend.speculation.candidate import Attached, Candidate, Request, early_drafts
 from backend.speculation.candidates import RESTS_AFTER, Candidates
 from backend.speculation.chances import Rule
 from backend.speculation.deadlines import Questions
@@ -220,7 +218,8 @@ class Speculator:
         self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped()
         self._probed = self._probed + 1 if self._probing else 0
         self._probes += self._probed == 1
-        attached.features_needed = self._probing or self.choice.ask != Ask.PLAIN or self.candidates.forced > 0
+        of_all = self._probing or self.choice.ask != Ask.PLAIN
+        attached.features_needed = of_all or self.candidates.forced > 0
         self.step_times.asking = attached.features_needed
         decoding = list(decoding)
         self._base = max(len(decoding) + prefill, 1)
@@ -257,16 +256,9 @@ class Speculator:
             request.candidate = None
         self._ranking.forget()
         if attached.features_needed and not self.outcomes:
-            self._ask_early(present, attached)
+            lengths = early_drafts(present, self.choice.k or self._longest, of_all=of_all)
+            attached.asks = {request_id: (k, self._least_survival) for request_id, k in lengths.items()}
         return attached
-
-    def _ask_early(self, present: list[tuple[str, Request]], attached: Attached) -> None:
-        """Asks for the fresh drafts behind this step, but for requests whose own text may have one."""
-        of_all, k = self.choice.ask != Ask.PLAIN or self._probing, self.choice.k or self._longest
-        for request_id, request in present:
-            looked_up = request.verified is not None and request.verified.source.drafter_id == LOOKUP
-            if request.longest and not looked_up and request.ask != Ask.AHEAD and (of_all or request.ask is not None):
-                attached.asks[request_id] = min(k, request.longest), self._least_survival
 
     def verified(self, request_id: str) -> Candidate | None:
         """The draft that the running step verifies for a request, uncut."""
@@ -288,7 +280,8 @@ class Speculator:
             for request_id in began:
                 self._ask_for(request_id, k, outcomes, asks, now)
             if outcomes or self.candidates.forced:
-                self._cut(asks, k)
+                present = self.candidates.present(self._ended)
+                self._ranking.cut_outcomes(asks, [request_id for request_id, _ in present], self._best(present), k)
         if choice.ask == Ask.PLAIN and not self.candidates.forced:
             self.questions.stop_waiting()
         self._unlearned.update(self._ended)
@@ -326,17 +319,6 @@ class Speculator:
         """Where drafts end.  A probe asks for whole drafts: tokens that did not pay in this step may pay in the next one."""
         return 0.0 if self._probing else self._floor
 
-    def _cut(self, asks: dict[str, list[NextItem]], k: int) -> None:
-        """Cuts each `verifying` to what will be verified, at most `k` tokens: no verification ends behind these."""
-        present = self.candidates.present(self._ended)
-        base = max(len(present), 1)
-        spent = self._ranking.cut(self._best(present), base)
-        cuts = {r: n for (r, _), n in zip(present, spent.lengths, strict=True)} if spent is not None else {}
-        for items in asks.values():
-            for i, item in enumerate(items):
-                if len(item.verifying) > (cut := min(max(cuts.get(item.request_id, 0), 1), k)):
-                    items[i] = replace(item, verifying=item.verifying[:cut])
-
     def chance_weights(self, drafter_id: str) -> list[list[float]]:
         """The weights (`chances.py`) by which a drafter judges its drafts, by `Rule`."""
         return [self.candidates.weights(drafter_id, rule) for rule in Rule]
@@ -362,8 +344,6 @@ class Speculator:
         if not waiting_pays(self._ranking.expected(candidates, base), rows, pending, self._expected(), at, base):
             return None
         return min(deadline, now + max(pending.left_s, draft_s / 8))
-
-    # -- learning ------------------------------------------------------------------------------------------------------
 
     def stepped(self, tokens: int, seconds: float, drafted: int) -> None:
         """Notes the time of a step over `tokens` tokens, without prefill; `drafted` of them are draft tokens."""

@@ -134,25 +134,15 @@ def test_wishes_are_answered_item_by_item(service: DrafterService) -> None:
     assert service.stats(0.0).sequences == 2
 
 
-@pytest.mark.parametrize("k", [2, {"a": 3}])
-def test_what_a_round_asks_for_is_drafted_with_its_rows(service: DrafterService, k: int | dict[str, int]) -> None:
+def test_what_a_round_asks_for_is_drafted_with_its_rows(service: DrafterService) -> None:
     apart, together = Verifier(service, "v"), Verifier(service, "w")
-    steps: list[tuple[Open | Commit, ...]] = [
-        (Open("a", 5, [1, 2, 3, 4, 5], 4), Open("b", 3, [1, 2, 3], 2)),
-        (Commit("a", 7, [7, 8], 2), Commit("b", 4, [9], 1)),
-    ]
-    for seed, items in enumerate(steps):
-        expected = apart.round(*items, k=k, seed=seed)
-        batches = service.stats(0.0).batches
-        following = Next([NextItem(i.request_id, i.base_len, n, [], 0) for i in items if (n := sizes(k, i.request_id))])
-        assert service.receive(together.features, together.frames(*items, seed=seed, following=following)) == []
+    first = Open("a", 5, [1, 2, 3, 4, 5], 4), Open("b", 3, [1, 2, 3], 2)
+    for items in (first, (Commit("a", 7, [7, 8], 2), Commit("b", 4, [9], 1))):
+        expected, batches = apart.round(*items, k=3), service.stats(0.0).batches
+        following = Next([NextItem(item.request_id, item.base_len, 3, [], 0) for item in items])
+        assert service.receive(together.features, together.frames(*items, following=following)) == []
         assert together.answer(service.work()) == expected
-        assert not service.has_work
         assert service.stats(0.0).batches == batches + 1, "rows and drafts are one batch"
-
-
-def sizes(k: int | dict[str, int], name: str) -> int:
-    return k if isinstance(k, int) else k.get(name, 0)
 
 
 def test_a_round_that_asks_for_what_cannot_be_is_refused_whole(service: DrafterService) -> None:
