@@ -178,7 +178,7 @@ class Speculator:
     @property
     def choice(self) -> Choice:
         """What is asked for at present."""
-        return self._asking.choice if self._drafter_ids else NOTHING
+        return self._asking.choice if self._drafter_ids and not self._asking.paused else NOTHING
 
     @property
     def _is_telling(self) -> bool:
@@ -203,24 +203,26 @@ class Speculator:
 
         While look-ups rest, all requests are looked up in one step of sixteen, which does not begin early.
         """
-        is_plain = self.choice.ask == Ask.PLAIN and not self.candidates.forced and not self._came
+        is_plain = self.choice.ask == Ask.PLAIN and not (self.candidates.forced or self._came)
         probes = bool(self._drafter_ids) and self._fixed is None and self._asking.probes_next
-        return is_plain and not probes and self.candidates.rests and self._early < RESTS_AFTER - 1
+        return is_plain and not probes and not self._asking.paused and self.candidates.rests and self._early < RESTS_AFTER - 1
 
     def attach(self, decoding: Iterable[str], prefill: int, now: float, *, is_early: bool = False) -> Attached:
-        """Chooses the draft tokens for the step that begins, over the `decoding` requests and `prefill` prompt tokens.
+        """Chooses the draft tokens for the step that begins, over `decoding` requests and `prefill` prompt tokens.
 
         There are none for a step that begins early (`may_be_early`).
         """
         attached = self._attached = Attached(lost=[question.drafter_id for question in self.questions.expire(now)])
         self.questions.stop_waiting()
         self.candidates.steps, self._began = self.candidates.steps + 1, now
-        self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped()
+        self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped(self.candidates.rests)
         self._probed = self._probed + 1 if self._probing else 0
         self._probes += self._probed == 1
         of_all = self._probing or self.choice.ask != Ask.PLAIN
         attached.features_needed = of_all or self.candidates.forced > 0
-        self.step_times.asking = attached.features_needed
+        self.step_times.asking = attached.features_needed or self._asking.paused == 1
+        if self._asking.paused == 2:
+            self.step_times.doubt()
         decoding = list(decoding)
         self._base = max(len(decoding) + prefill, 1)
         if self._early and not is_early and self.candidates.turn is not None:
@@ -228,10 +230,11 @@ class Speculator:
         self._early = self._early + 1 if is_early else 0
         turn, came, self._came = self.candidates.turn, self._came, False
         is_plain = turn is not None and not attached.features_needed and not came
-        looked_up = () if is_early else self.candidates.present(turn or ())
-        if is_early or (is_plain and not any(self.candidates.best(*each) for each in looked_up)):
+        is_bare = is_early or (self._asking.paused > 1 and not self.candidates.forced)
+        looked_up = () if is_bare else self.candidates.present(turn or ())
+        if is_bare or (is_plain and not any(self.candidates.best(*each) for each in looked_up)):
             self._verifying, attached.is_quiet = set(), True
-            self.candidates.take_turns(decoding, is_fruitful=False)
+            self.candidates.passed_over(decoding)
             return attached
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
@@ -354,7 +357,7 @@ class Speculator:
         """Learns from the last step's text.  `waited_s`: how long that step had waited for drafts."""
         self.candidates.begin_learning()
         requests, unlearned = self.candidates.requests, self._unlearned
-        if self._step_s is not None:
+        if self._step_s is not None and self._asking.is_typical:
             self._request_s += (len(unlearned) + self._passed) * (self._step_s + waited_s)
             self._emitted += self._passed + sum(len(requests[r].text) - n for r, n in unlearned.items() if r in requests)
         # Begins with another request each step: the room for indexing may not suffice for all.
@@ -365,9 +368,8 @@ class Speculator:
                 self.candidates.learn(request_id, requests[request_id])
         if names:
             self.candidates.index_shared()
-        self._passed = 0
+        self._passed, self._step_s = 0, None
         self._unlearned.clear()
-        self._step_s = None
         if self.candidates.steps >= self._reconsider_at and self._drafter_ids and self.candidates.requests:
             self._reconsider_at = self.candidates.steps + RECONSIDER_EVERY
             self._reconsider()

@@ -103,6 +103,12 @@ class StepTimes:
             cost.level = max(cost.level + cost.doubt / total * surprise, 0.0)
             cost.doubt *= 1 - cost.doubt / total
 
+    def doubt(self) -> None:
+        """The next steps measure anew how fast the machine is, and what asking and verifying cost."""
+        self._speed_doubt = max(self._speed_doubt, NOISE)
+        for cost in (self._asking, self._verifying):
+            cost.doubt = max(cost.doubt, COST)
+
     def at(self, base: float, drafted: float = 0.0, asking: bool | None = None) -> float:
         """The predicted seconds of a step over `base` tokens and `drafted` draft tokens.
 

@@ -22,7 +22,10 @@ GAIN = 1.02
 """Factor by which asking drafters must beat plain steps, since they could serve another verifier; and a new kind the present
 one, since a change costs a step or two without drafts."""
 PROBE_EVERY, PROBE_STEPS = 128, 4
-"""A probe: drafters that are not asked ahead are for 4 steps in 128.  No step waits for a probe's drafts; they are scored."""
+"""A probe: drafters that are not asked ahead are for 4 steps in 128.  No step waits for a probe's drafts; they are scored.
+A pause: for as many steps nobody is asked, and from the second on nothing is verified: steps without drafts are measured."""
+IN_DOUBT = 2.0
+"""Pauses are made while drafts promise less than twice the tokens of steps without any."""
 ROWS, FEWEST, RECENT_STEPS = 64, 8, 512
 """An outlook is made from at most 64 drafts of the last 512 steps; the newest 8 count however old they are."""
 FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
@@ -278,6 +281,11 @@ class Asking:
     def __init__(self) -> None:
         self.choice = Choice(Ask.PLAIN, 0, 0.0)
         self.promises = Promises()
+        self.paused = 0
+        """Steps of the present pause; 0: there is none.  In the first one drafters are still busy."""
+        self.is_typical = True
+        """Whether the step counted last shows what the choice brings: no pause, nor just behind one, where no draft was due."""
+        self._in_doubt, self._unpaused = False, PROBE_EVERY // 2
         self._steps, self._requests = 0, 0
         """Steps since the kind was chosen; requests decoding at the last choice."""
 
@@ -302,14 +310,22 @@ class Asking:
         best, present = max(worth, key=lambda ask: worth[ask]), self.choice.ask
         if present not in offers or best == Ask.PLAIN or worth[best] > GAIN * worth[present]:
             present = best
+        self._in_doubt = worth[present] < IN_DOUBT * load.requests / times.plain(load.base, 0)
         self._steps = self._steps if present == self.choice.ask else 0
         self.choice = offers[present]
         return self.choice
 
-    def stepped(self) -> bool:
-        """Counts a step.  Returns whether it is part of a probe: drafters are asked ahead, but steps wait as without it."""
+    def stepped(self, rests: bool = False) -> bool:
+        """Counts a step.  Returns whether it is part of a probe: drafters are asked ahead, but steps wait as without it.
+
+        `rests`: look-ups rest, so that plain steps have no drafts anyway.
+        """
         is_probe = self.probes_next
         self._steps += 1
+        was_paused, self._unpaused = self.paused, 0 if self.paused else self._unpaused + 1
+        begins = self._in_doubt and self._unpaused >= PROBE_EVERY and not (rests and self.choice.ask == Ask.PLAIN)
+        self.paused = (was_paused + 1) % (PROBE_STEPS + 1) if was_paused or begins else 0
+        self.is_typical = not (self.paused or was_paused)
         return is_probe
 
     @property

@@ -15,7 +15,7 @@ from tests.support.driven_speculator import Drafter, Driven, speculator
 
 
 def test_steps_begin_early_while_nobody_is_asked_and_no_look_up_pays() -> None:
-    driven = Driven(speculator("auto", lookups=True), Drafter(0.02), requests=24, early=True)
+    driven = Driven(speculator("auto", lookups=True), Drafter(0.02), requests=24, token_s=2e-4, early=True)
     turns = driven.run(4 * PROBE_EVERY)[2 * PROBE_EVERY :]
     assert driven.speculator.choice.ask == Ask.PLAIN
     for turn in turns:

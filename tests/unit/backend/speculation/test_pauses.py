@@ -1,0 +1,45 @@
+"""Plain steps are measured now and then while drafters are asked, so that `auto` sees when asking has become too dear."""
+
+from __future__ import annotations
+
+import pytest
+
+from backend.speculation.waiting import IN_DOUBT, PROBE_EVERY, PROBE_STEPS, Ask, Asking, Foresight, Prospect, StepLoad, Times
+from tests.support.driven_speculator import STEP_S, TOKEN_S, Drafter, Driven, speculator
+
+DRIFT = 200
+"""Steps over which asking becomes dearer: the machine's speed takes such a drift for its own."""
+
+
+@pytest.mark.parametrize(("right", "asking"), [(0.6, 2.5), (0.5, 2.0), (0.4, 1.5)])
+def test_drafters_whose_questions_become_too_dear_are_not_asked_any_more(right: float, asking: float) -> None:
+    driven = Driven(speculator("auto"), Drafter(right))
+    assert driven.run(2 * PROBE_EVERY)[-1].asks
+    for step in range(6 * PROBE_EVERY):
+        driven.asking = 1 + (asking - 1) * min(step / DRIFT, 1)
+        driven.step()
+    assert driven.speculator.choice.ask == Ask.PLAIN
+    plain_s = STEP_S + TOKEN_S * driven.requests
+    assert driven.speculator.step_times.at(driven.requests, asking=False) == pytest.approx(plain_s, rel=0.05)
+
+
+def test_drafts_that_pay_are_still_asked_for_in_almost_all_steps() -> None:
+    driven = Driven(speculator("auto"), Drafter(0.6))
+    driven.asking = 1.1
+    driven.run(2 * PROBE_EVERY)
+    turns = driven.run(8 * PROBE_EVERY)
+    assert sum(bool(turn.attached.tokens) for turn in turns) > 0.9 * len(turns)
+
+
+@pytest.mark.parametrize("gain", [0.9 * IN_DOUBT, 1.5 * IN_DOUBT])
+def test_drafters_rest_while_asking_them_is_in_doubt(gain: float) -> None:
+    asking, drafted = Asking(), Prospect((0.0, 1.0), (0.0, gain - 1))
+    times = Times(lambda base, drafts: 0.01, lambda base, drafts: 0.01, lambda n, k: 0.0, lambda n, k: 0.0, lambda n, k: 1.0)
+    asking.choose(StepLoad(1, 1, Prospect((0.0,), (0.0,)), drafted, Foresight(1)), times)
+    assert asking.choice.ask == Ask.DRAFT
+    paused = []
+    for _ in range(2 * PROBE_EVERY):
+        asking.stepped()
+        paused.append(asking.paused)
+    rest = [*range(1, PROBE_STEPS + 1)]
+    assert [each for each in paused if each] == (2 * rest if gain < IN_DOUBT else [])
