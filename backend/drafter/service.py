@@ -105,17 +105,16 @@ class DrafterService:
             session.last_heard = now
             if isinstance(message, Part):
                 return self._wish(identity, self._following.receive(session, message, frames[1:], now))
+            following = message.next if isinstance(message, Round) else message
+            if following is not None:
+                check_next(following, self.proposer)
             if isinstance(message, Round):
-                check_next(message.next, self.proposer)
                 features = features_of(message, frames[1:], self.proposer, session.ring)
                 self._waiting.append(Waiting(session, message, features, now))
-            else:
-                check_next(message, self.proposer)
         except (msgspec.MsgspecError, RecursionError):
             return self._refuse(identity, "not a message of this protocol")
         except Malformed as error:
             return self._refuse(identity, str(error))
-        following = message.next if isinstance(message, Round) else message
         if following is None:
             return []
         self._take_next(session, following, now)

@@ -119,10 +119,8 @@ def _frame(message: Round, frames: Sequence[bytes], expected: int, ring: RingRea
         raise Malformed(str(error)) from error
 
 
-def check_next(message: Next | None, proposer: Proposer) -> None:
+def check_next(message: Next, proposer: Proposer) -> None:
     """Checks a `Next`.  Raises `Malformed`."""
-    if message is None:
-        return
     if len({item.request_id for item in message.items}) != len(message.items):
         raise Malformed("a request twice in one message")
     if len(message.chance_weights) not in (0, len(Rule)):

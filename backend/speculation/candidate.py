@@ -132,14 +132,14 @@ def rank_of(block: Block, emitted: Sequence[int]) -> int | None:
     return None
 
 
-def early_drafts(present: Sequence[tuple[str, Request]], k: int, *, of_all: bool) -> dict[str, int]:
-    """By request, the length of the fresh draft to ask for before a step's outcome is known.
+def early_drafts(present: Sequence[tuple[str, Request]], k: int, floor: float, *, of_all: bool) -> dict[str, tuple[int, float]]:
+    """The fresh drafts to ask for before a step's outcome is known, as `Attached.asks`, of at most `k` tokens.
 
     Left out are requests whose own text may have a draft, and those whose outcomes are drafted for.  With `of_all` the
     verifier chooses for requests whose clients do not.
     """
     return {
-        request_id: min(k, request.longest)
+        request_id: (min(k, request.longest), floor)
         for request_id, request in present
         if request.longest
         and (request.ask == Ask.DRAFT or (of_all and request.ask is None))

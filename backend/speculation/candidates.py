@@ -197,11 +197,10 @@ class Candidates:
         """Whether look-ups rest, and no client has predicted an answer."""
         return self.turn is not None and not self.predicted
 
-    def passed_over(self, decoding: list[str]) -> None:
-        """No draft is verified in this step: discards those that are there."""
+    def discard(self) -> None:
+        """No draft is verified in this step: drops drafters' drafts that are there."""
         for request in self.requests.values():
             request.candidate = None
-        self.take_turns(decoding, is_fruitful=False)
 
     def take_turns(self, decoding: list[str], *, is_fruitful: bool) -> None:
         """Decides which requests are looked up until the next step's drafts are chosen.

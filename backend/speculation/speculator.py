@@ -78,8 +78,7 @@ class Speculator:
         self._verifying: set[str] = set()
         """Requests of the running step, if drafters were asked and have different heads (`pairing.py`)."""
         self._drafter_ids: list[str] = []
-        self._probing, self._probed, self._probes = False, 0, 0
-        self._asked_ahead = False
+        self._probing, self._probed, self._probes, self._asked_ahead = False, 0, 0, False
         self._ranking = Ranking(self.step_times)
         self._floor = 0.0
         self._base = 1
@@ -234,7 +233,9 @@ class Speculator:
         looked_up = () if is_bare else self.candidates.present(turn or ())
         if is_bare or (is_plain and not any(self.candidates.best(*each) for each in looked_up)):
             self._verifying, attached.is_quiet = set(), True
-            self.candidates.passed_over(decoding)
+            if came:
+                self.candidates.discard()
+            self.candidates.take_turns(decoding, is_fruitful=False)
             return attached
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
@@ -259,8 +260,7 @@ class Speculator:
             request.candidate = None
         self._ranking.forget()
         if attached.features_needed and not self.outcomes:
-            lengths = early_drafts(present, self.choice.k or self._longest, of_all=of_all)
-            attached.asks = {request_id: (k, self._least_survival) for request_id, k in lengths.items()}
+            attached.asks = early_drafts(present, self.choice.k or self._longest, self._least_survival, of_all=of_all)
         return attached
 
     def verified(self, request_id: str) -> Candidate | None:
@@ -309,11 +309,11 @@ class Speculator:
         request.outcomes_of = best if outcomes else None
         if best is not None and not outcomes:
             self.questions.stop_waiting([request_id])
-        if is_asked or (best is not None and not outcomes):
+            return
+        if is_asked:
             return
         verifying = best.tokens if best is not None else []
-        item = NextItem(request_id, length, k, verifying, outcomes, self._least_survival)
-        asks.setdefault(drafter_id, []).append(item)
+        asks.setdefault(drafter_id, []).append(NextItem(request_id, length, k, verifying, outcomes, self._least_survival))
         if not verifying:
             self.questions.asked(request_id, length, drafter_id, now)
 
