@@ -36,7 +36,7 @@ from backend.models.vocabulary import shared_tokens
 
 SUPPORTED_VLLM = ("0.32.", "0.33.")
 CPU_KV_CACHE_BYTES = 256 << 20
-AHEAD_OUTCOMES = 8
+AHEAD_OUTCOMES = 16
 """Most outcomes drafted ahead per request and step."""
 RING_BYTES = 64 << 20
 """Shared memory per verifier and drafter on one host, for large features."""

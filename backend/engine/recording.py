@@ -153,6 +153,6 @@ class Recording:
             verify_s=plain_step_s,
             drafted_tokens=prospect.tokens[plan.k or -1],
             acceptance_length=1 + prospect.gains[plan.k or -1],
-            hit_rate=load.foresight.rate(plan.outcomes),
+            hit_rate=load.foresight.rate(plan.outcomes, prospect.tokens[plan.k or -1]),
         )
         self.put(row)

@@ -48,7 +48,7 @@ class Candidates:
     def __init__(self, longest: int, outcomes: int, lookups: bool, vocab_size: int) -> None:
         """Drafts have at most `longest` tokens; at most `outcomes` are drafted ahead per request."""
         self.requests: dict[str, Request] = {}
-        self.foresight = Foresight(outcomes)
+        self.foresight = Foresight(outcomes, longest)
         self._prior = survivals(chances(Calibration(longest).weights, [0.0] * (2 * longest)))
         self.drafted, self.alone = Outlook(longest, self._prior), Outlook(longest)
         """What drafts are expected to add: with drafters, and by look-ups alone."""
@@ -182,7 +182,8 @@ class Candidates:
                     source = Source(drafter_id, request.rule, "ahead")
                     hits.append((request_id, request, source, outcomes.outcomes[rank], draft_s))
                 if counts:
-                    self.foresight.observe(rank, request.outcomes)
+                    tokens = request.verified_length if request.verified is not None else 0
+                    self.foresight.observe(rank, request.outcomes, tokens)
         for (request_id, request, *_), candidate in zip(hits, self._checked(hits), strict=True):
             if candidate is not None:
                 self._take(request_id, request, candidate, len(request.text))

@@ -65,10 +65,9 @@ class Speculator:
         self._few = min(FEW, outcomes)
         if self._fixed is not None:
             self._asking.choice = Choice(self._fixed, longest, 0.0, self._few if self._fixed == Ask.AHEAD else 0)
-        self._fresh_times, self._enumeration_times = DraftTimes(one_pass=one_pass), DraftTimes()
-        self._miss_times = DraftTimes(self._fresh_times.passes, one_pass)
+        self._draft_times = DraftTimes(one_pass)
         plain, asked = (partial(self.step_times.at, asking=asking) for asking in (False, True))
-        self._times = Times(plain, asked, self._fresh_times.at, self._miss_times.at, self._enumeration_times.at)
+        self._times = Times(plain, asked, self._draft_times.at, self._draft_times.ahead)
         self._load: StepLoad | None = None
         """As at the last choice."""
         self._unlearned: dict[str, int] = {}
@@ -133,15 +132,15 @@ class Speculator:
         before_s = self._began - (now - waited_s)
         if before_s >= 0:
             waited_s = max(before_s, min(waited_s, draft_s + queue_s))
-        times = self._miss_times if self._asked_ahead else self._fresh_times
-        times.observe(rows, k, draft_s, waited_s)
+        # An enumeration that the drafter had to finish first is predicted by itself.
+        self._draft_times.observe(rows, k, draft_s, waited_s - queue_s if self._asked_ahead else waited_s)
 
     def take_blocks(self, drafter_id: str, blocks: Sequence[Block], draft_s: float) -> None:
         """Takes outcomes that a drafter has drafted ahead."""
         self.candidates.take_blocks(drafter_id, blocks, draft_s)
         if self._is_telling and (rows := sum(len(block.outcomes) for block in blocks)):
             k = max(len(outcome.tokens) for block in blocks for outcome in block.outcomes)
-            self._enumeration_times.observe(rows, k, draft_s, draft_s)
+            self._draft_times.enumerated(rows, k, draft_s)
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -338,8 +337,7 @@ class Speculator:
         if not missing:
             return None
         base, k, at = len(present) + prefill, self.choice.k or self._longest, self.step_times.at
-        times = self._miss_times if self.choice.ask == Ask.AHEAD else self._fresh_times
-        draft_s = times.at(len(missing), k)
+        draft_s = self._draft_times.at(len(missing), k)
         waited_s = now - min(self.questions.pending[present[i][0]].asked_at for i in missing)
         candidates = self._best(present)
         rows = [candidate.expected if candidate is not None else [] for candidate in candidates]

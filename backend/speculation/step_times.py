@@ -168,26 +168,41 @@ class StepTimes:
 class DraftTimes:
     """Seconds from asking for drafts to having them: a pass over new text, a pass per draft token, and the way (all else).
 
-    With `one_pass` there is one pass, over all tokens of all drafts.
+    With `one_pass` there is one pass, over all tokens of all drafts.  One curve serves all passes, also those of drafts made
+    ahead: what is seen of the drafter's speed at one load holds at another.
     """
 
-    def __init__(self, passes: StepTimes | None = None, one_pass: bool = False) -> None:
-        """`passes`: the pass times of another `DraftTimes` to share, where only the way differs."""
+    def __init__(self, one_pass: bool = False) -> None:
         self._one_pass = one_pass
-        self.passes = passes or StepTimes()
+        self._passes = StepTimes()
         self._way_s: float | None = None
 
     def observe(self, rows: int, k: int, computed_s: float, waited_s: float) -> None:
         """Takes the times of drafts of at most `k` tokens for `rows` requests: compute, and from question to answer."""
         way_s = max(waited_s - computed_s, 0.0)
         self._way_s = way_s if self._way_s is None else self._way_s + 0.1 * (min(way_s, 3 * self._way_s + 1e-3) - self._way_s)
-        wide, passes = self._shape(rows, k)
-        self.passes.observe(wide, computed_s / passes)
+        self._observe(rows, k, computed_s, ahead=False)
+
+    def enumerated(self, rows: int, k: int, computed_s: float) -> None:
+        """Takes the time of drafting `rows` outcomes ahead, with drafts of at most `k` tokens."""
+        self._observe(rows, k, computed_s, ahead=True)
 
     def at(self, rows: float, k: float) -> float:
-        """The predicted seconds; 0 for no rows."""
+        """The predicted seconds until drafts are there; 0 for no rows."""
+        return self._predicted(rows, k, ahead=False)
+
+    def ahead(self, rows: float, k: float) -> float:
+        """The predicted seconds until drafts for `rows` outcomes are there."""
+        return self._predicted(rows, k, ahead=True)
+
+    def _observe(self, rows: int, k: int, computed_s: float, *, ahead: bool) -> None:
         wide, passes = self._shape(rows, k)
-        return (self._way_s or 0.0) + passes * self.passes.at(wide) if rows > 0 else 0.0
+        self._passes.asking = ahead
+        self._passes.observe(wide, computed_s / passes)
+
+    def _predicted(self, rows: float, k: float, *, ahead: bool) -> float:
+        wide, passes = self._shape(rows, k)
+        return (self._way_s or 0.0) + passes * self._passes.at(wide, asking=ahead) if rows > 0 else 0.0
 
     def _shape(self, rows: float, k: float) -> tuple[float, float]:
         """The rows of a pass, and the passes."""

@@ -8,7 +8,7 @@ one curve of step times serves all plans.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -96,28 +96,38 @@ class Outlook:
 
 
 class Foresight:
-    """How often the actual outcome is among those drafted ahead, by their number; decayed."""
+    """How often the actual outcome is among those drafted ahead, by their number and the tokens verified; decayed.
 
-    def __init__(self, most: int) -> None:
-        """At most `most` outcomes are drafted per request, likeliest first."""
+    A long verification has more outcomes, so fewer of them cover less.
+    """
+
+    def __init__(self, most: int, longest: int) -> None:
+        """At most `most` outcomes are drafted per request, likeliest first; a draft has at most `longest` tokens."""
         # At first each outcome is taken to be half as likely as the one before, and all together to cover most verifications.
-        self._hits: list[float] = [PRIOR_HITS / 2 ** (rank + 1) for rank in range(most)]
-        self._looks = [PRIOR_LOOKS] * most
+        self._hits: list[list[float]] = [[PRIOR_HITS / 2 ** (rank + 1) for rank in range(most)] for _ in range(longest + 1)]
+        self._looks = [[PRIOR_LOOKS] * most for _ in range(longest + 1)]
 
     @property
     def choices(self) -> list[int]:
         """The numbers of outcomes that may be asked for: powers of two."""
-        return [1 << i for i in range(len(self._hits).bit_length())]
+        return [1 << i for i in range(len(self._hits[0]).bit_length())]
 
-    def observe(self, rank: int | None, asked: int) -> None:
-        """Of `asked` outcomes that were drafted in time, the one at `rank` happened; None: none of them."""
-        for i in range(min(asked, len(self._hits))):
-            self._hits[i] = FORGET * self._hits[i] + (i == rank)
-            self._looks[i] = FORGET * self._looks[i] + 1
+    def observe(self, rank: int | None, asked: int, tokens: int) -> None:
+        """Of `asked` outcomes drafted in time for `tokens` tokens, the one at `rank` happened; None: none of them."""
+        hits, looks = self._hits[tokens], self._looks[tokens]
+        for i in range(min(asked, len(hits))):
+            hits[i] = FORGET * hits[i] + (i == rank)
+            looks[i] = FORGET * looks[i] + 1
 
-    def rate(self, outcomes: int) -> float:
-        """Share of verifications whose outcome is among the first `outcomes`."""
-        return min(1.0, sum(hits / looks for hits, looks in zip(self._hits[:outcomes], self._looks, strict=False)))
+    def rate(self, outcomes: int, tokens: float) -> float:
+        """Share of verifications of `tokens` draft tokens whose outcome is among the first `outcomes`."""
+        below = min(int(tokens), len(self._hits) - 1)
+        above = min(below + 1, len(self._hits) - 1)
+        return self._rate(outcomes, below) + (tokens - below) * (self._rate(outcomes, above) - self._rate(outcomes, below))
+
+    def _rate(self, outcomes: int, tokens: int) -> float:
+        pairs = zip(self._hits[tokens][:outcomes], self._looks[tokens], strict=False)
+        return min(1.0, sum(hits / looks for hits, looks in pairs))
 
 
 @dataclass(frozen=True)
@@ -210,9 +220,7 @@ class Times(NamedTuple):
     step: StepSeconds
     """A step in which drafters are asked."""
     draft: DraftSeconds
-    """Fresh drafts, where nothing is drafted ahead."""
-    miss: DraftSeconds
-    """Fresh drafts after a miss, where outcomes are drafted ahead."""
+    """Fresh drafts."""
     enumerate: DraftSeconds
     """Drafting ahead, by the outcomes of all requests together."""
 
@@ -232,17 +240,18 @@ def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
         emitted, seconds = n * (1 + drafted.gains[k]), step_s(load.base, n * drafted.tokens[k])
         consider(Ask.DRAFT, k, emitted / (seconds + times.draft(n, k)))
         for outcomes in load.foresight.choices:
-            h = load.foresight.rate(outcomes)
             # One pass over the verified tokens, then one per token of the outcomes' drafts.
-            if times.enumerate(n * outcomes, k) > max(seconds - times.draft(n * (1 - h), k), 0.0):
-                # With drafts for misses, this takes longer than a step: all outcomes come too late.
-                h = 0.0
-            gain = plain_gain + h * (drafted.gains[k] - plain_gain)
-            tokens = plain_tokens + h * (drafted.tokens[k] - plain_tokens)
-            going = n * (1 + gain) / step_s(load.base, n * tokens)
+            over_s = times.enumerate(n * outcomes, k) - seconds
+            # If this takes longer than the step, all outcomes come too late.
+            h = load.foresight.rate(outcomes, drafted.tokens[k]) if over_s <= 0 else 0.0
             any_missing = 1 - h**n
             missing = n * (1 - h) / any_missing if any_missing > 0 else 0.0
-            consider(Ask.AHEAD, k, max(going, emitted / (seconds + any_missing * times.miss(missing, k))), outcomes)
+            waiting = emitted / (seconds + any_missing * (times.draft(missing, k) + max(over_s, 0.0)))
+            # A step that does not wait leaves the drafter both to do: what was missed, then what may come next.
+            h = h if over_s + times.draft(n * (1 - h), k) <= 0 else 0.0
+            gain = plain_gain + h * (drafted.gains[k] - plain_gain)
+            tokens = plain_tokens + h * (drafted.tokens[k] - plain_tokens)
+            consider(Ask.AHEAD, k, max(n * (1 + gain) / step_s(load.base, n * tokens), waiting), outcomes)
     return best
 
 
@@ -280,7 +289,8 @@ class Asking:
 
     def __init__(self) -> None:
         self.choice = Choice(Ask.PLAIN, 0, 0.0)
-        self.promises = Promises()
+        self._promises = defaultdict[int, Promises](Promises)
+        """By the octave of requests: many bring other effects than few."""
         self.paused = 0
         """Steps of the present pause; 0: there is none.  In the first one drafters are still busy."""
         self.is_typical = True
@@ -289,23 +299,27 @@ class Asking:
         self._steps, self._requests = 0, 0
         """Steps since the kind was chosen; requests decoding at the last choice."""
 
+    def promises(self, requests: int) -> Promises:
+        """What is known of each kind at such a load."""
+        return self._promises[requests.bit_length()]
+
     def choose(self, load: StepLoad, times: Times, only: Ask | None = None, brought: float = 0.0, tokens: int = 0) -> Choice:
         """The best choice; that of the present kind while no other is clearly better.  With `only`, the best of that kind.
 
         `brought`: measured tokens per second per request since the last choice, from `tokens` tokens in all; 0: not known.
         """
         offers, last, requests = goodputs(load, times), self.choice, self._requests
+        promises = self.promises(load.requests)
         self._requests = load.requests
         if brought and last.tokens_per_s and last.ask in offers and requests / 2 < load.requests < requests * 2:
             # Speed and load have changed meanwhile: take the geometric mean of the predictions made then and now.
             promised = math.sqrt(last.tokens_per_s / requests * offers[last.ask].tokens_per_s / load.requests)
-            self.promises.observe(last.ask, promised, brought, tokens)
+            promises.observe(last.ask, promised, brought, tokens)
         if only is not None:
             self.choice = offers[only]
             return self.choice
         worth = {
-            ask: offer.tokens_per_s * self.promises.kept(ask) / (GAIN if ask != Ask.PLAIN else 1.0)
-            for ask, offer in offers.items()
+            ask: offer.tokens_per_s * promises.kept(ask) / (GAIN if ask != Ask.PLAIN else 1.0) for ask, offer in offers.items()
         }
         best, present = max(worth, key=lambda ask: worth[ask]), self.choice.ask
         if present not in offers or best == Ask.PLAIN or worth[best] > GAIN * worth[present]:

@@ -48,8 +48,6 @@ class Machine:
     """True offsets of the log-odds of acceptance; requests take them in turn."""
     hits: float = 0.8
     """Share of verifications whose outcome was drafted ahead."""
-    enumeration: float = 1.0
-    """Time for which a draft requested after a miss waits until the drafter has finished drafting ahead."""
     found: float = 0.0
     """Share of verifications for which a look-up finds a draft."""
     found_accept: float = 0.95
@@ -94,9 +92,10 @@ class Machine:
             ways[f"lookup {k}"] = n * (1 + found) / self.step_ms(n * (1 + self.found * k))
             gain, full = self.gain(k, n), self.step_ms(n * (1 + k))
             ways[f"draft {k}"] = n * (1 + gain) / (full + self.draft_ms(n, k))
-            ways[f"ahead {k}, going"] = n * (1 + h * gain) / self.step_ms(n * (1 + h * k))
-            waits = any_missing * (self.draft_ms(missing, k) + self.enumeration)
-            ways[f"ahead {k}, waiting"] = n * (1 + gain) / (full + waits)
+            going = self.step_ms(n * (1 + h * k))
+            if self.draft_ms(n * (1 - h), k) <= going:
+                ways[f"ahead {k}, going"] = n * (1 + h * gain) / going
+            ways[f"ahead {k}, waiting"] = n * (1 + gain) / (full + any_missing * self.draft_ms(missing, k))
         way = max(ways, key=lambda name: ways[name])
         return ways[way], way
 
@@ -107,10 +106,10 @@ class Verifier:
     def __init__(self, machine: Machine, seed: int) -> None:
         self.machine, self.dice = machine, random.Random(seed)
         self.remote, self.own = Calibration(K), Calibration(K)
-        self.times, self.draft_times, self.miss_times = StepTimes(), DraftTimes(), DraftTimes()
+        self.times, self.draft_times = StepTimes(), DraftTimes()
         prior = survivals(chances(self.remote.weights, [0.0] * 2 * K))
         self.drafted, self.alone = Outlook(K, prior), Outlook(K)
-        self.asking, self.hits, self.guesses = Asking(), Foresight(1), Guesses()
+        self.asking, self.hits, self.guesses = Asking(), Foresight(1, K), Guesses()
         self.asks: list[tuple[Ask, int]] = []
         self.clock, self.load, self.wandered = 0, 0, 0.0
         self.threshold = 0.0
@@ -143,7 +142,7 @@ class Verifier:
         come = [dice.random() < machine.hits for _ in range(n)]
         if probes or choice.ask == Ask.AHEAD:
             for hit in come:
-                self.hits.observe(0 if hit else None, 1)
+                self.hits.observe(0 if hit else None, 1, choice.k)
         come = [hit and choice.ask == Ask.AHEAD for hit in come]
         cut = [[s for s in row[: choice.k] if s >= self.threshold] for row in rows]
 
@@ -155,13 +154,12 @@ class Verifier:
         spent, waited = spent_on(offered, self.times.at, n), 0.0
         out = [i for i in range(n) if not come[i]]
         if choice.ask != Ask.PLAIN and out:
-            times = self.draft_times if choice.ask == Ask.DRAFT else self.miss_times
-            draft_s = times.at(len(out), choice.k)
+            draft_s = self.draft_times.at(len(out), choice.k)
             pending = Pending(out, choice.k, draft_s, 0.0)
             pays = waiting_pays(spent, offered, pending, self.prospect, self.times.at, n)
             drafted = max(len(cut[i]) for i in out)
-            ms = machine.draft_ms(len(out), drafted) + machine.enumeration * (choice.ask == Ask.AHEAD)
-            times.observe(len(out), drafted, (ms - machine.way) * slow / 1e3, ms * slow / 1e3)
+            ms = machine.draft_ms(len(out), drafted)
+            self.draft_times.observe(len(out), drafted, (ms - machine.way) * slow / 1e3, ms * slow / 1e3)
             if pays:
                 waited, come = ms, [True] * n
                 offered, uses = offer()
@@ -197,4 +195,4 @@ class Verifier:
         self.load, at, times = n, self.times.at, self.times.row(n, n * K + 2)
         self.prospect = self.drafted.prospect(n, times)
         load = StepLoad(n, n, self.alone.prospect(n, times), self.prospect, self.hits)
-        self.asking.choose(load, Times(at, at, self.draft_times.at, self.miss_times.at, lambda rows, k: 0.0))
+        self.asking.choose(load, Times(at, at, self.draft_times.at, lambda rows, k: 0.0))

@@ -16,7 +16,7 @@ from vllm.platforms.interface import UnspecifiedPlatform
 
 from backend.config import Settings
 from backend.engine.arguments import EngineSetupError, common_arguments
-from backend.engine.build import build_config, engine_arguments
+from backend.engine.build import AHEAD_OUTCOMES, build_config, engine_arguments
 from backend.engine.front.config import build_vllm_config
 from backend.engine.worker.fixed import takes_fixed
 from backend.models.check import find_misfits
@@ -95,7 +95,7 @@ def test_of_any_dictionary_only_what_is_said_differs() -> None:
         engine_arguments(Settings.model_validate({"verifier": {"engine_args": each}}), demo_models())["additional_config"]
         for each in ({}, {"additional_config": {"x": 1, "outrider": {"ahead_outcomes": 3}}})
     )
-    assert ours["outrider"]["ahead_outcomes"] == 8
+    assert ours["outrider"]["ahead_outcomes"] == AHEAD_OUTCOMES
     assert theirs == {"x": 1, "outrider": ours["outrider"] | {"ahead_outcomes": 3}}
 
 

@@ -34,8 +34,8 @@ def test_drafts_that_pay_are_still_asked_for_in_almost_all_steps() -> None:
 @pytest.mark.parametrize("gain", [0.9 * IN_DOUBT, 1.5 * IN_DOUBT])
 def test_drafters_rest_while_asking_them_is_in_doubt(gain: float) -> None:
     asking, drafted = Asking(), Prospect((0.0, 1.0), (0.0, gain - 1))
-    times = Times(lambda base, drafts: 0.01, lambda base, drafts: 0.01, lambda n, k: 0.0, lambda n, k: 0.0, lambda n, k: 1.0)
-    asking.choose(StepLoad(1, 1, Prospect((0.0,), (0.0,)), drafted, Foresight(1)), times)
+    times = Times(lambda base, drafts: 0.01, lambda base, drafts: 0.01, lambda n, k: 0.0, lambda n, k: 1.0)
+    asking.choose(StepLoad(1, 1, Prospect((0.0,), (0.0,)), drafted, Foresight(1, 1)), times)
     assert asking.choice.ask == Ask.DRAFT
     paused = []
     for _ in range(2 * PROBE_EVERY):
