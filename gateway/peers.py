@@ -147,10 +147,6 @@ class Peers:
         word = "load" if method == "POST" else "unload"
         await self._tell(f"did not {word} {payload['lora_name']}", word, payload, timeout_s=6 * ASK_TIMEOUT_S)
 
-    async def cancel(self, response_id: str, owner: str) -> None:
-        """Ends a background response that another process generates."""
-        await self._ask("cancel", response_id, owner)
-
     async def abort(self, request_ids: list[str] | None, verifier: str | None) -> dict[str, list[list[int]]]:
         """Ends requests of the other processes; the tokens they had."""
         answers = await self._ask("abort", request_ids, verifier)
@@ -272,7 +268,6 @@ def _hear_of_pauses(gateway: Gateway, payload: dict[str, Any]) -> None:
 _CALLS: Mapping[str, Callable[..., Any]] = {
     "abort": lambda gateway, request_ids, verifier: gateway.abort(request_ids, verifier),
     "adapters": _adapters,
-    "cancel": lambda gateway, response_id, owner: gateway.responses.end(response_id, owner),
     "hear_of_pauses": _hear_of_pauses,
     "load": lambda gateway, payload: gateway.services.models.load_lora_adapter(LoadLoRAAdapterRequest(**payload)),
     "metrics": lambda gateway: exposed(gateway, fleet=gateway.peers.is_first),

@@ -111,7 +111,6 @@ class GatewayServer:
         if read_settings is not None:
             self.gateway.reloader = Reloader(self.gateway, read_settings)
         self.gateway.peers = self._peers = peers or Peers()
-        self.gateway.responses.cancel_elsewhere = self._peers.cancel
         self.url = ""
         self._settings = settings.gateway
         self._on_listening = on_listening

@@ -9,7 +9,7 @@ import pytest
 from gateway.http.errors import Overloaded
 from tests.integration.test_gateway_responses import client, ended
 from tests.integration.test_gateway_streams import silence
-from tests.support.fake_verifier import eventually, gated
+from tests.support.fake_verifier import FakeVerifier, Sequence, eventually, gated
 from tests.support.keys_file import Keys
 from tests.support.running_gateway import running_gateway
 from tests.support.saying import saying
@@ -66,6 +66,21 @@ async def test_cancelling_aborts_at_the_verifier(running):
     await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 120)
     assert (await responses.retrieve(begun.id)).status == "cancelled"
     assert running.idle
+
+
+async def test_any_gateway_of_the_same_folder_cancels(tmp_path):
+    async def endless(verifier: FakeVerifier, sequence: Sequence) -> None:
+        while not sequence.aborted.is_set():
+            sequence.emit([5])
+            await asyncio.sleep(0.01)
+
+    async with running_gateway(state_dir=str(tmp_path)) as first, running_gateway(state_dir=str(tmp_path)) as second:
+        first.verifier.behaviour = endless
+        begun = await client(first).responses.create(model="demo", input="hi", background=True)
+        await eventually(lambda: bool(first.verifier.sequences))
+        assert (await client(second).responses.cancel(begun.id)).status == "cancelled"
+        await asyncio.wait_for(first.verifier.sequences[0].aborted.wait(), 120)
+        assert (await client(first).responses.retrieve(begun.id)).status == "cancelled"
 
 
 async def test_what_is_made_in_the_background_is_charged_from_the_start(tmp_path):

@@ -7,7 +7,7 @@ import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
@@ -47,8 +47,6 @@ class ResponseService:
         self._open: Counter[str] = Counter()
         """Background responses by owner."""
         self._turns = asyncio.Semaphore(BACKGROUND_AT_ONCE)
-        self.cancel_elsewhere: Callable[[str, str], Awaitable[None]] | None = None
-        """Has the other processes end the background response with this id and owner."""
 
     @property
     def store(self) -> ResponseStore:
@@ -137,8 +135,10 @@ class ResponseService:
             await turn.speculation.add_to(body)
         if turn.conversation is not None and body["status"] in ("completed", "incomplete"):
             await self.store.add_items(turn.conversation, turn.owner, [*turn.input, *body["output"]], most=None)
-        if turn.store:
-            await self.store.put(turn.kept(body), events())
+        if turn.background:
+            await self.store.advance(turn.kept(body), events())
+        elif turn.store:
+            await self.store.put(turn.kept(body))
 
     # In the background
 
@@ -167,19 +167,22 @@ class ResponseService:
         written = asyncio.get_running_loop().time()
         try:
             async with self._turns:
-                await self.store.put(turn.kept({**queued, "status": "in_progress"}))
+                goes_on = await self.store.advance(turn.kept({**queued, "status": "in_progress"}))
                 # Its HTTP status was sent long ago, and its client waits for the id.
                 async for each in complete(made, turn.shown, held=0):
+                    if not goes_on:
+                        return
                     waiting.append(each)
                     now = asyncio.get_running_loop().time()
                     if each["type"] in LAST:
                         await self._keep(turn, each["response"], lambda: _rows(waiting))
                     elif now - written > FLUSH_S or "response" in each:
-                        await self.store.add_events(turn.id, _rows(waiting))
+                        # Any gateway may have cancelled it.
+                        goes_on = await self.store.add_events(turn.id, _rows(waiting))
                         waiting.clear()
                         written = now
         except Exception as error:
-            await self.store.put(turn.kept(failed(queued, translate(error))))
+            await self.store.advance(turn.kept(failed(queued, translate(error))))
         finally:
             await made.aclose()
 
@@ -188,24 +191,13 @@ class ResponseService:
         kept = await self.store.get(response_id, owner)
         if not kept.body["background"]:
             raise BadRequest("Only a response made in the background can be cancelled.", param="response_id")
-        if response_id in self._tasks:
-            await self.end(response_id, owner)
-        elif kept.body["status"] in UNFINISHED and self.cancel_elsewhere is not None:
-            await self.cancel_elsewhere(response_id, owner)
+        kept.body["status"] = "cancelled"
+        is_ended = await self.store.advance(kept)
+        # Where another gateway makes it, that one finds out when it next writes.
+        if is_ended and (task := self._tasks.get(response_id)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
         return (await self.store.get(response_id, owner)).body
-
-    async def end(self, response_id: str, owner: str) -> None:
-        """Cancels a background response if this process generates it.  Raises `NotFound`."""
-        task = self._tasks.get(response_id)
-        if task is None:
-            return
-        await self.store.get(response_id, owner)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        kept = await self.store.get(response_id, owner)
-        if kept.body["status"] in UNFINISHED:
-            kept.body["status"] = "cancelled"
-            await self.store.put(kept)
 
     async def delete(self, response_id: str, owner: str) -> None:
         """Deletes a response, and cancels it first if it is not finished.  Raises `NotFound`."""

@@ -80,17 +80,22 @@ class ResponseStore(Database):
     # Responses
 
     @transaction
-    def put(self, db: sqlite3.Connection, kept: KeptResponse, events: Sequence[Row] = ()) -> None:
-        """Stores a response or its new state, with `events`.  Drops what is too old, or too much for the file."""
-        now = time.time()
-        maker, items, body = self._maker, json.dumps(kept.input), json.dumps(kept.body)
+    def put(self, db: sqlite3.Connection, kept: KeptResponse) -> None:
+        """Stores a new response.  Drops what is too old, or too much for the file."""
+        items, body = json.dumps(kept.input), json.dumps(kept.body)
         insert = "INSERT INTO responses (id, owner, created, previous, input, body, maker) VALUES (?,?,?,?,?,?,?)"
-        row = (kept.id, kept.owner, now, kept.previous, items, body, maker)
-        db.execute(f"{insert} ON CONFLICT (id) DO UPDATE SET body = excluded.body", row)
-        outputs = [(item["id"], kept.id, kept.owner, json.dumps(item)) for item in kept.body["output"]]
-        db.executemany("INSERT OR REPLACE INTO outputs VALUES (?,?,?,?)", outputs)
+        db.execute(insert, (kept.id, kept.owner, time.time(), kept.previous, items, body, self._maker))
+        self._add_outputs(db, kept)
+
+    @transaction
+    def advance(self, db: sqlite3.Connection, kept: KeptResponse, events: Sequence[Row] = ()) -> bool:
+        """Stores the new state of a response, with `events`; False if it has ended, by a cancellation say."""
+        update = f"UPDATE responses SET body = ? WHERE id = ? AND {_IS_UNFINISHED}"
+        if not db.execute(update, (json.dumps(kept.body), kept.id)).rowcount:
+            return False
         _add_events(db, kept.id, events)
-        self._make_room(db, now)
+        self._add_outputs(db, kept)
+        return True
 
     @transaction
     def get(self, db: sqlite3.Connection, response_id: str, owner: str) -> KeptResponse:
@@ -144,8 +149,12 @@ class ResponseStore(Database):
     # Events of streams in the background
 
     @transaction
-    def add_events(self, db: sqlite3.Connection, response_id: str, events: Sequence[Row]) -> None:
+    def add_events(self, db: sqlite3.Connection, response_id: str, events: Sequence[Row]) -> bool:
+        """False if the response has ended."""
+        if db.execute(f"SELECT 1 FROM responses WHERE id = ? AND {_IS_UNFINISHED}", (response_id,)).fetchone() is None:
+            return False
         _add_events(db, response_id, events)
+        return True
 
     @transaction
     def events(self, db: sqlite3.Connection, response_id: str, after: int) -> list[Row]:
@@ -212,6 +221,11 @@ class ResponseStore(Database):
         gone = db.execute("DELETE FROM items WHERE conversation = ? AND id = ?", (conversation_id, item_id))
         if not gone.rowcount:
             raise NotFound("There is no such item in this conversation.", param="item_id")
+
+    def _add_outputs(self, db: sqlite3.Connection, kept: KeptResponse) -> None:
+        outputs = [(item["id"], kept.id, kept.owner, json.dumps(item)) for item in kept.body["output"]]
+        db.executemany("INSERT OR REPLACE INTO outputs VALUES (?,?,?,?)", outputs)
+        self._make_room(db, time.time())
 
     def _is_over(self, maker: str) -> bool:
         """Whether the gateway `maker` has ended."""

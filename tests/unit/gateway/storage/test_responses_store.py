@@ -38,10 +38,10 @@ def items(count: int, first: int = 0) -> list[dict]:
 async def test_a_conversation_lives_as_long_as_it_is_used(store, now):
     for name in ("used", "unused"):
         await store.create_conversation(name, "me", {}, [])
-    for _ in range(60):
+    for day in range(60):
         now[0] += DAY
         await store.items("used", "me")
-        await store.put(kept("r"))
+        await store.put(kept(f"r{day}"))
     assert (await store.conversation("used", "me"))["created_at"] == 1e9
     with pytest.raises(NotFound):
         await store.conversation("unused", "me")
@@ -120,3 +120,21 @@ async def test_another_gateway_that_runs_is_left_alone_even_if_it_has_the_same_p
     theirs.close()
     assert not await store.unfinished("theirs")
     assert await store.fail_interrupted() == 1
+
+
+async def test_what_another_gateway_has_ended_does_not_go_on(store, tmp_path):
+    theirs = ResponseStore(tmp_path / "responses.sqlite", 1 << 30)
+    for name in ("cancelled", "deleted"):
+        await theirs.put(kept(name, "queued"))
+        assert await theirs.advance(kept(name, "in_progress"))
+        assert await theirs.add_events(name, [(0, "{}")])
+    assert await store.advance(kept("cancelled", "cancelled"))
+    await store.delete("deleted", "me")
+    for name in ("cancelled", "deleted"):
+        assert not await theirs.add_events(name, [(1, "{}")])
+        assert not await theirs.advance(kept(name), [(2, "{}")])
+    assert (await theirs.get("cancelled", "me")).body["status"] == "cancelled"
+    assert [number for number, _ in await theirs.events("cancelled", -1)] == [0]
+    with pytest.raises(NotFound):
+        await theirs.get("deleted", "me")
+    theirs.close()
