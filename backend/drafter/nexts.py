@@ -34,8 +34,9 @@ class Wanted:
 
     @property
     def until(self) -> Until:
-        """When its drafts end."""
-        return Until(self.item.k, self.item.floor, self.chance_weights)
+        """When the fresh draft ends or, once there is one, those for its outcomes."""
+        k = self.item.k if self.item.verifying else self.item.fresh_k or self.item.k
+        return Until(k, self.item.floor, self.chance_weights)
 
 
 class Nexts:

@@ -312,7 +312,9 @@ class Speculator:
         if is_asked:
             return
         verifying = best.tokens if best is not None else []
-        asks.setdefault(drafter_id, []).append(NextItem(request_id, length, k, verifying, outcomes, self._least_survival))
+        fresh_k = min(k, self.choice.miss_k) if outcomes else 0
+        item = NextItem(request_id, length, k, verifying, outcomes, self._least_survival, fresh_k)
+        asks.setdefault(drafter_id, []).append(item)
         if not verifying:
             self.questions.asked(request_id, length, drafter_id, now)
 
@@ -336,7 +338,7 @@ class Speculator:
         missing = [i for i, (request_id, _) in enumerate(present) if request_id in self.questions.pending]
         if not missing:
             return None
-        base, k, at = len(present) + prefill, self.choice.k or self._longest, self.step_times.at
+        base, at, k = len(present) + prefill, self.step_times.at, self.choice.miss_k or self.choice.k or self._longest
         draft_s = self._draft_times.at(len(missing), k)
         waited_s = now - min(self.questions.pending[present[i][0]].asked_at for i in missing)
         candidates = self._best(present)

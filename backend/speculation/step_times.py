@@ -166,10 +166,11 @@ class StepTimes:
 
 
 class DraftTimes:
-    """Seconds from asking for drafts to having them: a pass over new text, a pass per draft token, and the way (all else).
+    """Seconds from asking for drafts to having them: a pass per draft token, and the way (all else).
 
-    With `one_pass` there is one pass, over all tokens of all drafts.  One curve serves all passes, also those of drafts made
-    ahead: what is seen of the drafter's speed at one load holds at another.
+    The first pass is that over new text.  Drafts made ahead take one more, over the tokens under verification.  With `one_pass`
+    there is one pass, over all tokens of all drafts.  One curve serves all: what one load shows of the drafter's speed holds at
+    another.
     """
 
     def __init__(self, one_pass: bool = False) -> None:
@@ -196,17 +197,17 @@ class DraftTimes:
         return self._predicted(rows, k, ahead=True)
 
     def _observe(self, rows: int, k: int, computed_s: float, *, ahead: bool) -> None:
-        wide, passes = self._shape(rows, k)
+        wide, passes = self._shape(rows, k, ahead)
         self._passes.asking = ahead
         self._passes.observe(wide, computed_s / passes)
 
     def _predicted(self, rows: float, k: float, *, ahead: bool) -> float:
-        wide, passes = self._shape(rows, k)
+        wide, passes = self._shape(rows, k, ahead)
         return (self._way_s or 0.0) + passes * self._passes.at(wide, asking=ahead) if rows > 0 else 0.0
 
-    def _shape(self, rows: float, k: float) -> tuple[float, float]:
+    def _shape(self, rows: float, k: float, ahead: bool) -> tuple[float, float]:
         """The rows of a pass, and the passes."""
-        return (rows * (k + 1), 1) if self._one_pass else (rows, k + 1)
+        return (rows * (k + 1), 1) if self._one_pass else (rows, k + ahead)
 
 
 def _line(xs: list[float], ys: list[float], doubts: list[float]) -> tuple[float, float]:

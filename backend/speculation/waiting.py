@@ -210,6 +210,8 @@ class Choice:
     """Expected, over all requests."""
     outcomes: int = 0
     """Outcomes per request; 0 except for `AHEAD`."""
+    miss_k: int = 0
+    """Tokens per draft after a miss, for which steps wait; 0 except for `AHEAD`."""
 
 
 class Times(NamedTuple):
@@ -232,27 +234,45 @@ def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
     plain = n * (1 + plain_gain) / times.plain(load.base, n * plain_tokens)
     best = {Ask.PLAIN: Choice(Ask.PLAIN, 0, plain)}
 
-    def consider(ask: Ask, k: int, tokens_per_s: float, outcomes: int = 0) -> None:
+    def consider(ask: Ask, k: int, tokens_per_s: float, outcomes: int = 0, miss_k: int = 0) -> None:
         if ask not in best or tokens_per_s > best[ask].tokens_per_s:
-            best[ask] = Choice(ask, k, tokens_per_s, outcomes)
+            best[ask] = Choice(ask, k, tokens_per_s, outcomes, miss_k)
 
     for k in range(1, len(drafted.tokens)):
         emitted, seconds = n * (1 + drafted.gains[k]), step_s(load.base, n * drafted.tokens[k])
         consider(Ask.DRAFT, k, emitted / (seconds + times.draft(n, k)))
         for outcomes in load.foresight.choices:
-            # One pass over the verified tokens, then one per token of the outcomes' drafts.
-            over_s = times.enumerate(n * outcomes, k) - seconds
-            # If this takes longer than the step, all outcomes come too late.
-            h = load.foresight.rate(outcomes, drafted.tokens[k]) if over_s <= 0 else 0.0
-            any_missing = 1 - h**n
-            missing = n * (1 - h) / any_missing if any_missing > 0 else 0.0
-            waiting = emitted / (seconds + any_missing * (times.draft(missing, k) + max(over_s, 0.0)))
-            # A step that does not wait leaves the drafter both to do: what was missed, then what may come next.
-            h = h if over_s + times.draft(n * (1 - h), k) <= 0 else 0.0
-            gain = plain_gain + h * (drafted.gains[k] - plain_gain)
-            tokens = plain_tokens + h * (drafted.tokens[k] - plain_tokens)
-            consider(Ask.AHEAD, k, max(n * (1 + gain) / step_s(load.base, n * tokens), waiting), outcomes)
+            enumerated_s = times.enumerate(n * outcomes, k)
+            for miss_k in dict.fromkeys((k, (k + 1) // 2)):
+                consider(Ask.AHEAD, k, _ahead(load, times, k, miss_k, outcomes, enumerated_s), outcomes, miss_k)
     return best
+
+
+def _ahead(load: StepLoad, times: Times, k: int, miss_k: int, outcomes: int, enumerated_s: float) -> float:
+    """Tokens per second of drafting ahead: the better of waiting for drafts after misses, and of going on without."""
+    n, alone, drafted = load.requests, load.alone, load.drafted
+
+    def step(h: float, gain: float, tokens: float) -> tuple[float, float]:
+        """Tokens and seconds, if a share `h` has drafts of `k` tokens and the others gain `gain` with `tokens` tokens."""
+        mean = tokens + h * (drafted.tokens[k] - tokens)
+        return n * (1 + gain + h * (drafted.gains[k] - gain)), times.step(load.base, n * mean)
+
+    # A verification of a short draft is foreseen more often than one of a long draft: the share at which both balance.
+    after_hit, after_miss = (load.foresight.rate(outcomes, drafted.tokens[each]) for each in (k, miss_k))
+    h = after_miss / (1 - after_hit + after_miss) if after_miss else after_hit
+    missed = drafted.gains[miss_k], drafted.tokens[miss_k]
+    emitted, seconds = step(h, *missed)
+    # One pass over the verified tokens, then one per token of the outcomes' drafts.  If this takes longer than the step, all
+    # outcomes come too late.
+    if enumerated_s > seconds:
+        h, (emitted, seconds) = 0.0, step(0.0, *missed)
+    over_s = enumerated_s - seconds
+    any_missing = 1 - h**n
+    missing = n * (1 - h) / any_missing if any_missing > 0 else 0.0
+    waiting = emitted / (seconds + any_missing * (times.draft(missing, miss_k) + max(over_s, 0.0)))
+    # A step that does not wait leaves the drafter both to do: what was missed, then what may come next.
+    emitted, seconds = step(h if over_s + times.draft(n * (1 - h), miss_k) <= 0 else 0.0, alone.gains[-1], alone.tokens[-1])
+    return max(waiting, emitted / seconds)
 
 
 class Plan(NamedTuple):

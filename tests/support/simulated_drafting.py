@@ -60,7 +60,7 @@ class Machine:
         return self.step + self.token * tokens + self.dense * max(tokens - self.knee, 0)
 
     def draft_ms(self, rows: float, k: float) -> float:
-        return self.way + (k + 1) * (self.pass_ + self.row * rows) if rows else 0.0
+        return self.way + k * (self.pass_ + self.row * rows) if rows else 0.0
 
     def draft(self, request: int, dice: random.Random) -> Draft:
         """A random draft of `K` tokens."""
@@ -157,7 +157,7 @@ class Verifier:
             draft_s = self.draft_times.at(len(out), choice.k)
             pending = Pending(out, choice.k, draft_s, 0.0)
             pays = waiting_pays(spent, offered, pending, self.prospect, self.times.at, n)
-            drafted = max(len(cut[i]) for i in out)
+            drafted = max(1, *(len(cut[i]) for i in out))
             ms = machine.draft_ms(len(out), drafted)
             self.draft_times.observe(len(out), drafted, (ms - machine.way) * slow / 1e3, ms * slow / 1e3)
             if pays:

@@ -80,6 +80,17 @@ def test_a_wish_is_granted_whichever_socket_is_first(service: DrafterService, pr
     assert dropped(service) == 0
 
 
+def test_a_fresh_draft_may_be_shorter_than_those_for_its_outcomes(service: DrafterService) -> None:
+    verifier = AheadVerifier(service)
+    verifier.round(opening())
+    messages = verifier.next(NextItem("a", 6, 4, [], 2, fresh_k=2))
+    assert len(drafts_of(messages)[0].tokens) == 2
+    assert [len(outcome.tokens) for outcome in blocks_of(messages)[0].outcomes] == [4, 4]
+    verifier.round(Commit("a", 7, [7], 1))
+    messages = verifier.next(NextItem("a", 7, 4, [1, 2], 2, fresh_k=2))
+    assert [len(outcome.tokens) for outcome in blocks_of(messages)[0].outcomes] == [4, 4]
+
+
 def test_all_requests_of_a_step_share_an_answer(service: DrafterService) -> None:
     verifier = AheadVerifier(service)
     verifier.round(opening("a"), opening("b", [7, 8, 9]), opening("c", [5, 6, 7, 8]))

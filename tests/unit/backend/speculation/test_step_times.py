@@ -177,14 +177,16 @@ def test_one_size_alone_makes_others_neither_free_nor_in_proportion() -> None:
     assert 1.1 * times.at(16) < times.at(32) < 1.6 * times.at(16)
 
 
-def test_drafts_take_a_pass_per_token_one_more_and_the_way() -> None:
+def test_drafts_take_a_pass_per_token_and_the_way_and_one_more_pass_ahead() -> None:
     times, dice = DraftTimes(), random.Random(1)
     assert times.at(0, 4) == 0.0
     for _ in range(300):
         rows, k = dice.choice((1, 4, 16)), dice.choice((1, 2, 4))
-        computed = (k + 1) * (1e-3 + 2e-5 * rows) * dice.gauss(1, 0.05)
+        computed = k * (1e-3 + 2e-5 * rows) * dice.gauss(1, 0.05)
         times.observe(rows, k, computed, computed + 5e-4)
-    assert times.at(8, 3) == pytest.approx(4 * (1e-3 + 2e-5 * 8) + 5e-4, rel=0.05)
+        times.enumerated(rows, k, 1.2 * (k + 1) * (1e-3 + 2e-5 * rows) * dice.gauss(1, 0.05))
+    assert times.at(8, 3) == pytest.approx(3 * (1e-3 + 2e-5 * 8) + 5e-4, rel=0.05)
+    assert times.ahead(8, 3) == pytest.approx(1.2 * 4 * (1e-3 + 2e-5 * 8) + 5e-4, rel=0.07)
     times.observe(4, 4, 5e-3, 1.0)
     assert times.at(8, 3) < 6e-3
 

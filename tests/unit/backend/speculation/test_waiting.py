@@ -223,6 +223,22 @@ def test_outcomes_that_take_longer_than_the_step_come_too_late() -> None:
     assert few.tokens_per_s < many.tokens_per_s
 
 
+def test_drafts_for_misses_are_shorter_where_steps_wait_for_slow_passes() -> None:
+    def passes(rows: float, k: int) -> float:
+        return 2.2e-3 * (k + 1) if rows else 0.0
+
+    def nearly(rows: float, k: int) -> float:
+        return 5.9e-3
+
+    long = Prospect((0.0, 1.0, 2.0, 3.0, 4.0), (0.0, 0.8, 1.4, 1.8, 2.0))
+    chosen = goodputs(StepLoad(16, 16, NONE, long, seeing(0.7)), TIMES._replace(draft=passes, enumerate=nearly))[Ask.AHEAD]
+    assert (chosen.k, chosen.miss_k) == (4, 2)
+    # Seven in ten are hits, the others gain 1.4 tokens for three passes.
+    assert chosen.tokens_per_s == pytest.approx(16 * (1 + 0.7 * 2.0 + 0.3 * 1.4) / (6e-3 + 6.6e-3), rel=0.01)
+    quick = goodputs(StepLoad(16, 16, NONE, long, seeing(0.7)), TIMES)[Ask.AHEAD]
+    assert quick.miss_k == quick.k == 4
+
+
 def test_drafts_for_a_miss_come_after_an_enumeration_that_outlasts_the_step() -> None:
     load = StepLoad(4, 4, NONE, GOOD, seeing(1.0))
     in_time = goodputs(load, TIMES._replace(enumerate=lambda n, k: 6e-3))[Ask.AHEAD]
