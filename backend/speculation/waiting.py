@@ -238,18 +238,26 @@ def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
         if ask not in best or tokens_per_s > best[ask].tokens_per_s:
             best[ask] = Choice(ask, k, tokens_per_s, outcomes, miss_k)
 
+    hits = {outcomes: [load.foresight.rate(outcomes, each) for each in drafted.tokens] for outcomes in load.foresight.choices}
     for k in range(1, len(drafted.tokens)):
         emitted, seconds = n * (1 + drafted.gains[k]), step_s(load.base, n * drafted.tokens[k])
         consider(Ask.DRAFT, k, emitted / (seconds + times.draft(n, k)))
-        for outcomes in load.foresight.choices:
+        for outcomes, rates in hits.items():
             enumerated_s = times.enumerate(n * outcomes, k)
-            for miss_k in dict.fromkeys((k, (k + 1) // 2)):
-                consider(Ask.AHEAD, k, _ahead(load, times, k, miss_k, outcomes, enumerated_s), outcomes, miss_k)
+            for miss_k in (k, (k + 1) // 2) if k > 1 else (k,):
+                # A verification of a short draft is foreseen more often than one of a long draft: the share where both balance.
+                h = rates[miss_k] / (1 - rates[k] + rates[miss_k]) if rates[miss_k] else rates[k]
+                consider(Ask.AHEAD, k, _ahead(load, times, k, miss_k, h, enumerated_s), outcomes, miss_k)
+            if enumerated_s > seconds:
+                break
     return best
 
 
-def _ahead(load: StepLoad, times: Times, k: int, miss_k: int, outcomes: int, enumerated_s: float) -> float:
-    """Tokens per second of drafting ahead: the better of waiting for drafts after misses, and of going on without."""
+def _ahead(load: StepLoad, times: Times, k: int, miss_k: int, h: float, enumerated_s: float) -> float:
+    """Tokens per second of drafting ahead: the better of waiting for drafts after misses, and of going on without.
+
+    `h`: share of verifications whose outcome is among those drafted ahead.
+    """
     n, alone, drafted = load.requests, load.alone, load.drafted
 
     def step(h: float, gain: float, tokens: float) -> tuple[float, float]:
@@ -257,9 +265,6 @@ def _ahead(load: StepLoad, times: Times, k: int, miss_k: int, outcomes: int, enu
         mean = tokens + h * (drafted.tokens[k] - tokens)
         return n * (1 + gain + h * (drafted.gains[k] - gain)), times.step(load.base, n * mean)
 
-    # A verification of a short draft is foreseen more often than one of a long draft: the share at which both balance.
-    after_hit, after_miss = (load.foresight.rate(outcomes, drafted.tokens[each]) for each in (k, miss_k))
-    h = after_miss / (1 - after_hit + after_miss) if after_miss else after_hit
     missed = drafted.gains[miss_k], drafted.tokens[miss_k]
     emitted, seconds = step(h, *missed)
     # One pass over the verified tokens, then one per token of the outcomes' drafts.  If this takes longer than the step, all
@@ -271,7 +276,9 @@ def _ahead(load: StepLoad, times: Times, k: int, miss_k: int, outcomes: int, enu
     missing = n * (1 - h) / any_missing if any_missing > 0 else 0.0
     waiting = emitted / (seconds + any_missing * (times.draft(missing, miss_k) + max(over_s, 0.0)))
     # A step that does not wait leaves the drafter both to do: what was missed, then what may come next.
-    emitted, seconds = step(h if over_s + times.draft(n * (1 - h), miss_k) <= 0 else 0.0, alone.gains[-1], alone.tokens[-1])
+    if over_s + times.draft(n * (1 - h), miss_k) > 0:
+        return waiting
+    emitted, seconds = step(h, alone.gains[-1], alone.tokens[-1])
     return max(waiting, emitted / seconds)
 
 

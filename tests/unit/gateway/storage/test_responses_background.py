@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,21 +36,22 @@ def turn(name: str, owner: str) -> Any:
     def kept(body: dict[str, Any]) -> KeptResponse:
         return KeptResponse(name, owner, None, [], body)
 
-    return SimpleNamespace(id=name, owner=owner, shown=dict, kept=kept, speculation=None, conversation=None, store=True)
+    return SimpleNamespace(id=name, owner=owner, shown=dict, kept=kept, speculation=None, conversation=None, background=True)
 
 
 async def test_a_follower_in_another_process_gets_the_last_event_however_late_it_looks(tmp_path: Path) -> None:
     opened = [ResponseStore(tmp_path / "responses.sqlite", 1 << 30) for _ in range(2)]
     ours, other = (ResponseService(store, 4096) for store in opened)
     followed: list[list[str]] = []
-    put = opened[0].put
+    advance = opened[0].advance
 
-    async def put_and_look(kept: KeptResponse, *events: Any) -> None:
-        await put(kept, *events)
+    async def advance_and_look(kept: KeptResponse, *events: Any) -> bool:
+        goes_on = await advance(kept, *events)
         if kept.body["status"] == "completed":
             followed.append([each async for each in other.follow("r", -1)])
+        return goes_on
 
-    opened[0].put = put_and_look  # type: ignore[method-assign, assignment]
+    opened[0].advance = advance_and_look  # type: ignore[method-assign, assignment]
     claim = Claim()
     await ours.begin(turn("r", "me"), made(), "m", 0, claim)
     claim.close()
@@ -64,12 +66,12 @@ async def test_a_follower_in_another_process_gets_the_last_event_however_late_it
 
 async def test_a_key_has_its_share_of_the_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "BACKGROUND_QUEUED", 8)
-    responses = ResponseService(ResponseStore(tmp_path / "responses.sqlite", 1 << 30), 4096)
+    responses, numbers = ResponseService(ResponseStore(tmp_path / "responses.sqlite", 1 << 30), 4096), count()
 
     async def begun(owner: str, limits: KeyLimits) -> int:
         """How many of a burst are taken."""
         claims = [Claim(Caller(owner, owner, limits=limits)) for _ in range(8)]
-        burst = (responses.begin(turn(f"{owner}{at}", owner), made(), "m", 0, claim) for at, claim in enumerate(claims))
+        burst = (responses.begin(turn(f"r{next(numbers)}", owner), made(), "m", 0, claim) for claim in claims)
         done = await asyncio.gather(*burst, return_exceptions=True)
         assert all(isinstance(each, dict | RateLimited) for each in done)
         return sum(isinstance(each, dict) for each in done)
