@@ -1,48 +1,30 @@
-"""The mode `ahead` at the protocol: wishes before and after their rounds, fresh drafts first, what is outrun is dropped."""
+"""The mode `ahead`: wishes before and after their rounds, due at their length only, fresh drafts first."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.ngram import NgramProposer
+from backend.drafter.nexts import Nexts, Wanted
 from backend.drafter.service import DrafterService
 from backend.wire.drafting import (
     HELLO_FIRST,
     Ahead,
-    Block,
-    Close,
     Commit,
     Draft,
     Drafts,
     Next,
     NextItem,
-    Open,
     Refused,
-    Round,
     decode_to_verifier,
     encode,
 )
 from tests.support.ahead_verifier import HEAD, AheadVerifier, Clock, blocks_of, drafts_of, handle, opening
-from tests.support.drafter_heads import make_proposer
-
-
-@pytest.fixture
-def proposer(tmp_path: Path) -> EagleProposer:
-    return make_proposer(tmp_path, HEAD)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def service(proposer: EagleProposer, clock: Clock) -> DrafterService:
-    return DrafterService("drafter-0", proposer, 60.0, clock)
+from tests.support.properties import examples
 
 
 def dropped(service: DrafterService) -> int:
@@ -107,21 +89,6 @@ def test_a_newer_wish_replaces_an_older(service: DrafterService) -> None:
     verifier.receive_next(NextItem("a", 7, 4, [3, 4], 2))
     assert [b.verifying for b in blocks_of(verifier.round(Commit("a", 7, [7], 1)))] == [[3, 4]]
     assert dropped(service) == 1
-
-
-def test_what_a_request_has_outrun_is_dropped(service: DrafterService) -> None:
-    verifier = AheadVerifier(service)
-    verifier.round(opening())
-    # Held for a length that is passed over; about a length that is gone; due when the next round comes.
-    verifier.receive_next(NextItem("a", 7, 4, [], 8))
-    assert verifier.round(Commit("a", 8, [7, 8], 2)) == []
-    assert verifier.next(NextItem("a", 7, 4, [], 8)) == []
-    verifier.receive_next(NextItem("a", 8, 4, [1], 8))
-    assert verifier.round(Commit("a", 9, [9], 1)) == []
-    assert dropped(service) == 3
-    verifier.receive_next(NextItem("a", 9, 4, [1], 8))
-    assert verifier.round(Close("a", "finished")) == []
-    assert dropped(service) == 4
 
 
 def test_a_repeated_round_takes_no_wish_back(service: DrafterService) -> None:
@@ -197,6 +164,7 @@ def test_a_new_epoch_ends_all_wishes(service: DrafterService) -> None:
     assert new.next(NextItem("a", 6, 4, [1], 8)) == []
 
 
+FINE = NextItem("a", 6, 4, [], 0)
 BAD_ITEMS = {
     "no length": NextItem("b", 0, 4, [], 0),
     "negative k": NextItem("b", 5, -1, [], 0),
@@ -210,7 +178,7 @@ BAD_ITEMS = {
 }
 
 
-BAD_JUDGES = {
+JUDGES = {
     "one": [[1.0, 1.0, 1.0]],
     "four": [[1.0, 1.0, 1.0]] * 4,
     "short": [[1.0, 1.0, 1.0], [1.0, 1.0]],
@@ -218,34 +186,47 @@ BAD_JUDGES = {
 }
 
 
-@pytest.mark.parametrize("chance_weights", BAD_JUDGES.values(), ids=BAD_JUDGES.keys())
-def test_judges_that_cannot_judge_are_refused(service: DrafterService, chance_weights: list[list[float]]) -> None:
-    verifier = AheadVerifier(service)
-    replies = handle(service, verifier.drafts, [encode(Next([NextItem("a", 6, 4, [], 0)], chance_weights))])
-    assert isinstance(decode_to_verifier(replies[0][1]), Refused)
+BAD = {name: Next([FINE, item]) for name, item in BAD_ITEMS.items()}
+BAD |= {f"judges: {name}": Next([FINE], weights) for name, weights in JUDGES.items()}
 
 
-@pytest.mark.parametrize("item", BAD_ITEMS.values(), ids=BAD_ITEMS.keys())
-def test_a_bad_wish_is_refused_whole(service: DrafterService, item: NextItem) -> None:
+@pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
+def test_a_bad_wish_is_refused_whole(service: DrafterService, bad: Next) -> None:
     verifier = AheadVerifier(service)
     verifier.round(opening())
-    replies = handle(service, verifier.drafts, [encode(Next([NextItem("a", 6, 4, [], 0), item]))])
+    replies = handle(service, verifier.drafts, [encode(bad)])
     assert [identity for identity, _ in replies] == [verifier.drafts]
     assert isinstance(decode_to_verifier(replies[0][1]), Refused)
     assert service.stats(0.0).rejected == 1
     assert not service.has_work
 
 
-def test_wishes_come_from_their_own_socket(service: DrafterService) -> None:
-    verifier = AheadVerifier(service)
-    message = decode_to_verifier(handle(service, verifier.features, [encode(Next([]))])[0][1])
-    assert isinstance(message, Refused)
-    assert "drafts socket" in message.reason
-
-
-def test_prompt_lookup_drafts_afresh_only() -> None:
-    verifier = AheadVerifier(DrafterService("drafter-0", NgramProposer(61, 64, 1000), 60.0))
-    handle(verifier.service, verifier.features, [encode(Round("float32", 0, [Open("a", 8, [1, 2, 3, 4, 5, 6, 1, 2], 0)]))])
-    messages = verifier.next(NextItem("a", 8, 2, [], 8))
-    assert drafts_of(messages) == [Draft("a", 8, [3, 4])]
-    assert blocks_of(messages) == [Block("a", 8, [3, 4], [])]
+@examples(300)
+@given(
+    st.lists(st.tuples(st.sampled_from(["want", "fresh", "round", "lost", "close", "take"]), st.integers(1, 6)), max_size=40)
+)
+def test_an_item_is_due_only_at_its_length_and_accounted_for_once(events: list[tuple[str, int]]) -> None:
+    nexts, key, length = Nexts(), ("v", 1, "r"), None
+    wanted = taken = 0
+    for at, (what, value) in enumerate(events):
+        if what in ("want", "fresh"):
+            wanted += 1
+            item = NextItem("r", value, 4, [1] if what == "want" else [], 0)
+            nexts.want(Wanted(key, item, float(at)), length)
+        elif what == "round":
+            length = value
+            nexts.reached(key, value, float(at))
+        elif what == "lost" and length is None:
+            nexts.unknown(key, value, float(at))
+        elif what == "close":
+            length = None
+            nexts.forget(key)
+        elif what == "take":
+            due = nexts.is_due
+            found = [*nexts.take_due(), *nexts.take_waiting(8)]
+            assert due == bool(found)
+            taken += len(found)
+            assert all(f.item.base_len == length for f in found if f.item.verifying)
+            assert all(length is None or f.item.base_len == length for f in found)
+    nexts.forget(key)
+    assert wanted == taken + nexts.dropped

@@ -23,6 +23,7 @@ from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import MASK_EMBEDDING, CheckpointError, OnePassDrafting, load_config
 from tests.support.drafter_heads import READS, Reference, TinyHead, check, tokens_of, write_head, write_target
+from tests.support.drafter_session import Session
 from tests.support.true_noise import true_gumbel
 
 MASK, CLOSE_CALL = 3, 1e-3
@@ -99,49 +100,31 @@ class BlockReference(Reference):
         return self._linear(f"{name}.o_proj", mixed.flatten(1))
 
 
-class Session:
-    """One request, its tokens, and the features that the drafter was given."""
-
-    def __init__(self, proposer: DFlashProposer, key: int, length: int, skip: int = 0, sampling: Sampling = GREEDY) -> None:
-        self.proposer, self.key, self.sampling, self.tokens = proposer, key, sampling, tokens_of(key, length)
-        self.features = torch.randn(length + 60, proposer.hidden, generator=torch.Generator().manual_seed(key))
-        proposer.open(key, list(self.tokens), length - 1 - skip, 0.0, sampling)
-        self.seen = range(skip, length - 1)
-        self.new = len(self.seen)
-
-    def commit(self, tokens: list[int]) -> None:
-        self.tokens += tokens
-        assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens), 0.0)
-        self.seen, self.new = range(self.seen.start, len(self.tokens) - 1), len(tokens)
-
-    def ask(self, k: int) -> DraftRequest:
-        stop = len(self.tokens) - 1
-        return DraftRequest(self.key, len(self.tokens), self.new, self.features[stop - self.new : stop], Until(k))
-
-    def check(self, reference: BlockReference, drafts: list[int], k: int) -> None:
-        """Compares a draft, token by token but for close calls."""
-        assert len(drafts) == k
-        logits = reference.logits(self.tokens, {p: self.features[p] for p in self.seen}, drafts)
-        values = (logits / (self.sampling.temperature or 1.0)).log_softmax(-1)
-        ids = reference.ids()
-        for place, (own, draft) in enumerate(zip(values, drafts, strict=True)):
-            if self.sampling.temperature:
-                noise = [true_gumbel(self.sampling.seed, len(self.tokens) + place, token) for token in ids]
-                own = own + torch.tensor(noise)
-            best, second = own.topk(2).values.tolist()
-            assert best - second < CLOSE_CALL or draft == ids[int(own.argmax())]
+def check_draft(session: Session, reference: BlockReference, drafts: list[int], k: int) -> None:
+    """Compares a draft, token by token but for close calls."""
+    assert len(drafts) == k
+    logits, sampling = reference.logits(session.tokens, session.seen, drafts), session.sampling
+    values = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
+    ids = reference.ids()
+    for place, (own, draft) in enumerate(zip(values, drafts, strict=True)):
+        if sampling.temperature:
+            noise = [true_gumbel(sampling.seed, len(session.tokens) + place, token) for token in ids]
+            own = own + torch.tensor(noise)
+        best, second = own.topk(2).values.tolist()
+        assert best - second < CLOSE_CALL or draft == ids[int(own.argmax())]
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead) -> None:
     proposer, reference = make(tmp_path, head), BlockReference(head)
     hot = Sampling.of(7, 0.8)
-    sessions = [Session(proposer, 0, 9), Session(proposer, 1, 2), Session(proposer, 2, 40, 11), Session(proposer, 3, 5, 0, hot)]
+    kinds = [(9, 0, GREEDY), (2, 0, GREEDY), (40, 11, GREEDY), (5, 0, hot)]
+    sessions = [Session(proposer, i, tokens_of(i, length), skip, each) for i, (length, skip, each) in enumerate(kinds)]
     ks = [4, 1, 6, 8]
     for step in range(4):
         found = proposer.draft([session.ask(k) for session, k in zip(sessions, ks, strict=True)])
         for session, drafted, k in zip(sessions, found, ks, strict=True):
-            session.check(reference, drafted.tokens, k)
+            check_draft(session, reference, drafted.tokens, k)
         for i, session in enumerate(sessions):
             session.commit(tokens_of(100 * step + i, 1 + (i + step) % 3))
         ks = ks[1:] + ks[:1]
@@ -151,15 +134,11 @@ def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead) -> Non
 def test_a_draft_in_a_batch_is_that_alone_and_that_after_a_hand_over(tmp_path: Path, head: TinyHead) -> None:
     """The block of one request is seen by no other, and rows made one by one are those made at once."""
     first, other = make(tmp_path / "first", head), make(tmp_path / "other", head)
-    sessions = [Session(first, i, 5 + 7 * i) for i in range(5)]
+    sessions = [Session(first, i, tokens_of(i, 5 + 7 * i)) for i in range(5)]
     first.draft([session.ask(6) for session in sessions])
-    for session in sessions:
-        session.commit(tokens_of(session.key, 3))
-    together = first.draft([session.ask(2 + session.key) for session in sessions])
-    for session, drafted in zip(sessions, together, strict=True):
-        rows = len(session.tokens) - 1
-        other.open(session.key, list(session.tokens), rows, 0.0)
-        (alone,) = other.draft([DraftRequest(session.key, rows + 1, rows, session.features[:rows], Until(2 + session.key))])
+    together = first.draft([session.commit(tokens_of(i, 3)).ask(2 + i) for i, session in enumerate(sessions)])
+    for i, (session, drafted) in enumerate(zip(sessions, together, strict=True)):
+        (alone,) = other.draft([Session(other, i, session.tokens).ask(2 + i)])
         assert alone.tokens == drafted.tokens
         assert alone.signs == pytest.approx(drafted.signs, abs=1e-4)
 
@@ -168,9 +147,9 @@ def test_a_block_takes_no_rows_of_its_neighbours(tmp_path: Path) -> None:
     """A stretch of the cache has 64 rows, and each request has 62 of its own."""
     head = HEADS["each sees all"]
     proposer, reference = make(tmp_path, head), BlockReference(head)
-    sessions = [Session(proposer, i, 63) for i in range(4)]
+    sessions = [Session(proposer, i, tokens_of(i, 63)) for i in range(4)]
     for session, drafted in zip(sessions, proposer.draft([session.ask(8) for session in sessions]), strict=True):
-        session.check(reference, drafted.tokens, 8)
+        check_draft(session, reference, drafted.tokens, 8)
 
 
 @KINDS
@@ -179,7 +158,7 @@ def test_a_captured_pass_drafts_what_a_pass_of_the_right_size_drafts(tmp_path: P
     plain, padded = make(tmp_path / "plain", head), make(tmp_path / "padded", head)
     with torch.inference_mode():
         padded._captured[4, 8, SHARED] = Blocks(padded._head, padded._block, 4, 8, SHARED)
-    pairs = [[Session(proposer, i, 5 + 7 * i) for proposer in (plain, padded)] for i in range(3)]
+    pairs = [[Session(proposer, i, tokens_of(i, 5 + 7 * i)) for proposer in (plain, padded)] for i in range(3)]
     computed = Blocks.compute
 
     def watched(blocks: Blocks) -> None:
@@ -190,18 +169,17 @@ def test_a_captured_pass_drafts_what_a_pass_of_the_right_size_drafts(tmp_path: P
         for step, k in enumerate((6, 8, 3)):
             one, other = ([pair[i].ask(k) for pair in pairs] for i in range(2))
             drafts = zip(plain.draft(one), padded.draft(other), strict=True)
-            for (mine, theirs), pair in zip(drafts, pairs, strict=True):
+            for key, ((mine, theirs), pair) in enumerate(zip(drafts, pairs, strict=True)):
                 assert len(mine.tokens) == k
                 assert mine.tokens == theirs.tokens
                 assert mine.signs == pytest.approx(theirs.signs, abs=1e-4)
                 for session in pair:
-                    session.commit(tokens_of(10 * step + session.key, 2))
+                    session.commit(tokens_of(10 * step + key, 2))
 
 
 def test_a_draft_ends_at_the_floor_and_at_the_trained_length(tmp_path: Path) -> None:
     proposer = make(tmp_path, HEADS["each sees all"])
-    session = Session(proposer, 1, 12)
-    (whole,) = proposer.draft([session.ask(30)])
+    (whole,) = proposer.draft([Session(proposer, 1, tokens_of(1, 12)).ask(30)])
     assert len(whole.tokens) == 8, "block_size is 9"
     unsure = [[0.0, 0.0, -9.0]] * 3
     (cut,) = proposer.draft([DraftRequest(1, 12, 0, None, Until(8, 0.5, unsure))])
@@ -213,13 +191,12 @@ def test_a_draft_ends_at_the_floor_and_at_the_trained_length(tmp_path: Path) -> 
 def test_independent_tokens_are_drawn_from_the_distributions_that_are_sent(tmp_path: Path, head: TinyHead) -> None:
     k, times, hot = 3, 300, 30.0
     proposer, reference = make(tmp_path, head), BlockReference(head)
-    sessions = [Session(proposer, 1, 12, 0, Sampling.of(5, hot, True)), Session(proposer, 2, 7)]
-    proposer.draft([session.ask(0) for session in sessions])
-    features = dict(enumerate(sessions[0].features[:11]))
+    sampled = Session(proposer, 1, tokens_of(1, 12), 0, Sampling.of(5, hot, True))
+    proposer.draft([sampled.ask(0), Session(proposer, 2, tokens_of(2, 7)).ask(0)])
     surplus, drafts = torch.zeros(k, head.vocab), set()
     for _ in range(times):
         own, greedy = proposer.draft([DraftRequest(1, 12, 0, None, Until(k)), DraftRequest(2, 7, 0, None, Until(2))])
-        q = (reference.logits(sessions[0].tokens, features, own.tokens) / hot).softmax(-1)
+        q = (reference.logits(sampled.tokens, sampled.seen, own.tokens) / hot).softmax(-1)
         ids, bits = np.frombuffer(own.proposal, np.int32).copy().reshape(2, k, -1)
         sent = torch.zeros_like(q).scatter_(
             1, torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(bits.view(np.float32)).double()
@@ -304,9 +281,9 @@ def test_a_mask_outside_the_targets_vocabulary_is_read_and_never_drafted(tmp_pat
     save_file(tensors | loud, tmp_path / "wide/model.safetensors", metadata={"format": "pt"})
     assert check(head_dir, target) == []
     proposer, reference = DFlashProposer(load_drafter(head_dir, target), 4096), BlockReference(plain)
-    session = Session(proposer, 1, 12)
+    session = Session(proposer, 1, tokens_of(1, 12))
     (drafted,) = proposer.draft([session.ask(8)])
-    session.check(reference, drafted.tokens, 8)
+    check_draft(session, reference, drafted.tokens, 8)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from backend.drafter.eagle import BATCH_ROWS, ModelProposer
 from backend.drafter.proposer import DraftRequest, Premise, Sampling, Until
 from backend.models.checkpoint import load_drafter
 from backend.models.head_config import CheckpointError
+from tests.support.drafter_heads import tokens_of
 from tests.support.other_vocabulary import write_permuted, write_tokenizer
 from tests.support.properties import examples
 
@@ -110,17 +112,13 @@ def names(count: int) -> dict[str, int]:
     return {f"t{number}": number for number in range(count)}
 
 
-def text(seed: int, count: int) -> list[int]:
-    return torch.randint(VOCAB, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 def draft(proposer: ModelProposer, key: str, base_len: int, k: int) -> list[int]:
     return proposer.draft([DraftRequest(key, base_len, 0, None, Until(k))])[0].tokens
 
 
 def test_every_family_drafts_what_transformers_would_say(pair: tuple[ModelProposer, PreTrainedModel]) -> None:
     proposer, model = pair
-    texts = {"a": text(1, 9), "b": text(2, 33), "c": text(3, 1)}
+    texts = {"a": tokens_of(1, 9), "b": tokens_of(2, 33), "c": tokens_of(3, 1)}
     for key, tokens in texts.items():
         proposer.open(key, list(tokens), 0, 0.0)
     drafted = proposer.draft([DraftRequest(key, len(tokens), 0, None, Until(5)) for key, tokens in texts.items()])
@@ -138,11 +136,11 @@ def test_fed_in_any_way_it_drafts_the_same(data: st.DataObject, llama: tuple[str
     path, target, model = llama
     proposer = make(path, target, data.draw(st.sampled_from([64, 8192]), "cache"))
     texts: dict[str, list[int]] = {}
-    common = text(0, 20)
+    common = tokens_of(0, 20)
     for turn in range(data.draw(st.integers(2, 6), "turns")):
         key = data.draw(st.sampled_from("xyz"), "key")
         if key not in texts or data.draw(st.integers(0, 4), "reopen") == 0:
-            texts[key] = common[: data.draw(st.integers(1, 20), "shared")] + text(turn, 3)
+            texts[key] = common[: data.draw(st.integers(1, 20), "shared")] + tokens_of(turn, 3)
             proposer.open(key, list(texts[key]), 0, float(turn))
         tokens = texts[key]
         k = data.draw(st.integers(1, 4), "k")
@@ -163,34 +161,25 @@ def test_fed_in_any_way_it_drafts_the_same(data: st.DataObject, llama: tuple[str
         assert proposer.commit(key, len(tokens), news, 0, float(turn))
 
 
-def test_rows_of_accepted_tokens_stay(llama: tuple[str, str, PreTrainedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_accepted_tokens_stay(llama: tuple[str, str, PreTrainedModel]) -> None:
     proposer = make(*llama[:2])
-    tokens = text(5, 30)
+    tokens = tokens_of(5, 30)
     proposer.open("a", list(tokens), 0, 0.0)
     drafted = draft(proposer, "a", len(tokens), 4)
-    computed: list[int] = []
-    forward = proposer._head.forward
-
-    def counting(rows, features, keep):
-        computed.append(len(rows.ids))
-        return forward(rows, features, keep)
-
-    monkeypatch.setattr(proposer._head, "forward", counting)
     news = [*drafted[:2], (drafted[2] + 1) % VOCAB]
-    proposer.commit("a", len(tokens) + 3, news, 0, 0.0)
-    draft(proposer, "a", len(tokens) + 3, 4)
-    assert computed == [1, 1, 1, 1]
-    # Another request with the same beginning computes its own end alone.
-    computed.clear()
-    proposer.open("b", [*tokens[:25], 1, 2], 0, 0.0)
-    draft(proposer, "b", 27, 1)
-    assert computed == [2]
+    with mock.patch.object(proposer._head, "forward", wraps=proposer._head.forward) as forward:
+        proposer.commit("a", len(tokens) + 3, news, 0, 0.0)
+        draft(proposer, "a", len(tokens) + 3, 4)
+        # Another request with the same beginning computes its own end alone.
+        proposer.open("b", [*tokens[:25], 1, 2], 0, 0.0)
+        draft(proposer, "b", 27, 1)
+    assert [len(call.args[0].ids) for call in forward.call_args_list] == [1, 1, 1, 1, 2]
 
 
 def test_a_text_with_a_hole_is_asked_for_anew(llama: tuple[str, str, PreTrainedModel]) -> None:
     """A round that was never sent leaves one; there is no embedding of an unknown token."""
     proposer = make(*llama[:2])
-    tokens = text(5, 30)
+    tokens = tokens_of(5, 30)
     proposer.open("a", list(tokens[:20]), 0, 0.0)
     assert proposer.commit("a", 20, [], 0, 0.0)
     assert proposer.commit("a", 22, tokens[20:22], 0, 0.0)
@@ -202,7 +191,7 @@ def test_a_text_with_a_hole_is_asked_for_anew(llama: tuple[str, str, PreTrainedM
 
 def test_a_long_prompt_lets_others_draft_meanwhile(llama: tuple[str, str, PreTrainedModel]) -> None:
     proposer = make(*llama[:2])
-    long, short = text(1, BATCH_ROWS + 500), text(2, 10)
+    long, short = tokens_of(1, BATCH_ROWS + 500), tokens_of(2, 10)
     for key, tokens in (("long", long), ("short", short)):
         proposer.open(key, list(tokens), 0, 0.0)
     asks = [DraftRequest("short", 10, 0, None, Until(2)), DraftRequest("long", len(long), 0, None, Until(2))]
@@ -219,7 +208,7 @@ def test_a_vocabulary_of_another_size_serves_its_common_part(tmp_path: Path) -> 
         write_tokenizer(Path(target), names(vocab))
         proposer = make(path, target)
         assert proposer.hidden == 0, "verifiers send it no features"
-        tokens = [token % (VOCAB - 20) for token in text(1, 12)] + [vocab - 1]
+        tokens = [token % (VOCAB - 20) for token in tokens_of(1, 12)] + [vocab - 1]
         proposer.open("a", list(tokens), 0, 0.0)
         drafted = draft(proposer, "a", len(tokens), 3)
         assert len(drafted) == 3
@@ -239,7 +228,7 @@ def test_with_other_ids_it_drafts_the_same_shared_tokens(tmp_path: Path, name: s
     assert (permuted._head.draft_to_target is None) == (not renamed), "a mere permutation costs nothing"
     cut = whole = 0
     for seed in range(30):
-        tokens = [token if token not in renamed else 60 for token in text(seed, 12)]
+        tokens = [token if token not in renamed else 60 for token in tokens_of(seed, 12)]
         drafts = []
         for proposer in (plain, permuted):
             proposer.open(str(seed), list(tokens), 0, 0.0, Sampling(seed, 1.0 if seed % 3 else 0.0))
@@ -271,18 +260,15 @@ def test_with_other_ids_it_drafts_the_same_shared_tokens(tmp_path: Path, name: s
         ({"num_hidden_layers": 4}, "missing tensor: layers.3"),
         ({"intermediate_size": 47}, "expected [47, 32]"),
         ({"hidden_size": "wide"}, "ValueError"),
+        ({}, "quantised"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, changed: dict[str, object], named: str) -> None:
     path, _ = save(tmp_path / "draft", "llama")
     file = Path(path) / "config.json"
+    if not changed:
+        # As ModelOpt says it.
+        (Path(path) / "hf_quant_config.json").write_text("{}")
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     with pytest.raises(CheckpointError, match=named.replace("[", "\\[").replace("]", "\\]")):
-        load_drafter(path, write_target(tmp_path / "target"))
-
-
-def test_what_modelopt_has_quantised_is_not_read_as_numbers(tmp_path: Path) -> None:
-    path, _ = save(tmp_path / "draft", "llama")
-    (Path(path) / "hf_quant_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="quantised"):
         load_drafter(path, write_target(tmp_path / "target"))

@@ -16,6 +16,7 @@ from backend.drafter import head as head_module
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import MAX_DRAFT, DraftRequest, Premise, Until
 from tests.support.drafter_heads import Reference, TinyHead, make_proposer, tokens_of
+from tests.support.drafter_session import Session
 from tests.support.properties import examples
 
 HEADS = {
@@ -40,50 +41,6 @@ def test_attention_needs_no_plan_per_number_of_rows(tmp_path: Path) -> None:
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-class Target:
-    """Features as functions of the token prefix, as a target model's are."""
-
-    def __init__(self, head: TinyHead) -> None:
-        self._head = head
-
-    def feature(self, tokens: list[int], position: int) -> Tensor:
-        seed = hash(tuple(tokens[: position + 1])) & 0x7FFFFFFF
-        return torch.randn(self._head.hidden, generator=torch.Generator().manual_seed(seed))
-
-    def rows(self, tokens: list[int], start: int, stop: int) -> Tensor:
-        return torch.stack([self.feature(tokens, p) for p in range(start, stop)])
-
-    def by_position(self, tokens: list[int]) -> dict[int, Tensor]:
-        return {p: self.feature(tokens, p) for p in range(len(tokens) - 1)}
-
-
-class Session:
-    """One request, its tokens, and the features the drafter was given."""
-
-    def __init__(self, proposer: EagleProposer, target: Target, key: object) -> None:
-        self.proposer, self.target, self.key = proposer, target, key
-        self.tokens: list[int] = []
-        self.seen: dict[int, Tensor] = {}
-
-    def open(self, tokens: list[int], k: int, skip: int = 0) -> DraftRequest:
-        self.tokens = list(tokens)
-        count = len(tokens) - 1 - skip
-        self.proposer.open(self.key, list(tokens), count, 0.0)
-        return self._ask(count, k)
-
-    def commit(self, tokens: list[int], k: int) -> DraftRequest:
-        self.tokens += tokens
-        assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens), 0.0)
-        return self._ask(len(tokens), k)
-
-    def _ask(self, count: int, k: int) -> DraftRequest:
-        stop = len(self.tokens) - 1
-        features = self.target.rows(self.tokens, stop - count, stop) if count else None
-        for p in range(stop - count, stop):
-            self.seen[p] = self.target.feature(self.tokens, p)
-        return DraftRequest(self.key, len(self.tokens), count, features, Until(k))
-
-
 def drafts_of(proposer: EagleProposer, asks: list[DraftRequest]) -> list[list[int]]:
     """The tokens; every one has its two signs."""
     found = proposer.draft(asks)
@@ -105,15 +62,14 @@ def test_ragged_batches_draft_by_the_book(
 ) -> None:
     monkeypatch.setattr(eagle, "LONG", long)
     proposer, reference = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head)
-    sessions = [Session(proposer, Target(head), i) for i in range(4)]
-    lengths, k = (9, 2, 40, 5), 4
-    asks = [s.open(tokens_of(i, n), k) for i, (s, n) in enumerate(zip(sessions, lengths, strict=True))]
+    sessions, k = [Session(proposer, i, tokens_of(i, length)) for i, length in enumerate((9, 2, 40, 5))], 4
     for step in range(4):
-        for session, drafts in zip(sessions, drafts_of(proposer, asks), strict=True):
+        for session, drafts in zip(sessions, drafts_of(proposer, [session.ask(k) for session in sessions]), strict=True):
             assert len(drafts) == k
             assert_drafts(reference, session, drafts, k)
         # Between one and three tokens were decided, rarely those that were drafted: all else is rolled back.
-        asks = [s.commit(tokens_of(100 * step + i, 1 + (i + step) % 3), k) for i, s in enumerate(sessions)]
+        for i, session in enumerate(sessions):
+            session.commit(tokens_of(100 * step + i, 1 + (i + step) % 3))
 
 
 def test_without_a_table_of_rotations_drafts_are_the_same(tmp_path: Path) -> None:
@@ -122,7 +78,7 @@ def test_without_a_table_of_rotations_drafts_are_the_same(tmp_path: Path) -> Non
         with mock.patch.object(head_module, "ROTATION_BYTES", limit):
             proposer = make_proposer(tmp_path / str(limit), head)
         assert (proposer._head._rotations is None) == (limit == 0)
-        drafts = proposer.draft([Session(proposer, Target(head), "r").open(tokens_of(1, 400), 6)])
+        drafts = proposer.draft([Session(proposer, "r", tokens_of(1, 400)).ask(6)])
         verifying = drafts[0].tokens[:4]
         found.append((drafts, proposer.draft_outcomes([Premise("r", 400, Until(4), verifying, 8)])))
     assert found[0] == found[1]
@@ -137,22 +93,21 @@ def test_ten_million_positions_take_no_table(tmp_path: Path) -> None:
 
 def test_rows_sent_again_replace_those_held(tmp_path: Path) -> None:
     head = TinyHead()
-    proposer, target, reference = make_proposer(tmp_path, head), Target(head), Reference(head)
-    session = Session(proposer, target, 0)
-    drafts_of(proposer, [session.open(tokens_of(1, 30), 4)])
-    short = session.tokens[:20]
-    session.tokens, session.seen = list(short), {p: f for p, f in session.seen.items() if p < 15}
-    assert proposer.commit(0, 20, short[16:], 4, 0.0)
-    assert_drafts(reference, session, drafts_of(proposer, [session._ask(4, 4)])[0], 4)
+    proposer, reference = make_proposer(tmp_path, head), Reference(head)
+    session = Session(proposer, 0, tokens_of(1, 30))
+    drafts_of(proposer, [session.ask(4)])
+    again = session.tokens[16:20]
+    session.tokens, session.seen = session.tokens[:16], {p: f for p, f in session.seen.items() if p < 15}
+    assert_drafts(reference, session, drafts_of(proposer, [session.commit(again).ask(4)])[0], 4)
 
 
 def test_a_lost_round_leaves_a_gap_and_right_positions(tmp_path: Path) -> None:
     head = TinyHead()
     proposer, reference = make_proposer(tmp_path, head), Reference(head)
-    session = Session(proposer, Target(head), 0)
-    drafts_of(proposer, [session.open(tokens_of(1, 10), 3)])
+    session = Session(proposer, 0, tokens_of(1, 10))
+    drafts_of(proposer, [session.ask(3)])
     session.tokens += [5, 6, 7]
-    drafts = drafts_of(proposer, [session.commit([8, 9], 3)])[0]
+    drafts = drafts_of(proposer, [session.commit([8, 9]).ask(3)])[0]
     assert sorted(session.seen) == [*range(9), 12, 13]
     assert_drafts(reference, session, drafts, 3)
 
@@ -160,19 +115,19 @@ def test_a_lost_round_leaves_a_gap_and_right_positions(tmp_path: Path) -> None:
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "still open"])
 def test_a_known_prefix_is_reused(tmp_path: Path, closed: bool) -> None:
     head = TinyHead(layers=2)
-    proposer, target, reference = make_proposer(tmp_path, head), Target(head), Reference(head)
-    first, shared = Session(proposer, target, "first"), tokens_of(4, 50)
-    drafts_of(proposer, [first.open(shared + tokens_of(5, 9), 4)])
+    proposer, reference, shared = make_proposer(tmp_path, head), Reference(head), tokens_of(4, 50)
+    first = Session(proposer, "first", shared + tokens_of(5, 9))
+    drafts_of(proposer, [first.ask(4)])
     if closed:
         proposer.close("first")
-    second = Session(proposer, target, "second")
     # The verifier's own prefix cache computed nothing for the first 45 positions.
-    drafts = drafts_of(proposer, [second.open(shared + tokens_of(6, 7), 4, skip=45)])[0]
+    second = Session(proposer, "second", shared + tokens_of(6, 7), skip=45)
+    drafts = drafts_of(proposer, [second.ask(4)])[0]
     assert proposer.usage().prefix_rows_reused == 45
-    second.seen |= {p: target.feature(second.tokens, p) for p in range(45)}
+    second.seen |= {p: second.feature(p) for p in range(45)}
     assert_drafts(reference, second, drafts, 4)
     if not closed:
-        assert_drafts(reference, first, drafts_of(proposer, [first.commit([1, 2], 4)])[0], 4)
+        assert_drafts(reference, first, drafts_of(proposer, [first.commit([1, 2]).ask(4)])[0], 4)
 
 
 @examples(40)
@@ -180,20 +135,19 @@ def test_a_known_prefix_is_reused(tmp_path: Path, closed: bool) -> None:
 def test_any_interleaving_of_requests_drafts_by_the_book(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     head = TinyHead(hidden=16, heads=2, kv_heads=1, layers=data.draw(st.integers(1, 2)))
     proposer = make_proposer(tmp_path_factory.mktemp("head"), head, cache_tokens=1024)
-    target, reference = Target(head), Reference(head)
-    sessions: dict[int, Session] = {}
+    reference, sessions = Reference(head), dict[int, Session]()
     for _ in range(data.draw(st.integers(1, 8))):
         asks: list[DraftRequest] = []
         batch = data.draw(st.lists(st.integers(0, 3), unique=True, min_size=1))
         for key in batch:
             k = data.draw(st.integers(0, 4))
             if key not in sessions or data.draw(st.integers(0, 5)) == 0:
-                sessions[key] = Session(proposer, target, key)
                 # A handful of prompts, so that prefixes are often shared.
                 prompt = tokens_of(data.draw(st.integers(0, 1)), data.draw(st.integers(2, 70)))
-                asks.append(sessions[key].open(prompt, k))
+                sessions[key] = Session(proposer, key, prompt)
             else:
-                asks.append(sessions[key].commit(tokens_of(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 5))), k))
+                sessions[key].commit(tokens_of(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 5))))
+            asks.append(sessions[key].ask(k))
         for key, ask, drafts in zip(batch, asks, drafts_of(proposer, asks), strict=True):
             assert len(drafts) == ask.until.k
             assert_drafts(reference, sessions[key], drafts, ask.until.k)
@@ -202,51 +156,38 @@ def test_any_interleaving_of_requests_drafts_by_the_book(tmp_path_factory: pytes
             del sessions[key]
 
 
-def test_drafting_stops_at_the_last_position(tmp_path: Path) -> None:
-    head = TinyHead(max_position=32)
-    proposer = make_proposer(tmp_path, head)
-    session = Session(proposer, Target(head), 0)
-    assert len(drafts_of(proposer, [session.open(tokens_of(1, 29), 8)])[0]) == 3
-    assert len(drafts_of(proposer, [session.commit([1, 2], 8)])[0]) == 1
-    assert drafts_of(proposer, [session.commit([3], 8)]) == [[]]
-
-
 def test_more_drafts_than_anyone_needs_are_not_made(tmp_path: Path) -> None:
     proposer = make_proposer(tmp_path, TinyHead())
-    session = Session(proposer, Target(TinyHead()), 0)
-    assert len(drafts_of(proposer, [session.open(tokens_of(1, 9), 10_000)])[0]) == MAX_DRAFT
+    assert len(drafts_of(proposer, [Session(proposer, 0, tokens_of(1, 9)).ask(10_000)])[0]) == MAX_DRAFT
 
 
 def test_a_full_cache_costs_context_not_answers(tmp_path: Path) -> None:
     head = TinyHead()
-    proposer, target, reference = make_proposer(tmp_path, head, cache_tokens=256), Target(head), Reference(head)
-    sessions = [Session(proposer, target, i) for i in range(6)]
-    for i, session in enumerate(sessions):
-        drafts = drafts_of(proposer, [session.open(tokens_of(i, 100), 3)])[0]
-        assert_drafts(reference, session, drafts, 3)
+    proposer, reference = make_proposer(tmp_path, head, cache_tokens=256), Reference(head)
+    sessions = []
+    for i in range(6):
+        sessions.append(Session(proposer, i, tokens_of(i, 100)))
+        assert_drafts(reference, sessions[i], drafts_of(proposer, [sessions[i].ask(3)])[0], 3)
     assert proposer.usage().evictions > 0
     first = sessions[0]
     first.seen.clear()
-    assert_drafts(reference, first, drafts_of(proposer, [first.commit([1, 2, 3], 3)])[0], 3)
+    assert_drafts(reference, first, drafts_of(proposer, [first.commit([1, 2, 3]).ask(3)])[0], 3)
     # A batch that cannot fit at once is answered as far as it does.
-    answers = drafts_of(proposer, [s.commit(tokens_of(i, 100), 3) for i, s in enumerate(sessions)])
+    answers = drafts_of(proposer, [s.commit(tokens_of(i, 100)).ask(3) for i, s in enumerate(sessions)])
     assert [len(a) for a in answers].count(3) >= 2
 
 
 def test_a_request_longer_than_the_cache_goes_on(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer = make_proposer(tmp_path, head, cache_tokens=128)
-    session = Session(proposer, Target(head), 0)
-    drafts_of(proposer, [session.open(tokens_of(1, 60), 3)])
+    proposer = make_proposer(tmp_path, TinyHead(), cache_tokens=128)
+    session = Session(proposer, 0, tokens_of(1, 60))
+    drafts_of(proposer, [session.ask(3)])
     for step in range(60):
-        assert len(drafts_of(proposer, [session.commit(tokens_of(step, 3), 3)])[0]) == 3
+        assert len(drafts_of(proposer, [session.commit(tokens_of(step, 3)).ask(3)])[0]) == 3
 
 
 def test_asking_again_without_news_repeats_the_answer(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer = make_proposer(tmp_path, head)
-    session = Session(proposer, Target(head), 0)
-    drafts = drafts_of(proposer, [session.open(tokens_of(1, 20), 4)])[0]
+    proposer = make_proposer(tmp_path, TinyHead())
+    drafts = drafts_of(proposer, [Session(proposer, 0, tokens_of(1, 20)).ask(4)])[0]
     # A preempted request is computed anew: chunks the drafter has already seen carry no rows.
     assert proposer.commit(0, 11, [], 0, 0.0)
     assert drafts_of(proposer, [DraftRequest(0, 11, 0, None)]) == [[]]

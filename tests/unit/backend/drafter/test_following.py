@@ -13,16 +13,15 @@ from backend.drafter.following import PATIENCE_S, Following
 from backend.drafter.sessions import Malformed, Session
 from backend.engine.worker import tensor_transfer
 from backend.models.checkpoint import borrow
-from backend.wire.drafting import (
-    PROTOCOL_VERSION,
-    Hello,
-    Part,
-    TargetTensor,
-    Want,
-)
+from backend.wire.drafting import PROTOCOL_VERSION, Hello, Part, TargetTensor, Want
 from tests.support.drafter_heads import TinyHead, write_target
 
-HELLO = Hello(PROTOCOL_VERSION, "v", "drafts", 1, None, 1, "1 one ")
+
+def hello(verifier: str = "v", weights: int = 1, name: str = "1 one ") -> Hello:
+    return Hello(PROTOCOL_VERSION, verifier, "drafts", weights, None, weights, name)
+
+
+HELLO = hello()
 
 
 class Followed:
@@ -45,9 +44,8 @@ def test_who_shares_nothing_asks_for_nothing() -> None:
 def test_it_asks_once_for_the_same_weights_and_another_verifier_where_one_is_silent() -> None:
     followed = Followed("embed_tokens.weight")
     following, one, two = followed.following, Session("v", 1), Session("w", 1)
-    hello = Hello(PROTOCOL_VERSION, "w", "drafts", 1, None, 1, "1 one ")
     assert following.greeted(one, HELLO, 0.0) == Want("embed_tokens.weight", 0)
-    assert following.greeted(two, hello, 0.1) is None
+    assert following.greeted(two, hello("w"), 0.1) is None
     assert following.receive(one, *part(4, 2), 0.2) == Want("embed_tokens.weight", 2)
     assert following.remind(two, 0.2 + PATIENCE_S - 0.1) is None
     assert following.remind(two, 0.2 + PATIENCE_S) == Want("embed_tokens.weight", 2)
@@ -58,7 +56,7 @@ def test_it_asks_once_for_the_same_weights_and_another_verifier_where_one_is_sil
     assert found["embed_tokens.weight"].tolist() == [[0, 0], [0, 0], [2, 2], [2, 2]]
     assert following.greeted(one, HELLO, 4.0) is None
     # Of one verifier alone another exchange is known by its count, whatever it is called.
-    assert following.greeted(one, Hello(PROTOCOL_VERSION, "v", "drafts", 2, None, 2, "1 one "), 5.0) is not None
+    assert following.greeted(one, hello(weights=2), 5.0) is not None
 
 
 def test_weights_that_cannot_be_given_are_not_asked_for_again() -> None:
@@ -134,8 +132,7 @@ def test_another_head_gets_what_the_one_before_did_not_share() -> None:
     assert following.greeted(session, HELLO, 2.0) is None
     followed.names.remove("lm_head.weight")
     assert following.greeted(session, HELLO, 3.0) is None
-    newer = Hello(PROTOCOL_VERSION, "v", "drafts", 2, None, 2, "2 two ")
-    assert following.greeted(session, newer, 4.0) == Want("embed_tokens.weight", 0)
+    assert following.greeted(session, hello(weights=2, name="2 two "), 4.0) == Want("embed_tokens.weight", 0)
     following.receive(session, *part(2, 2), 4.1)
     assert followed.taken[2].keys() == {"embed_tokens.weight"}, "nothing of older weights"
 

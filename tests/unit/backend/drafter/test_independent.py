@@ -99,13 +99,6 @@ def test_two_drafts_at_one_place_are_independent() -> None:
         assert surprise(drawn, list(itertools.product(*ids)), product) > 1e-6
 
 
-def test_no_noise_is_used_twice() -> None:
-    """Neither by a request with the same seed at the same place, nor by another source."""
-    flat = torch.zeros(64, 32)
-    texts = {tuple(d.tokens[0] for d in pick([own()] * 64, flat)) for _ in range(8)}
-    assert len(texts) == 8
-
-
 def test_signs_say_nothing_of_the_token(tmp_path: Path) -> None:
     drafts = pick([own(0.8, top_p=0.95)] * 64, LOGITS.expand(64, -1))
     assert len({drafted.tokens[0] for drafted in drafts}) > 2

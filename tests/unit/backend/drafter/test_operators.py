@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backend.drafter.decoding import Lanes
 from backend.drafter.dflash import DFlashProposer
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
+from backend.drafter.proposer import GREEDY, DraftRequest, Sampling, Until
 from backend.models.checkpoint import load_drafter
 from tests.support.drafter_heads import READS, Request, TinyHead, make_proposer, tokens_of, write_head, write_target
 
@@ -110,16 +110,9 @@ def test_longer_drafts_and_more_rows_than_were_captured_are_drafted_too(tmp_path
     other, others = opened(tmp_path / "two", head, 3, [GREEDY])
     other._decoder._captured.clear()
     for k, outcomes in ((20, 4), (6, 64), (6, 100)):
-        drafts = [
-            p.draft([DraftRequest(r.key, len(r.tokens), 0, None, Until(k)) for r in rs])
-            for p, rs in ((proposer, requests), (other, others))
-        ]
-        assert [d.tokens for d in drafts[0]] == [d.tokens for d in drafts[1]]
-        found = [
-            p.draft_outcomes(
-                [Premise(r.key, len(r.tokens), Until(k), d.tokens, outcomes) for r, d in zip(rs, drafts[0], strict=True)]
-            )
-            for p, rs in ((proposer, requests), (other, others))
-        ]
-        one, two = ([[(o.accepted, o.token, o.tokens) for o in outcomes] for outcomes in each] for each in found)
-        assert one == two
+        found = []
+        for each, its in ((proposer, requests), (other, others)):
+            drafts = [request.fresh(k) for request in its]
+            ahead = each.draft_outcomes([r.premise(draft, outcomes, k) for r, draft in zip(its, drafts, strict=True)])
+            found.append((drafts, [[(o.accepted, o.token, o.tokens) for o in of_one] for of_one in ahead]))
+        assert found[0] == found[1]

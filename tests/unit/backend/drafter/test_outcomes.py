@@ -177,23 +177,6 @@ def test_outcomes_equal_those_of_a_fresh_sequence(tmp_path: Path) -> None:
         assert one.signs == pytest.approx(two.signs, abs=1e-3)
 
 
-def test_enumeration_leaves_no_row_behind(tmp_path: Path) -> None:
-    head = TinyHead(layers=2)
-    proposer = make_proposer(tmp_path, head)
-    requests = [Request(proposer, head, key, 20 + key) for key in range(3)]
-    held = {r.key: proposer._cache.peek(r.key) for r in requests}
-    # Room is made first: afterwards rows stay where they are.
-    proposer.draft_outcomes([r.premise(r.fresh()) for r in requests])
-    cache = proposer._head.cache
-    before = {k: cache[:, s.start : s.start + s.length].clone() for k, s in held.items() if s is not None}
-    proposer.draft_outcomes([r.premise([1, 2, 3, 4], 16) for r in requests])
-    for request in requests:
-        sequence = held[request.key]
-        assert sequence is not None
-        assert sequence.length == len(request.tokens) - 1
-        assert torch.equal(cache[:, sequence.start : sequence.start + sequence.length], before[request.key])
-
-
 def test_what_cannot_be_enumerated_is_empty(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)

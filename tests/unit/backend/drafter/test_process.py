@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -83,12 +83,21 @@ def model(tmp_path: Path) -> DrafterModel:
 
 
 @pytest.fixture
-def process(tmp_path: Path, model: DrafterModel) -> Iterator[DrafterProcess]:
-    process = DrafterProcess("drafter-0", model, SETTINGS, f"ipc://{tmp_path}/d.sock")
-    process.start()
-    yield process
-    process.stop()
-    assert not process.is_alive
+def start() -> Iterator[Callable[[DrafterProcess], DrafterProcess]]:
+    """Starts a process until the test is over."""
+    with ExitStack() as stack:
+
+        def started(process: DrafterProcess) -> DrafterProcess:
+            process.start()
+            stack.callback(process.stop)
+            return process
+
+        yield started
+
+
+@pytest.fixture
+def process(tmp_path: Path, model: DrafterModel, start: Any) -> DrafterProcess:
+    return start(DrafterProcess("drafter-0", model, SETTINGS, f"ipc://{tmp_path}/d.sock"))
 
 
 def test_stopping_removes_the_socket_and_is_idempotent(process: DrafterProcess) -> None:
@@ -96,28 +105,23 @@ def test_stopping_removes_the_socket_and_is_idempotent(process: DrafterProcess) 
     assert path.exists()
     process.stop()
     process.stop()
+    assert not process.is_alive
     assert not path.exists()
     assert process.stats().drafter_id == "drafter-0"
 
 
-def test_the_fleets_keys_are_needed_over_tcp(model: DrafterModel) -> None:
+def test_the_fleets_keys_are_needed_over_tcp(model: DrafterModel, start: Any) -> None:
     fleet, server = new_server_keys(), new_server_keys()
     with pytest.raises(ValueError, match="CURVE"):
         DrafterProcess("drafter-0", model, SETTINGS, "tcp://127.0.0.1:0")
-    process = DrafterProcess("drafter-0", model, SETTINGS, "tcp://127.0.0.1:0", Wire(fleet), server)
-    process.start()
+    process = start(DrafterProcess("drafter-0", model, SETTINGS, "tcp://127.0.0.1:0", Wire(fleet), server))
     friend = Peer(process.address, "friend", Wire(fleet), server.public)
     stranger = Peer(process.address, "stranger", Wire(new_server_keys()), server.public)
-    try:
-        friend.greet()
-        assert len(friend.ask(1, Open("r", 3, [1, 2, 3], 2)).items[0].tokens) == 4
-        stranger.features.send(encode(Hello(PROTOCOL_VERSION, "stranger", "features", 1)))
-        with pytest.raises(TimeoutError):
-            stranger.receive(stranger.features, 0.3)
-    finally:
-        friend.hub.close()
-        stranger.hub.close()
-        process.stop()
+    friend.greet()
+    assert len(friend.ask(1, Open("r", 3, [1, 2, 3], 2)).items[0].tokens) == 4
+    stranger.features.send(encode(Hello(PROTOCOL_VERSION, "stranger", "features", 1)))
+    with pytest.raises(TimeoutError):
+        stranger.receive(stranger.features, 0.3)
 
 
 def test_an_exchange_that_was_given_up_does_not_happen_later() -> None:
@@ -130,18 +134,13 @@ def test_an_exchange_that_was_given_up_does_not_happen_later() -> None:
     service.replace.assert_not_called()
 
 
-def test_a_crash_is_reported(tmp_path: Path, model: DrafterModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crash_is_reported(tmp_path: Path, model: DrafterModel, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     crashed = threading.Event()
-    process = DrafterProcess("drafter-0", model, SETTINGS, f"ipc://{tmp_path}/d.sock", on_crash=crashed.set)
     monkeypatch.setattr("backend.drafter.service.DrafterService.receive", lambda *_: 1 / 0)
-    process.start()
+    process = start(DrafterProcess("drafter-0", model, SETTINGS, f"ipc://{tmp_path}/d.sock", on_crash=crashed.set))
     peer = Peer(process.address, "v")
-    try:
-        peer.features.send(b"anything")
-        assert crashed.wait(10)
-    finally:
-        peer.hub.close()
-        process.stop()
+    peer.features.send(b"anything")
+    assert crashed.wait(10)
 
 
 def test_a_drafter_with_a_gpu_says_why_it_cannot_use_it(
@@ -153,70 +152,38 @@ def test_a_drafter_with_a_gpu_says_why_it_cannot_use_it(
         DrafterProcess("drafter-0", model, SETTINGS.model_copy(update={"gpus": 0.5}), f"ipc://{tmp_path}/g.sock")
 
 
-def test_a_draft_model_with_other_ids_drafts_the_same_once_loaded_and_one_with_other_tokens_is_refused(tmp_path: Path) -> None:
-    model = DrafterModel(str(TARGET_DIR), str(DRAFT_MODEL_DIR))
-    process = DrafterProcess("drafter-0", model, SETTINGS, f"ipc://{tmp_path}/m.sock")
-    process.start()
-    peer = Peer(process.address, "v")
-    try:
-        drafts = []
-        permuted = write_permuted(DRAFT_MODEL_DIR, tmp_path / "permuted")
-        strange = write_permuted(DRAFT_MODEL_DIR, tmp_path / "strange", range(1100))
-        for directory in (None, permuted, strange):
-            if directory == strange:
-                with pytest.raises(CheckpointError, match="strange: another vocabulary"):
-                    process.swap_head(str(directory))
-            elif directory is not None:
-                process.swap_head(str(directory))
-            peer.greet()
-            peer.features.send(encode(Round("float32", 0, [Open("r", 6, [0, 271, 300, 290, 310, 280], 0)])), b"")
-            drafts.append(peer.wish("r", 6, 4).items[0].tokens)
-        assert len(drafts[0]) == 4
-        assert drafts == [drafts[0]] * 3
-    finally:
-        peer.hub.close()
-        process.stop()
-
-
-@pytest.mark.parametrize("wrong", ["missing", "hidden", "layers", "empty"])
-def test_a_head_that_does_not_fit_is_refused_and_the_present_one_kept(
-    process: DrafterProcess, tmp_path: Path, wrong: str
+def test_a_draft_model_with_other_ids_drafts_the_same_once_loaded_and_one_with_other_tokens_is_refused(
+    tmp_path: Path, start: Any
 ) -> None:
+    model = DrafterModel(str(TARGET_DIR), str(DRAFT_MODEL_DIR))
+    process = start(DrafterProcess("drafter-0", model, SETTINGS, f"ipc://{tmp_path}/m.sock"))
     peer = Peer(process.address, "v")
-    peer.greet()
-    before = peer.ask(1, Open("a", 5, [1, 2, 3, 4, 5], 4)).items[0].tokens
-    other = tmp_path / "other"
-    if wrong == "empty":
-        other.mkdir()
-    elif wrong == "hidden":
-        write_head(other, replace(HEAD, hidden=64), "speculators")
-    elif wrong == "layers":
-        write_head(other, HEAD, "speculators")
-        config = json.loads((other / "config.json").read_text())
-        (other / "config.json").write_text(json.dumps(config | {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}))
-    with pytest.raises(CheckpointError, match="other"):
-        process.swap_head(str(other))
-    # The session goes on as if nobody had asked.
-    assert peer.ask(1, Open("b", 5, [1, 2, 3, 4, 5], 4)).items[0].tokens == before
+
+    def drafted() -> list[int]:
+        peer.greet()
+        peer.features.send(encode(Round("float32", 0, [Open("r", 6, [0, 271, 300, 290, 310, 280], 0)])), b"")
+        return peer.wish("r", 6, 4).items[0].tokens
+
+    before = drafted()
+    assert len(before) == 4
+    process.swap_head(str(write_permuted(DRAFT_MODEL_DIR, tmp_path / "permuted")))
+    assert drafted() == before
+    with pytest.raises(CheckpointError, match="strange: another vocabulary"):
+        process.swap_head(str(write_permuted(DRAFT_MODEL_DIR, tmp_path / "strange", range(1100))))
+    assert drafted() == before
 
 
 def test_what_does_not_fit_into_memory_beside_the_present_model_is_refused(
     process: DrafterProcess, model: DrafterModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("backend.drafter.process.build_proposer", Mock(side_effect=torch.OutOfMemoryError("CUDA")))
-    assert model.head_dir is not None
     with pytest.raises(CheckpointError, match="no memory"):
-        process.swap_head(model.head_dir)
+        process.swap_head(str(model.head_dir))
     process._adopt(process._newest)
     assert "does not follow its target's new weights" in caplog.text
 
 
-def test_without_features_a_head_is_refused(tmp_path: Path, model: DrafterModel) -> None:
-    process = DrafterProcess("d", DrafterModel(model.target_dir, None), SETTINGS, f"ipc://{tmp_path}/n.sock")
-    process.start()
-    try:
-        assert model.head_dir is not None
-        with pytest.raises(CheckpointError, match="send no features"):
-            process.swap_head(model.head_dir)
-    finally:
-        process.stop()
+def test_without_features_a_head_is_refused(tmp_path: Path, model: DrafterModel, start: Any) -> None:
+    process = start(DrafterProcess("d", DrafterModel(model.target_dir, None), SETTINGS, f"ipc://{tmp_path}/n.sock"))
+    with pytest.raises(CheckpointError, match="send no features"):
+        process.swap_head(str(model.head_dir))
