@@ -12,7 +12,10 @@ from tests.support.engine_core import Core, checkpoint
 
 @pytest.fixture
 def core() -> Core:
-    return Core()
+    """No step is under way."""
+    core = Core()
+    core.batch_queue.clear()
+    return core
 
 
 @pytest.fixture

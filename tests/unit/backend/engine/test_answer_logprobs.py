@@ -1,4 +1,4 @@
-"""Which alternatives an answer shows, and the log probabilities of an echoed prompt."""
+"""Which alternatives an answer shows, and the log probabilities of a prompt."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -6,10 +6,13 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm import SamplingParams
 from vllm.entrypoints.generate.base.protocol import DeltaMessage
 from vllm.entrypoints.openai.responses.context import SimpleContext
+from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob, append_logprobs_for_next_position
 
+from backend.engine.front.client import FleetClient
 from backend.engine.front.logprobs import likeliest, with_prompt_logprobs
 from backend.engine.front.serving import ServingResponses
 from tests.support.properties import examples
@@ -44,6 +47,14 @@ async def test_a_prompt_keeps_its_log_probabilities_when_results_are_joined() ->
 
     found = [(prompt, result.prompt_logprobs) async for prompt, result in with_prompt_logprobs(results())]
     assert found == [(0, ["a"]), (1, ["b"]), (0, ["a"]), (1, ["b"])]
+
+
+@pytest.mark.parametrize("asked", [-1, 500])
+async def test_all_of_the_vocabulary_counts_as_many(asked: int) -> None:
+    client: Any = SimpleNamespace(max_prompt_logprobs=1000, model_config=SimpleNamespace(get_vocab_size=lambda: 500))
+    params = SamplingParams(prompt_logprobs=asked, max_tokens=1)
+    with pytest.raises(VLLMValidationError, match="max_prompt_logprobs"):
+        await FleetClient.add_request(client, "a", {"prompt_token_ids": [1, 2]}, params)
 
 
 class Thinking:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,23 +45,16 @@ def test_speculation_is_ours_with_what_is_said_of_it() -> None:
     }
 
 
-def test_vllm_is_told_of_a_draft_model_with_other_ids(tmp_path: Path) -> None:
-    settings = Settings(mode="native")
-    for directory, differs in ((DRAFT_MODEL_DIR, False), (write_permuted(DRAFT_MODEL_DIR, tmp_path), True)):
-        paths = ResolvedModels(str(TARGET_DIR), str(directory), "draft_model")
-        given = engine_arguments(settings, paths)["speculative_config"]
-        assert (given["method"], given["use_heterogeneous_vocab"]) == ("draft_model", differs)
-
-
-def test_vllm_maps_ids_where_only_the_padding_of_vocabularies_differs(tmp_path: Path) -> None:
+def test_vllm_is_told_of_a_draft_model_with_other_ids_or_other_padding(tmp_path: Path) -> None:
     """Qwen2.5's models have one tokenizer, and 151,936 or 152,064 rows."""
-    for file in DRAFT_MODEL_DIR.iterdir():
-        (tmp_path / file.name).symlink_to(file)
-    config = json.loads((DRAFT_MODEL_DIR / "config.json").read_text())
-    (tmp_path / "config.json").unlink()
-    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 128}))
-    paths = ResolvedModels(str(TARGET_DIR), str(tmp_path), "draft_model")
-    assert engine_arguments(Settings(mode="native"), paths)["speculative_config"]["use_heterogeneous_vocab"]
+    permuted, fewer = write_permuted(DRAFT_MODEL_DIR, tmp_path / "permuted"), tmp_path / "fewer"
+    shutil.copytree(DRAFT_MODEL_DIR, fewer)
+    config = json.loads((fewer / "config.json").read_text())
+    (fewer / "config.json").write_text(json.dumps(config | {"vocab_size": config["vocab_size"] - 128}))
+    for directory, differs in ((DRAFT_MODEL_DIR, False), (permuted, True), (fewer, True)):
+        paths = ResolvedModels(str(TARGET_DIR), str(directory), "draft_model")
+        given = engine_arguments(Settings(mode="native"), paths)["speculative_config"]
+        assert (given["method"], given["use_heterogeneous_vocab"]) == ("draft_model", differs)
 
 
 def test_a_head_is_refused_where_vllms_class_gives_no_hidden_states(tmp_path: Path) -> None:

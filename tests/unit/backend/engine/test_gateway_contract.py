@@ -25,22 +25,10 @@ USED_BY_REQUESTS = (
 )  # fmt: skip
 
 
-def attributes_of_self(function) -> set[str]:
+def read_of(function, *owners: str) -> set[str]:
+    """The attributes that it reads of what has one of these names."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
-    }
-
-
-def calls_on_engine_core(function) -> set[str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    return {
-        node.attr
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self.engine_core", "engine_core")
-    }
+    return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) in owners}
 
 
 def source_of(name: str):
@@ -49,15 +37,15 @@ def source_of(name: str):
 
 
 def test_every_attribute_that_async_llm_reads_is_one_we_set():
-    ours = attributes_of_self(FleetClient.__init__) | {"_supported_tasks", "_logger_ref"}
+    ours = read_of(FleetClient.__init__, "self") | {"_supported_tasks", "_logger_ref"}
     for name in USED_BY_REQUESTS[1:]:
-        read = {each for each in attributes_of_self(source_of(name)) if not hasattr(AsyncLLM, each)}
+        read = {each for each in read_of(source_of(name), "self") if not hasattr(AsyncLLM, each)}
         assert read <= ours, f"AsyncLLM.{name} reads {read - ours}"
 
 
 def test_every_call_on_the_engine_core_is_one_we_answer():
     for name in USED_BY_REQUESTS[1:]:
-        for called in calls_on_engine_core(source_of(name)) - {"resources"}:
+        for called in read_of(source_of(name), "self.engine_core", "engine_core") - {"resources"}:
             assert called in vars(FleetCore), f"AsyncLLM.{name} calls engine_core.{called}"
 
 
@@ -81,7 +69,7 @@ def test_signatures_we_call():
 def test_an_exception_in_a_collector_is_not_overwritten():
     source = inspect.getsource(RequestOutputCollector.put)
     assert "self.output is None or isinstance(output, Exception)" in source
-    assert {"queue", "parent_req"} <= set(attributes_of_self(RequestState.__init__))
+    assert {"queue", "parent_req"} <= read_of(RequestState.__init__, "self")
 
 
 def test_where_plain_streams_stand_between():
@@ -108,11 +96,7 @@ def test_our_errors_pass_through_generate():
 
 def test_structured_outputs_are_validated_and_compiled_as_we_expect():
     assert "if structured_outputs_config is None" in inspect.getsource(SamplingParams._validate_structured_outputs)
-    assert "structured_outputs_config" in attributes_of_self(InputProcessor._validate_params)
+    assert "structured_outputs_config" in read_of(InputProcessor._validate_params, "self")
     ours = {"structured_output_request", "sampling_params", "request_id"}
     for method in (StructuredOutputManager.grammar_init, StructuredOutputManager._create_grammar):
-        tree = ast.parse(textwrap.dedent(inspect.getsource(method)))
-        read = {
-            node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "request"
-        }
-        assert read <= ours
+        assert read_of(method, "request") <= ours

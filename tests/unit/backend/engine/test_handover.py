@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
+from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
 from backend.engine import feature_link, features
 from backend.engine.features import FeatureShipper
@@ -81,18 +83,18 @@ class Bench:
     """A verifier's worker, its drafters behind lines, and requests whose tokens and features are drawn from a seed."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, handover_bytes: int) -> None:
-        self.lines: dict[str, Line] = {}
-        monkeypatch.setattr(feature_link, "connect_dealer", lambda wire, address, *_: address)
-        monkeypatch.setattr(feature_link, "Dealer", lambda address: self.lines[address])
-        for name in ("d0", "d1"):
-            service = DrafterService(name, make_proposer(directory / name, HEAD), 60.0)
-            self.lines[name] = Line(service)
+        self.connect(monkeypatch, lambda name: make_proposer(directory / name, HEAD))
         self.shipper = FeatureShipper(lambda head: None, handover_bytes=handover_bytes)
-        self.epoch, self.epochs = 0, dict[DrafterRef, int]()
         generator = torch.Generator().manual_seed(3)
         self.tokens = torch.randint(HEAD.vocab, (4, 400), generator=generator).tolist()
         self.rows = torch.randn((4, 400, HEAD.hidden), generator=generator)
         self.lengths = [0] * 4
+
+    def connect(self, monkeypatch: pytest.MonkeyPatch, make: Callable[[str], Proposer]) -> None:
+        self.lines = {name: Line(DrafterService(name, make(name), 60.0)) for name in ("d0", "d1")}
+        monkeypatch.setattr(feature_link, "connect_dealer", lambda wire, address, *_: address)
+        monkeypatch.setattr(feature_link, "Dealer", lambda address: self.lines[address])
+        self.epoch, self.epochs = 0, dict[DrafterRef, int]()
 
     def assign(self, *names: str) -> None:
         self.epoch += 1
@@ -172,53 +174,6 @@ def test_much_is_handed_over_in_parts_and_in_turns(tmp_path: Path, monkeypatch: 
     # Only one request's turn per step: the other was drafted for without its context at first.
     opens = [item for each in rounds for item in each.items if isinstance(item, Open) and item.request_id == "r1"]
     assert len(opens) == 2
-
-
-@pytest.mark.parametrize("drafter", ["d0", "d1"])
-def test_a_full_queue_loses_nothing_but_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
-    _, stayed = drafts_after(tmp_path / "a", monkeypatch, 1 << 20, moved=False)
-    bench = Bench(tmp_path / "b", monkeypatch, 1 << 20)
-    bench.assign("d0")
-    bench.live(10)
-    bench.assign(drafter)
-    bench.lines[drafter].is_full = True
-    bench.live(1)
-    assert bench.shipper.take_counters()[drafter].dropped == {"overflow": 1}
-    bench.lines[drafter].is_full = False
-    bench.step({i: 1 + (1 + i) % K for i in range(2)})
-    assert bench.lines[drafter].drafts == stayed
-
-
-def test_requests_that_another_drafter_takes_over_are_closed_and_opened_warm_when_they_come_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    moved = next(i for i in range(4) if Pairing(f"r{i}").drafter({"d0": "", "d1": ""}) == "d1")
-    bench = Bench(tmp_path, monkeypatch, 1 << 20)
-    bench.assign("d0")
-    bench.live(6, (moved,))
-    bench.assign("d0", "d1")
-    bench.live(3, (moved,))
-    closed = [item for each in bench.lines["d0"].rounds for item in each.items if isinstance(item, Close)]
-    assert [(item.request_id, item.reason) for item in closed] == [(f"r{moved}", "moved")]
-    bench.assign("d0")
-    bench.live(2, (moved,))
-    got = bench.lines["d0"].drafts
-    bench = Bench(tmp_path / "b", monkeypatch, 1 << 20)
-    bench.assign("d0")
-    bench.live(6, (moved,))
-    bench.live(3, (moved,))
-    bench.live(2, (moved,))
-    assert got == bench.lines["d0"].drafts
-
-
-def test_rows_computed_while_there_was_no_drafter_are_handed_over_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = Bench(tmp_path, monkeypatch, 1 << 20)
-    bench.live(5)
-    bench.assign("d0")
-    bench.live(1)
-    assert bench.shipper.take_counters()["d0"].handovers == 2
-    bench.shipper.finish(["r0", "r1"])
-    assert bench.shipper._logs.held == 0
 
 
 def handed_to(shipper: FeatureShipper) -> set[str]:

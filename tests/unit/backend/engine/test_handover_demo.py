@@ -13,17 +13,13 @@ from tokenizers import Tokenizer
 
 from backend.config.settings import DraftingSettings
 from backend.drafter.process import DrafterModel, build_proposer
-from backend.drafter.service import DrafterService
-from backend.engine import feature_link
 from backend.engine.features import FeatureShipper
-from backend.fleet import DraftCounters, DrafterRef
+from backend.fleet import DraftCounters
 from backend.lab.demo.llama import features, generate, load_llama
 from backend.models.checkpoint import load_fc
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import load_config
-from backend.transport import Wire
-from tests.support.rows import step_of
-from tests.unit.backend.engine.test_handover import K, Line
+from tests.unit.backend.engine.test_handover import Bench, K
 
 REQUESTS, PROMPT, TOKENS, CHANGE_AT = 6, 200, 120, 40
 
@@ -48,41 +44,38 @@ def texts() -> Texts:
     return Texts(text.tolist(), rows)
 
 
+class DemoBench(Bench):
+    """Both drafters have the demo's head."""
+
+    def __init__(self, texts: Texts, monkeypatch: pytest.MonkeyPatch, handover_bytes: int) -> None:
+        model = DrafterModel(str(TARGET_DIR), str(DRAFTER_DIR))
+        self.connect(monkeypatch, lambda name: build_proposer(model, DraftingSettings(gpus=0)))
+        project = load_fc(str(DRAFTER_DIR))
+        self.shipper = FeatureShipper(lambda head: project, handover_bytes=handover_bytes)
+        self.tokens, self.rows, self.lengths = texts.tokens, texts.rows, [0] * REQUESTS
+
+
 def serve(
     texts: Texts, monkeypatch: pytest.MonkeyPatch, handover_bytes: int, changes: bool
 ) -> tuple[float, float, DraftCounters]:
     """Acceptance lengths before and after the change, what was handed over, and the bytes sent to the second drafter."""
-    lines = {}
-    for name in ("d0", "d1"):
-        proposer = build_proposer(DrafterModel(str(TARGET_DIR), str(DRAFTER_DIR)), DraftingSettings(gpus=0))
-        lines[name] = Line(DrafterService(name, proposer, 60.0))
-    monkeypatch.setattr(feature_link, "connect_dealer", lambda wire, address, *_: address)
-    monkeypatch.setattr(feature_link, "Dealer", lambda address: lines[address])
-    project = load_fc(str(DRAFTER_DIR))
-    shipper = FeatureShipper(lambda head: project, handover_bytes=handover_bytes)
+    bench, name, phase = DemoBench(texts, monkeypatch, handover_bytes), "d0", 0
     drafts, accepted = [0, 0], [0, 0]
     lengths = [PROMPT + 1] * REQUESTS
-    shipped = [0] * REQUESTS
-    name, phase = "d0", 0
-    shipper.set_drafters(Wire(), "v", {DrafterRef(name, "i", name, "", 1): 1})
+    bench.assign(name)
     while min(lengths) < PROMPT + TOKENS - K:
         if not phase and min(lengths) >= PROMPT + CHANGE_AT:
-            phase = 1
-            if changes:
-                name = "d1"
-                shipper.set_drafters(Wire(), "v", {DrafterRef(name, "i", name, "", 2): 2})
+            phase, name = 1, "d1" if changes else "d0"
+            bench.assign(name)
         live = [i for i in range(REQUESTS) if lengths[i] < PROMPT + TOKENS - K]
-        requests = [(f"r{i}", shipped[i], lengths[i] - 1 - shipped[i], texts.tokens[i]) for i in live]
-        rows = [texts.rows[i, shipped[i] : lengths[i] - 1] for i in live]
-        shipped = [max(length - 1, 0) if i in live else shipped[i] for i, length in enumerate(lengths)]
         with torch.no_grad():
-            shipper.ship(step_of(requests), [torch.cat(rows)])
+            bench.step({i: lengths[i] - 1 - bench.lengths[i] for i in live})
         for i in live:
-            draft, true = lines[name].drafts[f"r{i}"], texts.tokens[i][lengths[i] : lengths[i] + K]
+            draft, true = bench.lines[name].drafts[f"r{i}"], texts.tokens[i][lengths[i] : lengths[i] + K]
             kept = next((n for n in range(K) if draft[n] != true[n]), K)
             drafts[phase], accepted[phase] = drafts[phase] + 1, accepted[phase] + kept
             lengths[i] += kept + 1
-    taken = shipper.take_counters()
+    taken = bench.shipper.take_counters()
     before, after = (1 + accepted[n] / drafts[n] for n in range(2))
     return before, after, taken["d1"]
 

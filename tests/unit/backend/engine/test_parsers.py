@@ -8,7 +8,6 @@ from vllm.tool_parsers import ToolParserManager
 
 import backend.engine.front.any_model  # noqa: F401  (registers its parser)
 from backend.engine.parsers import ANY_MODEL, REASONING, TOOLS, reasoning_parser, tool_parser
-from backend.models.demo import TARGET_DIR
 
 HERMES = "{% if tools %}<tool_call>{% endif %}"
 
@@ -68,10 +67,6 @@ def test_templates_in_files_and_lists_count(model, tmp_path):
     (tmp_path / "tokenizer_config.json").unlink()
     (tmp_path / "chat_template.jinja").write_text("<|python_tag|>")
     assert tool_parser("auto", folder) == "llama3_json"
-
-
-def test_the_demo_model_gets_the_parser_for_any_model():
-    assert tool_parser("auto", str(TARGET_DIR)) == ANY_MODEL
 
 
 def test_vllm_has_every_parser_of_the_tables():

@@ -45,7 +45,6 @@ def test_sleep_needs_an_engine_that_can(core: Core, control: WeightControl) -> N
 
 def test_weights_that_are_awake_are_updated_while_the_kv_cache_sleeps(core: Core, control: WeightControl) -> None:
     """A trainer on the same GPU has room for both only afterwards."""
-    core.batch_queue.clear()
     core.paused = True
     core.sleeping_tags = {"weights", "kv_cache"}
     for call in (control.reload_weights, control.start_weight_update):
@@ -66,7 +65,6 @@ def test_weights_that_are_awake_are_updated_while_the_kv_cache_sleeps(core: Core
 def test_a_pause_keeps_aborts_or_waits(core: Core, control: WeightControl) -> None:
     sent: list[Any] = []
     control.on_outputs = sent.append
-    core.batch_queue.clear()
     core.requests = {"one": asked("one")}
     control.pause("keep")
     assert (core.log, core.requests != {}, control.is_paused) == (["begin"], True, True)
@@ -93,7 +91,6 @@ def test_a_pause_keeps_aborts_or_waits(core: Core, control: WeightControl) -> No
 def test_a_pause_that_is_over_before_its_requests_have_ended_does_not_come_back(
     core: Core, control: WeightControl, end: str
 ) -> None:
-    core.batch_queue.clear()
     core.requests = {"one": asked("one")}
     waiting = control.pause("wait")
     assert waiting is not None
@@ -121,7 +118,6 @@ def test_an_update_leaves_a_pause_alone(core: Core, control: WeightControl, mode
         update_by_tensors(control, control.look)
 
     for update in (control.reload_weights, by_tensors):
-        core.batch_queue.clear()
         core.requests = {"one": asked("one")}
         answered = control.pause(mode)
         update()
@@ -140,7 +136,7 @@ def test_requests_whose_adapter_is_gone_end_before_the_others_go_on(core: Core, 
     outputs: list[Any] = []
     control.on_outputs = outputs.append
     core.requests = {"a": asked("a", 1), "b": asked("b", 2), "c": asked("c"), "d": asked("d", 2)}
-    core.unreadable, core.batch_queue = {2}, []
+    core.unreadable = {2}
     control.reload_weights(checkpoint(tmp_path / "new", a=(2, 3), b=(4,)))
     assert core.log[-4:-1] == ["adapter 1", "adapter 2", "resume"]
     assert sorted(core.requests) == ["a", "c"]

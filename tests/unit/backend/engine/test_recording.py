@@ -1,12 +1,8 @@
-"""Rows made from what a scheduler reports: they add up to the counters, whatever happens in between."""
+"""Rows made from what a scheduler reports.  (That they add up to the counters: `tests/integration/test_records.py`.)"""
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from backend.engine.counting import Counters
 from backend.engine.recording import Recording
@@ -22,7 +18,6 @@ from backend.records.rows import (
     name_for_records,
 )
 from backend.speculation.waiting import Ask, Choice, Foresight, Plan, Prospect, StepLoad
-from tests.support.properties import examples
 
 
 class Kept:
@@ -161,44 +156,3 @@ def test_a_change_of_plan_belongs_to_the_step_that_comes() -> None:
 )
 def test_rows_carry_the_clients_own_id(arguments: dict[str, object] | None, name: str) -> None:
     assert name_for_records("engine-id", arguments) == name
-
-
-verifications = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4), st.integers(0, 2)), min_size=1, max_size=6)
-
-
-@examples(40)
-@given(
-    st.lists(st.tuples(verifications, st.floats(0, 1), st.sampled_from(["no_work", "awaiting_draft"]), st.floats(0, 1))),
-)
-def test_rows_add_up(steps: list[tuple[list[tuple[int, int, int]], float, str, float]]) -> None:
-    kept, recording, counters = made()
-    for i in range(6):
-        recording.began(f"r{i}", f"r{i}", 0.0, 1)
-    emitted: Counter[str] = Counter()
-    for outcomes, idle, cause, busy in steps:
-        counters.idle(cause, idle)
-        recording.prefilled(0)
-        for i, (drafted, accepted, cut) in enumerate(outcomes):
-            accepted = min(drafted, accepted)
-            recording.verified(f"r{i}", 1, drafted, accepted, "d0" if drafted else "", False)
-            tokens = max(1, accepted + 1 - cut)
-            recording.emitted(f"r{i}", tokens)
-            emitted[f"r{i}"] += tokens
-        step(recording, counters, busy)
-    for i in range(6):
-        recording.ended(f"r{i}", "length")
-    rows, step_rows, requests = kept.of(VerificationRow), kept.of(StepRow), kept.of(RequestRow)
-    for row in requests:
-        mine = [each for each in rows if each.request_id == row.request_id]
-        assert row.tokens == sum(each.tokens for each in mine) == emitted[row.request_id]
-        assert row.verifications == len(mine)
-        assert row.accepted == sum(each.accepted for each in mine)
-    for row in step_rows:
-        mine = [each for each in rows if each.step == row.step]
-        assert row.tokens == sum(each.tokens for each in mine)
-        assert row.requests == len(mine)
-        assert row.drafted_tokens == sum(each.tokens for each in mine if each.draft_tokens)
-    stats = counters.stats
-    accounted = sum(row.busy_ms + sum(row.idle_ms.values()) for row in step_rows)
-    assert accounted == pytest.approx(1e3 * (stats.busy_s + sum(stats.idle_s.values())), abs=1e-6)
-    assert len(step_rows) == stats.steps

@@ -2,6 +2,7 @@
 
 import asyncio
 from typing import Any
+from unittest import mock
 
 import pytest
 from vllm.renderers import ChatParams, TokenizeParams, renderer_from_config
@@ -19,19 +20,6 @@ def renderer():
     made.shutdown()
 
 
-def handed_over(renderer: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What goes to the renderer's threads from now on."""
-    given: list[Any] = []
-    submit = renderer._executor.submit
-
-    def noted(*args: Any) -> Any:
-        given.append(args)
-        return submit(*args)
-
-    monkeypatch.setattr(renderer._executor, "submit", noted)
-    return given
-
-
 def tokens(renderer: Any, content: str, **arguments: Any) -> list[int]:
     async def render() -> list[int]:
         messages: list[Any] = [{"role": "user", "content": content}]
@@ -44,18 +32,17 @@ def tokens(renderer: Any, content: str, **arguments: Any) -> list[int]:
     return asyncio.run(render())
 
 
-def test_short_prompts_take_no_thread_and_long_ones_do(renderer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_prompts_take_no_thread_and_long_ones_do(renderer: Any) -> None:
     short, long = "def f(x):", "x" * (SHORT + 1)
     before = [tokens(renderer, each) for each in (short, long)]
     short_prompts_at_once(renderer)
-    given = handed_over(renderer, monkeypatch)
-    assert tokens(renderer, short) == before[0]
-    assert not given
-    assert tokens(renderer, long) == before[1]
-    assert len(given) == 2
-    given.clear()
-    tokens(renderer, short, documents=[{"title": "a", "text": "b"}])
-    assert len(given) == 1, "a list that came with the request went through the template in the event loop"
+    with mock.patch.object(renderer._executor, "submit", wraps=renderer._executor.submit) as submit:
+        assert tokens(renderer, short) == before[0]
+        submit.assert_not_called()
+        assert tokens(renderer, long) == before[1]
+        assert submit.call_count == 2
+        tokens(renderer, short, documents=[{"title": "a", "text": "b"}])
+        assert submit.call_count == 3, "a list that came with the request went through the template in the event loop"
 
 
 def test_an_error_of_a_template_reaches_who_awaits_it(renderer: Any) -> None:

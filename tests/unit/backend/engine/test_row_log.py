@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from backend.engine import feature_link, features
 from backend.engine.features import FeatureShipper
-from backend.engine.row_log import MOST_WAITING, RowLogs, next_row
+from backend.engine.row_log import MOST_WAITING, RowLogs
 from backend.fleet import DrafterRef
 from backend.transport import Wire
 from backend.wire.drafting import (
@@ -46,6 +46,7 @@ class Drafter:
 
     def __init__(self) -> None:
         self.is_full = False
+        self.refused = 0
         self.inbox: deque[list[bytes]] = deque()
         self.texts: dict[str, int] = {}
         """Tokens of each request that is open here."""
@@ -57,6 +58,7 @@ class Drafter:
         if isinstance(message, Hello):
             return True
         if self.is_full:
+            self.refused += 1
             return False
         assert isinstance(message, Round)
         rows = torch.frombuffer(bytearray(frame), dtype=torch.float32).view(-1, 2).tolist() if frame else []
@@ -168,6 +170,8 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
             assert drafters["d0"].texts[name] > end
         shipper.finish(NAMES)
         assert log.held == 0
+        counted = shipper.take_counters()
+        assert all(counted[name].dropped.get("overflow", 0) == each.refused for name, each in drafters.items())
 
 
 def test_rows_of_requests_that_have_ended_are_never_projected() -> None:
@@ -225,23 +229,3 @@ def test_logged_rows_are_copies_of_all_layers_side_by_side(rejected: int) -> Non
     last = 2 + rejected
     assert log["a"].part(0, 2) == torch.tensor([[0.0, 10.0], [1.0, 11.0]]).numpy().tobytes()
     assert log["b"].part(5, 6) == torch.tensor([[last, 10.0 + last]]).numpy().tobytes()
-
-
-@pytest.mark.parametrize(
-    ("sent", "room", "at"),
-    [
-        (None, None, 10),
-        (None, 30, 10),
-        (None, 29, 40),
-        (range(10, 40), 0, 40),
-        (range(10, 35), 5, 35),
-        (range(10, 35), 4, 40),
-        (range(5, 8), None, 10),
-        (range(35, 40), None, 10),
-        (range(35, 40), 29, 40),
-        (range(35, 45), 29, 45),
-        (range(50), 0, 50),
-    ],
-)
-def test_a_cursor_goes_on_goes_back_or_waits(sent: range | None, room: int | None, at: int) -> None:
-    assert next_row(sent, 10, 40, room) == at

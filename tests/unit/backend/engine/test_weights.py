@@ -22,6 +22,7 @@ from tests.support.engine_core import Core, checkpoint, tensors
 
 
 def test_weights_are_loaded_between_steps_and_requests_go_on(core: Core, control: WeightControl, tmp_path: Path) -> None:
+    core.batch_queue = ["a", "b"]
     control.reload_weights(checkpoint(tmp_path / "new", a=(2, 3), b=(4,)))
     assert core.log == ["step b", "step a", "begin", "load new", "reset", "renewed", "resume", "on"]
     assert not control.is_paused
@@ -50,7 +51,6 @@ def test_other_shapes_are_refused_before_anything_happens(
 
 def test_half_loaded_weights_are_replaced_by_the_earlier_ones(core: Core, control: WeightControl, tmp_path: Path) -> None:
     new = checkpoint(tmp_path / "new", a=(2, 3), b=(4,))
-    core.batch_queue.clear()
     core.broken = {"new"}
     with pytest.raises(ValueError, match="could not be loaded: torn"):
         control.reload_weights(new)
@@ -96,7 +96,6 @@ def test_tensors_wait_in_host_memory_for_the_rest_of_their_layer(monkeypatch: py
 
 
 def test_tensors_come_in_parts(core: Core, control: WeightControl) -> None:
-    core.batch_queue.clear()
     with pytest.raises(ValueError, match="start_weight_update"):
         control.update_weights(tensors(a=(2, 3)))
     with pytest.raises(ValueError, match="start_weight_update"):
@@ -137,7 +136,6 @@ def test_a_tensor_that_is_sent_again_is_loaded_once(
 
 
 def test_an_update_that_stays_incomplete_or_fails_leaves_the_weights_of_a_directory(core: Core, control: WeightControl) -> None:
-    core.batch_queue.clear()
     control.start_weight_update()
     control.update_weights(tensors(a=(2, 3)))
     with pytest.raises(ValueError, match="1 tensors did not come, b"):
@@ -152,7 +150,6 @@ def test_an_update_that_stays_incomplete_or_fails_leaves_the_weights_of_a_direct
 
 
 def test_an_update_of_which_nothing_came_is_refused_and_keeps_the_weights(core: Core, control: WeightControl) -> None:
-    core.batch_queue.clear()
     control.start_weight_update()
     control.update_weights(tensors(a=(2, 3), b=(4,)))
     control.finish_weight_update("7", 3)
@@ -181,7 +178,6 @@ def test_tensors_that_come_another_way_are_refused_and_the_update_goes_on(
     core: Core, control: WeightControl, backend: str, sent: Any, said: str
 ) -> None:
     core.vllm_config.weight_transfer_config.backend = backend
-    core.batch_queue.clear()
     control.start_weight_update()
     with pytest.raises(ValueError, match=said):
         control.update_weights(sent)
@@ -193,7 +189,6 @@ def test_an_update_whose_trainer_has_died_is_given_up(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr("backend.engine.weights.time.monotonic", lambda: now)
-    core.batch_queue.clear()
     control.start_weight_update()
     now += weights.UPDATE_PATIENCE_S
     control.update_weights(tensors(a=(2, 3)))
