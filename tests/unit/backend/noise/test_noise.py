@@ -17,6 +17,7 @@ from torch import Tensor
 from backend import noise
 from backend.noise import cpu
 from tests.support.properties import examples
+from tests.support.statistics import chi_square
 from tests.support.true_noise import philox, true_gumbel, true_noise
 
 CHANCE_OF_FALSE_ALARM = 1e-4
@@ -208,29 +209,18 @@ PROBABILITIES = [0.4, 0.25, 0.15, 0.1, 0.06, 0.03, 0.01]
 DRAWS = 20_000
 
 
-def excess(counts: Tensor, expected: Tensor) -> float:
-    """The probability of counts as far from the expected ones, were they right."""
-    freedom = counts.numel() - 1
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    return float(1 - torch.special.gammainc(torch.tensor(freedom / 2).double(), torch.tensor(statistic / 2).double()))
-
-
 def draw(seeds: Tensor, positions: Tensor, scale: float = 1.0) -> Tensor:
     logits = torch.tensor(PROBABILITIES).log().expand(len(seeds), -1)
     ones = torch.ones(len(seeds))
     return noise.choose(logits, seeds, positions, ones, scale * ones).columns
 
 
-def likelihood(columns: Tensor) -> float:
-    counts = torch.bincount(columns, minlength=len(PROBABILITIES)).double()
-    return excess(counts, torch.tensor(PROBABILITIES).double() * len(columns))
-
-
 def test_tokens_are_samples_over_seeds_and_over_positions() -> None:
     many, one = torch.arange(DRAWS), torch.full((DRAWS,), 12345)
     spread = many * 0x9E3779B97F4A7C1  # Seeds that differ in both halves.
     for seeds, positions in ((many, one), (spread, one), (one, many), (one << 40, many)):
-        assert likelihood(draw(seeds, positions)) > CHANCE_OF_FALSE_ALARM
+        drawn = draw(seeds, positions).tolist()
+        assert chi_square(drawn, dict(enumerate(PROBABILITIES))) > CHANCE_OF_FALSE_ALARM
 
 
 @pytest.mark.parametrize("step", ["position", "seed", "token"])
@@ -246,17 +236,12 @@ def test_neighbours_are_independent(step: str) -> None:
         correlations = exceedances.T @ exceedances / DRAWS * 4 - torch.eye(9).double()
         assert float(correlations.abs().max()) < 4.5 / math.sqrt(DRAWS)
         return
-    size = len(PROBABILITIES)
     first = draw(many, one) if step == "seed" else draw(one, many)
     second = draw(many + 1, one) if step == "seed" else draw(one, many + 1)
     # Every other pair shares no draw with the next.
-    pairs = (first * size + second)[::2]
-    p = torch.tensor(PROBABILITIES).double()
-    expected = (p[:, None] * p[None, :]).flatten() * len(pairs)
-    often = expected >= 5
-    counts = torch.bincount(pairs, minlength=size * size).double()
-    merged = torch.cat([counts[often], counts[~often].sum(0, keepdim=True)])
-    assert excess(merged, torch.cat([expected[often], expected[~often].sum(0, keepdim=True)])) > CHANCE_OF_FALSE_ALARM
+    pairs = list(zip(first.tolist(), second.tolist(), strict=True))[::2]
+    product = {(i, j): p * q for i, p in enumerate(PROBABILITIES) for j, q in enumerate(PROBABILITIES)}
+    assert chi_square(pairs, product) > CHANCE_OF_FALSE_ALARM
 
 
 def test_compiles_where_nothing_can_be_kept(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.speculation.budget import _convex, spend, survivals
+from backend.speculation.budget import spend, survivals
 from tests.support.speculator import spent_on
 
 ROWS = st.lists(st.lists(st.floats(0.01, 0.999), max_size=4).map(survivals), min_size=1, max_size=4)
@@ -50,17 +50,3 @@ def test_what_the_first_draft_token_costs_more_is_no_price_of_the_others() -> No
     assert spent.lengths == [0]
     assert spent.threshold == pytest.approx(0.3), "a drafter goes on below what does not pay by itself"
     assert spend([[]] * 4, times[:2]).lengths == [0] * 4
-
-
-@given(st.lists(st.sampled_from([0.0, 0.1, 1.0, 3.0]), min_size=2, max_size=12))
-def test_the_convex_curve_is_the_greatest_below_the_times(rises: list[float]) -> None:
-    times = curve(rises)
-    convex = _convex(times)
-    for n in range(1, len(times)):
-        below = (
-            times[n] if a == b else times[a] + (times[b] - times[a]) * (n - a) / (b - a)
-            for a in range(1, n + 1)
-            for b in range(n, len(times))
-        )
-        assert convex[n] == pytest.approx(min(below))
-    assert convex[0] == convex[1]

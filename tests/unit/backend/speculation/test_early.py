@@ -1,4 +1,4 @@
-"""Which steps may begin before the text of the one before is known."""
+"""Steps that may begin, and drafts that are asked for, before the text of the step before is known."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 
 from backend.speculation.candidates import RESTS_AFTER
 from backend.speculation.chances import Rule
-from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
+from backend.speculation.speculator import NOTHING
+from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask, Choice
 from backend.wire.drafting import Draft
 from backend.wire.engine import RequestOptions
-from tests.support.driven_speculator import Drafter, Driven, speculator
+from tests.support.driven_speculator import LONGEST_WAIT_S, Drafter, Driven, K, one, speculator
 
 
 def test_steps_begin_early_while_nobody_is_asked_and_no_look_up_pays() -> None:
@@ -35,19 +36,72 @@ def test_after_early_steps_every_request_is_looked_up() -> None:
     assert {name: request.looked_up_at for name, request in driven.speculator.candidates.requests.items()} == at
 
 
-@pytest.mark.parametrize("asked", [RequestOptions(mode="sync"), RequestOptions(mode="ahead"), RequestOptions(prediction=[1])])
-def test_no_step_begins_early_for_a_request_that_wants_drafts(asked: RequestOptions) -> None:
+def about_to_be_early() -> Driven:
+    """After an early step, before another one."""
     driven = Driven(speculator("auto", lookups=True), Drafter(0.02), requests=24, early=True)
     while not driven.step().is_early or not driven.speculator.may_be_early():
         pass
+    return driven
+
+
+@pytest.mark.parametrize("asked", [RequestOptions(mode="sync"), RequestOptions(mode="ahead"), RequestOptions(prediction=[1])])
+def test_no_step_begins_early_for_a_request_that_wants_drafts(asked: RequestOptions) -> None:
+    driven = about_to_be_early()
     driven.speculator.candidates.asked("new", asked, 3)
     driven.speculator.ended("new", [1, 2, 3], 2, Rule.GREEDY, 100.0)
     assert not driven.speculator.may_be_early()
 
 
 def test_drafts_that_come_late_are_looked_at_before_another_step_begins_early() -> None:
-    driven = Driven(speculator("auto", lookups=True), Drafter(0.02), requests=24, early=True)
-    while not driven.step().is_early or not driven.speculator.may_be_early():
-        pass
+    driven = about_to_be_early()
     driven.speculator.arrived("d0", [Draft("r0", len(driven.texts["r0"]), [1])], 1e-3, driven.now)
     assert not driven.speculator.may_be_early()
+
+
+def test_the_drafts_behind_a_step_are_asked_for_with_it() -> None:
+    made, text = one()
+    assert made.attach(["r"], 0, 100.2).asks == {"r": (K, 0.0)}
+    text.append(7)
+    made.ended("r", text, 6, Rule.GREEDY, 100.21)
+    assert made.hold(["r"], 0, 100.21) == pytest.approx(100.21 + LONGEST_WAIT_S), "asked for, though nothing was sent since"
+    ((verdict, waited_s),) = made.arrived("d0", [Draft("r", 7, [8, 9], [8.0] * 4)], 1e-3, 100.22)
+    assert verdict == "ready"
+    assert waited_s == pytest.approx(0.01)
+    assert made.ask(100.22) == {}
+    assert made.hold(["r"], 0, 100.22) is None
+    assert made.attach(["r"], 0, 100.22).tokens == {"r": [8, 9]}
+
+
+def test_nothing_is_asked_early_where_the_outcome_decides() -> None:
+    made, _ = one("ahead")
+    assert made.attach(["r"], 0, 100.2).asks == {}, "it may be drafted for already"
+    repeating, text = one(lookups=True)
+    text += [1, 2, 3, 4, 5, 6]
+    repeating.learn(0.0)
+    attached = repeating.attach(["r"], 0, 100.3)
+    assert attached.tokens
+    assert attached.asks == {}, "its own text may go on so"
+
+
+def test_nobody_waits_for_a_draft_that_a_look_up_has_replaced() -> None:
+    made, text = one(lookups=True)
+    assert made.attach(["r"], 0, 100.2).asks
+    text += [1, 2, 3, 4, 5, 6]
+    made.ended("r", text, 6, Rule.GREEDY, 100.21)
+    made.learn(0.0)
+    assert made.ask(100.21) == {}
+    assert made.hold(["r"], 0, 100.21) is None
+    assert made.arrived("d0", [Draft("r", 12, [9, 9])], 1e-3, 100.22)[0][0] == "ready"
+
+
+def test_drafts_asked_for_before_drafters_were_given_up_are_not_waited_for() -> None:
+    made, text = speculator("auto"), [1, 2, 3, 4, 5, 6]
+    made.ended("r", text, 5, Rule.GREEDY, 100.0)
+    made._asking.choice = Choice(Ask.DRAFT, K, 0.0)
+    while not made.attach(["r"], 0, 100.2).asks:
+        """A probe."""
+    made._asking.choice = NOTHING
+    text.append(7)
+    made.ended("r", text, 6, Rule.GREEDY, 100.21)
+    assert made.ask(100.21) == {}
+    assert made.hold(["r"], 0, 100.21) is None
