@@ -1,17 +1,11 @@
-"""Tables made of rows: their columns are a contract, and their numbers add up whatever the rows were."""
+"""Tables made of rows: their columns are a contract.  (That they add up: `tests/integration/served/test_rollout.py`.)"""
 
 from __future__ import annotations
 
-import csv
-import io
-from collections import defaultdict
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from backend.records.kept import KeptRows, RowBatch
@@ -20,7 +14,6 @@ from backend.records.summary import ENOUGH, WORST
 from backend.rollout import tables
 from backend.rollout.outcome import Death, RoundResult, WorkerShare
 from backend.rollout.report import round_report
-from tests.support.properties import examples
 
 
 def step(number: int, verified: list[VerificationRow], began_at: float, interval_ms: float) -> StepRow:
@@ -43,53 +36,9 @@ def step(number: int, verified: list[VerificationRow], began_at: float, interval
     )
 
 
-@st.composite
-def rounds(draw: st.DrawFn) -> WorkerShare:
-    """Requests of random lengths, verified in random steps; some of them are not this rollout's."""
-    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=6))
-    names = {f"0-{number}-1": number for number in range(len(lengths))}
-    left = dict(zip(names, lengths, strict=True))
-    made: dict[str, list[VerificationRow]] = defaultdict(list)
-    kept = KeptRows(10_000)
-    ended: list[RequestRow] = []
-    now, number = 1000.0, 7
-    while left:
-        ready = draw(st.lists(st.sampled_from(sorted(left)), min_size=1, unique=True))
-        rows = []
-        for name in ready:
-            drafted = draw(st.integers(0, 4)) if made[name] else 0
-            accepted = draw(st.integers(0, drafted))
-            tokens = min(accepted + 1, left[name])
-            row = VerificationRow(number, name, 5, drafted, accepted, tokens, "d" if drafted else "", False, True)
-            made[name].append(row)
-            rows.append(row)
-            left[name] -= tokens
-            if not left[name]:
-                del left[name]
-        interval_ms = draw(st.floats(0.5, 50.0))
-        now += interval_ms / 1e3
-        for row in rows:
-            kept.put(row)
-            if row.request_id not in left:
-                mine = made[row.request_id]
-                tokens = sum(each.tokens for each in mine)
-                ended.append(ended_row(str(names[row.request_id]), tokens, now))
-        kept.put(step(number, rows, now, interval_ms))
-        number += 1
-    dropped = draw(st.sets(st.sampled_from(sorted(names)), max_size=2))
-    names = {name: number for name, number in names.items() if name not in dropped}
-    part = WorkerShare(0, kept.take(), [row for row in ended if int(row.request_id) in names.values()])
-    RoundResult(0, parts=[part]).settle(names)
-    return part
-
-
 def ended_row(request_id: str, tokens: int, ended_at: float) -> RequestRow:
     """As a round makes it; `settle` counts the verifications."""
     return RequestRow(request_id, 999.0, 1000.0, ended_at, 5, tokens, 0, 0, 0, "length", teacher_forced=True)
-
-
-def read(columns: tuple[str, ...], rows: tables.Table) -> list[dict[str, Any]]:
-    return list(csv.DictReader(io.StringIO(tables.csv_text(columns, rows))))
 
 
 def test_columns_are_the_contract() -> None:
@@ -102,48 +51,6 @@ def test_columns_are_the_contract() -> None:
         "spec_draft_total,spec_accepted_total"
     )
     assert markov == "acc_token_num,draft_token_num,verify_token_num,cur_step,req_id"
-
-
-@examples(40)
-@given(rounds())
-def test_tables_add_up(part: WorkerShare) -> None:
-    rows = part.rows
-    perf = read(tables.PERF_COLUMNS, tables.perf_table(rows.steps))
-    requests = read(tables.REQUEST_COLUMNS, tables.request_table(rows.requests))
-    markov = read(tables.MARKOV_COLUMNS, tables.markov_table(rows.verifications))
-
-    assert {row["req_id"] for row in requests} == {each.request_id for each in part.ended}
-    by_request: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in markov:
-        by_request[row["req_id"]].append(row)
-        assert int(row["verify_token_num"]) == int(row["draft_token_num"]) + 1
-        assert 1 <= int(row["acc_token_num"]) <= int(row["verify_token_num"])
-    for row in requests:
-        mine = by_request[row["req_id"]]
-        assert (
-            sum(int(each["acc_token_num"]) for each in mine) == int(row["response_length"]) == int(row["spec_accepted_total"])
-        )
-        assert len(mine) == int(row["rollout_step"])
-        assert sum(int(each["draft_token_num"]) for each in mine) == int(row["spec_draft_total"])
-        drafted = int(row["spec_draft_total"])
-        rate = int(row["spec_matched_total"]) / drafted if drafted else 0
-        assert float(row["spec_accept_rate"]) == pytest.approx(rate, abs=1e-6)
-    assert [(int(r["response_length"]), int(r["req_id"])) for r in requests] == sorted(
-        (int(r["response_length"]), int(r["req_id"])) for r in requests
-    )
-    order = [(int(row["req_id"]), int(row["cur_step"])) for row in markov]
-    assert order == sorted(order)
-    assert len(set(order)) == len(order)
-
-    assert len(perf) == len(rows.steps)
-    for place, (row, source) in enumerate(zip(perf, rows.steps, strict=True)):
-        assert int(row["step_tokens"]) == source.tokens
-        wall_s = (float(row["step_interval"]) if place else source.busy_ms) / 1e3
-        assert float(row["step_tgs"]) == pytest.approx(int(row["step_tokens"]) / int(row["step_batchsize"]) / wall_s, rel=1e-2)
-        assert all(
-            len(row[name].partition(".")[2]) == 3 for name in ("step_interval", "draft_time", "verify_time", "idle_time")
-        )
-    assert float(perf[0]["step_ts"]) == float(perf[0]["step_interval"]) == float(perf[0]["idle_time"]) == 0
 
 
 def test_the_first_step_of_a_verifier_that_came_back_follows_the_last_of_the_one_before() -> None:
@@ -189,6 +96,19 @@ def settled(*parts: WorkerShare, deaths: Sequence[Death] = ()) -> RoundResult:
         finished.responses[int(row.request_id)] = SimpleNamespace(outputs=[output])
     finished.settle({f"0-{number}-1": number for number in range(100)})
     return finished
+
+
+def test_tables_of_a_worker() -> None:
+    """A verification of somebody else's request and the time before the first step are not of the round."""
+    made = part(0, 5, 3)
+    foreign = replace(made.rows.verifications[0], request_id="other")
+    made.rows.verifications = [*reversed(made.rows.verifications), foreign]
+    settled(made)
+    assert {name: text.splitlines()[1:] for name, text in tables.of_worker(made.rows).items()} == {
+        "perf": ["1250.000,5,5.000,1,0.000,0.000,4,1.250,2.500,0.000", "3.000,3,3.000,1,1.000,1000.000,4,1.250,2.500,0.750"],
+        "request": ["1,3000.000,1,5,3,0.500000,2,4,3", "0,3000.000,1,5,5,1.000000,4,4,5"],
+        "markov": ["5,4,5,0,0", "3,4,5,1,1"],
+    }
 
 
 def test_the_report_names_the_straggler_and_the_dead() -> None:
