@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -18,16 +19,11 @@ from tests.support.fake_verifier import eventually
 
 
 async def test_a_process_that_cannot_be_started_now_is_started_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    began = []
-
-    async def start(*args: str, **_: object) -> None:
-        began.append(args)
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
+    start = AsyncMock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
     monkeypatch.setattr("gateway.peers.BACKOFF_S", (0.001, 0.001))
     keeping = asyncio.create_task(Peers(tmp_path, 0, 2, command=lambda *_: ["x"])._keep(1, 0))
-    await eventually(lambda: len(began) > 1 or keeping.done())
+    await eventually(lambda: start.call_count > 1 or keeping.done())
     assert not keeping.done()
     keeping.cancel()
 
@@ -38,13 +34,10 @@ def test_families_of_several_processes_stand_together() -> None:
 
 
 async def test_a_call_that_fails_has_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(gateway: object) -> None:
-        raise NotFound("x")
-
     asking, asked = (Peers(tmp_path, number, 2) for number in range(2))
     assert await asking._ask("ready") == {}, "nobody is there"
     await asked.start(cast(Any, SimpleNamespace(reloader=None)), 0)
-    monkeypatch.setitem(_CALLS, "ready", fail)
+    monkeypatch.setitem(_CALLS, "ready", AsyncMock(side_effect=NotFound("x")))
     assert await asking._ask("ready") == {}
     assert not await asking.ready()
     monkeypatch.setitem(_CALLS, "ready", lambda gateway, *given: given)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -39,9 +41,6 @@ def test_the_lock_is_exact_and_knows_no_cuda() -> None:
 
 
 def test_what_we_declare_is_locked() -> None:
-    import re
-    import tomllib
-
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     locked = {re.sub(r"[-_.]+", "-", name).lower() for name in pins("constraints-cpu.txt")}
     declared = {re.sub(r"[-_.]+", "-", re.split(r"[<>=\[ ]", line)[0]).lower() for line in project["dependencies"]}

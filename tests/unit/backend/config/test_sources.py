@@ -10,13 +10,21 @@ import pytest
 from hypothesis import given
 
 from backend.config import Settings
-from backend.config.sources import ALIASES, ConfigError, flag, leaves, load, read_variables, variable
+from backend.config.sources import ALIASES, ConfigError, flag, leaves, load, merge, read_variables, variable
 
 
 def write(tmp_path: Path, text: str) -> str:
     file = tmp_path / "fleet.yaml"
     file.write_text(text)
     return str(file)
+
+
+def refusal(*arguments: str) -> str:
+    """The line that says what is wrong."""
+    with pytest.raises(ConfigError) as error:
+        load(arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def test_each_source_beats_the_next_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,10 +87,7 @@ def test_a_wrong_flag_or_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, a
     if arguments[0].isupper():
         name, _, value = arguments.pop().partition("=")
         monkeypatch.setenv(f"OUTRIDER_{name}", value)
-    with pytest.raises(ConfigError) as error:
-        load(arguments)
-    assert str(error.value).startswith(line)
-    assert "\n" not in str(error.value)
+    assert refusal(*arguments).startswith(line)
 
 
 @pytest.mark.parametrize(
@@ -103,12 +108,10 @@ def test_a_wrong_flag_or_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, a
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, line: str) -> None:
     file = write(tmp_path, text)
-    with pytest.raises(ConfigError) as error:
-        load(["--config", file])
-    assert line in str(error.value)
-    assert file in str(error.value)
-    assert "\n" not in str(error.value)
-    assert "hush" not in str(error.value)
+    said = refusal("--config", file)
+    assert line in said
+    assert file in said
+    assert "hush" not in said
 
 
 def test_names_are_unique() -> None:
@@ -119,8 +122,6 @@ def test_names_are_unique() -> None:
 
 @given(st.sampled_from([(p, i) for p, i in leaves() if i.get_default(call_default_factory=True) not in (None, {})]))
 def test_every_default_survives_the_environment(leaf: Any) -> None:
-    from backend.config.sources import merge
-
     path, info = leaf
     default = info.get_default(call_default_factory=True)
     assert merge([read_variables({variable(path): str(default)})]).settings == Settings()

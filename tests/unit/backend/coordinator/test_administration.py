@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from backend.coordinator.administration import KEPT, Administration
 from backend.coordinator.commands import (
     Add,
+    Answer,
     AnyCommand,
     Assign,
     CommandRefused,
@@ -22,8 +23,9 @@ from backend.coordinator.commands import (
 )
 from backend.coordinator.messages import OperationProgress
 from backend.coordinator.policy import Coordinator
+from backend.fleet import Draining
 from tests.support.properties import examples
-from tests.unit.backend.coordinator.test_policy import fleet, member, report
+from tests.unit.backend.coordinator.test_policy import fleet, member, report, view
 
 
 def administration(verifiers: int = 2, drafters: int = 2, has_drafters: bool = True) -> tuple[Administration, Coordinator]:
@@ -32,14 +34,23 @@ def administration(verifiers: int = 2, drafters: int = 2, has_drafters: bool = T
     return Administration(policy, 30.0, has_drafters), policy
 
 
+def done(answer: Answer) -> Done:
+    assert isinstance(answer, Done)
+    return answer
+
+
+def reason(answer: Answer) -> str:
+    assert isinstance(answer, CommandRefused)
+    return answer.reason
+
+
 def states(policy: Coordinator, now: float = 0.0) -> dict[str, str]:
     return {view.member.id: view.member.state for view in policy.snapshot(now).members}
 
 
 def test_a_drained_verifier_takes_no_new_work_and_its_drafters_go_elsewhere() -> None:
     admin, policy = administration()
-    answer = admin.submit(Drain(member="v0"), 0.0)
-    assert isinstance(answer, Done)
+    answer = done(admin.submit(Drain(member="v0"), 0.0))
     assert answer.effects == ["v0 takes no new work"]
     assert answer.version == policy.snapshot(0.0).version
     assert states(policy)["v0"] == "draining"
@@ -63,12 +74,8 @@ def test_a_drained_verifier_takes_no_new_work_and_its_drafters_go_elsewhere() ->
 def test_requests_are_moved_at_once_or_after_the_deadline_or_never(command: Drain, moved: list[bool]) -> None:
     admin, policy = administration()
     admin.submit(command, 0.0)
-    seen = []
-    for now in (0.5, 1.5):
-        (view,) = [view for view in policy.snapshot(now).members if view.member.id == "v0"]
-        assert view.drain is not None
-        seen.append(view.drain.migrate)
-    assert seen == moved
+    drains = [view(policy, "v0", now).drain for now in (0.5, 1.5)]
+    assert [drain is not None and drain.migrate for drain in drains] == moved
 
 
 def test_a_drain_outlives_the_process_and_its_own_draining_asks_to_be_relieved() -> None:
@@ -77,9 +84,7 @@ def test_a_drain_outlives_the_process_and_its_own_draining_asks_to_be_relieved()
     policy.register(member("v0", "verifier", "i1"), 0.1)
     assert states(policy)["v0"] == "draining"
     report(policy, "v1", 0.2, state="draining")
-    (view,) = [view for view in policy.snapshot(0.2).members if view.member.id == "v1"]
-    assert view.drain is not None
-    assert view.drain.migrate
+    assert view(policy, "v1", 0.2).drain == Draining(migrate=True, ordered=False)
 
 
 @pytest.mark.parametrize(
@@ -117,9 +122,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(command: AnyCommand,
 def test_the_last_verifier_goes_only_by_force(command: Drain | Remove | Restart) -> None:
     admin, _ = administration()
     admin.submit(Drain(member="v1"), 0.0)
-    answer = admin.submit(command, 0.0)
-    assert isinstance(answer, CommandRefused)
-    assert answer.reason == "last_verifier"
+    assert reason(admin.submit(command, 0.0)) == "last_verifier"
     assert isinstance(admin.submit(msgspec.structs.replace(command, force=True), 0.0), Done)
 
 
@@ -163,20 +166,15 @@ def test_of_two_who_decided_on_the_same_version_only_one_changes_the_fleet(histo
         first = admin.submit(msgspec.structs.replace(command, if_version=version), 0.0)
         if isinstance(first, Done) and first.effects:
             assert first.version > version
-            second = admin.submit(Drain(member="d1", if_version=version), 0.0)
-            assert isinstance(second, CommandRefused)
-            assert second.reason == "version_mismatch"
+            assert reason(admin.submit(Drain(member="d1", if_version=version), 0.0)) == "version_mismatch"
 
 
 def test_operations_are_worked_on_one_after_the_other_and_the_last_are_kept() -> None:
     admin, _ = administration()
-    first = admin.submit(Remove(member="d0"), 0.0)
-    assert isinstance(first, Done)
+    first = done(admin.submit(Remove(member="d0"), 0.0))
     # When asked again, it is the same operation; something else with the same member has to wait.
     assert admin.submit(Remove(member="d0"), 0.0) == Done(first.version, [], first.operation)
-    busy = admin.submit(SwapDrafter(drafter="d0", path="/head"), 0.0)
-    assert isinstance(busy, CommandRefused)
-    assert busy.reason == "conflict"
+    assert reason(admin.submit(SwapDrafter(drafter="d0", path="/head"), 0.0)) == "conflict"
     admin.submit(Add(kind="drafter"), 0.0)
     work = admin.next_operation()
     assert work is not None
@@ -200,20 +198,17 @@ def test_operations_are_worked_on_one_after_the_other_and_the_last_are_kept() ->
 
 def test_a_report_on_an_operation_from_before_a_restart_changes_no_operation_since() -> None:
     before, _ = administration()
-    told = before.submit(Restart(force=True), 0.0)
-    assert isinstance(told, Done)
-    assert told.operation is not None
+    told = done(before.submit(Restart(force=True), 0.0))
+    assert told.operation
     after = Administration(Coordinator(first_version=1000), 30.0, True)
-    added = after.submit(Add(kind="verifier"), 1.0)
-    assert isinstance(added, Done)
+    added = done(after.submit(Add(kind="verifier"), 1.0))
     after.progress(OperationProgress(told.operation, "done", "everyone restarted"))
     assert [(each.id, each.state, each.note) for each in after.operations] == [(added.operation, "waiting", "")]
 
 
 def test_pins_hold_until_they_are_given_back() -> None:
     admin, policy = administration()
-    answer = admin.submit(Assign(drafter="d0", verifiers=["v1", "v0", "v1"]), 0.0)
-    assert isinstance(answer, Done)
+    answer = done(admin.submit(Assign(drafter="d0", verifiers=["v1", "v0", "v1"]), 0.0))
     assert answer.effects == ["d0 serves v0 and v1, and stays there"]
     assert admin.snapshot(0.0).pins == {"d0": ["v0", "v1"]}
     assert {a.verifier_id for a in policy.snapshot(0.1).assignments if a.drafter_id == "d0"} == {"v0", "v1"}

@@ -13,7 +13,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend.coordinator.assignment import VerifierLoad
 from backend.coordinator.messages import Report
 from backend.coordinator.policy import DECIDE_EVERY_S, FORGET_LOST_S, START_LEASE_S, Coordinator
-from backend.fleet import DraftCounters, DrafterStats, Draining, Member, MemberKind, MemberState, Orders, VerifierStats
+from backend.fleet import (
+    DraftCounters,
+    DrafterStats,
+    Draining,
+    Member,
+    MemberKind,
+    MemberState,
+    MemberView,
+    Orders,
+    VerifierStats,
+)
 from backend.fleet.speed import Speed
 from tests.support.properties import examples
 
@@ -31,6 +41,10 @@ def fleet(verifiers: int, drafters: int, now: float = 0.0) -> Coordinator:
     for i in range(drafters):
         policy.register(member(f"d{i}", "drafter"), now)
     return policy
+
+
+def view(policy: Coordinator, member_id: str, now: float) -> MemberView:
+    return next(each for each in policy.snapshot(now).members if each.member.id == member_id)
 
 
 def pairs(policy: Coordinator, now: float) -> set[tuple[str, str]]:
@@ -107,8 +121,7 @@ def test_a_drain_outlives_a_member_that_has_left_or_was_lost_long_ago() -> None:
     late = 2 * FORGET_LOST_S
     assert policy.snapshot(late).members[0].member.id != "v0"
     policy.register(member("v0", "verifier", "i2"), late)
-    (view,) = [view for view in policy.snapshot(late).members if view.member.id == "v0"]
-    assert view.drain == Draining(migrate=True, deadline_s=0.0)
+    assert view(policy, "v0", late).drain == Draining(migrate=True, deadline_s=0.0)
 
 
 def test_the_drain_of_a_member_that_is_away_can_be_ended() -> None:

@@ -1,4 +1,4 @@
-"""From counters to rows, the comparison of greedy answers, and what is written."""
+"""From counters to rows, what acceptance and step times would allow, the comparison of greedy answers, and what is written."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backend.lab.bench import options as options_module
 from backend.lab.bench import tables as report
 from backend.lab.bench.identical import GreedyCheck
 from backend.lab.bench.load import MeasuredLoad
-from backend.lab.bench.measure import Measurement, Snapshot, ratios, row, sample
+from backend.lab.bench.measure import Measurement, Snapshot, limit, ratios, row, sample, step_times
 from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, split_cores
 from backend.lab.bench.run import Results
@@ -119,16 +119,20 @@ ABOUT = {
 }
 
 
+def written(directory: Path, results: Results, *arguments: str) -> str:
+    """The text of the results."""
+    report.write(directory, ABOUT, options_module.parse(arguments), split_cores([0, 1], None, None), results, lambda _: None)
+    return (directory / "bench.md").read_text()
+
+
 def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
     pytest.importorskip("matplotlib")
     results.greedy.add("demo", SYNC, POINT, 1, [[1, 3]])
     results.greedy.add("demo", OFF, POINT, 1, [[1, 2]])
-    said: list[str] = []
-    report.write(tmp_path, ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results, said.append)
+    text = written(tmp_path, results)
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["greedy_identical"] is False
     assert [(r["mode"], r["rounds"]) for r in content["rows"]] == [("off", 3), ("sync", 3)]
-    text = (tmp_path / "bench.md").read_text()
     assert "| code c1 t0 | sync-k4 | 5 | 500 | 3.00 | 25% | 40.0% | - | 2.00 | 50.00 | 200 | 100.0% |" in text
     assert "| demo | sync-k4 | code c1 t0 | 1 | 0 | 1 | 2 | 3 | off |" in text
     assert "- Before: 3 loads of up to 64 tokens per concurrency and temperature, 4 times as many for `auto`" in text
@@ -153,26 +157,20 @@ def test_a_paced_step_is_the_device_s_time_and_what_comes_on_top() -> None:
 
 def test_every_table_of_a_paced_run_says_so_with_the_numbers(tmp_path: Path, results: Results) -> None:
     results.samples["demo", SYNC, POINT] = [measured(SYNC, i, paced=True) for i in range(3)]
-    options, split = options_module.parse(["--pace", "6,32,0.5,1"]), split_cores([0, 1], None, None)
-    report.write(tmp_path, ABOUT, options, split, results, lambda _: None)
-    text = (tmp_path / "bench.md").read_text()
+    text = written(tmp_path, results, "--pace", "6,32,0.5,1")
     said = "`6,32,0.5,1`: target step 6 ms + 32 us per token; draft pass 0.5 ms + 1 us per token, in `native` 0.5 ms"
     assert text.count("### ") == text.count(said) == 3
     assert "| code c1 t0 | sync-k4 | 150.00 | 90.00 | 5.00 | 50.00 | 5.00 | 25% | 40.0% | 10% | 5.000 |" in text
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["settings"]["pace"]["target"] == {"fixed_ms": 6, "token_us": 32}
-    plain = tmp_path / "plain"
-    plain.mkdir()
-    report.write(plain, ABOUT, options_module.parse([]), split, results, lambda _: None)
-    assert "Paced on" not in (plain / "bench.md").read_text()
+    assert "Paced on" not in written(tmp_path, results)
 
 
 def test_rows_are_compared_with_the_faster_native_variant(tmp_path: Path, results: Results) -> None:
     for mode, speed in (("native", 8.8), ("native-probabilistic", 2.2)):
         each = [msgspec.structs.replace(measured(SYNC, i), tokens_per_s=speed) for i in range(3)]
         results.samples["demo", Configuration(mode, 4, (0,)), POINT] = each
-    report.write(tmp_path, ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results, lambda _: None)
-    lines = (tmp_path / "bench.md").read_text().splitlines()
+    lines = written(tmp_path, results).splitlines()
     assert "| code c1 t0 | sync-k4 | 4 | 1.00 | 0.50 | 0.80 | - |" in lines
     assert "| code c1 t0 | native-probabilistic-k4 | 2 | 0.50 | 0.25 | 0.80 | - |" in lines
 
@@ -199,3 +197,33 @@ def test_what_an_unfinished_run_leaves_says_so(tmp_path: Path, results: Results)
     (left,) = tmp_path.iterdir()
     content = json.loads(left.read_text())
     assert (left.name, content["complete"], len(content["rows"])) == ("bench.json", False, 2)
+
+
+def test_the_limit_is_that_of_the_best_k() -> None:
+    # Four requests; a plain step takes 1.4 s, one more token each 0.4 s more.
+    def step_s(tokens: float) -> float:
+        return 1 + tokens / 10
+
+    shares = [0.8, 0.6, 0.1]
+    by_k = [1.0, 1.8 * 1.4 / 1.8, 2.4 * 1.4 / 2.2, 2.5 * 1.4 / 2.6]
+    assert limit(4, shares, step_s) == pytest.approx(max(by_k)) == pytest.approx(by_k[2])
+
+
+def test_no_draft_pays_where_time_grows_with_tokens() -> None:
+    assert limit(4, [0.9, 0.8], lambda tokens: tokens) == 1.0
+    assert limit(4, [], lambda tokens: tokens) == 1.0
+
+
+def test_step_times_are_the_line_through_what_was_measured() -> None:
+    found = step_times([(1, 0.011), (4, 0.014), (36, 0.046)])
+    assert found is not None
+    assert found(10) == pytest.approx(0.02)
+    assert step_times([(4, 0.014), (4.1, 0.015)]) is None, "one size says nothing of another"
+
+
+@pytest.mark.parametrize("steps", [[(1, 0.02), (9, 0.01)], [(1, 0.001), (10, 0.1)]])
+def test_neither_part_of_a_step_is_negative(steps: list[tuple[float, float]]) -> None:
+    found = step_times(steps)
+    assert found is not None
+    assert found(1) >= 0
+    assert found(9) >= found(1)

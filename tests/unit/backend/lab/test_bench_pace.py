@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from backend.drafter.dflash import BlockHead
+from backend.drafter.head import Head
 from backend.lab.bench import options as options_module
 from backend.lab.bench.engines import Bench, verifier_settings
 from backend.lab.bench.options import PROBABILISTIC
@@ -80,9 +82,6 @@ def test_a_machine_that_takes_longer_is_told_of() -> None:
 
 
 def test_every_pass_of_a_head_is_paced_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    from backend.drafter.dflash import BlockHead
-    from backend.drafter.head import Head
-
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Head, "forward", lambda *given: seen.append(given))
     monkeypatch.setattr(BlockHead, "store", lambda *given: None)
@@ -100,9 +99,6 @@ def test_every_pass_of_a_head_is_paced_by_its_rows(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_one_pass_head_takes_the_time_of_a_block_and_of_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    from backend.drafter.dflash import BlockHead
-    from backend.drafter.head import Head
-
     monkeypatch.setattr(Head, "forward", lambda *given: None)
     monkeypatch.setattr(BlockHead, "store", lambda *given: None)
     pace = Pace("", Cost(1, 1), HeadCost(Cost(100, 0), Cost(2, 1000), Cost(1, 500)))

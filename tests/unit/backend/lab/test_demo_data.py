@@ -3,10 +3,7 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
-
-pytest.importorskip("tokenizers")
-pytest.importorskip("transformers")
+from transformers import AutoTokenizer
 
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID, save_tokenizer, token_stream, train_tokenizer
 from backend.models.demo import TARGET_DIR
@@ -69,8 +66,6 @@ def test_data_tables_are_cut(tmp_path: Path) -> None:
 
 
 def test_tokenizer_round_trips_and_reloads(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
     tokenizer = train_tokenizer([SOURCE] * 4, vocab_size=400, max_length=512)
     save_tokenizer(tokenizer, tmp_path)
     reloaded = AutoTokenizer.from_pretrained(tmp_path)
@@ -85,8 +80,6 @@ def test_tokenizer_round_trips_and_reloads(tmp_path: Path) -> None:
 
 
 def test_packaged_tokenizer_splits_digits_and_renders_chats() -> None:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(TARGET_DIR)
     assert len(tokenizer("2048", add_special_tokens=False).input_ids) == 4
     messages = [

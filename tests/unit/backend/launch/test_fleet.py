@@ -1,4 +1,4 @@
-"""Members that start together, and one that is added."""
+"""Members that start together, one that is added, and a fleet that joins a cluster which is still growing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -13,9 +14,8 @@ from backend.config import Settings
 from backend.config.sources import load
 from backend.launch import fleet
 from backend.launch.cluster import RayCluster
-from backend.launch.fleet import LaunchedFleet
+from backend.launch.fleet import LaunchedFleet, _plan_when_there_is_room
 from backend.launch.plan import Hardware, LaunchError, MemberPlan, plan
-from backend.launch.rooms import ReservedBundles
 from backend.models.resolve import ResolvedModels
 
 MODELS = ResolvedModels("/t", "/d", "eagle", "demo")
@@ -40,14 +40,10 @@ def make(gpus: float, **changes: Any) -> LaunchedFleet:
     return LaunchedFleet(cast(Any, SimpleNamespace(ours=True, namespace="x")), cast(Any, coordinator), decided)
 
 
-class NoRoom(ReservedBundles):
-    def check(self, member: MemberPlan) -> None:
-        raise LaunchError(f"no room for {member.member_id}")
-
-
 def test_a_member_is_added_only_where_ray_has_room_for_it(started: list[str]) -> None:
     served = make(2.0)
-    served.rooms = NoRoom()
+    served.rooms = Mock()
+    served.rooms.check.side_effect = LaunchError("no room for verifier-0")
     with pytest.raises(LaunchError, match="no room for verifier-0"):
         served.add("verifier")
     assert not started
@@ -84,12 +80,10 @@ def test_the_logs_of_a_member_that_cannot_start_are_kept(tmp_path: Path, monkeyp
     logs.mkdir(parents=True)
     (logs / "worker.err").write_text("NCCL")
 
-    def check() -> None:
-        raise LaunchError("verifier-0 failed to start")
-
     served = make(1.0)
     served.cluster = RayCluster("", "x", tmp_path / "own")
-    failing: Any = SimpleNamespace(member_id="verifier-0", ready=False, check=check)
+    failing: Any = Mock(member_id="verifier-0", ready=False)
+    failing.check.side_effect = LaunchError("verifier-0 failed to start")
     with pytest.raises(LaunchError, match=r"failed to start .logs: .*failed-start"):
         served.wait_ready(lambda line: None, [failing])
     assert (tmp_path / "state" / "outrider" / "failed-start" / "worker.err").read_text() == "NCCL"
@@ -106,3 +100,67 @@ def test_the_program_that_started_it_is_told_once_it_serves(monkeypatch: pytest.
     assert not ready.exists()
     served.announce("http://127.0.0.1:8000")
     assert ready.read_text() == "http://127.0.0.1:8000"
+
+
+class Growing:
+    """A cluster that has a CPU more every time somebody looks, and the next of `gpus` until the last one stays."""
+
+    def __init__(self, ours: bool = False, gpus: Sequence[float] = (0.0,)) -> None:
+        self.ours, self._gpus = ours, gpus
+        self.looks = 0
+
+    @property
+    def gpus(self) -> float:
+        self.looks += 1
+        return self._gpus[min(self.looks, len(self._gpus)) - 1]
+
+    @property
+    def cpus(self) -> float:
+        return float(self.looks - 1)
+
+
+def attempt(cluster: Any, wait_s: float, told: list[str], **changes: Any) -> Any:
+    """Plans under a clock that goes on by a second with each look."""
+    now = iter(range(1000))
+    clock = SimpleNamespace(monotonic=lambda: float(next(now)), sleep=lambda seconds: None)
+    settings = Settings.model_validate({"ray": {"wait_s": wait_s}, **changes})
+    with patch.object(fleet, "time", clock):
+        return _plan_when_there_is_room(settings, MODELS, cluster, Path("/run/x"), told.append)
+
+
+def test_it_waits_until_there_is_room_and_plans_for_what_is_there_then() -> None:
+    told: list[str] = []
+    decided = attempt(Growing(), 60, told)
+    assert len(decided.members) == 2
+    assert told == ["waiting up to 60 s for the cluster to grow: the fleet needs 2 CPUs and the Ray cluster has 0"]
+
+
+def test_without_patience_it_says_what_is_missing_at_once() -> None:
+    with pytest.raises(LaunchError, match="needs 2 CPUs"):
+        attempt(Growing(), 0, [])
+    with pytest.raises(LaunchError, match="needs 40 CPUs"):
+        attempt(Growing(), 5, [], verifiers=20, drafters=20)
+    with pytest.raises(LaunchError, match="GPUs and the cluster has 0"):
+        attempt(Growing(), 5, [], drafting={"gpus": 2})
+
+
+def test_gpus_are_shared_only_when_the_wait_is_over() -> None:
+    told: list[str] = []
+    decided = attempt(Growing(gpus=[1, 1, 2]), 60, told)
+    assert [member.num_gpus for member in decided.members] == [1, 1]
+    assert told == ["waiting up to 60 s for the cluster to grow: the fleet needs 2 GPUs and the cluster has 1"]
+    waited = Growing(gpus=[1])
+    assert [member.num_gpus for member in attempt(waited, 5, []).members] == [0.501, 0.499]
+    assert waited.looks > 1
+
+
+@pytest.mark.parametrize(("ours", "wait_s"), [(False, 0), (True, 60)])
+def test_without_patience_gpus_are_shared_at_once(ours: bool, wait_s: float) -> None:
+    cluster = Growing(ours, gpus=[1, 2])
+    assert [member.num_gpus for member in attempt(cluster, wait_s, []).members] == [0.501, 0.499]
+
+
+def test_auto_counts_the_cpus_of_all_nodes() -> None:
+    cluster = Growing()
+    cluster.looks = 16
+    assert len(attempt(cluster, 0, [], verifiers="auto").members) == 16

@@ -48,18 +48,13 @@ def test_an_end_that_cannot_be_told_does_not_end_the_operator(monkeypatch: pytes
     assert [each.id for each in operations] == [8]
 
 
-class Lost:
-    """A member's actor that is `dead`, or is still being restarted."""
-
-    def __init__(self, dead: bool) -> None:
-        self.plan, self.dead, self.ready = object(), dead, False
-
-    def death(self) -> str | None:
-        return "ValueError: no GPU" if self.dead else None
+def lost(dead: bool) -> Mock:
+    """A member's actor that is dead, or is still being restarted."""
+    return Mock(ready=False, death=Mock(return_value="ValueError: no GPU" if dead else None))
 
 
 def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
-    dead, restarting, serving = Lost(True), Lost(False), Lost(True)
+    dead, restarting, serving = lost(True), lost(False), lost(True)
     members = {"verifier-0": dead, "drafter-0": restarting, "drafter-1": serving}
     told: list[str] = []
     attempts: list[Any] = []
@@ -68,7 +63,7 @@ def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
         attempts.append(plan)
         if len(attempts) == 1:
             raise LaunchError("no room")
-        members["verifier-0"] = Lost(False)
+        members["verifier-0"] = lost(False)
         return members["verifier-0"]
 
     operator = Operator(cast(Any, SimpleNamespace(coordinator=None, members=members, start=start)), told.append)
@@ -79,8 +74,8 @@ def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
         operator._revive(snapshot, now)
         counts.append(len(attempts))
     assert counts == [1, 1, 2, 2, 2]
-    lost = "verifier-0 was lost, and is started again: ValueError: no GPU"
-    assert told == [lost, "verifier-0 cannot be started again: no room", lost]
+    was_lost = "verifier-0 was lost, and is started again: ValueError: no GPU"
+    assert told == [was_lost, "verifier-0 cannot be started again: no room", was_lost]
     assert attempts == [dead.plan, dead.plan]
     assert members["verifier-0"].ready
 

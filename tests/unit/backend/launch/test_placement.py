@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import hypothesis.strategies as st
 import pytest
@@ -55,23 +56,13 @@ def test_a_vacant_room_is_for_those_who_need_no_more() -> None:
     assert not fits(member("verifier-1", cpus=0, gpus=1, big=1), {"GPU": 1})
 
 
-class FakeGroup:
-    """A placement group of Ray's, which has room or not."""
-
-    def __init__(self, bundles: list[dict[str, float]], strategy: str, has_room: bool) -> None:
-        self.bundles, self.strategy, self.has_room = bundles, strategy, has_room
-
-    def wait(self, timeout_s: float) -> bool:
-        return self.has_room
-
-
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Ray as far as rooms are concerned: `made` groups, of which some were `removed`; `room` for more or not."""
     state = SimpleNamespace(made=[], removed=[], room=True)
 
-    def make(bundles: list[dict[str, float]], strategy: str) -> FakeGroup:
-        state.made.append(FakeGroup(bundles, strategy, state.room))
+    def make(bundles: list[dict[str, float]], strategy: str) -> Mock:
+        state.made.append(Mock(bundles=bundles, strategy=strategy, wait=Mock(return_value=state.room)))
         return state.made[-1]
 
     monkeypatch.setattr(rooms, "placement_group", make)

@@ -8,6 +8,7 @@ import json
 import random
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pyarrow.parquet as pq
 import pytest
@@ -143,17 +144,14 @@ def test_settings_of_a_fleet_that_serves_reach_the_training_fleet_only_as_far_as
     monkeypatch.setenv("OUTRIDER_CONFIG", str(config))
     monkeypatch.setenv("OUTRIDER_DRAFTERS", "3")
     monkeypatch.setenv("OUTRIDER_GATEWAY__ADMIN_KEY", "secret")
-    started: list[dict[str, object]] = []
-
-    async def train(_: object, settings: dict[str, object], *rest: object) -> None:
-        started.append(settings)
-
+    train = AsyncMock()
     monkeypatch.setattr("gateway.cli.train_drafter.train", train)
     given = ["--data", str(write(tmp_path, {"prompt": "x"})), "--output", str(tmp_path / "o")]
     main(given, print)
-    assert started[0].items() >= {"mode": "sync", "drafters": 1, "verifiers": 2, "gateway_chat_template": "t"}.items()
+    started = train.call_args.args[1]
+    assert started.items() >= {"mode": "sync", "drafters": 1, "verifiers": 2, "gateway_chat_template": "t"}.items()
     assert "secret" not in repr(started)
-    assert not {"gateway_port", "gateway_uds"} & started[0].keys()
+    assert not {"gateway_port", "gateway_uds"} & started.keys()
     assert not outrider_variables(), "the fleet inherits them"
     monkeypatch.setenv("OUTRIDER_DRAFTING__LEARNING", "on")
     with pytest.raises(ConfigError, match="OUTRIDER_DRAFTING__LEARNING: is not for this command"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from backend.drafter.proposer import DraftRequest, Until
 from backend.models.check import find_misfits
@@ -45,8 +47,6 @@ def test_layouts_and_formats_are_the_same_head(tmp_path: Path, draft_vocab: int)
 def test_offsets_that_are_no_tokens_of_their_own_are_refused(tmp_path: Path, slope: int, shift: int) -> None:
     head_dir, target_dir = pair(tmp_path, TinyHead(draft_vocab=23))
     path = Path(head_dir) / "model.safetensors"
-    from safetensors.torch import load_file, save_file
-
     tensors = load_file(path)
     own = torch.arange(23)
     save_file(tensors | {"d2t": slope * (tensors["d2t"] + own) + shift - own}, path)
@@ -185,8 +185,6 @@ def test_broken_files_are_reported(tmp_path: Path, content: bytes) -> None:
 
 
 def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
-    import pickle
-
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
             return (Path.touch, (tmp_path / "ran",))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ def settings(**changes: Any) -> Settings:
 
 def quiet(line: str) -> None:
     raise AssertionError(f"nothing should be said, but: {line}")
+
+
+def refusal(**changes: Any) -> str:
+    """The line that says why not."""
+    with pytest.raises(ModelError) as error:
+        resolve(settings(**changes), lambda line: None)
+    assert "\n" not in str(error.value)
+    return str(error.value)
 
 
 def target(directory: Path, **config: Any) -> Path:
@@ -45,8 +54,7 @@ def test_a_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("HOME", str(tmp_path))
     directory = target(tmp_path / "m")
     assert resolve(settings(model="~/m", mode="off"), quiet).target_dir == str(directory)
-    with pytest.raises(ModelError, match=rf"--model ~/n \(that is {tmp_path}/n\): no such directory"):
-        resolve(settings(model="~/n", mode="off"), quiet)
+    assert f"--model ~/n (that is {tmp_path}/n): no such directory" in refusal(model="~/n", mode="off")
 
 
 @pytest.mark.parametrize(
@@ -67,11 +75,9 @@ def test_a_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_incomplete_directory_is_refused(tmp_path: Path, spoil: Any, line: str) -> None:
     directory = target(tmp_path / "m")
     spoil(directory)
-    with pytest.raises(ModelError) as error:
-        resolve(settings(model=str(directory), mode="off"), quiet)
-    assert line in str(error.value)
-    assert str(directory) in str(error.value)
-    assert "\n" not in str(error.value)
+    said = refusal(model=str(directory), mode="off")
+    assert line in said
+    assert str(directory) in said
 
 
 @pytest.mark.parametrize(
@@ -88,17 +94,12 @@ def test_an_incomplete_directory_is_refused(tmp_path: Path, spoil: Any, line: st
     ],
 )
 def test_what_cannot_work_is_one_line(changes: dict[str, Any], line: str) -> None:
-    with pytest.raises(ModelError) as error:
-        resolve(settings(**changes), quiet)
-    assert line in str(error.value)
-    assert "\n" not in str(error.value)
+    assert line in refusal(**changes)
 
 
 def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
     directory = target(tmp_path / "m", hidden_size=999, vocab_size=2048, num_hidden_layers=5)
-    with pytest.raises(ModelError, match="does not fit") as error:
-        resolve(settings(model=str(directory), drafter=str(DRAFTER_DIR)), lambda line: None)
-    assert "\n" not in str(error.value)
+    assert "does not fit" in refusal(model=str(directory), drafter=str(DRAFTER_DIR))
 
 
 def test_a_file_is_no_model_and_a_repository_is_looked_for_in_the_cache_when_offline(
@@ -134,18 +135,14 @@ def test_a_model_that_vllm_reads_by_the_checkpoints_code_names_the_setting(tmp_p
     auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
     directory = target(tmp_path / "m", architectures=["MiMoForCausalLM"], model_type="mimo", auto_map=auto_map)
     asked = {"model": str(directory), "drafter": "ngram"}
-    with pytest.raises(ModelError, match="if you trust that: --verifier-engine-args") as error:
-        resolve(settings(**asked), quiet)
-    assert "\n" not in str(error.value)
+    assert "if you trust that: --verifier-engine-args" in refusal(**asked)
     assert resolve(settings(**asked, verifier={"engine_args": {"trust_remote_code": True}}), quiet).name == "m"
 
 
 def test_ranks_must_divide_the_attention_heads(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="4 attention heads cannot be dealt out to 3 ranks"):
-        resolve(settings(verifier={"tensor_parallel": 3}), quiet)
+    assert "4 attention heads cannot be dealt out to 3 ranks" in refusal(verifier={"tensor_parallel": 3})
     nested = target(tmp_path / "m", text_config={"num_attention_heads": 6})
-    with pytest.raises(ModelError, match="6 attention heads"):
-        resolve(settings(model=str(nested), mode="off", verifier={"tensor_parallel": 4}), quiet)
+    assert "6 attention heads" in refusal(model=str(nested), mode="off", verifier={"tensor_parallel": 4})
     assert resolve(settings(model=str(nested), mode="off", verifier={"tensor_parallel": 3}), quiet).name == "m"
 
 
@@ -174,9 +171,8 @@ def test_with_another_vocabulary_the_shared_tokens_are_counted(tmp_path: Path) -
         "knows 2048 of the target's 2048 tokens, under other ids, which are mapped"
     ]
     write_tokenizer(tmp_path / "d", {"import": 0, "def": 1, "class": 2, **{f"t{i}": 3 + i for i in range(4)}})
-    with pytest.raises(ModelError, match=r"does not fit .* shares 3 tokens .* less than 50% of the smaller one's 7") as error:
-        resolve(settings(drafter=str(tmp_path / "d")), quiet)
-    assert "\n" not in str(error.value)
+    few = r"does not fit .* shares 3 tokens .* less than 50% of the smaller one's 7"
+    assert re.search(few, refusal(drafter=str(tmp_path / "d")))
 
 
 def test_tokenizers_nobody_can_compare_are_a_warning_unless_sizes_differ(tmp_path: Path) -> None:
@@ -185,8 +181,8 @@ def test_tokenizers_nobody_can_compare_are_a_warning_unless_sizes_differ(tmp_pat
     resolve(settings(drafter=str(tmp_path / "d")), said.append)
     assert ["nobody knows whether their tokens are the same" in line for line in said] == [True]
     (draft_model(tmp_path / "e") / "tokenizer.json").unlink()
-    with pytest.raises(ModelError, match="it has 2100 tokens, the target 2048; to map them, both directories must have"):
-        resolve(settings(drafter=str(tmp_path / "e")), quiet)
+    refused = refusal(drafter=str(tmp_path / "e"))
+    assert "it has 2100 tokens, the target 2048; to map them, both directories must have" in refused
 
 
 def test_several_drafters_take_their_models_in_turn(tmp_path: Path) -> None:
@@ -196,5 +192,4 @@ def test_several_drafters_take_their_models_in_turn(tmp_path: Path) -> None:
     assert kinds == ["draft_model", "eagle", "ngram", "draft_model"]
     assert models.drafter_kind == "eagle", "verifiers send the features that the head needs"
     for changes, line in (({"mode": "native"}, "drafts with one model"), ({"drafters": 2}, "names 3 models")):
-        with pytest.raises(ModelError, match=line):
-            resolve(settings(**({"drafter": f"{directory},demo,ngram", "drafters": 3} | changes)), quiet)
+        assert line in refusal(**({"drafter": f"{directory},demo,ngram", "drafters": 3} | changes))

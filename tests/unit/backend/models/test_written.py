@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -27,14 +28,9 @@ def test_files_written_anew_are_other_files(tmp_path: Path) -> None:
 def test_a_head_written_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from backend.engine.worker import gpu_worker as worker
 
-    read: list[str] = []
+    load_fc = Mock(return_value=torch.nn.Identity())
     runner = SimpleNamespace(device="cpu", dtype=torch.float32)
     monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
-
-    def load_fc(directory: str) -> torch.nn.Module:
-        read.append(directory)
-        return torch.nn.Identity()
-
     monkeypatch.setattr("backend.models.checkpoint.load_fc", load_fc)
     options = {"raw_features": False, "head_dir": "own", "aux_layers": (1,), "ring_bytes": 0}
     mixed: Any = SimpleNamespace(model_runner=runner)
@@ -44,4 +40,4 @@ def test_a_head_written_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.Mo
         (tmp_path / "model.safetensors").write_text(text)
         for head in ("", other, other):
             shipper._projection(head)
-    assert read == ["own", other, other]
+    assert load_fc.call_args_list == [call("own"), call(other), call(other)]

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from collections import deque
+from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from backend.engine import feature_link
 from backend.engine.features import FeatureShipper
 from backend.fleet import DrafterRef
 from backend.transport import RingReader, RingWriter, Wire
+from backend.transport.ring import RingRef
 from backend.wire.drafting import (
     HELLO_FIRST,
     PROTOCOL_VERSION,
@@ -108,12 +111,12 @@ def test_only_the_ring_that_was_meant_is_mapped(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("position", "size"), [(-1, 3), (4095, 2), (0, 4097), (0, -1), (2**63, 1)])
 def test_a_position_outside_is_refused(position: int, size: int) -> None:
-    writer = RingWriter(4096)
-    reader = RingReader(writer.ref)
-    with pytest.raises(ValueError, match="outside"):
+    with (
+        closing(RingWriter(4096)) as writer,
+        closing(RingReader(writer.ref)) as reader,
+        pytest.raises(ValueError, match="outside"),
+    ):
         reader.read(position, size)
-    reader.close()
-    writer.close()
 
 
 def test_a_writer_that_is_killed_leaves_a_readable_ring() -> None:
@@ -123,8 +126,6 @@ def test_a_writer_that_is_killed_leaves_a_readable_ring() -> None:
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
-    from backend.transport.ring import RingRef
-
     ref, position = msgspec.json.decode(child.stdout.readline(), type=tuple[RingRef, int])
     reader = RingReader(ref)
     child.kill()
@@ -184,45 +185,33 @@ def test_an_unreachable_ring_is_declined(tmp_path: Path) -> None:
     assert not greet(drafter(tmp_path), ref).ring
 
 
-class _Peer:
-    """A drafter's socket as the shipper sees it: everything sent is kept, answers are put in."""
+def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent, inbox = list[list[bytes]](), deque[list[bytes]]()
 
-    def __init__(self) -> None:
-        self.sent: list[list[bytes]] = []
-        self.inbox: deque[list[bytes]] = deque()
-
-    def send(self, *frames: bytes) -> bool:
-        self.sent.append([bytes(frame) for frame in frames])
+    def send(*frames: bytes) -> bool:
+        sent.append([bytes(frame) for frame in frames])
         return True
 
-    def receive(self) -> list[bytes] | None:
-        return self.inbox.popleft() if self.inbox else None
-
-    def close(self) -> None:
-        pass
-
-
-def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    peer = _Peer()
+    peer = Mock(send=send, receive=lambda: inbox.popleft() if inbox else None)
     monkeypatch.setattr(feature_link, "connect_dealer", lambda *_: None)
     monkeypatch.setattr(feature_link, "Dealer", lambda _: peer)
     monkeypatch.setattr(feature_link, "RING_FROM_BYTES", 1024)
     shipper = FeatureShipper(lambda head: None, ring_bytes=2048)
     shipper.set_drafters(Wire(), "v", {DrafterRef("d0", "i", "ipc:///nowhere", "", 1): 1})
-    hello = decode_to_drafter(peer.sent.pop()[0])
+    hello = decode_to_drafter(sent.pop()[0])
     assert isinstance(hello, Hello)
     assert hello.ring is not None
     reader = RingReader(hello.ring)
 
     def ship(start: int, rows: int) -> tuple[Round, bytes]:
         shipper.ship(step_of([("a", start, rows, range(100))]), [torch.full((rows, 16), float(start))])
-        message = decode_to_drafter(peer.sent[-1][0])
+        message = decode_to_drafter(sent[-1][0])
         assert isinstance(message, Round)
-        return message, peer.sent[-1][1]
+        return message, sent[-1][1]
 
     message, frame = ship(0, 20)
     assert (message.at, len(frame)) == (None, 20 * 64), "not before the drafter has said that it reads the ring"
-    peer.inbox.append([encode(Welcome(PROTOCOL_VERSION, "d0", "eagle3", True))])
+    inbox.append([encode(Welcome(PROTOCOL_VERSION, "d0", "eagle3", True))])
     message, frame = ship(20, 20)
     assert frame == b""
     assert message.at is not None
@@ -230,17 +219,17 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
     assert ship(40, 4)[0].at is None, "small ones are quicker in the message"
     assert ship(44, 20)[0].at is not None
     assert ship(64, 20)[0].at is None, "no room: the drafter has not read the last one"
-    peer.inbox.append([encode(Refused(HELLO_FIRST))])
+    inbox.append([encode(Refused(HELLO_FIRST))])
     monkeypatch.setattr(feature_link, "GREET_EVERY_S", 0.0)
-    peer.sent.clear()
+    sent.clear()
     assert Close("a", "moved") in ship(84, 20)[0].items, "only the connection may have been lost"
-    again = decode_to_drafter(peer.sent[0][0])
+    again = decode_to_drafter(sent[0][0])
     assert isinstance(again, Hello)
     assert again.ring is not None
     assert again.ring != hello.ring, "a fresh ring for a drafter that forgot"
     reader.close()
     shipper.set_drafters(Wire(), "v", {DrafterRef("d1", "i", "tcp://127.0.0.1:1", "", 1): 2})
-    far = decode_to_drafter(peer.sent[-1][0])
+    far = decode_to_drafter(sent[-1][0])
     assert isinstance(far, Hello)
     assert far.ring is None, "not between hosts"
     shipper.set_drafters(Wire(), "v", {})

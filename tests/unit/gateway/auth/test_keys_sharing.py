@@ -16,9 +16,14 @@ CALLER = Caller("team", "team", limits=KeyLimits(5, 1000, 3))
 
 
 @pytest.fixture
-def stores(tmp_path):
+def store(tmp_path):
     """Makes stores over one and the same place."""
-    return lambda: SharedCounters(tmp_path / "quotas.sqlite")
+    with contextlib.ExitStack() as opened:
+
+        def made(kind=SharedCounters, *given):
+            return opened.enter_context(contextlib.closing(kind(tmp_path / "quotas.sqlite", *given)))
+
+        yield made
 
 
 async def admitted(quotas, count):
@@ -30,30 +35,23 @@ async def admitted(quotas, count):
     return taken
 
 
-async def test_tokens_are_shared_and_given_back(stores):
-    store = stores()
-    first = (await store.exchange("g1", [Use("a", 0, 900.0, 0, 0, 60)]))["a"]
+async def test_tokens_are_shared_and_given_back(store):
+    shared = store()
+    first = (await shared.exchange("g1", [Use("a", 0, 900.0, 0, 0, 60)]))["a"]
     assert first.tokens == pytest.approx(900, abs=2)
-    second = (await store.exchange("g2", [Use("a", 0, -500.0, 1, 0, 60)]))["a"]
+    second = (await shared.exchange("g2", [Use("a", 0, -500.0, 1, 0, 60)]))["a"]
     assert second.tokens == pytest.approx(400, abs=2)
-    third = (await store.exchange("g1", [Use("a", 0, 0.0, 0, 0, 60)]))["a"]
+    third = (await shared.exchange("g1", [Use("a", 0, 0.0, 0, 0, 60)]))["a"]
     assert (third.open_elsewhere, second.open_elsewhere) == (1, 0)
-    store.close()
 
 
-async def test_exchanges_at_once_lose_nothing(stores):
-    several = [stores() for _ in range(4)]
+async def test_exchanges_at_once_lose_nothing(store):
+    several = [store() for _ in range(4)]
     await asyncio.gather(
-        *(
-            store.exchange(f"g{number}", [Use("a", 1.0, 0.0, 0, 0, 0)])
-            for number, store in enumerate(several)
-            for _ in range(25)
-        )
+        *(each.exchange(f"g{number}", [Use("a", 1.0, 0.0, 0, 0, 0)]) for number, each in enumerate(several) for _ in range(25))
     )
     total = (await several[0].exchange("g0", [Use("a", 0.0, 0.0, 0, 0, 0)]))["a"]
     assert total.requests == 100
-    for store in several:
-        store.close()
 
 
 class Slow(SharedCounters):
@@ -72,48 +70,46 @@ class Slow(SharedCounters):
         return shared
 
 
-async def test_a_store_that_fails_leaves_each_to_itself(tmp_path, caplog):
-    store, other = Slow(tmp_path / "quotas.sqlite", broken=True), SharedCounters(tmp_path / "quotas.sqlite")
-    store.released.set()
-    quotas = Quotas("g1", store)
+async def test_a_store_that_fails_leaves_each_to_itself(store, caplog):
+    slow, other = store(Slow, True), store()
+    slow.released.set()
+    quotas = Quotas("g1", slow)
     assert await admitted(quotas, 4) == 3
     assert len([each for each in caplog.records if "not shared" in each.message]) == 1
-    store.broken = False
+    slow.broken = False
     quotas.start()
     while (await other.exchange("g2", [Use("team", 0, 0, 0, 0, 0)]))["team"].requests < 2.5:
         await asyncio.sleep(0.01)
     await quotas.close()
-    other.close()
 
 
 @pytest.mark.parametrize("broken", [False, True])
-async def test_a_burst_of_an_idle_key_waits_for_one_exchange(tmp_path, broken):
-    store = Slow(tmp_path / "quotas.sqlite", broken)
-    quotas = Quotas("g1", store)
+async def test_a_burst_of_an_idle_key_waits_for_one_exchange(store, broken):
+    slow = store(Slow, broken)
+    quotas = Quotas("g1", slow)
     burst = [asyncio.create_task(quotas.begin(CALLER)) for _ in range(3)]
-    while not store.begun:
+    while not slow.begun:
         await asyncio.sleep(0)
-    store.released.set()
+    slow.released.set()
     await asyncio.gather(*burst)
-    assert store.begun == 1
+    assert slow.begun == 1
     await quotas.close()
 
 
-async def test_the_end_counts_nothing_twice(tmp_path):
-    store, other = Slow(tmp_path / "quotas.sqlite"), SharedCounters(tmp_path / "quotas.sqlite")
-    quotas = Quotas("g1", store)
-    store.released.set()
+async def test_the_end_counts_nothing_twice(store):
+    slow, other = store(Slow), store()
+    quotas = Quotas("g1", slow)
+    slow.released.set()
     await quotas.begin(CALLER)
-    store.released.clear()
+    slow.released.clear()
     quotas.start()
-    while store.begun < 2:
+    while slow.begun < 2:
         await asyncio.sleep(0.01)
     closing = asyncio.create_task(quotas.close())
     await asyncio.sleep(0)
-    store.released.set()
+    slow.released.set()
     await closing
     assert (await other.exchange("g2", [Use("team", 0, 0, 0, 0, 0)]))["team"].requests == pytest.approx(1, abs=0.5)
-    other.close()
 
 
 def test_without_a_place_nothing_is_shared(tmp_path):

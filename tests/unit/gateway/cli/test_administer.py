@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -47,45 +47,33 @@ def test_arguments_become_commands(line: str, command: AnyCommand) -> None:
     assert parse(name, [*arguments, "--ray-address", "host:1"])[2] == ["--ray-address", "host:1"]
 
 
-class Coordinator:
-    """Answers as told; its operation goes through `states`, one per look."""
-
-    def __init__(self, answer: Any, *states: tuple[str, str]) -> None:
-        self.answer = answer
-        self.states = list(states)
-
-    def submit(self, command: AnyCommand) -> Any:
-        return self.answer
-
-    def snapshot(self) -> Any:
-        operations = [Operation(4, "add", ["v1"], *self.states.pop(0))] if self.states else []  # type: ignore[arg-type]
-        return SimpleNamespace(operations=operations)
-
-
-def said(coordinator: Any, wait: bool = True, command: AnyCommand | None = None) -> list[str]:
-    lines: list[str] = []
-    run(coordinator, command or Add(kind="verifier"), wait, lines.append, poll_s=0)
+def said(answer: Done | CommandRefused, *states: tuple[str, str], wait: bool = True, dry_run: bool = False) -> list[str]:
+    """What is said of a command that gets this answer; its operation goes through `states`, one per look."""
+    seen = [[Operation(4, "add", ["v1"], *state)] for state in states]  # type: ignore[arg-type]
+    coordinator, lines = Mock(), list[str]()
+    coordinator.submit.return_value = answer
+    coordinator.snapshot.side_effect = lambda: SimpleNamespace(operations=seen.pop(0) if seen else [])
+    run(coordinator, Add(kind="verifier", dry_run=dry_run), wait, lines.append, poll_s=0)
     return lines
 
 
 def test_an_operation_is_followed_to_its_end() -> None:
     states = [("waiting", ""), ("running", "starting v1"), ("running", "starting v1"), ("done", "v1 started")]
-    lines = said(Coordinator(Done(7, ["1 verifier started"], 4), *states))
+    lines = said(Done(7, ["1 verifier started"], 4), *states)
     assert lines == ["1 verifier started", "fleet version 7", "starting v1", "v1 started"]
-    lines = said(Coordinator(Done(7, ["1 verifier started"], 4)), wait=False)
+    lines = said(Done(7, ["1 verifier started"], 4), wait=False)
     assert lines[-1].startswith("operation 4;")
 
 
 def test_what_went_wrong_is_said() -> None:
     with pytest.raises(AdministrationError, match="no room"):
-        said(Coordinator(Done(7, ["x"], 4), ("failed", "no room")))
+        said(Done(7, ["x"], 4), ("failed", "no room"))
     with pytest.raises(AdministrationError, match="does not know operation 4"):
-        said(Coordinator(Done(7, ["x"], 4)))
+        said(Done(7, ["x"], 4))
     with pytest.raises(AdministrationError, match=r"not 3 \(fleet version 9\)"):
-        said(Coordinator(CommandRefused("version_mismatch", "the fleet is at version 9, not 3", 9)))
+        said(CommandRefused("version_mismatch", "the fleet is at version 9, not 3", 9))
 
 
 def test_a_dry_run_says_so_and_a_repetition_too() -> None:
-    dry = Add(kind="verifier", dry_run=True)
-    assert said(Coordinator(Done(7, ["1 verifier started"])), command=dry)[0] == "would happen: 1 verifier started"
-    assert said(Coordinator(Done(7, [])))[0] == "nothing to do"
+    assert said(Done(7, ["1 verifier started"]), dry_run=True)[0] == "would happen: 1 verifier started"
+    assert said(Done(7, []))[0] == "nothing to do"

@@ -285,10 +285,7 @@ def test_a_dead_fleets_files_are_removed_and_nothing_else(runtime: Path, tmp_pat
 
 
 def test_a_token_needs_no_hard_links_and_no_empty_file_is_one(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError(errno.EPERM, "Operation not permitted")
-
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
     file = runtime_files.home() / "ray-token"
     file.touch()
     assert len(state.ray_token()) == 64

@@ -59,6 +59,12 @@ def exposed(metrics: GatewayMetrics):
     return {family.name: family for family in text_string_to_metric_families(generate_latest(metrics.registry).decode())}
 
 
+def collected(core: Any) -> GatewayMetrics:
+    made = GatewayMetrics()
+    made.registry.register(FleetCollector(core, "demo"))
+    return made
+
+
 def sequence(arrived: float, tokens: int) -> InFlight:
     request = SimpleNamespace(prompt_token_ids=[1, 2, 3])
     return InFlight(request, None, arrived, emitted=list(range(tokens)))
@@ -66,9 +72,8 @@ def sequence(arrived: float, tokens: int) -> InFlight:
 
 @pytest.fixture
 def metrics() -> GatewayMetrics:
-    made = GatewayMetrics()
-    core = cast(FleetCore, Core(stats()))
-    made.registry.register(FleetCollector(core, "demo"))
+    core: Any = Core(stats())
+    made = collected(core)
     made.own.register(GatewayCollector(core, made, "demo", max_loras=2))
     return made
 
@@ -131,9 +136,7 @@ def test_drafters_counters_are_there_and_what_they_learned_where_they_learn():
         for each in (plain, learning)
     ]
     core.snapshot.members[:] = members
-    metrics = GatewayMetrics()
-    metrics.registry.register(FleetCollector(cast(FleetCore, core), "demo"))
-    families = exposed(metrics)
+    families = exposed(collected(core))
 
     def found(name: str) -> dict[str, float]:
         return {each.labels["drafter"]: each.value for each in families[f"outrider_{name}"].samples}
@@ -216,8 +219,7 @@ def test_what_a_verifier_counted_between_a_scrape_and_its_restart_is_kept():
     core = Mock(snapshot=Core().snapshot, ready_links=[])
     reports = [stats(drafts=10), stats(drafts=12), stats(started_at=2.0, drafts=1, accepted=5)]
     core.stats = lambda: reports[-1:]
-    metrics = GatewayMetrics()
-    metrics.registry.register(FleetCollector(core, "demo"))
+    metrics = collected(core)
     for report in reports:
         FleetCore.on_stats(core, Mock(), report)
     assert exposed(metrics)["vllm:spec_decode_num_drafts"].samples[0].value == 13

@@ -8,11 +8,12 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
 from backend.engine.front import AnthropicMessagesRequest, BatchChatCompletionRequest, GenerateRequest, ResponseRequest
 from backend.engine.front.config import PARAMETERS
-from gateway.http.errors import BadRequest, translate
+from gateway.http.errors import translate
 from gateway.requests.body import _decode, check_fields, check_generation, parse
 from gateway.requests.fields import GENERATING, MESSAGING, NO_EFFECT, REFUSED, RESPONDING
 from gateway.requests.limits import MAX_CHOICES
 from gateway.storage.responses.turn import as_items
+from tests.support.refused import refused
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -27,18 +28,15 @@ CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
     ],
 )
 def test_unknown_fields_are_named_with_the_nearest_valid_one(field, hint):
-    with pytest.raises(BadRequest) as caught:
-        check_fields(ChatCompletionRequest, {**CHAT, field: 1}, NO_EFFECT)
-    assert caught.value.param == field
-    assert field in caught.value.message
-    assert hint in caught.value.message
+    error = refused(check_fields, ChatCompletionRequest, {**CHAT, field: 1}, NO_EFFECT)
+    assert error.param == field
+    assert field in error.message
+    assert hint in error.message
 
 
 @pytest.mark.parametrize(("field", "value"), [("store", 1.5), ("service_tier", "gold"), ("best_of", 3), ("audio", {})])
 def test_values_that_would_have_an_effect_are_refused(field, value):
-    with pytest.raises(BadRequest) as caught:
-        check_fields(CompletionRequest, {"prompt": "x", field: value}, NO_EFFECT)
-    assert caught.value.param == field
+    assert refused(check_fields, CompletionRequest, {"prompt": "x", field: value}, NO_EFFECT).param == field
 
 
 REQUESTS: list[tuple[Any, dict[str, Any], Any]] = [
@@ -65,19 +63,16 @@ def test_the_wrong_type_of_any_field_is_an_error_that_names_it(model, body, othe
 
 def test_of_several_wrong_fields_one_is_named():
     for wrong in ({"messages": 5, "tools": 5}, {"structured_outputs": "x", "temperature": "x"}):
-        with pytest.raises(BadRequest) as caught:
-            parse(ChatCompletionRequest, {**CHAT, **wrong})
-        assert caught.value.param in wrong
-    with pytest.raises(BadRequest) as caught:
-        parse(CompletionRequest, {"structured_outputs": "x", "prompt": "x", "temperature": "x"})
-    assert (caught.value.param, caught.value.message) == ("structured_outputs", "`structured_outputs` has the wrong type.")
+        assert refused(parse, ChatCompletionRequest, {**CHAT, **wrong}).param in wrong
+    error = refused(parse, CompletionRequest, {"structured_outputs": "x", "prompt": "x", "temperature": "x"})
+    assert (error.param, error.message) == ("structured_outputs", "`structured_outputs` has the wrong type.")
 
 
 def test_nested_stream_options_are_checked():
-    with pytest.raises(BadRequest) as caught:
-        check_fields(ChatCompletionRequest, {**CHAT, "stream": True, "stream_options": {"include_usages": True}}, NO_EFFECT)
-    assert caught.value.param == "stream_options"
-    assert "include_usage" in caught.value.message
+    asked = {**CHAT, "stream": True, "stream_options": {"include_usages": True}}
+    error = refused(check_fields, ChatCompletionRequest, asked, NO_EFFECT)
+    assert error.param == "stream_options"
+    assert "include_usage" in error.message
 
 
 def test_what_vllm_understands_is_never_without_effect():
@@ -99,9 +94,7 @@ def test_what_vllm_understands_is_never_without_effect():
 )
 def test_what_cannot_be_done_is_refused_by_name(fields, param):
     asked = parse(ChatCompletionRequest, {**CHAT, **fields})
-    with pytest.raises(BadRequest) as caught:
-        check_generation(asked, vllm_speculates=True)
-    assert caught.value.param == param
+    assert refused(check_generation, asked, vllm_speculates=True).param == param
 
 
 def test_without_speculation_min_p_and_logit_bias_are_fine():
@@ -126,16 +119,14 @@ def test_an_error_in_a_list_within_a_message_names_the_message(message, place):
         (ChatCompletionRequest, [SAYS, message], "1"),
         (BatchChatCompletionRequest, [[SAYS], [SAYS, SAYS, message]], "1.2"),
     ):
-        with pytest.raises(BadRequest) as caught:
-            parse(model, {"model": "m", "messages": messages})
-        assert (caught.value.param, caught.value.message.partition(": ")[0]) == ("messages", f"messages.{index}.{place}")
+        error = refused(parse, model, {"model": "m", "messages": messages})
+        assert (error.param, error.message.partition(": ")[0]) == ("messages", f"messages.{index}.{place}")
 
 
 def test_the_text_of_a_part_is_text():
     messages = [SAYS, {"role": "user", "content": [PART, {"type": "text", "text": 5}]}]
-    with pytest.raises(BadRequest) as caught:
-        parse(ChatCompletionRequest, {"model": "m", "messages": messages})
-    assert (caught.value.param, caught.value.message) == ("messages", "`messages[1].content[1].text` must be a string.")
+    error = refused(parse, ChatCompletionRequest, {"model": "m", "messages": messages})
+    assert (error.param, error.message) == ("messages", "`messages[1].content[1].text` must be a string.")
 
 
 def test_lists_in_messages_stay_what_they_are():

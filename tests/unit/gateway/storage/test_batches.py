@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from backend.fleet.speed import Speed
 from gateway.storage.batches.lines import ENVELOPE_BYTES, read, read_again
-from gateway.storage.batches.objects import BatchUsage, LineAnswer
+from gateway.storage.batches.objects import BatchUsage
 from gateway.storage.batches.pace import BUSY_STRETCH, KEPT_FREE, QUIET_STRETCH, room
 
 speeds = st.none() | st.builds(Speed, st.floats(1e-4, 1), st.floats(0, 1))
@@ -66,14 +66,6 @@ def test_checked_lines_are_read_whatever_their_length_may_be_now(tmp_path):
     file.write_bytes(b"a\n\n" + b"b" * 9000)
     assert [each for _, each in read(file, 0)] == [b"a\n", None]
     assert list(read_again(file)) == [(1, b"a\n"), (3, b"b" * 9000)]
-
-
-def test_an_answer_is_one_line():
-    answer = LineAnswer("a", 200, msgspec.Raw(b'{"x":1}'), "r")
-    line = msgspec.json.decode(answer.line())
-    assert line.pop("id").startswith("batch_req_")
-    assert line == {"custom_id": "a", "response": {"status_code": 200, "request_id": "r", "body": {"x": 1}}, "error": None}
-    assert b"\n" not in answer.line()
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):

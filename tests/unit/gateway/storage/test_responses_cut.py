@@ -86,13 +86,6 @@ async def test_a_cut_call_says_so_and_its_parts_join(data: Any, tool: str, lengt
     assert [e["input"] for e in events if e["type"] == "response.custom_tool_call_input.done"] == [joined]
 
 
-async def test_a_whole_response_is_told_as_ever() -> None:
-    events = await told("patch", ['{"input":', '"H"}'], "completed")
-    assert events[-1]["type"] == "response.completed"
-    assert [item.get("status") for item in events[-1]["response"]["output"]] == ["completed", None]
-    assert events[-1]["response"]["output"][1]["input"] == "H"
-
-
 @pytest.mark.parametrize("text", ["*** Begin Patch", "{ return 1; }", "[1]"])
 def test_a_custom_input_that_came_whole_stays(text: str) -> None:
     item = {"type": "custom_tool_call", "input": text}

@@ -1,9 +1,24 @@
-"""When a draining member may be ended."""
+"""When a draining member may be ended, and what a restarted coordinator is told again."""
 
 from __future__ import annotations
 
-from backend.fleet import Assignment, FleetSnapshot, Member, MemberKind, MemberState, MemberView, VerifierStats
+import msgspec
+
+from backend.coordinator.commands import Assign, Drain
+from backend.fleet import (
+    Assignment,
+    Draining,
+    FleetSnapshot,
+    Member,
+    MemberKind,
+    MemberState,
+    MemberView,
+    VerifierStats,
+)
 from backend.launch.emptying import Emptying
+from backend.launch.standing import Standing
+
+MOVING = Draining(migrate=True)
 
 
 def view(member_id: str, kind: MemberKind, state: MemberState = "ready", heard: float = 0.1, seen: int = 0, **stats: float):
@@ -14,6 +29,13 @@ def view(member_id: str, kind: MemberKind, state: MemberState = "ready", heard: 
 
 def fleet(*views: MemberView, assignments: tuple[tuple[str, str], ...] = ()) -> FleetSnapshot:
     return FleetSnapshot(9, list(views), [Assignment(v, d, 1) for v, d in assignments], {})
+
+
+def known(coordinator: str, *members: str, drain: Draining | None = None, pins: dict[str, list[str]] | None = None):
+    """What a coordinator knows: `drain` is that of the first member."""
+    views = [view(each, "drafter" if each.startswith("d") else "verifier") for each in members]
+    views[:1] = [msgspec.structs.replace(each, drain=drain) for each in views[:1]]
+    return FleetSnapshot(1, views, [], {}, pins=pins or {}, coordinator=coordinator)
 
 
 def test_a_verifier_is_empty_when_its_gateways_know_and_it_has_twice_said_so_since() -> None:
@@ -58,3 +80,36 @@ def test_a_drafter_is_free_when_every_verifier_has_been_told() -> None:
     assert not over(1.0, 0.1, bound=False)
     assert not over(1.1, 0.2, bound=False)
     assert over(1.3, 0.1, bound=False)
+
+
+def test_drains_and_pins_are_repeated_when_their_members_are_back() -> None:
+    standing = Standing()
+    everyone = ("v0", "v1", "d0")
+    assert standing.repeat(known("a", *everyone, drain=MOVING, pins={"d0": ["v1"]})) == []
+    assert standing.repeat(known("a", *everyone, drain=MOVING, pins={"d0": ["v1"]})) == []
+    assert standing.repeat(known("b")) == []
+    assert standing.repeat(known("b", "v0", "d0")) == [Drain(member="v0", migrate=True, force=True)]
+    assert standing.repeat(known("b", *everyone, drain=MOVING)) == [Assign(drafter="d0", verifiers=["v1"])]
+    assert standing.repeat(known("b", *everyone, drain=MOVING, pins={"d0": ["v1"]})) == []
+    # Forgotten twice, repeated twice; what was taken back meanwhile is not.
+    assert standing.repeat(known("b", *everyone, drain=MOVING)) == []
+    assert standing.repeat(known("c", *everyone)) == [Drain(member="v0", migrate=True, force=True)]
+
+
+def test_a_coordinator_that_dies_before_the_repetition_took_effect_is_told_again() -> None:
+    standing = Standing()
+    standing.repeat(known("a", "v0", drain=MOVING))
+    assert len(standing.repeat(known("b", "v0"))) == 1
+    assert len(standing.repeat(known("c", "v0"))) == 1
+
+
+def test_a_deadline_is_repeated() -> None:
+    standing = Standing()
+    standing.repeat(known("a", "v0", drain=Draining(migrate=False, deadline_s=40.0)))
+    assert standing.repeat(known("b", "v0")) == [Drain(member="v0", deadline_s=40.0, force=True)]
+
+
+def test_members_that_drain_of_themselves_are_their_own_affair() -> None:
+    standing = Standing()
+    standing.repeat(known("a", "v0", drain=Draining(migrate=True, ordered=False)))
+    assert standing.repeat(known("b", "v0")) == []
