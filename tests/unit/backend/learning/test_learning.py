@@ -112,8 +112,7 @@ def test_no_head_is_made_of_quantised_layers(tmp_path: Path, where: str) -> None
         write_initial_head(str(tmp_path), tmp_path / "start", "m")
 
 
-def test_a_given_head_is_widened_to_learn(tmp_path: Path) -> None:
-    """That it drafts as before: `tests/integration/test_learned_heads.py`."""
+def test_a_given_head_is_widened_to_learn_and_drafts_the_same(tmp_path: Path) -> None:
     learning = {"learning": "always", "learning_dir": str(tmp_path / "own")}
     settings = Settings.model_validate({"drafting": learning})
     wide = resolve(settings, print).drafter_dir
@@ -122,6 +121,14 @@ def test_a_given_head_is_widened_to_learn(tmp_path: Path) -> None:
     assert check(wide, str(TARGET_DIR)) == []
     assert why_not_learning(wide, str(TARGET_DIR)) is None
     assert load_config(wide, str(TARGET_DIR)).aux_layers == (2, 3, 4, 5)
+    features, found = torch.randn(8, 4 * 256), []
+    for head in (str(DRAFTER_DIR), wide):
+        model = DrafterModel(str(TARGET_DIR), head, head, str(tmp_path))
+        proposer = build_proposer(model, DraftingSettings(gpus=0, cache_tokens=512))
+        proposer.open("r", [5] * 9, 8, 0.0)
+        (drafted,) = proposer.draft([DraftRequest("r", 9, 8, features[:, : proposer.hidden], Until(4))])
+        found.append(drafted.tokens)
+    assert found[0] == found[1]
     teach(tmp_path / "ring", 20, 3)
     trainer = Trainer(Job(str(TARGET_DIR), wide, str(tmp_path / "own"), str(tmp_path / "ring")))
     assert trainer.step()
