@@ -44,8 +44,9 @@ def outcomes(draft: Text, length: int) -> list[tuple[Text, float]]:
     u = (torch.arange(cells) + 0.5) / cells
     grid = torch.cartesian_prod(*[u] * length).view(-1, length)
     tables = map(torch.from_numpy, table_of([draft[:length]], [proposal_of(draft)]))
+    tokens, ids, q = (each.expand(len(grid), *each.shape[1:]) for each in tables)
     rows, lengths = torch.arange(length + 1).expand(len(grid), -1), torch.full((len(grid),), length)
-    judged = judge(logits, rows, lengths, *(each.expand(len(grid), *each.shape[1:]) for each in tables), grid)
+    judged = judge(logits, rows, lengths, tokens, ids, q, grid)
     last = judged.last.softmax(1).double()
     masses = [last[judged.accepted == accepted].sum(0) / len(grid) for accepted in range(length + 1)]
     return [((*draft[:accepted], v), float(mass[v])) for accepted, mass in enumerate(masses) for v in range(V)]
@@ -158,12 +159,12 @@ def test_wrong_noise_is_found(u_of: Callable[[torch.Tensor, torch.Tensor], torch
 
 
 def test_a_certain_draft_is_accepted_with_the_targets_probability() -> None:
-    tables = table_of([[1], [2, 0]], [None, None])
-    assert tables[2].sum() == 3
+    tokens, ids, q = map(torch.from_numpy, table_of([[1], [2, 0]], [None, None]))
+    assert q.sum() == 3
     u = torch.full((2, 2), 0.3)
     logits = torch.log(torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.3], [0.1, 0.7, 0.2], [0.4, 0.3, 0.3], [1.0, 0, 0]]))
     rows = torch.tensor([[0, 1, 1], [2, 3, 4]])
-    judged = judge(logits, rows, torch.tensor([1, 2]), *map(torch.from_numpy, tables), u)
+    judged = judge(logits, rows, torch.tensor([1, 2]), tokens, ids, q, u)
     assert judged.accepted.tolist() == [1, 0]
     assert judged.last[0].softmax(0).tolist() == pytest.approx([0.5, 0.2, 0.3])
     assert judged.last[1].softmax(0).tolist() == pytest.approx([1 / 8, 7 / 8, 0])
@@ -171,9 +172,9 @@ def test_a_certain_draft_is_accepted_with_the_targets_probability() -> None:
 
 def test_a_draft_whose_proposal_is_the_target_is_always_accepted() -> None:
     p = np.array([[0.25, 0.25, 0.5]], np.float32)
-    tables = map(torch.from_numpy, table_of([[2]], [Proposal(np.array([[0, 1, 2]], np.int32), p)]))
+    tokens, ids, q = map(torch.from_numpy, table_of([[2]], [Proposal(np.array([[0, 1, 2]], np.int32), p)]))
     logits = torch.log(torch.from_numpy(p)).repeat(2, 1)
-    judged = judge(logits, torch.tensor([[0, 1]]), torch.tensor([1]), *tables, torch.ones(1, 1))
+    judged = judge(logits, torch.tensor([[0, 1]]), torch.tensor([1]), tokens, ids, q, torch.ones(1, 1))
     assert judged.accepted.tolist() == [1]
 
 
