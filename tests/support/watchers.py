@@ -1,53 +1,11 @@
-"""Measures how responsive a busy gateway is, from outside and from inside its event loop.  Tests only."""
+"""Measures for how long a busy gateway's event loop stalls.  Tests only."""
 
 from __future__ import annotations
 
 import asyncio
-import http.client
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
-
-
-class Probe:
-    """Requests `/livez` continuously from a thread of its own, over one connection, and keeps the longest time."""
-
-    def __init__(self, url: str) -> None:
-        where = urlsplit(url)
-        self._connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=30)
-        self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self.longest_s = 0.0
-        self.failures: list[str] = []
-
-    async def __aenter__(self) -> Probe:
-        self._thread.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._stopping.set()
-        # The probe may wait for an answer from this thread's event loop, so the join must not block the loop.
-        await asyncio.to_thread(self._thread.join)
-        self._connection.close()
-
-    def reset(self) -> None:
-        self.longest_s = 0.0
-
-    def _run(self) -> None:
-        while not self._stopping.wait(0.005):
-            began = time.perf_counter()
-            try:
-                self._connection.request("GET", "/livez")
-                answer = self._connection.getresponse()
-                answer.read()
-            except OSError as error:
-                self.failures.append(type(error).__name__)
-                return
-            if answer.status != 200:
-                self.failures.append(str(answer.status))
-            self.longest_s = max(self.longest_s, time.perf_counter() - began)
 
 
 class Stalls:
