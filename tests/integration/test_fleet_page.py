@@ -61,18 +61,6 @@ def test_the_fleet_is_told_with_what_the_page_needs(page):
     assert second["moved"] == [{"kind": "failover", "cause": "disconnected", "verifier": "verifier-1", "sequences": 3}]
 
 
-def test_the_key_guards_what_is_known_of_the_fleet():
-    with served(Story(), api_key="k3y") as page:
-        page.advance()
-        for path in PAGES:
-            assert httpx.get(page.url + path).status_code == 200, path
-        for path in ("/fleet", "/page/nothing.js"):
-            assert httpx.get(page.url + path).status_code == 401, path
-        wrong = httpx.get(f"{page.url}/fleet", headers={"authorization": "Bearer key"})
-        assert wrong.json()["error"]["code"] == "invalid_api_key"
-        assert httpx.get(f"{page.url}/fleet", headers={"authorization": "Bearer k3y"}).json()["version"] == 1
-
-
 async def test_a_gateway_shows_its_fleet():
     async with running_gateway() as running:
         assert "Outrider" in (await running.http.get("/")).text

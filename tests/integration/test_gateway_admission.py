@@ -142,7 +142,7 @@ async def test_those_who_wait_are_aborted_with_nothing_generated(path, asked):
     async with running_gateway(slots=SLOTS) as running:
         filled = Filled(running)
         await filled.fill()
-        waiting = [ask(running, "b", {"x-request-id": "b"}, n=2, outrider={"stats": True}), ask(running, "c", stream=True)]
+        waiting = [ask(running, "b", request_id="b", n=2, outrider={"stats": True}), ask(running, "c", stream=True)]
         await filled.queue(3)
         other = await running.http.post("/abort_requests", json={"request_ids": ["cmpl-b-3"]})
         assert other.json()["aborted"] == 0

@@ -379,10 +379,3 @@ async def test_batches_take_no_places_of_others():
         text = (await running.http.get("/metrics")).text
         assert 'outrider_batch_sequences{state="running"} 1.0' in text
         assert 'outrider_batch_sequences{state="held"} 0.0' in text
-
-
-async def test_nothing_is_kept_without_a_folder():
-    async with serving("none") as (running, _):
-        for path in ("/v1/files", "/v1/batches"):
-            answer = await running.http.get(path)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_stored")

@@ -6,9 +6,7 @@ import anthropic
 import pytest
 from vllm.v1.engine import FinishReason
 
-from tests.integration.test_gateway_streams import stall
 from tests.support.checkable import Paint
-from tests.support.running_gateway import running_gateway
 from tests.support.saying import saying
 
 HI = {"model": "demo", "max_tokens": 40, "messages": [{"role": "user", "content": "hi"}]}
@@ -204,20 +202,6 @@ async def test_what_the_model_would_not_see_is_refused_by_its_type(running, path
     answer = await running.http.post(path, json=asked)
     assert answer.status_code == 400
     assert said in answer.json()["error"]["message"]
-
-
-async def test_a_lost_verifier_ends_a_stream_with_an_error_event():
-    async with running_gateway(queue_wait_s=0.05) as running:
-        running.verifier.behaviour = stall
-        lines = []
-        async with running.http.stream("POST", "/v1/messages", json={**HI, "stream": True}) as answer:
-            async for line in answer.aiter_lines():
-                lines += [line] if line else []
-                if line.startswith("event: content_block_delta"):
-                    running.verifier.kill()
-        assert lines[-2] == "event: error"
-        assert json.loads(lines[-1].removeprefix("data: "))["error"]["type"] == "overloaded_error"
-        assert running.idle
 
 
 async def test_many_stop_sequences(running):

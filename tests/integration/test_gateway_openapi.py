@@ -61,8 +61,5 @@ async def taken(running, path, body):
     document = (await running.http.get("/openapi.json")).json()
     answer = await running.http.post(path, json=body)
     assert answer.status_code == 200, answer.text
-    check(document, document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"], body)
-
-
-def check(document, schema, value):
-    Draft202012Validator({**schema, "components": document["components"]}).validate(value)
+    schema = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    Draft202012Validator({**schema, "components": document["components"]}).validate(body)

@@ -11,7 +11,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from backend.wire.engine import OUTPUTS
 from gateway.admission.claim import Claim
 from gateway.http.sse import KEEP_ALIVE, KEEP_ALIVE_S, Events
-from tests.support.fake_verifier import count_up, eventually, gated
+from tests.support.fake_verifier import eventually, gated
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
 LENGTH = FinishReason.LENGTH
@@ -47,23 +47,6 @@ async def raw_stream(running, path: str, body: dict) -> bytes:
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
     return response.content
-
-
-async def test_stop_strings_end_the_sequence_at_the_verifier(running):
-    whole = (await running.http.post("/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
-
-    async def endless(verifier, sequence):
-        fields = {"max_tokens": 6, "emitted": [], "emit": lambda self, tokens, finish=None: sequence.emit(tokens)}
-        await count_up(verifier, type("", (), fields)())
-        await sequence.aborted.wait()
-
-    running.verifier.behaviour = endless
-    body = {**COMPLETION, "stop": [whole[3:5]]}
-    choice = (await running.http.post("/v1/completions", json=body)).json()["choices"][0]
-    assert choice["finish_reason"] == "stop"
-    assert choice["text"] == whole[: whole.index(whole[3:5])]
-    await asyncio.wait_for(running.verifier.sequences[-1].aborted.wait(), 120)
-    assert running.idle
 
 
 async def surplus(verifier, sequence):
@@ -103,10 +86,15 @@ async def test_tokens_after_a_stop_string_are_neither_shown_nor_charged(running,
     if stream:
         asked["stream_options"] = {"include_usage": True}
     answer = await running.http.post("/v1/completions", json=asked)
-    answered = events(answer.content)[-1] if stream else answer.json()
-    usage = answered["usage"]
+    chunks = events(answer.content) if stream else [answer.json()]
+    said = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(each["text"] for each in said) == whole[: whole.index(whole[1:3])]
+    assert said[-1]["finish_reason"] == "stop"
+    usage = chunks[-1]["usage"]
     assert 0 < usage["completion_tokens"] < 3
-    assert answered["outrider"]["choices"][0]["tokens"] == usage["completion_tokens"]
+    assert chunks[-1]["outrider"]["choices"][0]["tokens"] == usage["completion_tokens"]
+    if behaviour is surplus:
+        await asyncio.wait_for(running.verifier.sequences[-1].aborted.wait(), 120)
     await eventually(lambda: running.idle and claims[-1].charged_tokens == usage["total_tokens"])
     line = [each.fields for each in caplog.records if each.name == "outrider.access"][-1]
     assert line["output_tokens"] == usage["completion_tokens"]
@@ -178,17 +166,31 @@ def _emitted(running) -> list:
     return [record for record in running.core.sequences if record.emitted]
 
 
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-async def test_a_verifier_lost_mid_stream_with_no_other_is_one_error_event(path, body, caplog):
+@pytest.mark.parametrize(
+    ("path", "body", "code"),
+    [
+        ("/v1/chat/completions", {**CHAT, "n": 2}, "verifier_lost"),
+        ("/v1/completions", {**COMPLETION, "n": 2}, "verifier_lost"),
+        ("/v1/messages", CHAT, "overloaded_error"),
+        ("/v1/responses", {"model": "demo", "input": "x"}, "server_error"),
+    ],
+)
+async def test_a_verifier_lost_mid_stream_with_no_other_is_one_error_event(path, body, code, caplog):
     async with running_gateway(queue_wait_s=0) as running:
         running.verifier.behaviour = stall
-        request = asyncio.ensure_future(raw_stream(running, path, {**body, "n": 2}))
-        await eventually(lambda: len(_emitted(running)) == 2)
-        running.verifier.kill()
-        chunks = events(await asyncio.wait_for(request, 120))
-        errors = [chunk for chunk in chunks if "error" in chunk]
+        raw = b""
+        async with running.http.stream("POST", path, json={**body, "stream": True}) as answer:
+            async for part in answer.aiter_raw():
+                raw += part
+                if len(_emitted(running)) == body.get("n", 1):
+                    running.verifier.kill()
+        chunks = [json.loads(line[6:]) for line in raw.splitlines() if line.startswith(b"data: {")]
+        errors = [each for each in chunks if "error" in each or each.get("type") == "response.failed"]
         assert errors == [chunks[-1]]
-        assert errors[0]["error"]["code"] == "verifier_lost"
+        response = errors[0].get("response", errors[0])
+        assert response["error"]["type" if path == "/v1/messages" else "code"] == code
+        if path == "/v1/responses":
+            assert (await running.http.get(f"{path}/{response['id']}")).json()["status"] == "failed"
         assert running.idle
     # Other names: a client of an earlier test may be collected just now, and asyncio reports its tasks.
     assert not [

@@ -73,7 +73,3 @@ async def test_bad_input_is_named(running, fields, named):
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert named is None or error["param"] == named, error
-
-
-async def test_an_unknown_model_is_404(running):
-    assert (await running.http.post(URL, json=asking(model="other"))).status_code == 404

@@ -20,17 +20,7 @@ WEATHER: dict[str, Any] = {
     },
 }
 ASKED = {"model": "demo", "messages": [{"role": "user", "content": "Rome?"}], "tools": [WEATHER], "max_tokens": 60}
-NAMED = {"type": "function", "function": {"name": "weather"}}
 TWO = '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "weather", "parameters": {"city": "Oslo"}}]'
-
-
-async def test_a_named_tool_is_called_by_grammar(running):
-    running.verifier.behaviour = saying('{"city": "Rome"}')
-    answer = await client(running).chat.completions.create(**ASKED, tool_choice=NAMED)
-    (call,) = answer.choices[0].message.tool_calls
-    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Rome"})
-    grammar = running.verifier.sequences[0].request.sampling_params.structured_outputs
-    assert grammar.json["required"] == ["city"]
 
 
 async def test_required_means_one_call_or_several(running):
