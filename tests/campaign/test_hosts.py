@@ -55,14 +55,8 @@ class Hosts:
 
     def snapshot(self) -> FleetSnapshot:
         """As `outrider status` shows it on the head, which finds the fleet that runs there."""
-        status, said = self.command("status", "--json")
-        assert status == 0, said
+        said = self.machines.head.run(sys.executable, "-m", "gateway.cli", "status", "--json", env=self.machines.env)
         return msgspec.json.decode(said, type=FleetSnapshot)
-
-    def command(self, *arguments: str) -> tuple[int, str]:
-        """`outrider ...` on the head: its exit status and what it says."""
-        done = self.machines.head.attempt(sys.executable, "-m", "gateway.cli", *arguments, env=self.machines.env)
-        return done.returncode, done.stdout if done.returncode == 0 else done.stderr
 
     def drafts(self) -> float:
         """Drafts of the remote drafter that were verified, so far."""

@@ -35,19 +35,8 @@ def test_a_killed_verifier_costs_time_and_no_token(tmp_path: Path) -> None:
         for name, kill in (("disturbed", True), ("left alone", False)):
             wait_for(lambda: [each["state"] for each in fleet.fleet()["verifiers"]] == ["ready", "ready"], 120, "two verifiers")
             out = tmp_path / name
-            sampling = ("--max-tokens", str(TOKENS), "--sampling", '{"ignore_eos": true}', "--seed", "3")
-            work = outrider(
-                "rollout",
-                "--join",
-                str(fleet.process.pid),
-                "--trace",
-                str(trace),
-                "--out",
-                str(out),
-                "--n",
-                str(SAMPLES),
-                *sampling,
-            )
+            asked = ["--trace", str(trace), "--out", str(out), "--n", str(SAMPLES), "--max-tokens", str(TOKENS), "--seed", "3"]
+            work = outrider("rollout", "--join", str(fleet.process.pid), *asked, "--sampling", '{"ignore_eos": true}')
             if kill:
                 doomed = fleet.fleet()["verifiers"][1]
                 wait_for(lambda doomed=doomed: fleet.metric("outrider_verifier_running", verifier=doomed["id"]) > 2, 60, "work")  # type: ignore[misc]

@@ -26,9 +26,8 @@ def main() -> int:
 
     from tests.chaos import campaign, report
 
-    requests = options.requests or (40 if options.quick else 300)
-    chosen = campaign.Options(options.quick, options.seed, requests, options.concurrency, options.tokens, options.mode)
-    result = asyncio.run(campaign.disturbed(chosen))
+    options.requests = options.requests or (40 if options.quick else 300)
+    result = asyncio.run(campaign.disturbed(options))
     print(report.write(options.output, result, "python -m tests.chaos " + " ".join(sys.argv[1:])))
     return 1 if result.problems else 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import itertools
 import random
@@ -41,22 +42,10 @@ class Result:
             self.problems.append(otherwise)
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the command line says."""
-
-    quick: bool
-    seed: int
-    requests: int
-    concurrency: int
-    tokens: int
-    mode: str
-
-
 class Load:
     """Keeps `concurrency` requests going, at least `requests` of them and for as long as `enough` is not set."""
 
-    def __init__(self, url: str, kinds: list[Case], options: Options) -> None:
+    def __init__(self, url: str, kinds: list[Case], options: argparse.Namespace) -> None:
         self.outcomes: list[Outcome] = []
         self.enough = asyncio.Event()
         self._url = url
@@ -107,7 +96,7 @@ async def references(url: str, kinds: list[Case]) -> dict[int, Outcome]:
     return found
 
 
-async def disturbed(options: Options) -> Result:
+async def disturbed(options: argparse.Namespace) -> Result:
     """The whole campaign; leaves nothing behind."""
     began = time.monotonic()
     result = Result(options.mode, options.seed)
@@ -134,7 +123,7 @@ async def disturbed(options: Options) -> Result:
     return result
 
 
-async def _under_load(fleet: ServedFleet, options: Options, result: Result) -> None:
+async def _under_load(fleet: ServedFleet, options: argparse.Namespace, result: Result) -> None:
     kinds = cases(options.tokens)
     known = await references(fleet.url, kinds)
     for i, reference in known.items():
@@ -199,7 +188,7 @@ async def _settled(fleet: ServedFleet, result: Result) -> None:
     result.metrics["sockets after"] = census.open_sockets(pid)
     grown = result.metrics["sockets after"] - result.metrics["sockets before"]
     result.check(grown <= SOCKETS_SLACK, f"the gateway holds {grown:g} sockets more than before")
-    actors = census.actors(pid)
+    actors = {actor: len(pids) for actor, pids in census.actors(pid).items()}
     result.check(actors == {"CoordinatorActor": 1, "Drafter": 2, "Verifier": 2}, f"actors are missing or left over: {actors}")
     for name in (
         "outrider_failovers_total",

@@ -19,20 +19,11 @@ def name_of(pid: int) -> str:
 ACTORS = ("CoordinatorActor", "Drafter", "Verifier")
 
 
-def actors(root: int) -> dict[str, int]:
-    """How many processes of each of our actor classes run below a process."""
-    names = [name_of(pid) for pid in descendants(root)]
+def actors(root: int) -> dict[str, list[int]]:
+    """The processes of each of our actor classes below a process."""
+    names = {pid: name_of(pid) for pid in descendants(root)}
     # While it runs a method the title names that, too.
-    return {actor: sum(name.startswith(f"ray::{actor}") for name in names) for actor in ACTORS}
-
-
-def pid_of_actor(root: int, actor: str) -> int | None:
-    """The process of an actor class below `root`."""
-    for pid in sorted(descendants(root)):
-        name = name_of(pid)
-        if name.startswith(f"ray::{actor}"):
-            return pid
-    return None
+    return {actor: [pid for pid, name in names.items() if name.startswith(f"ray::{actor}")] for actor in ACTORS}
 
 
 def open_sockets(pid: int) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos.census import pid_of_actor
+from tests.chaos.census import actors
 from tests.support.fleet_process import ServedFleet
 
 HEARTBEATS_S = 7.0
@@ -113,14 +113,12 @@ class Saboteur:
                 self._kill(kind, [each["pid"] for each in hit], what)
 
     async def _coordinator(self, kind: str) -> None:
-        pid = None
-        while pid is None:
-            pid = pid_of_actor(self._fleet.process.pid, "CoordinatorActor")
+        while not (pids := actors(self._fleet.process.pid)["CoordinatorActor"]):
             await asyncio.sleep(0.1)
         if kind in STOP_S:
-            await self._stop(kind, [pid], "all")
+            await self._stop(kind, pids, "all")
         else:
-            self._kill(kind, [pid], "all")
+            self._kill(kind, pids, "all")
 
     def _kill(self, kind: str, pids: list[int], what: str) -> None:
         done = Done(kind, time.monotonic())

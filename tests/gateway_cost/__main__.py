@@ -29,13 +29,11 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=6.0, help="of each measurement (default: 6)")
     parser.add_argument("--streams", default="16,64", help="streams, or connections, at a time (default: 16,64)")
     parser.add_argument("--interval-ms", type=float, default=50.0, help="between two tokens of a stream (default: 50)")
-    parser.add_argument("--only", choices=["gateway", "vllm"], help="one server")
-    parser.add_argument("--chunks", action="store_true", help="only streams, no one-token requests")
     parser.add_argument("--idle", type=int, metavar="N", help="only hold N streams of this gateway on which nothing comes")
     parser.add_argument("--output", type=Path, help="write every figure there, as JSON")
     options = parser.parse_args()
     if options.idle:
-        options.only, options.interval_ms = "gateway", 3.6e6
+        options.interval_ms = 3.6e6
     counts = [int(each) for each in options.streams.split(",")]
     with tempfile.TemporaryDirectory(prefix="orgc") as name:
         figures = _measure(Path(name), options, counts)
@@ -52,11 +50,9 @@ def _measure(folder: Path, options: argparse.Namespace, counts: list[int]) -> Fi
     emissions = engine.Emissions.create(folder / "emissions")
     children: dict[str, Child] = {}
     engines: list[Child] = []
-    mains = {"gateway": servers.gateway, "vllm": servers.vllm_server}
+    mains = {"gateway": servers.gateway} if options.idle else {"gateway": servers.gateway, "vllm": servers.vllm_server}
     try:
         for name, main_ in mains.items():
-            if options.only not in (None, name):
-                continue
             address = f"ipc://{folder}/{name}.sock"
             job = {"model": model, "address": address, "emissions": emissions}
             job |= {"interval_s": options.interval_ms / 1e3, "context": 4096}
@@ -65,33 +61,16 @@ def _measure(folder: Path, options: argparse.Namespace, counts: list[int]) -> Fi
             wait_for(partial(_answers, children[name].address), 120, f"{name} to answer")
         client = _on(others, Child(load.main, {"model": model, "emissions": emissions}, folder))
         engines.append(client)
-        if options.idle:
-            return _idle(options, children["gateway"], client)
         return _rounds(options, counts, children, client)
     finally:
         for child in [*children.values(), *engines]:
             child.close()
 
 
-def _idle(options: argparse.Namespace, server: Child, client: Child) -> Figures:
-    asked = {"url": server.address, "pid": server.pid, "count": options.idle, "seconds": options.seconds}
-    before = _resident_mib(server.pid)
-    client.tell(("idle", asked))
-    found = client.hear()
-    if isinstance(found, Exception):
-        raise found
-    return {f"{options.idle} idle streams": {"gateway": [found | {"mib_before": before}]}}
-
-
-def _resident_mib(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-
-
 def _rounds(options: argparse.Namespace, counts: list[int], servers_: dict[str, Child], client: Child) -> Figures:
     figures: Figures = {}
 
-    def ask(order: list[str], what: str, method: str, **arguments: Any) -> None:
+    def ask(what: str, method: str, **arguments: Any) -> None:
         for name in order:
             server = servers_[name]
             client.tell((method, {"url": server.address, "pid": server.pid, "seconds": options.seconds, **arguments}))
@@ -101,13 +80,14 @@ def _rounds(options: argparse.Namespace, counts: list[int], servers_: dict[str, 
             figures.setdefault(what, {}).setdefault(name, []).append(found)
 
     order = list(servers_)
+    if options.idle:
+        ask(f"{options.idle} idle streams", "idle", count=options.idle)
+        return figures
     for _ in range(options.rounds):
         for count in counts:
-            ask(order, f"chunk, {count} streams", "streams", count=count)
-            if options.chunks:
-                continue
-            ask(order, f"one-token answer, {count} connections", "requests", count=count, stream=False)
-            ask(order, f"one-token stream, {count} connections", "requests", count=count, stream=True)
+            ask(f"chunk, {count} streams", "streams", count=count)
+            ask(f"one-token answer, {count} connections", "requests", count=count, stream=False)
+            ask(f"one-token stream, {count} connections", "requests", count=count, stream=True)
         order = order[::-1]
     return figures
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +23,10 @@ CONTENT = b'"content":"'
 def cpu_s(pid: int) -> float:
     """CPU time of a process and all its threads, as clock_getcpuclockid(3) names its clock."""
     return time.clock_gettime((~pid << 3) | 2)
+
+
+def resident_mib(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
 
 
 class Client(asyncio.Protocol):
@@ -93,19 +98,18 @@ class Load:
     async def idle(self, url: str, pid: int, count: int, seconds: float) -> dict[str, float]:
         """`count` streams on which nothing comes but comments, held for a while after each has had one."""
         body = {"stream": True, "max_tokens": 3000, "ignore_eos": True}
-        began, cpu = time.monotonic(), cpu_s(pid)
+        before, began, cpu = resident_mib(pid), time.monotonic(), cpu_s(pid)
         clients = await self._open(url, count, body, again=False)
         opened = time.monotonic() - began
         await self._begun(clients, lambda client: b"keep-alive" in client.last)
         opening, held, cpu = cpu_s(pid) - cpu, time.monotonic(), cpu_s(pid)
         await asyncio.sleep(seconds)
         share = (cpu_s(pid) - cpu) / (time.monotonic() - held)
-        pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        memory = {"mib_before": before, "mib": resident_mib(pid)}
         alive = sum(not client.transport.is_closing() and not client.failed for client in clients)
         for client in clients:
             client.transport.abort()
-        mib = pages * 4096 / (1 << 20)
-        return {"alive": alive, "opened_in_s": opened, "opening_ms_each": opening / count * 1e3, "core": share, "mib": mib}
+        return {"alive": alive, "opened_in_s": opened, "opening_ms_each": opening / count * 1e3, "core": share, **memory}
 
     async def _open(self, url: str, count: int, fields: dict[str, Any], again: bool) -> list[Client]:
         content = "def read_lines(path):\n    " * 8

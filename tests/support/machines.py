@@ -83,16 +83,12 @@ class Machine:
         """Prefix of a command that is to run in the machine."""
         return ["nsenter", "-t", str(self.pid), "--net", "--mount", "--pid", "env", "-C", str(ROOT)]
 
-    def run(self, *command: str) -> str:
+    def run(self, *command: str, env: Mapping[str, str] | None = None) -> str:
         """Runs a command in the machine; returns its standard output."""
-        done = self.attempt(*command)
+        environment = os.environ | (env or {})
+        done = subprocess.run([*self.enter, *command], env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
-
-    def attempt(self, *command: str, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """Runs a command in the machine; the command may fail."""
-        environment = os.environ | (env or {})
-        return subprocess.run([*self.enter, *command], env=environment, capture_output=True, text=True, check=False)
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> None:
         """Starts a command in the machine; it ends with the machine at the latest."""
