@@ -6,8 +6,7 @@ import pytest
 
 from backend.fleet import VerifierStats
 from tests.support.browser import Browser, find_browser
-from tests.support.fleet_story import Story, member
-from tests.support.story_page import served
+from tests.support.fleet_story import Story, member, served
 
 PROGRAM = find_browser()
 pytestmark = [pytest.mark.campaign, pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")]

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ from backend.transport import ServerKeys, new_server_keys
 from backend.wire.drafting import PROTOCOL_VERSION, Hello, encode
 from backend.wire.engine import ENGINE_WIRE_VERSION, HELLO, EngineHello
 from tests.support.fleet_process import ServedFleet, wait_for
-from tests.support.machines import RayMachines, Tap, missing, network
+from tests.support.machines import Network, RayMachines, Tap, missing
 
 pytestmark = [
     pytest.mark.engine,
@@ -80,7 +81,7 @@ def expected() -> dict[str, str]:
 @pytest.fixture(scope="module")
 def hosts(expected: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     log = tmp_path_factory.mktemp("hosts") / "machines.log"
-    with log.open("w") as stream, network(stream) as made:
+    with log.open("w") as stream, closing(Network(stream)) as made:
         machines = RayMachines(made)
         fleet = ServedFleet(
             *("--mode", "sync", "--verifier-lookup", "false", "--verifier-draft-deadline-ms", "1000"),

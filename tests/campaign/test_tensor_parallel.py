@@ -30,20 +30,15 @@ def prompts() -> list[list[int]]:
 def answers(directory: Path, mode: str, ranks: int) -> tuple[list[list[int]], float]:
     """What is answered greedily; the share of drafts whose first token was accepted."""
     settings = {"draft_deadline_ms": 5000, "lookup": False, "tensor_parallel": ranks}
-    verifier = Verifier(directory, {"mode": mode, "verifier": settings})
+    verifier, drafter = Verifier(directory, {"mode": mode, "verifier": settings}), Drafter(directory)
     try:
+        verifier.set_drafters(*([] if mode == "off" else [drafter.ref]))
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-        if mode == "off":
-            return [answer.tokens for answer in verifier.client.generate(prompts(), params)], 0.0
-        drafter = Drafter(directory)
-        try:
-            verifier.set_drafters(drafter.ref)
-            tokens = [answer.tokens for answer in verifier.client.generate(prompts(), params)]
-            counted = verifier.client.fresh_stats().drafters["drafter-0"]
-            return tokens, counted.accepted_by_position[0] / counted.drafts
-        finally:
-            drafter.close()
+        tokens = [answer.tokens for answer in verifier.client.generate(prompts(), params)]
+        counted = verifier.client.fresh_stats().drafters.get("drafter-0")
+        return tokens, counted.accepted_by_position[0] / counted.drafts if counted else 0.0
     finally:
+        drafter.close()
         verifier.close()
 
 

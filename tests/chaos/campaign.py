@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import json
+import os
 import random
+import statistics
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,15 +16,16 @@ from typing import Any
 
 import httpx
 
-from tests.chaos import census
+from backend.lab.bench.hardware import commit
 from tests.chaos.faults import FULL, QUICK, Done, Saboteur, schedule
 from tests.chaos.workload import Case, Outcome, ask, cases, failed, what_is_wrong
 from tests.support.fleet_process import ServedFleet
-from tests.support.process_tree import descendants
+from tests.support.process_tree import actors, descendants, name_of, open_sockets, unix_sockets
 
 SETTLE_S = 150.0
 """How long counters may take to fall to zero after the last request."""
 SOCKETS_SLACK = 8
+SHARED_MEMORY = "/dev/shm"
 
 
 @dataclass
@@ -100,14 +104,10 @@ async def disturbed(options: argparse.Namespace) -> Result:
     """The whole campaign; leaves nothing behind."""
     began = time.monotonic()
     result = Result(options.mode, options.seed)
-    shared, sockets = census.shared_memory(), census.unix_sockets()
+    shared, sockets = set(os.listdir(SHARED_MEMORY)), unix_sockets()
     fleet = await asyncio.to_thread(
         ServedFleet,
-        "--mode",
-        options.mode,
-        "--verifiers=2",
-        "--drafters=2",
-        "--gateway-queue-wait-s=90",
+        *("--mode", options.mode, "--verifiers=2", "--drafters=2", "--gateway-queue-wait-s=90"),
         '--verifier-engine-args={"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": true}}',
         module="tests.chaos.serving",
     )
@@ -130,7 +130,7 @@ async def _under_load(fleet: ServedFleet, options: argparse.Namespace, result: R
         result.check(not reference.errors and reference.done, f"undisturbed: {kinds[i].name} failed: {reference.errors}")
     # Twice: what a first request opens for good is not a leak.
     await references(fleet.url, kinds[:2])
-    result.metrics["sockets before"] = census.open_sockets(fleet.process.pid)
+    result.metrics["sockets before"] = open_sockets(fleet.process.pid)
     load = Load(fleet.url, kinds, options)
     saboteur = Saboteur(fleet, load.abandon)
     result.faults, result.outcomes = saboteur.done, load.outcomes
@@ -185,11 +185,11 @@ async def _settled(fleet: ServedFleet, result: Result) -> None:
         remaining = await asyncio.to_thread(left)
     result.check(not remaining, f"left over after {SETTLE_S:.0f} s: {remaining}")
     pid = fleet.process.pid
-    result.metrics["sockets after"] = census.open_sockets(pid)
+    result.metrics["sockets after"] = open_sockets(pid)
     grown = result.metrics["sockets after"] - result.metrics["sockets before"]
     result.check(grown <= SOCKETS_SLACK, f"the gateway holds {grown:g} sockets more than before")
-    actors = {actor: len(pids) for actor, pids in census.actors(pid).items()}
-    result.check(actors == {"CoordinatorActor": 1, "Drafter": 2, "Verifier": 2}, f"actors are missing or left over: {actors}")
+    running = {actor: len(pids) for actor, pids in actors(pid).items()}
+    result.check(running == {"CoordinatorActor": 1, "Drafter": 2, "Verifier": 2}, f"actors are missing or left over: {running}")
     for name in (
         "outrider_failovers_total",
         "outrider_migrations_total",
@@ -205,10 +205,44 @@ async def _settled(fleet: ServedFleet, result: Result) -> None:
 async def _gone(below: set[int], shared: set[str], sockets: set[str], result: Result) -> None:
     """The fleet has stopped: no process, socket or shared memory of it remains."""
     deadline = time.monotonic() + 20
-    while any(census.name_of(pid) for pid in below) and time.monotonic() < deadline:
+    while any(name_of(pid) for pid in below) and time.monotonic() < deadline:
         await asyncio.sleep(0.2)
-    remaining = [census.name_of(pid) for pid in below if census.name_of(pid)]
+    remaining = [name_of(pid) for pid in below if name_of(pid)]
     result.check(not remaining, f"processes remain: {remaining}")
-    result.check(census.shared_memory() <= shared, f"shared memory remains: {sorted(census.shared_memory() - shared)}")
-    ours = sorted(path for path in census.unix_sockets() - sockets if "outrider" in path)
+    kept = sorted(set(os.listdir(SHARED_MEMORY)) - shared)
+    result.check(not kept, f"shared memory remains: {kept}")
+    ours = sorted(path for path in unix_sockets() - sockets if "outrider" in path)
     result.check(not ours, f"sockets remain: {ours}")
+
+
+def report(result: Result, command: str) -> str:
+    """What was found, as JSON."""
+    kinds: dict[str, Any] = {}
+    for kind in sorted({fault.kind for fault in result.faults}):
+        mine = [fault for fault in result.faults if fault.kind == kind]
+        gaps = [gap for fault in mine for gap in fault.silences]
+        back = [fault.back_s for fault in mine if fault.back_s is not None]
+        kinds[kind] = {
+            "times": len(mine),
+            "streams running": len(gaps),
+            "median silence s": round(statistics.median(gaps), 3) if gaps else None,
+            "longest silence s": round(max(gaps), 3) if gaps else None,
+            "back in service s": round(statistics.median(back), 1) if back else None,
+        }
+    outcomes = result.outcomes
+    document = {
+        "command": command,
+        "commit": commit(),
+        "mode": result.mode,
+        "seed": result.seed,
+        "seconds": round(result.seconds, 1),
+        "faults": len(result.faults),
+        "kinds": kinds,
+        "requests": len(outcomes),
+        "requests by kind": dict(sorted(Counter(each.case.name for each in outcomes).items())),
+        "left by their clients": sum(each.abandoned for each in outcomes),
+        "nowhere to go": sum(each.nowhere_to_go for each in outcomes),
+        "metrics": result.metrics,
+        "problems": result.problems,
+    }
+    return json.dumps(document, indent=1) + "\n"

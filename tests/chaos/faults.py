@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.chaos.census import actors
 from tests.support.fleet_process import ServedFleet
+from tests.support.process_tree import actors
 
 HEARTBEATS_S = 7.0
 """Long enough for connections to be given up."""
@@ -28,15 +28,7 @@ FULL = {
     "gateway stopped": 3,
     "clients gone": 3,
 }
-QUICK = {
-    "drafter killed": 1,
-    "drafter stopped": 1,
-    "verifier killed": 1,
-    "verifier stopped": 1,
-    "coordinator killed": 1,
-    "gateway stopped": 1,
-    "clients gone": 1,
-}
+QUICK = {kind: 1 for kind in FULL if kind not in ("verifier paused", "both verifiers killed", "coordinator stopped")}
 STOP_S = {
     "drafter stopped": 3.0,
     "verifier stopped": HEARTBEATS_S,

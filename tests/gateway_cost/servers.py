@@ -15,7 +15,6 @@ import vllm  # noqa: F401  (first: its submodules do not import alone)
 from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from backend.config import Settings
 from backend.engine.client import EngineCodec
 from backend.fleet import Member
 from backend.transport.aio import AsyncDealer
@@ -24,17 +23,13 @@ from backend.transport.sockets import Wire
 
 def gateway(job: dict[str, Any], pipe: Connection) -> None:
     """A child's main: a gateway with one verifier, until the pipe is closed."""
-    from gateway.http.server import GatewayServer
-    from tests.support.static_directory import StaticDirectory
+    from tests.support.running_gateway import gateway_process
 
     member = Member("verifier-0", "verifier", "one", job["engine"], "", "node", os.getpid(), "bench", state="ready")
     # Room for all, so that no stream waits at the gateway.
-    asked = {"gateway": {"port": 0, "max_in_flight": 100_000}, "verifier": {"max_num_seqs": 2048}}
-    settings = Settings.model_validate({"mode": "sync", **asked})
-    directory = StaticDirectory([member])
-    server = GatewayServer(settings, directory, job["model"], model_name="bench", on_ready=pipe.send)
+    settings = {"gateway": {"max_in_flight": 100_000, "served_model_name": "bench"}, "verifier": {"max_num_seqs": 2048}}
     _end_with(pipe)
-    server.run()
+    gateway_process({**settings, "model": job["model"], "members": [member]}, pipe)
 
 
 def vllm_server(job: dict[str, Any], pipe: Connection) -> None:

@@ -1,4 +1,4 @@
-"""`outrider serve` as a process that does not come up, or is killed (how it comes up and ends: `served/`)."""
+"""`outrider serve` as a process that does not come up, or is killed (how it comes up and ends: `served/`); a gateway as one."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.chaos.census import name_of
-from tests.support.process_tree import descendants, leftovers, wait_gone
+from tests.support.process_tree import descendants, leftovers, name_of, wait_gone
+from tests.support.processes import Child
+from tests.support.running_gateway import MODEL_DIR, gateway_process
 
 pytestmark = pytest.mark.engine
 
@@ -94,3 +96,15 @@ def test_a_signal_while_starting_ends_everything(home: Path) -> None:
         wait_gone(family)
     finally:
         process.kill()
+
+
+def test_a_signal_ends_a_gateway_cleanly(tmp_path: Path) -> None:
+    """Another one, Ctrl-C's, ends the fleet of `tests/integration/served`."""
+    gateway = Child(gateway_process, {"model": MODEL_DIR}, tmp_path)
+    try:
+        assert httpx.get(f"{gateway.address}/livez").status_code == 200
+        os.kill(gateway.pid, signal.SIGTERM)
+        gateway.process.join(30)
+        assert gateway.process.exitcode == 0
+    finally:
+        gateway.close()

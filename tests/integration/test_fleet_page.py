@@ -6,9 +6,7 @@ import httpx
 import pytest
 
 from gateway.routes.page import FOLDER, PAGES
-from tests.support.fleet_story import Story
-from tests.support.running_gateway import running_gateway
-from tests.support.story_page import Served, served
+from tests.support.fleet_story import Served, Story, served
 
 
 @pytest.fixture
@@ -61,10 +59,9 @@ def test_the_fleet_is_told_with_what_the_page_needs(page):
     assert second["moved"] == [{"kind": "failover", "cause": "disconnected", "verifier": "verifier-1", "sequences": 3}]
 
 
-async def test_a_gateway_shows_its_fleet():
-    async with running_gateway() as running:
-        assert "Outrider" in (await running.http.get("/")).text
-        document = (await running.http.get("/fleet")).json()
-        assert [(row["id"], row["connected"]) for row in document["verifiers"]] == [("verifier-0", True)]
-        assert document["answered_s"] < 5
-        assert document["gateway"].startswith("gateway-")
+async def test_a_gateway_shows_its_fleet(running):
+    assert "Outrider" in (await running.http.get("/")).text
+    document = (await running.http.get("/fleet")).json()
+    assert [(row["id"], row["connected"]) for row in document["verifiers"]] == [("verifier-0", True)]
+    assert document["answered_s"] < 5
+    assert document["gateway"].startswith("gateway-")

@@ -289,33 +289,26 @@ async def test_many_log_probabilities_of_an_answer_hold_nobody_up(running, path,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_many_log_probabilities_of_a_response_hold_nobody_up(running, stream, monkeypatch, timed):
+@pytest.mark.parametrize("few", [True, False])
+async def test_many_log_probabilities_of_a_response_hold_nobody_up_and_a_few_are_kept(running, few, stream, monkeypatch, timed):
     monkeypatch.setattr(running.verifier, "behaviour", likely(20))
     monkeypatch.setattr(running.server.gateway.client.model_config, "max_model_len", 4096)
     include = ["message.output_text.logprobs"]
-    count = 3000 if timed else 1000
+    count = 50 if few else 3000 if timed else 1000
     body = made_from("x", max_output_tokens=count, include=include, top_logprobs=20, stream=stream)
     # Garbage collections over what vLLM keeps of a stream may take as long.
     for stalls in attempts(timed and not stream):
         with stalls.watched():
             answer = await running.http.post(RESPONSES, json=body)
-        assert answer.text.count('"top_logprobs":[{') == count
         response = json.loads(answer.text.rpartition("data: ")[2])["response"] if stream else answer.json()
         kept = (await running.http.get(f"{RESPONSES}/{response['id']}")).json()
-        assert kept["output"][0]["content"][0]["text"] == response["output"][0]["content"][0]["text"]
-        assert kept["output"][0]["content"][0]["logprobs"] is None
-
-
-@pytest.mark.parametrize("stream", [False, True])
-async def test_a_few_log_probabilities_of_a_response_are_kept(running, stream, monkeypatch):
-    monkeypatch.setattr(running.verifier, "behaviour", likely(20))
-    include = ["message.output_text.logprobs"]
-    body = made_from("x", max_output_tokens=50, include=include, top_logprobs=20, stream=stream)
-    answer = await running.http.post(RESPONSES, json=body)
-    response = json.loads(answer.text.rpartition("data: ")[2])["response"] if stream else answer.json()
-    kept = (await running.http.get(f"{RESPONSES}/{response['id']}")).json()
-    for each in (response, kept):
-        assert len(each["output"][0]["content"][0]["logprobs"]) == 50
+        made, again = (each["output"][0]["content"][0] for each in (response, kept))
+        assert again["text"] == made["text"]
+        if few:
+            assert len(again["logprobs"]) == len(made["logprobs"]) == count
+        else:
+            assert answer.text.count('"top_logprobs":[{') == count
+            assert again["logprobs"] is None
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ import pytest
 
 from gateway.http.sse import KEEP_ALIVE_S
 from tests.support.fake_verifier import count_up, eventually, gated
-from tests.support.keys_file import Keys
-from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+from tests.support.running_gateway import CHAT, COMPLETION, Keys, running_gateway
 
 SLOTS = 2
 RESPONSE = {"model": "demo", "input": "hi"}

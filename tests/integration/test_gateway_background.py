@@ -8,11 +8,8 @@ import pytest
 
 from gateway.http.errors import Overloaded
 from tests.integration.test_gateway_responses import client, ended
-from tests.integration.test_gateway_streams import silence
-from tests.support.fake_verifier import FakeVerifier, Sequence, eventually, gated
-from tests.support.keys_file import Keys
-from tests.support.running_gateway import running_gateway
-from tests.support.saying import saying
+from tests.support.fake_verifier import FakeVerifier, Sequence, eventually, gated, saying, silence
+from tests.support.running_gateway import Keys, running_gateway
 
 
 @pytest.fixture

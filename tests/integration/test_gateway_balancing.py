@@ -1,19 +1,15 @@
 """The gateway moves running requests to a faster verifier, if it may: fake verifiers that report what a test says."""
 
 import asyncio
-import time
 from contextlib import asynccontextmanager
 from unittest import mock
 
 import pytest
 
-from backend.config import Settings
 from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
 from backend.routing.balance import MoveLimits
-from gateway.fleet.balancing import Balancer
-from tests.integration.test_gateway_streams import stall
-from tests.support.fake_verifier import FakeVerifier, eventually
+from tests.support.fake_verifier import FakeVerifier, eventually, stall
 from tests.support.running_gateway import COMPLETION, running_gateway
 
 REQUESTS = 6
@@ -60,27 +56,13 @@ async def reports(running, idle, looks: int) -> None:
         heard = [link for link in running.core.ready_links if link.stats and link.stats.decode_steps == 10 * looks]
 
 
-async def test_requests_move_until_there_is_no_gap(tmp_path):
-    # The test looks itself: two looks at one report would move too many.
-    async with crowded(tmp_path, 0) as (running, idle):
-        with mock.patch("gateway.fleet.balancing.MoveLimits", return_value=MoveLimits(moves=2, dwell_s=0.0)):
-            balancer = Balancer(running.core, Settings())
-        for looks in range(1, 30):
-            await reports(running, idle, looks)
-            balancer.balance(time.monotonic())
-        at_first, at_idle = (running.core.sequences.placed(name) for name in ("verifier-0", "idle"))
-        assert at_first + at_idle == REQUESTS
-        assert 2 <= at_idle <= 3
-        metrics = (await running.http.get("/metrics")).text
-        assert f'outrider_migrations_total{{cause="balance"}} {at_idle}.0' in metrics
-
-
 async def test_a_gateway_balances_by_itself(tmp_path):
     async with crowded(tmp_path, 0.02) as (running, idle):
         looks = 0
         while not idle.sequences:
             looks += 1
             await reports(running, idle, looks)
+        assert await running.metric('outrider_migrations_total{cause="balance"') >= 1
 
 
 @pytest.mark.parametrize(("interval_s", "dwell_s"), [(0, 0), (0.02, 1000)])

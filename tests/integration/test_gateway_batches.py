@@ -15,10 +15,8 @@ from gateway.storage.batches import serving as batching
 from gateway.storage.batches.lines import LONGEST_ID
 from gateway.storage.batches.pace import BatchPace
 from gateway.storage.batches.store import BatchStore
-from tests.integration.test_gateway_streams import silence
-from tests.support.fake_verifier import count_up, eventually
-from tests.support.keys_file import Keys
-from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+from tests.support.fake_verifier import count_up, eventually, silence
+from tests.support.running_gateway import CHAT, COMPLETION, Keys, running_gateway
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 

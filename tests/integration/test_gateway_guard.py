@@ -17,8 +17,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from gateway.http import guard, protocol
-from tests.integration.test_gateway_streams import silence, stall
-from tests.support.fake_verifier import count_up, eventually
+from tests.support.fake_verifier import count_up, eventually, silence, stall
 from tests.support.running_gateway import COMPLETION, Running, running_gateway
 
 BODY = json.dumps(COMPLETION).encode()

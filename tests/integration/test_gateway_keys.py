@@ -16,8 +16,7 @@ from backend.config.settings import GatewaySettings
 from backend.config.sources import CommandError
 from gateway.cli.reload import reload
 from tests.support.fake_verifier import eventually, gated
-from tests.support.keys_file import Keys
-from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
+from tests.support.running_gateway import CHAT, COMPLETION, Keys, running_gateway
 
 
 @pytest.fixture
@@ -31,6 +30,7 @@ async def test_a_key_opens_its_models_and_no_others(keys):
         http = running.http
         for headers, status in ({}, 401), ({"authorization": "Bearer or-x"}, 401), (free, 200):
             assert (await http.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == status
+        assert (await http.get("/nowhere")).status_code == 401
         key = {"x-api-key": free["authorization"].removeprefix("Bearer ")}
         assert (await http.post("/v1/completions", json=COMPLETION, headers=key)).status_code == 200
         assert [each["id"] for each in (await http.get("/v1/models", headers=free)).json()["data"]] == ["demo"]

@@ -104,28 +104,24 @@ async def test_a_url_forges_no_text_line(caplog):
     assert "what=POST /admin/x%E2%80%A82026-01-01%20INFO%20outrider.audit%3A%20by%3Droot fields" in line
 
 
+TENSORS = b"\x08\0\0\0\0\0\0\0{}      " * 1000
+
+
 @pytest.mark.parametrize(
-    ("body", "fields"),
+    ("path", "kind", "body", "fields"),
     [
-        (b"[" * 1500, json.dumps("[" * 1500)),
-        (b" \n" * 2000 + b'{"member": "v"}', '{"member":"v"}'),
-        (b'{"member": "' + b"v" * 3000 + b'"}', json.dumps('{"member": "' + "v" * 2036)),
+        ("/admin/drain", "json", b"[" * 1500, json.dumps("[" * 1500)),
+        ("/admin/drain", "json", b" \n" * 2000 + b'{"member": "v"}', '{"member":"v"}'),
+        ("/admin/drain", "json", b'{"member": "' + b"v" * 3000 + b'"}', json.dumps('{"member": "' + "v" * 2036)),
+        ("/update_weights", "octet-stream", TENSORS, '"16000 bytes"'),
     ],
 )
-async def test_what_was_asked_is_logged_whatever_its_form(running, caplog, body, fields):
+async def test_what_was_asked_is_logged_whatever_its_form_and_of_weights_the_size(running, caplog, path, kind, body, fields):
     caplog.set_level(logging.INFO)
-    answer = await running.http.post("/admin/drain", content=body, headers={"content-type": "application/json"})
+    answer = await running.http.post(path, content=body, headers={"content-type": f"application/{kind}"})
     (said,) = [each.fields for each in caplog.records if each.name == "outrider.audit"]
     assert (said["status"], said["fields"]) == (answer.status_code, fields)
     assert answer.status_code != 500
-
-
-async def test_of_weights_in_a_body_only_the_size_is_logged(running, caplog):
-    caplog.set_level(logging.INFO)
-    weights = {"content-type": "application/octet-stream"}
-    await running.http.post("/update_weights", content=b"\x08\0\0\0\0\0\0\0{}      " * 1000, headers=weights)
-    (said,) = [each.fields for each in caplog.records if each.name == "outrider.audit"]
-    assert said["fields"] == '"16000 bytes"'
 
 
 def test_warnings_and_what_vllm_says_are_lines_of_the_log_or_none():

@@ -7,7 +7,7 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from tests.support.checkable import Paint
-from tests.support.saying import saying
+from tests.support.fake_verifier import saying
 
 HI = {"model": "demo", "max_tokens": 40, "messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}

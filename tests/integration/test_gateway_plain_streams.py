@@ -164,6 +164,7 @@ async def test_what_vllm_would_say(running, path, body, matrix, plain, monkeypat
             theirs = await events(running, path, body | fields, script)
             assert len(plain) == 1, name
         assert ours == theirs, name
+        assert name.startswith("an error") == any("internal_error" in str(each) for each in ours), name
         for each in ours:
             if isinstance(each, dict) and each.get("choices") == []:
                 as_openai_has_it(each["usage"])

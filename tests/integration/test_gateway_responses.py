@@ -7,11 +7,9 @@ import openai
 import pytest
 
 from gateway.requests.limits import MAX_TEXT_PER_TOKEN, MIN_TEXT
-from tests.integration.test_gateway_streams import stall
 from tests.support.checkable import Paint
-from tests.support.fake_verifier import count_up, eventually
+from tests.support.fake_verifier import count_up, eventually, saying, stall
 from tests.support.running_gateway import running_gateway
-from tests.support.saying import saying
 
 
 @pytest.fixture
@@ -280,12 +278,10 @@ async def test_structured_answers_parse(running):
 
 
 BAD = [
-    ({"input": 5}, 400, "input"),
     ({"input": [3]}, 400, "input"),
     ({"input": []}, 400, "input"),
     ({"input": "x", "tools": [{"type": "web_search"}]}, 400, "tools"),
     ({"input": [{"type": "web_search_call"}]}, 400, "input"),
-    ({"input": "x", "tools": 5}, 400, "tools"),
     ({"input": "x", "temprature": 1}, 400, "temprature"),
     ({"input": "x", "model": "nope"}, 404, "model"),
     ({"input": "x", "previous_response_id": "resp_no"}, 404, "previous_response_id"),
@@ -293,9 +289,7 @@ BAD = [
     ({"input": "x", "conversation": "conv_no"}, 404, "conversation"),
     ({"input": "x", "conversation": "conv_no", "previous_response_id": "resp_no"}, 400, "conversation"),
     ({"input": "x", "background": True, "store": False}, 400, "background"),
-    ({"input": "x", "background": "yes"}, 400, "background"),
     ({"input": "x", "moderation": {}}, 400, "moderation"),
-    ({"input": "x", "text": True}, 400, "text"),
     ({"input": "x", "temperature": 3}, 400, "temperature"),
     ({"input": "x", "prompt": {"id": "pmpt_1"}}, 400, "prompt"),
     ({"input": [{"type": "item_reference", "id": ["x"]}]}, 400, "input"),

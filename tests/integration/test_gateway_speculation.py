@@ -11,8 +11,7 @@ from backend.wire.engine import Account, RequestOptions, Tally
 from tests.integration import test_gateway_messages, test_gateway_responses
 from tests.integration.test_gateway_streams import events
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up, eventually
-from tests.support.keys_file import Keys
-from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
+from tests.support.running_gateway import CHAT, COMPLETION, Keys, Running, running_gateway
 
 STATS = {"outrider": {"stats": True}}
 
@@ -96,7 +95,6 @@ async def test_an_answer_tells_what_drafts_did(running: Running):
     for path, base in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
         await tells(running, path, {**base, "prediction": {"type": "content", "content": "x = 1"}})
     await tells_each_choice(running)
-    await waits_for_the_account_after_a_stop_string(running)
     await forgets_who_leaves(running)
 
 
@@ -151,20 +149,6 @@ async def tells_each_choice(running: Running) -> None:
     body = {**CHAT, **STATS, "n": 3, "temperature": 1}
     choices = (await running.http.post("/v1/chat/completions", json=body)).json()["outrider"]["choices"]
     assert [(each["index"], each["verifications"]) for each in choices] == [(0, 1), (1, 2), (2, 3)]
-
-
-async def waits_for_the_account_after_a_stop_string(running: Running) -> None:
-    async def stopped(verifier: FakeVerifier, sequence: Sequence) -> None:
-        sequence.emit([300, 301])
-        await sequence.aborted.wait()
-        await asyncio.sleep(0.05)
-        tell(verifier, sequence, tokens=4, verifications=2)
-
-    first = (await running.http.post("/detokenize", json={"tokens": [300]})).json()["prompt"]
-    running.verifier.behaviour = stopped
-    body = {**COMPLETION, **STATS, "stop": [first[-1]]}
-    (choice,) = (await running.http.post("/v1/completions", json=body)).json()["outrider"]["choices"]
-    assert (choice["verifications"], choice["unaccounted_tokens"]) == (2, 0)
 
 
 async def silent(verifier: FakeVerifier, sequence: Sequence) -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from tests.integration.test_gateway_responses import client
 from tests.support.checkable import FLAT_NAMED, FLAT_PAINT
+from tests.support.fake_verifier import saying
 from tests.support.running_gateway import running_gateway
-from tests.support.saying import saying
 
 WEATHER: dict[str, Any] = {
     "type": "function",

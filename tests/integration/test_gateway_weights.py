@@ -15,8 +15,7 @@ from gateway.fleet.engine_link import DECLARED_LOST
 from gateway.fleet.pauses import Pauses
 from gateway.fleet.weights import WeightsInForce
 from gateway.peers import Peers
-from tests.integration.test_gateway_streams import stall
-from tests.support.fake_verifier import FakeVerifier, eventually
+from tests.support.fake_verifier import FakeVerifier, eventually, stall
 from tests.support.running_gateway import COMPLETION, Running, running_gateway
 
 PAUSED = ("pause", ["keep", False])
@@ -85,7 +84,7 @@ async def test_one_verifier_that_is_paused_stays_so():
 
 async def test_a_sleep_is_a_pause_unless_it_is_refused(running: Running):
     running.verifier.failure = "NotImplementedError: it cannot"
-    await post(running, "/sleep", 501)
+    assert (await post(running, "/sleep", 501))["error"]["code"] == "not_supported"
     assert not running.core.pauses.holds("verifier-0")
     running.verifier.failure = None
     await post(running, "/sleep")

@@ -9,8 +9,7 @@ from backend.config.sources import CommandError, ConfigError
 from gateway.cli import run_batch
 from gateway.cli.run_batch import GatewayAddress, carry_out
 from tests.integration.test_gateway_batches import TEXTS, jsonl, request
-from tests.integration.test_gateway_streams import silence
-from tests.support.fake_verifier import count_up, eventually
+from tests.support.fake_verifier import count_up, eventually, silence
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
 

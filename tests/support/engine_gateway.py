@@ -6,53 +6,38 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 
 from backend.config import Settings
 from backend.fleet import Member
 from backend.models.demo import TARGET_DIR
-from gateway.fleet.core import FleetCore
 from gateway.http.server import GatewayServer
-from tests.support.fake_verifier import eventually
+from tests.support.fake_verifier import StaticDirectory, eventually
 from tests.support.processes import Drafter, Verifier
-from tests.support.running_gateway import metric, serving
-from tests.support.static_directory import StaticDirectory
+from tests.support.running_gateway import Running, serving
 
 
-@dataclass
-class EngineFleet:
-    """The parts of the fleet that tests use."""
+class EngineFleet(Running):
+    """The gateway, with real verifiers."""
 
-    server: GatewayServer
-    directory: StaticDirectory
     verifiers: list[Verifier]
-    http: httpx.AsyncClient
-
-    @property
-    def core(self) -> FleetCore:
-        return self.server.gateway.client.core
 
     def route_only_to(self, *serving: Verifier) -> None:
         """From the next look at the directory on, the other verifiers get no new requests."""
         states = {each.name: "ready" if each in serving else "draining" for each in self.verifiers}
         self.directory.set_members([msgspec.structs.replace(each, state=states[each.id]) for each in self.directory.members])
 
-    async def quiet(self, timeout_s: float = 120.0) -> None:
+    async def quiet(self) -> None:
         """Waits until no request is in flight at the gateway or at any connected verifier."""
 
         def empty() -> bool:
             stats = self.core.stats()
             return bool(stats) and all(each.running + each.waiting == 0 for each in stats)
 
-        await eventually(lambda: not self.core.sequences and empty(), timeout_s)
-
-    async def metric(self, name: str) -> float:
-        return await metric(self.http, name)
+        await eventually(lambda: not self.core.sequences and empty())
 
 
 @asynccontextmanager
@@ -78,5 +63,5 @@ async def engine_fleet(
         )
         settings = Settings.model_validate(sections | {"gateway": {"port": 0, "balance_interval_s": 0, **gateway}})
         server = GatewayServer(settings, directory, str(TARGET_DIR), model_name="demo")
-        async with serving(server, verifiers) as (http, _):
-            yield EngineFleet(server, directory, real, http)
+        async with serving(server, verifiers) as (http, task):
+            yield EngineFleet(server, directory, real, http, task)

@@ -1,4 +1,7 @@
-"""A verifier without an engine: an asyncio ROUTER that speaks `backend.wire.engine` and emits what a test decides."""
+"""A verifier without an engine: an asyncio ROUTER that speaks `backend.wire.engine` and emits what a test decides.
+
+And a fleet's directory without a coordinator.  Tests only.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from functools import partial
+from collections.abc import Awaitable, Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,15 @@ import msgspec
 import vllm  # noqa: F401  (first: its submodules do not import alone)
 import zmq
 import zmq.asyncio
+from tokenizers import Tokenizer
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason, UtilityOutput
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
-from backend.fleet import Member, VerifierStats
+from backend.coordinator.commands import Answer, AnyCommand, CommandRefused
+from backend.fleet import FleetSnapshot, Member, MemberView, VerifierStats
 from backend.fleet.stats import Weights
+from backend.models.demo import TARGET_DIR
 from backend.records.kept import RowBatch
 from backend.wire import engine as wire
 
@@ -72,6 +78,42 @@ def gated(gate: asyncio.Event) -> Behaviour:
         sequence.emit([300])
         await gate.wait()
         sequence.emit([301], FinishReason.LENGTH)
+
+    return behaviour
+
+
+def stalling(count: int) -> Behaviour:
+    """Emits so many tokens after those emitted before, then nothing until the sequence is aborted."""
+
+    async def behaviour(verifier: FakeVerifier, sequence: Sequence) -> None:
+        first = 300 + len(sequence.emitted)
+        if count:
+            sequence.emit(list(range(first, first + count)))
+        await sequence.aborted.wait()
+
+    return behaviour
+
+
+stall, silence = stalling(2), stalling(0)
+
+
+@cache
+def tokenizer() -> Any:
+    return Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json"))
+
+
+def saying(text: str, finish: FinishReason = FinishReason.STOP, tokens_at_a_time: int = 2) -> Behaviour:
+    """Emits a text in the demo target's tokens, a few at a time."""
+
+    async def behaviour(verifier: FakeVerifier, sequence: Sequence) -> None:
+        tokens = tokenizer().encode(text, add_special_tokens=False).ids
+        if finish is FinishReason.STOP:
+            # The stop token is emitted too, but is not part of the text.
+            tokens.append(tokenizer().token_to_id("<|endoftext|>"))
+        for start in range(0, len(tokens), tokens_at_a_time):
+            last = start + tokens_at_a_time >= len(tokens)
+            sequence.emit(tokens[start : start + tokens_at_a_time], finish if last else None)
+            await asyncio.sleep(0)
 
     return behaviour
 
@@ -213,6 +255,29 @@ class FakeVerifier:
         output = UtilityOutput(call_id, self.failure, None if self.failure else UtilityResult(True))
         answer = EngineCoreOutputs(utility_output=output)
         self.send(client, wire.OUTPUTS, *MsgpackEncoder().encode(answer))
+
+
+class StaticDirectory:
+    """Implements `Directory` of `gateway/fleet/directory.py`, without a coordinator."""
+
+    def __init__(self, members: Iterable[Member] = ()) -> None:
+        self._version = 0
+        self.members: list[Member] = []
+        self.set_members(members)
+
+    def set_members(self, members: Iterable[Member]) -> None:
+        self._version += 1
+        self.members = list(members)
+
+    async def snapshot(self) -> FleetSnapshot:
+        views = [MemberView(member, 0.0) for member in self.members]
+        return FleetSnapshot(self._version, views, [], {})
+
+    async def look(self) -> FleetSnapshot:
+        return await self.snapshot()
+
+    async def submit(self, command: AnyCommand) -> Answer:
+        return CommandRefused("invalid", "this fleet has no coordinator", self._version)
 
 
 async def eventually(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:

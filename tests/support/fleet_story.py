@@ -1,15 +1,19 @@
 """A fleet that exists only as reports, which tests advance by hand; it has the part of `FleetCore` that `/fleet` reads.
 
-Verifiers decode at steady rates.  Drafter i serves verifier i mod the number of verifiers.  `page_app` serves the fleet page of
-such a fleet, without an engine.
+Verifiers decode at steady rates.  Drafter i serves verifier i mod the number of verifiers.  `served` serves the fleet page of
+such a fleet, without an engine, from a thread of its own.
 """
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
+from contextlib import closing
 from types import SimpleNamespace
 from typing import Any, cast
 
+import uvicorn
 from fastapi import FastAPI
 
 from backend.fleet import (
@@ -27,6 +31,8 @@ from gateway.auth.access import Access
 from gateway.auth.key_ring import KeyRing
 from gateway.auth.quotas import Quotas
 from gateway.http.middleware import Envelope
+from gateway.http.protocol import BoundedProtocol
+from gateway.http.server import _listen
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.routes import operations, page
 from gateway.state import Gateway
@@ -156,3 +162,45 @@ def page_app(story: Story, api_key: str | None = None) -> FastAPI:
     Access(cast(Gateway, gateway)).guard(app)
     app.add_middleware(Envelope, metrics=GatewayMetrics(), quotas=gateway.quotas)
     return app
+
+
+class Served:
+    """The page's server."""
+
+    def __init__(self, story: Story, port: int, api_key: str | None) -> None:
+        self.story = story
+        self._listener = _listen("127.0.0.1", port)
+        self.port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        config = uvicorn.Config(page_app(story, api_key), http=BoundedProtocol, log_config=None, lifespan="off")
+        self._server = uvicorn.Server(config)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
+        self._thread.start()
+
+    async def _serve(self) -> None:
+        await self._server.serve(sockets=[self._listener])
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+    def advance(self, seconds: float = 1.0, times: int = 1) -> None:
+        """Advances the story `times` times, in the server's event loop."""
+
+        async def work() -> None:
+            for _ in range(times):
+                self.story.advance(seconds)
+
+        asyncio.run_coroutine_threadsafe(work(), self._loop).result(10)
+
+    def close(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(10)
+        self._listener.close()
+        self._loop.close()
+
+
+def served(story: Story, port: int = 0, api_key: str | None = None) -> closing[Served]:
+    """Serves the page of `story` for a `with` block."""
+    return closing(Served(story, port, api_key))

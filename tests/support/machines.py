@@ -14,8 +14,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
 
@@ -140,14 +139,6 @@ class Network:
         for machine in self.machines:
             machine.power_off()
         _ip("link", "del", self.name)
-
-
-@contextmanager
-def network(log: IO[str]) -> Iterator[Network]:
-    made = Network(log)
-    with ExitStack() as stack:
-        stack.callback(made.close)
-        yield made
 
 
 class Tap:

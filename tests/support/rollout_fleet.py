@@ -26,8 +26,7 @@ from gateway.fleet import directory as directory_module
 from gateway.rollout import run as run_module
 from gateway.rollout.core import RolloutCore
 from gateway.rollout.run import RoundRunner
-from tests.support.fake_verifier import Behaviour, FakeVerifier, Sequence
-from tests.support.static_directory import StaticDirectory
+from tests.support.fake_verifier import Behaviour, FakeVerifier, Sequence, StaticDirectory
 
 
 class Fleet(StaticDirectory):

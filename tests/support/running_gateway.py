@@ -1,25 +1,27 @@
-"""A whole gateway on a free port, in the test's own event loop, in front of fake verifiers."""
+"""A whole gateway on a free port, in the test's own event loop or in a process of its own, in front of fake verifiers."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import httpx
 
-import backend.models.demo
 from backend.config import Settings
+from backend.models.demo import TARGET_DIR
+from gateway.auth.key_ring import make_key
 from gateway.http.server import GatewayServer
-from tests.support.fake_verifier import FakeVerifier, eventually
-from tests.support.static_directory import StaticDirectory
+from tests.support.fake_verifier import FakeVerifier, StaticDirectory, eventually
 
-MODEL_DIR = str(Path(backend.models.demo.__file__).parent / "target")
+MODEL_DIR = str(TARGET_DIR)
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "def f(", "max_tokens": 6}
 
@@ -28,7 +30,7 @@ COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "def f(", "max_tokens":
 class Running:
     server: GatewayServer
     directory: StaticDirectory
-    verifiers: list[FakeVerifier]
+    verifiers: list[Any]
     http: httpx.AsyncClient
     stopped: asyncio.Task[None]
 
@@ -50,13 +52,10 @@ class Running:
         return not self.core.sequences and not self.server.gateway.client.output_processor.request_states
 
     async def metric(self, name: str) -> float:
-        return await metric(self.http, name)
-
-
-async def metric(http: httpx.AsyncClient, name: str) -> float:
-    """The sum of the samples whose name, or name and first labels, this is."""
-    lines = (await http.get("/metrics")).text.splitlines()
-    return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{", f"{name},", f"{name}}}")))
+        """The sum of the samples whose name, or name and first labels, this is."""
+        lines = (await self.http.get("/metrics")).text.splitlines()
+        begins = (f"{name} ", f"{name}{{", f"{name},", f"{name}}}")
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(begins))
 
 
 @asynccontextmanager
@@ -98,3 +97,28 @@ async def serving(server: GatewayServer, verifiers: int) -> AsyncIterator[tuple[
             server.stop()
             server.stop()
             await task
+
+
+def gateway_process(job: dict[str, Any], pipe: Connection) -> None:
+    """The main function of a gateway's process, with the job's `members` and settings (default: none); a signal ends it."""
+    settings = Settings.model_validate({"verifier": job.get("verifier", {}), "gateway": {"port": 0, **job.get("gateway", {})}})
+    directory = StaticDirectory(job.get("members", ()))
+    GatewayServer(settings, directory, job["model"], on_listening=pipe.send).run()
+
+
+class Keys:
+    """Keys by name, and the file that has them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / "keys.yaml"
+        self._entries: dict[str, str] = {}
+        self._keys: dict[str, str] = {}
+
+    def put(self, name: str, **fields: Any) -> dict[str, str]:
+        """Writes a key with these fields; returns the headers that present it."""
+        if name not in self._keys:
+            self._keys[name], self._entries[name] = make_key(name)
+        entry = self._entries[name] + "".join(f"    {field}: {json.dumps(value)}\n" for field, value in fields.items())
+        self._entries[name] = entry
+        self.file.write_text("keys:\n" + "".join(self._entries.values()))
+        return {"authorization": f"Bearer {self._keys[name]}"}

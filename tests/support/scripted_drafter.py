@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 from backend.fleet import DrafterRef
 from backend.transport import Hub, ServerSocket, Wire
@@ -26,10 +25,8 @@ SURE = 8.0
 """Both signs of every token, value and lead: with these a verifier expects acceptance until it has seen rejections."""
 
 
-class Script(Protocol):
-    """Returns draft tokens for a request whose known tokens are `tokens`; None: no answer."""
-
-    def __call__(self, request_id: str, tokens: list[int], k: int) -> list[int] | None: ...
+Script = Callable[[str, list[int], int], list[int] | None]
+"""Returns up to so many draft tokens for a request with these known tokens; None: no answer."""
 
 
 class ScriptedDrafter:

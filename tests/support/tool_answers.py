@@ -162,55 +162,19 @@ RESPONSE_TEMPLATE = {
 _NOT_TOKENS = ("<parameter", "<function", "<invoke", "<x>", "</x>", "<why>", "</why>", "<atem", "</atem", "<param", "</param")
 
 _MARK = re.compile(r"<[^<>\s=\"]+>|\[TOOL_CALLS\]|\[ARGS\]|\]<\]minimax\[>\[")
+_PAIRED = ("think", "response", "seed:think", "ifm|think", "ifm|think_fast", "ifm|arg_type", "mm:think")
+_BARRED = (
+    *("START_THINKING", "END_THINKING", "START_RESPONSE", "END_RESPONSE", "START_TEXT", "END_TEXT", "start", "message", "eom"),
+    *("eot", "python_tag", "python_start", "python_end", "message_sep", "role_sep", "open", "close", "sep", "content_thinking"),
+    *("content_tool_error", "content_invoke_tool_text", "content_model_end_sampling"),
+    *("plamo:begin_think:plamo", "plamo:end_think:plamo", "plamo:tag"),
+)
 _MORE = [
-    "<think>",
-    "</think>",
-    "<response>",
-    "</response>",
-    "[THINK]",
-    "[/THINK]",
-    "<|START_THINKING|>",
-    "<|END_THINKING|>",
-    "<|START_RESPONSE|>",
-    "<|END_RESPONSE|>",
-    "<|START_TEXT|>",
-    "<|END_TEXT|>",
-    "<|channel>",
-    "<channel|>",
-    "<seed:think>",
-    "</seed:think>",
-    "<think_end>",
-    "<|start|>",
-    "<|message|>",
-    "<|eom|>",
-    "<|eot|>",
-    "<|python_tag|>",
-    "<|python_start|>",
-    "<|python_end|>",
-    "<|message_sep|>",
-    "<|role_sep|>",
-    "<|open|>",
-    "<|close|>",
-    "<|sep|>",
-    "<|content_thinking|>",
-    "<|content_tool_error|>",
-    "<|content_invoke_tool_text|>",
-    "<|content_model_end_sampling|>",
-    "<|plamo:begin_think:plamo|>",
-    "<|plamo:end_think:plamo|>",
-    "<|plamo:tag|>",
-    "<ifm|think>",
-    "</ifm|think>",
-    "<ifm|think_fast>",
-    "</ifm|think_fast>",
-    "<ifm|arg_type>",
-    "</ifm|arg_type>",
-    "<｜DSML｜>",
-    "<eos>",
-    "<assistant>",
-    "<mm:think>",
-    "</mm:think>",
+    *(f"<{end}{mark}>" for mark in _PAIRED for end in ("", "/")),
+    *(f"<|{mark}|>" for mark in _BARRED),
+    *("[THINK]", "[/THINK]", "<|channel>", "<channel|>", "<think_end>", "<｜DSML｜>", "<eos>", "<assistant>"),
 ]
+"""Marks that parsers need besides."""
 
 
 def tokenizer(*more: str) -> PreTrainedTokenizerFast:
