@@ -14,7 +14,7 @@ import pytest
 from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
 from tests.integration.test_gateway_batches import TEXTS, begin, jsonl, lines_of, request, until
-from tests.support.fake_verifier import FakeVerifier, count_up, eventually
+from tests.support.fake_verifier import FakeVerifier, count_up
 from tests.support.processes import Child
 from tests.support.running_gateway import COMPLETION, MODEL_DIR, gateway_process
 
@@ -24,6 +24,7 @@ LINES = 1000
 ROOM = 30
 """Lines at a time that the speed below allows."""
 SPEED = Speed(1.0, 0.1)
+WELL = ("validating", "in_progress", "finalizing", "completed")
 
 
 async def slowly(verifier, sequence):
@@ -40,14 +41,14 @@ async def test_a_thousand_lines_and_a_gateway_that_is_killed_twice(tmp_path):
     gateways: list[Child] = []
     try:
         for enough in (LINES // 3, 2 * LINES // 3, LINES):
-            known = set(verifier.clients)
+            known = len(verifier.clients)
             gateways.append(await asyncio.to_thread(Child, gateway_process, job, tmp_path))
-            await eventually(lambda known=known: verifier.clients > known)
+            while len(verifier.clients) == known:
+                await asyncio.sleep(0.01)
             verifier.publish(VerifierStats(verifier.name, 1000.0, "sync", 4, speed=SPEED))
             async with openai.AsyncOpenAI(base_url=f"{gateways[-1].address}/v1", api_key="none") as client:
                 batch = batch or await begin(client, jsonl(*(request(f"{n}", COMPLETION, TEXTS) for n in range(LINES))), TEXTS)
-                while (batch := await client.batches.retrieve(batch.id)).request_counts.completed < enough:
-                    assert batch.status in ("validating", "in_progress", "finalizing")
+                while (batch := await until(client, batch, *WELL)).request_counts.completed < enough:
                     await asyncio.sleep(0.02)
                 if enough < LINES:
                     os.kill(gateways[-1].pid, signal.SIGKILL)

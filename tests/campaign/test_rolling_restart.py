@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.support.fleet_process import ROOT, ServedFleet, wait_for
+from tests.support.fleet_process import ServedFleet, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(900)]
 
@@ -51,8 +49,7 @@ def test_restarts_cost_no_request_and_no_token() -> None:
         with ThreadPoolExecutor(CLIENTS) as pool:
             clients = [pool.submit(client, number) for number in range(CLIENTS)]
             try:
-                command = [sys.executable, "-m", "gateway.cli", "restart", "--rolling", "--fleet", str(fleet.process.pid)]
-                done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+                done = fleet.command("restart", "--rolling")
                 after = pids(fleet)
                 terminate(fleet, "verifier-0")
             finally:

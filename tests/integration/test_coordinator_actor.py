@@ -106,12 +106,9 @@ def test_after_a_crash_it_knows_nobody_and_still_has_the_keys(cluster: RayCluste
     assert after.assignments[0].generation > before.assignments[0].generation
 
 
-def test_a_missing_coordinator_is_one_exception(cluster: RayCluster) -> None:
+def test_a_missing_or_dead_coordinator_is_one_exception(cluster: RayCluster) -> None:
     with pytest.raises(CoordinatorUnavailable, match="no fleet"):
         CoordinatorHandle.connect("nobody-here", timeout_s=0.2)
-
-
-def test_a_dead_coordinator_is_one_exception(cluster: RayCluster) -> None:
     handle = CoordinatorHandle.create(cluster.namespace, INFO)
     handle.kill()
     wait_for(lambda: not _answers(handle))

@@ -16,6 +16,7 @@ from vllm.sampling_params import SamplingParams
 from backend.engine.client import EngineCodec
 from backend.fleet.stats import Weights
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
+from tests.support.draws import accepted
 from tests.support.processes import Drafter, Verifier, demo_models, together
 
 pytestmark = pytest.mark.engine
@@ -46,12 +47,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Verifier, D
 
 def speak(verifier: Verifier, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
     """Texts, and the share of draft tokens that were accepted."""
-    before = verifier.client.fresh_stats().drafters.values()
-    old = [sum(getattr(each, name) for each in before) for name in ("accepted_tokens", "draft_tokens")]
+    before = accepted(verifier)
     texts = [answer.tokens for answer in verifier.client.generate(prompts, GREEDY)]
-    after = verifier.client.fresh_stats().drafters.values()
-    new = [sum(getattr(each, name) for each in after) for name in ("accepted_tokens", "draft_tokens")]
-    return texts, (new[0] - old[0]) / max(new[1] - old[1], 1)
+    drafted, right = (now - then for now, then in zip(accepted(verifier), before, strict=True))
+    return texts, right / max(drafted, 1)
 
 
 def test_it_drafts_as_well_for_the_same_model_with_its_tokens_in_another_order(

@@ -4,33 +4,24 @@ their verifier, whether it is killed, stopped, or relieved of its work."""
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.integration.test_gateway_streams import events
+from tests.chaos.workload import Case, Outcome, ask, cases, what_is_wrong
 from tests.support.engine_gateway import EngineFleet, engine_fleet
 from tests.support.fake_verifier import eventually
 from tests.support.processes import Verifier
 
 pytestmark = pytest.mark.engine
 
-SCHEMA = {"type": "object", "properties": {"x": {"type": "array", "items": {"enum": [1, 22]}, "minItems": 20, "maxItems": 20}}}
-BASE = {"model": "demo", "temperature": 0, "max_tokens": 160, "stream": True, "stream_options": {"include_usage": True}}
-BODIES: list[dict[str, Any]] = [
-    {**BASE, "prompt": "def add(a, b):\n", "ignore_eos": True},
-    {**BASE, "prompt": "class Stack:\n", "ignore_eos": True, "presence_penalty": 0.5, "repetition_penalty": 1.1},
-    {**BASE, "prompt": "import os\n", "ignore_eos": True, "logprobs": 2, "max_tokens": 80},
-    {**BASE, "prompt": "x = ", "structured_outputs": {"json": SCHEMA}},
-    {**BASE, "prompt": "for i in range(", "ignore_eos": True, "temperature": 1.0, "seed": 5, "n": 3},
-    {**BASE, "prompt": "def fib(n):\n", "ignore_eos": True, "stop": ["return fib", "\n\n\n\n"]},
-    {**BASE, "prompt": "while True:\n", "ignore_eos": True, "temperature": 0.7, "seed": 6, "top_p": 0.9},
-]
+CASES = [case for case in cases(160)[:11] if case.exact]
+"""One of each kind of request that has one right answer."""
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +57,18 @@ async def accounted(fleet: EngineFleet, options: dict[str, Any], **fields: Any) 
 async def test_wishes_are_met_and_change_no_token(fleet: EngineFleet) -> None:
     await only_at(fleet, fleet.verifiers[0])
     text, off, usage = await accounted(fleet, {"mode": "off"})
+
+    async def same(options: dict[str, Any], **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        found, *told = await accounted(fleet, options, **fields)
+        assert found == text
+        return told[0], told[1]
+
     assert (off["verifications"], off["drafted"], off["sources"]) == (TOKENS, 0, [])
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
 
     # How much of a draft is verified follows from what steps take, and that from what else the machine does.
     for _ in range(3):
-        same, predicted, usage = await accounted(fleet, {}, prediction={"type": "content", "content": text})
-        assert same == text
+        predicted, usage = await same({}, prediction={"type": "content", "content": text})
         if predicted["verifications"] < TOKENS / 2:
             break
     assert predicted["verifications"] < TOKENS / 2
@@ -81,20 +77,15 @@ async def test_wishes_are_met_and_change_no_token(fleet: EngineFleet) -> None:
     assert details["accepted_prediction_tokens"] == sum(each["accepted"] for each in by_prediction) > TOKENS / 2
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0
 
-    same, wrong, usage = await accounted(fleet, {}, prediction={"type": "content", "content": "no such words " * 40})
-    assert same == text
+    wrong, usage = await same({}, prediction={"type": "content", "content": "no such words " * 40})
     assert usage["completion_tokens_details"]["accepted_prediction_tokens"] < TOKENS / 4
 
-    same, fresh, _ = await accounted(fleet, {"mode": "sync"})
-    assert same == text
+    fresh, _ = await same({"mode": "sync"})
     assert {each["source"] for each in fresh["sources"]} <= {"fresh", "lookup"}
     assert "drafter-0" in {each["drafter"] for each in fresh["sources"]}
 
-    same, ahead, _ = await accounted(fleet, {"mode": "ahead"})
-    assert same == text
-
-    same, short, _ = await accounted(fleet, {"mode": "sync", "num_speculative_tokens": 1})
-    assert same == text
+    ahead, _ = await same({"mode": "ahead"})
+    short, _ = await same({"mode": "sync", "num_speculative_tokens": 1})
     assert len(short["accepted_lengths"]) <= 2
     assert short["drafted"] == sum(short["accepted_lengths"])
 
@@ -108,14 +99,12 @@ async def test_wishes_are_met_and_change_no_token(fleet: EngineFleet) -> None:
 
     # What a request generated drafts for the next one, where neither has opted out.
     for _ in range(5):
-        same, shared, _ = await accounted(fleet, {"mode": "sync", "learn": True})
-        assert same == text
+        shared, _ = await same({"mode": "sync", "learn": True})
         accepted = sum(each["accepted"] for each in shared["sources"] if each["source"] == "shared")
         if accepted > TOKENS / 2:
             break
     assert accepted > TOKENS / 2
-    same, alone, _ = await accounted(fleet, {"mode": "sync"})
-    assert same == text
+    alone, _ = await same({"mode": "sync"})
     assert "shared" not in {each["source"] for each in alone["sources"]}
 
     for asked, rule in (({"seed": None}, "rejection_sampling"), ({"temperature": 0}, "greedy")):
@@ -126,11 +115,6 @@ async def test_wishes_are_met_and_change_no_token(fleet: EngineFleet) -> None:
     _, stopped, _ = await accounted(fleet, {}, stop=[text[40:44]])
     assert 0 < stopped["verifications"] <= TOKENS
     assert stopped["unaccounted_tokens"] == 0
-
-    streamed = await fleet.http.post("/v1/completions", json=BODY | {"stream": True, "outrider": {"stats": True}})
-    chunks = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == text
-    assert chunks[-1]["outrider"]["choices"][0]["tokens"] == TOKENS
     await fleet.quiet()
 
 
@@ -151,64 +135,58 @@ async def test_what_a_request_generated_drafts_for_the_next_one_at_another_verif
     await fleet.quiet()
 
 
-def told(content: bytes) -> list[Any]:
-    """What a client is told, however it is cut into chunks."""
-    chunks = events(content)
-    said: dict[int, dict[str, Any]] = {}
-    for choice in (choice for chunk in chunks for choice in chunk.get("choices", [])):
-        mine = said.setdefault(choice["index"], {"text": "", "finish": [], "tokens": [], "logprobs": []})
-        mine["text"] += choice["text"]
-        mine["finish"] += [choice["finish_reason"]] if choice["finish_reason"] else []
-        mine["tokens"] += (choice.get("logprobs") or {}).get("tokens", [])
-        mine["logprobs"] += [round(each, 2) for each in (choice.get("logprobs") or {}).get("token_logprobs", [])]
-    return [chunks[-1].get("usage"), [chunk["error"] for chunk in chunks if "error" in chunk], said]
-
-
-async def ask(fleet: EngineFleet, body: dict[str, Any]) -> list[Any]:
-    answer = await fleet.http.post("/v1/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    return told(answer.content)
+async def said(fleet: EngineFleet, case: Case) -> Outcome:
+    outcome = Outcome(case, time.monotonic())
+    await ask(fleet.http, case, outcome)
+    return outcome
 
 
 @pytest.fixture(scope="module")
-async def expected(fleet: EngineFleet) -> list[list[Any]]:
+async def expected(fleet: EngineFleet) -> list[Outcome]:
     await only_at(fleet, *fleet.verifiers)
-    return [await ask(fleet, body) for body in BODIES]
+    found = [await said(fleet, case) for case in CASES]
+    assert not any(each.errors for each in found)
+    return found
 
 
-async def all_at_once(fleet: EngineFleet) -> list[asyncio.Task[list[Any]]]:
-    """Every body at once; returns when most sequences are under way."""
-    tasks = [asyncio.create_task(ask(fleet, body)) for body in BODIES]
+async def as_expected(tasks: list[asyncio.Task[Outcome]], expected: list[Outcome]) -> None:
+    for found, wanted in zip(await asyncio.gather(*tasks), expected, strict=True):
+        assert what_is_wrong(found, wanted) is None, found
+
+
+async def all_at_once(fleet: EngineFleet) -> list[asyncio.Task[Outcome]]:
+    """Every case at once; returns when most sequences are under way."""
+    tasks = [asyncio.create_task(said(fleet, case)) for case in CASES]
     await eventually(lambda: sum(len(record.emitted) > 8 for record in fleet.core.sequences) >= 4, 30)
     return tasks
 
 
-async def test_a_migration_is_not_noticed(fleet: EngineFleet, expected: list[list[Any]]) -> None:
+async def test_a_migration_is_not_noticed(fleet: EngineFleet, expected: list[Outcome]) -> None:
     tasks = await all_at_once(fleet)
     before = {record.request.request_id: record.link for record in fleet.core.sequences}
     assert fleet.core.migrate(list(fleet.core.sequences), None, "test") >= 4
     assert all(record.link is not before[record.request.request_id] for record in fleet.core.sequences if record.places > 1)
-    assert await asyncio.gather(*tasks) == expected
+    await as_expected(tasks, expected)
     await fleet.quiet()
 
 
-async def test_a_stopped_verifier_is_given_up_and_later_cleans_up(fleet: EngineFleet, expected: list[list[Any]]) -> None:
+async def test_a_stopped_verifier_is_given_up_and_later_cleans_up(fleet: EngineFleet, expected: list[Outcome]) -> None:
     tasks = await all_at_once(fleet)
     busy = next(record.link.member for record in fleet.core.sequences if record.link is not None)
     os.kill(busy.pid, signal.SIGSTOP)
     try:
         # The connection's own heartbeat notices, in five seconds.
-        assert await asyncio.gather(*tasks) == expected
+        await as_expected(tasks, expected)
     finally:
         os.kill(busy.pid, signal.SIGCONT)
     await eventually(lambda: len(fleet.core.ready_links) == 3, 30)
     await fleet.quiet()
 
 
-async def test_a_killed_verifier_is_not_noticed(fleet: EngineFleet, expected: list[list[Any]]) -> None:
+async def test_a_killed_verifier_is_not_noticed(fleet: EngineFleet, expected: list[Outcome]) -> None:
     tasks = await all_at_once(fleet)
     busy = next(record.link.member for record in fleet.core.sequences if record.link is not None)
     os.kill(busy.pid, signal.SIGKILL)
-    assert await asyncio.gather(*tasks) == expected
+    await as_expected(tasks, expected)
     assert await fleet.metric("outrider_failovers_total") >= 1
     await fleet.quiet()

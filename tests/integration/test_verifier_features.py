@@ -11,6 +11,7 @@ import pytest
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 
+from tests.support.draws import accepted
 from tests.support.lora import write_adapter
 from tests.support.processes import Drafter, Verifier, generate_on, together
 
@@ -54,15 +55,10 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
 
 def compare(pair: tuple[Verifier, Verifier], prompts: list[list[int]], params: Any, **fields: Any) -> None:
     """Tokens are the same with and without drafts, and drafts were used."""
-    before = accepted(pair[1])
+    _, before = accepted(pair[1])
     wanted, got = generate_on(pair, prompts, params, **fields)
     assert [g.tokens for g in got] == [w.tokens for w in wanted]
-    assert accepted(pair[1]) > before
-
-
-def accepted(verifier: Verifier) -> int:
-    drafters = verifier.client.fresh_stats().drafters
-    return sum(d.accepted_tokens for d in drafters.values())
+    assert accepted(pair[1])[1] > before
 
 
 def test_an_adapter_whose_directory_is_gone_ends_no_engine(pair: tuple[Verifier, Verifier], directory: Path) -> None:

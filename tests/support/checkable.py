@@ -30,10 +30,6 @@ RESPONSE_FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "paint", 
 TEXT_FORMAT: Any = {"format": {"type": "json_schema", "name": "paint", "schema": SCHEMA, "strict": True}}
 
 PAINT: Any = {"type": "function", "function": {"name": "paint", "description": "Paints.", "parameters": SCHEMA}}
-STOP: Any = {
-    "type": "function",
-    "function": {"name": "stop", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
-}
 NAMED: Any = {"type": "function", "function": {"name": "paint"}}
 FLAT_PAINT: Any = {"type": "function", "name": "paint", "description": "Paints.", "parameters": SCHEMA, "strict": True}
 FLAT_NAMED: Any = {"type": "function", "name": "paint"}

@@ -111,6 +111,11 @@ class ServedFleet:
         assert ends == ["length", "data: [DONE]"]
         return text
 
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """`outrider ... --fleet` of this fleet, when it has ended."""
+        command = [sys.executable, "-m", "gateway.cli", *arguments, "--fleet", str(self.process.pid)]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
     def interrupt(self) -> None:
         """Sends SIGINT to the fleet itself, even if it was started through `prefix`."""
         pids = [self.process.pid]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -144,20 +143,14 @@ def test_drafts_are_accepted_exactly_as_far_as_they_agree(directory: Path, sync:
     assert answer.tokens == told
     drafts = after.teacher_forced.drafts - before.teacher_forced.drafts
     accepted = after.teacher_forced.accepted_tokens - before.teacher_forced.accepted_tokens
-    drafted_at, accepted_at = (
-        [a - b for a, b in zip_longest(now, then, fillvalue=0)]
-        for now, then in (
-            (after.teacher_forced.drafted_by_position, before.teacher_forced.drafted_by_position),
-            (after.teacher_forced.accepted_by_position, before.teacher_forced.accepted_by_position),
-        )
-    )
+    accepted_at = after.teacher_forced.accepted_by_position
     emitted = [len(output.new_token_ids) for output in answer.outputs]
     assert max(emitted) <= wrong_from + 1, "no step emits more than agreed"
+    assert sum(accepted_at[wrong_from:]) == sum(before.teacher_forced.accepted_by_position[wrong_from:]), "nothing else is"
     # How many of them a step verifies depends on what steps take here.  Of a draft that comes too late, on a busy machine, what
     # is still ahead is verified later, and there it is wrong sooner.
-    for right, verified in zip(accepted_at[:wrong_from], drafted_at[:wrong_from], strict=True):
-        assert right >= 0.6 * verified, "most that agrees is accepted"
-    assert not any(accepted_at[wrong_from:]), "nothing else is"
+    right = [sum(each.teacher_forced.drafted_by_position[:wrong_from]) for each in (before, after)]
+    assert accepted >= 0.6 * (right[1] - right[0]), "most that agrees is accepted"
     assert sum(emitted) - len(emitted) <= accepted <= drafts * wrong_from
     # Those that are always wrong are only verified where that costs nothing.
     assert drafts * (wrong_from + 1) >= (30 if wrong_from else 1), "most steps were drafted"

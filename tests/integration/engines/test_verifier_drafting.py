@@ -14,7 +14,6 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from backend.wire.drafting import Close, Draft, Drafts, Next, encode
-from backend.wire.engine import ADD
 from tests.support.processes import Verifier
 from tests.support.scripted_drafter import ScriptedDrafter
 
@@ -181,9 +180,3 @@ def test_aborted_request_is_forgotten(remote: Verifier, drafter: ScriptedDrafter
     client.answers.pop(request_id)
     client.generate(PROMPTS[:1], GREEDY)
     assert request_id in drafter.closed
-
-
-def test_refuses_what_it_cannot_decode_and_serves_on(remote: Verifier, expected: list[list[int]]) -> None:
-    remote.client.dealer.send(ADD, b"\xc1nonsense")
-    remote.client.run_until(lambda: bool(remote.client.refusals))
-    assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected

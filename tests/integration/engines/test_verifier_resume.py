@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import msgspec
 import pytest
-from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+from vllm.sampling_params import SamplingParams
 
-from backend.models.demo import TARGET_DIR
 from backend.wire.engine import ADD, LOGPROBS_MODE, NOISE_SEED, Addition
+from tests.lossless.asked import END_OF_TEXT, structured
 from tests.support.processes import Verifier
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = [[5 + (7 * i + j) % 900 for j in range(8 + 30 * i)] for i in range(4)]
 CUTS = (1, 7, 20)
-END_OF_TEXT = json.loads((TARGET_DIR / "config.json").read_text())["eos_token_id"]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"enum": ["alpha", "beta"]},
-        "numbers": {"type": "array", "items": {"enum": [1, 22]}, "minItems": 6, "maxItems": 8},
-    },
-    "required": ["name", "numbers"],
-    "additionalProperties": False,
-}
 
 
 def constrained() -> SamplingParams:
-    structured = StructuredOutputsParams(json=json.dumps(SCHEMA))
-    structured._backend = "xgrammar"
-    params = SamplingParams(temperature=0, max_tokens=90, structured_outputs=structured)
+    params = SamplingParams(temperature=0, max_tokens=90, structured_outputs=structured())
     params.update_from_generation_config({}, END_OF_TEXT)
     return params
 
@@ -133,8 +120,11 @@ def test_what_cannot_be_continued_ends_alone(verifier: Verifier) -> None:
     unreadable = Addition("unreadable")
     client.answers[unreadable.request_id] = type(client.answers[bad[0]])()
     client.dealer.send(ADD, msgspec.msgpack.encode(unreadable), b"\xc1nonsense")
+    refused = len(client.refusals)
+    client.dealer.send(ADD, b"\xc1nonsense")
     good = client.add(PROMPTS[1], params())
     client.finish_all()
+    assert len(client.refusals) == refused + 1
     for request_id in (*bad, not_json, unreadable.request_id):
         assert client.answers.pop(request_id).finish_reason == "error"
     assert client.answers.pop(good).finish_reason == "length"

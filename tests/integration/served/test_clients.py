@@ -98,18 +98,6 @@ def test_a_traced_request_is_one_tree_of_spans(fleet: ServedFleet, collector: Co
     assert drafted["outrider.drafting_ms"] > 0
 
 
-def test_metrics_and_fleet_tell_of_the_work(fleet: ServedFleet) -> None:
-    before = fleet.metric("vllm:spec_decode_num_accepted_tokens_total")
-    fleet.complete("class Stack:\n    def __init__(self):\n", max_tokens=100, ignore_eos=True)
-    wait_for(lambda: fleet.metric("vllm:spec_decode_num_accepted_tokens_total") > before, what="accepted tokens on /metrics")
-    assert fleet.metric("outrider_acceptance_length") > 1
-    assert fleet.metric("outrider_verifier_busy_seconds_total") > 0
-    assert fleet.metric("outrider_verifier_idle_seconds_total", cause="awaiting_draft") >= 0
-    state = fleet.fleet()
-    assert [v["state"] for v in state["verifiers"]] == ["ready", "ready"]
-    assert {(a["verifier"], a["drafter"]) for a in state["assignments"]} == {(f"verifier-{i}", "drafter-0") for i in (0, 1)}
-
-
 def test_killed_drafter_costs_no_request_and_comes_back(fleet: ServedFleet, expected: list[str]) -> None:
     victim = drafter(fleet)
     begun = threading.Barrier(len(PROMPTS), action=lambda: os.kill(int(str(victim["pid"])), signal.SIGKILL))

@@ -1,13 +1,11 @@
-"""What OpenAI's Python client asks and only a real engine shows: grammars, log probabilities, biases, prompts of tokens."""
+"""What OpenAI's Python client asks and only a real engine shows: grammars, log probabilities, biases."""
 
 from __future__ import annotations
-
-import json
 
 import openai
 import pytest
 
-from tests.support.checkable import CHOICE, COLOURS, NAMED, PAINT, QUESTION, RESPONSE_FORMAT, STOP, Paint, paint_of
+from tests.support.checkable import CHOICE, COLOURS, QUESTION, RESPONSE_FORMAT, Paint, paint_of
 
 pytestmark = pytest.mark.engine
 
@@ -16,24 +14,12 @@ def text(answer) -> str:
     return answer.choices[0].message.content
 
 
-def test_a_regex(client):
-    body = {"structured_outputs": {"regex": "[a-c]{3}-[0-9]{2}"}}
-    answer = text(client.chat.completions.create(model="demo", messages=QUESTION, extra_body=body))
-    assert len(answer) == 6
-    assert answer[3] == "-"
-
-
 def test_a_schema(client):
     answer = client.chat.completions.create(model="demo", messages=QUESTION, response_format=RESPONSE_FORMAT)
     assert paint_of(text(answer))
     form = {"type": "json_object"}
     answer = client.chat.completions.create(model="demo", messages=QUESTION, response_format=form, max_tokens=60, temperature=0)
     assert text(answer).lstrip().startswith("{")
-
-
-def test_parse_says_that_it_was_cut_off(client):
-    with pytest.raises(openai.LengthFinishReasonError):
-        client.chat.completions.parse(model="demo", messages=QUESTION, response_format=Paint, max_completion_tokens=2)
 
 
 def test_the_stream_helper_parses_tool_calls(client):
@@ -46,34 +32,6 @@ def test_the_stream_helper_parses_tool_calls(client):
 
 
 NAMED_PAINT = {"type": "function", "function": {"name": "Paint"}}
-
-
-def test_required_of_two(client):
-    answer = client.chat.completions.create(model="demo", messages=QUESTION, tools=[PAINT, STOP], tool_choice="required")
-    for call in answer.choices[0].message.tool_calls:
-        assert call.function.name in ("paint", "stop")
-        assert json.loads(call.function.arguments) is not None
-
-
-def test_a_tool_round_trip(client):
-    asked = {"model": "demo", "tools": [PAINT], "tool_choice": NAMED}
-    first = client.chat.completions.create(messages=QUESTION, **asked).choices[0].message
-    (call,) = first.tool_calls
-    result = {"role": "tool", "tool_call_id": call.id, "content": "painted"}
-    answer = client.chat.completions.create(
-        model="demo", messages=[*QUESTION, first, result], tools=[PAINT], tool_choice="none", extra_body=CHOICE
-    )
-    assert text(answer) in COLOURS
-
-
-def test_logprobs(client):
-    answer = client.chat.completions.create(
-        model="demo", messages=QUESTION, extra_body=CHOICE, logprobs=True, top_logprobs=2, temperature=0
-    )
-    content = answer.choices[0].logprobs.content
-    assert "".join(each.token for each in content).startswith(text(answer))
-    assert all(each.logprob <= 0 and len(each.top_logprobs) == 2 for each in content)
-    assert bytes(content[0].bytes).decode() == content[0].token
 
 
 def test_logit_bias(client):
@@ -94,14 +52,6 @@ def test_every_role_and_content_as_parts(client):
         {"role": "user", "content": "And now?"},
     ]
     assert text(client.chat.completions.create(model="demo", messages=messages, extra_body=CHOICE)) in COLOURS
-
-
-def test_tokens_as_prompts(client):
-    ids = client.post("/tokenize", body={"model": "demo", "prompt": "Which colour?"}, cast_to=dict)["tokens"]
-    one = client.completions.create(model="demo", prompt=ids, extra_body=CHOICE)
-    two = client.completions.create(model="demo", prompt=[ids, ids], extra_body=CHOICE)
-    assert one.usage.prompt_tokens == len(ids)
-    assert len(two.choices) == 2
 
 
 def test_echo_with_logprobs(client):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 
 import backend.models.demo
-from tests.support.fleet_process import ROOT, ServedFleet, wait_for
+from tests.support.fleet_process import ServedFleet, wait_for
 
 pytestmark = pytest.mark.engine
 
@@ -54,11 +52,6 @@ def operation(fleet: ServedFleet, name: str, **body: Any) -> Any:
     return shown
 
 
-def outrider(fleet: ServedFleet, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gateway.cli", *arguments, "--fleet", str(fleet.process.pid)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-
 class Meanwhile:
     """Requests one after the other, until the block ends; `texts` are their answers."""
 
@@ -93,7 +86,7 @@ def accepted(fleet: ServedFleet) -> float:
 def test_another_head_while_requests_run(fleet: ServedFleet, expected: str, tmp_path: Path) -> None:
     shutil.copytree(MODELS / "drafter", tmp_path / "head")
     with Meanwhile(fleet) as meanwhile:
-        done = outrider(fleet, "swap-drafter", "drafter-0", str(tmp_path / "head"))
+        done = fleet.command("swap-drafter", "drafter-0", str(tmp_path / "head"))
         assert done.returncode == 0, done.stderr
         before = accepted(fleet)
         wait_for(lambda: accepted(fleet) > before + 50, what="drafts of the new head are accepted")

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-import backend.models.demo
+from backend.models.demo import TARGET_DIR
 from examples.calculator import CALL, TURNS, beginnings, calculator
 from outrider import Fleet, OutriderError
 from tests.integration.served.conftest import KEY
@@ -18,7 +18,6 @@ from tests.support.fleet_process import ServedFleet, wait_for
 
 pytestmark = pytest.mark.engine
 
-TARGET = Path(backend.models.demo.__file__).parent / "target"
 ROUNDED = 0.1
 """By how much two computations in bfloat16 may differ, in nats."""
 GREEDY = {"temperature": 0.0, "max_tokens": 16, "ignore_eos": True}
@@ -41,7 +40,7 @@ def test_samples_of_a_joined_fleet(fleet: ServedFleet) -> None:
 
 
 def test_logprobs_of_the_model_or_of_what_was_drawn_from(fleet: ServedFleet) -> None:
-    model = AutoModelForCausalLM.from_pretrained(TARGET, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(TARGET_DIR, dtype=torch.bfloat16)
     prompt, sampling = [5, 6, 7], {"temperature": 0.5, "top_k": 20, "seed": 1, "max_tokens": 48, "ignore_eos": True}
     with Fleet.join(fleet.url, api_key=KEY) as joined:
         for mode in (None, "raw", "processed"):
@@ -68,7 +67,7 @@ def test_logprobs_of_the_model_or_of_what_was_drawn_from(fleet: ServedFleet) -> 
 
 
 def test_weights_of_a_state_dict_twice_and_back(fleet: ServedFleet, tmp_path: Path) -> None:
-    weights = load_file(TARGET / "model.safetensors")
+    weights = load_file(TARGET_DIR / "model.safetensors")
     (name,) = (each for each in weights if each.endswith("layers.0.mlp.down_proj.weight"))
     with Fleet.join(fleet.url, api_key=KEY, weights_dir=tmp_path) as joined:
 
@@ -89,7 +88,7 @@ def test_weights_of_a_state_dict_twice_and_back(fleet: ServedFleet, tmp_path: Pa
                 joined.update_weights({each: tensor for each, tensor in weights.items() if each != name})
             assert text() == (half, str(second))
         finally:
-            joined.update_weights(TARGET, "first")
+            joined.update_weights(TARGET_DIR, "first")
         assert text() == (before, "first")
 
 

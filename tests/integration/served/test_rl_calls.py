@@ -18,13 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save, save_file
 
-import backend.models.demo
+from backend.models.demo import TARGET_DIR as TARGET
 from tests.support.fleet_process import ServedFleet, wait_for
 from tests.support.lora import write_adapter
 from tests.support.standing import STAND_AT
 
 pytestmark = pytest.mark.engine
-TARGET = Path(backend.models.demo.__file__).parent / "target"
 RUNNING, LONG, STOOD = 4, 400, 40
 BYTES = {"content-type": "application/octet-stream"}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.integration.served.test_operations import Meanwhile, answer, operation, outrider, post
+from tests.integration.served.test_operations import Meanwhile, answer, operation, post
 from tests.support.fleet_process import ROOT, ServedFleet, wait_for
 from tests.support.process_tree import descendants, leftovers, shared_memory, wait_gone
 
@@ -57,7 +57,7 @@ def test_members_come_and_go_and_the_last_verifier_stays(fleet: ServedFleet) -> 
     assert set(meanwhile.texts) == {expected}
     # The gateway hears of it with the next snapshot.
     wait_for(lambda: [drafter["id"] for drafter in fleet.fleet()["drafters"]] == ["drafter-0"], what="one drafter")
-    refused = outrider(fleet, "remove", "verifier-0")
+    refused = fleet.command("remove", "verifier-0")
     assert refused.returncode == 1
     assert "the last verifier" in refused.stderr
     assert refused.stderr.count("\n") == 1

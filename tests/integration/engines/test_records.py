@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from vllm.sampling_params import SamplingParams
 
 from backend.fleet import VerifierStats
 from backend.records.rows import REQUEST_ID_KEY
-from tests.support.processes import Verifier, together
+from tests.support.processes import Verifier
 from tests.support.scripted_drafter import ScriptedDrafter
 
 pytestmark = pytest.mark.engine
@@ -23,28 +22,22 @@ pytestmark = pytest.mark.engine
 PROMPTS = [[5 + (7 * i + j) % 900 for j in range(8 + 30 * i)] for i in range(4)]
 
 
+def asked(i: int, stop: int | None = None) -> SamplingParams:
+    """Of the prompt `i`; the last one stops at this token."""
+    stops = None if stop is None or i < 3 else [stop]
+    extra = {REQUEST_ID_KEY: f"case-{i}"}
+    return SamplingParams(temperature=0, max_tokens=20 + i, ignore_eos=True, stop_token_ids=stops, extra_args=extra)
+
+
 class Run:
     """What a verifier was asked, what came back, and what it wrote down."""
 
-    def __init__(self, directory: Path, mode: str) -> None:
-        self.directory = directory / mode
-        limits = {"engine_args": {"max_num_batched_tokens": 64}, "max_num_seqs": 8, "draft_deadline_ms": 2000, "lookup": False}
-        settings = {"mode": mode, "num_speculative_tokens": 4, "verifier": limits, "records": {"dir": str(self.directory)}}
-        self.verifier = Verifier(directory, settings)
-        self.answers: dict[str, list[int]] = {}
-
-    def ask(self, stop_token_ids: list[int] | None = None) -> None:
+    def __init__(self, directory: Path, verifier: Verifier, stop: int) -> None:
         """All prompts, and one request whose client leaves."""
-        client = self.verifier.client
+        self._directory = directory
+        client = verifier.client
         for i, prompt in enumerate(PROMPTS):
-            params = SamplingParams(
-                temperature=0,
-                max_tokens=20 + i,
-                ignore_eos=True,
-                stop_token_ids=stop_token_ids if i == 3 else None,
-                extra_args={REQUEST_ID_KEY: f"case-{i}"},
-            )
-            client.add(prompt, params, f"case-{i}-suffix")
+            client.add(prompt, asked(i, stop), f"case-{i}-suffix")
         client.finish_all()
         left = client.add(PROMPTS[0], SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True), "left-early")
         client.run_until(lambda: len(client.answers[left].tokens) > 5)
@@ -55,55 +48,36 @@ class Run:
 
     def read(self, kind: str) -> list[dict[str, Any]]:
         """Rows of one kind."""
-        files = sorted(self.directory.rglob(f"{kind}-*.parquet"))
+        files = sorted(self._directory.rglob(f"{kind}-*.parquet"))
         return pa.concat_tables(pq.read_table(file) for file in files).to_pylist()
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Run]]:
+def run(plain: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Drafts of four tokens of which the third is wrong; one request stops inside a draft.
+
+    The verifier has ended: files are whole then.
+    """
     directory = tmp_path_factory.mktemp("r")
-    runs = together(lambda: Run(directory, "off"), lambda: Run(directory, "sync"))
-    yield runs
-    for run in runs:
-        run.verifier.close()
-
-
-@pytest.fixture(scope="module")
-def plain(runs: list[Run]) -> Run:
-    """Its verifier has ended: files are whole then."""
-    run = runs[0]
-    run.ask()
-    run.verifier.close()
-    return run
-
-
-@pytest.fixture(scope="module")
-def remote(runs: list[Run], plain: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Drafts of four tokens of which the third is wrong; one request stops inside a draft."""
-    directory = tmp_path_factory.mktemp("r")
-    texts = [prompt + plain.answers[f"case-{i}"] for i, prompt in enumerate(PROMPTS)]
+    answers = [each.tokens for each in plain.client.generate(PROMPTS, [asked(i) for i in range(len(PROMPTS))])]
 
     def oracle(request_id: str, tokens: list[int], k: int) -> list[int]:
+        texts = (prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True))
         text = next((text for text in texts if text[: len(tokens)] == tokens), [])
         draft = text[len(tokens) : len(tokens) + k]
         return [(token + (i == 2)) % 900 for i, token in enumerate(draft)]
 
+    limits = {"engine_args": {"max_num_batched_tokens": 64}, "max_num_seqs": 8, "draft_deadline_ms": 2000, "lookup": False}
+    settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": limits, "records": {"dir": str(directory)}}
+    verifier = Verifier(directory, settings)
     drafter = ScriptedDrafter(f"ipc://{directory}/d{os.urandom(3).hex()}.sock", oracle)
-    run = runs[1]
     try:
-        run.verifier.set_drafters(drafter.ref)
-        run.verifier.client.run_until(lambda: bool(drafter.listeners))
-        stop = plain.answers["case-3"][10]
-        run.ask([stop])
+        verifier.set_drafters(drafter.ref)
+        verifier.client.run_until(lambda: bool(drafter.listeners))
+        return Run(directory, verifier, answers[3][10])
     finally:
-        run.verifier.close()
+        verifier.close()
         drafter.close()
-    return run
-
-
-@pytest.fixture(params=["plain", "remote"])
-def run(request: pytest.FixtureRequest) -> Run:
-    return request.getfixturevalue(request.param)
 
 
 def test_every_token_the_client_got_is_in_a_verification(run: Run) -> None:
@@ -138,9 +112,9 @@ def test_rows_add_up_to_the_counters(run: Run) -> None:
     assert sum(row["prefill_tokens"] for row in steps) == sum(map(len, PROMPTS)) + len(PROMPTS[0])
     assert Counter(row["finish_reason"] for row in requests) == stats.requests_finished
     drafted = [row for row in verifications if row["draft_tokens"]]
-    counters = stats.drafters.get("drafter-0")
-    assert len(drafted) == (counters.drafts if counters else 0) == sum(row["drafted"] for row in steps)
-    assert sum(row["accepted"] for row in drafted) == (counters.accepted_tokens if counters else 0)
+    counters = stats.drafters["drafter-0"]
+    assert len(drafted) == counters.drafts == sum(row["drafted"] for row in steps)
+    assert sum(row["accepted"] for row in drafted) == counters.accepted_tokens
     assert sum(row["verifications"] for row in requests) == len(verifications)
     by_step: Counter[int] = Counter()
     for row in verifications:
@@ -161,14 +135,14 @@ def test_busy_and_idle_of_all_steps_are_the_wall_time(run: Run) -> None:
     assert all(0 <= row["verify_ms"] <= row["busy_ms"] for row in steps)
 
 
-def test_drafted_verifications_know_their_drafter(remote: Run) -> None:
-    drafted = [row for row in remote.read("verification") if row["draft_tokens"]]
+def test_drafted_verifications_know_their_drafter(run: Run) -> None:
+    drafted = [row for row in run.read("verification") if row["draft_tokens"]]
     assert {row["drafter"] for row in drafted} == {"drafter-0"}
     assert {row["accepted"] for row in drafted if row["draft_tokens"] > 2} <= {0, 2}, "the third token was wrong"
     assert any(row["accepted"] == 2 for row in drafted)
-    stopped = next(row for row in remote.read("request") if row["request_id"] == "case-3")
+    stopped = next(row for row in run.read("request") if row["request_id"] == "case-3")
     assert stopped["finish_reason"] == "stop"
-    assert stopped["tokens"] == len(remote.answers["case-3"]) <= 11
-    plain_first = next(row for row in remote.read("verification") if row["request_id"] == "case-1")
+    assert stopped["tokens"] == len(run.answers["case-3"]) <= 11
+    plain_first = next(row for row in run.read("verification") if row["request_id"] == "case-1")
     assert (plain_first["base_len"], plain_first["draft_tokens"], plain_first["tokens"]) == (len(PROMPTS[1]), 0, 1)
-    assert any(row["draft_ms"] > 0 for row in remote.read("step"))
+    assert any(row["draft_ms"] > 0 for row in run.read("step"))
