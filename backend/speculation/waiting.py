@@ -8,7 +8,7 @@ one curve of step times serves all plans.
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -316,8 +316,7 @@ class Asking:
 
     def __init__(self) -> None:
         self.choice = Choice(Ask.PLAIN, 0, 0.0)
-        self._promises = defaultdict[int, Promises](Promises)
-        """By the octave of requests: many bring other effects than few."""
+        self.promises = Promises()
         self.paused = 0
         """Steps of the present pause; 0: there is none.  In the first one drafters are still busy."""
         self.is_typical = True
@@ -326,27 +325,23 @@ class Asking:
         self._steps, self._requests = 0, 0
         """Steps since the kind was chosen; requests decoding at the last choice."""
 
-    def promises(self, requests: int) -> Promises:
-        """What is known of each kind at such a load."""
-        return self._promises[requests.bit_length()]
-
     def choose(self, load: StepLoad, times: Times, only: Ask | None = None, brought: float = 0.0, tokens: int = 0) -> Choice:
         """The best choice; that of the present kind while no other is clearly better.  With `only`, the best of that kind.
 
         `brought`: measured tokens per second per request since the last choice, from `tokens` tokens in all; 0: not known.
         """
         offers, last, requests = goodputs(load, times), self.choice, self._requests
-        promises = self.promises(load.requests)
         self._requests = load.requests
         if brought and last.tokens_per_s and last.ask in offers and requests / 2 < load.requests < requests * 2:
             # Speed and load have changed meanwhile: take the geometric mean of the predictions made then and now.
             promised = math.sqrt(last.tokens_per_s / requests * offers[last.ask].tokens_per_s / load.requests)
-            promises.observe(last.ask, promised, brought, tokens)
+            self.promises.observe(last.ask, promised, brought, tokens)
         if only is not None:
             self.choice = offers[only]
             return self.choice
         worth = {
-            ask: offer.tokens_per_s * promises.kept(ask) / (GAIN if ask != Ask.PLAIN else 1.0) for ask, offer in offers.items()
+            ask: offer.tokens_per_s * self.promises.kept(ask) / (GAIN if ask != Ask.PLAIN else 1.0)
+            for ask, offer in offers.items()
         }
         best, present = max(worth, key=lambda ask: worth[ask]), self.choice.ask
         if present not in offers or best == Ask.PLAIN or worth[best] > GAIN * worth[present]:

@@ -205,16 +205,6 @@ def test_long_verifications_are_foreseen_less_often_than_short_ones() -> None:
     assert hits.rate(4, 4.0) == Foresight(4, 4).rate(4, 4), "what was never verified is hoped for"
 
 
-def test_what_many_requests_did_to_a_promise_is_not_held_against_few() -> None:
-    asking, times = Asking(), Times(flat, flat, draft_s, lambda rows, k: 1.0)
-    many, few = (StepLoad(n, n, NONE, GOOD, seeing(0.0)) for n in (64, 1))
-    ask = asking.choose(many, times).ask
-    asking.choose(many, times, None, 0.5 * asking.choice.tokens_per_s / 64, 1000)
-    assert asking.promises(64).kept(ask) < 0.9
-    assert asking.promises(1).kept(ask) == 1.0
-    assert asking.choose(few, times).ask == ask
-
-
 def test_outcomes_that_take_longer_than_the_step_come_too_late() -> None:
     slow = Times(flat, flat, draft_s, lambda rows, k: rows * 1e-2)
     few = goodputs(StepLoad(4, 4, NONE, GOOD, Foresight(8, 4)), slow)[Ask.AHEAD]
@@ -293,7 +283,7 @@ def test_what_was_promised_to_many_is_not_asked_of_few() -> None:
     asking, times = Asking(), Times(flat, flat, draft_s, lambda rows, k: 1.0)
     ask = asking.choose(StepLoad(16, 16, NONE, GOOD, seeing(0.0)), times).ask
     asking.choose(StepLoad(1, 1, NONE, GOOD, seeing(0.0)), times, None, 1.0, 1000)
-    assert asking.promises(1).kept(ask) == 1.0
+    assert asking.promises.kept(ask) == 1.0
 
 
 def test_a_few_tokens_say_little_of_a_kind() -> None:
