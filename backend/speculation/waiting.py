@@ -249,6 +249,7 @@ def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
                 h = rates[miss_k] / (1 - rates[k] + rates[miss_k]) if rates[miss_k] else rates[k]
                 consider(Ask.AHEAD, k, _ahead(load, times, k, miss_k, h, enumerated_s), outcomes, miss_k)
             if enumerated_s > seconds:
+                # More would take longer still.
                 break
     return best
 

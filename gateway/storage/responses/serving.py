@@ -167,18 +167,18 @@ class ResponseService:
         written = asyncio.get_running_loop().time()
         try:
             async with self._turns:
-                goes_on = await self.store.advance(turn.kept({**queued, "status": "in_progress"}))
+                # Any gateway may have ended it, here and below.
+                if not await self.store.advance(turn.kept({**queued, "status": "in_progress"})):
+                    return
                 # Its HTTP status was sent long ago, and its client waits for the id.
                 async for each in complete(made, turn.shown, held=0):
-                    if not goes_on:
-                        return
                     waiting.append(each)
                     now = asyncio.get_running_loop().time()
-                    if each["type"] in LAST:
+                    if each["type"] in LAST and await self.store.unfinished(turn.id):
                         await self._keep(turn, each["response"], lambda: _rows(waiting))
                     elif now - written > FLUSH_S or "response" in each:
-                        # Any gateway may have cancelled it.
-                        goes_on = await self.store.add_events(turn.id, _rows(waiting))
+                        if not await self.store.add_events(turn.id, _rows(waiting)):
+                            return
                         waiting.clear()
                         written = now
         except Exception as error:

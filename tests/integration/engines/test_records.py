@@ -22,7 +22,7 @@ pytestmark = pytest.mark.engine
 PROMPTS = [[5 + (7 * i + j) % 900 for j in range(8 + 30 * i)] for i in range(4)]
 
 
-def asked(i: int, stop: int | None = None) -> SamplingParams:
+def sampling(i: int, stop: int | None = None) -> SamplingParams:
     """Of the prompt `i`; the last one stops at this token."""
     stops = None if stop is None or i < 3 else [stop]
     extra = {REQUEST_ID_KEY: f"case-{i}"}
@@ -37,7 +37,7 @@ class Run:
         self._directory = directory
         client = verifier.client
         for i, prompt in enumerate(PROMPTS):
-            client.add(prompt, asked(i, stop), f"case-{i}-suffix")
+            client.add(prompt, sampling(i, stop), f"case-{i}-suffix")
         client.finish_all()
         left = client.add(PROMPTS[0], SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True), "left-early")
         client.run_until(lambda: len(client.answers[left].tokens) > 5)
@@ -59,7 +59,7 @@ def run(plain: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Run:
     The verifier has ended: files are whole then.
     """
     directory = tmp_path_factory.mktemp("r")
-    answers = [each.tokens for each in plain.client.generate(PROMPTS, [asked(i) for i in range(len(PROMPTS))])]
+    answers = [each.tokens for each in plain.client.generate(PROMPTS, [sampling(i) for i in range(len(PROMPTS))])]
 
     def oracle(request_id: str, tokens: list[int], k: int) -> list[int]:
         texts = (prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True))

@@ -84,3 +84,24 @@ async def test_a_key_has_its_share_of_the_places(tmp_path: Path, monkeypatch: py
     await asyncio.gather(*responses._tasks.values())
     assert await begun("limited", KeyLimits(concurrent_requests=1)) == 1
     await responses.close()
+
+
+async def test_what_was_cancelled_elsewhere_adds_nothing_to_its_conversation(tmp_path: Path) -> None:
+    ours, theirs = (ResponseStore(tmp_path / "responses.sqlite", 1 << 30) for _ in range(2))
+    await ours.create_conversation("c", "me", {}, [])
+    begun = turn("r", "me")
+    begun.conversation, begun.input = "c", [{"id": "msg_1"}]
+
+    async def cancelled() -> AsyncGenerator[Made, None]:
+        async for each in made():
+            if each.type == "response.completed":
+                assert await theirs.advance(begun.kept({"status": "cancelled", "output": []}))
+            yield each
+
+    responses = ResponseService(ours, 4096)
+    await responses.begin(begun, cancelled(), "m", 0, Claim())
+    await asyncio.gather(*responses._tasks.values())
+    assert (await ours.get("r", "me")).body["status"] == "cancelled"
+    assert await ours.items("c", "me") == []
+    await responses.close()
+    theirs.close()
