@@ -25,6 +25,8 @@ LAUNCH_MS = 0.17
 """What a head's pass takes beyond the reading of its weights, with CUDA graphs and the choice of a token, at one request.
 
 Measured on an H200: 0.34 ms a token, of which the weights take 0.17 (`benchmarks/results/h200-drafter`)."""
+DRAW_MS, DRAW_US = 0.14, 2.4
+"""What sampling a token takes beyond choosing it by its probability or with shared noise, and per row; measured likewise."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,19 @@ class HeadCost:
     """Times of a draft head's passes."""
 
     token: Cost = Cost(0.0, 0.0)
-    """Of a head that drafts token by token."""
+    """Of a head that drafts token by token, with the choice of the next token."""
     block: Cost = Cost(0.0, 0.0)
     """Of a head that drafts in one pass."""
     store: Cost = Cost(0.0, 0.0)
     """Of the keys and values that such a head makes from the target's features."""
+    first: Cost = Cost(0.0, 0.0)
+    """Of the choice of a draft's first token, which needs no pass of its own."""
+    draw: Cost = Cost(0.0, 0.0)
+    """What sampling a token adds to its choice."""
 
     def slower(self, factor: float) -> HeadCost:
-        return HeadCost(self.token.slower(factor), self.block.slower(factor), self.store.slower(factor))
+        costs = self.token, self.block, self.store, self.first, self.draw
+        return HeadCost(*(cost.slower(factor) for cost in costs))
 
     def __str__(self) -> str:
         block = "" if self.block == self.token else f" (of a one-pass head {self.block}, and {self.store} for its context)"
@@ -89,7 +96,8 @@ STORE_8B, STORE_70B = 0.126e9, 0.419e9
 
 
 def _head(token: float, block: float, store: float, devices: int) -> HeadCost:
-    return HeadCost(_cost(token, devices, LAUNCH_MS), _cost(block, devices, LAUNCH_MS), _cost(store, devices))
+    passes = _cost(token, devices, LAUNCH_MS), _cost(block, devices, LAUNCH_MS), _cost(store, devices)
+    return HeadCost(*passes, Cost(LAUNCH_MS, 0.0), Cost(DRAW_MS, DRAW_US))
 
 
 PROFILES: Mapping[str, Pace] = {

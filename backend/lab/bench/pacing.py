@@ -54,24 +54,49 @@ def pace_verifier(pace: Pace) -> Pacer:
 
 
 def pace_drafter(pace: Pace) -> Pacer:
-    """Paces the drafter's head in this process; call before it is built.  Choosing a token after each pass is not paced."""
+    """Paces the drafter's head in this process; call before it is built.
+
+    The choice of a token belongs to the pass that it follows, as in `LAUNCH_MS` and in mode `native`.
+    """
+    from backend.drafter.decoding import Lanes
     from backend.drafter.dflash import BlockHead
     from backend.drafter.head import Head
 
-    pacer, forward, store = Pacer(), Head.forward, BlockHead.store
+    pacer, cost = Pacer(), pace.drafter
+    forward, store, pick, advance_and_pick = Head.forward, BlockHead.store, Lanes.pick, Lanes.advance_and_pick
+    chooses = False
 
     def paced_forward(head: Head, rows: Any, *args: Any, **kwargs: Any) -> Any:
-        cost = pace.drafter.block if isinstance(head, BlockHead) else pace.drafter.token
-        pacer.launch(cost.seconds(len(rows.ids)))
+        pacer.launch((cost.block if isinstance(head, BlockHead) else cost.token).seconds(len(rows.ids)))
         output = forward(head, rows, *args, **kwargs)
-        pacer.finish()
+        if not chooses:
+            pacer.finish()
         return output
 
+    def paced_pick(lanes: Lanes) -> None:
+        if not chooses:
+            pacer.launch(cost.first.seconds(0))
+        if lanes.rules.independent:
+            pacer.extend(cost.draw.seconds(lanes.count))
+        pick(lanes)
+        pacer.finish()
+
+    def paced_advance(lanes: Lanes) -> None:
+        nonlocal chooses
+        chooses = True
+        advance_and_pick(lanes)
+        chooses = False
+
     def paced_store(head: BlockHead, positions: Any, *args: Any) -> None:
-        pacer.launch(pace.drafter.store.seconds(len(positions)))
+        pacer.launch(cost.store.seconds(len(positions)))
         store(head, positions, *args)
         pacer.finish()
 
-    setattr(Head, "forward", paced_forward)  # noqa: B010  (mypy: a method is not assigned to)
-    setattr(BlockHead, "store", paced_store)  # noqa: B010
+    for owner, paced in (
+        (Head, ("forward", paced_forward)),
+        (Lanes, ("pick", paced_pick)),
+        (Lanes, ("advance_and_pick", paced_advance)),
+        (BlockHead, ("store", paced_store)),
+    ):
+        setattr(owner, *paced)
     return pacer

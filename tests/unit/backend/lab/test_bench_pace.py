@@ -11,8 +11,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from backend.drafter.decoding import Lanes
 from backend.drafter.dflash import BlockHead
+from backend.drafter.draws import Rules
 from backend.drafter.head import Head
+from backend.drafter.proposer import Sampling
 from backend.lab.bench import options as options_module
 from backend.lab.bench.engines import Bench, verifier_settings
 from backend.lab.bench.options import PROBABILISTIC
@@ -81,16 +84,25 @@ def test_a_machine_that_takes_longer_is_told_of() -> None:
     assert msgspec.structs.astuple(pacer.counts.since(Paced(1, 0.015))) == pytest.approx((0, 0, 1, 0.005))
 
 
-def test_every_pass_of_a_head_is_paced_by_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def heads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What a head's pass was called with.  Passes and choices take no time."""
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Head, "forward", lambda *given: seen.append(given))
     monkeypatch.setattr(BlockHead, "store", lambda *given: None)
+    monkeypatch.setattr(Lanes, "pick", lambda lanes: None)
+    monkeypatch.setattr(Lanes, "advance_and_pick", lambda lanes: (lanes.advance(), lanes.pick()))
+    monkeypatch.setattr(Lanes, "advance", lambda lanes: Head.forward("head", SimpleNamespace(ids=[0] * 3), None, None))  # type: ignore[arg-type]
+    return seen
+
+
+def test_every_pass_of_a_head_is_paced_by_its_rows(heads: list[tuple[Any, ...]]) -> None:
     pacer = pace_drafter(parse_pace("1,1,2,1000"))
     began = time.monotonic()
     for rows in (1, 3):
         Head.forward("head", SimpleNamespace(ids=[0] * rows), "features", None)  # type: ignore[arg-type]
     assert time.monotonic() - began >= 0.008
-    assert [(head, len(rows.ids), *others) for head, rows, *others in seen] == [
+    assert [(head, len(rows.ids), *others) for head, rows, *others in heads] == [
         ("head", 1, "features", None),
         ("head", 3, "features", None),
     ]
@@ -98,9 +110,22 @@ def test_every_pass_of_a_head_is_paced_by_its_rows(monkeypatch: pytest.MonkeyPat
     assert pacer.counts.paced_s == pytest.approx(0.008)
 
 
-def test_a_one_pass_head_takes_the_time_of_a_block_and_of_its_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Head, "forward", lambda *given: None)
-    monkeypatch.setattr(BlockHead, "store", lambda *given: None)
+@pytest.mark.usefixtures("heads")
+@pytest.mark.parametrize(("is_sampled", "paced_s"), [(False, 0.002 + 0.004), (True, 0.002 + 0.004 + 2 * 0.007)])
+def test_a_token_is_chosen_within_the_pass_before_it(is_sampled: bool, paced_s: float) -> None:
+    cost = HeadCost(Cost(1, 1000), first=Cost(2, 0), draw=Cost(1, 2000))
+    pacer, lanes = pace_drafter(Pace("", Cost(1, 1), cost)), object.__new__(Lanes)
+    lanes.rules, lanes.count = Rules.of([Sampling(0, 1.0, is_sampled)]), 3
+    began = time.monotonic()
+    lanes.pick()
+    lanes.advance_and_pick()
+    assert time.monotonic() - began >= paced_s
+    assert pacer.counts.passes == 2
+    assert pacer.counts.paced_s == pytest.approx(paced_s)
+
+
+@pytest.mark.usefixtures("heads")
+def test_a_one_pass_head_takes_the_time_of_a_block_and_of_its_context() -> None:
     pace = Pace("", Cost(1, 1), HeadCost(Cost(100, 0), Cost(2, 1000), Cost(1, 500)))
     pacer, block = pace_drafter(pace), object.__new__(BlockHead)
     block.store([0] * 4, "places", "features")  # type: ignore[arg-type]
