@@ -136,7 +136,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         self._waited_s = 0.0
         if self.speculator.changes != self._changes:
             self._changes = self.speculator.changes
-            choice, load = self.speculator.choice, self.speculator.load(len(self._decoding))
+            choice, load = self.speculator.choice, self.speculator.load
             logger.info("%d requests: %s, K %d, %.0f tokens/s", load.requests, choice.ask, choice.k, choice.tokens_per_s)
             if self.records is not None:
                 plain_step_s = self.speculator.step_times.at(load.requests, asking=False)
@@ -173,8 +173,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         stats.plan_k, stats.plan_outcomes, stats.plan_changes = plan.k, plan.outcomes, speculator.changes
         if not speculator.step_times.known:
             return
-        load = speculator.load(stats.running)
-        n = load.requests
+        load, n = speculator.load, max(stats.running, 1)
         stats.plain_step_s = at(n, asking=False)
         stats.drafted_step_s = at(n, n * load.drafted.tokens[plan.k or self.num_spec_tokens], asking=True)
         stats.lookup_step_s = at(n, n * load.alone.tokens[-1], asking=False)

@@ -23,7 +23,7 @@ from backend.speculation.deadlines import Questions
 from backend.speculation.pairing import Preference
 from backend.speculation.ranking import Ranking
 from backend.speculation.step_times import DraftTimes, StepTimes
-from backend.speculation.waiting import Ask, Asking, Choice, Pending, Plan, Prospect, StepLoad, Times, waiting_pays
+from backend.speculation.waiting import Ask, Asking, Choice, Pending, Plan, StepLoad, Times, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
 
 RECONSIDER_EVERY = 16
@@ -302,7 +302,7 @@ class Speculator:
             outcomes = (outcomes or self._few) if request.ask == Ask.AHEAD else 0
         request.outcomes, request.outcomes_at = outcomes, len(request.text)
         best, length = self.candidates.best(request_id, request), len(request.text)
-        if best is not None and request.candidate is None and best.worth < self._expected().gains[k]:
+        if best is not None and request.candidate is None and best.worth < self.load.drafted.gains[k]:
             # The request's own text has a draft, but a drafter's is expected to be better.
             best = None
         request.outcomes_of = best if outcomes else None
@@ -344,7 +344,7 @@ class Speculator:
         candidates = self._best(present)
         rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
         pending = Pending(missing, k, draft_s, waited_s)
-        if not waiting_pays(self._ranking.expected(candidates, base), rows, pending, self._expected(), at, base):
+        if not waiting_pays(self._ranking.expected(candidates, base), rows, pending, self.load.drafted, at, base):
             return None
         return min(deadline, now + max(pending.left_s, draft_s / 8))
 
@@ -374,27 +374,25 @@ class Speculator:
             self._reconsider_at = self.candidates.steps + RECONSIDER_EVERY
             self._reconsider()
 
-    def load(self, requests: int) -> StepLoad:
-        """What drafts are expected to add to a step over so many requests.  It is not computed again between two choices."""
-        n = max(requests, 1)
-        return self._load if self._load is not None and self._load.requests == n else self._load_of(n)
+    @property
+    def load(self) -> StepLoad:
+        """What drafts are expected to add to a step, as at the last choice; without drafters there is none, and it is new."""
+        load = self._load or self._new_load()
+        self._load = load if self._drafter_ids else None
+        return load
 
-    def _load_of(self, n: int) -> StepLoad:
-        times, candidates = self.step_times.row(n, n * self._longest + 2), self.candidates
+    def _new_load(self) -> StepLoad:
+        n, candidates = max(min(self._base, len(self.candidates.requests)), 1), self.candidates
+        times = self.step_times.row(n, n * self._longest + 2)
         return StepLoad(n, n, candidates.alone.prospect(n, times), candidates.drafted.prospect(n, times), candidates.foresight)
 
     def _reconsider(self) -> None:
-        self._load = load = self._load_of(max(min(self._base, len(self.candidates.requests)), 1))
+        self._load = load = self._new_load()
         before = self._asking.choice.ask
         brought = self._emitted / self._request_s if self._request_s else 0.0
         tokens, self._emitted, self._request_s = self._emitted, 0, 0.0
         self._asking.choose(load, self._times, self._fixed, brought, tokens)
         self.changes += self._asking.choice.ask != before
-
-    def _expected(self) -> Prospect:
-        if self._load is None:
-            self._load = self._load_of(self._base)
-        return self._load.drafted
 
     def _best(self, present: list[tuple[str, Request]]) -> list[Candidate | None]:
         return [self.candidates.best(*each) for each in present]

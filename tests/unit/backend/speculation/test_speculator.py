@@ -97,14 +97,14 @@ def test_a_draft_that_is_longer_than_was_asked_for_is_cut() -> None:
 
 def test_a_drafter_may_have_nothing_to_say() -> None:
     made, _ = one()
-    expected = made._expected().gains[K]
+    expected = made.load.drafted.gains[K]
     ((verdict, waited_s),) = made.arrived("d0", [Draft("r", 6, [])], 1e-3, 100.01)
     assert verdict == "ready"
     assert waited_s == pytest.approx(0.01)
     assert made.hold(["r"], 0, 100.01) is None
     assert made.attach(["r"], 0, 100.01).tokens == {}
     made._load = None
-    assert made._expected().gains[K] < expected, "that counts, too"
+    assert made.load.drafted.gains[K] < expected, "that counts, too"
 
 
 def test_a_drafter_is_not_as_slow_as_the_step_during_which_it_answers() -> None:
