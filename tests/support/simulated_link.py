@@ -147,8 +147,6 @@ class SimulatedDrafter:
         self.service = make()
         self.drafted: set[tuple[str, int, tuple[int, ...]]] = set()
         """All drafts sent: request, base length, tokens."""
-        self.fresh: dict[tuple[str, int], list[int]] = {}
-        """Fresh drafts, made from the target's own features, by request and base length."""
         self._busy = False
         network.drafters[address] = self
 
@@ -192,7 +190,6 @@ class SimulatedDrafter:
         message = decode_to_verifier(payload)
         if isinstance(message, Drafts):
             self.drafted |= {(d.request_id, d.base_len, tuple(d.tokens)) for d in message.items}
-            self.fresh |= {(d.request_id, d.base_len): d.tokens for d in message.items}
         elif isinstance(message, Ahead):
             for block in message.items:
                 for o in block.outcomes:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 
-from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
 from backend.engine import feature_link, features
 from backend.engine.features import FeatureShipper
@@ -83,18 +81,15 @@ class Bench:
     """A verifier's worker, its drafters behind lines, and requests whose tokens and features are drawn from a seed."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, handover_bytes: int) -> None:
-        self.connect(monkeypatch, lambda name: make_proposer(directory / name, HEAD))
+        self.lines = {name: Line(DrafterService(name, make_proposer(directory / name, HEAD), 60.0)) for name in ("d0", "d1")}
+        monkeypatch.setattr(feature_link, "connect_dealer", lambda wire, address, *_: address)
+        monkeypatch.setattr(feature_link, "Dealer", lambda address: self.lines[address])
+        self.epoch, self.epochs = 0, dict[DrafterRef, int]()
         self.shipper = FeatureShipper(lambda head: None, handover_bytes=handover_bytes)
         generator = torch.Generator().manual_seed(3)
         self.tokens = torch.randint(HEAD.vocab, (4, 400), generator=generator).tolist()
         self.rows = torch.randn((4, 400, HEAD.hidden), generator=generator)
         self.lengths = [0] * 4
-
-    def connect(self, monkeypatch: pytest.MonkeyPatch, make: Callable[[str], Proposer]) -> None:
-        self.lines = {name: Line(DrafterService(name, make(name), 60.0)) for name in ("d0", "d1")}
-        monkeypatch.setattr(feature_link, "connect_dealer", lambda wire, address, *_: address)
-        monkeypatch.setattr(feature_link, "Dealer", lambda address: self.lines[address])
-        self.epoch, self.epochs = 0, dict[DrafterRef, int]()
 
     def assign(self, *names: str) -> None:
         self.epoch += 1

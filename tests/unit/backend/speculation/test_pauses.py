@@ -1,6 +1,10 @@
-"""Plain steps are measured now and then while drafters are asked, so that `auto` sees when asking has become too dear."""
+"""Plain steps are measured now and then while drafters are asked, so that `auto` sees when asking has become too dear,
+and is near the best fixed way."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,3 +47,27 @@ def test_drafters_rest_while_asking_them_is_in_doubt(gain: float) -> None:
         paused.append(asking.paused)
     rest = [*range(1, PROBE_STEPS + 1)]
     assert [each for each in paused if each] == (2 * rest if gain < IN_DOUBT else [])
+
+
+@pytest.mark.parametrize(
+    ("drafter", "load"),
+    [
+        pytest.param(Drafter(0.7), {"requests": 1}, id="a good drafter"),
+        pytest.param(Drafter(0.6), {"requests": 8, "token_s": 1e-3}, id="rows cost much"),
+        pytest.param(Drafter(0.7, draft_s=6e-3), {}, id="a slow drafter"),
+        pytest.param(Drafter(0.4), {"period": 13}, id="repeating text"),
+        pytest.param(Drafter(0.5), {"asking": 1.8}, id="dear to ask"),
+        pytest.param(Drafter(0.45, draft_s=3e-3), {"requests": 6, "token_s": 3e-4}, id="near break-even"),
+    ],
+)
+def test_auto_is_near_the_best_of_the_fixed_ways(drafter: Drafter, load: dict[str, Any]) -> None:
+    def rate(mode: str) -> float:
+        """Tokens per second, once enough has been seen."""
+        driven = Driven(speculator(mode, lookups="period" in load), replace(drafter), **load)
+        driven.run(200)
+        began, turns = driven.now, driven.run(400)
+        return sum(turn.accepted + driven.requests for turn in turns) / (driven.now - began)
+
+    requests = load.get("requests", 4)
+    plain = requests / (STEP_S + load.get("token_s", TOKEN_S) * requests)
+    assert rate("auto") > 0.96 * max(plain, rate("sync"), rate("ahead"))

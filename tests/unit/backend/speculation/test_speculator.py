@@ -21,7 +21,18 @@ from backend.speculation.speculator import RECONSIDER_EVERY, Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from backend.wire.engine import EmittedText, RequestOptions
-from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, VOCAB, Drafter, Driven, K, Turn, all_asks, one, speculator
+from tests.support.driven_speculator import (
+    LONGEST_WAIT_S,
+    STEP_S,
+    VOCAB,
+    Drafter,
+    Driven,
+    K,
+    Turn,
+    all_asks,
+    one,
+    speculator,
+)
 
 
 @given(
@@ -87,12 +98,6 @@ def test_a_preempted_request_is_asked_for_anew() -> None:
     made.ended("r", text, 6, Rule.GREEDY, 100.0)
     assert [item.base_len for item in made.ask(100.03)["d0"]] == [7]
     assert made.attach(["r"], 0, 100.04).tokens == {}
-
-
-def test_a_draft_that_is_longer_than_was_asked_for_is_cut() -> None:
-    made, _ = one()
-    assert made.arrived("d0", [Draft("r", 6, [7] * 200, [8.0] * 400)], 1e-3, 100.01)[0][0] == "ready"
-    assert made.attach(["r"], 0, 100.01).tokens == {"r": [7] * K}
 
 
 def test_a_drafter_may_have_nothing_to_say() -> None:
@@ -168,12 +173,6 @@ def test_a_drafter_that_got_better_is_found_by_its_probes() -> None:
     driven.run(3 * PROBE_EVERY)
     assert driven.speculator.choice.ask != Ask.PLAIN
     assert sum(turn.accepted for turn in driven.run(20)) > 20 * 4 * 2
-
-
-def test_a_good_drafter_is_asked_at_every_step() -> None:
-    driven, turns = settled(Drafter(0.9))
-    assert driven.speculator.choice.ask != Ask.PLAIN
-    assert sum(turn.accepted for turn in turns) > 2.5 * len(turns) * driven.requests
 
 
 def test_a_drafter_that_falls_silent_is_soon_not_waited_for() -> None:
@@ -303,15 +302,6 @@ def test_a_request_that_repeats_itself_drafts_better_than_a_bad_drafter() -> Non
         assert sources == {LOOKUP}
         assert sum(turn.accepted for turn in turns) > 0.95 * K * len(turns) * driven.requests
         assert sum(turn.waited_s for turn in turns) == 0, "what it has available is better than what it could wait for"
-
-
-def test_without_drafters_nobody_is_asked() -> None:
-    made, text = speculator("sync"), [1, 2, 3]
-    made.set_drafters({})
-    made.ended("r", text, 2, Rule.GREEDY, 100.0)
-    assert made.ask(100.0) == {}
-    assert made.hold(["r"], 0, 100.0) is None
-    assert made.plan.k == 0
 
 
 def test_look_ups_rest_also_while_drafters_are_asked() -> None:
