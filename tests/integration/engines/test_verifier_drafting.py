@@ -168,15 +168,3 @@ def test_without_drafters_a_text_that_repeats_itself_drafts_for_itself(plain: Ve
         kept -= before.drafters["lookup"].accepted_tokens
     assert kept > 0
     assert after.steps - before.steps < 96
-
-
-def test_aborted_request_is_forgotten(remote: Verifier, drafter: ScriptedDrafter) -> None:
-    client = remote.client
-    request_id = client.add(PROMPTS[0], SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
-    client.run_until(lambda: len(client.answers[request_id].tokens) > 5)
-    client.abort(request_id)
-    stats = client.fresh_stats()
-    assert (stats.running, stats.waiting) == (0, 0)
-    client.answers.pop(request_id)
-    client.generate(PROMPTS[:1], GREEDY)
-    assert request_id in drafter.closed

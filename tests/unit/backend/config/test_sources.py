@@ -78,9 +78,7 @@ def test_values_of_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--verifier-engine-args", "{"], "--verifier-engine-args: expected JSON"),
         (["--config", "nowhere.yaml"], "nowhere.yaml: cannot be read: No such file"),
         (["GATEWAY_PORT=1"], "unknown environment variable OUTRIDER_GATEWAY_PORT; did you mean OUTRIDER_GATEWAY__PORT?"),
-        (["VERIFIERS=0"], "OUTRIDER_VERIFIERS: input should be greater than or equal to 1, not '0'"),
         (["DRAFTING__GPUS=1.5"], "OUTRIDER_DRAFTING__GPUS: value error, beyond 1 it must be whole, not '1.5'"),
-        (["DRAFTING__GPUS=-1"], "OUTRIDER_DRAFTING__GPUS: input should be greater than or equal to 0, not '-1'"),
     ],
 )
 def test_a_wrong_flag_or_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, arguments: list[str], line: str) -> None:
@@ -95,10 +93,8 @@ def test_a_wrong_flag_or_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, a
     [
         ("gateway: {prot: 1}", "unknown key gateway.prot; did you mean gateway.port?"),
         ("gatway: {port: 1}", "unknown key gatway; did you mean gateway?"),
-        ("port: 1", "unknown key port"),
         ("gateway: 3", "gateway: expected a mapping of settings"),
         ("- 1", "expected a mapping of settings"),
-        ("verifiers: many", "verifiers: input should be a valid integer"),
         ("a: [", "not YAML"),
         ("mode: !!int x", "not YAML: invalid literal for int"),
         ("mode: 2026-02-31", "mode: input should be "),

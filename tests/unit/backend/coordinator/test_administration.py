@@ -90,12 +90,10 @@ def test_a_drain_outlives_the_process_and_its_own_draining_asks_to_be_relieved()
 @pytest.mark.parametrize(
     ("command", "reason"),
     [
-        (Drain(member="v9"), "unknown_member"),
         (Drain(member="g0"), "unknown_member"),
         (Drain(member="v0", deadline_s=-1.0), "invalid"),
         (Drain(member="v0", if_version=1), "version_mismatch"),
         (Resume(member="nobody"), "unknown_member"),
-        (Remove(member="v9"), "unknown_member"),
         (Remove(member="v0", deadline_s=float("nan")), "invalid"),
         (Add(kind="verifier", count=0), "invalid"),
         (Add(kind="drafter", count=17), "invalid"),

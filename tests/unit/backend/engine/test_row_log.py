@@ -15,12 +15,15 @@ from backend.engine import feature_link, features
 from backend.engine.features import FeatureShipper
 from backend.engine.row_log import MOST_WAITING, RowLogs
 from backend.fleet import DrafterRef
+from backend.models.head_config import CheckpointError
+from backend.speculation.pairing import Pairing
 from backend.transport import Wire
 from backend.wire.drafting import (
     HELLO_FIRST,
     Close,
     Commit,
     Hello,
+    NextItem,
     Open,
     Refused,
     Round,
@@ -48,6 +51,7 @@ class Drafter:
         self.is_full = False
         self.refused = 0
         self.inbox: deque[list[bytes]] = deque()
+        self.rounds: list[Round] = []
         self.texts: dict[str, int] = {}
         """Tokens of each request that is open here."""
         self.rows: dict[str, list[int]] = {}
@@ -61,6 +65,7 @@ class Drafter:
             self.refused += 1
             return False
         assert isinstance(message, Round)
+        self.rounds.append(message)
         rows = torch.frombuffer(bytearray(frame), dtype=torch.float32).view(-1, 2).tolist() if frame else []
         for item in message.items:
             if isinstance(item, Close):
@@ -170,6 +175,8 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
             assert drafters["d0"].texts[name] > end
         shipper.finish(NAMES)
         assert log.held == 0
+        shipper.ship(step_of([]), None)
+        assert not drafters["d0"].texts, "it is told of those that have ended"
         counted = shipper.take_counters()
         assert all(counted[name].dropped.get("overflow", 0) == each.refused for name, each in drafters.items())
 
@@ -229,3 +236,95 @@ def test_logged_rows_are_copies_of_all_layers_side_by_side(rejected: int) -> Non
     last = 2 + rejected
     assert log["a"].part(0, 2) == torch.tensor([[0.0, 10.0], [1.0, 11.0]]).numpy().tobytes()
     assert log["b"].part(5, 6) == torch.tensor([[last, 10.0 + last]]).numpy().tobytes()
+
+
+class Bench:
+    """A verifier's worker and two drafters, with requests that advance by rows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, projection: Any = lambda head: None, handover_bytes: int = 0) -> None:
+        self.drafters = {"d0": Drafter(), "d1": Drafter()}
+        monkeypatch.setattr(feature_link, "connect_dealer", lambda _, address, *__: address)
+        monkeypatch.setattr(feature_link, "Dealer", self.drafters.__getitem__)
+        self.shipper = FeatureShipper(projection, handover_bytes=handover_bytes)
+        self.epoch, self.epochs = 0, dict[DrafterRef, int]()
+        self.ends = dict.fromkeys(NAMES, 0)
+
+    def assign(self, heads: dict[str, str], weights: int = 0) -> None:
+        self.epoch += 1
+        refs = [DrafterRef(name, "i", name, "", 1, head=head) for name, head in heads.items()]
+        self.epochs = {ref: self.epochs.get(ref, self.epoch) for ref in refs}
+        self.shipper.set_drafters(Wire(), "v", self.epochs, weights)
+
+    def live(self, steps: int = 2) -> None:
+        for n in range(steps):
+            counts = {name: 1 + (n + i) % 4 if self.ends[name] else 40 + 7 * i for i, name in enumerate(NAMES)}
+            rows = torch.cat([rows_of(name, self.ends[name], count) for name, count in counts.items()])
+            self.shipper.ship(step_of([(name, self.ends[name], count, TEXTS[name]) for name, count in counts.items()]), [rows])
+            for name, count in counts.items():
+                self.ends[name] += count
+
+
+def test_drafts_are_asked_for_with_the_last_rows_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(features, "HANDOVER_ROWS", 16)
+    bench = Bench(monkeypatch)
+    bench.assign({"d0": "", "d1": ""})
+    bench.shipper.asks = {"a": (3, 0.25), "c": (2, 0.0), "gone": (1, 0.0)}
+    bench.shipper.chance_weights = {name: [[float(i)] * 3] * 3 for i, name in enumerate(bench.drafters)}
+    bench.live(1)
+    asked: dict[str, NextItem] = {}
+    for i, drafter in enumerate(bench.drafters.values()):
+        for earlier in drafter.rounds[:-1]:
+            assert earlier.next is None, "more rows follow"
+        if drafter.rounds and (following := drafter.rounds[-1].next) is not None:
+            assert following.chance_weights == [[float(i)] * 3] * 3
+            asked |= {item.request_id: item for item in following.items}
+    assert asked == {"a": NextItem("a", 41, 3, [], 0, 0.25), "c": NextItem("c", 55, 2, [], 0, 0.0)}
+
+
+def test_hand_overs_are_counted_and_bring_all_that_was_computed_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch, handover_bytes=1 << 20)
+    bench.assign({"d0": ""})
+    bench.live()
+    before = sum(bench.ends.values())
+    bench.assign({"d1": ""})
+    bench.live(1)
+    assert bench.drafters["d1"].rows == {name: [*range(end)] for name, end in bench.ends.items()}
+    given = bench.shipper.take_counters()["d1"]
+    assert (given.handovers, given.handover_rows, given.handover_bytes) == (len(NAMES), before, 8 * before)
+    assert given.handover_bytes < given.bytes_sent
+
+
+def test_nothing_is_handed_over_to_another_head_nor_of_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    projections = {"": lambda rows: rows.clone(), "/other": lambda rows: rows.clone()}
+    bench = Bench(monkeypatch, projections.__getitem__, 1 << 20)
+
+    def gets_rows(drafter: str, head: str, weights: int = 0) -> bool:
+        bench.assign({drafter: head}, weights)
+        bench.live()
+        return any(counts.handovers for counts in bench.shipper.take_counters().values())
+
+    gets_rows("d0", "")
+    assert not gets_rows("d1", "/other")
+    assert gets_rows("d0", "/other"), "from one head to its like"
+    assert not gets_rows("d1", "")
+    assert not gets_rows("d0", "", weights=1)
+    assert gets_rows("d1", "", weights=1)
+
+
+def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_elses_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def projection(head: str) -> None:
+        if head and bench.epoch == 1:
+            raise CheckpointError(f"{head}: gone")
+
+    bench = Bench(monkeypatch, projection)
+    bench.assign({"d0": "", "d1": "/other"})
+    bench.live()
+    mine = {name for name in NAMES if Pairing(name).drafter({"d0": "", "d1": ""}) == "d0"}
+    assert 0 < len(mine) < len(NAMES)
+    assert bench.drafters["d0"].texts.keys() == mine
+    assert not bench.drafters["d1"].texts
+    bench.assign({"d0": "", "d1": "/other"})
+    # It loads later: features come at the epoch of its other link.
+    assert {name: link.hello.epoch for name, link in bench.shipper._links.items()} == {"d0": 1, "d1": 1}

@@ -15,7 +15,7 @@ from backend.lab.bench import options as options_module
 from backend.lab.bench import tables as report
 from backend.lab.bench.identical import GreedyCheck
 from backend.lab.bench.load import MeasuredLoad
-from backend.lab.bench.measure import Measurement, Snapshot, limit, ratios, row, sample, step_times
+from backend.lab.bench.measure import Measurement, Snapshot, ratios, row, sample, step_times
 from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, split_cores
 from backend.lab.bench.run import Results
@@ -197,21 +197,6 @@ def test_what_an_unfinished_run_leaves_says_so(tmp_path: Path, results: Results)
     (left,) = tmp_path.iterdir()
     content = json.loads(left.read_text())
     assert (left.name, content["complete"], len(content["rows"])) == ("bench.json", False, 2)
-
-
-def test_the_limit_is_that_of_the_best_k() -> None:
-    # Four requests; a plain step takes 1.4 s, one more token each 0.4 s more.
-    def step_s(tokens: float) -> float:
-        return 1 + tokens / 10
-
-    shares = [0.8, 0.6, 0.1]
-    by_k = [1.0, 1.8 * 1.4 / 1.8, 2.4 * 1.4 / 2.2, 2.5 * 1.4 / 2.6]
-    assert limit(4, shares, step_s) == pytest.approx(max(by_k)) == pytest.approx(by_k[2])
-
-
-def test_no_draft_pays_where_time_grows_with_tokens() -> None:
-    assert limit(4, [0.9, 0.8], lambda tokens: tokens) == 1.0
-    assert limit(4, [], lambda tokens: tokens) == 1.0
 
 
 def test_step_times_are_the_line_through_what_was_measured() -> None:

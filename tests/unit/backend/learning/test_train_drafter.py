@@ -61,9 +61,7 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: dict[str, object])
     [
         ([], "--data"),
         (["--minutes", "0"], "--minutes"),
-        (["--steps", "0"], "--steps"),
         (["--drafting-ring-dir", "/x"], "--drafting-ring-dir: is not for this command"),
-        (["--nonsense"], "--nonsense"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_starts(tmp_path: Path, arguments: list[str], message: str) -> None:

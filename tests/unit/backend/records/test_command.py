@@ -236,7 +236,6 @@ def nothing(directory: Path) -> None:
         (partial(of_version, 3), ["summary"], 1, "records of version 3; this release reads version 4"),
         (damaged, ["summary"], 1, "is not what a verifier writes"),
         (of_another_shape, ["summary"], 1, "is not of version 4"),
-        (nothing, ["fly"], 2, "invalid choice: 'fly'"),
         (nothing, ["summary", "--since", "yesterday"], 2, "'yesterday' is no time"),
         (nothing, ["summary", "--since", "5", "--until", "4"], 1, "--since must be before --until"),
         (lambda d: record(d, small()), ["summary", "--verifier", "v9"], 1, "has no verifier v9; there are verifier-0"),

@@ -47,11 +47,7 @@ def test_settings_are_flags_too() -> None:
         (["--sampling", "[]"], "no JSON object"),
         (["--sampling", "@nowhere.json"], "@nowhere.json: No such file"),
         (["--batch", "x"], "no number"),
-        (["--temperature", "x"], "--temperature: invalid float value"),
         (["--fixed-response"], "did you mean --fixed-responses?"),
-        (["--mod=sync"], "did you mean --mode?"),
-        (["--verifier", "2"], "did you mean --verifiers?"),
-        (["--verifiers", "0"], "greater than or equal to 1"),
     ],
 )
 def test_a_mistake_is_named(arguments: list[str], complaint: str) -> None:

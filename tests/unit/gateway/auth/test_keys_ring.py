@@ -98,7 +98,6 @@ WRONG = {
     "keys:\n  - name: a\n": "keys.0.sha256 (a): field required",
     f"keys:\n{ENTRY}    weigth: 2\n": "keys.0.weigth (a): extra inputs",
     f"keys:\n{ENTRY}    weight: 0\n": "keys.0.weight (a): input should be greater than 0",
-    f"keys:\n{ENTRY}    rights: [root]\n": "keys.0.rights.0 (a): ",
     "keys:\n  - name: a\n    sha256: secret\n": "expected 64 lower-case hexadecimal digits",
     f"keys:\n  - name: a b\n    sha256: {digest('a')}\n": "expected up to 64 letters",
     f"keys:\n  - name: admin-key\n    sha256: {digest('a')}\n": "this name is the server's own",

@@ -15,7 +15,6 @@ ROWS = [
     ({"outrider": {"state": True}}, "outrider"),
     ({"outrider": {"stats": 1}}, "outrider.stats"),
     ({"outrider": {"mode": "fast"}}, "outrider.mode"),
-    ({"outrider": {"learn": 0}}, "outrider.learn"),
     ({"outrider": {"mode": "ahead"}}, "outrider.mode"),
     ({"outrider": {"mode": ["off"]}}, "outrider.mode"),
     ({"outrider": {"num_speculative_tokens": -1}}, "outrider.num_speculative_tokens"),
