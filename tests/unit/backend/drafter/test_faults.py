@@ -35,12 +35,14 @@ STEP_S = 0.02
 class Fleet:
     """One simulated verifier and its drafters `d0`, `d1`, ..."""
 
-    def __init__(self, directory: Path, seed: int, mode: str, drafters: int = 1, blocks: int = 200) -> None:
+    def __init__(
+        self, directory: Path, seed: int, mode: str, drafters: int = 1, lookup: bool = True, blocks: int = 200
+    ) -> None:
         self.mode = mode
         self.world = World(seed)
         self.network = Network(self.world)
         self.drafters = [self._drafter(directory / f"{mode}{i}", i) for i in range(drafters)]
-        self.verifier = SimulatedVerifier(self.world, self.network, mode, blocks)
+        self.verifier = SimulatedVerifier(self.world, self.network, mode, lookup=lookup, blocks=blocks)
 
     def _drafter(self, directory: Path, number: int) -> SimulatedDrafter:
         def make() -> DrafterService:
@@ -83,7 +85,7 @@ def named(texts: list[Text], prefix: str) -> dict[str, Text]:
 
 @contextmanager
 def fleet(directory: Path, seed: int, mode: str, **options: int) -> Iterator[Fleet]:
-    made = Fleet(directory, seed, mode, **options)
+    made = Fleet(directory, seed, mode, **options)  # type: ignore[arg-type]
     with simulated(made.world, made.network):
         yield made
 
@@ -179,6 +181,23 @@ def idle(quiet: Fleet) -> None:
     assert_nothing_is_left(quiet.verifier.core.scheduler.speculator)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_drafter_that_forgot_everything_is_greeted_again(
+    directory: Path, texts: list[Text], usual: dict[str, float], mode: str
+) -> None:
+    """It restarts in place: same address, same incarnation for the coordinator.  Nothing is assigned anew."""
+    with fleet(directory, 1, mode, lookup=False) as place:
+        place.assign(0)
+        place.verifier.generate(named(texts, "before"))
+        place.drafters[0].restart()
+        sockets = set(place.network.dealers)
+        place.world.at(place.world.now + 0.2, place.drafters[0].restart)
+        place.verifier.generate(named(texts, "during"))
+        assert_recovers(place, texts, usual)
+        assert set(place.network.dealers) == sockets, "the same sockets"
+        assert place.drafters[0].service.stats(0.0).verifiers == ["v"]
+
+
 def test_greeting_again_is_no_storm(directory: Path, texts: list[Text]) -> None:
     with fleet(directory, 2, "sync") as deaf:
         deaf.assign(0)
@@ -204,6 +223,20 @@ def test_greeting_again_is_no_storm(directory: Path, texts: list[Text]) -> None:
         passed = deaf.world.now - began
         for role in ("features", "drafts"):
             assert 1 <= hellos.count(role) <= 2 + passed / 0.5
+
+
+def test_requests_whose_opening_was_lost_are_opened_again(directory: Path, texts: list[Text]) -> None:
+    with fleet(directory, 3, "sync", lookup=False) as lossy:
+        lossy.assign(0)
+        lossy.world.advance(lossy.world.now + 0.01)
+        lossy.network.faults = Faults(drop=1.0)
+
+        def recover() -> None:
+            lossy.network.faults = Faults()
+
+        lossy.world.at(lossy.world.now + 0.05, recover)
+        lossy.verifier.generate(named(texts, "r"))
+        assert lossy.verifier.core.fresh_drafts > 100, "they were drafted for once the network was well"
 
 
 def test_a_prompt_without_room_in_the_cache_is_not_expected_in_the_next_step(directory: Path, texts: list[Text]) -> None:

@@ -21,18 +21,7 @@ from backend.speculation.speculator import RECONSIDER_EVERY, Speculator
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from backend.wire.engine import EmittedText, RequestOptions
-from tests.support.driven_speculator import (
-    LONGEST_WAIT_S,
-    STEP_S,
-    VOCAB,
-    Drafter,
-    Driven,
-    K,
-    Turn,
-    all_asks,
-    one,
-    speculator,
-)
+from tests.support.driven_speculator import LONGEST_WAIT_S, STEP_S, VOCAB, Drafter, Driven, K, Turn, all_asks, one, speculator
 
 
 @given(
@@ -98,6 +87,12 @@ def test_a_preempted_request_is_asked_for_anew() -> None:
     made.ended("r", text, 6, Rule.GREEDY, 100.0)
     assert [item.base_len for item in made.ask(100.03)["d0"]] == [7]
     assert made.attach(["r"], 0, 100.04).tokens == {}
+
+
+def test_a_draft_that_is_longer_than_was_asked_for_is_cut() -> None:
+    made, _ = one()
+    assert made.arrived("d0", [Draft("r", 6, [7] * 200, [8.0] * 400)], 1e-3, 100.01)[0][0] == "ready"
+    assert made.attach(["r"], 0, 100.01).tokens == {"r": [7] * K}
 
 
 def test_a_drafter_may_have_nothing_to_say() -> None:
