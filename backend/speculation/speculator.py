@@ -376,7 +376,7 @@ class Speculator:
 
     @property
     def load(self) -> StepLoad:
-        """What drafts are expected to add to a step, as at the last choice; without drafters there is none, and it is new."""
+        """What drafts are expected to add to a step, as of the last choice.  Without drafters it is computed at each call."""
         load = self._load or self._new_load()
         self._load = load if self._drafter_ids else None
         return load

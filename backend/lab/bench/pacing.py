@@ -92,11 +92,11 @@ def pace_drafter(pace: Pace) -> Pacer:
         store(head, positions, *args)
         pacer.finish()
 
-    for owner, paced in (
-        (Head, ("forward", paced_forward)),
-        (Lanes, ("pick", paced_pick)),
-        (Lanes, ("advance_and_pick", paced_advance)),
-        (BlockHead, ("store", paced_store)),
+    for owner, name, paced in (
+        (Head, "forward", paced_forward),
+        (Lanes, "pick", paced_pick),
+        (Lanes, "advance_and_pick", paced_advance),
+        (BlockHead, "store", paced_store),
     ):
-        setattr(owner, *paced)
+        setattr(owner, name, paced)
     return pacer
