@@ -18,13 +18,13 @@ class Pacer:
     def __init__(self, clock: Callable[[], float] = time.monotonic, sleep: Callable[[float], None] = time.sleep) -> None:
         self.counts = Paced()
         self._clock, self._sleep = clock, sleep
-        self._end = 0.0
+        self._begin = self._end = 0.0
         self._late_s = 0.0
         """How late the last sleep ended.  The next pass is made shorter by as much, so that the sum of times is as stated."""
 
     def launch(self, seconds: float) -> None:
         """Begins a pass that takes the stated device `seconds`."""
-        self._end = self._clock() - self._late_s
+        self._begin = self._end = self._clock() - self._late_s
         self.counts.passes += 1
         self.extend(seconds)
 
@@ -34,15 +34,16 @@ class Pacer:
         self.counts.paced_s += seconds
 
     def finish(self) -> None:
-        """Ends a pass: sleeps until the stated device would be done, or counts an overrun."""
+        """Ends a pass: sleeps until the stated device would be done, or counts an overrun, if any time was stated."""
         left_s = self._end - self._clock()
         if left_s >= 0:
             self._sleep(left_s)
             self._late_s = max(self._clock() - self._end, 0.0)
         else:
             self._late_s = 0.0
-            self.counts.overruns += 1
-            self.counts.overrun_s -= left_s
+            if self._end > self._begin:
+                self.counts.overruns += 1
+                self.counts.overrun_s -= left_s
 
 
 def pace_verifier(pace: Pace) -> Pacer:

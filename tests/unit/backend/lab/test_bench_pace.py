@@ -82,6 +82,10 @@ def test_a_machine_that_takes_longer_is_told_of() -> None:
     assert machine.slept == 0
     assert msgspec.structs.astuple(pacer.counts) == pytest.approx((1, 0.015, 1, 0.005))
     assert msgspec.structs.astuple(pacer.counts.since(Paced(1, 0.015))) == pytest.approx((0, 0, 1, 0.005))
+    pacer.launch(0.0)
+    machine.now += 0.020
+    pacer.finish()
+    assert (pacer.counts.passes, pacer.counts.overruns) == (2, 1), "no time was stated"
 
 
 @pytest.fixture
