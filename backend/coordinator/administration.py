@@ -7,7 +7,7 @@ call at a time.  So the fleet cannot change between the check of a command, `if_
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -54,6 +54,15 @@ class Administration:
         self._deadline_s = deadline_s
         self._has_drafters = has_drafters
         self._operations: dict[int, Operation] = {}
+        self._takes: dict[type[AnyCommand], Callable[[Any, FleetSnapshot, float], Done]] = {
+            Drain: self._drain,
+            Resume: self._resume,
+            Remove: self._remove,
+            Add: self._add,
+            Assign: self._assign,
+            Restart: self._restart,
+            SwapDrafter: self._swap,
+        }
 
     @property
     def operations(self) -> list[Operation]:
@@ -87,24 +96,9 @@ class Administration:
         try:
             if command.if_version is not None and command.if_version != fleet.version:
                 raise _Refusal("version_mismatch", f"the fleet is at version {fleet.version}, not {command.if_version}")
-            return self._take(command, fleet, now)
+            return self._takes[type(command)](command, fleet, now)
         except _Refusal as refusal:
             return CommandRefused(refusal.reason, str(refusal), fleet.version)
-
-    def _take(self, command: AnyCommand, fleet: FleetSnapshot, now: float) -> Done:
-        if isinstance(command, Drain):
-            return self._drain(command, fleet, now)
-        if isinstance(command, Resume):
-            return self._resume(command, fleet, now)
-        if isinstance(command, Remove):
-            return self._remove(command, fleet)
-        if isinstance(command, Add):
-            return self._add(command, fleet)
-        if isinstance(command, Assign):
-            return self._assign(command, fleet, now)
-        if isinstance(command, Restart):
-            return self._restart(command, fleet)
-        return self._swap(command, fleet)
 
     # One method per command: checks it, describes its effects, and carries it out unless it is a dry run.
 
@@ -130,7 +124,7 @@ class Administration:
             self._policy.resume(command.member, now)
         return self._done(effects, now)
 
-    def _remove(self, command: Remove, fleet: FleetSnapshot) -> Done:
+    def _remove(self, command: Remove, fleet: FleetSnapshot, now: float) -> Done:
         view = _member(fleet, command.member)
         pending = self._pending(command.member)
         if pending is not None and pending.kind == "remove":
@@ -141,7 +135,7 @@ class Administration:
         effects = [f"{command.member} takes no new work", f"process {view.member.pid} ends when its requests have"]
         return self._queue(command, fleet, effects, kind="remove", members=[command.member], **self._manner(command))
 
-    def _add(self, command: Add, fleet: FleetSnapshot) -> Done:
+    def _add(self, command: Add, fleet: FleetSnapshot, now: float) -> Done:
         if not 1 <= command.count <= MOST_AT_ONCE:
             raise _Refusal("invalid", f"count must be between 1 and {MOST_AT_ONCE}")
         if command.kind == "drafter" and not self._has_drafters:
@@ -165,7 +159,7 @@ class Administration:
             self._policy.pin(command.drafter, wanted, now)
         return self._done(effects, now)
 
-    def _restart(self, command: Restart, fleet: FleetSnapshot) -> Done:
+    def _restart(self, command: Restart, fleet: FleetSnapshot, now: float) -> Done:
         present = [view.member for view in fleet.members if view.member.kind != "gateway" and view.member.state != "lost"]
         everyone = [member.id for member in present]
         members = everyone if command.members is None else command.members
@@ -180,7 +174,7 @@ class Administration:
         effects = [f"{member} is drained, ended and started again" for member in members]
         return self._queue(command, fleet, effects, kind="restart", members=list(members), **self._manner(command))
 
-    def _swap(self, command: SwapDrafter, fleet: FleetSnapshot) -> Done:
+    def _swap(self, command: SwapDrafter, fleet: FleetSnapshot, now: float) -> Done:
         _member(fleet, command.drafter, "drafter")
         if not command.path:
             raise _Refusal("invalid", "path must name a directory")
