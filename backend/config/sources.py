@@ -147,7 +147,7 @@ def read_flags(arguments: Sequence[str], program: str, description: str = "") ->
         if not name.startswith("-"):
             raise ConfigError(f"unexpected argument {name!r}: settings are given as --name value")
         known = ["--config", *ALIASES, *(flag(path) for path, _ in leaves())]
-        raise ConfigError(f"unknown flag {name}{_nearest(name, known)}")
+        raise ConfigError(f"unknown flag {name}{nearest(name, known)}")
     values = vars(found)
     config = values.pop("config")
     fields = dict(leaves())
@@ -182,7 +182,7 @@ def read_variables(variables: Mapping[str, str]) -> dict[KeyPath, Given]:
     result = {}
     for name, text in variables.items():
         if name not in known:
-            raise ConfigError(f"unknown environment variable {name}{_nearest(name, [*known, CONFIG_VARIABLE])}")
+            raise ConfigError(f"unknown environment variable {name}{nearest(name, [*known, CONFIG_VARIABLE])}")
         path, info = known[name]
         result[path] = _given(text, path, info, name)
     return result
@@ -232,14 +232,15 @@ def _flatten(tree: Any, path: KeyPath, file: Path, into: dict[KeyPath, Given]) -
         inner = (*path, str(key))
         if not any(leaf[: len(inner)] == inner for leaf in known):
             names = {".".join(leaf[:depth]) for leaf in known for depth in (1, 2)}
-            raise ConfigError(f"{file}: unknown key {'.'.join(inner)}{_nearest('.'.join(inner), sorted(names))}")
+            raise ConfigError(f"{file}: unknown key {'.'.join(inner)}{nearest('.'.join(inner), sorted(names))}")
         _flatten(value, inner, file, into)
 
 
 # Details.
 
 
-def _nearest(name: str, known: Sequence[str]) -> str:
+def nearest(name: str, known: Sequence[str]) -> str:
+    """The end of an error message about an unknown name; empty if no known name is like it."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {found[0]}?" if found else ""
 

@@ -101,15 +101,15 @@ class HeadConfig:
         return "eagle" if self.kind == "eagle3" else DFLASH if self.kind == DSPARK else self.kind
 
 
-def read_config(directory: str) -> dict[str, Any]:
-    """`config.json` of a checkpoint; raises `CheckpointError`."""
-    path = Path(directory) / "config.json"
+def read_config(directory: str, name: str = "config.json") -> dict[str, Any]:
+    """A JSON object among a checkpoint's files; raises `CheckpointError`."""
+    path = Path(directory) / name
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from error
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{directory}: no {name}: not a model's directory") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}: not a JSON object")
     return config

@@ -7,7 +7,6 @@ headers and JSON files are read here, and neither torch nor vLLM is imported.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,7 +19,7 @@ from backend.config import REMOTE_MODES, Settings, environment
 from backend.config.sources import ConfigError
 from backend.models.check import find_misfits, reads_last_state, why_not_learning
 from backend.models.demo import DFLASH_DIR, DRAFTER_DIR, TARGET_DIR
-from backend.models.head_config import MASK_EMBEDDING, CheckpointError, load_config, same_features, text_config
+from backend.models.head_config import MASK_EMBEDDING, CheckpointError, load_config, read_config, same_features, text_config
 from backend.models.initial_head import write_initial_head, write_widened_head
 from backend.models.kinds import KINDS, WEIGHTLESS, DrafterKind
 
@@ -199,7 +198,7 @@ def find(option: str, name: str, demo: Path, say: Say, code: bool = False) -> Pa
 
 def check_target(directory: Path) -> None:
     """Refuses a directory that vLLM could not load: no configuration, weights or tokenizer."""
-    config = read_json(directory / "config.json", "--model")
+    config = _read(directory, "--model")
     if not config.get("architectures"):
         raise ModelError(f"--model {directory}: config.json names no architectures: not a language model's directory")
     missing = missing_weights(directory)
@@ -211,7 +210,7 @@ def check_target(directory: Path) -> None:
 
 def check_code(directory: Path, settings: Settings) -> None:
     """Refuses a MiMo model, whose configuration vLLM reads by the checkpoint's own code, unless that code is trusted."""
-    config = read_json(directory / "config.json", "--model")
+    config = _read(directory, "--model")
     has_code = "AutoConfig" in (config.get("auto_map") or {})
     if has_code and NEEDS_OWN_CODE & set(config["architectures"]) and not trusts_code(settings):
         trust = "--verifier-engine-args '{\"trust_remote_code\": true}'"
@@ -225,7 +224,7 @@ def trusts_code(settings: Settings) -> bool:
 
 def check_ranks(target: Path, settings: Settings) -> None:
     """Refuses a number of tensor-parallel ranks that vLLM cannot split this model over."""
-    config, ranks = read_json(target / "config.json", "--model"), settings.verifier.tensor_parallel
+    config, ranks = _read(target, "--model"), settings.verifier.tensor_parallel
     heads = text_config(config).get("num_attention_heads")
     if isinstance(heads, int) and heads % ranks:
         raise ModelError(f"--model {settings.model}: its {heads} attention heads cannot be dealt out to {ranks} ranks evenly")
@@ -236,7 +235,7 @@ def check_drafter(name: str, drafter: Path, target: Path, settings: Settings, sa
 
     Returns which of the two it is.
     """
-    read_json(drafter / "config.json", "--drafter")
+    _read(drafter, "--drafter")
     missing = missing_weights(drafter)
     if missing:
         raise ModelError(f"--drafter {drafter}: {missing}")
@@ -305,7 +304,7 @@ def missing_weights(directory: Path) -> str | None:
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if not (directory / index).is_file():
             continue
-        shards = sorted(set(read_json(directory / index, "weights").get("weight_map", {}).values()))
+        shards = sorted(set(_read(directory, "weights", index).get("weight_map", {}).values()))
         absent = [shard for shard in shards if not (directory / shard).is_file()]
         if absent:
             return f"{len(absent)} of {len(shards)} weight files are missing ({absent[0]})"
@@ -315,17 +314,11 @@ def missing_weights(directory: Path) -> str | None:
     return None
 
 
-def read_json(file: Path, option: str) -> dict[str, Any]:
-    """A JSON object from a model's directory.  Raises `ModelError`."""
+def _read(directory: Path, option: str, name: str = "config.json") -> dict[str, Any]:
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(f"{option} {file.parent}: no {file.name}: not a model's directory") from error
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{option} {file}: cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelError(f"{option} {file}: not a JSON object")
-    return content
+        return read_config(str(directory), name)
+    except CheckpointError as error:
+        raise ModelError(f"{option} {error}") from error
 
 
 def _is_path(name: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from backend.config import Settings
-from backend.config.sources import ALIASES, ConfigError, Loaded, Parser, at_least, flag, leaves
+from backend.config.sources import ALIASES, ConfigError, Loaded, Parser, at_least, flag, leaves, nearest
 
 NEEDED_BY_FIXED = {"async_scheduling": False}
 """vLLM's engine arguments that fixed responses need (`backend.engine.worker.fixed.takes_fixed`)."""
@@ -63,8 +62,7 @@ def rollout_options(arguments: Sequence[str]) -> tuple[RolloutOptions, list[str]
     known = [*parser._option_string_actions, "--config", *ALIASES, *(flag(path) for path, _ in leaves())]
     for name in (argument.partition("=")[0] for argument in settings):
         if name.startswith("--") and name not in known:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            raise ConfigError(f"unknown flag {name}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
+            raise ConfigError(f"unknown flag {name}{nearest(name, known)}")
     if given.fixed and (given.samples > 1 or given.sampling):
         raise ConfigError("--fixed-responses says what is emitted: no --n and no --sampling beside it")
     if given.batch is None and given.rounds is not None and given.rounds > 1:

@@ -23,7 +23,8 @@ from backend.lab.bench.options import AUTO_LEARNS, BenchOptions
 from backend.lab.bench.plan import Cell, Configuration, CoreSplit, Point, cells, configurations, points
 from backend.lab.bench.prompts import Prompts
 from backend.lab.bench.widen import SIZES, widen
-from backend.models.resolve import ResolvedModels, Say, read_json, resolve
+from backend.models.head_config import read_config
+from backend.models.resolve import ResolvedModels, Say, resolve
 
 WARM_UP_TOKENS = 64
 SPARE_POSITIONS = 64
@@ -72,7 +73,7 @@ def describe_target(models: ResolvedModels) -> dict[str, Any]:
     """A target's name and sizes, from its configuration and the headers of its tensor files."""
     from backend.models.tensor_files import TensorFiles
 
-    config = read_json(Path(models.target_dir) / "config.json", "--model")
+    config = read_config(models.target_dir)
     total = sum(math.prod(info.shape) for info in TensorFiles(models.target_dir).tensors.values())
     names = ("num_hidden_layers", "hidden_size", "intermediate_size")
     return {"model": models.name, "parameters": total} | {name: config[name] for name in names if name in config}
