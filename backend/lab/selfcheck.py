@@ -23,6 +23,7 @@ from backend.drafter.dflash import DFlashProposer
 from backend.drafter.eagle import EagleProposer, ModelProposer
 from backend.drafter.proposer import Drafted, DraftRequest, Premise, Sampling, Until
 from backend.lab.bench.hardware import about
+from backend.lab.bench.markdown import table
 from backend.models.checkpoint import HeadWeights
 from backend.models.head_config import DFLASH, DRAFT_MODEL, DSPARK, HeadConfig, OnePassDrafting, Rope
 from backend.models.layout import required_tensors
@@ -62,17 +63,12 @@ _HEAD = HeadConfig(
     dtype="float32",
     unsupported=(),
 )
+_ONE_PASS = replace(_HEAD, kind=DFLASH, model_type="qwen3", num_layers=2, block=OnePassDrafting(3, 0, (False, True), (0, 0)))
 SMALL = {
     "head": _HEAD,
-    "one-pass head": replace(
-        _HEAD, kind=DFLASH, model_type="qwen3", num_layers=2, block=OnePassDrafting(3, 0, (False, True), (0, 0))
-    ),
+    "one-pass head": _ONE_PASS,
     "one-pass head with a Markov head": replace(
-        _HEAD,
-        kind=DSPARK,
-        model_type="qwen3",
-        num_layers=2,
-        block=OnePassDrafting(3, 0, (False, True), (0, 0), anchored=True, markov_rank=64),
+        _ONE_PASS, kind=DSPARK, block=OnePassDrafting(3, 0, (False, True), (0, 0), anchored=True, markov_rank=64)
     ),
     "head of two layers": replace(_HEAD, kind="eagle", num_layers=2, draft_vocab_size=32000),
     "draft model": replace(_HEAD, kind=DRAFT_MODEL, model_type="qwen3", num_layers=4, draft_vocab_size=32000),
@@ -97,7 +93,7 @@ LARGE = {
         _ONE_PASS_OF_8B, kind=DSPARK, block=OnePassDrafting(3, 15, (False,) * 5, (0,) * 5, anchored=True, markov_rank=256)
     ),
     "draft model of 0.6B, 28 layers": replace(
-        _HEAD,
+        _HEAD_OF_8B,
         kind=DRAFT_MODEL,
         model_type="qwen3",
         hidden_size=1024,
@@ -105,11 +101,8 @@ LARGE = {
         intermediate_size=3072,
         num_layers=28,
         num_heads=16,
-        num_kv_heads=8,
-        head_dim=128,
         vocab_size=151936,
         draft_vocab_size=151936,
-        dtype="bfloat16",
     ),
 }
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -162,9 +155,9 @@ class Requests:
             tokens = self._tokens(self.lengths[key])
             rows = len(tokens) - 1 if self.proposer.hidden else 0
             self.proposer.open(key, tokens, rows, 0.0, self.samplings[key % len(self.samplings)])
-            self._draft([DraftRequest(key, len(tokens), rows, self._features(rows))])
+            self.proposer.draft([DraftRequest(key, len(tokens), rows, self._features(rows))])
             # A draft model reads a long prompt in several batches.
-            self._draft([DraftRequest(key, len(tokens), 0, None, Until(1))])
+            self.proposer.draft([DraftRequest(key, len(tokens), 0, None, Until(1))])
 
     def confirm(self, k: int) -> list[Drafted]:
         """Adds `NEW_ROWS` tokens to every text; drafts `k` tokens for each."""
@@ -174,20 +167,17 @@ class Requests:
             rows = NEW_ROWS if self.proposer.hidden else 0
             self.proposer.commit(key, self.lengths[key], self._tokens(NEW_ROWS), rows, 0.0)
             asks.append(DraftRequest(key, self.lengths[key], rows, self._features(rows), Until(k)))
-        return self._draft(asks)
+        return self.proposer.draft(asks)
 
-    def draft(self, k: int = K) -> list[Drafted]:
+    def draft(self) -> list[Drafted]:
         """Drafts anew for all texts as they are: the same tokens, unless they are samples."""
-        return self._draft([DraftRequest(key, self.lengths[key], 0, None, Until(k)) for key in range(self.count)])
+        return self.proposer.draft([DraftRequest(key, self.lengths[key], 0, None, Until(K)) for key in range(self.count)])
 
     def enumerate(self, drafts: list[Drafted]) -> list[list[Any]]:
         """Outcomes of the verification of `drafts`."""
         return self.proposer.draft_outcomes(
             [Premise(key, self.lengths[key], Until(K), drafts[key].tokens, OUTCOMES) for key in range(self.count)]
         )
-
-    def _draft(self, asks: list[DraftRequest]) -> list[Drafted]:
-        return self.proposer.draft(asks)
 
     def _tokens(self, count: int) -> list[int]:
         return torch.randint(0, 30000, (count,), generator=self._random).tolist()
@@ -325,12 +315,6 @@ def calls(device: str, run: Callable[[], object]) -> dict[str, int]:
     return {event.key: event.count for event in seen.key_averages() if event.key in CALLS}
 
 
-def table(row: Row, is_first: bool) -> str:
-    """A row of a Markdown table; the first one with the table's head."""
-    lines = [list(row), ["---"] * len(row)] if is_first else []
-    return "\n".join("| " + " | ".join(line) + " |" for line in [*lines, [_text(value) for value in row.values()]])
-
-
 def _text(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {count}" for key, count in value.items())
@@ -361,7 +345,8 @@ def main(arguments: list[str], say: Callable[[str], None]) -> None:
         say(f"\n{name}\n")
         found[name] = []
         for row in rows:
-            say(table(row, not found[name]))
+            lines = table(list(row), [[_text(value) for value in row.values()]])
+            say("\n".join(lines[2:] if found[name] else lines))
             found[name].append(row)
             options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     say(f"\n{options.output} has all figures")
