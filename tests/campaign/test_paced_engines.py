@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.lab.bench.engines import Bench, TargetProcesses
+from backend.lab.bench.engines import Bench, Processes, TargetFleet
 from backend.lab.bench.measure import Snapshot, drafting_between, sample
 from backend.lab.bench.options import PROBABILISTIC
 from backend.lab.bench.pace import parse_pace
@@ -27,7 +27,8 @@ def test_steps_and_drafts_of_real_engines_take_at_least_the_stated_time(tmp_path
     with directory as name:
         bench = Bench(demo_models(), split, Path(name), 0, 256, 1, pace=pace)
         asked = [Configuration(mode, 2, split.verifier) for mode in ("off", PROBABILISTIC, "sync")]
-        with TargetProcesses(bench, asked, lambda _: None) as fleet:
+        with Processes(bench) as processes:
+            fleet = TargetFleet(processes, asked, lambda _: None)
             for each in asked:
                 fleet.warm_up(each, [[9] * 8], 8, (1,), 1)
                 load, before, after = fleet.measure(each, [[7] * 20], tokens, 0.0, 1)

@@ -110,23 +110,27 @@ def assign(verifier: Child, drafters: Sequence[DrafterRef]) -> None:
     verifier.ask(list(drafters))
 
 
-class TargetProcesses(Processes):
-    """All processes that measure one target.  Use as a context: entering starts them, leaving ends them."""
+class TargetFleet:
+    """The verifiers that measure one target, one per configuration, and their drafter."""
 
-    def __init__(self, bench: Bench, configurations: Sequence[Configuration], say: Say) -> None:
-        super().__init__(bench)
-        self._configurations = list(configurations)
-        self._say = say
+    def __init__(self, processes: Processes, configurations: Sequence[Configuration], say: Say) -> None:
+        """Starts them and waits until they serve."""
+        self._processes, self._say = processes, say
         self._verifiers: dict[Configuration, tuple[Child, EngineClient]] = {}
         self._drafter: Child | None = None
-
-    def __enter__(self) -> Self:
-        try:
-            self._start()
-        except BaseException:
-            self.close()
-            raise
-        return self
+        refs: list[DrafterRef] = []
+        if any(each.is_remote for each in configurations):
+            self._drafter, ref = processes.drafter(DRAFTER_ID, processes.bench.models.drafter_dir)
+            refs.append(ref)
+        for at in range(0, len(configurations), LOADING_AT_ONCE):
+            batch = configurations[at : at + LOADING_AT_ONCE]
+            say(f"loading {', '.join(c.label for c in batch)}")
+            settings = [verifier_settings(processes.bench, each, len(configurations)) for each in batch]
+            loading = [processes.verifier(each.label, own) for each, own in zip(batch, settings, strict=True)]
+            for configuration, child in zip(batch, loading, strict=True):
+                self._verifiers[configuration] = child, processes.client(child)
+                if configuration.is_remote:
+                    assign(child, refs)
 
     def warm_up(
         self,
@@ -163,28 +167,9 @@ class TargetProcesses(Processes):
         verifier, client = self._verifiers[configuration]
         drafter = self._drafter if configuration.is_remote else None
         snapshot = Snapshot(client.fresh_stats(), client.stats_at, drafter.ask("stats") if drafter else None)
-        if self.bench.pace is None:
+        if self._processes.bench.pace is None:
             return snapshot
         return replace(snapshot, steps=verifier.ask(PACED), passes=drafter.ask(PACED) if drafter else None)
-
-    def _start(self) -> None:
-        remote = [c for c in self._configurations if c.is_remote]
-        refs: list[DrafterRef] = []
-        if remote:
-            self._drafter, ref = self.drafter(DRAFTER_ID, self.bench.models.drafter_dir)
-            refs.append(ref)
-        for at in range(0, len(self._configurations), LOADING_AT_ONCE):
-            batch = self._configurations[at : at + LOADING_AT_ONCE]
-            self._say(f"loading {', '.join(c.label for c in batch)}")
-            loading = [(each, self._load(each)) for each in batch]
-            for configuration, child in loading:
-                self._verifiers[configuration] = child, self.client(child)
-        for configuration in remote:
-            assign(self._verifiers[configuration][0], refs)
-
-    def _load(self, configuration: Configuration) -> Child:
-        settings = verifier_settings(self.bench, configuration, len(self._configurations))
-        return self.verifier(configuration.label, settings)
 
 
 def verifier_settings(bench: Bench, configuration: Configuration, verifiers: int) -> dict[str, Any]:

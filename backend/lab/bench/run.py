@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from backend.config import Settings
-from backend.lab.bench.engines import Bench, TargetProcesses
+from backend.lab.bench.engines import Bench, Processes, TargetFleet
 from backend.lab.bench.hardware import gpus
 from backend.lab.bench.identical import GreedyCheck
 from backend.lab.bench.measure import Measurement, Row, row, sample
@@ -85,7 +85,8 @@ def _measure_target(
     prompts = Prompts(bench.models.target_dir, options.prompt_tokens)
     configured = configurations(options, bench.split, bench.models.drafter_kind)
     schedule = list(cells(configured, points(options), options.rounds))
-    with TargetProcesses(bench, configured, say) as fleet:
+    with Processes(bench) as processes:
+        fleet = TargetFleet(processes, configured, say)
         say(f"{target}: warming up")
         for configuration in configured:
             first = [prompts.make(options.domains[0], f"warm/{i}") for i in range(bench.most)]
