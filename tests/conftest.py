@@ -1,7 +1,5 @@
 """What every test finds: an environment without the user's own settings, and patient property tests."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib.metadata

@@ -4,8 +4,6 @@ LangChain and LiteLLM run in a virtual environment of their own, the libraries f
 are made here, with the exact versions of `requirements.txt` and `package-lock.json`.  Arguments are passed on to pytest.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

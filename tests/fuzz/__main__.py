@@ -5,8 +5,6 @@ document does not name.  Operations that change the fleet are left out: a paused
 Other arguments go to `schemathesis run` (`--include-path /v1/files`).
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

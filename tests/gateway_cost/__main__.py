@@ -1,7 +1,5 @@
 """`python -m tests.gateway_cost [--rounds N] [--streams 16,64] ...`: prints a table, writes JSON.  Parent process."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

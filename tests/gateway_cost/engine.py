@@ -1,7 +1,5 @@
 """An engine that emits ready-made tokens: one per sequence and step, all sequences of a client in one message.  Own process."""
 
-from __future__ import annotations
-
 import mmap
 import time
 from multiprocessing.connection import Connection

@@ -1,7 +1,5 @@
 """The clients: raw HTTP/1.1 over asyncio, as little work as possible.  Own process."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

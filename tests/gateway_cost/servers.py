@@ -1,7 +1,5 @@
 """The two front processes: this project's gateway, and vLLM's API server with a client of the same engine wire."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

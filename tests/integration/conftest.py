@@ -1,7 +1,5 @@
 """A gateway in front of a fake verifier, one for all tests of a file that take its ordinary settings."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable

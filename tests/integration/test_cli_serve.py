@@ -1,7 +1,5 @@
 """`outrider serve` as a process that does not come up, or is killed (how it comes up and ends: `served/`); a gateway as one."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What runs behind Ray without an engine: the coordinator's calls, restarts and errors; rooms."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

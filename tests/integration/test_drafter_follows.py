@@ -1,7 +1,5 @@
 """A drafter whose head shares tensors with its target takes the new ones when the target's weights are exchanged."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Iterator

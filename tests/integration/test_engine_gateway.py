@@ -1,8 +1,6 @@
 """A gateway before real verifiers: what requests ask of speculation is done and told, and changes no token; streams outlive
 a verifier that is killed."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

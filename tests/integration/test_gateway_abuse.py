@@ -1,7 +1,5 @@
 """Requests that are too large, malformed or meant to harm: each is answered, names what is wrong, and holds nobody else up."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import gc

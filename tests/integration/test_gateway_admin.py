@@ -1,7 +1,5 @@
 """/admin over HTTP, in front of fake verifiers: who may call, what is answered, and what draining does to requests."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """What comes before a request is understood: slow and endless senders, strange hosts, upgrades, and clients that leave."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """/inference/v1/generate in front of fake verifiers: vLLM's shape, our checks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The gateway's spans over HTTP and OTLP: the client's trace goes on, through the sequence, to the verifier's request."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.collector import Collector

@@ -1,7 +1,5 @@
 """What a trainer asks of the fleet, in front of fake verifiers: pauses that last, updates that fail, several processes."""
 
-from __future__ import annotations
-
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace

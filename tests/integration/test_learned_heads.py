@@ -1,7 +1,5 @@
 """Heads as learning writes them: vLLM itself drafts with them in mode `native`, and widened heads draft as before."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

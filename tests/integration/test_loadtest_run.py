@@ -1,7 +1,5 @@
 """Whole runs of the load test, Locust included, against a stub gateway; and vLLM's own benchmark client against ours."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

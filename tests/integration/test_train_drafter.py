@@ -1,7 +1,5 @@
 """`outrider train-drafter` on the demo target, from nothing: it gets better, is killed, goes on, and its head is a head."""
 
-from __future__ import annotations
-
 import csv
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """One verifier, an EAGLE head and a draft model that knows nothing: requests go where they are drafted for best."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """LoRA, priorities, prefix cache and preemption under remote drafting, each against the same engine without it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

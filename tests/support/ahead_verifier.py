@@ -1,7 +1,5 @@
 """A verifier as a `DrafterService` sees it: `Round`s on its features socket, `Next`s on its drafts socket.  Tests only."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Random rows with what they attend to.  Tests only."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Requests whose answers a grammar restricts to a few, whatever the model would generate."""
 
-from __future__ import annotations
-
 import json
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """An OTLP/HTTP collector on the loopback that keeps the spans it is sent.  Tests only."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -1,7 +1,5 @@
 """Collects every PromQL expression of the committed dashboards and rules.  Only reads files.  Tests only."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Tiny random heads in all layouts, and reference drafts of them: dense attention, one sequence, float64.  Tests only."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

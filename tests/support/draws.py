@@ -1,7 +1,5 @@
 """Texts drawn by an engine, tested against the exact probabilities that plain decoding gives.  Tests only."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Drives a speculator step by step, with texts known beforehand, a drafter of given skill and simulated times.  Tests only."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 

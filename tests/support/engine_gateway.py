@@ -1,7 +1,5 @@
 """A gateway in the test's event loop, in front of real verifiers and drafters in processes of their own, without Ray."""
 
-from __future__ import annotations
-
 import asyncio
 import tempfile
 from collections.abc import AsyncIterator

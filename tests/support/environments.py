@@ -1,7 +1,5 @@
 """Environments of their own for programs whose packages do not fit beside ours.  Tests only."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Verifiers decode at steady rates.  Drafter i serves verifier i mod the number of
 such a fleet, without an engine, from a thread of its own.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 import time

@@ -1,7 +1,5 @@
 """A random LoRA adapter for the demo target, in PEFT's layout.  Tests only."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A custom logits processor, for engines of tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Copies of models with another vocabulary.  Tests only."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a fleet holds of the machine and may leave there: processes, sockets, shared memory.  Tests only."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable

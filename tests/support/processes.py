@@ -3,8 +3,6 @@
 They are forked from one process that has already imported what they need, so an engine starts in a few seconds.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """The number of examples of a property test.  Tests only."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import settings

@@ -1,7 +1,5 @@
 """Makes directories of records, as verifiers write them, from rows of a test.  Tests only."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from backend.config import RecordsSettings

@@ -1,7 +1,5 @@
 """What a request is refused with.  Tests only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

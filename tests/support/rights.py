@@ -1,7 +1,5 @@
 """The routes by the right that they ask for.  Tests only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from fastapi.routing import APIRoute

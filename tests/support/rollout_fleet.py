@@ -1,7 +1,5 @@
 """Verifiers without engines for a rollout, and their directory."""
 
-from __future__ import annotations
-
 import asyncio
 import io
 from collections.abc import AsyncIterator, Callable

@@ -1,7 +1,5 @@
 """Steps as the feature shipper gets them from the runner.  Tests only."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The main function of a test's drafter process.  Tests only."""
 
-from __future__ import annotations
-
 import signal
 import time
 from multiprocessing.connection import Connection

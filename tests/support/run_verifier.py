@@ -1,7 +1,5 @@
 """The main function of a test's verifier process.  Tests only."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import threading

@@ -1,7 +1,5 @@
 """A whole gateway on a free port, in the test's own event loop or in a process of its own, in front of fake verifiers."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import tempfile

@@ -1,7 +1,5 @@
 """A drafter whose answers a test decides.  Tests only."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Checks that a speculator has forgotten all requests, and computes which draft tokens it would spend.  Tests only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

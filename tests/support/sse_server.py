@@ -1,7 +1,5 @@
 """Small HTTP servers whose streams are sent in pieces that a test decides.  Tests only."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

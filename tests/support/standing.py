@@ -4,8 +4,6 @@ A verifier whose `logits_processors` name `Standing` makes no step while a reque
 many tokens and all others have one.  Any pause, also that of an update, lets the requests that are present go on.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from vllm.sampling_params import SamplingParams

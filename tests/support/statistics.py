@@ -1,7 +1,5 @@
 """Tests whether tokens come from a given distribution.  Tests only."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence

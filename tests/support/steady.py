@@ -4,8 +4,6 @@ What is verified, asked for and waited for follows from measured times.  With th
 long as the deadline allows, so tests can count them.  What is computed, and when messages come, is not touched.
 """
 
-from __future__ import annotations
-
 from backend.engine import build
 from backend.speculation.deadlines import RoundTrip
 from backend.speculation.speculator import Speculator

@@ -1,7 +1,5 @@
 """The shared noise computed from its definition, one random word at a time.  Tests only."""
 
-from __future__ import annotations
-
 import math
 
 

@@ -1,7 +1,5 @@
 """The chaos campaign's judgement: it must see what is wrong, or its silence means nothing."""
 
-from __future__ import annotations
-
 import copy
 import json
 

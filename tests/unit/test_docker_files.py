@@ -1,7 +1,5 @@
 """The container files, without an engine to build them: every path, flag, variable, port and endpoint is real."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """One word, one meaning: names of the product that a reader could take for something else."""
 
-from __future__ import annotations
-
 import ast
 from collections import defaultdict
 from collections.abc import Iterator

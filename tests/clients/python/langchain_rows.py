@@ -1,7 +1,5 @@
 """LangChain: ChatOpenAI over chat completions and over responses, OpenAI's text completions, and ChatAnthropic."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

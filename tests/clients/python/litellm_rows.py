@@ -1,7 +1,5 @@
 """LiteLLM, with OpenAI's and Anthropic's APIs behind it."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Engines that the tests of this package share: one decodes plainly, the other has the demo's drafter, in mode `auto`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixed responses on a real vLLM verifier: every mode emits exactly what it is told, and accepts only what agrees."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from functools import partial

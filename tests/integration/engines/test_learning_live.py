@@ -1,7 +1,5 @@
 """A head that grows under a real verifier is taught, put in place and taken back while requests run, and no text changes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A request's answer in a batch of any others is its answer alone, whatever each of them asks."""
 
-from __future__ import annotations
-
 import math
 import random
 from pathlib import Path

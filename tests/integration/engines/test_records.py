@@ -1,7 +1,5 @@
 """What real verifiers write down adds up: to what the client received, to their counters, and to wall time."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from pathlib import Path

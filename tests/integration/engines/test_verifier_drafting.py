@@ -1,7 +1,5 @@
 """A real vLLM verifier against drafters that are perfect, wrong, slow, silent, or speak garbage: output never changes."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A request that goes on at a verifier with tokens from elsewhere comes out as if it had never been cut: real vLLM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

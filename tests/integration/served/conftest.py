@@ -1,7 +1,5 @@
 """One served fleet for all tests of this package: two verifiers, the drafter of both, two gateway processes, and keys."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

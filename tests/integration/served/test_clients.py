@@ -1,7 +1,5 @@
 """`outrider serve` end to end: official client, curl-like streaming, a killed and a hung drafter."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """Several gateway processes on one port, as `outrider serve --gateways 2` starts them."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """What OpenAI's Python client asks and only a real engine shows: grammars, log probabilities, biases."""
 
-from __future__ import annotations
-
 import openai
 import pytest
 

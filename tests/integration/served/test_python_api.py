@@ -1,7 +1,5 @@
 """`outrider.Fleet` joins a real fleet."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

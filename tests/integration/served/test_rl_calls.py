@@ -1,8 +1,6 @@
 """What RL trainers send, while requests run: routes and bodies as SkyRL's and prime-rl's public
 sources have them, and vLLM's own."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

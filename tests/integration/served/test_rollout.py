@@ -3,8 +3,6 @@
 `tests/campaign/test_rollout.py` has one with a fleet of its own, and fixed responses.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import os

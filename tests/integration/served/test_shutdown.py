@@ -3,8 +3,6 @@
 In alphabetical order these tests are the last.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

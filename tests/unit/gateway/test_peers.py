@@ -1,7 +1,5 @@
 """Several gateway processes on one port, of which most are not there (real ones: `tests/integration/served`)."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import os

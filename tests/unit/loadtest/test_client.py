@@ -1,7 +1,5 @@
 """The load test's client: every chunk is dated when it comes, and everything that breaks is a failure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import httpx

@@ -1,7 +1,5 @@
 """The scenarios: what they ask, and when; the objectives, and the server's own figures."""
 
-from __future__ import annotations
-
 import json
 import random
 from argparse import ArgumentTypeError

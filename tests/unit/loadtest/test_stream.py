@@ -1,7 +1,5 @@
 """What a load test makes of a stream: events wherever the bytes are cut, times, tokens, and every way to fail."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from typing import Any

@@ -1,7 +1,5 @@
 """The child process of `outrider.Fleet`: what it is given, what it says, and when it ends."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """`outrider.Fleet` against an HTTP transport that stands in for the gateway, and a child process that does not start."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import inspect

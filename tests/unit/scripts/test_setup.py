@@ -1,7 +1,5 @@
 """The installer: what it decides, without installing anything."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

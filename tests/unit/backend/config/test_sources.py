@@ -1,7 +1,5 @@
 """Settings: who wins, and what an error says."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Administrators' commands against a fleet: what is taken, what is refused, and what nobody notices."""
 
-from __future__ import annotations
-
 import msgspec
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The assignment rule: near the best possible, steady under noise, and never against pins, dwell or anybody's service."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import random

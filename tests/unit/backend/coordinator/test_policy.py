@@ -1,7 +1,5 @@
 """The coordinator's policy: leases, generations, and who drafts for whom."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """What the coordinator makes of cumulative counters."""
 
-from __future__ import annotations
-
 import pytest
 
 from backend.coordinator.rates import VerifierRates

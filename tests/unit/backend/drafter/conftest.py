@@ -1,7 +1,5 @@
 """A service with a tiny head, under a clock that a test sets."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The mode `ahead`: wishes before and after their rounds, due at their length only, fresh drafts first."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention of single rows: the kernel of a CPU against the definition (that of a GPU: `noise/test_kernels.py`)."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

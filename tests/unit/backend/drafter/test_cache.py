@@ -1,7 +1,5 @@
 """The cache's books against a dense model: whatever happens, a sequence finds exactly the rows its tokens call for."""
 
-from __future__ import annotations
-
 import itertools
 
 import hypothesis.strategies as st

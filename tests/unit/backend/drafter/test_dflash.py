@@ -1,7 +1,5 @@
 """Heads that draft in one pass: their drafts follow the documented equations, and what cannot be read is refused by name."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A draft model against transformers' own: every family, fed in pieces, cut back, reused and evicted, it drafts the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """The EAGLE proposer against the documented equations: batched, ragged, interrupted and resumed, the drafts are the same."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """A drafter fetches what its head shares with the target after the target's weights were exchanged."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Independent drafts: samples of the distribution that is sent, drawn afresh; signs and lengths say nothing of the tokens."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Hashable, Sequence

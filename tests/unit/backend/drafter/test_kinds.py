@@ -1,7 +1,5 @@
 """The table of kinds of drafters: a new kind without weights is an entry and a file of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Prompt lookup: the longest suffix seen before decides, and only what the request holds is ever proposed."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

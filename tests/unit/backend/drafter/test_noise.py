@@ -1,7 +1,5 @@
 """Drafting with the shared noise: drafts follow the verifier's rule on the head's distribution, and end when unlikely."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from pathlib import Path

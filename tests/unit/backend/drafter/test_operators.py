@@ -1,7 +1,5 @@
 """What a draft costs on a GPU: operators started, and waits for results.  Neither may grow with requests."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path

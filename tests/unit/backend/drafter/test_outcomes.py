@@ -1,7 +1,5 @@
 """Enumerated outcomes against brute force: each equals what drafting by the book on the same assumptions gives."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from unittest import mock

@@ -1,7 +1,5 @@
 """The protocol core without sockets: answers, refusals, epochs, several verifiers in one batch."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

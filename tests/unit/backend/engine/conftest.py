@@ -1,7 +1,5 @@
 """The control of a target's weights over an engine core that only notes what is asked of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The parts of vLLM that the verifier hooks into still look as they did when the hooks were written."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 

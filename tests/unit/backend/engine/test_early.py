@@ -1,7 +1,5 @@
 """Which of vLLM's steps are taken.  (What the runner is told when it goes over: `tests/lossless/test_early.py`.)"""
 
-from __future__ import annotations
-
 from collections import deque
 from concurrent.futures import Future
 from types import SimpleNamespace

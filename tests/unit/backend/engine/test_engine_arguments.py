@@ -1,7 +1,5 @@
 """What people may say of vLLM's own arguments, and what stays ours."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Fixed responses: what one verification yields, and which requests cannot be honoured."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The verifier's side of the engine wire: how long a silent client is known, and for whom rows are made."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from types import SimpleNamespace

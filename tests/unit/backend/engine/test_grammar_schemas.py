@@ -1,7 +1,5 @@
 """Which keywords of a schema a grammar keeps: the table in docs/reference/api.md, with both backends' own compilers."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """A rollout's half of vLLM: which sampling parameters it takes, and what it says about wrong ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Pauses and sleep of a verifier, and its adapters, beside the exchange of its target's weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

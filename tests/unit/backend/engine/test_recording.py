@@ -1,7 +1,5 @@
 """Rows made from what a scheduler reports.  (That they add up to the counters: `tests/integration/test_records.py`.)"""
 
-from __future__ import annotations
-
 import pytest
 
 from backend.engine.counting import Counters

@@ -1,7 +1,5 @@
 """Taking in requests that another verifier has begun: the parts that need no engine."""
 
-from __future__ import annotations
-
 import copy
 from concurrent.futures import Future
 from types import SimpleNamespace

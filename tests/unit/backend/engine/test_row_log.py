@@ -1,7 +1,5 @@
 """Whatever happens, each drafter gets each row of its requests once and in order, as far as the logs have it."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 from unittest import mock

@@ -1,7 +1,5 @@
 """A step without drafts is sampled plainly, one with drafts is verified; memory is measured for a row of each draft token."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

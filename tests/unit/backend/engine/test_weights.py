@@ -1,7 +1,5 @@
 """Exchanging a target's weights: what is refused, in which order things happen, and what is left after a failure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

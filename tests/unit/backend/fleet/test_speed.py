@@ -1,7 +1,5 @@
 """The one line that says how long a step over so many requests takes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

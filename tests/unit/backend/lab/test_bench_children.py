@@ -1,7 +1,5 @@
 """Child processes of the benchmark: they answer, they end with their pipe, and a dead one is told by its last words."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

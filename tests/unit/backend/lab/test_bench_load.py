@@ -1,7 +1,5 @@
 """The bench's closed loop: throughput is that of the load that was named, not of its beginning and its end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import count
 from types import SimpleNamespace

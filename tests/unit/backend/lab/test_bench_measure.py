@@ -1,7 +1,5 @@
 """From counters to rows, what acceptance and step times would allow, the comparison of greedy answers, and what is written."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `--pace` can be told, and the time that passes."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from pathlib import Path

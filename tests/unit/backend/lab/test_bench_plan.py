@@ -1,7 +1,5 @@
 """The benchmark's options, cores, configurations and order."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """The benchmark's prompts: of the domain asked for, the same for everyone, never twice the same."""
 
-from __future__ import annotations
-
 import pytest
 
 from backend.lab.bench.options import DOMAINS

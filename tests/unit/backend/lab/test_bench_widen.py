@@ -1,7 +1,5 @@
 """A widened target computes what the original computes, and its head still fits."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The training of the demo's one-pass head computes what a drafter computes with the head that it writes."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock

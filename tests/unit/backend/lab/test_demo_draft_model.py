@@ -1,7 +1,5 @@
 """The demo's draft model learns what its target says, and is a draft model to a drafter."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

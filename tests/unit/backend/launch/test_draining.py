@@ -1,7 +1,5 @@
 """When a draining member may be ended, and what a restarted coordinator is told again."""
 
-from __future__ import annotations
-
 import msgspec
 
 from backend.coordinator.commands import Assign, Drain

@@ -1,7 +1,5 @@
 """Members that start together, one that is added, and a fleet that joins a cluster which is still growing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace

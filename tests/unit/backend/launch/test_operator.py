@@ -1,7 +1,5 @@
 """Operations: what one that cannot be carried out says, and what one leaves behind; and how lost members come back."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock

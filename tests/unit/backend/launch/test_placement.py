@@ -1,7 +1,5 @@
 """Which members share a placement group, and who moves into a room that became vacant."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock

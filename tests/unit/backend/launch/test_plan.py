@@ -1,7 +1,5 @@
 """Who runs where."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Learning from live traffic: heads that are made to learn, their training, and how they are put in place."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Learning from live traffic: the replay ring, and what is recorded in it."""
 
-from __future__ import annotations
-
 import random
 import threading
 from pathlib import Path

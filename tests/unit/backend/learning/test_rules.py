@@ -1,7 +1,5 @@
 """When a head that learns is published or taken back."""
 
-from __future__ import annotations
-
 import pytest
 
 from backend.learning.rules import FEWEST, FEWEST_SEQUENCES, KEPT, LEAST_GAIN, Watch, bound_of_gain

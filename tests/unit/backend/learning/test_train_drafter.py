@@ -1,7 +1,5 @@
 """`outrider train-drafter`: what it takes, refuses and writes down; training itself is in `tests/integration`."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

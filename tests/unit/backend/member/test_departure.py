@@ -1,7 +1,5 @@
 """A member that is told to end drains first."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

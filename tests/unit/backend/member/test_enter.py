@@ -1,7 +1,5 @@
 """A member that starts while the coordinator is away waits for it."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 from unittest.mock import Mock, call

@@ -1,7 +1,5 @@
 """EAGLE heads on disk: both layouts and file formats are the same head, and what does not fit is said in one line."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """Model names become directories, or one line that says why not."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Two vocabularies: which tokens they share, what stands in for others, and which pairs are refused."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """A directory that was written anew is told from what it was."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Kernels for GPUs: interpreted they compute what the definitions say, they compile, and they do so once for all sizes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The shared noise: its words, its ends, and that the tokens chosen by it are samples."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`outrider records`: sums, joins and exports of directories whose rows are known."""
 
-from __future__ import annotations
-
 import csv
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`outrider records DIR report`: what its plots show, of records and of a round of a rollout."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

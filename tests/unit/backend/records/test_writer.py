@@ -1,7 +1,5 @@
 """Rows to files: rotated, bounded, never half a file, and never a word to the engine thread when the disk fails."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

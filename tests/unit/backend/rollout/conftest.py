@@ -1,7 +1,5 @@
 """The demo model's tokens."""
 
-from __future__ import annotations
-
 import pytest
 
 from backend.models.demo import TARGET_DIR

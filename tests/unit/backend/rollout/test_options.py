@@ -1,7 +1,5 @@
 """What a rollout can be told: its own options, the settings, and the names people know from elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from unittest.mock import Mock, call
 

@@ -1,7 +1,5 @@
 """Tables made of rows: their columns are a contract.  (That they add up: `tests/integration/served/test_rollout.py`.)"""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 

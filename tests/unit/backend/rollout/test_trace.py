@@ -1,7 +1,5 @@
 """Traces: read, matched, made; and what is wrong with one is said in a line that names it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

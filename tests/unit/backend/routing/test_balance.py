@@ -1,7 +1,5 @@
 """Level-two balancing moves few requests, from slow to fast, never in circles, and only where it pays."""
 
-from __future__ import annotations
-
 import dataclasses
 import random
 

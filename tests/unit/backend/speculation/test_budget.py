@@ -1,7 +1,5 @@
 """A step verifies the draft tokens that pay: the best of all choices of prefixes."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

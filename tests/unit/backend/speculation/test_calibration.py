@@ -1,7 +1,5 @@
 """Weights are learned from whatever drafts are compared with the text, from a prior that is only plausible."""
 
-from __future__ import annotations
-
 import math
 import random
 import statistics

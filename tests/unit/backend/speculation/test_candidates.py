@@ -1,7 +1,5 @@
 """Which drafts are learned from, in batches of any size."""
 
-from __future__ import annotations
-
 import pytest
 
 from backend.speculation.calibration import Calibration

@@ -1,7 +1,5 @@
 """Waiting for drafters under late, duplicate, reordered, stale and lost answers; which drafter serves whom."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

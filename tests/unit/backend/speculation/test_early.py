@@ -1,7 +1,5 @@
 """Steps that may begin, and drafts that are asked for, before the text of the step before is known."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

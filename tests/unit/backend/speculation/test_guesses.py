@@ -1,7 +1,5 @@
 """Every draft is compared with the text, whenever it came and whether or not it was verified."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """A speculator over an unreliable link, with requests that come, are preempted and end: what holds whatever happens."""
 
-from __future__ import annotations
-
 import random
 
 from hypothesis import strategies as st

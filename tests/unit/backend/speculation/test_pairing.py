@@ -1,7 +1,5 @@
 """Requests go to the draft model that brings their adapter the most, and the others are tried now and then."""
 
-from __future__ import annotations
-
 import random
 
 from backend.speculation.pairing import TOGETHER, TRY_ONE_IN, Pairing, Preference, having

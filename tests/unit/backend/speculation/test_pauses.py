@@ -1,8 +1,6 @@
 """Plain steps are measured now and then while drafters are asked, so that `auto` sees when asking has become too dear,
 and is near the best fixed way."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Tokens 0 to 2, drafts of two tokens.  q and p are far apart.  Whether and how fa
 `spend_in_order` from chances made of q's shape; three wrong ways to decide, and wrong noise, are seen to bias the text.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from bisect import bisect

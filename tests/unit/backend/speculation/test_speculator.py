@@ -1,7 +1,5 @@
 """What is attached, asked for, waited for and learned, whatever drafters say and whenever they say it."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """One curve tells what steps take, whatever the machine's speed does and however long ago a size was met."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """A step waits, and drafters are asked, where that emits more per second."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

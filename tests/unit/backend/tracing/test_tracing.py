@@ -1,7 +1,5 @@
 """Traces: contexts, sampling, what each process puts into its spans, and nothing at all when off."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A DEALER whose connection ends without the ROUTER's knowledge: it is heard again on its next connection."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Who is let in at a server socket: the fleet's own over tcp, this node's processes over ipc, nobody else."""
 
-from __future__ import annotations
-
 import errno
 import socket
 import threading

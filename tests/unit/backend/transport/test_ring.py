@@ -1,7 +1,5 @@
 """The shared-memory ring: what is read is what was written, nothing unread is overwritten, and nothing outlives its users."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ libzmq (4.3.5) ends the process (`Assertion failed: _input_stopped`) when a conn
 heartbeats went unread, and its messages are then read.  Run in a process of its own, which would die of it.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 No spelling of a path evades that: the right belongs to the route that is found.
 """
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import itertools

@@ -1,7 +1,5 @@
 """The administrator's commands as arguments, and how an operation is followed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock

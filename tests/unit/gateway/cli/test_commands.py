@@ -1,7 +1,5 @@
 """The command line without a fleet: help, mistakes, the settings and the tables it prints."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

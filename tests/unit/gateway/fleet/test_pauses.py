@@ -1,7 +1,5 @@
 """Pauses that are asked for at the same time."""
 
-from __future__ import annotations
-
 from gateway.fleet.pauses import Changes, Pauses
 
 

@@ -1,7 +1,5 @@
 """What is counted of sequences in flight equals what looking at every one of them finds."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

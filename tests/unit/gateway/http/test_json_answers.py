@@ -1,7 +1,5 @@
 """Answers with log probabilities, written in pieces, say what they say in one."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import json

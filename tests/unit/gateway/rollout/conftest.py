@@ -1,7 +1,5 @@
 """A rollout's verifiers without engines."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Free responses of a round: their ends, log probabilities and seeds, whichever verifiers wrote them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from vllm.v1.outputs import LogprobsLists

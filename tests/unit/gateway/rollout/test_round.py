@@ -1,7 +1,5 @@
 """A round against verifiers without engines: all requests complete, whoever dies, aborts or keeps its rows to itself."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

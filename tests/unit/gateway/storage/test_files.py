@@ -1,7 +1,5 @@
 """Files are stored whole or not at all, whether a client leaves or the disk is full."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import io

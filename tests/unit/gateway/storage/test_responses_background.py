@@ -1,7 +1,5 @@
 """Background responses: what another gateway's process shows of them."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator
 from itertools import count
