@@ -7,7 +7,7 @@ grammar rejects it, and vLLM fails the request.  Here it ends before that token 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.engine import EngineCoreOutput, FinishReason
@@ -20,9 +20,13 @@ class WholeGrammar(GuidanceGrammar):
     """Ends where the grammar ends.
 
     vLLM takes the end-of-text token for the end also where the grammar goes on after it, and takes back one token too many if
-    a draft had two behind the end.
+    a draft had two behind the end.  llguidance takes back wrongly where the end-of-text token is among what is taken back.
     """
 
+    length: int = 0
+    """Tokens that the matcher has accepted."""
+    before_ends: list[tuple[int, Any]] = field(default_factory=list)
+    """Length and matcher before each end-of-text token."""
     beyond: int = 0
     """Tokens behind the end, which the matcher does not know."""
 
@@ -32,11 +36,14 @@ class WholeGrammar(GuidanceGrammar):
             if self.ll_matcher.is_stopped():
                 self.beyond += 1
                 self.terminated = True
-            elif not self.ll_matcher.consume_token(token):
+                continue
+            if token == self.ll_tokenizer.eos_token:
+                self.before_ends.append((self.length, self.ll_matcher.deep_copy()))
+            if not self.ll_matcher.consume_token(token):
                 self.check_error()
                 return False
-            else:
-                self.terminated = token == self.ll_tokenizer.eos_token and self.ll_matcher.is_stopped()
+            self.length += 1
+            self.terminated = token == self.ll_tokenizer.eos_token and self.ll_matcher.is_stopped()
         return True
 
     def rollback(self, num_tokens: int) -> None:
@@ -44,7 +51,11 @@ class WholeGrammar(GuidanceGrammar):
         behind = min(num_tokens, self.beyond)
         self.beyond -= behind
         if num_tokens > behind:
-            self.ll_matcher.rollback(num_tokens - behind)
+            length = self.length
+            self.length -= num_tokens - behind
+            while self.before_ends and self.before_ends[-1][0] >= self.length:
+                length, self.ll_matcher = self.before_ends.pop()
+            self.ll_matcher.rollback(length - self.length)
             self.check_error()
         self.terminated = self.beyond > 0
 

@@ -12,7 +12,7 @@ import llguidance.torch
 import numpy as np
 import pytest
 import xgrammar
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from vllm.sampling_params import StructuredOutputsParams
@@ -89,6 +89,8 @@ STEPS = st.lists(st.tuples(st.lists(st.sampled_from([97, 98, 99, END]), min_size
 
 
 @given(STEPS)
+@example([([97, END], False)])
+@example([([97, END, 98], True), ([END, 98], False), ([99], True)])
 @examples(40)
 def test_a_draft_that_is_taken_back_leaves_no_trace_in_guidance(steps: list[tuple[list[int], bool]]) -> None:
     """Even if the end-of-text token is in the middle of the grammar, or behind its end."""

@@ -1,7 +1,9 @@
 """A step waits, and drafters are asked, where that emits more per second."""
 
+from itertools import accumulate
+
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from backend.speculation.budget import spend, survivals
@@ -250,9 +252,9 @@ def test_a_few_tokens_say_little_of_a_kind() -> None:
 
 
 @given(
-    st.lists(st.lists(st.floats(0, 1), max_size=4), min_size=1, max_size=12),
+    st.lists(st.lists(st.floats(0.01, 1), max_size=4), min_size=1, max_size=12),
     st.integers(1, 5),
-    st.lists(st.floats(0, 0.5), min_size=22, max_size=22),
+    st.lists(st.floats(0.001, 0.5), min_size=22, max_size=22),
 )
 def test_an_outlook_spends_as_the_budget_does(chances: list[list[float]], requests: int, rises: list[float]) -> None:
     k, times = 4, [1 + sum(rises[:n]) for n in range(len(rises))]
@@ -263,7 +265,11 @@ def test_an_outlook_spends_as_the_budget_does(chances: list[list[float]], reques
     dealt = [rows[i % len(rows)] for i in range(max(-(-len(rows) // requests), 1) * requests)]
     tokens, gained = 0, 0.0
     for start in range(0, len(dealt), requests):
-        spent = spend(dealt[start : start + requests], times)
+        drafts = dealt[start : start + requests]
+        emitted = accumulate(sorted((s for row in drafts for s in row), reverse=True), initial=requests)
+        rates = sorted(emitted / seconds for emitted, seconds in zip(emitted, times, strict=False))
+        assume(len(rates) == 1 or rates[-2] < rates[-1] * (1 - 1e-9))  # rounding decides between equals
+        spent = spend(drafts, times)
         tokens, gained = tokens + spent.tokens, gained + spent.gained
     found = outlook.prospect(requests, times)
     assert found.tokens[k] * len(dealt) == pytest.approx(tokens)
