@@ -129,8 +129,8 @@ def sample(
     return Measurement(
         round=number,
         tokens_per_s=load.tokens_per_s,
-        tgs=statistics.median((len(a.tokens) - 1) / max(a.last_at - a.first_at, 1e-9) for a in load.answers),
-        ttft_ms=statistics.median((a.first_at - a.sent_at) * 1e3 for a in load.answers),
+        tgs=statistics.median((len(a.tokens) - 1) / max(a.last_at - a.first_at, 1e-9) for a in load.whole),
+        ttft_ms=statistics.median((a.first_at - a.sent_at) * 1e3 for a in load.whole),
         acceptance_length=1 + drafting.accepted_tokens / drafting.drafts if drafting.drafts else None,
         drafted_share=drafting.drafts / max(new.verifications - old.verifications, 1),
         idle=awaited,

@@ -18,12 +18,11 @@ class Client:
         self.now = 0.0
         self.answers: dict[str, Any] = {}
         self._ids = count()
-        self._most = 0
 
     def add(self, prompt: list[int], params: Any, options: Any) -> str:
         request_id = str(next(self._ids))
-        self.answers[request_id] = SimpleNamespace(tokens=[], finish_reason=None, last_at=0.0, speed=prompt[0], wait=10)
-        self._most = params.max_tokens
+        about = {"speed": prompt[0], "wait": 10, "most": params.max_tokens}
+        self.answers[request_id] = SimpleNamespace(tokens=[], finish_reason=None, last_at=0.0, **about)
         return request_id
 
     def receive(self) -> None:
@@ -37,8 +36,8 @@ class Client:
                     continue
                 answer.wait -= 1
                 if answer.wait < 0:
-                    answer.tokens += [7] * min(answer.speed, self._most - len(answer.tokens))
-                if len(answer.tokens) == self._most:
+                    answer.tokens += [7] * min(answer.speed, answer.most - len(answer.tokens))
+                if len(answer.tokens) == answer.most:
                     answer.finish_reason, answer.last_at = "length", self.now
 
 
@@ -49,18 +48,27 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     return found
 
 
-def test_equal_requests_are_as_fast_as_their_waves(client: Client) -> None:
+def test_what_is_measured_is_the_speed_of_a_long_load(client: Client) -> None:
+    """Few waves show the same, though requests are of two speeds."""
+    slow, fast = 20 / 30, 20 / 20
+    for waves in (3, 40):
+        found = run_load(client, [[1 + i % 2] for i in range(4 * waves)], 20, 0.0, 4)  # type: ignore[arg-type]
+        assert slow < found.tokens_per_s / 4 < fast
+        assert found.tokens_per_s == pytest.approx(4 * 20 / 25, rel=0.12 if waves == 3 else 0.02)
+
+
+def test_the_first_answers_are_cut_short_and_the_others_are_whole(client: Client) -> None:
     found = run_load(client, [[1]] * 6, 20, 0.0, 2)  # type: ignore[arg-type]
-    assert found.wall_s == 90.0
-    assert found.tokens_per_s == pytest.approx(2 * 20 / 30)
+    assert [len(answer.tokens) for answer in found.answers] == [10, *[20] * 5]
+    assert len(found.whole) == 5
+    assert found.tokens_per_s == pytest.approx(2 * 20 / 30, rel=0.1)
 
 
 def test_the_end_at_a_smaller_concurrency_does_not_count(client: Client) -> None:
-    """Fast requests end at 30, 60 and 90 beside a slow one that ends at 70: the last of them is alone for 20 ticks."""
-    found = run_load(client, [[1], [3], [3], [3]], 60, 0.0, 2)  # type: ignore[arg-type]
-    assert found.wall_s == 90.0
-    assert found.tokens_per_s == pytest.approx((180 - 80) / (70 - 30))
-    assert len(found.answers) == 4
+    """Fast requests end at 20, 50 and 80 beside a slow one that ends at 70: the last of them is alone for 10 ticks."""
+    found = run_load(client, [[3], [1], [3], [3]], 60, 0.0, 2)  # type: ignore[arg-type]
+    assert found.wall_s == 80.0
+    assert found.tokens_per_s == pytest.approx((30 + 60 + 60 + 30 - 40) / (70 - 20))
 
 
 def test_one_wave_counts_as_a_whole(client: Client) -> None:
