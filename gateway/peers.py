@@ -5,8 +5,6 @@ Each also answers the other processes on a Unix socket, in a folder that only th
 with JSON both ways.  One event loop per process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -4,8 +4,6 @@ The settings are read again from their original sources, by one of the processes
 read, and each replaces its own between two requests.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ Settings behind `--` go to the `outrider serve` that is started.  Exit status: 0
 failed, 2 wrong arguments, 130 Ctrl-C before the load began.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ httpx passes on what one read of the socket returned, so a chunk's time is its a
 one size and waits until a block is full, so early chunks would get late times.  Clients share no connections.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

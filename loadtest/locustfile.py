@@ -3,8 +3,6 @@
 `python -m loadtest` starts it without Locust's web page; `locust -f loadtest/locustfile.py` with it.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

@@ -1,7 +1,5 @@
 """What only the server knows, from its /metrics: acceptance length, and how many requests it still has."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ There are two domains: `code` is source as it stands, `prose` its docstrings.  T
 well, and prose less well.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 import sysconfig

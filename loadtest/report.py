@@ -1,7 +1,5 @@
 """Figures from Locust's own statistics, and the summary of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

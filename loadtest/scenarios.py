@@ -5,8 +5,6 @@ itself.  All its choices come from its own `random.Random`.  So the same seed gi
 answers, unless an answer is part of the next request (`multiturn`).
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable, Generator

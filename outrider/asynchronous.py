@@ -1,7 +1,5 @@
 """`AsyncFleet`: the Python API of a fleet, as HTTP requests.  Runs in the caller's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import itertools

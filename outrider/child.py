@@ -3,8 +3,6 @@
 Then its standard input closes, unless the parent has forked: it also looks whether PARENT is its parent still.
 """
 
-from __future__ import annotations
-
 import os
 import runpy
 import select

@@ -1,7 +1,5 @@
 """HTTP requests to a fleet's gateway, with retries.  Runs in the caller's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Sampling parameters as JSON, from a mapping or from vLLM's own objects.  Pure."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs a fleet as a child process.  Used in the caller's process."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

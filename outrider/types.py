@@ -1,7 +1,5 @@
 """Results and errors of the Python API.  Used in any process."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The process environment: the one module that reads or writes `os.environ`.  Any process."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ Neither contains prompts, outputs or keys.
 A log call may pass `extra={"fields": {...}}`.  In JSON, fields become keys of the object; for text, the message contains them.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """This user's private directory for the small files of running programs: sockets, tokens, where fleets are.  Any process."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -6,8 +6,6 @@ gateway.port`).  So an error can name exactly what to correct, and `check-config
 (pydantic-settings merges sources too, but does not keep where a value came from.)
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import json

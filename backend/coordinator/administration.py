@@ -5,8 +5,6 @@ an `Operation`: the launcher takes the oldest, reports its progress, and takes t
 call at a time.  So the fleet cannot change between the check of a command, `if_version` included, and its effect.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ A binding says that a drafter serves a verifier.  Both may have several: a verif
 drafters (`backend/speculation/pairing.py`), and a drafter takes the rounds of all its verifiers in turn.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

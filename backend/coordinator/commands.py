@@ -3,8 +3,6 @@
 The command line and the gateway's `/admin` endpoints send the same commands to the coordinator, which checks them.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import msgspec

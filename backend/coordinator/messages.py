@@ -1,7 +1,5 @@
 """Messages between members and the coordinator, beside those of `backend.fleet`.  Pure data, in any process."""
 
-from __future__ import annotations
-
 import msgspec
 
 from backend.config.sources import CommandError

@@ -10,8 +10,6 @@ change, and the id of an operation that it queues.  So these only grow, even ove
 `first_version` comes from a clock.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

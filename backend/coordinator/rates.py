@@ -4,8 +4,6 @@
 (`SMOOTHING_S`).  Acceptance decays with the number of newer drafts, so that a pause does not erase it.
 """
 
-from __future__ import annotations
-
 import math
 
 from backend.coordinator.assignment import VerifierLoad

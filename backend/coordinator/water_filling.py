@@ -17,8 +17,6 @@ each request one opening.  A verifier without a drafter shares the drafter with 
 or all verifiers of that drafter together lose more than `min_gain`.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ Three threads: Ray's (constructor, `swap_head`, `stop`), the drafting thread (`p
 drafting thread dies, the process exits so that Ray restarts it: a drafter that reports but does not draft is of no use.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from typing import ClassVar

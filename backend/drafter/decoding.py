@@ -6,8 +6,6 @@ captured at the start for a few numbers of rows; rows up to the next such number
 are decoded without graphs, as is everything on a CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any

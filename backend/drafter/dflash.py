@@ -12,8 +12,6 @@ a Markov head besides, by which each token drawn adds to the scores of the next 
 There is nothing to go on from behind a draft whose features have not come, so no outcomes are drafted ahead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from typing import Any

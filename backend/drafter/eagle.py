@@ -3,8 +3,6 @@
 Drafter thread.  Both parts are batched over all sequences of a batch, from all verifiers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from itertools import accumulate

@@ -5,8 +5,6 @@ part between two batches, so that both go on meanwhile.  A drafter that gets no 
 verifier with these weights that it hears from next.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field

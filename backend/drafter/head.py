@@ -9,8 +9,6 @@ A rotation is one complex multiplication (RoFormer, section 3.4).  Checkpoints p
 rows of the query and key projections are reordered once, so that pairs lie side by side.  No dot product changes by that.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

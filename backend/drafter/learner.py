@@ -4,8 +4,6 @@ A thread of the drafter's process.  It puts a published head in place, and takes
 that fails is started again; drafting goes on meanwhile, and only training time is lost.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -4,8 +4,6 @@ Drafter thread.  `DrafterService` calls `Lessons` for what it receives and what 
 when it ends, unless its request has opted out of learning.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 

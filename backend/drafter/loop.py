@@ -3,8 +3,6 @@
 `stop`, `replace` and `stats` may be called from any thread.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import time

@@ -6,8 +6,6 @@ its outcomes to be enumerated.  At any stage an item is dropped when a newer one
 grows beyond it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 

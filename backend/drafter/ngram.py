@@ -1,7 +1,5 @@
 """Proposes without weights: prompt lookup over a request's own tokens (`backend/speculation/lookup.py`).  Drafter thread."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 

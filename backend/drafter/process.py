@@ -3,8 +3,6 @@
 The owner of the process (the Ray actor, or a test) calls `start`, `stop` and `stats`.
 """
 
-from __future__ import annotations
-
 import logging
 import pkgutil
 import threading

@@ -9,8 +9,6 @@ with the same verifier and epoch.  Refusals of rounds go to `drafts`, too, unles
 which names requests to be opened again, goes to `features`, whose owner opens them.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence

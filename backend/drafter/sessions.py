@@ -3,8 +3,6 @@
 A round is taken whole or refused whole, so that a refusal leaves every sequence as it was.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Sequence

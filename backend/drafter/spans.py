@@ -3,8 +3,6 @@
 Rounds are many and short.  They have no spans of their own, but are summed up in the request's span.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Hashable
 from dataclasses import dataclass

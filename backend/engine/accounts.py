@@ -1,7 +1,5 @@
 """Accounts of speculation, for traced requests and those that ask for one.  Engine process, engine thread."""
 
-from __future__ import annotations
-
 from backend.wire.engine import Account, Tally
 
 

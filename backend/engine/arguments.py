@@ -3,8 +3,6 @@
 Reads files; needs no engine.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

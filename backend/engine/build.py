@@ -3,8 +3,6 @@
 vLLM's source stays unchanged: a mode is a speculative configuration, a scheduler class and a worker class.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -5,8 +5,6 @@ too.  Benchmarks and tests use `EngineClient`.  Any process; a client belongs to
 and output structs and their codec, but no engine.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import uuid

@@ -4,8 +4,6 @@
 where vLLM decides it.  So all modes are measured with the same code.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """A verifier's `drafts` sockets: requests for drafts and their answers.  Engine process, engine thread."""
 
-from __future__ import annotations
-
 import logging
 import time
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ vLLM cannot go over.  So its engine is built for asynchronous scheduling, and `E
 runner's part is `worker/early.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 Worker process, on the thread that runs the model; part of `features.py`.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable

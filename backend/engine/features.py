@@ -13,8 +13,6 @@ Answers on these sockets are read once per step.  A drafter that has forgotten t
 has forgotten are opened again.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

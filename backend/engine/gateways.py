@@ -3,8 +3,6 @@
 Knows which gateway sent which request, decodes messages with vLLM's own codec, and aborts the requests of a silent gateway.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

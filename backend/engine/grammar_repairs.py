@@ -5,8 +5,6 @@
 grammar rejects it, and vLLM fails the request.  Here it ends before that token instead.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -5,8 +5,6 @@ The model's family decides: `model_type` in config.json, and strings in the chat
 "Tool Calling" and "Reasoning Outputs" (docs.vllm.ai), which name a parser for each model.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable
 from fnmatch import fnmatchcase

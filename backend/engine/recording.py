@@ -5,8 +5,6 @@
 follows the loop's count of the step's time.  Times are differences of `VerifierStats`, so rows add up to the counters.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ Mode `native` has vLLM's own sampler, whose generator cannot be restored.  There
 derived from the first seed and the number of tokens emitted: the distribution is the same, the tokens are not.
 """
 
-from __future__ import annotations
-
 import hashlib
 import secrets
 from collections.abc import Sequence

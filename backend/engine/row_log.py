@@ -9,8 +9,6 @@ of the drafter before it, even if that one is gone.  When memory is short, the l
 drafter then lacks distant context, nothing else.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast

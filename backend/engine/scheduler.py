@@ -4,8 +4,6 @@
 verify, which drafters to ask, how long to wait, and what to learn.  The waiting itself happens in `loop.py`.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque

@@ -4,8 +4,6 @@ Drafters' spans are children of the verifier's span.  Its context reaches the wo
 (`extra_args`, which vLLM does not interpret).  The worker opens the request on a drafter with it.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass

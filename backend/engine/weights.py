@@ -5,8 +5,6 @@ thrown away, so requests continue as after a preemption.  Methods raise `NotImpl
 do, and `ValueError` for wrong calls.  After either, nothing has changed unless the method says so.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import defaultdict

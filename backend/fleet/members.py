@@ -3,8 +3,6 @@
 Members (verifiers, drafters, gateways) report to the coordinator a few times a second; the answer carries their orders.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

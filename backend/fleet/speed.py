@@ -5,8 +5,6 @@ read that line and measure nothing themselves.  Duration by number of *tokens* s
 how many draft tokens to verify (`backend/speculation/step_times.py`).
 """
 
-from __future__ import annotations
-
 import msgspec
 
 KEEP = 0.995

@@ -4,8 +4,6 @@ Members report to the coordinator a few times a second.  A verifier also sends i
 gateway, so metrics do not depend on the coordinator.  Counters are cumulative since the process started (`started_at`).
 """
 
-from __future__ import annotations
-
 import msgspec
 
 from backend.fleet.speed import RESPONSE_TOKENS, Speed

@@ -4,8 +4,6 @@ Each command takes its arguments and `say`, which prints a line with the time.  
 and `CommandError` for later failures.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 Say = Callable[[str], None]

@@ -3,8 +3,6 @@
 Heads with random weights stand for published ones: what a pass computes and how long it takes does not depend on the weights.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

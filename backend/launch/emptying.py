@@ -1,7 +1,5 @@
 """Decides when a draining member has nothing left to do.  Pure; the operator asks it with every snapshot."""
 
-from __future__ import annotations
-
 from backend.fleet import FleetSnapshot
 
 

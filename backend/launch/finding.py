@@ -1,7 +1,5 @@
 """Finds a running fleet and connects a command to it.  The command's process, main thread."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 

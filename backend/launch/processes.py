@@ -3,8 +3,6 @@
 Ray restarts an actor that dies.  It gives up an actor whose constructor raises; `check` and `death` say why in one line.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 import time

@@ -7,8 +7,6 @@ restarting member's room.
 The launcher's process: the main thread until the fleet serves, then the operator's thread, at the end the main thread again.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Drains and pins live in the coordinator's memory.  After Ray has restarted the c
 Then each remembered command is sent again, as soon as the members that it names have registered.
 """
 
-from __future__ import annotations
-
 from backend.coordinator.commands import Assign, Drain
 from backend.fleet import FleetSnapshot
 

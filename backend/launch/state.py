@@ -4,8 +4,6 @@ Everything is below one directory that only this user may enter.  If a fleet's p
 of `running` removes them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

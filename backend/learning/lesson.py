@@ -13,8 +13,6 @@ where p' and q' are at temperature 1, CE is the cross entropy, and the weight a 
 accepted, the gradient of -log a says little about what to change, so CE gets the weight (LK losses, arXiv 2602.23881).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Decides when a head begins to learn, when a candidate replaces it, and when the previous head comes back.  Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 from statistics import fmean, variance

@@ -1,7 +1,5 @@
 """Reads an EAGLE-3 head's directory into a module to train, and writes it back.  Trainer's process."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

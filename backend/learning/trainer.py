@@ -5,8 +5,6 @@
 and sleeps while the ring has nothing new.  A checkpoint lets it go on after a restart.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

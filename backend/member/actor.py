@@ -5,8 +5,6 @@ The launcher does not know the node on which Ray will place the actor.  So two a
 `node`, and the socket for processes of the same node.
 """
 
-from __future__ import annotations
-
 import os
 import uuid
 from abc import ABC, abstractmethod

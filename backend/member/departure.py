@@ -5,8 +5,6 @@ its own drains.  Ray considers the end a failure and restarts the actor where th
 ways to end a worker, leave no time; then the gateways fail over.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -4,8 +4,6 @@ With `errors` the pair cannot work at all.  With `warnings` it works, but few dr
 say so.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

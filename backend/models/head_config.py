@@ -6,8 +6,6 @@ language model of its own, in the layout of transformers.  DFlash and DSpark hea
 too.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 A new kind without weights is a `Proposer` (`backend/drafter/proposer.py`) in a file of its own, and an entry here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal

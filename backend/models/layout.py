@@ -1,7 +1,5 @@
 """Which tensors a drafter's files must hold, and how each layout names them.  Pure data, any process."""
 
-from __future__ import annotations
-
 from backend.models.head_config import DRAFT_MODEL, HeadConfig
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 

@@ -4,8 +4,6 @@ Runs in the launcher's process (and in `outrider check-config`); all other proce
 headers and JSON files are read here, and neither torch nor vLLM is imported.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Frequencies of rotary position embeddings, scaling included.  Drafter process."""
 
-from __future__ import annotations
-
 import math
 
 import torch

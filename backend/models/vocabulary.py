@@ -4,8 +4,6 @@ Tokens are shared if both `tokenizer.json` write them alike ("token-level inters
 only one of the two is byte-level, where `Ġ` stands for a space, the texts that tokens stand for are compared instead.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -11,8 +11,6 @@ are independent of it: `uniforms` has domain 1.  Then
 All are finite: G lies between -3.13 and 22.88.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -3,8 +3,6 @@
 The command-line process.  A join is made per incarnation, because step numbers and request ids are unique only within one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Literal

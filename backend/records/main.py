@@ -1,7 +1,5 @@
 """`outrider records DIR summary | report | join | export`: figures and plots of records, and files for other programs."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import datetime

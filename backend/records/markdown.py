@@ -1,7 +1,5 @@
 """Renders a summary as Markdown.  Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Every plot is a function that draws one figure of a summary and its workers, or returns None when there is no data for it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The command-line process.  All rows that are read are held in memory.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Iterator

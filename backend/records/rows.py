@@ -5,8 +5,6 @@ are milliseconds, fields `*_at` Unix seconds.  `step` is the verifier's count of
 verifications and decisions of one verifier incarnation.
 """
 
-from __future__ import annotations
-
 import msgspec
 
 REQUEST_ID_KEY = "outrider_request_id"

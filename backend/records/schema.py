@@ -4,8 +4,6 @@ Schemas follow from the fields of the row types.  `SCHEMA_VERSION` grows with ev
 file's metadata holds the version and the verifier; each incarnation's directory has an `about.json`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -6,8 +6,6 @@ A file is written under a name that readers skip, and renamed when it is complet
 counted; disk errors raise nothing.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -4,8 +4,6 @@ A summary is made of recorded periods and of the rounds of rollouts.  Acceptance
 Verifications of fixed responses (teacher-forced) are counted apart from live ones.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any

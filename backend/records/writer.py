@@ -4,8 +4,6 @@ The engine thread appends to the queue in a few hundred nanoseconds, without wai
 writer empties the queue twice a second.  Rows that do not fit are dropped and counted.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

@@ -1,7 +1,5 @@
 """Makes traces of Python source code, for demonstrations and benchmarks.  The command's process."""
 
-from __future__ import annotations
-
 import random
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The options of `outrider rollout` and `outrider trace make`, and the settings of a rollout's fleet.  Pure."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

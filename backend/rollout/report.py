@@ -4,8 +4,6 @@ With fixed responses, acceptance is agreement with a trace.  It is called *teach
 is not taken for a live figure.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -4,8 +4,6 @@ Analysis scripts depend on names, columns, order, sorting and units.  Times are 
 `step_ts`, which is in seconds; ids are numbers.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 from collections.abc import Iterable, Sequence

@@ -4,8 +4,6 @@ A trace is `train.{S}.parquet` with string columns `prompt` and `gen`; S is the 
 writes its generated cases in this form too, with a column `id` in front, so that they can be replayed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Remembers, within bounds, where requests went: by session, and by the beginnings of prompts.  Pure."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Collection, Hashable, Sequence
 from typing import Generic, TypeVar

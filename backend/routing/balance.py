@@ -8,8 +8,6 @@ old neighbours save, less the time that its new neighbours lose.  It costs the r
 tokens, for which all requests at the new verifier wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Runs in the gateway's event loop, once per sequence.  The verifier with the fewe
 unless the setting `affinity` prefers the one that has seen a session, or the beginning of a prompt, before.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 

@@ -9,8 +9,6 @@ i is verified may depend on the chances up to i, not on later ones, which depend
 With such drafts in a step, `spend_in_order` goes down the ranking and stops at the first token that does not pay.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace

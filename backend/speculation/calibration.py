@@ -9,8 +9,6 @@ doubt from vanishing.  e_j is an offset common to all places plus a small one of
 learn from near ones.  Each request adds another offset.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from backend.speculation.chances import chances, chances_of_many, clipped

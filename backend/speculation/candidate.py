@@ -1,7 +1,5 @@
 """One available draft, where it comes from, the state of a request that is decoded, and what a step verifies.  Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat

@@ -5,8 +5,6 @@ the outcome that came, and look-ups in texts (`texts.py`).  `calibration.py` giv
 all drafts, verified or not, with the text later.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 

@@ -11,8 +11,6 @@ minus the entropy of q in nats, the lead the logarithm of its largest probabilit
 (A logistic model of confidence and margin, as in vLLM's adaptive verification, vllm-project/vllm pull request 52992.)
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import IntEnum
 from itertools import chain

@@ -5,8 +5,6 @@ row is not waited for at all until it answers again (a circuit breaker): losing 
 may go on without a draft long before its deadline.  The deadline still counts as missed if the drafter stays silent until then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ Pure; scheduler's process and thread.  The text depends on the seed and the pref
 scored: a draft that was cut, came late or was never used says as much about its source as any other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ the draft.  A draft that reaches the request's end goes on with its own first to
 The n-gram drafter and the verifier's own prompt lookup both use `Lookup`.
 """
 
-from __future__ import annotations
-
 from backend.speculation.tokens import UNKNOWN, splice
 
 SHORTEST, LONGEST = 2, 4

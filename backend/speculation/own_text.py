@@ -1,7 +1,5 @@
 """Drafts from a request's own text: prompt lookup on the verifier.  Pure; scheduler's process and thread."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from backend.speculation.lookup import LONGEST, SHORTEST, Lookup

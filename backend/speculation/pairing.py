@@ -6,8 +6,6 @@ while drafters were asked; a late or missing draft counts as an empty one.  A re
 head would have to read all of its text first.  Drafters with the same head share its requests by a hash.
 """
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections import OrderedDict

@@ -5,8 +5,6 @@ prediction: the longest matching suffix of `SHORTEST..LONGEST` tokens.  Among eq
 parting is preferred, then the nearest.  Of a pair of tokens that occurs often, the `NEAREST` places are compared.
 """
 
-from __future__ import annotations
-
 from bisect import bisect
 from collections.abc import Sequence
 

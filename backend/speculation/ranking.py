@@ -1,7 +1,5 @@
 """What of a step's available drafts should pay, remembered until a draft or the step's size changes.  Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from msgspec.structs import replace

@@ -10,8 +10,6 @@ Scheduler's process and thread; `now` is in seconds of any monotonic clock.  A s
 Every source of drafts competes in one ranking: fresh drafts, drafts made ahead, and the request's own text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 

@@ -7,8 +7,6 @@ between these states by their variances, here called doubts: the speed wanders a
 So old points keep their relation to the others.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_right
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Scheduler's process and thread.  There are three such texts: the request's own (
 predicts (`prediction.py`), and the outputs of other requests (`shared.py`).
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A request's token ids as a drafter knows them.  Pure."""
 
-from __future__ import annotations
-
 UNKNOWN = -1
 """Stands for a token that was lost with a message."""
 

@@ -5,8 +5,6 @@ budget at the present load (`Outlook`).  No plan has to be tried out: drafts are
 one curve of step times serves all plans.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Used in the gateway's event loop; not thread-safe.  `sockets.connect_dealer` mak
 CURVE.  The event loop watches the plain socket, because `zmq.asyncio` takes twice the time.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import deque
 from collections.abc import Sequence

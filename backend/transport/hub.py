@@ -3,8 +3,6 @@
 A `Hub` belongs to the thread that polls it; only `wake` may be called from another.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 

@@ -4,8 +4,6 @@ Used by the thread of the server socket.  libzmq reports each failed handshake t
 a failed handshake costs a few bytes and never blocks a thread.  Therefore it must be emptied regularly (`take`).
 """
 
-from __future__ import annotations
-
 import logging
 import time
 import uuid

@@ -13,8 +13,6 @@ its reader (sealed).  The reader opens it through the writer's `/proc/PID/fd`, w
 namespace, and checks the token.  If that fails, the sockets are used.
 """
 
-from __future__ import annotations
-
 import fcntl
 import mmap
 import os

@@ -6,8 +6,6 @@ key of its own, and accepts only the fleet's client key, which the coordinator h
 processes of its own node use ipc.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """The verifier as a Ray actor."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from backend.config import Settings

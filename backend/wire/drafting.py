@@ -26,8 +26,6 @@ that holds fewer keeps a gap (a round was lost, or the target took these positio
 and only context is missing, so drafts are accepted less often.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Annotated, Literal

@@ -3,8 +3,6 @@
 Tokens are estimated before the request is tokenized, and corrected to the true number when it has ended.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

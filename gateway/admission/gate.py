@@ -3,8 +3,6 @@
 While there is room and no request waits, `enter` returns without suspending.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

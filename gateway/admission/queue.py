@@ -6,8 +6,6 @@ next.  So competing keys get tokens in proportion to their weights, and a key's 
 for ever behind others of its priority.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar

@@ -1,7 +1,5 @@
 """How many more sequences each verifier can run, computed from its slots and its reports.  Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from backend.fleet import VerifierStats

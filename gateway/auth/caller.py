@@ -3,8 +3,6 @@
 `gateway.auth.access` puts a `Caller` at `scope["state"]["caller"]` of every HTTP request; `caller_of` reads it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
 

@@ -4,8 +4,6 @@ A key has 256 random bits and cannot be guessed, so one round of SHA-256 hides i
 time of a look-up reveals nothing about other keys.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import re

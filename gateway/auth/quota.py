@@ -8,8 +8,6 @@ Several gateways share buckets: at each exchange, every gateway adds what it has
 In between they may together admit too much.  The excess stays in the bucket, and delays later requests.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,7 +1,5 @@
 """Applies quotas to requests, and exchanges counts with other gateways.  Runs in the gateway's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import sqlite3

@@ -1,7 +1,5 @@
 """Who may call a route.  `gateway.http.openapi.described` takes it at each route; `gateway.auth.access` asks for it."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 from fastapi.routing import APIRoute

@@ -3,8 +3,6 @@
 An exchange is one transaction: it adds this gateway's use and returns the use of all.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line's output: progress lines, the fleet table, the settings with their sources.  The launcher's process."""
 
-from __future__ import annotations
-
 import json
 import time
 from functools import reduce

@@ -6,8 +6,6 @@ help, version and configuration errors come at once.  Wrong user input gives one
 run time gives one line and exit status 1.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import sys
 from collections.abc import Callable, Mapping, Sequence

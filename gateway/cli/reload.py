@@ -1,7 +1,5 @@
 """`outrider reload`: has a running gateway read its keys, limits and routing again.  The command line's process."""
 
-from __future__ import annotations
-
 import re
 import ssl
 from pathlib import Path

@@ -3,8 +3,6 @@
 Answers are written as they come; a further run with the same files goes on where the last ended.  The command line's process.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time

@@ -1,7 +1,5 @@
 """Exit statuses of the command line, and its handling of SIGINT and SIGTERM.  The command line's process, main thread."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Iterator

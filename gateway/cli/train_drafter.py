@@ -5,8 +5,6 @@ A fleet with `--drafter grow` generates answers to the prompts, and its drafter 
 same directory goes on from there.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import csv

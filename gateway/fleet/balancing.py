@@ -5,8 +5,6 @@ moves requests with `FleetCore.migrate`.  Several gateways balance side by side,
 per decision is limited, which keeps changes between two reports of a verifier small.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -5,8 +5,6 @@ sequence off from one verifier, give it with its tokens to another, and go on wi
 loop; no threads, no locks.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

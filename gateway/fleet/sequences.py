@@ -1,7 +1,5 @@
 """This gateway's sequences in flight.  Pure data; event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence

@@ -3,8 +3,6 @@
 Runs in the gateway's event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

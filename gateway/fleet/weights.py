@@ -1,7 +1,5 @@
 """The newest weights of the target in the fleet; updates verifiers that have missed them.  Runs in the gateway's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 

@@ -1,7 +1,5 @@
 """The ASGI application: routes, middleware and error handlers around one `Gateway`.  Runs in the gateway's event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

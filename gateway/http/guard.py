@@ -1,7 +1,5 @@
 """Checks path, host names and origins: plain ASGI, inside `Envelope`.  Reads bodies, with bounds on their size and time."""
 
-from __future__ import annotations
-
 import asyncio
 import ipaddress
 import re

@@ -1,7 +1,5 @@
 """vLLM's answers as clients get them: fields that only vLLM has are left out where they are null."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 from collections.abc import Callable, Iterator

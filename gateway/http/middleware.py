@@ -3,8 +3,6 @@
 `gateway.http.guard` runs inside of it.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -1,7 +1,5 @@
 """Makes /openapi.json: every route with its request and answer, from the models that the routes use."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import Any

@@ -5,8 +5,6 @@ HTTP client does by default (`Upgrade: h2c`).  A server may ignore such an offer
 format, and end the connection.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import resource

@@ -3,8 +3,6 @@
 One process, one event loop.  Building it imports vLLM, which takes seconds and half a gigabyte; import this module late.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import gc

@@ -1,7 +1,5 @@
 """The gateway's spans: one per HTTP request, one per sequence.  Runs in the event loop, only if tracing is on."""
 
-from __future__ import annotations
-
 import time
 
 from starlette.datastructures import MutableHeaders

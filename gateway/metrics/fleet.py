@@ -3,8 +3,6 @@
 Reads `FleetCore` at scrape time.  Owns only the last counters of each verifier, so that totals survive a verifier's restart.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence

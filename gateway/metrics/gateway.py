@@ -5,8 +5,6 @@ Metrics have two sources: this gateway's own observations (`GatewayMetrics`), an
 Everything runs in the event loop.
 """
 
-from __future__ import annotations
-
 from collections import Counter as TotalBy
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Anthropic's content blocks and tools that vLLM lacks: documents and search results become text; others are refused.  Pure."""
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 from backend.engine.front import AnthropicContentBlock

@@ -3,8 +3,6 @@
 vLLM ignores unknown fields; this gateway refuses them.  vLLM's own fields (`top_k`, `structured_outputs`, ...) are accepted.
 """
 
-from __future__ import annotations
-
 import asyncio
 import difflib
 import json

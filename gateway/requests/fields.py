@@ -3,8 +3,6 @@
 `docs/reference/api.md` shows these tables; `tests/unit/gateway/requests/test_fields.py` checks that both agree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

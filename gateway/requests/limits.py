@@ -4,8 +4,6 @@ The check works on parsed JSON, before any request model is built.  Each bound i
 that no part of a request holds the event loop for long.  `docs/reference/limits.md` has the table; a test compares them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

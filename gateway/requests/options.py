@@ -1,7 +1,5 @@
 """Outrider's own request options: the fields `outrider` and `prediction`, and a header.  None of them changes a token."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal

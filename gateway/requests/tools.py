@@ -1,7 +1,5 @@
 """What vLLM lacks of OpenAI's tool calling: kinds of tools, `allowed_tools`, grammars, the chunk that ends a call.  Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator
 from typing import Any

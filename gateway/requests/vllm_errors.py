@@ -1,7 +1,5 @@
 """Finds the request field that an error of vLLM or pydantic is about, and words the error for this server's users.  Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 A verifier that is started again, reached again, or takes requests again is the same worker of the round, by its number.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import math

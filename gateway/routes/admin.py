@@ -4,8 +4,6 @@
 carries it out itself, with `gateway.reload`.  `gateway.auth.access` decides who may call.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any, get_args
 

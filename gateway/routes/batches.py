@@ -1,7 +1,5 @@
 """OpenAI's /v1/batches: requests from a file, answered within a day."""
 
-from __future__ import annotations
-
 import time
 from typing import Annotated, Literal
 

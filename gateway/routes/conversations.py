@@ -1,7 +1,5 @@
 """OpenAI's /v1/conversations: stored items, which responses continue and add to."""
 
-from __future__ import annotations
-
 import uuid
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OpenAI's /v1/files: input and output files of batches."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from typing import Any, Literal
 

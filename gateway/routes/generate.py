@@ -1,7 +1,5 @@
 """POST /v1/chat/completions and /v1/completions.  Reads and checks the request; vLLM's serving classes make the answer."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 

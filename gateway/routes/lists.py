@@ -1,7 +1,5 @@
 """Pages of lists in OpenAI's format."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Anthropic's POST /v1/messages and /v1/messages/count_tokens, for all served models.  Errors have Anthropic's format."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pydantic

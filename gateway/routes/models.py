@@ -1,7 +1,5 @@
 """Routes for models and their LoRA adapters; /tokenize and /detokenize, with and without the prefix /v1."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 

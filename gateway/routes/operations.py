@@ -1,7 +1,5 @@
 """Routes for operators and monitoring: liveness, readiness, metrics, the fleet, the version."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 import time

@@ -4,8 +4,6 @@ They are equal for all clients and contain nothing about the fleet, so they need
 one: it asks its user for the key and sends it in a header.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

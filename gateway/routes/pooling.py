@@ -1,7 +1,5 @@
 """POST /v1/embeddings, /v1/score and /v1/rerank, for models that embed or score text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """OpenAI's /v1/responses: create, stream, get, cancel, delete, list input items, count input tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """POST /inference/v1/generate, vLLM's route for trainers.  Takes and returns token ids; also returns the weights' versions."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -6,8 +6,6 @@ of all of them by directory loads it before it is given requests (`WeightsInForc
 becomes ready later is paused, too.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, TypeVar

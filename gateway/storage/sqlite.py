@@ -1,7 +1,5 @@
 """A SQLite file of the gateway, accessed from one thread beside the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 import sqlite3
 from collections.abc import Callable, Coroutine

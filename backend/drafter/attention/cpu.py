@@ -3,8 +3,6 @@
 Float32 throughout.  A call costs microseconds, where torch's attention costs tens of them for each sequence.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

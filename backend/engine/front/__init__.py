@@ -5,8 +5,6 @@ client without an engine, `serving.py` vLLM's serving objects, `config.py` their
 and in `tests/unit/backend/engine/test_gateway_contract.py`.
 """
 
-from __future__ import annotations
-
 import vllm  # first, also for the modules of this package: its submodules do not import alone
 from vllm.entrypoints.anthropic.protocol import (
     AnthropicContentBlock,

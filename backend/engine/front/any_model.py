@@ -4,8 +4,6 @@ A grammar makes the model write required or named calls as JSON; vLLM's base cla
 `tool_choice` `auto`, the text stays text, because it is unknown how such a model writes a call.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from vllm.entrypoints.generate.base.protocol import DeltaMessage, ExtractedToolCallInformation

@@ -4,8 +4,6 @@ parameters that a client or a rollout may give.
 The configuration is made once, while the gateway starts.  Nothing here builds an engine or loads weights.
 """
 
-from __future__ import annotations
-
 import msgspec
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs

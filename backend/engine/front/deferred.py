@@ -1,7 +1,5 @@
 """Answers that are built in a thread: with many log probabilities, building would hold up the event loop."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any

@@ -5,8 +5,6 @@ is killed when it reaches a limit or the client leaves.  `GrammarChecks` runs in
 process, which is forked from a server that has imported vLLM: a replacement starts fast.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import copy

@@ -1,7 +1,5 @@
 """Log probabilities in vLLM's answers: repairs of what its serving classes show of them."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar

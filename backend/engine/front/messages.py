@@ -1,7 +1,5 @@
 """vLLM's serving class for Anthropic's API, with repairs of stream errors, truncated tool calls and thinking budgets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM's front half for a rollout: checks sampling parameters, makes responses.  A gateway's front half is `client.py`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """vLLM's serving objects for models that embed or score text instead of generating it."""
 
-from __future__ import annotations
-
 from functools import cached_property
 from typing import Any
 

@@ -4,8 +4,6 @@ Many of vLLM's parsers lose text when one delta has several tokens, as with spec
 token at a time, also where an output has more.  What neighbouring tokens add to one text is one event again.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing

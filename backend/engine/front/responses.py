@@ -1,7 +1,5 @@
 """vLLM's request model of OpenAI's Responses API, with repairs."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Annotated, Any, Self
 

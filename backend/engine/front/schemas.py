@@ -5,8 +5,6 @@ keywords beside it that do not belong to it.  What is not known to be kept is na
 `minProperties`.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

@@ -3,8 +3,6 @@
 They get no request logger, so prompts and outputs stay out of the logs.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import logging

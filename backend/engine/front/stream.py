@@ -5,8 +5,6 @@ per chunk (a `RequestOutput`, a queue, three generators, pydantic) is replaced: 
 event as bytes, of structs with the fields of vLLM's chunks in vLLM's order.  All other streams are vLLM's own.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass

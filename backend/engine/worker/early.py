@@ -3,8 +3,6 @@
 In an early step the runner does not know the tokens before it: it leaves them on the device, and notes -1 in their place.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from backend.engine.counting import StepOrders

@@ -9,8 +9,6 @@ target (*teacher-forced*), and is counted separately.
 `FixedResponses` runs in the worker process, on the thread that runs the model; `refuse_unfit` runs in the engine thread.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

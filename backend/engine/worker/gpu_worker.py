@@ -5,8 +5,6 @@ vLLM's CPU worker builds its runner inline, its GPU worker through a factory.  S
 and `load_model` works for both.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any

@@ -1,7 +1,5 @@
 """Log probabilities of prompts where the model has LoRA adapters.  Worker process, on the thread that runs the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -13,8 +13,6 @@ noise of the draft are independent of each other, and that the decision to verif
 q_i is zero outside its few listed tokens, so p is needed only there, and as one log-sum-exp per row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -8,8 +8,6 @@
 `gpu_worker.py` mixes them into the runner class that vLLM chose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -12,8 +12,6 @@ The target's distribution p comes from vLLM's own processors, applied to each ro
 emitted.  vLLM's rejection sampler is not used; what it does not support (`min_p`, `logit_bias`, custom processors) works here.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

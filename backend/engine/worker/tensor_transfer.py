@@ -6,8 +6,6 @@ selects one of vLLM's own instead (NCCL, CUDA IPC, ...).
 Out: what a drafter's head shares with the target, in parts, on every rank.  However new weights came, vLLM's model has them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ output's length which of them were taken, and goes on from the state of that dep
 `v1/sample/thinking_budget_state.py`; its own counting of drafts differs from plain decoding.)
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

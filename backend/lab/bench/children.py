@@ -4,8 +4,6 @@ A child is told its role, and answers messages over a pipe (`worker.py`).  It en
 outlives a parent that was killed.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Sequence
 from pathlib import Path

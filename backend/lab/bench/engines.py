@@ -4,8 +4,6 @@ That fleet has one verifier per configuration, and one drafter for all.  They st
 measured; an idle verifier wakes four times a second to publish its counters.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

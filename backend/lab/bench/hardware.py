@@ -1,7 +1,5 @@
 """Describes the machine, the software and the commit of a benchmark.  Parent process."""
 
-from __future__ import annotations
-
 import datetime
 import importlib.metadata
 import os

@@ -1,7 +1,5 @@
 """Checks that all configurations generate the same greedy answers.  Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import msgspec

@@ -1,7 +1,5 @@
 """Runs closed loops: a fixed number of requests of fixed length in flight, until all prompts are answered.  Parent process."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

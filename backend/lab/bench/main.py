@@ -1,7 +1,5 @@
 """`outrider bench`: reads its options, measures, and writes the results, even when interrupted.  Parent process."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

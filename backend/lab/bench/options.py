@@ -1,7 +1,5 @@
 """The options of `outrider bench`.  Pure."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Outcomes and features are sent only when the stated device would be done.  On a 
 one has ended, in every mode.  On a GPU, in modes `off` and `native`, it would schedule during the previous step.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 from backend.engine.worker.cpu_worker import OutriderCpuWorker

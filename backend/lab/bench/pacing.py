@@ -3,8 +3,6 @@
 The model really runs; then the thread sleeps until the stated device would be done (for the target: `paced_worker.py`).
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from typing import Any

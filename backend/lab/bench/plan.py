@@ -3,8 +3,6 @@
 Rounds alternate over the configurations (A B C, B C A, ...), so that other work of the machine affects all of them alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

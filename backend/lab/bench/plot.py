@@ -1,7 +1,5 @@
 """Draws throughput relative to plain decoding, a panel per target and temperature.  Needs matplotlib, which is optional."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ A prompt depends only on domain and seed, so every configuration gets the same p
 that nothing is answered from a prefix cache.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Sequence

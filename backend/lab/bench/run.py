@@ -1,7 +1,5 @@
 """The benchmark's loop: target by target, round by round, all configurations in turn.  Parent process, its main thread."""
 
-from __future__ import annotations
-
 import math
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """Writes bench.json, bench.md and bench.png.  Parent process; pure except for `write` and `keep`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict

@@ -6,8 +6,6 @@ residual stream.  Additional MLP columns with a zero part of `down_proj` are com
 are random, so that zero pages or denormals do not make them cheaper than trained weights.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A child process of a benchmark: a verifier or a drafter, on cores of its own (`children.py`)."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

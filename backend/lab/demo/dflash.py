@@ -4,8 +4,6 @@ The head's layers read the target's features as keys and values.  A block is the
 mask predicts the token in its place.  Training puts blocks of random lengths at random places of each text, all at once.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any

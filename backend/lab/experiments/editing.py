@@ -8,8 +8,6 @@ prompt lacks the piece, and the client sends it as the request's `prediction`, o
 piece in another edition.  Alternating rounds, after one that does not count; one request in flight.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import random

@@ -9,8 +9,6 @@ temperature and seconds of each phase.  DIR is the learning directory; learning 
 acceptance length.  HEAD is a head that does not learn, to compare with.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

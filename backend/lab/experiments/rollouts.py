@@ -9,8 +9,6 @@ from Python's standard library; their lengths are uniform on a logarithmic scale
 Further flags (`--num-speculative-tokens`, `--verifier-max-num-seqs`, ...) go to all rollouts.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The lines of an input file.  All are checked before the first is carried out, then read one by one.  Runs in a thread."""
 
-from __future__ import annotations
-
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ comes.  Excess sequences are taken from the verifiers at once, keep their tokens
 loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

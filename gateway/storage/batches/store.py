@@ -4,8 +4,6 @@ Several gateways on one host may share a folder.  Every change of a batch is one
 answer and its count are written together, so that each line is counted once, even if two gateways carried it out.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

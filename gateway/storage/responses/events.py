@@ -1,7 +1,5 @@
 """Turns the events that vLLM makes of a streamed response into those that OpenAI's clients expect."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Creates responses, at once or in the background: looks up earlier items, has vLLM answer, and stores the result."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -4,8 +4,6 @@ A stored response has its own input items and a link to the response before it. 
 that link to it cannot be continued.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

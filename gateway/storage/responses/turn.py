@@ -1,7 +1,5 @@
 """One request for a response: its place in a conversation, and its response object.  Pure, except that it draws ids."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid
