@@ -58,7 +58,7 @@ class Watch:
     @property
     def acceptance(self) -> float | None:
         """Live acceptance of the present head, a mean over sequences; None: not known yet."""
-        shares = self._shares()
+        shares = self._shares_right()
         return fmean(shares) if shares else None
 
     def note(self, key: Hashable, is_right: bool) -> None:
@@ -67,13 +67,13 @@ class Watch:
         self._counts[key] = right + is_right, seen + 1
         self._known += seen + 1 == COMPARED
         if self._known > KEPT and len(self._first) < FEWEST_SEQUENCES:
-            self._first = self._shares()
+            self._first = self._shares_right()
         if len(self._counts) > OPEN:
             del self._counts[next(iter(self._counts))]
 
     def exchanged(self) -> None:
         """Another head drafts from now on."""
-        shares = self._shares()
+        shares = self._shares_right()
         self.knows_previous = len(shares) >= FEWEST_SEQUENCES
         if self.knows_previous:
             self.before = shares
@@ -87,18 +87,18 @@ class Watch:
     @property
     def has_fallen(self) -> bool:
         """Whether the present head is accepted clearly less than the one before."""
-        return _is_less(self.before, self._shares())
+        return _is_less(self.before, self._shares_right())
 
     @property
     def needs_learning(self) -> bool:
         """Whether the present head's acceptance is low, or clearly less than at first."""
-        latest = self._shares()
+        latest = self._shares_right()
         if len(self._first) < FEWEST_SEQUENCES or len(latest) < FEWEST_SEQUENCES:
             return False
         at_most = fmean(latest) + VERY_SURE * math.sqrt(variance(latest) / len(latest))
         return at_most < LOW or _is_less(self._first, latest)
 
-    def _shares(self) -> list[float]:
+    def _shares_right(self) -> list[float]:
         return [right / seen for right, seen in list(self._counts.values()) if seen >= COMPARED][-KEPT:]
 
 

@@ -240,7 +240,7 @@ async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: st
     begun, pauses = core.pausing.begin(core.pauses, verifier, paused)
     refused = False
     try:
-        await _remember(gateway, pauses)
+        await _set_pauses(gateway, pauses)
         results = await _results(gateway, verifier, method, *arguments)
         # Awake in part, they sleep on.
         refused = method == "wake_up" and not all(results.values())
@@ -250,13 +250,13 @@ async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: st
     finally:
         now = core.pausing.end(begun, core.pauses, refused=refused)
         if now != core.pauses:
-            await _remember(gateway, now)
+            await _set_pauses(gateway, now)
     change = core.standing.update if paused else core.standing.difference_update
     change(link.member.incarnation for link in core.ready_links if link.member.id in results)
     return results
 
 
-async def _remember(gateway: Gateway, pauses: Pauses) -> None:
+async def _set_pauses(gateway: Gateway, pauses: Pauses) -> None:
     gateway.client.core.pauses = pauses
     await gateway.peers.tell_pauses(pauses)
 
