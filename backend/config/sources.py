@@ -234,13 +234,13 @@ def _flatten(tree: Any, path: KeyPath, file: Path, into: dict[KeyPath, Given]) -
         _flatten(value, inner, file, into)
 
 
-# Details.
-
-
 def nearest(name: str, known: Sequence[str]) -> str:
     """The end of an error message about an unknown name; empty if no known name is like it."""
     found = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+# Details.
 
 
 def _types(info: FieldInfo) -> tuple[Any, ...]:
