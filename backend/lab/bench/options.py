@@ -46,7 +46,7 @@ class BenchOptions:
     requests: int
     """Smallest number of requests of one measurement; there are never fewer than are in flight."""
     waves: int
-    """Smallest number of requests of one measurement, as a multiple of those in flight: with more, a longer time is measured."""
+    """Smallest number of requests of one measurement, as a multiple of those in flight; more measure longer."""
     warm_ups: int
     """Number of loads of each kind before the first that is measured."""
     full: bool
