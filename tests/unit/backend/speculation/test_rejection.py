@@ -139,7 +139,7 @@ LIMIT = 58.0
 
 
 def test_texts_have_the_targets_distribution() -> None:
-    assert generated(60_000, lambda seeds, lengths: uniforms(seeds, lengths, D)) < LIMIT
+    assert generated(120_000, lambda seeds, lengths: uniforms(seeds, lengths, D)) < LIMIT
 
 
 @pytest.mark.parametrize(
