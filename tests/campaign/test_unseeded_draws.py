@@ -28,13 +28,15 @@ SIGNIFICANT = 1e-4
 PROMPT = "import os\nimport sys\n\n\ndef main(args):\n    "
 TOKEN_S = 5e-3
 """With up to 64 requests and steps of a second: draft tokens pay that are accepted one time in three, or so."""
+CHEAP_TOKEN_S = 1e-4
+"""So whole drafts are verified, also where they are mostly rejected."""
 KINDS: dict[str, dict[str, Any]] = {
     "T = 1": {},
     "T = 0.7": {"temperature": 0.7},
     "top_k, top_p": {"top_k": 40, "top_p": 0.8},
     "penalties": {"presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.2},
-    # The numbers that decide about acceptance must not be the noise of the first tokens of the vocabulary.
-    "logit_bias": {"logit_bias": {0: 9.0, 1: 9.0, 3: 9.0}},
+    # Tokens that no draft has.  Token 0 is among them: the number that decides about a first draft token must not be its noise.
+    "logit_bias": {"logit_bias": {0: 11.0, 8: 12.5, 64: 13.0}},
     "grammar": {"structured_outputs": "[a-f]{2,4}"},
 }
 
@@ -60,9 +62,9 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
     started.close()
 
 
-def start(directory: Path, mode: str) -> Verifier:
+def start(directory: Path, mode: str, token_s: float = TOKEN_S) -> Verifier:
     verifier = {"draft_deadline_ms": 2000, "max_num_seqs": 64, "engine_args": {"max_logprobs": -1}}
-    return Verifier(directory, {"mode": mode, "num_speculative_tokens": K, "verifier": verifier}, token_s=TOKEN_S)
+    return Verifier(directory, {"mode": mode, "num_speculative_tokens": K, "verifier": verifier}, token_s=token_s)
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +83,21 @@ def verifier(request: pytest.FixtureRequest, tmp_path: Path, drafter: Drafter) -
 
 
 def test_alone(verifier: Verifier, plain: Verifier, prompt: list[int]) -> None:
-    found = draw(verifier, prompt, [request()] * DRAWS)
-    p_value = Exact(plain, prompt, request(), DEPTH, DRAWS).p_value(found)
+    draw_alone(verifier, plain, prompt, request())
+
+
+def test_drafts_that_are_mostly_rejected(plain: Verifier, drafter: Drafter, prompt: list[int], tmp_path: Path) -> None:
+    verifier = start(tmp_path, "sync", CHEAP_TOKEN_S)
+    try:
+        verifier.set_drafters(drafter.ref)
+        draw_alone(verifier, plain, prompt, request(**KINDS["logit_bias"]))
+    finally:
+        verifier.close()
+
+
+def draw_alone(verifier: Verifier, plain: Verifier, prompt: list[int], params: SamplingParams) -> None:
+    found = draw(verifier, prompt, [params] * DRAWS)
+    p_value = Exact(plain, prompt, params, DEPTH, DRAWS).p_value(found)
     drafted, right = accepted(verifier)
     print(f"{DRAWS} texts: p = {p_value:.3g}; {drafted} draft tokens verified, {right} accepted")
     assert drafted > DRAWS / 2, "it really drafted"
