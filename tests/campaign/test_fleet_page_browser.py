@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from backend.fleet import VerifierStats
-from tests.support.browser import Browser, find_browser
+from tests.campaign.browser import Browser, find_browser
 from tests.support.fleet_story import Story, member, served
 
 PROGRAM = find_browser()

@@ -1,6 +1,6 @@
 """A fleet on two machines: the verifier on one, the drafter on the other, tcp with CURVE in between.
 
-The machines are namespaces (`tests/support/machines.py`), with a Ray node each; the test itself is a third one, with no keys.
+The machines are namespaces (`tests/campaign/machines.py`), with a Ray node each; the test itself is a third one, with no keys.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from backend.fleet import FleetSnapshot
 from backend.transport import ServerKeys, new_server_keys
 from backend.wire.drafting import PROTOCOL_VERSION, Hello, encode
 from backend.wire.engine import ENGINE_WIRE_VERSION, HELLO, EngineHello
+from tests.campaign.machines import Network, RayMachines, Tap, missing
 from tests.support.fleet_process import ServedFleet, wait_for
-from tests.support.machines import Network, RayMachines, Tap, missing
 
 pytestmark = [
     pytest.mark.engine,

@@ -1,5 +1,7 @@
 """Tiny random heads in all layouts, and reference drafts of them: dense attention, one sequence, float64.  Tests only."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,7 +16,7 @@ from torch import Tensor
 from backend.drafter.decoding import GRAPH_STEPS, SIZES, Lanes
 from backend.drafter.draws import CAPTURED
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
+from backend.drafter.proposer import GREEDY, Drafted, DraftRequest, Premise, Proposer, Sampling, Until
 from backend.models.check import find_misfits
 from backend.models.checkpoint import load_drafter
 from tests.support.true_noise import true_gumbel
@@ -344,32 +346,49 @@ def tokens_of(seed: int, count: int) -> list[int]:
     return torch.randint(0, 61, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-class Request:
-    """A request with random tokens and features, opened on a proposer."""
+class Session:
+    """A request of a proposer: its tokens, and the features that the proposer was given, by position.
 
-    def __init__(self, proposer: EagleProposer, head: TinyHead, key: object, length: int, sampling: Sampling = GREEDY) -> None:
-        seed = int(str(key))
-        self.proposer, self.key, self.tokens = proposer, key, tokens_of(seed, length)
-        self.features = torch.randn(length + 40, head.hidden, generator=torch.Generator().manual_seed(seed))
-        proposer.open(key, list(self.tokens), length - 1, 0.0, sampling)
-        proposer.draft([DraftRequest(key, length, length - 1, self.features[: length - 1])])
+    Features follow from the tokens, as a target's do.
+    """
 
-    @property
-    def known(self) -> dict[int, Tensor]:
-        return {p: self.features[p] for p in range(len(self.tokens) - 1)}
+    def __init__(self, proposer: Proposer, key: object, tokens: list[int], skip: int = 0, sampling: Sampling = GREEDY) -> None:
+        """`skip`: first positions for which the target computes no features."""
+        self.proposer, self.key, self.tokens, self.sampling = proposer, key, list(tokens), sampling
+        self.seen: dict[int, Tensor] = {}
+        self._new = len(tokens) - 1 - skip
+        proposer.open(key, list(tokens), self._new, 0.0, sampling)
 
-    def fresh(self, k: int = 4) -> list[int]:
-        return self.proposer.draft([DraftRequest(self.key, len(self.tokens), 0, None, Until(k))])[0].tokens
-
-    def commit(self, tokens: list[int], k: int) -> list[int]:
+    def commit(self, tokens: list[int]) -> Session:
         self.tokens += tokens
-        stop = len(self.tokens) - 1
         assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens), 0.0)
-        rows = self.features[stop - len(tokens) : stop]
-        return self.proposer.draft([DraftRequest(self.key, len(self.tokens), len(tokens), rows, Until(k))])[0].tokens
+        self._new = len(tokens)
+        return self
+
+    def ask(self, until: Until | int) -> DraftRequest:
+        """Asks for a draft, with the features of positions that are new."""
+        stop, count, self._new = len(self.tokens) - 1, self._new, 0
+        rows = {position: self.feature(position) for position in range(stop - count, stop)}
+        self.seen |= rows
+        features = torch.stack(list(rows.values())) if rows else None
+        return DraftRequest(self.key, stop + 1, count, features, until if isinstance(until, Until) else Until(until))
+
+    def draft(self, until: Until | int = 4) -> Drafted:
+        return self.proposer.draft([self.ask(until)])[0]
 
     def premise(self, verifying: list[int], outcomes: int = 8, k: int = 4) -> Premise:
         return Premise(self.key, len(self.tokens), Until(k), verifying, outcomes)
+
+    def feature(self, position: int) -> Tensor:
+        seed = hash(tuple(self.tokens[: position + 1])) & 0x7FFFFFFF
+        return torch.randn(self.proposer.hidden, generator=torch.Generator().manual_seed(seed))
+
+
+def begun(proposer: Proposer, key: object, length: int, sampling: Sampling = GREEDY) -> Session:
+    """A session with so many random tokens, whose features the proposer has."""
+    session = Session(proposer, key, tokens_of(int(str(key)), length), 0, sampling)
+    session.draft(0)
+    return session
 
 
 def rotated(x: Tensor, positions: Tensor, frequency: Tensor) -> Tensor:

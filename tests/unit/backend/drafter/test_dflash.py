@@ -20,8 +20,7 @@ from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Un
 from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import MASK_EMBEDDING, CheckpointError, OnePassDrafting, load_config
-from tests.support.drafter_heads import READS, Reference, TinyHead, check, tokens_of, write_head, write_target
-from tests.support.drafter_session import Session
+from tests.support.drafter_heads import READS, Reference, Session, TinyHead, check, tokens_of, write_head, write_target
 from tests.support.true_noise import true_gumbel
 
 MASK, CLOSE_CALL = 3, 1e-3

@@ -13,8 +13,7 @@ from backend.drafter import eagle
 from backend.drafter import head as head_module
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import MAX_DRAFT, DraftRequest, Premise, Until
-from tests.support.drafter_heads import Reference, TinyHead, make_proposer, tokens_of
-from tests.support.drafter_session import Session
+from tests.support.drafter_heads import Reference, Session, TinyHead, make_proposer, tokens_of
 from tests.support.properties import examples
 
 HEADS = {

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from backend.drafter.decoding import NUMBERS, Decoder
 from backend.drafter.draws import INDEPENDENT, SHARED, SUPPORT, Draws, Ends, Rules, columns_of
-from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import GREEDY, Drafted, DraftRequest, Premise, Sampling, Until
+from backend.drafter.proposer import GREEDY, Drafted, Premise, Sampling, Until
 from backend.speculation.chances import CLIP
-from tests.support.drafter_heads import Request, TinyHead, make_proposer
+from tests.support.drafter_heads import Session, TinyHead, begun, make_proposer
 from tests.support.properties import examples
 from tests.support.statistics import chi_square
 
@@ -107,14 +106,10 @@ def test_signs_say_nothing_of_the_token(tmp_path: Path) -> None:
     assert drafts[0].signs == pytest.approx(expected, abs=1e-5)
     assert pick([own(top_k=1)], LOGITS.unsqueeze(0))[0].signs == [0.0, CLIP]
     proposer = make_proposer(tmp_path, TinyHead(draft_vocab=40))
-    request = Request(proposer, TinyHead(), 1, 12, own(HOT))
-    found = [fresh(proposer, request, Until(1)) for _ in range(16)]
+    request = begun(proposer, 1, 12, own(HOT))
+    found = [request.draft(1) for _ in range(16)]
     assert len({tuple(drafted.tokens) for drafted in found}) > 1
     assert len({(tuple(drafted.signs), drafted.proposal) for drafted in found}) == 1
-
-
-def fresh(proposer: EagleProposer, request: Request, until: Until) -> Drafted:
-    return proposer.draft([DraftRequest(request.key, len(request.tokens), 0, None, until)])[0]
 
 
 def allowed(logits: list[float], sampling: Sampling) -> tuple[set[int], set[int]]:
@@ -218,9 +213,9 @@ def test_a_batch_takes_the_captured_step_that_computes_no_more_than_it_needs(
 def test_the_floor_cuts_no_independent_draft(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
-    requests = [Request(proposer, head, key, 12, s) for key, s in enumerate([own(), Sampling.of(SEED, 1.0), own(0.5)])]
+    requests = [begun(proposer, key, 12, s) for key, s in enumerate([own(), Sampling.of(SEED, 1.0), own(0.5)])]
     until = Until(5, 0.9, [UNSURE] * 3)
-    drafts = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, until) for r in requests])
+    drafts = proposer.draft([r.ask(until) for r in requests])
     assert [len(drafted.tokens) for drafted in drafts] == [5, 0, 5]
     for drafted in (drafts[0], drafts[2]):
         assert len(drafted.signs) == 10
@@ -230,9 +225,8 @@ def test_the_floor_cuts_no_independent_draft(tmp_path: Path) -> None:
 def test_outcomes_are_drafted_independently_and_ranked_with_the_shared_noise(tmp_path: Path) -> None:
     head = TinyHead(draft_vocab=40)
     proposer = make_proposer(tmp_path, head)
-    one, other = Request(proposer, head, 1, 20, own(HOT)), Request(proposer, head, 2, 20, Sampling.of(SEED, HOT))
-    shared = Request(proposer, head, 3, 20, Sampling.of(SEED, HOT))
-    verifying = fresh(proposer, one, Until(4)).tokens
+    one, other = begun(proposer, 1, 20, own(HOT)), begun(proposer, 2, 20, Sampling.of(SEED, HOT))
+    verifying = one.draft().tokens
     for certain, stops in ((SURE, {4}), (UNSURE, {0})):
         until = Until(3, 0.9, [certain] * 3)
         premises = [Premise(r.key, 20, until, verifying, 6) for r in (one, other)]
@@ -245,8 +239,8 @@ def test_outcomes_are_drafted_independently_and_ranked_with_the_shared_noise(tmp
         for outcome in owned:
             decode(outcome.tokens, outcome.proposal)
         # The same text and seed with shared noise: the same tokens come, in the same order.
-        proposer.open(3, list(one.tokens), 19, 0.0, Sampling.of(SEED, HOT))
-        proposer.draft([DraftRequest(3, 20, 19, one.features[:19])])
+        shared = Session(proposer, 3, one.tokens, 0, Sampling.of(SEED, HOT))
+        shared.draft(0)
         twin = proposer.draft_outcomes([Premise(shared.key, 20, replace(until, floor=0.0), verifying, 6)])[0]
         assert [(o.accepted, o.token) for o in twin] == [(o.accepted, o.token) for o in owned]
         assert all(not o.proposal for o in twin)
@@ -256,10 +250,10 @@ def test_the_chance_of_an_outcome_depends_on_the_shape_alone(tmp_path: Path) -> 
     """With weights for the value alone, where verification stops is the same whichever token is verified first."""
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
-    request = Request(proposer, head, 1, 20, own(3.0))
+    request = begun(proposer, 1, 20, own(3.0))
     # Far steeper than any sign is large: one stop gets all outcomes, by the sign of value + 1.
     until = Until(2, 0.0, [UNSURE, UNSURE, [200.0, 0.0, 200.0]])
-    drafted = fresh(proposer, request, Until(1))
+    drafted = request.draft(1)
     expected = 1 if drafted.signs[0] > -1 else 0
     for token in range(head.vocab):
         found = proposer.draft_outcomes([Premise(1, 20, until, [token], 4)])[0]

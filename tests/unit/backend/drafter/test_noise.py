@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.drafter.proposer import Drafted, DraftRequest, Premise, Sampling, Until
+from backend.drafter.proposer import Premise, Sampling, Until
 from backend.speculation.chances import CLIP, chance, chances
 from backend.wire.drafting import Outcome
-from tests.support.drafter_heads import Reference, Request, TinyHead, make_proposer
+from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer
 
 HEADS = {
     "plain": TinyHead(),
@@ -24,13 +24,9 @@ CLOSE_CALL = 1e-3
 SEED = 2**64 - 12345
 
 
-def draft(request: Request, until: Until) -> Drafted:
-    return request.proposer.draft([DraftRequest(request.key, len(request.tokens), 0, None, until)])[0]
-
-
-def signs_of(book: Reference, request: Request, before: list[int], tokens: list[int]) -> list[float]:
+def signs_of(book: Reference, request: Session, before: list[int], tokens: list[int]) -> list[float]:
     """Value and lead of each of `tokens` behind `before`, from the equations."""
-    book.draft(request.tokens, request.known, 0, [*before, *tokens])
+    book.draft(request.tokens, request.seen, 0, [*before, *tokens])
     signs = []
     for values, token in zip(book.values[len(before) :], tokens, strict=True):
         signs += [values[token], values[token] - max(v for t, v in values.items() if t != token)]
@@ -44,9 +40,9 @@ def test_a_target_with_the_heads_distribution_accepts_every_draft(tmp_path: Path
     clear = 0
     for key in range(6):
         seed = SEED - 7919 * key
-        request = Request(proposer, head, key, 9 + key, Sampling.of(seed, temperature))
-        drafted, book = draft(request, Until(4)), Reference(head, seed, temperature)
-        expected = book.draft(request.tokens, request.known, 4)
+        request = begun(proposer, key, 9 + key, Sampling.of(seed, temperature))
+        drafted, book = request.draft(), Reference(head, seed, temperature)
+        expected = book.draft(request.tokens, request.seen, 4)
         if book.margin > CLOSE_CALL:
             assert drafted.tokens == expected
             clear += 1
@@ -57,8 +53,8 @@ def test_a_target_with_the_heads_distribution_accepts_every_draft(tmp_path: Path
 def test_a_temperature_that_vllm_takes_for_greedy_is_greedy(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
-    cool, greedy = (Request(proposer, head, 1, 10, Sampling.of(SEED, t)) for t in (1e-6, 0.0))
-    assert draft(cool, Until(4)) == draft(greedy, Until(4))
+    cool, greedy = (begun(proposer, 1, 10, Sampling.of(SEED, t)) for t in (1e-6, 0.0))
+    assert cool.draft() == greedy.draft()
 
 
 # Early stops.
@@ -78,10 +74,10 @@ def survivals(weights: Sequence[float], signs: Sequence[float]) -> list[float]:
 def test_a_draft_ends_before_the_first_token_below_the_floor(tmp_path: Path, floor: float) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
-    requests = [Request(proposer, head, key, 10 + key, Sampling.of(SEED, float(key % 2))) for key in range(8)]
-    whole = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, Until(6)) for r in requests])
+    requests = [begun(proposer, key, 10 + key, Sampling.of(SEED, float(key % 2))) for key in range(8)]
+    whole = proposer.draft([r.ask(6) for r in requests])
     until = Until(6, floor, [GREEDY_JUDGE, SAMPLED_JUDGE])
-    cut = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, until) for r in requests])
+    cut = proposer.draft([r.ask(until) for r in requests])
     for key, (full, short) in enumerate(zip(whole, cut, strict=True)):
         alive = [s >= floor for s in survivals(SAMPLED_JUDGE if key % 2 else GREEDY_JUDGE, full.signs)]
         kept = alive.index(False) if False in alive else 6
@@ -93,11 +89,11 @@ def test_a_draft_ends_before_the_first_token_below_the_floor(tmp_path: Path, flo
 def test_nobody_computes_what_no_draft_needs(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
-    requests = [Request(proposer, head, key, 10 + key) for key in range(3)]
+    requests = [begun(proposer, key, 10 + key) for key in range(3)]
     hopeless = [[0.0, 0.0, 2.0, -20.0]] * 2
 
     def cost(*untils: Until) -> tuple[list[int], int]:
-        asks = [DraftRequest(r.key, len(r.tokens), 0, None, u) for r, u in zip(requests, untils, strict=False)]
+        asks = [r.ask(u) for r, u in zip(requests, untils, strict=False)]
         with mock.patch.object(proposer._head, "forward", wraps=proposer._head.forward) as forward:
             return [len(drafted.tokens) for drafted in proposer.draft(asks)], forward.call_count
 
@@ -133,10 +129,10 @@ def logsum(values: list[float]) -> float:
 
 
 def scored(
-    book: Reference, request: Request, verifying: list[int], size: int, judge: Sequence[float] | None
+    book: Reference, request: Session, verifying: list[int], size: int, judge: Sequence[float] | None
 ) -> dict[tuple[int, int], float]:
     """The logarithm of every candidate's chance, from the formula: `size` candidates at each stop, the verified one apart."""
-    book.draft(request.tokens, request.known, 1, verifying)
+    book.draft(request.tokens, request.seen, 1, verifying)
     found: dict[tuple[int, int], float] = {}
     before = 0.0
     for stop, values in enumerate(book.values):
@@ -167,8 +163,8 @@ def test_outcomes_of_a_sampled_request_are_the_likeliest_given_its_noise(
 ) -> None:
     proposer = make_proposer(tmp_path, head)
     sampling = Sampling.of(SEED, 1.0)
-    requests = [Request(proposer, head, key, length, sampling) for key, length in enumerate((9, 3, 30))]
-    verifying = [draft(requests[0], Until(4)).tokens, [60, 3], draft(requests[2], Until(3)).tokens]
+    requests = [begun(proposer, key, length, sampling) for key, length in enumerate((9, 3, 30))]
+    verifying = [requests[0].draft().tokens, [60, 3], requests[2].draft(3).tokens]
     until = Until(4, 0.0, chance_weights)
     premises = [Premise(r.key, len(r.tokens), until, v, 6) for r, v in zip(requests, verifying, strict=True)]
     book, clear = Reference(head, SEED, 1.0), 0
@@ -181,15 +177,15 @@ def test_outcomes_of_a_sampled_request_are_the_likeliest_given_its_noise(
             clear += is_by_the_book(book, request, tokens, outcome)
         if not chance_weights:
             # The token that this noise makes of the head's distribution: the bonus if all are accepted.
-            book.draft(request.tokens, request.known, 1, tokens)
+            book.draft(request.tokens, request.seen, 1, tokens)
             last = max(book.values[-1], key=book.values[-1].__getitem__)
             assert tokens == [60, 3] or (len(tokens), last) in {(o.accepted, o.token) for o in outcomes}
     assert clear > 10
 
 
-def is_by_the_book(book: Reference, request: Request, verifying: list[int], outcome: Outcome) -> bool:
+def is_by_the_book(book: Reference, request: Session, verifying: list[int], outcome: Outcome) -> bool:
     before = [*verifying[: outcome.accepted], outcome.token]
-    expected = book.draft(request.tokens, request.known, 4, before)
+    expected = book.draft(request.tokens, request.seen, 4, before)
     if book.margin <= CLOSE_CALL:
         return False
     assert outcome.tokens == expected
@@ -202,8 +198,8 @@ def is_by_the_book(book: Reference, request: Request, verifying: list[int], outc
 def test_greedy_outcomes_are_judged_too(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
-    request = Request(proposer, head, 1, 20)
-    verifying = draft(request, Until(4)).tokens
+    request = begun(proposer, 1, 20)
+    verifying = request.draft().tokens
     for certain, stops in ((20.0, {4}), (-20.0, {0})):
         chance_weights = [[0.0, 0.0, certain]] * 2
         outcomes = proposer.draft_outcomes([Premise(1, 20, Until(3, 0.0, chance_weights), verifying, 5)])[0]
@@ -213,8 +209,8 @@ def test_greedy_outcomes_are_judged_too(tmp_path: Path) -> None:
 def test_drafts_of_outcomes_end_early_too(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
-    request = Request(proposer, head, 1, 20, Sampling.of(SEED, 1.0))
-    verifying = draft(request, Until(4)).tokens
+    request = begun(proposer, 1, 20, Sampling.of(SEED, 1.0))
+    verifying = request.draft().tokens
     chance_weights, floor = (GREEDY_JUDGE, SAMPLED_JUDGE), 0.5
     whole = proposer.draft_outcomes([Premise(1, 20, Until(5, 0.0, chance_weights), verifying, 8)])[0]
     short = proposer.draft_outcomes([Premise(1, 20, Until(5, floor, chance_weights), verifying, 8)])[0]

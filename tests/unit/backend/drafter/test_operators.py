@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backend.drafter.decoding import Lanes
 from backend.drafter.dflash import DFlashProposer
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import GREEDY, DraftRequest, Sampling, Until
+from backend.drafter.proposer import GREEDY, Sampling
 from backend.models.checkpoint import load_drafter
-from tests.support.drafter_heads import READS, Request, TinyHead, make_proposer, tokens_of, write_head, write_target
+from tests.support.drafter_heads import READS, Session, TinyHead, begun, make_proposer, tokens_of, write_head, write_target
 
 HEADS = {"head": TinyHead(draft_vocab=40), "two layers": TinyHead(layers=2)}
 SAMPLINGS = {
@@ -43,9 +43,9 @@ def operators(run: Callable[[], object]) -> Counter[str]:
     return counting.seen
 
 
-def opened(folder: Path, head: TinyHead, count: int, samplings: list[Sampling]) -> tuple[EagleProposer, list[Request]]:
+def opened(folder: Path, head: TinyHead, count: int, samplings: list[Sampling]) -> tuple[EagleProposer, list[Session]]:
     proposer = make_proposer(folder, head, cache_tokens=16384, as_on_gpu=True)
-    return proposer, [Request(proposer, head, key, 20 + key % 7, samplings[key % len(samplings)]) for key in range(count)]
+    return proposer, [begun(proposer, key, 20 + key % 7, samplings[key % len(samplings)]) for key in range(count)]
 
 
 @pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS.keys())
@@ -54,14 +54,11 @@ def test_operators_do_not_grow_with_requests(tmp_path: Path, head: TinyHead, sam
     drafting, enumerating, extending = [], [], []
     for count in (4, 64):
         proposer, requests = opened(tmp_path / str(count), head, count, samplings)
-        asks = [DraftRequest(r.key, len(r.tokens), 0, None, Until(4)) for r in requests]
+        asks = [r.ask(4) for r in requests]
         drafting.append(operators(lambda: proposer.draft(asks)))  # noqa: B023  (called here)
         premises = [r.premise(tokens_of(count, 3), 4) for r in requests]
         enumerating.append(operators(lambda: proposer.draft_outcomes(premises)))  # noqa: B023  (called here)
-        features = torch.randn(2, head.hidden)
-        for request in requests:
-            proposer.commit(request.key, len(request.tokens) + 2, tokens_of(count, 2), 2, 0.0)
-        rounds = [DraftRequest(r.key, len(r.tokens) + 2, 2, features) for r in requests]
+        rounds = [r.commit(tokens_of(count, 2)).ask(0) for r in requests]
         extending.append(operators(lambda: proposer.draft(rounds)))  # noqa: B023  (called here)
     # Padding takes a few: whether there is any depends on the count.  Each request's tip is a view of one result.
     views = {"aten.slice.Tensor", "aten.fill_.Tensor", "aten.copy_.default", "aten.expand.default"}
@@ -79,8 +76,8 @@ def test_operators_of_a_pass_with_a_markov_head_do_not_grow_with_requests(tmp_pa
     target = write_target(tmp_path / "target", head)
     proposer = DFlashProposer(load_drafter(write_head(tmp_path / "head", head), target), 16384)
     for count in (4, 64):
-        requests = [Request(proposer, head, f"{count}{key:02}", 20, samplings[key % len(samplings)]) for key in range(count)]
-        asks = [DraftRequest(r.key, len(r.tokens), 0, None, Until(4)) for r in requests]
+        requests = [begun(proposer, f"{count}{key:02}", 20, samplings[key % len(samplings)]) for key in range(count)]
+        asks = [r.ask(4) for r in requests]
         seen.append(operators(lambda: proposer.draft(asks)))  # noqa: B023  (called here)
     assert seen[0] == seen[1]
 
@@ -97,7 +94,7 @@ def test_no_step_waits_for_a_result(tmp_path: Path, samplings: list[Sampling]) -
             run(lanes, step)
 
     with mock.patch.object(Lanes, "run", guarded):
-        drafts = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, Until(4)) for r in requests])
+        drafts = proposer.draft([r.ask(4) for r in requests])
         proposer.draft_outcomes([r.premise(d.tokens, 4) for r, d in zip(requests, drafts, strict=True)])
     assert steps.keys() == {"pick", "advance_and_pick", "follow"}
 
@@ -110,7 +107,7 @@ def test_longer_drafts_and_more_rows_than_were_captured_are_drafted_too(tmp_path
     for k, outcomes in ((20, 4), (6, 64), (6, 100)):
         found = []
         for each, its in ((proposer, requests), (other, others)):
-            drafts = [request.fresh(k) for request in its]
+            drafts = [request.draft(k).tokens for request in its]
             ahead = each.draft_outcomes([r.premise(draft, outcomes, k) for r, draft in zip(its, drafts, strict=True)])
             found.append((drafts, [[(o.accepted, o.token, o.tokens) for o in of_one] for of_one in ahead]))
         assert found[0] == found[1]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from backend.drafter.decoding import Lanes
-from backend.drafter.proposer import MAX_OUTCOMES, DraftRequest, Premise, Until
+from backend.drafter.proposer import MAX_OUTCOMES, Premise, Until
 from backend.wire.drafting import Outcome
-from tests.support.drafter_heads import Reference, Request, TinyHead, make_proposer, tokens_of
+from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer, tokens_of
 
 HEADS = {
     "plain": TinyHead(),
@@ -24,9 +24,9 @@ HEADS = {
 CLOSE_CALL = 1e-3
 
 
-def likeliest(book: Reference, request: Request, verifying: list[int]) -> dict[tuple[int, int], float]:
+def likeliest(book: Reference, request: Session, verifying: list[int]) -> dict[tuple[int, int], float]:
     """The log-probability of every outcome, from the formula."""
-    book.draft(request.tokens, request.known, 1, verifying)
+    book.draft(request.tokens, request.seen, 1, verifying)
     found: dict[tuple[int, int], float] = {}
     before = 0.0
     for stop, log_probs in enumerate(book.values):
@@ -36,7 +36,7 @@ def likeliest(book: Reference, request: Request, verifying: list[int]) -> dict[t
     return found
 
 
-def check(book: Reference, request: Request, verifying: list[int], outcomes: list[Outcome], wanted: int, k: int = 4) -> int:
+def check(book: Reference, request: Session, verifying: list[int], outcomes: list[Outcome], wanted: int, k: int = 4) -> int:
     """Asserts that these are the likeliest, each drafted for by the book; returns how many were no close calls."""
     by_formula = likeliest(book, request, verifying)
     assert len({(o.accepted, o.token) for o in outcomes}) == len(outcomes) == min(wanted, len(by_formula))
@@ -45,7 +45,7 @@ def check(book: Reference, request: Request, verifying: list[int], outcomes: lis
         assert math.isclose(by_formula[outcome.accepted, outcome.token], best[rank], abs_tol=1e-3)
     clear = 0
     for outcome in outcomes:
-        expected = book.draft(request.tokens, request.known, k, [*verifying[: outcome.accepted], outcome.token])
+        expected = book.draft(request.tokens, request.seen, k, [*verifying[: outcome.accepted], outcome.token])
         if book.margin > CLOSE_CALL:
             assert outcome.tokens == expected
             clear += 1
@@ -57,8 +57,8 @@ def check(book: Reference, request: Request, verifying: list[int], outcomes: lis
 def test_every_outcome_is_drafted_by_the_book(tmp_path: Path, head: TinyHead, as_on_gpu: bool) -> None:
     proposer, book = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head)
     # One token is outside a reduced vocabulary, one draft is shorter than the others.
-    requests = [Request(proposer, head, key, length) for key, length in enumerate((9, 2, 40))]
-    verifying = [requests[0].fresh(), [60, 3], requests[2].fresh(3)]
+    requests = [begun(proposer, key, length) for key, length in enumerate((9, 2, 40))]
+    verifying = [requests[0].draft().tokens, [60, 3], requests[2].draft(3).tokens]
     wanted = [8, 5, 12]
     premises = [r.premise(v, n) for r, v, n in zip(requests, verifying, wanted, strict=True)]
     clear = 0
@@ -72,10 +72,10 @@ def test_every_outcome_is_drafted_by_the_book(tmp_path: Path, head: TinyHead, as
 def test_what_drafting_has_computed_is_not_computed_again(tmp_path: Path, cut: int, as_on_gpu: bool) -> None:
     head = TinyHead(layers=2)
     proposer, book = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head)
-    requests = [Request(proposer, head, key, length) for key, length in enumerate((9, 30, 40))]
+    requests = [begun(proposer, key, length) for key, length in enumerate((9, 30, 40))]
     for last in (False, True):
         # Room for branches is made first: a sequence that moves leaves its draft's rows behind.
-        drafts = proposer.draft([DraftRequest(r.key, len(r.tokens), 0, None, Until(4)) for r in requests])
+        drafts = proposer.draft([r.ask(4) for r in requests])
         verifying = [drafts[0].tokens[:cut], drafts[1].tokens[: max(cut - 1, 1)], drafts[2].tokens[:cut]]
         premises = [r.premise(v, 6) for r, v in zip(requests, verifying, strict=True)]
         with mock.patch.object(Lanes, "follow", autospec=True, side_effect=Lanes.follow, __name__="follow") as followed:
@@ -92,10 +92,10 @@ def test_one_pass_over_a_draft_on_its_true_features_is_as_good_as_one_for_each_t
     tmp_path: Path, head: TinyHead, as_on_gpu: bool
 ) -> None:
     proposer, book = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head)
-    requests = [Request(proposer, head, key, 20 + key) for key in range(3)]
+    requests = [begun(proposer, key, 20 + key) for key in range(3)]
     # The second enumeration finds room, so what drafting has left is still there.
     for _ in range(2):
-        verifying = [request.fresh(2 + i) for i, request in enumerate(requests)]
+        verifying = [request.draft(2 + i).tokens for i, request in enumerate(requests)]
         premises = [r.premise(v, 6) for r, v in zip(requests, verifying, strict=True)]
         follow = mock.patch.object(Lanes, "follow", autospec=True, side_effect=AssertionError, __name__="follow")
         with mock.patch("backend.drafter.outcomes._known", return_value=0), follow:
@@ -107,14 +107,14 @@ def test_one_pass_over_a_draft_on_its_true_features_is_as_good_as_one_for_each_t
 def test_a_draft_for_an_outcome_that_came_takes_one_pass_to_enumerate(tmp_path: Path, as_on_gpu: bool) -> None:
     head = TinyHead()
     proposer, book = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head)
-    requests = [Request(proposer, head, key, 20 + key) for key in range(3)]
+    requests = [begun(proposer, key, 20 + key) for key in range(3)]
     exact = 0
     for turn in range(4):
-        drafts = [request.fresh() for request in requests]
+        drafts = [request.draft().tokens for request in requests]
         outcomes = proposer.draft_outcomes([r.premise(d, 6) for r, d in zip(requests, drafts, strict=True)])
         came = [own[(i + turn) % 6] for i, own in enumerate(outcomes)]
         for request, draft, outcome in zip(requests, drafts, came, strict=True):
-            request.commit([*draft[: outcome.accepted], outcome.token], 0)
+            request.commit([*draft[: outcome.accepted], outcome.token]).draft(0)
         premises = [r.premise(o.tokens[: 4 - turn % 2], 6) for r, o in zip(requests, came, strict=True)]
         with mock.patch.object(Lanes, "follow", autospec=True, side_effect=AssertionError, __name__="follow"):
             found = proposer.draft_outcomes(premises)
@@ -122,7 +122,7 @@ def test_a_draft_for_an_outcome_that_came_takes_one_pass_to_enumerate(tmp_path: 
             # Up to the second stop all features are true ones.
             for outcome in (each for each in own if each.accepted <= 1):
                 assumed = [*premise.verifying[: outcome.accepted], outcome.token]
-                if book.draft(request.tokens, request.known, 4, assumed) == outcome.tokens:
+                if book.draft(request.tokens, request.seen, 4, assumed) == outcome.tokens:
                     exact += 1
                 else:
                     assert book.margin < CLOSE_CALL
@@ -132,10 +132,10 @@ def test_a_draft_for_an_outcome_that_came_takes_one_pass_to_enumerate(tmp_path: 
 def test_another_draft_than_that_of_the_outcome_is_taken_token_by_token(tmp_path: Path) -> None:
     head = TinyHead()
     proposer, book = make_proposer(tmp_path, head), Reference(head)
-    request = Request(proposer, head, 1, 20)
-    draft = request.fresh()
+    request = begun(proposer, 1, 20)
+    draft = request.draft().tokens
     outcome = proposer.draft_outcomes([request.premise(draft, 6)])[0][0]
-    request.commit([*draft[: outcome.accepted], outcome.token], 0)
+    request.commit([*draft[: outcome.accepted], outcome.token]).draft(0)
     other = [(outcome.tokens[0] + 1) % 60, 3, 4]
     assert check(book, request, other, proposer.draft_outcomes([request.premise(other, 6)])[0], 6) > 2
 
@@ -144,9 +144,9 @@ def test_what_drafting_has_computed_stays_a_request_s_own(tmp_path: Path) -> Non
     """On a GPU the next draft, of another request, is made in the same tensors."""
     head = TinyHead()
     proposer, book = make_proposer(tmp_path, head, as_on_gpu=True), Reference(head)
-    requests = [Request(proposer, head, key, 20 + key) for key in range(3)]
+    requests = [begun(proposer, key, 20 + key) for key in range(3)]
     for _ in range(2):
-        verifying = [request.fresh()[:3] for request in requests]
+        verifying = [request.draft().tokens[:3] for request in requests]
         found = [proposer.draft_outcomes([r.premise(v, 6)])[0] for r, v in zip(requests, verifying, strict=True)]
     assert sum(check(book, r, v, o, 6) for r, v, o in zip(requests, verifying, found, strict=True)) > 8
 
@@ -154,18 +154,15 @@ def test_what_drafting_has_computed_stays_a_request_s_own(tmp_path: Path) -> Non
 def test_outcomes_equal_those_of_a_fresh_sequence(tmp_path: Path) -> None:
     head = TinyHead(layers=2)
     proposer = make_proposer(tmp_path, head)
-    request = Request(proposer, head, 1, 30)
-    verifying = request.fresh()
+    request = begun(proposer, 1, 30)
+    verifying = request.draft().tokens
     for step in range(12):
         proposer.draft_outcomes([request.premise(verifying, 16)])
-        verifying = request.commit(tokens_of(step, 1 + step % 3), 4)
-        assert request.fresh() == verifying
+        verifying = request.commit(tokens_of(step, 1 + step % 3)).draft().tokens
+        assert request.draft().tokens == verifying
     alone = make_proposer(tmp_path / "fresh", head)
-    other = Request(alone, head, 1, 30)
-    other.tokens = list(request.tokens)
-    count = len(other.tokens) - 1
-    alone.open(1, list(other.tokens), count, 0.0)
-    assert alone.draft([DraftRequest(1, count + 1, count, other.features[:count], Until(4))])[0].tokens == verifying
+    other = Session(alone, 1, request.tokens)
+    assert other.draft().tokens == verifying
     expected, found = (
         alone.draft_outcomes([other.premise(verifying)])[0],
         proposer.draft_outcomes([request.premise(verifying)])[0],
@@ -178,8 +175,8 @@ def test_outcomes_equal_those_of_a_fresh_sequence(tmp_path: Path) -> None:
 def test_what_cannot_be_enumerated_is_empty(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
-    request = Request(proposer, head, 1, 20)
-    draft = request.fresh()
+    request = begun(proposer, 1, 20)
+    draft = request.draft().tokens
     base_len = len(request.tokens)
     for premise in (
         Premise("ghost", base_len, Until(4), draft, 8),
@@ -197,8 +194,8 @@ def test_what_cannot_be_enumerated_is_empty(tmp_path: Path) -> None:
 def test_outcomes_and_positions_have_limits(tmp_path: Path) -> None:
     head = TinyHead(max_position=32)
     proposer = make_proposer(tmp_path, head, cache_tokens=16384)
-    request = Request(proposer, head, 1, 26)
-    found = proposer.draft_outcomes([request.premise(request.fresh(), 10_000, 70)])[0]
+    request = begun(proposer, 1, 26)
+    found = proposer.draft_outcomes([request.premise(request.draft().tokens, 10_000, 70)])[0]
     assert len(found) == MAX_OUTCOMES
     assert all(len(o.tokens) == 32 - 26 - 1 - o.accepted for o in found)
 
@@ -206,21 +203,21 @@ def test_outcomes_and_positions_have_limits(tmp_path: Path) -> None:
 def test_guesses_take_no_room_from_open_requests(tmp_path: Path) -> None:
     head = TinyHead()
     proposer, book = make_proposer(tmp_path, head, cache_tokens=384), Reference(head)
-    one, two = Request(proposer, head, 1, 100), Request(proposer, head, 2, 100)
-    assert proposer.draft_outcomes([one.premise(one.fresh(), 16)]) == [[]]
+    one, two = begun(proposer, 1, 100), begun(proposer, 2, 100)
+    assert proposer.draft_outcomes([one.premise(one.draft().tokens, 16)]) == [[]]
     assert proposer.usage().evictions == 0
     for request in (one, two):
-        expected = book.draft(request.tokens, request.known, 4)
-        assert request.fresh() == expected
+        expected = book.draft(request.tokens, request.seen, 4)
+        assert request.draft().tokens == expected
     proposer.close(2)
-    check(book, one, one.fresh(), proposer.draft_outcomes([one.premise(one.fresh(), 16)])[0], 16)
+    check(book, one, one.draft().tokens, proposer.draft_outcomes([one.premise(one.draft().tokens, 16)])[0], 16)
     assert proposer.usage().evictions == 1
 
 
 def test_half_precision_enumerates_within_the_vocabulary(tmp_path: Path) -> None:
     head = TinyHead(layers=2, draft_vocab=23)
     proposer = make_proposer(tmp_path, head, dtype=torch.bfloat16)
-    request = Request(proposer, head, 1, 20)
-    found = proposer.draft_outcomes([request.premise(request.fresh(), 8)])[0]
+    request = begun(proposer, 1, 20)
+    found = proposer.draft_outcomes([request.premise(request.draft().tokens, 8)])[0]
     assert len(found) == 8
     assert all(0 <= token < head.vocab for o in found for token in (o.token, *o.tokens))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from backend.engine.weights import WeightControl
-from tests.support.engine_core import Core, checkpoint
+from tests.unit.backend.engine.noted_core import Core, checkpoint
 
 
 @pytest.fixture

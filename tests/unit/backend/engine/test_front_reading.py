@@ -20,7 +20,7 @@ from backend.engine.front import reading as front
 from backend.engine.front.schemas import check_schema
 from backend.engine.parsers import ANY_MODEL
 from tests.support.properties import examples
-from tests.support.tool_answers import ANSWERS, harmony, tokenizer, tokens_of
+from tests.unit.backend.engine.tool_answers import ANSWERS, harmony, tokenizer, tokens_of
 
 STREAMED_OTHERWISE = {"hunyuan_a13b", "jamba", "minicpm5"}
 """Their streams differ from their whole answers with any cuts, also in vLLM: docs/reference/api.md names them."""

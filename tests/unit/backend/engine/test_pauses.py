@@ -11,7 +11,7 @@ from vllm.v1.engine import FinishReason
 from backend.engine import weights
 from backend.engine.weights import WeightControl
 from backend.wire.engine import PAUSED
-from tests.support.engine_core import Core, asked, checkpoint, tensors
+from tests.unit.backend.engine.noted_core import Core, asked, checkpoint, tensors
 
 
 def test_a_paused_verifier_stays_paused(core: Core, control: WeightControl) -> None:

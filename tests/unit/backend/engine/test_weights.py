@@ -16,7 +16,7 @@ from backend.engine.weights import WeightControl
 from backend.engine.worker.tensor_transfer import NAME, Tensors, WireTransfer
 from backend.fleet import VERSIONS, Verified, VerifierStats
 from backend.fleet.stats import Weights
-from tests.support.engine_core import Core, checkpoint, tensors
+from tests.unit.backend.engine.noted_core import Core, checkpoint, tensors
 
 
 def test_weights_are_loaded_between_steps_and_requests_go_on(core: Core, control: WeightControl, tmp_path: Path) -> None:

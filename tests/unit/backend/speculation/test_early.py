@@ -10,7 +10,7 @@ from backend.speculation.speculator import NOTHING
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask, Choice
 from backend.wire.drafting import Draft
 from backend.wire.engine import RequestOptions
-from tests.support.driven_speculator import LONGEST_WAIT_S, Drafter, Driven, K, one, speculator
+from tests.unit.backend.speculation.driven import LONGEST_WAIT_S, Drafter, Driven, K, one, speculator
 
 
 def test_steps_begin_early_while_nobody_is_asked_and_no_look_up_pays() -> None:

@@ -11,9 +11,9 @@ from backend.speculation.chances import Rule
 from backend.speculation.speculator import Speculator
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from backend.wire.engine import RequestOptions
-from tests.support.driven_speculator import LONGEST_WAIT_S, OUTCOMES, K, all_asks
 from tests.support.properties import examples
 from tests.support.speculator import assert_nothing_is_left
+from tests.unit.backend.speculation.driven import LONGEST_WAIT_S, OUTCOMES, K, all_asks
 
 FAULTS = ("sender", "length", "token", "signs", "long", "empty")
 SMALL = 4

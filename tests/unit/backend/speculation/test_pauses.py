@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from backend.speculation.waiting import IN_DOUBT, PROBE_EVERY, PROBE_STEPS, Ask, Asking, Foresight, Prospect, StepLoad, Times
-from tests.support.driven_speculator import STEP_S, TOKEN_S, Drafter, Driven, speculator
+from tests.unit.backend.speculation.driven import STEP_S, TOKEN_S, Drafter, Driven, speculator
 
 DRIFT = 200
 """Steps over which asking becomes dearer: the machine's speed takes such a drift for its own."""

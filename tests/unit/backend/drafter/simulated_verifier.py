@@ -37,11 +37,13 @@ from backend.fleet import LOOKUP, DrafterRef, VerifierStats
 from backend.lab.bench.load import APART
 from backend.wire.drafting import Draft
 from tests.support.processes import demo_models
-from tests.support.simulated_link import Network, SimulatedDealer, SimulatedHub, World
+from tests.unit.backend.drafter.simulated_link import Network, SimulatedDealer, SimulatedHub, World
 
 BLOCK = 32
 FIXED_S, TOKEN_S = 5e-3, 1e-4
 """Seconds of a step: the fixed part, and the part per token."""
+AGREEMENT = 0.8
+K = 4
 
 
 class Text:
@@ -51,8 +53,8 @@ class Text:
         self.tokens, self.features, self.prompt = tokens, features, prompt
 
 
-def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int, agreement: float = 0.8) -> Text:
-    """Makes a text in which a share `agreement` of tokens is what the head drafts from the true context.
+def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int) -> Text:
+    """Makes a text in which a share `AGREEMENT` of tokens is what the head drafts from the true context.
 
     So a drafter with a wrong context shows as lost acceptance.
     """
@@ -66,7 +68,7 @@ def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int, agr
         n = len(tokens)
         (drafted,) = proposer.draft([DraftRequest(key, n, rows, features[n - 1 - rows : n - 1], Until(1))])
         other = int(torch.randint(proposer.vocab_size, (1,), generator=generator))
-        agrees = float(torch.rand(1, generator=generator)) < agreement
+        agrees = float(torch.rand(1, generator=generator)) < AGREEMENT
         tokens.append(drafted.tokens[0] if agrees else other)
         proposer.commit(key, n + 1, tokens[-1:], 1, 0.0)
         rows = 1
@@ -75,11 +77,11 @@ def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int, agr
 
 
 @functools.cache
-def _vllm(mode: str, k: int, lookup: bool) -> tuple[Any, StructuredOutputManager]:
+def _vllm(mode: str, lookup: bool) -> tuple[Any, StructuredOutputManager]:
     settings = Settings.model_validate(
         {
             "mode": mode,
-            "num_speculative_tokens": k,
+            "num_speculative_tokens": K,
             "verifier": {
                 "draft_deadline_ms": 100,
                 "max_num_seqs": 8,
@@ -112,8 +114,8 @@ class _Runner(RemoteDrafting, _Executes):
 class SimulatedCore:
     """Replaces vLLM's `EngineCore`."""
 
-    def __init__(self, world: World, network: Network, mode: str, k: int, blocks: int, lookup: bool) -> None:
-        config, structured = _vllm(mode, k, lookup)
+    def __init__(self, world: World, network: Network, mode: str, blocks: int, lookup: bool) -> None:
+        config, structured = _vllm(mode, lookup)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
         config.cache_config.num_gpu_blocks = blocks
@@ -238,10 +240,10 @@ class SimulatedCore:
 class SimulatedVerifier:
     """Runs the real loop until every request is answered; takes the gateways' role, and checks counters on every turn."""
 
-    def __init__(self, world: World, network: Network, mode: str, k: int = 4, blocks: int = 200, lookup: bool = True) -> None:
+    def __init__(self, world: World, network: Network, mode: str, blocks: int = 200, lookup: bool = True) -> None:
         self.world, self.network = world, network
-        self.core = SimulatedCore(world, network, mode, k, blocks, lookup)
-        self.stats = VerifierStats("v", 0.0, mode, k)
+        self.core = SimulatedCore(world, network, mode, blocks, lookup)
+        self.stats = VerifierStats("v", 0.0, mode, K)
         self.core.scheduler.counters = Counters(self.stats)
         hub: Any = SimulatedHub(network)
         core: Any = self.core
