@@ -6,23 +6,16 @@ import csv
 import json
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.fleet_process import ROOT, ServedFleet, wait_for
+from tests.support.fleet_process import ServedFleet, outrider, wait_for
 
 pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
 PROMPTS, SAMPLES, TOKENS = 16, 2, 800
-
-
-def outrider(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gateway.cli", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_a_killed_verifier_costs_time_and_no_token(tmp_path: Path) -> None:

@@ -2,17 +2,15 @@
 
 import os
 import re
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.support.fleet_process import home_of_fleets, outrider
 from tests.support.process_tree import descendants, leftovers, name_of, wait_gone
 from tests.support.processes import Child
 from tests.support.running_gateway import MODEL_DIR, gateway_process
@@ -24,22 +22,8 @@ START_S = 200.0
 
 @pytest.fixture
 def home() -> Iterator[Path]:
-    """A short temporary directory: Ray's sockets live below it."""
-    directory = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
-    yield directory
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def outrider(home: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "TMPDIR": str(home), "XDG_RUNTIME_DIR": str(home)}
-    return subprocess.Popen(
-        [sys.executable, "-m", "gateway.cli", *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    with home_of_fleets() as directory:
+        yield directory
 
 
 def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
@@ -54,7 +38,7 @@ def read_until(process: subprocess.Popen[str], pattern: str) -> re.Match[str]:
 
 @pytest.mark.campaign
 def test_a_killed_fleet_ends_and_the_next_command_cleans_up(home: Path) -> None:
-    process = outrider(home, "serve", "--port", "0", "--mode", "off")
+    process = outrider("serve", "--port", "0", "--mode", "off")
     try:
         read_until(process, r"Ray up")
         read_until(process, r"verifier-0: process up")
@@ -64,7 +48,7 @@ def test_a_killed_fleet_ends_and_the_next_command_cleans_up(home: Path) -> None:
         process.wait()
         wait_gone(family, 60)
         assert any(home.glob("or-ray-*"))
-        status = outrider(home, "status")
+        status = outrider("status")
         assert "no fleet" in status.communicate(timeout=120)[0]
         assert not any(home.glob("or-ray-*"))
     finally:
@@ -73,7 +57,7 @@ def test_a_killed_fleet_ends_and_the_next_command_cleans_up(home: Path) -> None:
 
 @pytest.mark.campaign
 def test_an_engine_that_cannot_start_is_one_line_and_exit_1(home: Path) -> None:
-    process = outrider(home, "serve", "--port", "0", "--mode", "off", "--verifier-max-model-len", "1000000")
+    process = outrider("serve", "--port", "0", "--mode", "off", "--verifier-max-model-len", "1000000")
     try:
         output = process.communicate(timeout=START_S)[0]
     finally:
@@ -85,7 +69,7 @@ def test_an_engine_that_cannot_start_is_one_line_and_exit_1(home: Path) -> None:
 
 
 def test_a_signal_while_starting_ends_everything(home: Path) -> None:
-    process = outrider(home, "serve", "--port", "0", "--mode", "off")
+    process = outrider("serve", "--port", "0", "--mode", "off")
     try:
         read_until(process, r"CPU cores")
         family = descendants(process.pid)

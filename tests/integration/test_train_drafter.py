@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -15,7 +14,8 @@ import pytest
 from backend.models.demo import TARGET_DIR
 from gateway.cli.train_drafter import CURVE, newest_head
 from tests.support.drafter_heads import check
-from tests.support.processes import ENGINE_ENV, ROOT
+from tests.support.fleet_process import outrider
+from tests.support.processes import ENGINE_ENV
 
 pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(900)]
 
@@ -25,10 +25,8 @@ LIMIT_S = 400.0
 def start(directory: Path, steps: int) -> subprocess.Popen[str]:
     data = directory / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"def read_{i}(path):\n    with open(path"}) + "\n" for i in range(200)))
-    command = [sys.executable, "-m", "gateway.cli", "train-drafter", "--model", "demo", "--data", str(data)]
-    command += ["--output", str(directory / "o"), "--steps", str(steps), "--max-tokens", "64"]
-    environment = os.environ | ENGINE_ENV | {"XDG_RUNTIME_DIR": str(directory)}
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    given = f"--model demo --data {data} --output {directory / 'o'} --steps {steps} --max-tokens 64"
+    return outrider("train-drafter", *given.split(), env=os.environ | ENGINE_ENV | {"XDG_RUNTIME_DIR": str(directory)})
 
 
 def curve(directory: Path) -> list[dict[str, str]]:

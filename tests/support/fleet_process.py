@@ -9,17 +9,21 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEETS: set[ServedFleet] = set()
 """Running fleets; their output is shown with a failing test."""
+START_S = 400.0
 
 
 class ServedFleet:
@@ -28,7 +32,6 @@ class ServedFleet:
     def __init__(
         self,
         *arguments: str,
-        start_timeout_s: float = 400.0,
         command: str = "serve",
         module: str = "outrider.child",
         prefix: Sequence[str] = (),
@@ -55,7 +58,7 @@ class ServedFleet:
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        if not self._url.wait(start_timeout_s) or not self.url:
+        if not self._url.wait(START_S) or not self.url:
             self.process.kill()
             raise RuntimeError("the fleet did not start:\n" + "".join(self.output[-40:]))
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -135,6 +138,22 @@ class ServedFleet:
             self.process.kill()
             FLEETS.discard(self)
             self.http.close()
+
+
+def outrider(*arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """An `outrider` command; all that it writes comes by one pipe."""
+    command = [sys.executable, "-m", "gateway.cli", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options)
+
+
+@contextmanager
+def home_of_fleets() -> Iterator[Path]:
+    """Where fleets keep their files, and commands look for them; short, as Ray's sockets live below it."""
+    with (
+        tempfile.TemporaryDirectory(prefix="t", dir="/tmp", ignore_cleanup_errors=True) as directory,
+        mock.patch.dict(os.environ, TMPDIR=directory, XDG_RUNTIME_DIR=directory),
+    ):
+        yield Path(directory)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float = 300.0, what: str = "the condition") -> None:

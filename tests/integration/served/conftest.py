@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from openai import OpenAI
 
 from gateway.auth.key_ring import make_key
 from tests.support.collector import Collector
-from tests.support.fleet_process import ROOT, ServedFleet
+from tests.support.fleet_process import ROOT, ServedFleet, home_of_fleets
 
 KEY = "unused"
 """An administrator's.  The examples in README have it."""
@@ -28,13 +26,8 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="package")
 def home() -> Iterator[Path]:
-    """Where the fleet keeps its files, and commands look for it; short, as Ray's sockets live below it."""
-    directory = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(directory))
-        patch.setenv("XDG_RUNTIME_DIR", str(directory))
+    with home_of_fleets() as directory:
         yield directory
-    shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="package")

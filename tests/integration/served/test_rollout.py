@@ -6,8 +6,6 @@
 import csv
 import json
 import os
-import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from backend.models.demo import TARGET_DIR
 from backend.rollout.requests import Tokenizer
 from backend.rollout.tables import MARKOV_COLUMNS, PERF_COLUMNS, REQUEST_COLUMNS
 from backend.rollout.trace import Case, write_cases
-from tests.support.fleet_process import ROOT, ServedFleet
+from tests.support.fleet_process import ServedFleet, outrider
 from tests.support.processes import ENGINE_ENV
 
 pytestmark = pytest.mark.engine
@@ -54,9 +52,9 @@ def out(fleet: ServedFleet, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = ["--join", str(fleet.process.pid), "--trace", str(directory / TRACE), "--prompts", str(prompts)]
     run += ["--out", str(directory), "--sampling", '{"max_tokens": 40}', "--temperature", "0.7", "--n", str(SAMPLES)]
     run += ["--repeat", str(ROUNDS)]
-    command = [sys.executable, "-m", "gateway.cli", "rollout", *run]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENGINE_ENV, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    work = outrider("rollout", *run, env=os.environ | ENGINE_ENV)
+    said, _ = work.communicate(timeout=240)
+    assert work.returncode == 0, said
     return directory
 
 
