@@ -23,7 +23,7 @@ async def answers(backend: str, order: list[dict[str, Any]]) -> dict[str, tuple[
     """Status and text, or the error's message, of a request for each, one after the other, by a fleet that is new."""
     args = {"engine_args": {"structured_outputs_config": {"backend": backend}}}
     found = {}
-    async with engine_fleet(verifiers=1, drafters=1, verifier=args) as fleet:
+    async with engine_fleet(verifiers=1, verifier=args) as fleet:
         for each in order:
             answer = await fleet.http.post("/v1/completions", json=BODY | {"structured_outputs": each})
             body = answer.json()

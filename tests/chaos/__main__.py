@@ -15,9 +15,6 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few faults, in a minute or two")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule and the order of requests")
     parser.add_argument("--mode", default="auto", help="draft mode (default: auto)")
-    parser.add_argument("--requests", type=int, help="requests under faults at least (default: 300, quick: 40)")
-    parser.add_argument("--concurrency", type=int, default=8, help="requests at a time (default: 8)")
-    parser.add_argument("--tokens", type=int, default=240, help="tokens of the longest requests (default: 240)")
     parser.add_argument("--output", type=Path, default=Path("chaos-report"), help="directory of chaos.json")
     options = parser.parse_args()
     logging.basicConfig(level="ERROR")
@@ -26,7 +23,6 @@ def main() -> int:
 
     from tests.chaos import campaign
 
-    options.requests = options.requests or (40 if options.quick else 300)
     result = asyncio.run(campaign.disturbed(options))
     options.output.mkdir(parents=True, exist_ok=True)
     said = campaign.report(result, "python -m tests.chaos " + " ".join(sys.argv[1:]))

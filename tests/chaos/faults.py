@@ -8,7 +8,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tests.support.fleet_process import ServedFleet
@@ -16,6 +16,8 @@ from tests.support.process_tree import actors
 
 HEARTBEATS_S = 7.0
 """Long enough for connections to be given up."""
+BACK_S = 90.0
+"""How long what was hit may take to serve again."""
 FULL = {
     "drafter killed": 6,
     "drafter stopped": 5,
@@ -49,19 +51,6 @@ class Planned:
     """Which verifier or drafter."""
 
 
-@dataclass
-class Done:
-    """One fault as it happened."""
-
-    kind: str
-    at: float
-    """Monotonic seconds."""
-    back_s: float | None = None
-    """Until the part was in service again."""
-    silences: list[float] = field(default_factory=list)
-    """The time without text of every stream that was running."""
-
-
 def schedule(counts: dict[str, int], seed: int) -> list[Planned]:
     """The same for the same seed."""
     rng = random.Random(seed)
@@ -73,76 +62,47 @@ def schedule(counts: dict[str, int], seed: int) -> list[Planned]:
 class Saboteur:
     """Does one fault after the other.  `abandon(n)` makes up to n clients leave."""
 
-    def __init__(self, fleet: ServedFleet, abandon: Callable[[int], int]) -> None:
-        self.done: list[Done] = []
+    def __init__(self, fleet: ServedFleet, abandon: Callable[[int], None]) -> None:
+        self.done: list[str] = []
+        """Kinds of faults so far."""
         self._fleet = fleet
         self._abandon = abandon
-        self._watches: set[asyncio.Task[None]] = set()
+        self._watches: list[asyncio.Task[list[dict[str, Any]]]] = []
 
     async def run(self, planned: list[Planned]) -> None:
         """Until all faults are done and what was hit is back."""
         for one in planned:
             await asyncio.sleep(one.after_s)
             await self._one(one)
+            self.done.append(one.kind)
         await asyncio.gather(*self._watches)
 
     async def _one(self, planned: Planned) -> None:
-        kind = planned.kind
+        kind, what, pids = planned.kind, "all", [self._fleet.process.pid]
         if kind == "clients gone":
-            self.done.append(Done(kind, time.monotonic()))
             self._abandon(3)
-        elif kind == "gateway stopped":
-            await self._stop(kind, [self._fleet.process.pid], None)
-        elif kind.startswith("coordinator"):
-            await self._coordinator(kind)
-        else:
+            return
+        if kind.startswith("coordinator"):
+            while not (pids := actors(self._fleet.process.pid)["CoordinatorActor"]):
+                await asyncio.sleep(0.1)
+        elif kind != "gateway stopped":
             what = "drafters" if kind.startswith("drafter") else "verifiers"
             members = await self._whole(what)
-            hit = members if kind.startswith("both") else [members[planned.which]]
-            if kind in STOP_S:
-                await self._stop(kind, [each["pid"] for each in hit], what)
-            else:
-                self._kill(kind, [each["pid"] for each in hit], what)
-
-    async def _coordinator(self, kind: str) -> None:
-        while not (pids := actors(self._fleet.process.pid)["CoordinatorActor"]):
-            await asyncio.sleep(0.1)
-        if kind in STOP_S:
-            await self._stop(kind, pids, "all")
-        else:
-            self._kill(kind, pids, "all")
-
-    def _kill(self, kind: str, pids: list[int], what: str) -> None:
-        done = Done(kind, time.monotonic())
-        self.done.append(done)
+            pids = [each["pid"] for each in (members if kind.startswith("both") else [members[planned.which]])]
+        stops = kind in STOP_S
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        self._watch(done, what, set(pids))
+            os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
+        if stops:
+            try:
+                await asyncio.sleep(STOP_S[kind])
+            finally:
+                for pid in pids:
+                    os.kill(pid, signal.SIGCONT)
+        self._watches.append(asyncio.create_task(self._whole(what, () if stops else set(pids))))
 
-    async def _stop(self, kind: str, pids: list[int], what: str | None) -> None:
-        done = Done(kind, time.monotonic())
-        self.done.append(done)
-        for pid in pids:
-            os.kill(pid, signal.SIGSTOP)
-        try:
-            await asyncio.sleep(STOP_S[kind])
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
-        self._watch(done, what or "all", set())
-
-    def _watch(self, done: Done, what: str, without: set[int]) -> None:
-        async def until_back() -> None:
-            await self._whole(what, without)
-            done.back_s = time.monotonic() - done.at
-
-        task = asyncio.create_task(until_back())
-        self._watches.add(task)
-        task.add_done_callback(lambda task: None)
-
-    async def _whole(self, what: str, without: Collection[int] = (), limit_s: float = 90.0) -> list[dict[str, Any]]:
+    async def _whole(self, what: str, without: Collection[int] = ()) -> list[dict[str, Any]]:
         """Waits until all verifiers, drafters or both serve, by processes other than `without`; returns them."""
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + BACK_S
         seen: list[Any] = []
         while True:
             try:
@@ -158,7 +118,7 @@ class Saboteur:
             if fresh and all(len(parts[each]) == 2 and all(_serves(one, without) for one in parts[each]) for each in wanted):
                 return [one for each in wanted for one in sorted(parts[each], key=lambda one: one["id"])]
             if time.monotonic() > deadline:
-                raise TimeoutError(f"the {what} were not all back within {limit_s:.0f} s")
+                raise TimeoutError(f"the {what} were not all back within {BACK_S:.0f} s")
             await asyncio.sleep(0.6)
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -31,9 +29,6 @@ PROMPTS = (
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NOWHERE = frozenset({"no_verifier_ready", "verifier_lost"})
 """Errors of a request for which no verifier was there in time."""
-
-
-ON_ITS_WAY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -83,13 +78,9 @@ class SequenceStatistics:
 
 @dataclass
 class Outcome:
-    """One request from its client's side.  Times are monotonic seconds."""
+    """One request from its client's side."""
 
     case: Case
-    began: float
-    ended: float = 0.0
-    chunks: list[float] = field(default_factory=list)
-    """When each piece of text came."""
     told: dict[int, SequenceStatistics] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
@@ -102,19 +93,10 @@ class Outcome:
         """It failed because no verifier was there in time."""
         return bool(self.errors) and all(error.get("code") in NOWHERE for error in self.errors)
 
-    def silence(self, at: float) -> float | None:
-        """The longest time without text that begins around the moment `at`; None when it was not running then.
 
-        What was on its way still comes after a fault.
-        """
-        if not any(moment <= at for moment in self.chunks):
-            return None
-        gaps = [(end - begin) for begin, end in pairwise(self.chunks) if end > at and begin <= at + ON_ITS_WAY_S]
-        return max(gaps, default=None)
-
-
-async def ask(http: httpx.AsyncClient, case: Case, outcome: Outcome) -> None:
-    """Sends one request and notes what comes."""
+async def ask(http: httpx.AsyncClient, outcome: Outcome) -> None:
+    """Sends the request and notes what comes."""
+    case = outcome.case
     try:
         if case.body.get("stream"):
             async with http.stream("POST", case.path, json=case.body) as answer:
@@ -136,8 +118,6 @@ async def ask(http: httpx.AsyncClient, case: Case, outcome: Outcome) -> None:
                 outcome.errors.append(body["error"])
     except httpx.HTTPError as error:
         outcome.errors.append({"code": "connection", "message": type(error).__name__})
-    finally:
-        outcome.ended = time.monotonic()
 
 
 def _hear(outcome: Outcome, chunk: dict[str, Any]) -> None:
@@ -148,10 +128,7 @@ def _hear(outcome: Outcome, chunk: dict[str, Any]) -> None:
     for choice in chunk.get("choices", []):
         told = outcome.told.setdefault(choice["index"], SequenceStatistics())
         message = choice.get("delta") or choice.get("message") or {}
-        text = choice.get("text") or message.get("content") or ""
-        if text:
-            outcome.chunks.append(time.monotonic())
-            told.text += text
+        told.text += choice.get("text") or message.get("content") or ""
         if choice.get("finish_reason"):
             told.finish.append(choice["finish_reason"])
         logprobs = choice.get("logprobs") or {}
@@ -170,11 +147,8 @@ def what_is_wrong(outcome: Outcome, reference: Outcome | None) -> str | None:
         return "indices are missing"
     if reference is not None:
         return _difference(outcome, reference)
-    body = outcome.case.body
-    usage = outcome.usage or {}
-    if body.get("structured_outputs"):
-        return _not_json(outcome.told[0])
-    return None if usage.get("completion_tokens") == body["max_tokens"] else f"usage {usage} for {body['max_tokens']} tokens"
+    usage, tokens = outcome.usage or {}, outcome.case.body["max_tokens"]
+    return None if usage.get("completion_tokens") == tokens else f"usage {usage} for {tokens} tokens"
 
 
 def _difference(outcome: Outcome, reference: Outcome) -> str | None:
@@ -189,16 +163,6 @@ def _difference(outcome: Outcome, reference: Outcome) -> str | None:
         if any(abs(a - b) > 0.01 for a, b in zip(got.logprobs, wanted.logprobs, strict=True)):
             return "other log-probabilities"
     return None if outcome.usage == reference.usage else f"usage {outcome.usage}, not {reference.usage}"
-
-
-def _not_json(told: SequenceStatistics) -> str | None:
-    if told.finish == ["length"]:
-        return None
-    try:
-        found = json.loads(told.text)
-    except ValueError:
-        return "no JSON"
-    return None if set(found) == {"items", "count"} and len(found["items"]) == 24 else "JSON of another schema"
 
 
 def failed(outcomes: Sequence[Outcome]) -> list[Outcome]:

@@ -4,7 +4,6 @@ a verifier that is killed."""
 import asyncio
 import os
 import signal
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 from unittest import mock
@@ -26,7 +25,7 @@ CASES = [case for case in cases(160)[:11] if case.exact]
 async def fleet() -> AsyncIterator[EngineFleet]:
     args = {"engine_args": {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}}
     with mock.patch("gateway.fleet.core.POISON_AFTER", 5):
-        async with engine_fleet(verifiers=3, drafters=1, mode="auto", verifier=args) as running:
+        async with engine_fleet(verifiers=3, mode="auto", verifier=args) as running:
             yield running
 
 
@@ -134,8 +133,8 @@ async def test_what_a_request_generated_drafts_for_the_next_one_at_another_verif
 
 
 async def said(fleet: EngineFleet, case: Case) -> Outcome:
-    outcome = Outcome(case, time.monotonic())
-    await ask(fleet.http, case, outcome)
+    outcome = Outcome(case)
+    await ask(fleet.http, outcome)
     return outcome
 
 

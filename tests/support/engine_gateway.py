@@ -4,17 +4,18 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from backend.config import Settings
+from backend.config import REMOTE_MODES, Settings
 from backend.fleet import Member
 from backend.models.demo import TARGET_DIR
 from gateway.http.server import GatewayServer
 from tests.support.fake_verifier import StaticDirectory, eventually
-from tests.support.processes import Drafter, Verifier
+from tests.support.processes import Drafter, Verifier, together
 from tests.support.running_gateway import Running, serving
 
 
@@ -40,26 +41,25 @@ class EngineFleet(Running):
 
 @asynccontextmanager
 async def engine_fleet(
-    verifiers: int = 2, drafters: int = 2, mode: str = "sync", verifier: dict[str, Any] | None = None, **gateway: Any
+    verifiers: int, mode: str = "sync", verifier: dict[str, Any] | None = None
 ) -> AsyncIterator[EngineFleet]:
-    """Starts a fleet.  Drafter i mod `drafters` serves verifier i; modes without remote drafting have no drafters."""
+    """Starts a fleet; in modes with remote drafting, one drafter serves all verifiers."""
     sections = {"mode": mode, "verifier": {"draft_deadline_ms": 2000} | (verifier or {})}
-    remote = mode not in ("off", "native")
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # Verifiers and drafters start at the same time.
-        start_v = asyncio.gather(*(asyncio.to_thread(Verifier, folder, sections) for _ in range(verifiers)))
-        start_d = asyncio.gather(*(asyncio.to_thread(Drafter, folder) for _ in range(drafters if remote else 0)))
-        real, helpers = await start_v, await start_d
-        for child in (*real, *helpers):
+        starts: list[Any] = [partial(Verifier, folder, sections)] * verifiers
+        if mode in REMOTE_MODES:
+            starts.append(partial(Drafter, folder))
+        children = await asyncio.to_thread(together, *starts)
+        for child in children:
             stack.callback(child.close)
-        for i, one in enumerate(real):
-            if helpers:
-                one.set_drafters(msgspec.structs.replace(helpers[i % len(helpers)].ref, id=f"drafter-{i % len(helpers)}"))
+        real, drafters = children[:verifiers], [each.ref for each in children[verifiers:]]
+        for each in real:
+            each.set_drafters(*drafters)
         directory = StaticDirectory(
             [Member(each.name, "verifier", "incarnation", each.address, "", "n", each.pid, "demo", "ready") for each in real]
         )
-        settings = Settings.model_validate(sections | {"gateway": {"port": 0, "balance_interval_s": 0, **gateway}})
+        settings = Settings.model_validate(sections | {"gateway": {"port": 0, "balance_interval_s": 0}})
         server = GatewayServer(settings, directory, str(TARGET_DIR), model_name="demo")
         async with serving(server, verifiers) as (http, task):
             yield EngineFleet(server, directory, real, http, task)
