@@ -63,15 +63,15 @@ class AheadVerifier:
     def receive_round(self, *items: Open | Commit | Close) -> None:
         assert self.service.receive(self.features, self.frames(*items)) == []
 
-    def receive_next(self, *items: NextItem, chance_weights: list[list[float]] | None = None) -> None:
-        assert self.service.receive(self.drafts, [encode(Next(list(items), chance_weights or []))]) == []
+    def receive_next(self, *items: NextItem) -> None:
+        assert self.service.receive(self.drafts, [encode(Next(list(items)))]) == []
 
     def round(self, *items: Open | Commit | Close) -> list[ToVerifier]:
         self.receive_round(*items)
         return self.work()
 
-    def next(self, *items: NextItem, chance_weights: list[list[float]] | None = None) -> list[ToVerifier]:
-        self.receive_next(*items, chance_weights=chance_weights)
+    def next(self, *items: NextItem) -> list[ToVerifier]:
+        self.receive_next(*items)
         return self.work()
 
     def step(self) -> list[ToVerifier]:

@@ -102,17 +102,16 @@ def tokenizer() -> Any:
     return Tokenizer.from_file(str(TARGET_DIR / "tokenizer.json"))
 
 
-def saying(text: str, finish: FinishReason = FinishReason.STOP, tokens_at_a_time: int = 2) -> Behaviour:
-    """Emits a text in the demo target's tokens, a few at a time."""
+def saying(text: str, finish: FinishReason = FinishReason.STOP) -> Behaviour:
+    """Emits a text in the demo target's tokens, two at a time."""
 
     async def behaviour(verifier: FakeVerifier, sequence: Sequence) -> None:
         tokens = tokenizer().encode(text, add_special_tokens=False).ids
         if finish is FinishReason.STOP:
             # The stop token is emitted too, but is not part of the text.
             tokens.append(tokenizer().token_to_id("<|endoftext|>"))
-        for start in range(0, len(tokens), tokens_at_a_time):
-            last = start + tokens_at_a_time >= len(tokens)
-            sequence.emit(tokens[start : start + tokens_at_a_time], finish if last else None)
+        for start in range(0, len(tokens), 2):
+            sequence.emit(tokens[start : start + 2], finish if start + 2 >= len(tokens) else None)
             await asyncio.sleep(0)
 
     return behaviour

@@ -8,8 +8,10 @@ from safetensors.torch import save_file
 
 from backend.models.demo import TARGET_DIR
 
+RANK = 4
 
-def write_adapter(directory: Path, rank: int = 4, seed: int = 3) -> Path:
+
+def write_adapter(directory: Path, seed: int = 3) -> Path:
     """Writes an adapter that is strong enough to change greedy text; returns its directory."""
     config = json.loads((TARGET_DIR / "config.json").read_text())
     hidden, generator = config["hidden_size"], torch.Generator().manual_seed(seed)
@@ -17,11 +19,11 @@ def write_adapter(directory: Path, rank: int = 4, seed: int = 3) -> Path:
     for layer in range(config["num_hidden_layers"]):
         prefix = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         out = config["num_attention_heads"] * config.get("head_dim", hidden // config["num_attention_heads"])
-        tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator) * 0.3
-        tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, rank, generator=generator) * 0.3
+        tensors[f"{prefix}.lora_A.weight"] = torch.randn(RANK, hidden, generator=generator) * 0.3
+        tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, RANK, generator=generator) * 0.3
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "adapter_model.safetensors")
     (directory / "adapter_config.json").write_text(
-        json.dumps({"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"})
+        json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj"], "bias": "none"})
     )
     return directory

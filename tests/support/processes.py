@@ -38,8 +38,8 @@ ENGINE_ENV = {
 }
 
 
-def demo_models(kind: str = "eagle") -> ResolvedModels:
-    return ResolvedModels(str(TARGET_DIR), str(DRAFTER_DIR) if kind == "eagle" else None, kind, "demo")  # type: ignore[arg-type]
+def demo_models() -> ResolvedModels:
+    return ResolvedModels(str(TARGET_DIR), str(DRAFTER_DIR), "eagle", "demo")
 
 
 Main = Callable[[dict[str, Any], Connection], None]

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+LONGEST_S = 0.05
+
 
 class Stalls:
     """The longest time for which the event loop did not return to a task that only sleeps.
@@ -33,8 +35,8 @@ class Stalls:
             self.longest_s = max(self.longest_s, gap)
 
 
-def attempts(timed: bool, longest_s: float = 0.05) -> Iterator[Stalls]:
-    """Stalls for a test to watch, until the loop stalled for no longer than this; five times at most.
+def attempts(timed: bool) -> Iterator[Stalls]:
+    """Stalls for a test to watch, until the loop stalled for no longer than `LONGEST_S`; five times at most.
 
     Another process may have had our core: what is the gateway's own doing is so every time.  Only a test that is `timed` is
     judged by time.
@@ -42,6 +44,6 @@ def attempts(timed: bool, longest_s: float = 0.05) -> Iterator[Stalls]:
     for _ in range(5):
         stalls = Stalls()
         yield stalls
-        if not timed or stalls.longest_s < longest_s:
+        if not timed or stalls.longest_s < LONGEST_S:
             return
     raise AssertionError(f"the loop stalled for {stalls.longest_s:.3f} s")
