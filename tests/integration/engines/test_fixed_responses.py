@@ -12,7 +12,7 @@ from vllm.sampling_params import SamplingParams
 from backend.engine.client import Answer
 from backend.fleet import VerifierStats
 from backend.wire.engine import FIXED_RESPONSE
-from tests.support.processes import Drafter, Verifier, together
+from tests.support.processes import Verifier, together
 from tests.support.scripted_drafter import ScriptedDrafter
 
 pytestmark = pytest.mark.engine
@@ -106,16 +106,6 @@ def test_a_free_request_among_fixed_ones_is_as_free_and_counted_as_ever(drafting
     assert live[1] - live[0] == live[2] - live[1] > 0
     forced_drafts = [at.teacher_forced.drafts for at in stats]
     assert forced_drafts[0] == forced_drafts[1] < forced_drafts[2]
-
-
-def test_with_a_real_drafter(directory: Path, sync: Verifier) -> None:
-    drafter = Drafter(directory)
-    try:
-        sync.set_drafters(drafter.ref)
-        check(sync, drafts=True)
-    finally:
-        sync.set_drafters()
-        drafter.close()
 
 
 @pytest.mark.parametrize("wrong_from", [0, 2, K])

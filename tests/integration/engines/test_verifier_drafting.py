@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from vllm.sampling_params import SamplingParams
@@ -33,11 +32,7 @@ def remote(directory: Path) -> Iterator[Verifier]:
     settings = {
         "mode": "sync",
         "num_speculative_tokens": K,
-        "verifier": {
-            "max_num_seqs": 8,
-            "draft_deadline_ms": 300,
-            "engine_args": {"scheduling_policy": "priority", "max_num_batched_tokens": 64},
-        },
+        "verifier": {"max_num_seqs": 8, "draft_deadline_ms": 300, "engine_args": {"max_num_batched_tokens": 64}},
     }
     started = Verifier(directory, settings)
     yield started
@@ -52,8 +47,8 @@ def expected(plain: Verifier) -> list[list[int]]:
 class Oracle:
     """Knows the whole answer of each prompt."""
 
-    def __init__(self, prompts: list[list[int]], answers: list[list[int]]) -> None:
-        self._texts = [p + a for p, a in zip(prompts, answers, strict=True)]
+    def __init__(self, answers: list[list[int]]) -> None:
+        self._texts = [p + a for p, a in zip(PROMPTS, answers, strict=True)]
 
     def __call__(self, request_id: str, tokens: list[int], k: int) -> list[int] | None:
         for text in self._texts:
@@ -64,7 +59,7 @@ class Oracle:
 
 @pytest.fixture
 def drafter(directory: Path, remote: Verifier, expected: list[list[int]]) -> Iterator[ScriptedDrafter]:
-    drafter = ScriptedDrafter(f"ipc://{directory}/d{os.urandom(3).hex()}.sock", Oracle(PROMPTS, expected))
+    drafter = ScriptedDrafter(f"ipc://{directory}/d{os.urandom(3).hex()}.sock", Oracle(expected))
     remote.set_drafters(drafter.ref)
     remote.client.run_until(lambda: bool(drafter.listeners))
     while not drafter.answers:
@@ -74,23 +69,6 @@ def drafter(directory: Path, remote: Verifier, expected: list[list[int]]) -> Ite
     yield drafter
     remote.set_drafters()
     drafter.close()
-
-
-def counters(remote: Verifier) -> Any:
-    return remote.client.fresh_stats().drafters["drafter-0"]
-
-
-def test_perfect_drafts_are_all_accepted(remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]) -> None:
-    before = remote.client.fresh_stats()
-    answers = remote.client.generate(PROMPTS, GREEDY)
-    assert [a.tokens for a in answers] == expected
-    after = remote.client.fresh_stats()
-    mine = after.drafters["drafter-0"]
-    # These texts repeat themselves here and there, and what is found in them may look as good as what the drafter says.
-    assert mine.accepted_tokens == mine.draft_tokens > 30
-    assert after.steps - before.steps < 48, "five tokens a step need far fewer steps than tokens"
-    assert drafter.feature_bytes > 0
-    assert drafter.closed.issuperset(i.request_id for r in drafter.rounds[:1] for i in r.items)
 
 
 def test_features_cover_every_position_once(remote: Verifier, drafter: ScriptedDrafter, expected: list[list[int]]) -> None:
@@ -118,7 +96,7 @@ def test_drafter_that_never_answers_is_not_waited_for_for_long(
     after = remote.client.fresh_stats()
     assert after.drafters_down == ["drafter-0"]
     assert after.idle_s["awaiting_draft"] > before.idle_s["awaiting_draft"]
-    drafter.script = Oracle(PROMPTS, expected)
+    drafter.script = Oracle(expected)
     assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
     stats = remote.client.fresh_stats()
     assert stats.drafters_down == [], "an answer closes the breaker"
@@ -149,20 +127,5 @@ def test_garbage_changes_nothing(remote: Verifier, drafter: ScriptedDrafter, exp
     drafter.raw = lambda message: next(kinds)(message)
     for _ in range(2):
         assert [a.tokens for a in remote.client.generate(PROMPTS, GREEDY)] == expected
-    dropped = counters(remote).dropped
+    dropped = remote.client.fresh_stats().drafters["drafter-0"].dropped
     assert min(dropped["stale"], dropped["invalid"]) > 0
-
-
-def test_without_drafters_a_text_that_repeats_itself_drafts_for_itself(plain: Verifier, remote: Verifier) -> None:
-    remote.set_drafters()
-    prompts = [[5 + 3 * i + j for j in range(9)] * 6 for i in range(4)]
-    params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
-    expected = [answer.tokens for answer in plain.client.generate(prompts, params)]
-    before = remote.client.fresh_stats()
-    assert [answer.tokens for answer in remote.client.generate(prompts, params)] == expected
-    after = remote.client.fresh_stats()
-    kept = after.drafters["lookup"].accepted_tokens
-    if "lookup" in before.drafters:
-        kept -= before.drafters["lookup"].accepted_tokens
-    assert kept > 0
-    assert after.steps - before.steps < 96
