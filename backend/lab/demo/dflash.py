@@ -1,10 +1,9 @@
-"""Makes a head that drafts in one pass for an existing demo target, trains it, and writes it in DFlash's layout.
+"""Makes a head that drafts in one pass for a demo target, teaches it, and writes it in DFlash's layout.
 
 The head's layers read the target's features as keys and values.  A block is the latest token and mask tokens behind it; each
 mask predicts the token in its place.  Training puts blocks of random lengths at random places of each text, all at once.
 """
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +11,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from backend.lab.demo.drafter import default_feature_layers, training_rows
-from backend.lab.demo.llama import config_of, features, load_llama
+from backend.lab.demo.heads import Lesson, default_feature_layers
+from backend.lab.demo.llama import config_of, features
 from backend.lab.demo.options import DemoOptions
-from backend.lab.demo.tokenizer import PAD_ID, token_stream
-from backend.lab.demo.train import RECORD
-from backend.lab.demo.training import TrainingProgress, resolve_device, train
+from backend.lab.demo.tokenizer import PAD_ID
 from backend.learning.head import initialise
 from backend.learning.lesson import draft_losses
-from backend.learning.optimizers import Optimizers
-from backend.models.writing import replacing, write_checkpoint, write_json
-from backend.rollout.corpus import load_corpus
+from backend.models.writing import write_checkpoint
 
 LAYERS = 3
 MASKS = 8
@@ -129,42 +124,14 @@ def block_loss(
     return (draft_losses(drafted, goal) * weights).sum() / weights.sum(), by_place
 
 
-def train_head(options: DemoOptions) -> BlockDrafter:
-    """Trains a head for the target that is there until the budget is spent, and writes it to `drafter_dir`."""
-    settings, device = options.drafter, resolve_device(options.device)
-    torch.manual_seed(options.seed)
-    target = load_llama(options.target_dir).to(device).requires_grad_(False)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(options.target_dir))
-    short, long = training_rows(target, token_stream(tokenizer, load_corpus().train), options)
-    head = new_head(target)
-    is_gpu = device.type == "cuda"
-    optimizers = Optimizers(
-        head.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay, muon=is_gpu
-    )
-    hits = torch.zeros(MASKS)
+def lesson(head: BlockDrafter, target: LlamaForCausalLM, options: DemoOptions) -> Lesson:
+    """What a step of the training teaches.  Half of the blocks are whole: drafts may also be shorter."""
 
-    def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, int, str]:
-        chance = np.random.default_rng((options.seed, progress.step))
-        rows = long if fraction >= 1.0 - settings.long_share else short
-        length = rows.shape[1]
-        tokens = rows[chance.integers(len(rows), size=max(1, settings.tokens_per_step // length))].to(device)
-        size = len(tokens), max(1, length // TOKENS_PER_BLOCK)
-        anchors = torch.from_numpy(chance.integers(1, length - MASKS, size=size)).to(device)
-        # Half of the blocks are whole: drafts may also be shorter.
+    def teach(tokens: Tensor, fraction: float, chance: np.random.Generator) -> tuple[Tensor, Tensor]:
+        size = len(tokens), max(1, tokens.shape[1] // TOKENS_PER_BLOCK)
+        anchors = chance.integers(1, tokens.shape[1] - MASKS, size=size)
         shorter = chance.integers(1, MASKS + 1, size=size)
-        lengths = torch.from_numpy(np.where(chance.random(size) < 0.5, MASKS, shorter)).to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=is_gpu):
-            loss, hit = block_loss(head, target, tokens, anchors, lengths)
-        hits.add_(0.05 * (hit.cpu() - hits))
-        return loss, tokens.numel(), "first choices " + " ".join(f"{each:.3f}" for each in hits.tolist())
+        lengths = np.where(chance.random(size) < 0.5, MASKS, shorter)
+        return block_loss(head, target, tokens, *(torch.from_numpy(each).to(tokens.device) for each in (anchors, lengths)))
 
-    progress = train("head", device, settings, optimizers, step)
-    command = (
-        f"python -m backend.lab.demo --head dflash --drafter-minutes {settings.minutes:g}"
-        f" --tokens-per-step {settings.tokens_per_step} --generated-tokens {settings.generated_tokens} --seed {options.seed}"
-    )
-    with replacing(options.drafter_dir) as fresh:
-        save_head(head, target, fresh)
-        record = {"command": command, "options": asdict(settings)} | progress.spent()
-        write_json(fresh / RECORD, record | {"first_choices_of_the_target": [round(each, 4) for each in hits.tolist()]})
-    return head
+    return teach

@@ -1,9 +1,8 @@
-"""Trains a small draft model for an existing demo target: it learns the target's distributions on the corpus.
+"""Trains a small draft model for a demo target: it learns the target's distributions on the corpus.
 
 Its embeddings start as the first principal components of the target's embeddings; they are tied, so its output uses them too.
 """
 
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -11,15 +10,11 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from backend.lab.bench.prompts import docstrings
-from backend.lab.demo.llama import llama_config, load_llama, new_llama, save_llama
+from backend.lab.demo.llama import llama_config, new_llama, save_llama
 from backend.lab.demo.options import DemoOptions, DraftModelOptions
-from backend.lab.demo.tokenizer import save_tokenizer, token_stream
-from backend.lab.demo.train import RECORD
-from backend.lab.demo.training import TrainingProgress, goals, resolve_device, train, windows
+from backend.lab.demo.tokenizer import save_tokenizer
+from backend.lab.demo.training import Stream, TrainingProgress, train, windows
 from backend.learning.optimizers import Optimizers
-from backend.models.writing import replacing, write_json
-from backend.rollout.corpus import Document, load_corpus
 
 
 def begin(target: LlamaForCausalLM, settings: DraftModelOptions) -> LlamaForCausalLM:
@@ -37,48 +32,37 @@ def begin(target: LlamaForCausalLM, settings: DraftModelOptions) -> LlamaForCaus
 def distillation_loss(
     model: LlamaForCausalLM, target: LlamaForCausalLM, tokens: Tensor, first_choice: float
 ) -> tuple[Tensor, Tensor]:
-    """Mean cross entropy in nats to the target's distributions, and the share of positions with the target's first choice."""
-    with torch.no_grad():
-        goal, choice = goals(target(tokens, use_cache=False).logits.flatten(0, 1), first_choice)
-    drafted = model(tokens, use_cache=False).logits.float().flatten(0, 1)
-    return functional.cross_entropy(drafted, goal), (drafted.detach().argmax(-1) == choice).float().mean()
+    """Mean cross entropy in nats to the target's distributions, and the share of positions with its first choice, `[1]`.
 
-
-def train_draft_model(options: DemoOptions, directory: Path) -> float:
-    """Trains until the budget is spent, and writes the model to `directory`.
-
-    Returns the recent share of positions at which its first choice was the target's.
+    The first choice gets a weight of `first_choice`, and the rest is the target's distribution at temperature 1.
     """
-    settings, device = options.draft_model, resolve_device(options.device)
-    torch.manual_seed(options.seed)
-    target = load_llama(options.target_dir).to(device).requires_grad_(False)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(options.target_dir))
-    documents = load_corpus().train
-    if settings.domain == "prose":
-        documents = tuple(Document(str(number), text) for number, text in enumerate(docstrings(documents)))
-    stream = token_stream(tokenizer, documents)
-    model = begin(target, settings).to(device)
+    with torch.no_grad():
+        scores = target(tokens, use_cache=False).logits.float().flatten(0, 1)
+        choice = scores.argmax(-1, keepdim=True)
+        goal = scores.softmax(-1) * (1.0 - first_choice)
+        goal.scatter_add_(-1, choice, torch.full_like(goal[:, :1], first_choice))
+    drafted = model(tokens, use_cache=False).logits.float().flatten(0, 1)
+    return functional.cross_entropy(drafted, goal), (drafted.detach().argmax(-1, keepdim=True) == choice).float().mean(0)
+
+
+def train_draft_model(
+    options: DemoOptions, target: LlamaForCausalLM, stream: Stream
+) -> tuple[LlamaForCausalLM, TrainingProgress]:
+    """Trains until the budget is spent."""
+    settings = options.draft_model
+    model = begin(target, settings).to(target.device)
     optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, 0.0)
     loss_of = torch.compile(distillation_loss, dynamic=False) if options.compile else distillation_loss
-    hits = 0.0
 
-    def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, int, str]:
-        nonlocal hits
+    def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, Tensor, int]:
         count = max(1, settings.tokens_per_step // settings.length)
-        tokens = windows(stream, settings.length, count, (options.seed, progress.step))[:, :-1].to(device)
-        loss, hit = loss_of(model, target, tokens, settings.first_choice)
-        hits += (0.05 if progress.step else 1.0) * (float(hit) - hits)
-        return loss, tokens.numel(), f"first choices {hits:.3f}"
+        tokens = windows(stream, settings.length, count, (options.seed, progress.step))[:, :-1].to(target.device)
+        return *loss_of(model, target, tokens, settings.first_choice), tokens.numel()
 
-    progress = train("draft-model", device, settings, optimizers, step)
-    description = {
-        "command": f"python -m backend.lab.demo --draft-model --draft-model-minutes {settings.minutes:g}"
-        f" --draft-model-domain {settings.domain} --seed {options.seed}",
-        "options": asdict(settings),
-        "first_choices_of_the_target": round(hits, 4),
-    }
-    with replacing(directory) as fresh:
-        save_llama(model.to(torch.bfloat16), fresh)
-        save_tokenizer(tokenizer, fresh)
-        write_json(fresh / RECORD, description | progress.spent())
-    return hits
+    return model, train("draft-model", target.device, settings, optimizers, step)
+
+
+def save_draft_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+    """Writes a draft model in bfloat16."""
+    save_llama(model.to(torch.bfloat16), directory)
+    save_tokenizer(tokenizer, directory)

@@ -62,12 +62,9 @@ class DraftModelOptions(Budget):
     """How a draft model is trained for an existing target; fields as in `DrafterOptions`.
 
     `first_choice` is the weight of the target's first choice in the goal; the rest is the target's distribution.
-
-    `domain` is `code`, or `prose` for the docstrings of the source code alone.
     """
 
     minutes: float = 15.0
-    domain: str = "code"
     layers: int = 4
     hidden: int = 128
     tokens_per_step: int = 4096
@@ -81,8 +78,8 @@ class DraftModelOptions(Budget):
 class DemoOptions:
     """Options of a whole run.  `device` is `auto` (CUDA if available), `cpu` or `cuda`.
 
-    A target of 0 minutes is the one that is there.  `head`: `eagle3`, or `dflash` if only such a head is to be trained, for the
-    target that is there, into `drafter_dir`.
+    `drafter_dir` gets the head or draft model: `eagle3`, `dflash` or `draft-model`.  It is trained for the target in
+    `target_dir`, which is trained before, unless its `minutes` are 0.  `command` is for the record.
     """
 
     target_dir: Path = TARGET_DIR
@@ -92,6 +89,7 @@ class DemoOptions:
     seed: int = 0
     device: str = "auto"
     compile: bool = True
+    command: str = ""
     target: TargetOptions = field(default_factory=TargetOptions)
     drafter: DrafterOptions = field(default_factory=DrafterOptions)
     draft_model: DraftModelOptions = field(default_factory=DraftModelOptions)

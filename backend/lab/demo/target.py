@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from backend.lab.demo.llama import llama_config, new_llama
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.tokenizer import BEGIN_ID
-from backend.lab.demo.training import Stream, TrainingProgress, resolve_device, train, windows
+from backend.lab.demo.training import Stream, TrainingProgress, train, windows
 from backend.learning.optimizers import Optimizers
 
 BATCH = 8
@@ -33,19 +33,19 @@ def validation_loss(model: LlamaForCausalLM, stream: Stream, length: int) -> flo
     return sum(float(next_token_loss(model, part)) * len(part) for part in parts) / len(rows)
 
 
-def train_target(options: DemoOptions, stream: Stream) -> tuple[LlamaForCausalLM, TrainingProgress]:
+def train_target(options: DemoOptions, stream: Stream, device: torch.device) -> tuple[LlamaForCausalLM, TrainingProgress]:
     """Trains until the budget is spent."""
-    settings, device = options.target, resolve_device(options.device)
+    settings = options.target
     torch.manual_seed(options.seed)
     config = llama_config(options.vocab_size, settings.hidden, settings.layers, 64, settings.positions)
     model = new_llama(config).to(device)
     optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
     loss_of = torch.compile(next_token_loss, dynamic=False) if options.compile else next_token_loss
 
-    def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, int, str]:
+    def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, None, int]:
         length = settings.long_length if fraction >= 1.0 - settings.long_share else settings.length
         count = max(1, settings.tokens_per_step // length)
         tokens = windows(stream, length, count, (options.seed, progress.step)).to(device)
-        return loss_of(model, tokens), count * length, ""
+        return loss_of(model, tokens), None, count * length
 
     return model, train("target", device, settings, optimizers, step)

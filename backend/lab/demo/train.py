@@ -1,66 +1,82 @@
-"""`train_demo`: trains a target and its drafter on Python source, measures them, and writes both to their directories."""
+"""`train_demo`: trains a target on Python source, and then a head or draft model for it.  Each is written with a record."""
 
 import logging
+import math
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict
+from types import ModuleType
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerFast
 
-from backend.lab.demo.drafter import save_drafter, train_drafter
+from backend.lab.demo import dflash, drafter
+from backend.lab.demo.draft_model import save_draft_model, train_draft_model
 from backend.lab.demo.evaluate import evaluate
-from backend.lab.demo.llama import generate, load_llama, save_llama
-from backend.lab.demo.options import DemoOptions
-from backend.lab.demo.target import train_target
+from backend.lab.demo.heads import train_head, training_rows
+from backend.lab.demo.llama import load_llama, save_llama
+from backend.lab.demo.options import Budget, DemoOptions
+from backend.lab.demo.target import train_target, validation_loss
 from backend.lab.demo.tokenizer import save_tokenizer, token_stream, train_tokenizer
+from backend.lab.demo.training import TrainingProgress
 from backend.models.writing import replacing, write_json
-from backend.rollout.corpus import load_corpus
+from backend.rollout.corpus import Corpus, load_corpus
 
 LOGGER = logging.getLogger(__name__)
-VERIFIER_NAME = "outrider-demo-target"
 RECORD = "training.json"
-SAMPLE_PROMPT = 'import os\n\n\ndef read_lines(path):\n    """Return the lines of a file."""\n'
+HEADS: Mapping[str, ModuleType] = {"eagle3": drafter, "dflash": dflash}
+"""Each has `new_head`, `lesson` and `save_head`."""
 
 
 def train_demo(options: DemoOptions) -> None:
-    """Trains both models and writes them, each with the training record, to `target_dir` and `drafter_dir`."""
-    corpus, keeps_target = load_corpus(), not options.target.minutes
-    if keeps_target:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(options.target_dir))
-        target = load_llama(options.target_dir)
-    else:
-        documents = (document.text for document in corpus.train)
-        tokenizer = train_tokenizer(documents, options.vocab_size, options.target.positions)
-    stream, validation = (token_stream(tokenizer, part) for part in (corpus.train, corpus.validation))
-    record: dict[str, Any] = {}
-    if not keeps_target:
-        target, progress = train_target(options, stream)
-        record["target"] = {"options": asdict(options.target)} | progress.spent()
-    drafter, progress = train_drafter(options, target, stream)
-    measured = evaluate(target.eval(), drafter.eval(), validation, options.target.length)
-    LOGGER.info("measured: %s", measured)
-    # It contains no paths of this machine.
-    record |= {
-        "command": (
-            f"python -m backend.lab.demo --target-minutes {options.target.minutes:g}"
-            f" --drafter-minutes {options.drafter.minutes:g} --tokens-per-step {options.drafter.tokens_per_step}"
-            f" --generated-tokens {options.drafter.generated_tokens} --seed {options.seed}"
-        ),
-        "data": {
-            "source": f"standard library of Python {platform.python_version()}",
-            "train_tokens": len(stream),
-            "validation_tokens": len(validation),
-        },
-        "drafter": {"options": asdict(options.drafter)} | progress.spent(),
-        "measured": measured,
-    }
-    if not keeps_target:
-        with replacing(options.target_dir) as fresh:
-            save_llama(target, fresh)
-            save_tokenizer(tokenizer, fresh)
-            write_json(fresh / RECORD, record)
+    """Trains what the options ask for."""
+    corpus = load_corpus()
+    if options.target.minutes:
+        _train_target(options, corpus)
+    target = load_llama(options.target_dir).to(_device(options)).requires_grad_(False)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(options.target_dir))
+    stream = token_stream(tokenizer, corpus.train)
+    torch.manual_seed(options.seed)
+    if options.head == "draft-model":
+        model, progress = train_draft_model(options, target, stream)
+        with replacing(options.drafter_dir) as fresh:
+            save_draft_model(model, tokenizer, fresh)
+            write_json(fresh / RECORD, _record(options, options.draft_model, progress))
+        return
+    kind = HEADS[options.head]
+    rows = training_rows(target, stream, options)
+    torch.manual_seed(options.seed)
+    head = kind.new_head(target)
+    progress = train_head(options, head, kind.lesson(head, target, options), rows)
+    record = _record(options, options.drafter, progress)
+    if options.head == "eagle3":
+        record |= {"measured": evaluate(target, head.eval(), token_stream(tokenizer, corpus.validation))}
     with replacing(options.drafter_dir) as fresh:
-        save_drafter(drafter, target, fresh, VERIFIER_NAME)
+        kind.save_head(head, target, fresh)
         write_json(fresh / RECORD, record)
-    prompt = tokenizer(SAMPLE_PROMPT, return_tensors="pt").input_ids.to(target.device)
-    LOGGER.info("sample:\n%s", tokenizer.decode(generate(target, prompt, 128)[0]))
+
+
+def _train_target(options: DemoOptions, corpus: Corpus) -> None:
+    documents = (document.text for document in corpus.train)
+    tokenizer = train_tokenizer(documents, options.vocab_size, options.target.positions)
+    stream, validation = (token_stream(tokenizer, part) for part in (corpus.train, corpus.validation))
+    target, progress = train_target(options, stream, _device(options))
+    loss = validation_loss(target.eval(), validation, options.target.length)
+    measured = {"validation_loss_nats_per_token": round(loss, 4), "validation_perplexity_per_token": round(math.exp(loss), 3)}
+    LOGGER.info("measured: %s", measured)
+    with replacing(options.target_dir) as fresh:
+        save_llama(target, fresh)
+        save_tokenizer(tokenizer, fresh)
+        write_json(fresh / RECORD, _record(options, options.target, progress) | {"measured": measured})
+
+
+def _device(options: DemoOptions) -> torch.device:
+    """The device of the options; `auto` is CUDA if available, else the CPU."""
+    found = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(found if options.device == "auto" else options.device)
+
+
+def _record(options: DemoOptions, settings: Budget, progress: TrainingProgress) -> dict[str, Any]:
+    source = f"standard library of Python {platform.python_version()}"
+    return {"command": options.command, "source": source, "options": asdict(settings)} | progress.spent()

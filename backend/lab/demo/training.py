@@ -6,7 +6,7 @@ All randomness depends only on the seed and the step.
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,13 +27,6 @@ Stream = npt.NDArray[np.int32]
 """Token ids of documents, one after the other: `[num_tokens]`."""
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device of this name; `auto` is CUDA if available, else the CPU."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
-
-
 def rate_factor(fraction: float) -> float:
     """Share of the full learning rate after `fraction` of the run: warm up, hold, then fall linearly to zero."""
     if fraction < WARMUP:
@@ -41,17 +34,6 @@ def rate_factor(fraction: float) -> float:
     if fraction < DECAY_FROM:
         return 1.0
     return max(0.0, (1.0 - fraction) / (1.0 - DECAY_FROM))
-
-
-def goals(scores: Tensor, first_choice: float) -> tuple[Tensor, Tensor]:
-    """Goal distributions `[..., vocab]` for a drafter, and first choices `[...]`, from the target's `scores` `[..., vocab]`.
-
-    The first choice gets a weight of `first_choice`; the rest is the target's distribution at temperature 1.
-    """
-    scores = scores.float()
-    choice = scores.argmax(-1)
-    goal = scores.softmax(-1) * (1.0 - first_choice)
-    return goal.scatter_add_(-1, choice[..., None], torch.full_like(goal[..., :1], first_choice)), choice
 
 
 def windows(stream: Stream, length: int, count: int, seed: tuple[int, ...]) -> Tensor:
@@ -70,6 +52,8 @@ class TrainingProgress:
     step: int = 0
     tokens: int = 0
     elapsed_s: float = 0.0
+    hits: Tensor = field(default_factory=lambda: torch.zeros(1))
+    """Of a drafter: by place in the draft, the recent share of first choices that are the target's."""
 
     def fraction(self, budget: Budget) -> float:
         """Share of the run that is done, between 0 and 1."""
@@ -77,8 +61,10 @@ class TrainingProgress:
         return min(1.0, done)
 
     def spent(self) -> dict[str, Any]:
-        """Steps, tokens and minutes, for the record of the training."""
-        return {"steps": self.step, "tokens_seen": self.tokens, "minutes": round(self.elapsed_s / 60, 1)}
+        """Steps, tokens and minutes, and what a drafter has learned, for the record of the training."""
+        found = {"steps": self.step, "tokens_seen": self.tokens, "minutes": round(self.elapsed_s / 60, 1)}
+        hits = [round(each, 4) for each in self.hits.tolist()]
+        return found | ({"first_choices_of_the_target": hits} if any(hits) else {})
 
 
 def train(
@@ -86,26 +72,29 @@ def train(
     device: torch.device,
     budget: Budget,
     optimizers: Optimizers,
-    step: Callable[[TrainingProgress, float], tuple[Tensor, int, str]],
+    step: Callable[[TrainingProgress, float], tuple[Tensor, Tensor | None, int]],
 ) -> TrainingProgress:
     """Trains until the budget is spent.
 
-    `step` gets the run's progress and the share of the run that is done.  It returns the loss, the number of tokens it read,
-    and a text for the log.
+    `step` gets the run's progress and the share of the run that is done.  It returns the loss, of a drafter what goes into
+    `TrainingProgress.hits`, and the number of tokens it read.
     """
     progress, reported = TrainingProgress(), time.monotonic()
     while (fraction := progress.fraction(budget)) < 1.0:
         began = time.monotonic()
         with torch.autocast(device.type, torch.bfloat16):
-            loss, tokens, note = step(progress, fraction)
+            loss, hits, tokens = step(progress, fraction)
         torch.autograd.backward(loss)
         optimizers.step(rate_factor(fraction))
         progress.step += 1
         progress.tokens += tokens
+        if hits is not None:
+            progress.hits = progress.hits + 0.05 * (hits.cpu() - progress.hits)
         if began - reported > REPORT_S:
             reported = began
             speed = progress.tokens / max(progress.elapsed_s, 1e-9)
             line = "%s %5.1f%%  step %d  %.2fM tokens  %.0f tokens/s  loss %.4f  %s"
-            LOGGER.info(line, name, 100 * fraction, progress.step, progress.tokens / 1e6, speed, loss.item(), note)
+            right = " ".join(f"{each:.3f}" for each in progress.hits.tolist())
+            LOGGER.info(line, name, 100 * fraction, progress.step, progress.tokens / 1e6, speed, loss.item(), right)
         progress.elapsed_s += time.monotonic() - began
     return progress

@@ -1,5 +1,6 @@
 """The demo's draft model learns what its target says, and is a draft model to a drafter."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import torch
 from backend.config import DraftingSettings
 from backend.drafter.eagle import ModelProposer
 from backend.drafter.process import DrafterModel, build_proposer
-from backend.lab.demo import draft_model
+from backend.lab.demo import draft_model, train
+from backend.lab.demo.__main__ import parse
 from backend.lab.demo.llama import load_llama
 from backend.lab.demo.options import DemoOptions, DraftModelOptions
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
@@ -20,12 +22,20 @@ from tests.support.drafter_heads import check
 @pytest.mark.usefixtures("in_float32")
 def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:
     lines = "".join(f"def double_{n}(x):\n    return 2 * x + {n}\n" for n in range(400))
-    monkeypatch.setattr(draft_model, "load_corpus", lambda: Corpus((Document("a.py", lines),), ()))
+    monkeypatch.setattr(train, "load_corpus", lambda: Corpus((Document("a.py", lines),), ()))
     few = DraftModelOptions(steps=2, layers=1, hidden=64, tokens_per_step=256, length=64)
-    options = DemoOptions(device="cpu", compile=False, draft_model=few)
-    before = draft_model.train_draft_model(options, tmp_path / "model")
-    more = replace(options, draft_model=replace(few, steps=30))
-    assert draft_model.train_draft_model(more, tmp_path / "model") > before + 0.1
+    options = replace(parse(["--draft-model", str(tmp_path / "model"), "--device", "cpu", "--no-compile"]), draft_model=few)
+
+    def first_choices(options: DemoOptions) -> float:
+        """The share of the target's first choices that a training ends with, by its record."""
+        train.train_demo(options)
+        record = json.loads((tmp_path / "model" / train.RECORD).read_text(encoding="utf-8"))
+        (share,) = record["first_choices_of_the_target"]
+        return float(share)
+
+    assert options.target.minutes == 0, "the target that is there stays"
+    before = first_choices(options)
+    assert first_choices(replace(options, draft_model=replace(few, steps=30))) > before + 0.1
     assert check(str(tmp_path / "model"), str(TARGET_DIR)) == []
     assert isinstance(
         build_proposer(DrafterModel(str(TARGET_DIR), str(tmp_path / "model")), DraftingSettings(gpus=0)), ModelProposer

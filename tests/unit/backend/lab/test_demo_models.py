@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -10,8 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from backend.lab.demo.drafter import new_drafter, save_drafter, train_drafter
-from backend.lab.demo.evaluate import accept
+from backend.lab.demo.drafter import VERIFIER_NAME, lesson, new_head, save_head
+from backend.lab.demo.evaluate import accepted
+from backend.lab.demo.heads import train_head, training_rows
 from backend.lab.demo.llama import config_of, features, generate, llama_config, load_llama, new_llama, save_llama
 from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
 from backend.lab.demo.target import train_target, validation_loss
@@ -21,6 +23,7 @@ from backend.learning.head import Drafter
 from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 from backend.models.writing import DRAFT_LENGTH, WEIGHTS, replacing
 
+CPU = torch.device("cpu")
 TINY = llama_config(vocab_size=97, hidden=128, layers=4, head_dim=64, positions=128)
 
 
@@ -36,7 +39,7 @@ def pair() -> tuple[LlamaForCausalLM, Drafter]:
     torch.manual_seed(3)
     target = new_llama(TINY)
     stir(target)
-    drafter = new_drafter(target)
+    drafter = new_head(target)
     stir(drafter)
     return target.eval(), drafter.eval()
 
@@ -87,7 +90,7 @@ def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[L
     prompt, new_tokens = torch.randint(0, 97, (7,)), 40
     # Look at the target's output matrix, so that some drafts are right.
     drafter.lm_head.weight.copy_(target.model.embed_tokens.weight)
-    text, drafts, accepted = generate(target, prompt[None], 1)[0].tolist(), 0, 0
+    text, kept = generate(target, prompt[None], 1)[0].tolist(), list[int]()
     while len(text) < len(prompt) + new_tokens:
         _, inputs = features(target, torch.tensor([text[:-1]]), drafter.feature_layers)
         read, draft = drafter.fc(inputs), list[int]()
@@ -96,11 +99,10 @@ def test_acceptance_is_that_of_speculative_decoding_token_by_token(pair: tuple[L
             read = torch.cat((read, output), dim=1)
             draft.append(int(drafter.logits(output).argmax()))
         chosen = generate(target, torch.tensor([text]), DRAFT_LENGTH + 1)[0, len(text) :].tolist()
-        kept = next((i for i, token in enumerate(draft) if token != chosen[i]), DRAFT_LENGTH)
-        text, drafts, accepted = text + chosen[: kept + 1], drafts + 1, accepted + kept
-    found = accept(target, drafter, prompt, new_tokens)
-    assert (found.drafts, sum(found.accepted_by_position)) == (drafts, accepted)
-    assert 0 < accepted < DRAFT_LENGTH * drafts
+        kept.append(next((i for i, token in enumerate(draft) if token != chosen[i]), DRAFT_LENGTH))
+        text += chosen[: kept[-1] + 1]
+    assert accepted(target, drafter, prompt, new_tokens) == kept
+    assert 0 < sum(kept) < DRAFT_LENGTH * len(kept)
 
 
 @pytest.mark.parametrize("shipped", [TARGET_DIR, DRAFT_MODEL_DIR, DRAFTER_DIR])
@@ -110,7 +112,7 @@ def test_files_have_the_fields_and_tensors_of_those_that_are_shipped(shipped: Pa
     own = load_llama(DRAFT_MODEL_DIR if shipped == DRAFT_MODEL_DIR else TARGET_DIR)
     model = new_llama(config_of(own))
     if shipped == DRAFTER_DIR:
-        save_drafter(new_drafter(model), model, tmp_path, of["speculators_config"]["verifier"]["name_or_path"])
+        save_head(new_head(model), model, tmp_path)
     else:
         save_llama(model.to(getattr(torch, of["torch_dtype"])), tmp_path)
         generation = [json.loads((each / "generation_config.json").read_text()) for each in (tmp_path, shipped)]
@@ -125,8 +127,9 @@ def test_files_have_the_fields_and_tensors_of_those_that_are_shipped(shipped: Pa
 
 def test_a_drafter_reloads_identically(pair: tuple[LlamaForCausalLM, Drafter], tmp_path: Path) -> None:
     target, drafter = pair
-    save_drafter(drafter, target, tmp_path, "some-target")
+    save_head(drafter, target, tmp_path)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert config["speculators_config"]["verifier"]["name_or_path"] == VERIFIER_NAME
     assert tuple(config["eagle_aux_hidden_state_layer_ids"]) == drafter.feature_layers
     layer = LlamaConfig.from_dict(config["transformer_layer_config"])
     reloaded = Drafter(layer, drafter.feature_layers, target.model.embed_tokens.weight)
@@ -164,10 +167,10 @@ def test_windows_are_pieces_of_the_stream_behind_a_begin_token() -> None:
 def test_target_learns_and_repeats_itself() -> None:
     stream = counting_stream()
     begin = validation_loss(new_llama(TINY), stream[:512], 32)
-    model, progress = train_target(tiny_options(), stream)
+    model, progress = train_target(tiny_options(), stream, CPU)
     assert progress.step == 20
     assert validation_loss(model, stream[:512], 32) < begin - 1.0
-    again, _ = train_target(tiny_options(), stream)
+    again, _ = train_target(tiny_options(), stream, CPU)
     assert all(torch.equal(value, model.state_dict()[key]) for key, value in again.state_dict().items())
 
 
@@ -176,12 +179,18 @@ def test_drafter_learns_its_target() -> None:
     stream = counting_stream()
     options = tiny_options()
     options = replace(options, target=replace(options.target, steps=30))
-    target, _ = train_target(options, stream)
+    target, _ = train_target(options, stream, CPU)
+    target.eval().requires_grad_(False)
+    rows = training_rows(target, stream, options)
+
     prompt = torch.tensor([0, *stream[100:120].tolist()])
-    before = accept(target.eval(), new_drafter(target), prompt, 30).length
-    drafter, progress = train_drafter(replace(options, drafter=replace(options.drafter, steps=30)), target, stream)
-    assert progress.step == 30
-    assert accept(target, drafter.eval(), prompt, 30).length > before + 0.5
+    torch.manual_seed(0)
+    drafter = new_head(target)
+    before = accepted(target, drafter, prompt, 30)
+    more = replace(options, drafter=replace(options.drafter, steps=30))
+    progress = train_head(more, drafter, lesson(drafter, target, more), rows)
+    assert (progress.step, len(progress.hits)) == (30, options.drafter.unroll)
+    assert fmean(accepted(target, drafter.eval(), prompt, 30)) > fmean(before) + 0.5
 
 
 def test_a_failed_write_leaves_the_old_directory(tmp_path: Path) -> None:
