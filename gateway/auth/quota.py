@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.auth.caller import UNLIMITED, KeyLimits
+from gateway.http.errors import RateLimited
 
 MINUTE_S = 60.0
-Kind = Literal["requests", "tokens", "concurrency"]
+_NAMES = {"requests": "requests per min (RPM)", "tokens": "tokens per min (TPM)"}
 
 
 @dataclass(slots=True)
@@ -35,16 +36,6 @@ class Bucket:
         """Adds what was used; a negative amount is taken out."""
         self.used, self.at = max(0.0, self.level(limit, now) + amount), now
         self.since += amount
-
-
-@dataclass(frozen=True, slots=True)
-class QuotaRefusal:
-    """A limit would be exceeded."""
-
-    kind: Kind
-    limit: int
-    retry_after_s: float | None
-    """None: a retry never helps, for the request alone is too large."""
 
 
 @dataclass(slots=True)
@@ -96,18 +87,16 @@ class Ledger:
         account.limits, account.touched_at = limits, now
         return account
 
-    def begin(self, name: str, limits: KeyLimits, now: float) -> QuotaRefusal | None:
-        """Counts one more request, unless a limit is reached; `end` ends it."""
+    def begin(self, name: str, limits: KeyLimits, now: float) -> None:
+        """Counts one more request; `end` ends it.  Raises `RateLimited`."""
         account = self.account(name, limits, now)
         most = limits.concurrent_requests
         if most is not None and account.open + account.open_elsewhere >= most:
-            return QuotaRefusal("concurrency", most, 1.0)
+            message = f"This key's limit on concurrent requests is {most}. Try again when one has ended."
+            raise RateLimited(message, "concurrency")
         if limits.requests_per_minute is not None:
-            refusal = _take(account.requests, "requests", 1, limits.requests_per_minute, now)
-            if refusal is not None:
-                return refusal
+            _take(account.requests, "requests", 1, limits.requests_per_minute, now)
         account.open += 1
-        return None
 
     def end(self, name: str, refused_at: float | None = None) -> None:
         """Ends a request; one that was refused after `begin` does not count."""
@@ -116,11 +105,10 @@ class Ledger:
         if refused_at is not None and account.limits.requests_per_minute is not None:
             account.requests.add(-1, account.limits.requests_per_minute, refused_at)
 
-    def spend(self, name: str, limits: KeyLimits, tokens: int, now: float) -> QuotaRefusal | None:
-        """Counts a request's estimated tokens, unless they exceed the limit."""
-        if limits.tokens_per_minute is None:
-            return None
-        return _take(self.account(name, limits, now).tokens, "tokens", tokens, limits.tokens_per_minute, now)
+    def spend(self, name: str, limits: KeyLimits, tokens: int, now: float) -> None:
+        """Counts a request's estimated tokens.  Raises `RateLimited`."""
+        if limits.tokens_per_minute is not None:
+            _take(self.account(name, limits, now).tokens, "tokens", tokens, limits.tokens_per_minute, now)
 
     def correct(self, name: str, limits: KeyLimits, tokens: int, now: float) -> None:
         """Counts tokens that a request used beyond its estimate, even above the limit; negative: gives tokens back."""
@@ -147,40 +135,39 @@ class Ledger:
     # Several gateways
 
     def take(self, now: float) -> list[Use]:
-        """What was used here since the last call, for every account in use."""
+        """What was used here since the last exchange, for every account in use."""
         result = []
         for name, account in self._accounts.items():
             if account.open or now - account.touched_at < MINUTE_S or account.requests.since or account.tokens.since:
                 requests, tokens = account.limits.requests_per_minute or 0, account.limits.tokens_per_minute or 0
                 result.append(Use(name, account.requests.since, account.tokens.since, account.open, requests, tokens))
-                account.requests.since = account.tokens.since = 0.0
         return result
 
-    def give_back(self, uses: list[Use]) -> None:
-        """Undoes `take` after an exchange that failed."""
+    def absorb(self, uses: list[Use], shared: dict[str, SharedUse], now: float) -> None:
+        """Takes over the use of all gateways, with these `uses` of this one's, and adds what was used here since `take`."""
         for use in uses:
-            account = self._accounts[use.name]
-            account.requests.since += use.requests
-            account.tokens.since += use.tokens
-
-    def absorb(self, shared: dict[str, SharedUse], now: float) -> None:
-        """Takes over the use of all gateways up to `take`, and adds what was used here since then."""
-        for name, theirs in shared.items():
-            account = self._accounts[name]
-            for bucket, used in ((account.requests, theirs.requests), (account.tokens, theirs.tokens)):
+            account, theirs = self._accounts[use.name], shared[use.name]
+            for bucket, sent, used in (
+                (account.requests, use.requests, theirs.requests),
+                (account.tokens, use.tokens, theirs.tokens),
+            ):
+                bucket.since -= sent
                 bucket.used, bucket.at = max(0.0, used + bucket.since), now
             account.open_elsewhere, account.synced_at = theirs.open_elsewhere, now
 
 
-def _take(bucket: Bucket, kind: Kind, amount: int, limit: int, now: float) -> QuotaRefusal | None:
+def _take(bucket: Bucket, kind: Literal["requests", "tokens"], amount: int, limit: int, now: float) -> None:
     if amount > limit:
-        return QuotaRefusal(kind, limit, None)
+        message = f"The request is larger than this key's limit on {_NAMES[kind]}, which is {limit}. Ask for fewer tokens."
+        raise RateLimited(message, kind, None)
     over = bucket.level(limit, now) + amount - limit
     # Less than a thousandth is a rounding error.
     if over > 1e-3:
-        return QuotaRefusal(kind, limit, over * MINUTE_S / limit)
+        wait_s = over * MINUTE_S / limit
+        again = duration(max(wait_s, 0.001))
+        message = f"Rate limit reached for this key on {_NAMES[kind]}: limit {limit}. Please try again in {again}."
+        raise RateLimited(message, kind, wait_s)
     bucket.add(amount, limit, now)
-    return None
 
 
 def duration(seconds: float) -> str:

@@ -6,15 +6,13 @@ import sqlite3
 import time
 
 from gateway.auth.caller import UNLIMITED, Caller
-from gateway.auth.quota import KeyAccount, Kind, Ledger, QuotaRefusal, duration
+from gateway.auth.quota import KeyAccount, Ledger
 from gateway.auth.sharing import SharedCounters
-from gateway.http.errors import RateLimited
 
 logger = logging.getLogger(__name__)
 
 EXCHANGE_S = 0.25
 """Seconds between two exchanges with other gateways.  What other gateways admit in that time can exceed a limit."""
-_NAMES: dict[Kind, str] = {"requests": "requests per min (RPM)", "tokens": "tokens per min (TPM)", "concurrency": "concurrency"}
 
 
 class Quotas:
@@ -54,7 +52,7 @@ class Quotas:
             account = self._ledger.account(caller.name, limits, time.monotonic())
             if self._outdated(account):
                 await self._exchange(account)
-        self._refuse(self._ledger.begin(caller.name, limits, time.monotonic()))
+        self._ledger.begin(caller.name, limits, time.monotonic())
 
     def end(self, caller: Caller, *, refused: bool = False) -> None:
         """Ends a request.  One that was `refused` after `begin` does not count."""
@@ -63,7 +61,7 @@ class Quotas:
 
     def spend(self, caller: Caller, tokens: int) -> None:
         """Counts the tokens that a request will probably use.  Raises `RateLimited`."""
-        self._refuse(self._ledger.spend(caller.name, caller.limits, tokens, time.monotonic()))
+        self._ledger.spend(caller.name, caller.limits, tokens, time.monotonic())
 
     def correct(self, caller: Caller, tokens: int) -> None:
         """Counts tokens that a request used beyond its estimate; negative: gives tokens back."""
@@ -71,10 +69,6 @@ class Quotas:
 
     def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
         return [] if caller.limits == UNLIMITED else self._ledger.headers(caller.name, caller.limits, time.monotonic())
-
-    def _refuse(self, refusal: QuotaRefusal | None) -> None:
-        if refusal is not None:
-            raise RateLimited(_message(refusal), refusal.kind, refusal.retry_after_s)
 
     async def _exchange_forever(self) -> None:
         while True:
@@ -96,26 +90,12 @@ class Quotas:
             try:
                 shared = await self._store.exchange(self._gateway_id, uses)
             except sqlite3.Error as error:
-                self._ledger.give_back(uses)
                 if not self._failing:
                     what = "quotas are not shared for now, every gateway counts for itself: the file of shared quotas: %s"
                     logger.warning(what, error)
                 self._failing = True
                 return
-            except BaseException:
-                self._ledger.give_back(uses)
-                raise
             if self._failing:
                 logger.info("quotas are shared again")
             self._failing = False
-            self._ledger.absorb(shared, time.monotonic())
-
-
-def _message(refusal: QuotaRefusal) -> str:
-    name, limit = _NAMES[refusal.kind], refusal.limit
-    if refusal.retry_after_s is None:
-        return f"The request is larger than this key's limit on {name}, which is {limit}. Ask for fewer tokens."
-    if refusal.kind == "concurrency":
-        return f"This key's limit on concurrent requests is {limit}. Try again when one has ended."
-    again = duration(max(refusal.retry_after_s, 0.001))
-    return f"Rate limit reached for this key on {name}: limit {limit}. Please try again in {again}."
+            self._ledger.absorb(uses, shared, time.monotonic())

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(usage(), end="")
         return OK if given else MISUSED
     if given[0] in ("-V", "--version", "version"):
-        print(f"outrider {version()}")
+        print("outrider", importlib.metadata.version("outrider"))
         return OK
     commands = {name: command for name, (_, command) in (COMMANDS | CHANGES).items()}
     if given[0] not in commands and given[0] != GATEWAY_PROCESS:
@@ -76,13 +76,6 @@ def fail(line: str, code: int) -> int:
     """Prints the error on stderr and returns the exit status `code`."""
     print(f"outrider: {line}", file=sys.stderr)
     return code
-
-
-def version() -> str:
-    try:
-        return importlib.metadata.version("outrider")
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 def serve(arguments: list[str]) -> int:

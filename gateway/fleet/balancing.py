@@ -21,27 +21,17 @@ logger = logging.getLogger(__name__)
 
 
 class Balancer:
-    """The periodic task.  Call `start` in the running event loop."""
+    """Decides again and again, each time for the whole fleet."""
 
     def __init__(self, core: FleetCore, settings: Settings) -> None:
         self._core = core
         self._interval_s = settings.gateway.balance_interval_s
         self._limits = MoveLimits()
         self._slots = settings.verifier.max_num_seqs
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begins to balance, unless the setting `gateway.balance_interval_s` is 0."""
-        if self._task is None and self._interval_s > 0:
-            self._task = asyncio.create_task(self._run(), name="balance")
-
-    def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
-
-    async def _run(self) -> None:
-        while True:
+    async def run(self) -> None:
+        """Balances until it is cancelled; not at all if the setting `gateway.balance_interval_s` is 0."""
+        while self._interval_s > 0:
             await asyncio.sleep(self._interval_s)
             try:
                 self.balance(time.monotonic())

@@ -51,10 +51,9 @@ def build_app(gateway: Gateway) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        balancer = Balancer(gateway.client.core, gateway.settings)
         gateway.client.core.pauses = await gateway.peers.pauses()
         gateway.client.start()
-        balancer.start()
+        balancing = asyncio.create_task(Balancer(gateway.client.core, gateway.settings).run())
         gateway.quotas.start()
         models = gateway.services.models
         await models.init_static_loras()
@@ -66,7 +65,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         try:
             yield
         finally:
-            balancer.stop()
+            balancing.cancel()
             await gateway.batches.close()
             await gateway.responses.close()
             await gateway.quotas.close()

@@ -38,15 +38,17 @@ class Body(pydantic.BaseModel):
     model_config = pydantic.ConfigDict(strict=True, extra="forbid")
 
 
-async def read_json(request: Request) -> dict[str, Any]:
-    """The request's JSON object.  Raises `UnsupportedMedia` or `BadRequest`."""
+async def read_json(request: Request, *, bounded: bool = True) -> dict[str, Any]:
+    """The request's JSON object, within the bounds of `limits.py` if `bounded`.  Raises `UnsupportedMedia` or `BadRequest`."""
     if media_type(request) != "application/json":
         raise UnsupportedMedia("The request body must be application/json.")
     body = request.state.body
     data = await asyncio.to_thread(_decode, body) if len(body) > LARGE_BYTES else _decode(body)
     if not isinstance(data, dict):
         raise BadRequest("The request body must be a JSON object.", code="invalid_json")
-    check_text(data, request.app.state.gateway.client.model_config.max_model_len)
+    if bounded:
+        check_text(data, request.app.state.gateway.client.model_config.max_model_len)
+        check_bounds(data)
     constraint_field.set(grammar_field(data))
     if "request_id" in data:
         take_name(request, data["request_id"])
@@ -90,13 +92,7 @@ def _finite(number: str) -> float:
 
 
 def parse(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
-    """Checks bounds; makes a `model`, without fields that have no effect.  Raises `BadRequest` or ValidationError."""
-    check_bounds(data)
-    return fitted(model, data, no_effect)
-
-
-def fitted(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
-    """As `parse`, for `data` whose bounds were checked before."""
+    """Makes a `model` of bounded data, without fields that have no effect.  Raises `BadRequest` or ValidationError."""
     kept = check_fields(model, present(data), no_effect)
     try:
         made = model.model_validate(kept)

@@ -66,7 +66,7 @@ async def reload(request: Request) -> Response:
 async def administer(request: Request, command: str) -> Response:
     """Changes the fleet.  200: done, or nothing to do; 202: an operation will do it."""
     gateway = gateway_of(request)
-    parsed = _command(command, await read_json(request))
+    parsed = _command(command, await read_json(request, bounded=False))
     answer = await gateway.client.core.directory.submit(parsed)
     if isinstance(answer, CommandRefused):
         raise _ERRORS[answer.reason](f"{answer.message[:1].upper()}{answer.message[1:]}.", code=answer.reason)

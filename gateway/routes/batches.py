@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.auth.rights import Right
 from gateway.http.errors import BadRequest, Conflict
 from gateway.http.openapi import BATCH, LIST, described
-from gateway.requests.body import Body, fitted, read_json
+from gateway.requests.body import Body, parse, read_json
 from gateway.routes.files import ExpiresAfter, lifetime_of
 from gateway.routes.lists import page_of
 from gateway.state import gateway_of, owner_of
@@ -41,7 +41,7 @@ async def create_batch(request: Request) -> Response:
     batches, store = gateway.batches, gateway.batches.store
     data = await read_json(request)
     lifetime_s = lifetime_of(data.get("output_expires_after"), "output_expires_after")
-    body = fitted(NewBatch, data, {})
+    body = parse(NewBatch, data, {})
     if body.endpoint not in batches.endpoints:
         raise BadRequest(f"`endpoint` must be one of {', '.join(batches.endpoints)}.", param="endpoint")
     now = int(time.time())

@@ -10,8 +10,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.auth.rights import Right
 from gateway.http.errors import NotFound
 from gateway.http.openapi import CONVERSATION, DELETED, ITEM, LIST, described
-from gateway.requests.body import Body, ModelT, fitted, read_json
-from gateway.requests.limits import check_bounds
+from gateway.requests.body import Body, parse, read_json
 from gateway.routes.lists import as_json, page_of
 from gateway.state import gateway_of, owner_of
 from gateway.storage.responses.turn import as_items
@@ -43,7 +42,7 @@ class NewConversation(Metadata):
 @router.post("/v1/conversations", **described(NewConversation, CONVERSATION, right=Right.KEY))
 async def create_conversation(request: Request) -> Response:
     """Creates a conversation, with its first items."""
-    body = await _read(request, NewConversation)
+    body = parse(NewConversation, await read_json(request), {})
     conversation_id = f"conv_{uuid.uuid4().hex}"
     store = gateway_of(request).responses.store
     items = as_items(body.items)
@@ -59,7 +58,7 @@ async def get_conversation(request: Request, conversation_id: str) -> Response:
 @router.post("/v1/conversations/{conversation_id}", **described(Metadata, CONVERSATION, right=Right.KEY))
 async def update_conversation(request: Request, conversation_id: str) -> Response:
     """Replaces a conversation's metadata."""
-    body = await _read(request, Metadata)
+    body = parse(Metadata, await read_json(request), {})
     store = gateway_of(request).responses.store
     return JSONResponse(await store.update_conversation(conversation_id, owner_of(request), body.metadata))
 
@@ -83,7 +82,7 @@ async def list_items(
 @router.post("/v1/conversations/{conversation_id}/items", **described(Items, LIST, right=Right.KEY))
 async def add_items(request: Request, conversation_id: str) -> Response:
     """Adds items to a conversation."""
-    items = as_items((await _read(request, Items)).items)
+    items = as_items(parse(Items, await read_json(request), {}).items)
     await gateway_of(request).responses.store.add_items(conversation_id, owner_of(request), items)
     return as_json(page_of(items, MAX_ITEMS, "asc", None))
 
@@ -103,9 +102,3 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> R
     store, owner = gateway_of(request).responses.store, owner_of(request)
     await store.delete_item(conversation_id, owner, item_id)
     return JSONResponse(await store.conversation(conversation_id, owner))
-
-
-async def _read(request: Request, model: type[ModelT]) -> ModelT:
-    data = await read_json(request)
-    check_bounds(data)
-    return fitted(model, data, {})

@@ -25,9 +25,9 @@ from gateway.http import json_answers
 from gateway.http.errors import BadRequest, ContextTooLong, checked
 from gateway.http.openapi import described
 from gateway.http.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
-from gateway.requests.body import ModelT, check_generation, fitted, parse, read_json
+from gateway.requests.body import ModelT, check_generation, parse, read_json
 from gateway.requests.fields import GENERATING
-from gateway.requests.limits import check_bounds, check_sequences
+from gateway.requests.limits import check_sequences
 from gateway.requests.options import read_options, with_usage
 from gateway.requests.tools import ended_apart, only_allowed
 from gateway.state import Gateway, gateway_of
@@ -74,10 +74,9 @@ async def completions(request: Request) -> Response:
 async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tuple[ModelT, SpeculationOptions | None]:
     """The body as `model`, and its options for speculation."""
     data = await read_json(request)
-    check_bounds(data)
     check_sequences(data, gateway.settings.gateway.max_sequences)
     speculation = await read_options(gateway, request, data)
-    body = fitted(model, only_allowed(with_usage(data, speculation)), GENERATING)
+    body = parse(model, only_allowed(with_usage(data, speculation)), GENERATING)
     if speculation is not None:
         speculation.choices = getattr(body, "n", None) or 1
     return body, speculation

@@ -13,9 +13,9 @@ from gateway.http.errors import checked
 from gateway.http.openapi import described, shape
 from gateway.http.sse import MESSAGES, unless_disconnected
 from gateway.requests.anthropic import readable
-from gateway.requests.body import fitted, read_json
+from gateway.requests.body import parse, read_json
 from gateway.requests.fields import MESSAGES_NO_EFFECT, MESSAGING
-from gateway.requests.limits import check_bounds, check_text
+from gateway.requests.limits import check_text
 from gateway.requests.options import read_options
 from gateway.routes.generate import respond
 from gateway.state import Gateway, gateway_of
@@ -30,7 +30,7 @@ async def messages(request: Request) -> Response:
     """Anthropic's messages."""
     gateway = gateway_of(request)
     data = await _read(gateway, request)
-    body = fitted(AnthropicMessagesRequest, data, MESSAGING)
+    body = parse(AnthropicMessagesRequest, data, MESSAGING)
     # Clients ask for as much as Anthropic's models can write.
     body.max_tokens = min(body.max_tokens, gateway.client.model_config.max_model_len)
     speculation = await read_options(gateway, request, data)
@@ -41,7 +41,7 @@ async def messages(request: Request) -> Response:
 async def count_tokens(request: Request) -> Response:
     """Counts the tokens of messages."""
     gateway = gateway_of(request)
-    body = fitted(AnthropicCountTokensRequest, await _read(gateway, request), MESSAGES_NO_EFFECT)
+    body = parse(AnthropicCountTokensRequest, await _read(gateway, request), MESSAGES_NO_EFFECT)
     check_model(gateway, request, body)
     async with gateway.tokenizing:
         counted = checked(await unless_disconnected(request, gateway.services.messages.count_tokens(body, request)))
@@ -49,10 +49,8 @@ async def count_tokens(request: Request) -> Response:
 
 
 async def _read(gateway: Gateway, request: Request) -> dict[str, Any]:
-    """The body, within its bounds, as `readable` makes it."""
-    data = await read_json(request)
-    check_bounds(data)
-    data = readable(data)
+    """The body as `readable` makes it."""
+    data = readable(await read_json(request))
     # A document's text, which was media until now, counts too.
     check_text(data, gateway.client.model_config.max_model_len)
     return data

@@ -18,6 +18,7 @@ from gateway.state import gateway_of
 
 router = APIRouter()
 
+VERSION = importlib.metadata.version("outrider")
 PROBED = ["GET", "HEAD"]
 """Methods of probes; load balancers use either."""
 
@@ -81,7 +82,7 @@ async def fleet(request: Request) -> Response:
 @router.get("/version", **described(gives=shape("version", "vllm"), right=Right.KEY))
 async def version() -> Response:
     """The versions of Outrider and of vLLM."""
-    return JSONResponse({"version": _own_version(), "vllm": VLLM_VERSION})
+    return JSONResponse({"version": VERSION, "vllm": VLLM_VERSION})
 
 
 @router.get("/openapi.json", **UNDESCRIBED)
@@ -89,12 +90,5 @@ async def openapi(request: Request) -> Response:
     """The API's document."""
     app = request.app
     if app.openapi_schema is None:
-        app.openapi_schema = await asyncio.to_thread(document, app, _own_version())
+        app.openapi_schema = await asyncio.to_thread(document, app, VERSION)
     return JSONResponse(app.openapi_schema)
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("outrider")
-    except importlib.metadata.PackageNotFoundError:
-        return "0"

@@ -217,7 +217,7 @@ async def _read(request: Request, kind: type[T]) -> tuple[Gateway, T]:
     gateway = gateway_of(request)
     try:
         # vLLM's routes may be called without a body.
-        fields = await read_json(request) if "content-type" in request.headers else {}
+        fields = await read_json(request, bounded=False) if "content-type" in request.headers else {}
         return gateway, msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
         raise BadRequest(f"{error}.") from None

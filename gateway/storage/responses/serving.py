@@ -15,9 +15,9 @@ from backend.engine.front.deferred import Deferred
 from gateway.admission.claim import Claim
 from gateway.http import json_answers
 from gateway.http.errors import BadRequest, RateLimited, translate
-from gateway.requests.body import fitted
+from gateway.requests.body import parse
 from gateway.requests.fields import RESPONDING, drop_nulls
-from gateway.requests.limits import check_bounds, check_items
+from gateway.requests.limits import check_items
 from gateway.requests.tools import callable_tools, named_tools, only_allowed
 from gateway.storage.responses.events import Event, complete, failed
 from gateway.storage.responses.store import UNFINISHED, Item, ResponseStore, Row
@@ -95,14 +95,13 @@ class ResponseService:
         data = callable_tools(data)
         ours = ("conversation", "input", "previous_response_id")
         theirs = {name: value for name, value in only_allowed(data).items() if name not in ours}
-        check_bounds(theirs)
         items = [*history, *own]
         # What vLLM made has nulls.
         drop_nulls(items)
         check_items(items, self._context, history=bool(history))
         # vLLM neither stores a response nor makes one in the background: this gateway does.
         fixed = {"input": items, "store": False, "background": False, "stream": background or data.get("stream")}
-        request = fitted(ResponseRequest, {**theirs, **fixed, "request_id": f"resp_{uuid.uuid4().hex}"}, RESPONDING)
+        request = parse(ResponseRequest, {**theirs, **fixed, "request_id": f"resp_{uuid.uuid4().hex}"}, RESPONDING)
         echo = request.model_dump(mode="json", by_alias=True, exclude={"input"}) | named_tools(data)
         return Turn(request, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
 

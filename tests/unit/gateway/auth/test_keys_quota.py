@@ -1,5 +1,6 @@
 """Limits hold in every window, also where several gateways share them; what was taken and given back comes out even."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -8,19 +9,27 @@ from hypothesis import strategies as st
 
 from gateway.auth.caller import KeyLimits
 from gateway.auth.quota import Ledger, SharedUse, duration
+from gateway.http.errors import RateLimited
 
 PER_MINUTE = KeyLimits(requests_per_minute=60)
 
 
+def refused(call, *given):
+    """The headers of the refusal."""
+    with pytest.raises(RateLimited) as caught:
+        call(*given)
+    return caught.value.headers()
+
+
 def test_a_minute_s_worth_at_once_and_then_as_it_drains():
     ledger = Ledger()
-    assert [ledger.begin("a", PER_MINUTE, 0.0) for _ in range(60)] == [None] * 60
-    refusal = ledger.begin("a", PER_MINUTE, 0.0)
-    assert refusal is not None
-    assert (refusal.kind, refusal.limit) == ("requests", 60)
-    assert refusal.retry_after_s == pytest.approx(1.0)
-    assert ledger.begin("a", PER_MINUTE, 1.0) is None
-    assert ledger.begin("b", PER_MINUTE, 0.0) is None
+    for _ in range(60):
+        ledger.begin("a", PER_MINUTE, 0.0)
+    with pytest.raises(RateLimited, match=r"requests per min \(RPM\): limit 60\. Please try again in 1s") as caught:
+        ledger.begin("a", PER_MINUTE, 0.0)
+    assert (caught.value.type, caught.value.headers()["retry-after-ms"]) == ("requests", "1000")
+    ledger.begin("a", PER_MINUTE, 1.0)
+    ledger.begin("b", PER_MINUTE, 0.0)
 
 
 def test_headers_are_openai_s():
@@ -43,42 +52,36 @@ def test_headers_are_openai_s():
 def test_tokens_are_corrected_and_too_many_are_refused_for_good():
     ledger = Ledger()
     limits = KeyLimits(tokens_per_minute=100)
-    assert ledger.spend("a", limits, 90, 0.0) is None
-    assert ledger.spend("a", limits, 20, 0.0) is not None
+    ledger.spend("a", limits, 90, 0.0)
+    refused(ledger.spend, "a", limits, 20, 0.0)
     ledger.correct("a", limits, -50, 0.0)
-    assert ledger.spend("a", limits, 60, 0.0) is None
+    ledger.spend("a", limits, 60, 0.0)
     ledger.correct("a", limits, 200, 0.0)
-    refusal = ledger.spend("a", limits, 1, 0.0)
-    assert refusal is not None
-    assert refusal.retry_after_s == pytest.approx(201 * 0.6)
-    never = ledger.spend("a", limits, 101, 0.0)
-    assert never is not None
-    assert never.retry_after_s is None
+    assert refused(ledger.spend, "a", limits, 1, 0.0)["retry-after-ms"] == "120600"
+    assert refused(ledger.spend, "a", limits, 101, 0.0) == {"x-should-retry": "false"}
 
 
 def test_what_was_refused_later_does_not_count():
     ledger, limits = Ledger(), KeyLimits(requests_per_minute=1, tokens_per_minute=100)
     for _ in range(3):
-        assert ledger.begin("a", limits, 0.0) is None
-        assert ledger.spend("a", limits, 101, 0.0) is not None
+        ledger.begin("a", limits, 0.0)
+        refused(ledger.spend, "a", limits, 101, 0.0)
         ledger.end("a", 0.0)
-    assert ledger.begin("a", limits, 0.0) is None
+    ledger.begin("a", limits, 0.0)
     ledger.end("a")
-    assert ledger.begin("a", limits, 0.0) is not None
+    refused(ledger.begin, "a", limits, 0.0)
 
 
 def test_what_is_used_during_an_exchange_is_not_forgotten():
     ledger, limits = Ledger(), KeyLimits(tokens_per_minute=100)
     ledger.spend("a", limits, 40, 0.0)
-    (use,) = ledger.take(0.0)
+    (use,) = uses = ledger.take(0.0)
     ledger.spend("a", limits, 30, 0.0)
-    ledger.absorb({"a": SharedUse(0.0, use.tokens + 20, 0)}, 0.0)
-    assert ledger.spend("a", limits, 11, 0.0) is not None
-    assert ledger.spend("a", limits, 10, 0.0) is None
-    (use,) = ledger.take(0.0)
-    assert use.tokens == 40
-    ledger.give_back([use])
-    assert ledger.take(0.0)[0].tokens == 40
+    ledger.absorb(uses, {"a": SharedUse(0.0, use.tokens + 20, 0)}, 0.0)
+    refused(ledger.spend, "a", limits, 11, 0.0)
+    ledger.spend("a", limits, 10, 0.0)
+    # Twice, as after an exchange that failed.
+    assert [ledger.take(0.0)[0].tokens for _ in range(2)] == [40, 40]
 
 
 arrivals = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=80)
@@ -97,19 +100,22 @@ def test_the_limit_holds_in_every_window_but_for_what_one_interval_lets_through(
     for number, (gap, at, tokens) in enumerate(steps):
         now += gap
         if number % every == 0:
-            for ledger in ledgers:
-                for use in ledger.take(now):
+            sent = [ledger.take(now) for ledger in ledgers]
+            for uses in sent:
+                for use in uses:
                     shared = max(0.0, max(0.0, shared - (now - shared_at) * limit / 60) + use.tokens)
                     shared_at = now
             for place in known:
-                ledgers[place].absorb({"a": SharedUse(0.0, shared, 0)}, now)
+                ledgers[place].absorb(sent[place], {"a": SharedUse(0.0, shared, 0)}, now)
             unseen = [0, 0, 0]
         # A gateway that has no account yet hears of the others before it lets anything through.
         ledgers[at].account("a", limits, now)
         if at not in known:
             known.add(at)
-            ledgers[at].absorb({"a": SharedUse(0.0, max(0.0, shared - (now - shared_at) * limit / 60), 0)}, now)
-        if ledgers[at].spend("a", limits, tokens, now) is None:
+            drained = max(0.0, shared - (now - shared_at) * limit / 60)
+            ledgers[at].absorb(ledgers[at].take(now), {"a": SharedUse(0.0, drained, 0)}, now)
+        with contextlib.suppress(RateLimited):
+            ledgers[at].spend("a", limits, tokens, now)
             excess = max(excess, sum(unseen) - unseen[at])
             unseen[at] += tokens
             admitted.append((now, tokens))

@@ -11,11 +11,17 @@ from backend.engine.front.config import PARAMETERS
 from gateway.http.errors import translate
 from gateway.requests.body import _decode, check_fields, check_generation, parse
 from gateway.requests.fields import GENERATING, MESSAGING, NO_EFFECT, REFUSED, RESPONDING
-from gateway.requests.limits import MAX_CHOICES
+from gateway.requests.limits import MAX_CHOICES, check_bounds
 from gateway.storage.responses.turn import as_items
 from tests.support.refused import refused
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def read(model: Any, body: dict[str, Any], others: Any = NO_EFFECT) -> Any:
+    """As routes do."""
+    check_bounds(body)
+    return parse(model, body, others)
 
 
 @pytest.mark.parametrize(
@@ -50,12 +56,12 @@ REQUESTS: list[tuple[Any, dict[str, Any], Any]] = [
 
 @pytest.mark.parametrize(("model", "body", "others"), REQUESTS)
 def test_the_wrong_type_of_any_field_is_an_error_that_names_it(model, body, others):
-    parse(model, body, others)
+    read(model, body, others)
     values: list[Any] = [5, 1e300, "x", True, [5], ["x"], [{}], [[]], {"a": 5}]
     for name in model.model_fields:
         for value in values:
             try:
-                parse(model, {**body, name: value}, others)
+                read(model, {**body, name: value}, others)
             except Exception as error:
                 told = translate(error)
                 assert (told.status, told.param is not None) == (400, True), f"{name}: {value}: {told.message}"
@@ -63,8 +69,8 @@ def test_the_wrong_type_of_any_field_is_an_error_that_names_it(model, body, othe
 
 def test_of_several_wrong_fields_one_is_named():
     for wrong in ({"messages": 5, "tools": 5}, {"structured_outputs": "x", "temperature": "x"}):
-        assert refused(parse, ChatCompletionRequest, {**CHAT, **wrong}).param in wrong
-    error = refused(parse, CompletionRequest, {"structured_outputs": "x", "prompt": "x", "temperature": "x"})
+        assert refused(read, ChatCompletionRequest, {**CHAT, **wrong}).param in wrong
+    error = refused(read, CompletionRequest, {"structured_outputs": "x", "prompt": "x", "temperature": "x"})
     assert (error.param, error.message) == ("structured_outputs", "`structured_outputs` has the wrong type.")
 
 
@@ -93,12 +99,12 @@ def test_what_vllm_understands_is_never_without_effect():
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields, param):
-    asked = parse(ChatCompletionRequest, {**CHAT, **fields})
+    asked = read(ChatCompletionRequest, {**CHAT, **fields})
     assert refused(check_generation, asked, vllm_speculates=True).param == param
 
 
 def test_without_speculation_min_p_and_logit_bias_are_fine():
-    asked = parse(ChatCompletionRequest, {**CHAT, "min_p": 0.1, "logit_bias": {"5": 1.0}, "n": MAX_CHOICES})
+    asked = read(ChatCompletionRequest, {**CHAT, "min_p": 0.1, "logit_bias": {"5": 1.0}, "n": MAX_CHOICES})
     check_generation(asked, vllm_speculates=False)
 
 
@@ -119,19 +125,19 @@ def test_an_error_in_a_list_within_a_message_names_the_message(message, place):
         (ChatCompletionRequest, [SAYS, message], "1"),
         (BatchChatCompletionRequest, [[SAYS], [SAYS, SAYS, message]], "1.2"),
     ):
-        error = refused(parse, model, {"model": "m", "messages": messages})
+        error = refused(read, model, {"model": "m", "messages": messages})
         assert (error.param, error.message.partition(": ")[0]) == ("messages", f"messages.{index}.{place}")
 
 
 def test_the_text_of_a_part_is_text():
     messages = [SAYS, {"role": "user", "content": [PART, {"type": "text", "text": 5}]}]
-    error = refused(parse, ChatCompletionRequest, {"model": "m", "messages": messages})
+    error = refused(read, ChatCompletionRequest, {"model": "m", "messages": messages})
     assert (error.param, error.message) == ("messages", "`messages[1].content[1].text` must be a string.")
 
 
 def test_lists_in_messages_stay_what_they_are():
     messages = [{"role": "user", "content": [PART, PART]}, {"role": "assistant", "content": [PART], "tool_calls": [CALL]}]
-    assert parse(ChatCompletionRequest, {"model": "m", "messages": messages}).messages == messages
+    assert read(ChatCompletionRequest, {"model": "m", "messages": messages}).messages == messages
 
 
 def decoded(body: Any) -> Any:
@@ -156,8 +162,8 @@ NULLS: list[tuple[Any, Any, dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize(("model", "others", "body", "nested"), NULLS)
 def test_a_request_with_nulls_is_the_request_without(model, others, body, nested):
     nulls = dict.fromkeys(model.model_fields.keys() - body.keys())
-    read = [parse(model, decoded(each), others) for each in (body, {**nulls, **body, **nested})]
-    plain, with_nulls = (re.sub(r"msg_\w+", "", str(each.model_dump(exclude={"request_id"}))) for each in read)
+    made = [read(model, decoded(each), others) for each in (body, {**nulls, **body, **nested})]
+    plain, with_nulls = (re.sub(r"msg_\w+", "", str(each.model_dump(exclude={"request_id"}))) for each in made)
     assert with_nulls == plain
 
 
