@@ -1,4 +1,4 @@
-"""Access control: keys, rights, quotas, and the limit on requests in flight.  Plain ASGI, between the router and its routes.
+"""Access control: hosts, keys, rights, quotas, and the limit on requests in flight.  Stands between the router and its routes.
 
 The route that was found decides who may call it, so no spelling of a path can evade that.
 `Access` puts the caller into `scope["state"]["caller"]` (`gateway.auth.caller`), and a new `Claim` into
@@ -23,7 +23,7 @@ from gateway.admission.claim import Claim
 from gateway.auth.caller import ANYBODY, Caller
 from gateway.auth.rights import Right, right_of
 from gateway.http.errors import Forbidden, RateLimited, TooManyRequests, Unauthorized
-from gateway.http.guard import MAX_ARRIVING_BYTES, host_of, is_local_origin, is_loopback, read_body
+from gateway.http.guard import MAX_ARRIVING_BYTES, check_source, host_of, is_local_origin, is_loopback, read_body
 from gateway.requests.body import TENSORS, media_type
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ AUDITED_BYTES = 2048
 
 
 class Access:
-    """Checks the key, then the limit on requests in flight, then the key's quotas."""
+    """Checks host and origin, then the key, then the limit on requests in flight, then the key's quotas."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -63,6 +63,8 @@ class Access:
             # A batch's line comes with its owner and its claim; see `gateway.storage.batches.calls`.
             await app(scope, receive, send)
             return
+        gateway, quotas = self._gateway, self._gateway.quotas
+        check_source(scope, gateway.settings.gateway, has_key=not gateway.ring.open)
         if right is Right.ADMINISTER:
             await self._administer(app, scope, receive, send)
             return
@@ -71,7 +73,6 @@ class Access:
         if scope["method"] != "POST":
             await app(scope, receive, send)
             return
-        gateway, quotas = self._gateway, self._gateway.quotas
         if not to_disk:
             await read_body(Request(scope, receive))
         most = gateway.settings.gateway.max_in_flight
@@ -80,7 +81,8 @@ class Access:
         if right is not Right.GENERATE:
             await self._serve_other(app, scope, receive, send, caller)
             return
-        with gateway.metrics.one_in_flight():
+        gateway.metrics.in_flight += 1
+        try:
             await quotas.begin(caller)
             claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
             refused = False
@@ -92,6 +94,8 @@ class Access:
             finally:
                 quotas.end(caller, refused=refused)
                 claim.close()
+        finally:
+            gateway.metrics.in_flight -= 1
 
     async def _serve_other(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send, caller: Caller) -> None:
         """Serves a request that does not generate; it may wait, for a thread for example, with its body in memory."""

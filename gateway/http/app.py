@@ -15,7 +15,6 @@ from backend.engine.front import LoadLoRAAdapterRequest
 from gateway.auth.access import Access
 from gateway.fleet.balancing import Balancer
 from gateway.http.errors import translate
-from gateway.http.guard import Guard
 from gateway.http.middleware import Envelope
 from gateway.routes import (
     admin,
@@ -95,15 +94,12 @@ def build_app(gateway: Gateway) -> FastAPI:
         app.include_router(routes.router)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _http_error)
-    settings = gateway.settings.gateway
     Access(gateway).guard(app)
-    has_key, origins = (lambda: not gateway.ring.open), settings.cors_origins
-    app.add_middleware(Guard, listens_on=settings.host, has_key=has_key, origins=origins)
     app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.quotas, tracing=gateway.tracing)
-    if origins:
+    if gateway.settings.gateway.cors_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=origins,
+            allow_origins=gateway.settings.gateway.cors_origins,
             allow_methods=["*"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,

@@ -1,16 +1,17 @@
-"""Checks path, host names and origins: plain ASGI, inside `Envelope`.  Reads bodies, with bounds on their size and time."""
+"""Checks path, host names and origins.  Reads bodies, with bounds on their size and time."""
 
 import asyncio
 import ipaddress
 import re
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
+from backend.config.settings import GatewaySettings
 from gateway.http.errors import BadRequest, Forbidden, PayloadTooLarge, RequestTimeout, TooManyRequests
 from gateway.http.sse import ClientGone
 
@@ -27,34 +28,23 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 _HOST = re.compile(r"(?P<name>\[[^\]]*\]|[^:]*)(?::\d+)?")
 
 
-class Guard:
+def check_source(scope: Scope, settings: GatewaySettings, *, has_key: bool) -> None:
     """Refuses control characters in paths.
 
     On loopback without a key, also refuses host names and origins other than loopback ones.  Such a gateway trusts this
     machine.  But a web page could make a browser on this machine call it: under a host name of the page's own (DNS
-    rebinding), or from a foreign origin without reading the answer.  Pages of `origins` may call; `*` means all.
+    rebinding), or from a foreign origin without reading the answer.  Pages of `cors_origins` may call; `*` means all.
     """
-
-    def __init__(self, app: ASGIApp, *, listens_on: str, has_key: Callable[[], bool], origins: Sequence[str]) -> None:
-        self._app = app
-        self._local = is_loopback(listens_on)
-        self._has_key = has_key
-        self._origins = origins
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        if _CONTROL.search(scope["path"]):
-            raise BadRequest("The URL's path has a control character.", code="invalid_url")
-        if self._local and not self._has_key() and scope["path"] not in PROBES:
-            headers = Headers(scope=scope)
-            if not is_loopback(host_of(headers.get("host", ""))):
-                raise Forbidden("Without an API key this gateway answers to its own machine's names only, such as localhost.")
-            origin = headers.get("origin")
-            if not (is_local_origin(origin) or origin in self._origins or "*" in self._origins):
-                raise Forbidden("Without an API key this gateway serves no web pages but those of `gateway.cors_origins`.")
-        await self._app(scope, receive, send)
+    if _CONTROL.search(scope["path"]):
+        raise BadRequest("The URL's path has a control character.", code="invalid_url")
+    if has_key or scope["path"] in PROBES or not is_loopback(settings.host):
+        return
+    headers = Headers(scope=scope)
+    if not is_loopback(host_of(headers.get("host", ""))):
+        raise Forbidden("Without an API key this gateway answers to its own machine's names only, such as localhost.")
+    origin = headers.get("origin")
+    if not (is_local_origin(origin) or {origin, "*"} & {*settings.cors_origins}):
+        raise Forbidden("Without an API key this gateway serves no web pages but those of `gateway.cors_origins`.")
 
 
 async def parts_of(

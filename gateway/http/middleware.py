@@ -1,7 +1,4 @@
-"""Work on every request before and after its route: id, counting, headers, log, errors.  Plain ASGI; bodies are not copied.
-
-`gateway.http.guard` runs inside of it.
-"""
+"""Work on every request before and after its route: id, counting, headers, log, errors.  Plain ASGI; bodies are not copied."""
 
 import logging
 import re

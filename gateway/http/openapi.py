@@ -93,47 +93,43 @@ _NO_EFFECT = {
 
 
 def document(app: FastAPI, version: str) -> dict[str, Any]:
-    """The document of all routes except those of pages.  Raises `TypeError` for a route that is not `described`."""
-    found = list(routes(app))
-    described_routes: list[Any] = [route.openapi_extra for _, _, route in found]
-    schemas = _schemas(described_routes)
+    """The document of all routes except those of pages."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
     paths: dict[str, dict[str, Any]] = {}
-    for (method, path, route), each in zip(found, described_routes, strict=True):
-        shown = dict(each["shown"])
-        error = {"$ref": _REF.format(model="AnthropicError" if path.startswith("/v1/messages") else "Error")}
-        failed = {"description": "An error.", "content": {"application/json": {"schema": error}}}
-        shown["responses"] = {**shown["responses"], "default": failed}
-        if path == "/admin/{command}":
-            shown["responses"]["202"] = {**shown["responses"]["200"], "description": "An operation will do it."}
-        shown |= {
-            "summary": (route.description or "").partition("\n")[0],
-            "operationId": re.sub(r"\W", "_", f"{route.name}{path}_{method.lower()}"),
-            "tags": [path.split("/")[1]],
-        }
-        parameters = [_parameter(field, "path") for field in route.dependant.path_params]
-        parameters += [_parameter(field, "query") for field in route.dependant.query_params]
-        paths.setdefault(path, {})[method.lower()] = shown | ({"parameters": parameters} if parameters else {})
+    for route in routes:
+        for method in sorted(route.methods - {"HEAD"}):
+            paths.setdefault(route.path_format, {})[method.lower()] = _operation(route, method)
     return {
         "openapi": "3.1.0",
         "info": {"title": "Outrider", "version": version},
         "paths": paths,
         "components": {
-            "schemas": schemas,
+            "schemas": _schemas([route.openapi_extra for route in routes]),
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}, {}],
     }
 
 
-def routes(app: FastAPI) -> Iterable[tuple[str, str, APIRoute]]:
-    """Method, path without converters, and route."""
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.include_in_schema:
-            for method in sorted(route.methods - {"HEAD"}):
-                yield method, route.path_format, route
+def _operation(route: APIRoute, method: str) -> dict[str, Any]:
+    path, shown = route.path_format, {**(route.openapi_extra or {})["shown"]}
+    error = {"$ref": _REF.format(model="AnthropicError" if path.startswith("/v1/messages") else "Error")}
+    failed = {"description": "An error.", "content": {"application/json": {"schema": error}}}
+    shown["responses"] = {**shown["responses"], "default": failed}
+    if path == "/admin/{command}":
+        shown["responses"]["202"] = {**shown["responses"]["200"], "description": "An operation will do it."}
+    parameters = [_parameter(field, "path") for field in route.dependant.path_params]
+    parameters += [_parameter(field, "query") for field in route.dependant.query_params]
+    return {
+        **shown,
+        "summary": (route.description or "").partition("\n")[0],
+        "operationId": re.sub(r"\W", "_", f"{route.name}{path}_{method.lower()}"),
+        "tags": [path.split("/")[1]],
+        **({"parameters": parameters} if parameters else {}),
+    }
 
 
-def _schemas(operations: list[dict[str, Any]]) -> dict[str, Schema]:
+def _schemas(operations: list[Any]) -> dict[str, Schema]:
     taken: set[type[Any]] = {each for operation in operations for each in operation["takes"]}
     given: set[type[Any]] = {each for operation in operations for each in operation["gives"]}
     pydantics = [each for each in taken | given if issubclass(each, pydantic.BaseModel)]

@@ -6,8 +6,6 @@ Everything runs in the event loop.
 """
 
 from collections import Counter as TotalBy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -260,6 +258,7 @@ class GatewayMetrics:
         self.registry.register(self.own)
         self.registry.register(self.fleet)
         self.in_flight = 0
+        """Generation requests that are being served."""
         self.moves: TotalBy[tuple[MoveKind, str, str]] = TotalBy()
         """Sequences that went on at another verifier, by kind, cause and new verifier; for the fleet page."""
         self._requests = self._counter("outrider_requests_total")
@@ -294,15 +293,6 @@ class GatewayMetrics:
     def _histogram(self, name: str) -> Histogram:
         definition = DEFINITIONS[name]
         return Histogram(name, definition.help, definition.labels, registry=self.own, buckets=_BUCKETS[name])
-
-    @contextmanager
-    def one_in_flight(self) -> Iterator[None]:
-        """Counts a generation request for as long as the block lasts."""
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
 
     def request_done(self, route: str, status: int) -> None:
         self._requests.labels(route, str(status)).inc()

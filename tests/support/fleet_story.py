@@ -14,6 +14,7 @@ from typing import Any, cast
 import uvicorn
 from fastapi import FastAPI
 
+from backend.config import Settings
 from backend.fleet import (
     Assignment,
     DraftCounters,
@@ -150,7 +151,7 @@ def page_app(story: Story, api_key: str | None = None) -> FastAPI:
     app.state.gateway = gateway = SimpleNamespace(
         client=SimpleNamespace(core=story),
         metrics=story.metrics,
-        settings=SimpleNamespace(mode="auto", num_speculative_tokens=8),
+        settings=Settings(),
         ring=KeyRing(api_key),
         quotas=Quotas("", None),
         services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo")),
