@@ -124,7 +124,7 @@ class Peers:
         Processes hear about the fleet at different moments: from several of them, counters would jump back between two scrapes.
         """
         if self.alone:
-            return generate_latest(gateway.metrics.registry).decode()
+            return (generate_latest(gateway.metrics.own) + generate_latest(gateway.metrics.fleet)).decode()
         texts = await self._ask("metrics")
         texts[self._index] = exposed(gateway, fleet=self.is_first)
         return merged([texts[number] for number in sorted(texts)])

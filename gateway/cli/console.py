@@ -6,7 +6,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 
 from backend.config import Settings
@@ -87,10 +86,6 @@ def settings_yaml(loaded: Loaded) -> str:
         lines.append(("  " * len(section) + text, loaded.origins.get(path, DEFAULT)))
     width = max(len(text) for text, _ in lines) + 2
     return "\n".join(f"{text:<{width}}# {origin}" if origin else text for text, origin in lines)
-
-
-def snapshot_json(snapshot: FleetSnapshot) -> str:
-    return msgspec.json.format(msgspec.json.encode(snapshot), indent=2).decode()
 
 
 def table(snapshot: FleetSnapshot) -> str:

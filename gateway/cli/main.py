@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from threading import Thread
+
+import msgspec
 
 from backend.config import sources
 from backend.config.logs import configure_logging
@@ -22,7 +25,6 @@ from gateway.cli.processes import (
     GATEWAY_PROCESS,
     further_processes,
     gateway_process,
-    import_in_background,
     joined_fleet,
     run_gateway,
 )
@@ -98,7 +100,9 @@ def serve(arguments: list[str]) -> int:
         try:
             fleet = LaunchedFleet.launch(settings, models, progress.say)
             prepare_process()
-            preparing = import_in_background("gateway.http.server")
+            # An error is raised again where the module is used.
+            preparing = Thread(target=importlib.import_module, args=["gateway.http.server"], daemon=True)
+            preparing.start()
             fleet.wait_ready(progress.say)
             fleet.start_operator(progress.say)
             preparing.join()
@@ -159,7 +163,7 @@ def status(arguments: list[str]) -> int:
 
     with found_fleet(loaded, name) as (coordinator, _):
         snapshot = coordinator.snapshot()
-    print(console.snapshot_json(snapshot) if as_json else console.table(snapshot))
+    print(msgspec.json.format(msgspec.json.encode(snapshot)).decode() if as_json else console.table(snapshot))
     return OK
 
 

@@ -5,7 +5,6 @@ The heavy imports are inside the functions, so that configuration errors come at
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import signal
@@ -124,20 +123,6 @@ def gateway_process(arguments: list[str]) -> int:
         peers = Peers(Path(folder), int(number), settings.gateway.processes, port=int(port))
         run_gateway(settings, info, coordinator, None, rest, peers)
     return OK
-
-
-def import_in_background(module: str) -> threading.Thread:
-    """Imports `module` in a thread.  An import error is raised again where the module is used."""
-
-    def work() -> None:
-        try:
-            importlib.import_module(module)
-        except Exception:
-            logging.getLogger(__name__).debug("importing %s failed", module, exc_info=True)
-
-    thread = threading.Thread(target=work, name="import", daemon=True)
-    thread.start()
-    return thread
 
 
 def _end_with_input() -> None:

@@ -14,12 +14,13 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from backend.engine.front.stream import PlainStream
 from gateway.http.errors import ApiError, from_vllm, translate
 
 T = TypeVar("T")
@@ -162,18 +163,6 @@ class Events:
         self._timer = self._loop.call_at(due, self._silent)
 
 
-class EventSource(Protocol):
-    """A maker of events."""
-
-    async def start(self, events: Events) -> None:
-        """Begins to put events; raises if it cannot.  Runs in a task of its own, which is cancelled before `close`."""
-        ...
-
-    async def close(self) -> None:
-        """Ends the source's work, which is not needed any more."""
-        ...
-
-
 class Generated:
     """Events from strings that vLLM's serving classes yield."""
 
@@ -193,7 +182,7 @@ class Generated:
 
 
 async def stream_response(
-    request: Request, source: EventSource, dialect: Dialect, on_disconnect: Callable[[], None]
+    request: Request, source: Generated | PlainStream, dialect: Dialect, on_disconnect: Callable[[], None]
 ) -> EventStream:
     """The streaming response for a source's events.  Before the first event, raises `ApiError` or `ClientGone`.
 
@@ -225,7 +214,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        source: EventSource,
+        source: Generated | PlainStream,
         events: Events,
         dialect: Dialect,
         leaving: asyncio.Future[None],

@@ -46,28 +46,6 @@ Sums = Counter[tuple[str, ...]]
 """By a metric's name and its labels."""
 
 
-class FleetTotals:
-    """Counters summed over verifiers.  They include earlier incarnations, so that they never decrease."""
-
-    def __init__(self) -> None:
-        self._gone: Sums = Counter()
-        self._last: dict[str, VerifierStats] = {}
-
-    def update(self, stats: VerifierStats) -> None:
-        """Takes in a verifier's latest counters; a new `started_at` means a new incarnation."""
-        last = self._last.get(stats.verifier_id)
-        if last is not None and last.started_at != stats.started_at:
-            self._gone.update(_sums(last))
-        self._last[stats.verifier_id] = stats
-
-    def sums(self) -> Sums:
-        """Of every metric that is summed; 0 where nothing was reported and there is no label."""
-        total: Sums = Counter({(name,): 0 for name in _summed() if not {*DEFINITIONS[name].labels} - {MODEL}})
-        for each in (self._gone, *map(_sums, self._last.values())):
-            total.update(each)
-        return total
-
-
 def _summed() -> dict[str, str]:
     """The metrics that are summed over the fleet: their fields by their names."""
     return {
@@ -85,18 +63,36 @@ def _sums(stats: VerifierStats) -> Sums:
 
 
 class FleetCollector(Collector):
-    """Turns the fleet's reports into metric families at every scrape."""
+    """Turns the fleet's reports into metric families at every scrape.
+
+    Sums over verifiers include earlier incarnations, so that they never decrease.
+    """
 
     def __init__(self, core: FleetCore, model: str) -> None:
         self._core, self._model = core, model
-        self._totals = FleetTotals()
+        self._gone: Sums = Counter()
+        self._last: dict[str, VerifierStats] = {}
         # At scrapes alone, what a verifier did between the last one and its restart would be lost.
-        core.on_counters = self._totals.update
+        core.on_counters = self._update
+
+    def _update(self, stats: VerifierStats) -> None:
+        """Takes in a verifier's latest counters; a new `started_at` means a new incarnation."""
+        last = self._last.get(stats.verifier_id)
+        if last is not None and last.started_at != stats.started_at:
+            self._gone.update(_sums(last))
+        self._last[stats.verifier_id] = stats
+
+    def _totals(self) -> Sums:
+        """Of every metric that is summed; 0 where nothing was reported and there is no label."""
+        total: Sums = Counter({(name,): 0 for name in _summed() if not {*DEFINITIONS[name].labels} - {MODEL}})
+        for each in (self._gone, *map(_sums, self._last.values())):
+            total.update(each)
+        return total
 
     def collect(self) -> Iterator[Metric]:
         stats, snapshot = self._core.stats(), self._core.snapshot or UNKNOWN
         for each in stats:
-            self._totals.update(each)
+            self._update(each)
         views = snapshot.members
         members = Counter((view.member.kind, view.member.state) for view in views)
         yield _family("outrider_fleet_members", _all_of(members, MemberKind, MemberState))
@@ -119,7 +115,7 @@ class FleetCollector(Collector):
         yield _family("vllm:num_requests_waiting", [([self._model], sum(each.waiting for each in stats))])
         usage = sum(each.kv_usage for each in stats) / max(1, len(stats))
         yield _family("vllm:kv_cache_usage_perc", [([self._model], usage)])
-        sums = self._totals.sums()
+        sums = self._totals()
         for summed in _summed():
             of = [self._model] * (MODEL in DEFINITIONS[summed].labels)
             yield _family(summed, [([*of, *labels], value) for (name, *labels), value in sums.items() if name == summed])

@@ -253,10 +253,6 @@ class GatewayMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.own, self.fleet = CollectorRegistry(), CollectorRegistry()
         """What is this gateway's, and what is equal for every gateway of the fleet."""
-        self.registry = CollectorRegistry()
-        """Both."""
-        self.registry.register(self.own)
-        self.registry.register(self.fleet)
         self.in_flight = 0
         """Generation requests that are being served."""
         self.moves: TotalBy[tuple[MoveKind, str, str]] = TotalBy()

@@ -22,7 +22,9 @@ def callable_tools(data: dict[str, Any]) -> dict[str, Any]:
         return data
     kept = [each for each in tools if not (isinstance(each, dict) and each.get("type") in DISPENSABLE)]
     tools = kept if kept and data.get("tool_choice") in (None, "auto", "none") else tools
-    check_kinds(tools)
+    for tool in tools:
+        if isinstance(tool, dict) and tool.get("type", "function") not in CLIENTS:
+            raise BadRequest("`tools`: there are no tools on the server; only functions can be called.", param="tools")
     return {**data, "tools": [_with_free_input(each) for each in tools]}
 
 
@@ -34,13 +36,6 @@ def _with_free_input(tool: Any) -> Any:
     advice = f"The input must match this {form.get('syntax')} grammar:\n{form.get('definition')}"
     description = "\n\n".join(filter(None, (tool.get("description"), advice)))
     return {**tool, "format": {"type": "text"}, "description": description}
-
-
-def check_kinds(tools: Any) -> None:
-    """Refuses tools that would run on the server.  Raises `BadRequest`."""
-    for tool in tools if isinstance(tools, list) else ():
-        if isinstance(tool, dict) and tool.get("type", "function") not in CLIENTS:
-            raise BadRequest("`tools`: there are no tools on the server; only functions can be called.", param="tools")
 
 
 def only_allowed(data: dict[str, Any]) -> dict[str, Any]:

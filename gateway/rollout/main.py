@@ -72,7 +72,9 @@ def _prepare(options: RolloutOptions, settings: Settings, models: Callable[[], R
     from backend.launch.fleet import prepare_process
 
     file, step = trace_file(options.trace, options.step)
-    cases = _cases(options, file)
+    cases = read_trace(file)
+    if options.prompts is not None:
+        cases = match(read_prompts(options.prompts), cases, options.prompts, file)
     rows = slices(options, len(cases))
     _check_out(options.out)
     found = models()
@@ -90,11 +92,6 @@ def trace(arguments: Sequence[str], say: Say) -> None:
     if not arguments or arguments[0] != "make":
         raise ConfigError("there is one command: outrider trace make (see outrider trace make --help)")
     say(make_trace(trace_options(arguments[1:])))
-
-
-def _cases(options: RolloutOptions, file: Path) -> list[Case]:
-    cases = read_trace(file)
-    return cases if options.prompts is None else match(read_prompts(options.prompts), cases, options.prompts, file)
 
 
 def _check_out(out: Path) -> None:

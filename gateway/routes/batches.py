@@ -12,9 +12,9 @@ from gateway.http.errors import BadRequest, Conflict
 from gateway.http.openapi import BATCH, LIST, described
 from gateway.requests.body import Body, parse, read_json
 from gateway.routes.files import ExpiresAfter, lifetime_of
-from gateway.routes.lists import page_of
+from gateway.routes.lists import as_json, page_of
 from gateway.state import gateway_of, owner_of
-from gateway.storage.batches.objects import Batch, new_id, shown
+from gateway.storage.batches.objects import Batch, new_id
 from gateway.storage.batches.store import WINDOW_S
 
 router = APIRouter()
@@ -55,7 +55,7 @@ async def create_batch(request: Request) -> Response:
     )
     await store.add_batch(batch, owner_of(request), batches.model, lifetime_s)
     batches.tell()
-    return JSONResponse(shown(batch))
+    return as_json(batch)
 
 
 @router.get("/v1/batches", **described(gives=LIST, right=Right.KEY))
@@ -68,7 +68,7 @@ async def list_batches(request: Request, limit: int = Query(20, ge=1, le=100), a
 @router.get("/v1/batches/{batch_id}", **described(gives=BATCH, right=Right.KEY))
 async def get_batch(request: Request, batch_id: str) -> Response:
     """One batch, with its progress."""
-    return JSONResponse(shown((await gateway_of(request).batches.store.batch(batch_id, owner_of(request))).batch))
+    return as_json((await gateway_of(request).batches.store.batch(batch_id, owner_of(request))).batch)
 
 
 @router.post("/v1/batches/{batch_id}/cancel", **described(gives=BATCH, right=Right.KEY))
@@ -85,4 +85,4 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
 
     batch = await batches.store.change(batch_id, owner_of(request), change)
     batches.tell()
-    return JSONResponse(shown(batch))
+    return as_json(batch)

@@ -14,9 +14,8 @@ from gateway.http.errors import BadRequest, PayloadTooLarge, TooManyRequests, Un
 from gateway.http.guard import parts_of
 from gateway.http.openapi import DELETED, FILE, LIST, UPLOAD, described
 from gateway.requests.body import Body, media_type, read_object
-from gateway.routes.lists import page_of
+from gateway.routes.lists import as_json, page_of
 from gateway.state import gateway_of, owner_of
-from gateway.storage.batches.objects import shown
 from gateway.storage.batches.store import FILE_LIFETIME_S
 
 router = APIRouter()
@@ -73,7 +72,7 @@ async def upload_file(request: Request) -> Response:
         name = (file.filename or "upload")[:MAX_NAME]
         lifetime_s = _lifetime(form)
         await store.require_room(file.size or 0)
-        return JSONResponse(shown(await store.add_file(file.file, name, owner_of(request), lifetime_s)))
+        return as_json(await store.add_file(file.file, name, owner_of(request), lifetime_s))
     except MultiPartException:
         raise BadRequest("The request body is not a valid form, or has more parts than there are fields.") from None
     finally:
@@ -98,7 +97,7 @@ async def list_files(
 @router.get("/v1/files/{file_id}", **described(gives=FILE, right=Right.KEY))
 async def get_file(request: Request, file_id: str) -> Response:
     """One file's metadata."""
-    return JSONResponse(shown(await gateway_of(request).batches.store.file(file_id, owner_of(request))))
+    return as_json(await gateway_of(request).batches.store.file(file_id, owner_of(request)))
 
 
 @router.get("/v1/files/{file_id}/content", **described(text="application/octet-stream", right=Right.KEY))

@@ -147,11 +147,6 @@ def new_id(prefix: str) -> str:
     return f"{prefix}{uuid.uuid4().hex}"
 
 
-def shown(value: File | Batch) -> dict[str, Any]:
-    plain: dict[str, Any] = msgspec.to_builtins(value)
-    return plain
-
-
 def _number(values: Any, *names: str) -> int:
     for name in names:
         value = values.get(name) if isinstance(values, dict) else None

@@ -100,11 +100,8 @@ def _whole(item: Item) -> Item:
         kind = "output_text" if item["role"] == "assistant" else "input_text"
         text = item.get("content")
         item = {"type": "message", **item, "content": [{"type": kind, "text": text}] if isinstance(text, str) else text}
-    return item if item.get("id") else {**item, "id": _new_id(item)}
-
-
-def _new_id(item: Item) -> str:
-    return f"{_PREFIXES.get(str(item.get('type', 'message')), 'item')}_{uuid.uuid4().hex}"
+    prefix = _PREFIXES.get(str(item.get("type", "message")), "item")
+    return item if item.get("id") else {**item, "id": f"{prefix}_{uuid.uuid4().hex}"}
 
 
 def _ended(output: list[Item] | None, status: object) -> list[Item] | None:

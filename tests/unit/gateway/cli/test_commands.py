@@ -169,7 +169,7 @@ def fleet_file(pid: int, namespace: str = "outrider", directories: tuple[str, ..
 
 def test_a_fleet_that_listens_everywhere_is_announced_by_a_loopback_name(monkeypatch: pytest.MonkeyPatch) -> None:
     # A gateway without an admin key takes commands under such names only.
-    for name in ("check_gateway", "import_in_background"):
+    for name in ("check_gateway", "Thread"):
         monkeypatch.setattr(cli, name, Mock())
     monkeypatch.setattr("backend.launch.fleet.prepare_process", Mock())
     fleet = Mock(settings=Settings())

@@ -56,12 +56,13 @@ class Core:
 
 
 def exposed(metrics: GatewayMetrics):
-    return {family.name: family for family in text_string_to_metric_families(generate_latest(metrics.registry).decode())}
+    text = (generate_latest(metrics.own) + generate_latest(metrics.fleet)).decode()
+    return {family.name: family for family in text_string_to_metric_families(text)}
 
 
 def collected(core: Any) -> GatewayMetrics:
     made = GatewayMetrics()
-    made.registry.register(FleetCollector(core, "demo"))
+    made.fleet.register(FleetCollector(core, "demo"))
     return made
 
 
@@ -255,6 +256,6 @@ def test_recovery_is_the_time_without_tokens():
     for one in (begun, fresh):
         one.cut = Cut("failover", "silent", 20.0)
         metrics.on_tokens(one, 21.5)
-    (family,) = [each for each in metrics.registry.collect() if each.name == "outrider_recovery_seconds"]
+    (family,) = [each for each in metrics.own.collect() if each.name == "outrider_recovery_seconds"]
     (total,) = [sample.value for sample in family.samples if sample.name.endswith("_sum")]
     assert total == (21.5 - 12.0) + (21.5 - 20.0)

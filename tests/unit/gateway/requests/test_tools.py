@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gateway.http.errors import BadRequest
-from gateway.requests.tools import callable_tools, check_kinds, ended_apart, only_allowed
+from gateway.requests.tools import callable_tools, ended_apart, only_allowed
 from tests.support.refused import refused
 
 PAINT = {"type": "function", "function": {"name": "paint"}}
@@ -46,10 +46,10 @@ def test_other_choices_stay(choice):
 
 
 def test_tools_of_the_server_are_refused():
-    check_kinds(FLAT)
-    check_kinds(None)
-    assert refused(check_kinds, [*FLAT, {"type": "web_search"}]).param == "tools"
-    assert "no tools on the server" in refused(check_kinds, [{"type": {}}]).message
+    callable_tools({"tools": FLAT})
+    callable_tools({"tools": None})
+    assert refused(callable_tools, {"tools": [*FLAT, {"type": "file_search"}]}).param == "tools"
+    assert "no tools on the server" in refused(callable_tools, {"tools": [{"type": {}}]}).message
 
 
 SEARCH = {"type": "web_search", "external_web_access": False}
