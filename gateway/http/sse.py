@@ -88,94 +88,19 @@ async def _disconnect(request: Request) -> None:
         pass
 
 
-class Events:
-    """The buffer of one stream: its source puts events in, the connection's task takes them out."""
-
-    def __init__(self, dialect: Dialect = CHAT) -> None:
-        self._dialect = dialect
-        self.ended = False
-        self.error: ApiError | None = None
-        self.last = b""
-        self._loop = asyncio.get_running_loop()
-        self._parts: list[bytes] = []
-        self._waiting: asyncio.Future[None] | None = None
-        self._taken_at = self._loop.time()
-        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._silent)
-
-    def put(self, events: bytes) -> None:
-        """Adds one or more whole events; ignored after the end."""
-        if not self.ended:
-            self._parts.append(events)
-            self.last = events
-            self.wake()
-
-    def end(self, error: Exception | None = None) -> None:
-        """The stream is complete, or has failed with `error`.  Only the first call counts."""
-        if self.ended:
-            return
-        self.ended = True
-        if error is not None:
-            self.error = translate(error)
-            if self.error.status == 500:
-                logger.error("a stream failed: %s", type(error).__name__)
-        self.wake()
-
-    def wake(self) -> None:
-        """Makes a pending `more` return."""
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
-
-    @property
-    def empty(self) -> bool:
-        return not self._parts
-
-    def take(self) -> bytes:
-        """Takes out all buffered events."""
-        self._taken_at = self._loop.time()
-        parts = self._parts
-        if len(parts) == 1:
-            return parts.pop()
-        events = b"".join(parts)
-        parts.clear()
-        return events
-
-    async def more(self) -> None:
-        """Waits for an event, the end, or a `wake`."""
-        self._waiting = self._loop.create_future()
-        try:
-            await self._waiting
-        finally:
-            self._waiting = None
-
-    def close(self) -> None:
-        """Stops the timer for keep-alive comments."""
-        self._timer.cancel()
-
-    def _silent(self) -> None:
-        """Keeps the connection open if nothing was taken for a whole interval, and sets the timer for the next check."""
-        due = self._taken_at + KEEP_ALIVE_S
-        if due <= self._loop.time():
-            # If events wait, the client does not read, and a comment would not help.
-            if not self._parts and not self.ended:
-                self._parts.append(self._dialect.silent if self.last else self._dialect.waiting)
-                self.wake()
-            due = self._loop.time() + KEEP_ALIVE_S
-        self._timer = self._loop.call_at(due, self._silent)
-
-
 class Generated:
     """Events from strings that vLLM's serving classes yield."""
 
     def __init__(self, chunks: AsyncGenerator[str, None]) -> None:
         self._chunks = chunks
 
-    async def start(self, events: Events) -> None:
+    async def start(self, stream: EventStream) -> None:
         """Puts all events, and returns at the end."""
         async for chunk in self._chunks:
             if chunk.startswith(_ERROR_PREFIX):
                 raise from_vllm(json.loads(chunk.removeprefix("data: "))["error"])
-            events.put(chunk.encode())
-        events.end()
+            stream.put(chunk.encode())
+        stream.end()
 
     async def close(self) -> None:
         await self._chunks.aclose()
@@ -188,17 +113,9 @@ async def stream_response(
 
     `on_disconnect` is called when the client leaves later, but before the last event.
     """
-    events = Events(dialect)
-    leaving = asyncio.ensure_future(_disconnect(request))
-    leaving.add_done_callback(lambda _: events.wake())
-    stream = EventStream(source, events, dialect, leaving, on_disconnect)
+    stream = EventStream(request, source, dialect, on_disconnect)
     try:
-        while events.empty and not events.ended:
-            if leaving.done():
-                raise ClientGone
-            await events.more()
-        if events.empty and events.error is not None:
-            raise events.error
+        await stream.begun()
     except BaseException as error:
         await stream.close()
         if isinstance(error, ClientGone) or not isinstance(error, Exception):
@@ -208,64 +125,87 @@ async def stream_response(
 
 
 class EventStream(Response):
-    """Writes all buffered events at once, in one piece."""
+    """One stream.  Its source puts events into a buffer; the connection's task writes all of them at once, in one piece."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self,
-        source: Generated | PlainStream,
-        events: Events,
-        dialect: Dialect,
-        leaving: asyncio.Future[None],
-        on_disconnect: Callable[[], None],
+        self, request: Request, source: Generated | PlainStream, dialect: Dialect, on_disconnect: Callable[[], None]
     ) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(HEADERS)
         self._source = source
-        self._events = events
         self._dialect = dialect
-        self._leaving = leaving
         self._on_disconnect = on_disconnect
+        self._parts: list[bytes] = []
+        self._last = b""
+        self._ended = False
+        self._error: ApiError | None = None
+        self._loop = asyncio.get_running_loop()
+        self._waiting: asyncio.Future[None] | None = None
+        self._taken_at = self._loop.time()
+        self._timer = self._loop.call_later(KEEP_ALIVE_S, self._silent)
+        self._leaving = asyncio.ensure_future(_disconnect(request))
+        self._leaving.add_done_callback(lambda _: self._wake())
         # A task, because a request may wait for room: meanwhile comments are written, and its client may leave.
         self._starting = asyncio.create_task(self._start())
 
-    async def _start(self) -> None:
-        try:
-            await self._source.start(self._events)
-        except Exception as error:
-            self._events.end(error)
+    # What the source calls
+
+    def put(self, events: bytes) -> None:
+        """Adds one or more whole events; ignored after the end."""
+        if not self._ended:
+            self._parts.append(events)
+            self._last = events
+            self._wake()
+
+    def end(self, error: Exception | None = None) -> None:
+        """The stream is complete, or has failed with `error`.  Only the first call counts."""
+        if self._ended:
+            return
+        self._ended = True
+        if error is not None:
+            self._error = translate(error)
+            if self._error.status == 500:
+                logger.error("a stream failed: %s", type(error).__name__)
+        self._wake()
+
+    # The connection's task
+
+    async def begun(self) -> None:
+        """Returns when there is something to write.  Raises `ClientGone`, or the error of a stream that has no event."""
+        while not self._parts and not self._ended:
+            if self._leaving.done():
+                raise ClientGone
+            await self._more()
+        if not self._parts and self._error is not None:
+            raise self._error
 
     async def close(self) -> None:
-        self._events.close()
+        self._timer.cancel()
         self._leaving.cancel()
         if not self._starting.done():
             self._starting.cancel()
             await asyncio.gather(self._starting, return_exceptions=True)
         await self._source.close()
 
-    def _said_all(self) -> bool:
-        """Whether the last event has been taken."""
-        last, ends = self._events.last, self._dialect.ends
-        return self._events.empty and (last.startswith(ends) or last.endswith(ends))
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        events, leaving = self._events, self._leaving
+        leaving = self._leaving
         complete = False
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            while not events.ended and not leaving.done():
-                if events.empty:
-                    await events.more()
+            while not self._ended and not leaving.done():
+                if not self._parts:
+                    await self._more()
                     continue
-                await send({"type": "http.response.body", "body": events.take(), "more_body": True})
+                await send({"type": "http.response.body", "body": self.take(), "more_body": True})
                 # Whoever has read the last event may go before the source has cleared up.
                 complete = self._said_all() and not leaving.done()
             if not leaving.done():
-                rest = events.take()
-                if events.error is not None:
-                    rest += self._dialect.failed(events.error)
+                rest = self.take()
+                if self._error is not None:
+                    rest += self._dialect.failed(self._error)
                 await send({"type": "http.response.body", "body": rest, "more_body": False})
                 # `send` waits for a client that reads nothing, and returns when that one is gone.
                 complete = not leaving.done()
@@ -273,3 +213,46 @@ class EventStream(Response):
                 self._on_disconnect()
         finally:
             await self.close()
+
+    async def _start(self) -> None:
+        try:
+            await self._source.start(self)
+        except Exception as error:
+            self.end(error)
+
+    def take(self) -> bytes:
+        """Takes out all buffered events."""
+        self._taken_at = self._loop.time()
+        parts = self._parts
+        if len(parts) == 1:
+            return parts.pop()
+        events = b"".join(parts)
+        parts.clear()
+        return events
+
+    def _said_all(self) -> bool:
+        """Whether the last event has been taken."""
+        return not self._parts and (self._last.startswith(self._dialect.ends) or self._last.endswith(self._dialect.ends))
+
+    async def _more(self) -> None:
+        """Waits for an event, the end, or for the client to leave."""
+        self._waiting = self._loop.create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    def _silent(self) -> None:
+        """Keeps the connection open if nothing was taken for a whole interval, and sets the timer for the next check."""
+        due = self._taken_at + KEEP_ALIVE_S
+        if due <= self._loop.time():
+            # If events wait, the client does not read, and a comment would not help.
+            if not self._parts and not self._ended:
+                self._parts.append(self._dialect.silent if self._last else self._dialect.waiting)
+                self._wake()
+            due = self._loop.time() + KEEP_ALIVE_S
+        self._timer = self._loop.call_at(due, self._silent)

@@ -3,6 +3,9 @@
 import asyncio
 import json
 import logging
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -10,7 +13,8 @@ from vllm.v1.serial_utils import MsgpackEncoder
 
 from backend.wire.engine import OUTPUTS
 from gateway.admission.claim import Claim
-from gateway.http.sse import KEEP_ALIVE, KEEP_ALIVE_S, Events
+from gateway.http.sse import CHAT as CHAT_EVENTS
+from gateway.http.sse import KEEP_ALIVE, KEEP_ALIVE_S, EventStream
 from tests.support.fake_verifier import eventually, gated, silence, stall
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway
 
@@ -127,11 +131,16 @@ async def test_a_silent_stream_is_kept_open_by_what_is_no_event_without_data(run
 
 
 async def test_a_client_that_takes_nothing_gets_no_heap_of_comments(elapse):
-    taken = Events()
+    async def wait(*_):
+        await asyncio.Event().wait()
+
+    client: Any = SimpleNamespace(receive=wait)
+    source: Any = SimpleNamespace(start=wait, close=AsyncMock())
+    stream = EventStream(client, source, CHAT_EVENTS, lambda: None)
     for _ in range(3):
         await elapse(KEEP_ALIVE_S)
-    assert taken.take() == KEEP_ALIVE
-    taken.close()
+    assert stream.take() == KEEP_ALIVE
+    await stream.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
