@@ -17,7 +17,7 @@ from backend.transport.sockets import Wire
 from backend.wire.engine import GATEWAY_LEASE_S
 from gateway.fleet.directory import Directory, follow
 from gateway.fleet.engine_link import DECLARED_LOST, RESTARTED, LinkListener, Loss, VerifierLink
-from gateway.fleet.pauses import Changes, Pauses
+from gateway.fleet.pauses import Pauses
 from gateway.fleet.sequences import InFlight
 from gateway.fleet.weights import WeightsInForce
 from gateway.http.errors import NoVerifier
@@ -52,7 +52,6 @@ class Verifiers(LinkListener):
         self.links: dict[str, VerifierLink] = {}
         self.weights = WeightsInForce()
         self.pauses = Pauses()
-        self.pausing = Changes()
         self.standing: set[str] = set()
         """Incarnations of verifiers that were paused from here, and whose pause was not ended from here."""
         self.first_ready = asyncio.Event()

@@ -18,7 +18,7 @@ from backend.engine.front import VLLM_VERSION
 from backend.wire.engine import NOT_BEGUN
 from gateway.auth.rights import Right
 from gateway.fleet.engine_link import UtilityError, VerifierForgot, VerifierGone, VerifierLink
-from gateway.fleet.pauses import Pauses
+from gateway.fleet.pauses import Change, Pauses
 from gateway.http.errors import ApiError, BadRequest, EngineFailed, NotFound, NotSupported, NoVerifier, VerifierLost
 from gateway.http.openapi import described, shape
 from gateway.requests.body import TENSORS, media_type, read_json
@@ -236,11 +236,10 @@ async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments
 
 async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: str, *arguments: Any) -> dict[str, Any]:
     """A pause, or its end: also for verifiers that become ready meanwhile or later, unless it is refused."""
-    core = gateway.client.core
-    begun, pauses = core.pausing.begin(core.pauses, verifier, paused)
+    core, change = gateway.client.core, Change(verifier, paused)
     refused = False
     try:
-        await _set_pauses(gateway, pauses)
+        await _set_pauses(gateway, core.pauses.plus(change))
         results = await _results(gateway, verifier, method, *arguments)
         # Awake in part, they sleep on.
         refused = method == "wake_up" and not all(results.values())
@@ -248,11 +247,12 @@ async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: st
         refused = True
         raise
     finally:
-        now = core.pausing.end(begun, core.pauses, refused=refused)
-        if now != core.pauses:
-            await _set_pauses(gateway, now)
-    change = core.standing.update if paused else core.standing.difference_update
-    change(link.member.incarnation for link in core.ready_links if link.member.id in results)
+        if refused:
+            await _set_pauses(gateway, core.pauses.without(change))
+        else:
+            core.pauses = core.pauses.settled(change)
+    note = core.standing.update if paused else core.standing.difference_update
+    note(link.member.incarnation for link in core.ready_links if link.member.id in results)
     return results
 
 

@@ -1,14 +1,28 @@
-"""Pauses that are asked for at the same time."""
+"""Pauses of all verifiers and of one, also when they are asked for at the same time."""
 
-from gateway.fleet.pauses import Changes, Pauses
+from gateway.fleet.pauses import Change, Pauses
+
+
+def test_the_last_change_of_a_verifier_holds() -> None:
+    pauses = Pauses()
+    for change, holding in (
+        (Change("a", True), {"a"}),
+        (Change("a", False), set()),
+        (Change(None, True), {"a", "b"}),
+        (Change("b", False), {"a"}),
+        (Change("b", True), {"a", "b"}),
+        (Change(None, False), set()),
+    ):
+        asked = pauses.plus(change)
+        pauses = asked.settled(change)
+        for each in (asked, pauses):
+            assert {name for name in "ab" if each.holds(name)} == holding
+    assert pauses.changes == (change,)
 
 
 def test_refused_pauses_are_undone_alone() -> None:
-    changes = Changes()
-    first, now = changes.begin(Pauses(), None, True)
-    second, now = changes.begin(now, "a", True)
-    third, now = changes.begin(now, "b", True)
-    now = changes.end(second, now, refused=False)
-    now = changes.end(third, now, refused=True)
-    now = changes.end(first, now, refused=True)
-    assert now == Pauses().after("a", True)
+    first, second, third = Change(None, True), Change("a", True), Change("b", True)
+    pauses = Pauses().plus(first).plus(second).plus(third)
+    pauses = pauses.settled(second).without(third).without(first)
+    assert pauses.changes == (second,)
+    assert Pauses().plus(first).plus(again := Change(None, True)).settled(again).settled(first).changes == (again,)
