@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from inspect import isawaitable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from prometheus_client import generate_latest
@@ -80,7 +80,7 @@ class Peers:
         self._server = await asyncio.start_unix_server(partial(_answer, gateway), self._path(self._index))
         if self._command is not None:
             self._keepers = [asyncio.create_task(self._keep(number, port)) for number in self._others]
-        elif not self.is_first and gateway.reloader is not None:
+        elif not self.is_first:
             # What the other processes were asked for before has missed this one.
             with contextlib.suppress(ReloadError):
                 gateway.reloader.apply(await gateway.reloader.read())
@@ -129,21 +129,10 @@ class Peers:
         texts[self._index] = exposed(gateway, fleet=self.is_first)
         return merged([texts[number] for number in sorted(texts)])
 
-    async def reload(self, rules: NewRules) -> None:
-        """Has all other processes put in force what this one has read."""
-        # One that is just starting reads it itself.
-        await self._tell("did not reload", "reload", rules.model_dump(mode="json"))
-
     async def adapters(self) -> list[dict[str, Any]]:
         """LoRA adapters that another process has loaded, as requests to load them."""
         answers = await self._ask("adapters", timeout_s=READY_TIMEOUT_S)
         return max(answers.values(), key=len, default=[])
-
-    async def adapter(self, method: Literal["POST", "DELETE"], payload: dict[str, Any]) -> None:
-        """Has all other processes load (POST) or unload (DELETE) a LoRA adapter, too."""
-        # A process that is just starting asks for the adapters itself.
-        word = "load" if method == "POST" else "unload"
-        await self._tell(f"did not {word} {payload['lora_name']}", word, payload, timeout_s=6 * ASK_TIMEOUT_S)
 
     async def abort(self, request_ids: list[str] | None, verifier: str | None) -> dict[str, list[list[int]]]:
         """Ends requests of the other processes; the tokens they had."""
@@ -155,9 +144,11 @@ class Peers:
         answers = await self._ask("pauses", timeout_s=READY_TIMEOUT_S)
         return next((msgspec.convert(answer, Pauses) for answer in answers.values()), Pauses())
 
-    async def tell_pauses(self, pauses: Pauses) -> None:
-        """Has all other processes pause verifiers that become ready, or no longer."""
-        await self._tell("did not hear of a pause", "hear_of_pauses", msgspec.to_builtins(pauses))
+    async def tell(self, failed: str, call: str, *arguments: Any, timeout_s: float = ASK_TIMEOUT_S) -> None:
+        """Makes a call of `_CALLS` in all other processes, and logs which of them `failed`."""
+        done = await self._ask(call, *arguments, timeout_s=timeout_s)
+        if behind := [str(number) for number in self._others if number not in done]:
+            logger.error("gateway processes that %s: %s", failed, ", ".join(behind))
 
     async def update_number(self, gateway: Gateway) -> int:
         """Of the next update of the weights: the first process counts for all.  Raises `Unavailable`."""
@@ -167,12 +158,6 @@ class Peers:
         if 0 not in answers:
             raise Unavailable
         return int(answers[0])
-
-    async def _tell(self, failed: str, call: str, *arguments: Any, timeout_s: float = ASK_TIMEOUT_S) -> None:
-        """Makes the call, and logs which processes `failed`."""
-        done = await self._ask(call, *arguments, timeout_s=timeout_s)
-        if behind := [str(number) for number in self._others if number not in done]:
-            logger.error("gateway processes that %s: %s", failed, ", ".join(behind))
 
     async def _ask(
         self, call: str, *arguments: Any, timeout_s: float = ASK_TIMEOUT_S, of: Sequence[int] | None = None

@@ -39,7 +39,7 @@ class Gateway:
     quotas: Quotas
     batches: Batches
     tracing: Tracing | None = None
-    reloader: Reloader | None = None
+    reloader: Reloader = field(init=False)
     peers: Peers = field(init=False)
     """The other gateway processes on this port."""
     started: float = field(default_factory=time.time)

@@ -85,7 +85,7 @@ def build_gateway(
 class GatewayServer:
     """A gateway behind a listening socket.
 
-    `read_settings` reads the settings again for a reload; `peers` are the other processes on the port.
+    `read_settings` reads the settings again for a reload, None: they stay; `peers` are the other processes on the port.
 
     `on_listening(url)` is called when HTTP is served (`/livez` answers).  `on_ready(url)` is called once, when the first
     verifier is ready too (`/readyz` answers 200).  Call `run()` in a process's main thread, or await `serve()` in an event loop
@@ -106,8 +106,7 @@ class GatewayServer:
         peers: Peers | None = None,
     ) -> None:
         self.gateway = build_gateway(settings, directory, model_dir, model_name=model_name, wire=wire)
-        if read_settings is not None:
-            self.gateway.reloader = Reloader(self.gateway, read_settings)
+        self.gateway.reloader = Reloader(self.gateway, read_settings or (lambda: settings))
         self.gateway.peers = self._peers = peers or Peers()
         self.url = ""
         self._settings = settings.gateway
@@ -167,10 +166,9 @@ class GatewayServer:
 
     def reload(self) -> None:
         """Reads keys, limits and routing again.  The result is logged."""
-        if self.gateway.reloader is not None:
-            task = asyncio.ensure_future(reload_all(self.gateway))
-            # Fetches the exception, which has been logged, so that asyncio does not report it too.
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        task = asyncio.ensure_future(reload_all(self.gateway))
+        # Fetches the exception, which has been logged, so that asyncio does not report it too.
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def serve(self) -> None:
         """Serves until `stop()`.  Raises `OSError` when the address cannot be bound."""

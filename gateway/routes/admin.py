@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from backend.coordinator.commands import COMMANDS, AnyCommand, CommandRefused, Reason
 from gateway.auth.rights import Right
-from gateway.http.errors import ApiError, BadRequest, Conflict, NotFound, NotSupported
+from gateway.http.errors import ApiError, BadRequest, Conflict, NotFound
 from gateway.http.openapi import described, shape
 from gateway.reload import ReloadError, reload_all
 from gateway.requests.body import read_json
@@ -50,11 +50,8 @@ async def operation(request: Request, operation_id: int) -> Response:
 @router.post("/admin/reload", **described(gives=shape("changed", "needs_restart", "keys"), right=Right.ADMINISTER))
 async def reload(request: Request) -> Response:
     """Reads keys, limits and routing again.  200: they are in force; 400: they are wrong, and nothing has changed."""
-    gateway = gateway_of(request)
-    if gateway.reloader is None:
-        raise NotSupported("This gateway was started without settings that could be read again.")
     try:
-        return JSONResponse(asdict(await reload_all(gateway)))
+        return JSONResponse(asdict(await reload_all(gateway_of(request))))
     except ReloadError as error:
         raise BadRequest(f"Nothing has changed: {error}.", code="invalid_settings") from None
 

@@ -31,6 +31,9 @@ from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
 
+ADAPTER_TIMEOUT_S = 30.0
+"""Seconds in which other processes on the port must have done the same.  One that is being started asks for adapters itself."""
+
 
 @router.get("/v1/models", **described(gives=LIST, right=Right.KEY))
 async def list_models(request: Request) -> Response:
@@ -90,7 +93,7 @@ async def load_adapter(request: Request) -> Response:
     if known is not None and known.lora_path == body.lora_path:
         # Verifiers have discarded what the earlier one computed.
         gateway.client.core.choosing.emptied(gateway.client.core.links)
-    await gateway.peers.adapter("POST", body.model_dump())
+    await gateway.peers.tell(f"did not load {body.lora_name}", "load", body.model_dump(), timeout_s=ADAPTER_TIMEOUT_S)
     return answer
 
 
@@ -100,7 +103,7 @@ async def unload_adapter(request: Request) -> Response:
     """Unloads a LoRA adapter.  For administrators."""
     body, gateway = await _adapter(request, UnloadLoRAAdapterRequest), gateway_of(request)
     answer = _checked_answer(await gateway.services.models.unload_lora_adapter(body))
-    await gateway.peers.adapter("DELETE", body.model_dump())
+    await gateway.peers.tell(f"did not unload {body.lora_name}", "unload", body.model_dump(), timeout_s=ADAPTER_TIMEOUT_S)
     return answer
 
 

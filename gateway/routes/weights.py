@@ -258,7 +258,7 @@ async def _hold(gateway: Gateway, verifier: str | None, paused: bool, method: st
 
 async def _set_pauses(gateway: Gateway, pauses: Pauses) -> None:
     gateway.client.core.pauses = pauses
-    await gateway.peers.tell_pauses(pauses)
+    await gateway.peers.tell("did not hear of a pause", "hear_of_pauses", msgspec.to_builtins(pauses))
 
 
 def init_infos(init_info: dict[str, Any], verifiers: int, ranks: int) -> list[dict[str, Any]]:

@@ -108,11 +108,6 @@ async def test_from_the_command_line(tmp_path, capsys):
         assert "Nothing has changed: <path>: keys: input should be a valid list" in capsys.readouterr().err
 
 
-async def test_without_settings_to_read_there_is_nothing_to_reload():
-    async with running_gateway() as running:
-        assert (await running.http.post("/admin/reload", json={})).status_code == 501
-
-
 async def test_what_the_process_that_is_asked_has_read_all_have(tmp_path):
     all_files = [Files(tmp_path / name) for name in ("a", "b")]
     entry = make_key("one")[1]
@@ -149,7 +144,6 @@ async def test_of_two_reloads_at_a_time_the_later_one_stands(tmp_path):
     files.write([make_key("one")[1]])
     async with running_gateway(read_settings=files.read, **files.first) as running:
         reloader = running.server.gateway.reloader
-        assert reloader is not None
         earlier = await reloader.read()
         files.write([make_key("one")[1]], max_in_flight=7)
         reloader.apply(await reloader.read())

@@ -4,7 +4,9 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
+import msgspec
 import pytest
 
 from backend.fleet.stats import Weights
@@ -215,10 +217,9 @@ async def test_requests_of_one_verifier_are_aborted():
 
 
 async def test_processes_of_one_port_share_pauses_and_the_numbers_of_updates(tmp_path: Path):
-    gateways = [
-        SimpleNamespace(client=SimpleNamespace(core=SimpleNamespace(weights=WeightsInForce(), pauses=Pauses())), reloader=None)
-        for _ in range(2)
-    ]
+    cores = [SimpleNamespace(weights=WeightsInForce(), pauses=Pauses()) for _ in range(2)]
+    reloader = Mock(read=AsyncMock())
+    gateways = [SimpleNamespace(client=SimpleNamespace(core=core), reloader=reloader) for core in cores]
     peers = [Peers(tmp_path, number, 2) for number in range(2)]
     try:
         assert await peers[1].pauses() == Pauses()
@@ -228,7 +229,7 @@ async def test_processes_of_one_port_share_pauses_and_the_numbers_of_updates(tmp
         numbers = [await peers[each].update_number(gateways[each]) for each in (0, 1, 1, 0)]  # type: ignore[arg-type]
         assert numbers == [1, 2, 3, 4]
         paused = Pauses((Change(None, True), Change("verifier-1", False)))
-        await peers[1].tell_pauses(paused)
+        await peers[1].tell("", "hear_of_pauses", msgspec.to_builtins(paused))
         assert gateways[0].client.core.pauses == paused == await peers[1].pauses()
     finally:
         for each in peers:

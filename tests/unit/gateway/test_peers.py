@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -34,7 +34,7 @@ def test_families_of_several_processes_stand_together() -> None:
 async def test_a_call_that_fails_has_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asking, asked = (Peers(tmp_path, number, 2) for number in range(2))
     assert await asking._ask("ready") == {}, "nobody is there"
-    await asked.start(cast(Any, SimpleNamespace(reloader=None)), 0)
+    await asked.start(cast(Any, SimpleNamespace(reloader=Mock(read=AsyncMock()))), 0)
     monkeypatch.setitem(_CALLS, "ready", AsyncMock(side_effect=NotFound("x")))
     assert await asking._ask("ready") == {}
     assert not await asking.ready()
