@@ -46,11 +46,3 @@ def _add(db: sqlite3.Connection, name: str, kind: str, amount: float, limit: int
     bucket.add(amount, limit, now)
     db.execute("INSERT OR REPLACE INTO buckets VALUES (?,?,?,?)", (name, kind, bucket.used, now))
     return bucket.used
-
-
-def open_store(folder: Path | None) -> SharedCounters | None:
-    """A file in `folder`; without one None: no sharing.  Raises `OSError`."""
-    try:
-        return None if folder is None else SharedCounters(folder / "quotas.sqlite")
-    except sqlite3.Error as error:
-        raise OSError(f"the file of shared quotas: {error}") from None

@@ -41,7 +41,7 @@ def check_keys(own: GatewaySettings, theirs: GatewaySettings) -> None:
 def check_files(settings: Settings) -> None:
     """Checks the keys file, the certificate, and where state and quotas are kept.  Raises `ConfigError`."""
     from gateway.auth.key_ring import KeyFileError, read_entries
-    from gateway.auth.sharing import open_store
+    from gateway.storage.sqlite import Database
 
     section = settings.gateway
     try:
@@ -56,8 +56,8 @@ def check_files(settings: Settings) -> None:
         # ssl.SSLError, for a wrong certificate, is an OSError too.
         raise ConfigError(f"gateway.tls_cert, tls_key: {error.strerror or error}") from None
     try:
-        if (store := open_store(state_folder(settings))) is not None:
-            store.close()
+        if (folder := state_folder(settings)) is not None:
+            Database(folder / "quotas.sqlite").close()
     except OSError as error:
         raise ConfigError(f"gateway.state_dir: {error}") from None
 

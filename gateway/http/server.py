@@ -25,7 +25,7 @@ from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.auth.key_ring import KeyRing, read_entries
 from gateway.auth.quotas import Quotas
-from gateway.auth.sharing import open_store
+from gateway.auth.sharing import SharedCounters
 from gateway.cli.preflight import state_folder
 from gateway.fleet.core import FleetCore
 from gateway.fleet.directory import Directory
@@ -77,7 +77,7 @@ def build_gateway(
     section = settings.gateway
     ring = KeyRing(section.api_key, section.admin_key, read_entries(section.keys_file))
     # Even without a keys file, because a reload may add one.
-    quotas = Quotas(core.gateway_id, open_store(folder))
+    quotas = Quotas(core.gateway_id, None if folder is None else SharedCounters(folder / "quotas.sqlite"))
     batches = Batches(folder, settings, served_names[0])
     return Gateway(settings, client, services, metrics, responses, ring, quotas, batches, tracing)
 

@@ -19,14 +19,17 @@ BUSY_S = 5.0
 
 
 class Database:
-    """A SQLite database.  File and folder are created for this user only.  Raises `OSError` or `sqlite3.Error`."""
+    """A SQLite database.  File and folder are created for this user only.  Raises `OSError`."""
 
-    def __init__(self, path: Path, schema: str) -> None:
+    def __init__(self, path: Path, schema: str = "") -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.touch(mode=0o600)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=path.stem)
         self._connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
-        self._connection.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {schema}")
+        try:
+            self._connection.executescript(f"PRAGMA journal_mode=WAL; PRAGMA synchronous=NORMAL; {schema}")
+        except sqlite3.Error as error:
+            raise OSError(f"{path.name}: {error}") from None
 
     async def run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Runs `work` as one transaction on the database's thread.  The transaction is rolled back if `work` raises."""

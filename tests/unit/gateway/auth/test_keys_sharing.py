@@ -9,7 +9,7 @@ import pytest
 from gateway.auth.caller import Caller, KeyLimits
 from gateway.auth.quota import Use
 from gateway.auth.quotas import Quotas
-from gateway.auth.sharing import SharedCounters, open_store
+from gateway.auth.sharing import SharedCounters
 from gateway.http.errors import RateLimited
 
 CALLER = Caller("team", "team", limits=KeyLimits(5, 1000, 3))
@@ -112,8 +112,7 @@ async def test_the_end_counts_nothing_twice(store):
     assert (await other.exchange("g2", [Use("team", 0, 0, 0, 0, 0)]))["team"].requests == pytest.approx(1, abs=0.5)
 
 
-def test_without_a_place_nothing_is_shared(tmp_path):
-    assert open_store(None) is None
+def test_a_file_that_is_no_database_is_named(tmp_path):
     (tmp_path / "quotas.sqlite").write_text("no database" * 100)
     with pytest.raises(OSError, match="quotas"):
-        open_store(tmp_path)
+        SharedCounters(tmp_path / "quotas.sqlite")
