@@ -1,4 +1,4 @@
-"""Access control: hosts, keys, rights, quotas, and the limit on requests in flight.  Stands between the router and its routes.
+"""Access control: keys, rights, quotas, and the limit on requests in flight.  Plain ASGI, between the router and its routes.
 
 The route that was found decides who may call it, so no spelling of a path can evade that.
 `Access` puts the caller into `scope["state"]["caller"]` (`gateway.auth.caller`), and a new `Claim` into
@@ -17,13 +17,13 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.admission.claim import Claim
 from gateway.auth.caller import ANYBODY, Caller
 from gateway.auth.rights import Right, right_of
 from gateway.http.errors import Forbidden, RateLimited, TooManyRequests, Unauthorized
-from gateway.http.guard import MAX_ARRIVING_BYTES, check_source, host_of, is_local_origin, is_loopback, read_body
+from gateway.http.guard import MAX_ARRIVING_BYTES, host_of, is_local_origin, is_loopback, read_body
 from gateway.requests.body import TENSORS, media_type
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ AUDITED_BYTES = 2048
 
 
 class Access:
-    """Checks host and origin, then the key, then the limit on requests in flight, then the key's quotas."""
+    """Checks the key, then the limit on requests in flight, then the key's quotas."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
@@ -63,8 +63,6 @@ class Access:
             # A batch's line comes with its owner and its claim; see `gateway.storage.batches.calls`.
             await app(scope, receive, send)
             return
-        gateway, quotas = self._gateway, self._gateway.quotas
-        check_source(scope, gateway.settings.gateway, has_key=not gateway.ring.open)
         if right is Right.ADMINISTER:
             await self._administer(app, scope, receive, send)
             return
@@ -73,6 +71,7 @@ class Access:
         if scope["method"] != "POST":
             await app(scope, receive, send)
             return
+        gateway, quotas = self._gateway, self._gateway.quotas
         if not to_disk:
             await read_body(Request(scope, receive))
         most = gateway.settings.gateway.max_in_flight
@@ -132,19 +131,13 @@ class Access:
         """Lets only administrators' requests pass.  Logs the caller, the command and its status."""
         known = self._gateway.ring.find(scope) or self._gateway.ring.find_administrator(scope)
         who, status = "nobody" if known is None else known.name or "anybody", 0
-
-        async def answered(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
         try:
             caller = scope["state"]["caller"] = self._administrator(scope)
             who = caller.name or "this machine"
             if scope["method"] == "POST":
                 await read_body(Request(scope, receive))
-            await app(scope, receive, answered)
+            await app(scope, receive, send)
+            status = scope["state"].get("status", 0)
         except Exception as error:
             status = getattr(error, "status", 500)
             raise

@@ -95,7 +95,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _http_error)
     Access(gateway).guard(app)
-    app.add_middleware(Envelope, metrics=gateway.metrics, quotas=gateway.quotas, tracing=gateway.tracing)
+    app.add_middleware(Envelope, gateway=gateway)
     if gateway.settings.gateway.cors_origins:
         app.add_middleware(
             CORSMiddleware,

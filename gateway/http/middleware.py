@@ -1,25 +1,27 @@
-"""Work on every request before and after its route: id, counting, headers, log, errors.  Plain ASGI; bodies are not copied."""
+"""Work on every request around its route: id, origin, counting, headers, log, errors.  Plain ASGI; bodies are not copied."""
+
+from __future__ import annotations
 
 import logging
 import re
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from backend.tracing import Tracing
 from gateway.admission.claim import Claim
 from gateway.auth.caller import ANYBODY
-from gateway.auth.quotas import Quotas
 from gateway.http.errors import BadRequest, translate
-from gateway.http.guard import PROBES
+from gateway.http.guard import PROBES, check_source
 from gateway.http.spans import begin_span, end_span
 from gateway.http.sse import ClientGone
-from gateway.metrics.gateway import GatewayMetrics
+
+if TYPE_CHECKING:
+    from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
 access = logging.getLogger("outrider.access")
@@ -32,55 +34,51 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Envelope:
     """Gives each request its id, counts it, adds headers with the rest of the key's quotas, and answers uncaught exceptions.
 
-    With `tracing`, each request has a span.
+    With tracing, each request has a span.
     """
 
-    def __init__(self, app: ASGIApp, metrics: GatewayMetrics, quotas: Quotas, tracing: Tracing | None = None) -> None:
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
-        self._metrics = metrics
-        self._quotas = quotas
-        self._tracing = tracing
+        self._gateway = gateway
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        state = scope.setdefault("state", {})
+        gateway, state = self._gateway, scope.setdefault("state", {})
         _take_request_id(scope)
-        span = None if self._tracing is None else begin_span(self._tracing, scope)
-        status = 0
+        span = None if gateway.tracing is None else begin_span(gateway.tracing, scope)
 
         async def named_send(message: Message) -> None:
-            nonlocal status
             if message["type"] == "http.response.start":
-                status = message["status"]
+                state["status"] = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = state["request_id"]
                 message["headers"] += _times(started, state.get("claim"))
-                message["headers"] += self._quotas.headers(state.get("caller", ANYBODY))
+                message["headers"] += gateway.quotas.headers(state.get("caller", ANYBODY))
             await send(message)
 
         started = time.monotonic()
         try:
+            check_source(scope, gateway.settings.gateway, has_key=not gateway.ring.open)
             await self._app(scope, receive, named_send)
         except (ClientGone, ClientDisconnect):
-            status = status or 499
-            self._metrics.client_left()
+            gateway.metrics.client_left()
         except Exception as error:
             known = translate(error)
             if known.status == 500:
                 logger.exception("request %s failed", state["request_id"])
-            if status:
+            if "status" in state:
                 raise
             response = JSONResponse(known.body_for(scope["path"]), known.status, known.headers())
             await response(scope, receive, named_send)
         finally:
-            route = getattr(scope.get("route"), "path", "unmatched")
-            self._metrics.request_done(route, status or 499)
+            route, status = getattr(scope.get("route"), "path", "unmatched"), state.get("status", 499)
+            gateway.metrics.request_done(route, status)
             if span is not None:
-                end_span(span, scope, status or 499)
+                end_span(span, scope, status)
             level = logging.DEBUG if route in QUIET_PATHS else logging.INFO
             if access.isEnabledFor(level):
-                entry = _entry(scope, route, status or 499, started)
+                entry = _entry(scope, route, status, started)
                 access.log(level, "%s", _text(entry), extra={"fields": entry})
 
 

@@ -113,8 +113,6 @@ class GatewayServer:
         self._on_listening = on_listening
         self._on_ready = on_ready
         self._stopping = asyncio.Event()
-        self._freezes = False
-        """Whether the server owns the process, and may exclude imported objects from garbage collection."""
         config = uvicorn.Config(
             build_app(self.gateway),
             log_config=None,
@@ -137,7 +135,6 @@ class GatewayServer:
 
     def run(self) -> None:
         """Serves until SIGINT or SIGTERM and lets open requests finish; a second signal ends them at once."""
-        self._freezes = True
         try:
             uvloop.run(self._run())
         finally:
@@ -149,6 +146,9 @@ class GatewayServer:
         for each in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(each, self.stop)
         loop.add_signal_handler(signal.SIGHUP, self.reload)
+        # Imported objects stay.  A garbage collection over them would hold every request for a quarter of a second.
+        gc.collect()
+        gc.freeze()
         try:
             await self.serve()
         finally:
@@ -194,10 +194,6 @@ class GatewayServer:
 
     async def _announce(self) -> None:
         await self._server.listening.wait()
-        if self._freezes:
-            # Imported objects stay.  A garbage collection over them would hold every request for a quarter of a second.
-            gc.collect()
-            gc.freeze()
         logger.info("listening on %s", self.url)
         if self._on_listening is not None:
             self._on_listening(self.url)

@@ -106,14 +106,9 @@ class Generated:
         await self._chunks.aclose()
 
 
-async def stream_response(
-    request: Request, source: Generated | PlainStream, dialect: Dialect, on_disconnect: Callable[[], None]
-) -> EventStream:
-    """The streaming response for a source's events.  Before the first event, raises `ApiError` or `ClientGone`.
-
-    `on_disconnect` is called when the client leaves later, but before the last event.
-    """
-    stream = EventStream(request, source, dialect, on_disconnect)
+async def stream_response(request: Request, source: Generated | PlainStream, dialect: Dialect) -> EventStream:
+    """The streaming response for a source's events.  Before the first event, raises `ApiError` or `ClientGone`."""
+    stream = EventStream(request, source, dialect)
     try:
         await stream.begun()
     except BaseException as error:
@@ -129,15 +124,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, request: Request, source: Generated | PlainStream, dialect: Dialect, on_disconnect: Callable[[], None]
-    ) -> None:
+    def __init__(self, request: Request, source: Generated | PlainStream, dialect: Dialect) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers(HEADERS)
         self._source = source
         self._dialect = dialect
-        self._on_disconnect = on_disconnect
+        self._metrics = request.app.state.gateway.metrics
         self._parts: list[bytes] = []
         self._last = b""
         self._ended = False
@@ -210,7 +203,7 @@ class EventStream(Response):
                 # `send` waits for a client that reads nothing, and returns when that one is gone.
                 complete = not leaving.done()
             if not complete:
-                self._on_disconnect()
+                self._metrics.client_left()
         finally:
             await self.close()
 

@@ -98,7 +98,7 @@ async def respond(
     if isinstance(answer, AsyncGenerator):
         answer = Generated(answer if speculation is None else speculation.add_to_stream(answer))
     if isinstance(answer, Generated | PlainStream):
-        return await stream_response(request, answer, dialect, gateway.metrics.client_left)
+        return await stream_response(request, answer, dialect)
     whole = await json_answers.whole(answer, shown) if isinstance(answer, Deferred) else None
     body = shown(answer) if whole is None else whole.body
     if speculation is not None:

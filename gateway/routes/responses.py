@@ -44,7 +44,7 @@ async def create_response(request: Request) -> Response:
         return _follow(gateway, turn.id, -1) if turn.streamed else JSONResponse(body)
     if isinstance(made, AsyncGenerator):
         written = (event(each, each["type"]).decode() async for each in responses.stream(turn, made))
-        return await stream_response(request, Generated(written), DIALECT, gateway.metrics.client_left)
+        return await stream_response(request, Generated(written), DIALECT)
     return await responses.answer(turn, made)
 
 

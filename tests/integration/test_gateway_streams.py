@@ -5,7 +5,7 @@ import json
 import logging
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -134,9 +134,9 @@ async def test_a_client_that_takes_nothing_gets_no_heap_of_comments(elapse):
     async def wait(*_):
         await asyncio.Event().wait()
 
-    client: Any = SimpleNamespace(receive=wait)
+    client: Any = Mock(receive=wait)
     source: Any = SimpleNamespace(start=wait, close=AsyncMock())
-    stream = EventStream(client, source, CHAT_EVENTS, lambda: None)
+    stream = EventStream(client, source, CHAT_EVENTS)
     for _ in range(3):
         await elapse(KEEP_ALIVE_S)
     assert stream.take() == KEEP_ALIVE

@@ -53,7 +53,7 @@ async def test_arguments_of_others_are_taken_and_those_of_the_verifier_are_not(r
         ({"sampling_params": {"max_tokns": 4}}, "sampling_params"),
         ({"sampling_params": {"extra_args": {"outrider_fixed_response": [1]}}}, "sampling_params"),
         ({"sampling_params": {"extra_args": [1]}}, "sampling_params"),
-        ({"sampling_params": {"extra_args": {"a": "x" * 2**21}}}, "extra_args"),
+        ({"sampling_params": {"extra_args": {"a": "x" * 2**17}}}, "extra_args"),
         ({"sampling_params": {"n": 1000}}, "n"),
         ({"token_ids": []}, "token_ids"),
         ({"token_ids": [1, "a"]}, "token_ids"),

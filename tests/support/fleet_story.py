@@ -154,12 +154,13 @@ def page_app(story: Story, api_key: str | None = None) -> FastAPI:
         settings=Settings(),
         ring=KeyRing(api_key),
         quotas=Quotas("", None),
+        tracing=None,
         services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo")),
     )
     app.include_router(page.router)
     app.include_router(operations.router)
     Access(cast(Gateway, gateway)).guard(app)
-    app.add_middleware(Envelope, metrics=GatewayMetrics(), quotas=gateway.quotas)
+    app.add_middleware(Envelope, gateway=cast(Gateway, gateway))
     return app
 
 
