@@ -71,8 +71,10 @@ class LoadTest:
         self._http = self.connect().http
         model = options.model or self._http.get("/v1/models").raise_for_status().json()["data"][0]["id"]
         self.knobs = Knobs(model, options.prompt_tokens, options.max_tokens, options.temperature, options.seed, duration_s)
-        self._before = metrics.read_first(self._http)
-        if not self._before:
+        try:
+            self._before = metrics.read(self._http)
+        except httpx.HTTPStatusError:
+            self._before = {}
             print("/metrics is refused: without acceptance length and leftover", file=sys.stderr)
             self.limits.pop("leftover", None)
 

@@ -28,14 +28,6 @@ def read(http: httpx.Client) -> dict[str, float]:
     return parse(http.get("/metrics", timeout=TIMEOUT_S).raise_for_status().text)
 
 
-def read_first(http: httpx.Client) -> dict[str, float]:
-    """As `read`, but nothing where `/metrics` is refused: a load runs without it.  Raises `httpx.HTTPError`."""
-    try:
-        return read(http)
-    except httpx.HTTPStatusError:
-        return {}
-
-
 def acceptance_length(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
     """`acceptance_length` between two readings, if anything was drafted."""
     drafts = after[DRAFTS] - before[DRAFTS] if before else 0

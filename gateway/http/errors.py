@@ -42,7 +42,7 @@ from __future__ import annotations
 import math
 import re
 from http import HTTPStatus
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Any, ClassVar
 
 import pydantic
 import starlette.exceptions
@@ -84,15 +84,6 @@ _ANTHROPIC = {
 """Anthropic's error types by HTTP status (docs.anthropic.com, "Errors"); for any other status, `api_error`."""
 
 
-class _Differing(TypedDict, total=False):
-    status: int
-    type: str
-    code: str
-    retry_after_s: int
-    is_final: bool
-    text: str
-
-
 class ApiError(Exception):
     """An error as the client sees it.  Subclasses name what differs from their base as keywords of the class."""
 
@@ -105,7 +96,7 @@ class ApiError(Exception):
     text: ClassVar[str] = ""
     """The message of an error that takes none."""
 
-    def __init_subclass__(cls, **differing: Unpack[_Differing]) -> None:
+    def __init_subclass__(cls, **differing: Any) -> None:
         super().__init_subclass__()
         for name, value in differing.items():
             setattr(cls, name, value)
