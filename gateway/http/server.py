@@ -87,9 +87,8 @@ class GatewayServer:
 
     `read_settings` reads the settings again for a reload, None: they stay; `peers` are the other processes on the port.
 
-    `on_listening(url)` is called when HTTP is served (`/livez` answers).  `on_ready(url)` is called once, when the first
-    verifier is ready too (`/readyz` answers 200).  Call `run()` in a process's main thread, or await `serve()` in an event loop
-    of your own and end it with `stop()`.
+    `on_ready(url)` is called once, when HTTP is served and the first verifier is ready (`/readyz` answers 200).  Call `run()`
+    in a process's main thread, or await `serve()` in an event loop of your own and end it with `stop()`.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class GatewayServer:
         *,
         model_name: str | None = None,
         wire: Wire | None = None,
-        on_listening: Callable[[str], None] | None = None,
         on_ready: Callable[[str], None] | None = None,
         read_settings: Callable[[], Settings] | None = None,
         peers: Peers | None = None,
@@ -110,7 +108,6 @@ class GatewayServer:
         self.gateway.peers = self._peers = peers or Peers()
         self.url = ""
         self._settings = settings.gateway
-        self._on_listening = on_listening
         self._on_ready = on_ready
         self._stopping = asyncio.Event()
         config = uvicorn.Config(
@@ -195,8 +192,6 @@ class GatewayServer:
     async def _announce(self) -> None:
         await self._server.listening.wait()
         logger.info("listening on %s", self.url)
-        if self._on_listening is not None:
-            self._on_listening(self.url)
         await self.gateway.client.core.first_ready.wait()
         await self._peers.wait_ready()
         if self._on_ready is not None:

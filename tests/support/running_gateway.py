@@ -3,6 +3,8 @@
 import asyncio
 import json
 import tempfile
+import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -100,8 +102,15 @@ async def serving(server: GatewayServer, verifiers: int) -> AsyncIterator[tuple[
 def gateway_process(job: dict[str, Any], pipe: Connection) -> None:
     """The main function of a gateway's process, with the job's `members` and settings (default: none); a signal ends it."""
     settings = Settings.model_validate({"verifier": job.get("verifier", {}), "gateway": {"port": 0, **job.get("gateway", {})}})
-    directory = StaticDirectory(job.get("members", ()))
-    GatewayServer(settings, directory, job["model"], on_listening=pipe.send).run()
+    server = GatewayServer(settings, StaticDirectory(job.get("members", ())), job["model"])
+
+    def tell() -> None:
+        while not server._server.started:
+            time.sleep(0.01)
+        pipe.send(server.url)
+
+    threading.Thread(target=tell, daemon=True).start()
+    server.run()
 
 
 class Keys:
