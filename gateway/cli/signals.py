@@ -4,30 +4,25 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
 
-class Interrupted(KeyboardInterrupt):
-    """SIGINT or SIGTERM was received.  An event loop raises it again, whichever task it came in."""
-
-
-class Forced:
-    """Whether one more signal ends the process."""
-
-    armed = False
-
-
 @contextmanager
-def signals() -> Iterator[Forced]:
-    """The first SIGINT or SIGTERM raises `Interrupted` in the block.  A second one, during the clean-up, ends the process."""
-    state = Forced()
+def signals() -> Iterator[SimpleNamespace]:
+    """The first SIGINT or SIGTERM raises `KeyboardInterrupt` in the block; a second one, in the clean-up, ends the process.
+
+    So does the first one once the block has set `armed`.
+    """
+    state = SimpleNamespace(armed=False)
 
     def handle(number: int, frame: Any) -> None:
         if not state.armed:
             state.armed = True
-            raise Interrupted
+            # An event loop raises it again, whichever task it came in.
+            raise KeyboardInterrupt
         print("outrider: stopped at once", file=sys.stderr)
         # Ray's processes die with their parent; the next start removes the files.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
