@@ -186,7 +186,7 @@ class FleetCore(Verifiers, EngineCoreClient):
             return
         record.emitted_tokens += tokens
         record.claim.output_tokens += tokens
-        self._metrics.on_emitted(tokens)
+        self._metrics.tokens.inc(tokens)
         if last and reason:
             self._end(record, reason)
 

@@ -62,7 +62,7 @@ class Envelope:
             check_source(scope, gateway.settings.gateway, has_key=not gateway.ring.open)
             await self._app(scope, receive, named_send)
         except (ClientGone, ClientDisconnect):
-            gateway.metrics.client_left()
+            gateway.metrics.disconnects.inc()
         except Exception as error:
             known = translate(error)
             if known.status == 500:
@@ -73,7 +73,7 @@ class Envelope:
             await response(scope, receive, named_send)
         finally:
             route, status = getattr(scope.get("route"), "path", "unmatched"), state.get("status", 499)
-            gateway.metrics.request_done(route, status)
+            gateway.metrics.requests.labels(route, str(status)).inc()
             if span is not None:
                 end_span(span, scope, status)
             level = logging.DEBUG if route in QUIET_PATHS else logging.INFO

@@ -203,7 +203,7 @@ class EventStream(Response):
                 # `send` waits for a client that reads nothing, and returns when that one is gone.
                 complete = not leaving.done()
             if not complete:
-                self._metrics.client_left()
+                self._metrics.disconnects.inc()
         finally:
             await self.close()
 

@@ -135,6 +135,7 @@ class GatewayCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         gate, sequences = self._core.gate, self._core.sequences
+        yield _family("outrider_requests_in_flight", [([], self._metrics.in_flight)])
         yield _family("outrider_verifiers_connected", [([], len(self._core.ready_links))])
         yield _family("outrider_queue_sequences", [([], gate.sequences)])
         yield _family("outrider_queue_tokens", [([], gate.tokens)])

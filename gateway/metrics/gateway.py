@@ -8,7 +8,7 @@ Everything runs in the event loop.
 from collections import Counter as TotalBy
 from typing import Literal, NamedTuple
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
 from gateway.fleet.sequences import Cut, InFlight, MoveKind
 
@@ -257,16 +257,16 @@ class GatewayMetrics:
         """Generation requests that are being served."""
         self.moves: TotalBy[tuple[MoveKind, str, str]] = TotalBy()
         """Sequences that went on at another verifier, by kind, cause and new verifier; for the fleet page."""
-        self._requests = self._counter("outrider_requests_total")
-        self._disconnects = self._counter("outrider_client_disconnects_total")
+        self.requests = self._counter("outrider_requests_total")
+        self.disconnects = self._counter("outrider_client_disconnects_total")
         self._finished = self._counter("outrider_sequences_finished_total")
         self._failovers = self._counter("outrider_failovers_total")
         self._migrations = self._counter("outrider_migrations_total")
         self._poisoned = self._counter("outrider_poisoned_total")
-        self._batch_lines = self._counter("outrider_batch_lines_total")
+        self.batch_lines = self._counter("outrider_batch_lines_total")
         self._recovery = self._histogram("outrider_recovery_seconds")
         self._prompt_tokens = self._counter("outrider_prompt_tokens_total")
-        self._tokens = self._counter("outrider_generated_tokens_total")
+        self.tokens = self._counter("outrider_generated_tokens_total")
         self._first_token = self._histogram("outrider_time_to_first_token_seconds")
         self._inter_chunk = self._histogram("outrider_inter_chunk_seconds")
         self._tgs_decode = self._histogram("outrider_tgs_decode")
@@ -275,9 +275,6 @@ class GatewayMetrics:
             "vllm:time_to_first_token_seconds": self._first_token,
             "vllm:inter_token_latency_seconds": self._inter_chunk,
         }
-        name = "outrider_requests_in_flight"
-        gauge = Gauge(name, DEFINITIONS[name].help, registry=self.own)
-        gauge.set_function(lambda: self.in_flight)
 
     def _counter(self, name: str) -> Counter:
         definition = DEFINITIONS[name]
@@ -290,25 +287,11 @@ class GatewayMetrics:
         definition = DEFINITIONS[name]
         return Histogram(name, definition.help, definition.labels, registry=self.own, buckets=_BUCKETS[name])
 
-    def request_done(self, route: str, status: int) -> None:
-        self._requests.labels(route, str(status)).inc()
-
-    def batch_line(self, status: int) -> None:
-        self._batch_lines.labels(str(status)).inc()
-
-    def client_left(self) -> None:
-        """Counts a client that closed its connection before its answer was complete."""
-        self._disconnects.inc()
-
     def on_moved(self, sequence: InFlight, cut: Cut) -> None:
         """The sequence goes on at another verifier (or, after a failover, at the same one)."""
         if sequence.link is not None:
             self.moves[cut.kind, cut.cause, sequence.link.member.id] += 1
         (self._failovers if cut.kind == "failover" else self._migrations).labels(cut.cause).inc()
-
-    def on_emitted(self, count: int) -> None:
-        """`count` tokens are in an answer."""
-        self._tokens.inc(count)
 
     def on_tokens(self, sequence: InFlight, now: float) -> None:
         """Tokens arrived in one chunk; called before `sequence` takes them in."""

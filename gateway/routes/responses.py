@@ -102,7 +102,7 @@ def _follow(gateway: Gateway, response_id: str, after: int) -> Response:
     async def left(_: Message) -> None:
         # The server reports a connection whose answer is complete as closed, too.
         if not said_all.is_set():
-            gateway.metrics.client_left()
+            gateway.metrics.disconnects.inc()
 
     return EventSourceResponse(
         _named(gateway.responses.follow(response_id, after), said_all),

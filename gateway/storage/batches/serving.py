@@ -244,7 +244,7 @@ class Batches:
                 logger.exception("a line of a batch failed")
                 answer = LineAnswer(line.custom_id, 500, None, "", FAILED)
             if answer is not None:
-                self._gateway.metrics.batch_line(answer.status)
+                self._gateway.metrics.batch_lines.labels(str(answer.status)).inc()
                 return answer
             await asyncio.sleep(random.uniform(0.5, 1) * wait_s)
             wait_s = min(2 * wait_s, most_s)

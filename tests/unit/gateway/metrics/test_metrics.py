@@ -80,7 +80,7 @@ def metrics() -> GatewayMetrics:
 
 
 def test_every_metric_is_defined_with_its_kind_and_labels(metrics):
-    metrics.request_done("/v1/completions", 200)
+    metrics.requests.labels("/v1/completions", "200").inc()
     metrics.on_finished(sequence(0.0, 0), "stop")
     for kind in ("failover", "migration"):
         moved = sequence(0.0, 1)
@@ -230,7 +230,7 @@ def test_timing_definitions():
     metrics = GatewayMetrics()
     one = sequence(arrived=10.0, tokens=0)
     metrics.on_tokens(one, 12.0)
-    metrics.on_emitted(5)
+    metrics.tokens.inc(5)
     one.first_token = one.last_token = 12.0
     one.emitted = [1, 2]
     metrics.on_tokens(one, 13.0)
