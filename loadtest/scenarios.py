@@ -105,7 +105,7 @@ def _user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def constant(share: float, users: int) -> int:
+def all_users(share: float, users: int) -> int:
     """The number of users after this share of the time: always all."""
     return users
 
@@ -129,7 +129,7 @@ class Scenario:
     make: Make
     users: int = 4
     duration_s: float = 30.0
-    shape: Callable[[float, int], int] = constant
+    shape: Callable[[float, int], int] = all_users
     """(share of the time that has passed, users at the peak) -> users now."""
 
 

@@ -92,7 +92,7 @@ class Following:
             return None
         if not part.of:
             logger.warning("%s has no %s to give: the head keeps the earlier one", session.verifier_id, part.name)
-            self._end(fetch)
+            self._end_fetch(fetch)
             return None
         dtype = TORCH_DTYPES[part.dtype]
         fits = 0 < part.rows <= part.of - part.first and part.of <= ROWS and 0 < part.width <= WIDTH
@@ -112,7 +112,7 @@ class Following:
         fetch.first, fetch.data = 0, bytearray()
         if fetch.names:
             return fetch.want
-        self._end(fetch)
+        self._end_fetch(fetch)
         self._take(fetch.found)
         return None
 
@@ -120,7 +120,7 @@ class Following:
         """All sessions were dropped: gives up the fetch in progress."""
         self._fetch = None
 
-    def _end(self, fetch: _Fetch) -> None:
+    def _end_fetch(self, fetch: _Fetch) -> None:
         """All tensors of a fetch have come, or one cannot come."""
         self._have, self._requested, self._found, self._fetch = fetch.hello, fetch.covered, fetch.found, None
 

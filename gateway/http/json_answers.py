@@ -46,7 +46,7 @@ _ANSWERED = ("choices", "message", "prompt_tokens_details", "usage")
 
 def body(answer: pydantic.BaseModel) -> dict[str, Any]:
     """An answer's JSON."""
-    made = _spoken(answer.model_dump(mode="json", by_alias=True))
+    made = _without_silent_nulls(answer.model_dump(mode="json", by_alias=True))
     return made | {"usage": detailed(made["usage"])} if "usage" in made else made
 
 
@@ -115,12 +115,13 @@ def _list(values: list[Any] | None) -> bytes:
     return b"[%b]" % b",".join(pieces)
 
 
-def _spoken(value: dict[str, Any]) -> dict[str, Any]:
+def _without_silent_nulls(value: dict[str, Any]) -> dict[str, Any]:
+    """The answer without fields that clients do not expect when they are null, also in the objects inside."""
     kept = {name: each for name, each in value.items() if each is not None or name not in _SILENT_WHEN_NULL}
     for name in _ANSWERED:
         inner = kept.get(name)
         if isinstance(inner, dict):
-            kept[name] = _spoken(inner)
+            kept[name] = _without_silent_nulls(inner)
         elif isinstance(inner, list):
-            kept[name] = [_spoken(each) for each in inner]
+            kept[name] = [_without_silent_nulls(each) for each in inner]
     return kept

@@ -104,6 +104,6 @@ async def run(
     core: RolloutCore, asked: list[RolloutRequest], responses: Outputs | None = None, seed: int | None = None
 ) -> RoundResult:
     """One round."""
-    responses = responses or Outputs.of(core, None, log_stats=False)
+    responses = responses or Outputs(core, None, log_stats=False)
     bar = tqdm(file=io.StringIO(), total=len(asked))
     return await RoundRunner(0, asked, core, responses, bar, lambda line: None, seed).run()

@@ -94,13 +94,9 @@ def submissions() -> list[Submit] | None:
 class Outputs(OutputProcessor):
     """vLLM's, which tells the core what it puts into answers: not what came after a stop string."""
 
-    core: Core
-
-    @classmethod
-    def of(cls, core: Core, *args: Any, **options: Any) -> Outputs:
-        made = cls(*args, **options)
-        made.core = core
-        return made
+    def __init__(self, core: Core, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.core = core
 
     def process_outputs(self, engine_core_outputs: list[EngineCoreOutput], *args: Any, **kwargs: Any) -> OutputProcessorOutput:
         known = [output for output in engine_core_outputs if output.request_id in self.request_states]
@@ -130,7 +126,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         # `add_request` has already checked structured outputs.
         self.input_processor.structured_outputs_config = None
         self.admission_stats = None
-        self.output_processor = Outputs.of(
+        self.output_processor = Outputs(
             core,
             self.renderer.tokenizer,
             log_stats=False,
@@ -215,10 +211,10 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         return outputs
 
     async def _add_request(self, request: Any, prompt: Any, parent_req: Any, index: int, queue: Any) -> None:
+        """vLLM's method of the same name, which registers a request before submitting it: one not submitted must not stay."""
         try:
             await super()._add_request(request, prompt, parent_req, index, queue)
         except BaseException:
-            # vLLM registers a request before submitting it; one that was not submitted must not stay.
             self.output_processor.abort_requests([request.request_id], internal=True)
             raise
 

@@ -65,7 +65,7 @@ class Front:
 
     def outputs(self, core: Core) -> Outputs:
         """Makes responses of this core's outputs from now on."""
-        return Outputs.of(core, self._inputs.tokenizer, log_stats=False)
+        return Outputs(core, self._inputs.tokenizer, log_stats=False)
 
     def _compiled(self, params: StructuredOutputsParams) -> StructuredOutputsParams:
         key = repr(params)

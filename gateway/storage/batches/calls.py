@@ -52,7 +52,7 @@ class Calls:
             status, headers, body = known.status, known.headers(), json.dumps(known.body()).encode()
         if again(status, headers):
             return None
-        usage = msgspec.json.decode(body, type=_Used).usage if status == 200 else None
+        usage = msgspec.json.decode(body, type=_AnswerUsage).usage if status == 200 else None
         return LineAnswer(line.custom_id, status, msgspec.Raw(body), request_id, usage=usage)
 
     async def _post(self, line: BatchLine, owner: str, request_id: str) -> tuple[int, Mapping[str, str], bytes]:
@@ -79,5 +79,7 @@ def again(status: int, headers: Mapping[str, str]) -> bool:
     return status in RETRIED and headers.get("x-should-retry") != "false"
 
 
-class _Used(msgspec.Struct):
+class _AnswerUsage(msgspec.Struct):
+    """What is read of a line's answer."""
+
     usage: Any = None
