@@ -92,7 +92,7 @@ def test_a_tokenizers_own_code_runs_only_if_the_fleet_trusts_it(
 ) -> None:
     load = Mock(side_effect=ConfigError("enough"))
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
-    for name in ("_cases", "_front"):
+    for name in ("read_trace", "_front"):
         monkeypatch.setattr(main, name, Mock(return_value=[None]))
     monkeypatch.setattr("backend.launch.fleet.prepare_process", Mock())
     (tmp_path / "train.3.parquet").touch()
