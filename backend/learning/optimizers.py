@@ -7,30 +7,20 @@ from torch import nn
 
 
 class Optimizers:
-    """Muon for the weight matrices, AdamW for embeddings, output heads and norms; one schedule scales both.
-
-    Without `muon` AdamW does all: Muon computes in bfloat16, which is slow on a CPU without instructions for it.
-    """
+    """Muon for the weight matrices, AdamW for embeddings, output heads and norms; one schedule scales both."""
 
     def __init__(
-        self,
-        parameters: Iterable[tuple[str, nn.Parameter]],
-        matrix_rate: float,
-        embedding_rate: float,
-        decay: float,
-        muon: bool = True,
+        self, parameters: Iterable[tuple[str, nn.Parameter]], matrix_rate: float, embedding_rate: float, decay: float
     ) -> None:
         matrices: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
         for name, parameter in parameters:
-            is_matrix = muon and parameter.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
+            is_matrix = parameter.ndim == 2 and "embed_tokens" not in name and "lm_head" not in name
             (matrices if is_matrix else others).append(parameter)
-        self.parts: list[torch.optim.Optimizer] = []
-        if muon:
-            self.parts.append(
-                torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="original")
-            )
-        self.parts.append(torch.optim.AdamW(others, lr=embedding_rate, betas=(0.9, 0.95), weight_decay=0.0))
+        self.parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="original"),
+            torch.optim.AdamW(others, lr=embedding_rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
         self.full_rates = [part.defaults["lr"] for part in self.parts]
 
     def step(self, factor: float) -> None:
