@@ -2,9 +2,8 @@
 
 import asyncio
 import json
+import logging
 import tempfile
-import threading
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -104,12 +103,15 @@ def gateway_process(job: dict[str, Any], pipe: Connection) -> None:
     settings = Settings.model_validate({"verifier": job.get("verifier", {}), "gateway": {"port": 0, **job.get("gateway", {})}})
     server = GatewayServer(settings, StaticDirectory(job.get("members", ())), job["model"])
 
-    def tell() -> None:
-        while not server._server.started:
-            time.sleep(0.01)
-        pipe.send(server.url)
+    log = logging.getLogger("gateway.http.server")
+    log.setLevel(logging.INFO)
 
-    threading.Thread(target=tell, daemon=True).start()
+    def tell(record: logging.LogRecord) -> bool:
+        if record.msg == "listening on %s":
+            pipe.send(server.url)
+        return True
+
+    log.addFilter(tell)
     server.run()
 
 
