@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from backend.engine.feature_link import FeatureLink, Piece
-from backend.engine.row_log import MOST_WAITING, NO_ROWS, Log, Projection, RowFormat, RowLogs, StepRows, next_row
+from backend.engine.row_log import AT_ONCE, MOST_WAITING, NO_ROWS, Log, Projection, RowFormat, RowLogs, StepRows, next_row
 from backend.fleet import DraftCounters, DrafterRef
 from backend.models.head_config import CheckpointError
 from backend.speculation.pairing import Pairings
@@ -112,17 +112,17 @@ class FeatureShipper:
 
         `layers`: each `[num_tokens, width]`; side by side they are the features before `fc`.  None: drafters need no features.
         """
-        fresh: dict[str, int] = {}
+        fresh: dict[str, int] | None = None
         if layers is not None:
             self._logs.add(step, layers)
             if not self.features_needed and self._logs.waiting < MOST_WAITING:
                 return
-            fresh = self._logs.settle(self._projection_of)
+            fresh = self._logs.settle(self._projection_of, 0 if self.features_needed else max(MOST_WAITING - AT_ONCE, 0))
         drafters = [self._drafter_of(request_id) for request_id in step.request_ids]
         for drafter_id, link in self._links.items():
             link.receive_answers()
             places = [i for i, chosen in enumerate(drafters) if chosen == drafter_id]
-            self._ship_to(link, step, places, fresh if link.ref.takes_features else {})
+            self._ship_to(link, step, places, fresh if link.ref.takes_features else None)
         self._logs.trim()
 
     def _drafter_of(self, request_id: str) -> str | None:
@@ -135,15 +135,20 @@ class FeatureShipper:
         link = self._links.get(self._drafter_of(request_id) or "")
         return link.project if link is not None and link.ref.takes_features else self._projection("")
 
-    def _ship_to(self, link: FeatureLink, step: StepRows, places: list[int], fresh: dict[str, int]) -> None:
-        """Sends one drafter what it lacks of these requests.  `fresh`: see `RowLogs.settle`; empty: it takes tokens only."""
+    def _ship_to(self, link: FeatureLink, step: StepRows, places: list[int], fresh: dict[str, int] | None) -> None:
+        """Sends one drafter what it lacks of these requests.  `fresh`: see `RowLogs.settle`; None: it takes tokens only."""
         counters, row_format, room = self._counters[link.ref.id], RowFormat(), HANDOVER_ROWS
         rounds: list[list[Piece]] = []
         last: list[Piece] = []
         for i in places:
             request_id = step.request_ids[i]
-            sent, end = link.sent.get(request_id), step.starts[i] + step.counts[i]
-            log, own = (self._logs[request_id], min(fresh[request_id], end)) if fresh else (NO_ROWS, 0)
+            sent, end, log, own = link.sent.get(request_id), step.starts[i] + step.counts[i], NO_ROWS, 0
+            if fresh is not None:
+                if request_id not in fresh:
+                    continue
+                log = self._logs[request_id]
+                end = min(end, log.end)
+                own = min(fresh[request_id], end)
             # One request may have more earlier rows than the limit, or they would never be sent.
             at = next_row(sent, log.start, own, room if room < HANDOVER_ROWS else None)
             earlier, row_format = max(own - at, 0), log.format

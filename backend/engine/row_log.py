@@ -9,6 +9,7 @@ of the drafter before it, even if that one is gone.  When memory is short, the l
 drafter then lacks distant context, nothing else.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
@@ -18,8 +19,9 @@ import torch
 
 from backend.wire.drafting import FeatureDtype
 
-MOST_WAITING = 512
-"""Fewer rows wait at any time: so many, and its own, are the most that one step projects."""
+MOST_WAITING, AT_ONCE = 4096, 512
+"""Fewer rows wait at any time.  If more would, the oldest are projected, at least so many at once.  Outputs that are as short
+as a few steps' rows end before that."""
 
 DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
     torch.float32: "float32",
@@ -83,6 +85,10 @@ NO_ROWS = Log(None, RowFormat(), 0, 0)
 """In place of a log, for drafters that take tokens only."""
 
 
+_WaitingStep = tuple[list[str], list[int], list[int], torch.Tensor]
+"""Request ids, positions of their first rows, numbers of rows, and the rows of all."""
+
+
 class RowLogs(dict[str, Log]):
     """The logs by request.  `trim` keeps them within `capacity` bytes."""
 
@@ -91,7 +97,7 @@ class RowLogs(dict[str, Log]):
         self._capacity = capacity
         self.held = 0
         """Bytes of all logs."""
-        self._steps: list[tuple[list[str], list[int], list[int], torch.Tensor]] = []
+        self._steps: deque[_WaitingStep] = deque()
         self.waiting = 0
         """Rows that are in no log yet."""
 
@@ -104,21 +110,27 @@ class RowLogs(dict[str, Log]):
         self._steps.append((list(step.request_ids), step.starts, step.counts, rows))
         self.waiting += len(rows)
 
-    def settle(self, projection_of: Callable[[str], Projection | None]) -> dict[str, int]:
-        """Appends all waiting rows to the logs.  Returns each request's first position that is new there.
+    def settle(self, projection_of: Callable[[str], Projection | None], left: int = 0) -> dict[str, int]:
+        """Appends waiting rows to the logs, the oldest steps' first, until at most `left` wait.
 
-        Rows that a log has already were computed anew after a preemption and are skipped.  A log begins anew where rows begin
-        before it or behind a gap, and for another projection.
+        Returns the first position that is new there, of each request that has new rows.  Rows that a log has already were
+        computed anew after a preemption and are skipped.  A log begins anew where rows begin before it or behind a gap, and
+        for another projection.
         """
-        whole = torch.cat([rows for *_, rows in self._steps]) if len(self._steps) > 1 else self._steps[0][-1]
+        steps: list[_WaitingStep] = []
+        while self.waiting > left:
+            steps.append(self._steps.popleft())
+            self.waiting -= len(steps[-1][-1])
+        if not steps:
+            return {}
+        whole = torch.cat([rows for *_, rows in steps]) if len(steps) > 1 else steps[0][-1]
         groups: dict[Projection | None, list[tuple[str, int, int, int]]] = {}
         offset = 0
-        for request_ids, starts, counts, _ in self._steps:
+        for request_ids, starts, counts, _ in steps:
             for request_id, start, count in zip(request_ids, starts, counts, strict=True):
                 if request_id:
                     groups.setdefault(projection_of(request_id), []).append((request_id, start, offset, count))
                 offset += count
-        self._steps, self.waiting = [], 0
         fresh: dict[str, int] = {}
         for project, parts in groups.items():
             is_whole = sum(part[-1] for part in parts) == len(whole)
@@ -137,7 +149,7 @@ class RowLogs(dict[str, Log]):
         for request_id, start, _, count in parts:
             log = self.get(request_id)
             if log is None or log.project is not project or not log.start <= start <= log.end:
-                self.forget([request_id])
+                self._drop(request_id)
                 log = self[request_id] = Log(project, row_format, start, start)
                 fresh[request_id] = start
             fresh.setdefault(request_id, log.end)
@@ -153,7 +165,11 @@ class RowLogs(dict[str, Log]):
         over = set(request_ids)
         for waiting, *_ in self._steps:
             waiting[:] = ["" if each in over else each for each in waiting]
-        for request_id in over & self.keys():
+        for request_id in over:
+            self._drop(request_id)
+
+    def _drop(self, request_id: str) -> None:
+        if request_id in self:
             self.held -= sum(map(len, self.pop(request_id).chunks))
 
     def trim(self) -> None:
