@@ -227,8 +227,7 @@ class Speculator:
         turn, came, self._came = self.candidates.turn, self._came, False
         is_plain = turn is not None and not attached.features_needed and not came
         is_bare = is_early or (self._asking.paused > 1 and not self.candidates.forced)
-        looked_up = () if is_bare else self.candidates.present(turn or ())
-        if is_bare or (is_plain and not any(self.candidates.best(*each) for each in looked_up)):
+        if is_bare or (is_plain and not self._pays(self.candidates.present(turn or ()), len(decoding))):
             self._verifying, attached.is_quiet = set(), True
             if came:
                 self.candidates.discard()
@@ -259,6 +258,13 @@ class Speculator:
         if attached.features_needed and not self.outcomes:
             attached.asks = early_drafts(present, self.choice.k or self._longest, self._least_survival, of_all=of_all)
         return attached
+
+    def _pays(self, looked_up: list[tuple[str, Request]], decoding: int) -> bool:
+        """Whether any look-up should be verified, if only these requests of so many are looked up."""
+        candidates = [*self._best(looked_up), *[None] * (decoding - len(looked_up))]
+        spent = self._ranking.cut(candidates, self._base)
+        self._ranking.forget()
+        return spent is not None and spent.tokens > 0
 
     def verified(self, request_id: str) -> Candidate | None:
         """The draft that the running step verifies for a request, uncut."""

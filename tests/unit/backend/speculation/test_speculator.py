@@ -377,3 +377,16 @@ def test_look_ups_rest_while_none_pays_and_wake_when_one_does() -> None:
     plainly(made, texts, 3 * RECONSIDER_EVERY, lambda name: len(texts[name]) % 5)
     assert made.attach(list(texts), 0, 0.0).tokens
     assert made.candidates.turn is None
+
+
+def test_a_step_whose_look_ups_do_not_pay_is_quiet() -> None:
+    made, dice = Speculator("auto", K, 4, True, 50, LONGEST_WAIT_S), random.Random(0)
+    for tokens in (1, 32, 33, 64, 200):
+        for _ in range(20):
+            made.step_times.observe(tokens, 1e-3 * tokens, 0)
+    texts = {f"r{i}": [dice.randrange(3) for _ in range(20)] for i in range(32)}
+    for name, text in texts.items():
+        made.ended(name, text, 19, Rule.GREEDY, 100.0)
+    plainly(made, texts, 100, lambda name: dice.randrange(3))
+    assert made.attach(list(texts), 0, 0.0).is_quiet
+    assert any(request.looked_up is not None for request in made.candidates.requests.values())
