@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 from backend.engine.counting import StepOrders
 from backend.engine.features import FeatureShipper
@@ -152,6 +153,14 @@ class RemoteDrafting(EarlyRunner):
         """vLLM's method of the same name, by which it measures memory.  It counts one row a request; drafts have more."""
         rows = min(len(hidden_states) * (1 + self.num_spec_tokens), self.max_num_tokens)
         return super()._dummy_sampler_run(hidden_states.repeat(1 + self.num_spec_tokens, 1)[:rows])  # type: ignore[misc, no-any-return]
+
+    def _calc_spec_decode_metadata(self, num_draft_tokens: Any, cu_num_scheduled_tokens: Any) -> SpecDecodeMetadata:
+        """vLLM's method of the same name.  A step without drafts needs one of its six tables."""
+        if num_draft_tokens.any():
+            return super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)  # type: ignore[misc]
+        last: Any = self.query_start_loc.gpu[1 : len(num_draft_tokens) + 1] - 1  # type: ignore[attr-defined]
+        none = last[:0]
+        return SpecDecodeMetadata(none, [0] * len(num_draft_tokens), none, none, none, none, last)
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         return self.aux_layers or None
