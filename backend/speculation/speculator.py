@@ -88,9 +88,8 @@ class Speculator:
         """When the latest step began."""
         self._came = False
         """Whether drafts came, or became of use, since the last step began."""
-        self._passed = 0
-        self._early = 0
-        """Steps since the last that did not begin early."""
+        self._passed = self._early = 0
+        """Tokens emitted in quiet steps, not yet learned from; steps since the last that did not begin early."""
 
     # -- drafters ------------------------------------------------------------------------------------------------------
 
@@ -261,8 +260,7 @@ class Speculator:
 
     def _pays(self, looked_up: list[tuple[str, Request]], decoding: int) -> bool:
         """Whether any look-up should be verified, if only these requests of so many are looked up."""
-        candidates = [*self._best(looked_up), *[None] * (decoding - len(looked_up))]
-        spent = self._ranking.cut(candidates, self._base)
+        spent = self._ranking.cut([*self._best(looked_up), *[None] * (decoding - len(looked_up))], self._base)
         self._ranking.forget()
         return spent is not None and spent.tokens > 0
 

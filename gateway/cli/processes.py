@@ -47,6 +47,12 @@ def run_gateway(
     from gateway.http.server import GatewayServer
 
     member = gateway_member(info.models.name)
+
+    def ready(url: str) -> None:
+        if announce is not None:
+            announce(url)
+        server.gateway.client.grammars.warm_up()
+
     try:
         server = GatewayServer(
             settings,
@@ -54,7 +60,7 @@ def run_gateway(
             info.models.target_dir,
             model_name=info.models.name,
             wire=Wire(info.fleet_keys, node_id=member.node_id),
-            on_ready=announce,
+            on_ready=ready,
             read_settings=lambda: sources.load(arguments).settings,
             peers=peers,
         )

@@ -196,7 +196,6 @@ class GatewayServer:
         await self._peers.wait_ready()
         if self._on_ready is not None:
             self._on_ready(self.url)
-            self.gateway.client.grammars.warm_up()
 
     async def _drain(self) -> None:
         await self._stopping.wait()
