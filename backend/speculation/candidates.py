@@ -6,7 +6,7 @@ all drafts, verified or not, with the text later.
 """
 
 import random
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from backend.fleet import LOOKUP
 from backend.speculation.budget import survivals
@@ -33,7 +33,7 @@ INDEXED_PER_STEP = 512
 FOR_OTHERS = 64
 """Of these, the part that is kept for other verifiers' outputs."""
 RESTS_AFTER = 16
-"""Steps without a verified look-up after which look-ups rest: then one request in so many is looked up in a step."""
+"""Steps without a verified look-up after which look-ups rest: then requests are looked up in one step of so many at most."""
 
 
 _Given = tuple[str, Request, Source, Draft | Outcome, float]
@@ -55,8 +55,9 @@ class Candidates:
         """Requests whose client asks for drafts, whatever the verifier chooses for all."""
         self.predicted: set[str] = set()
         """Requests whose client has predicted the answer."""
-        self.turn: Collection[str] | None = None
-        """The requests that are looked up and indexed while look-ups rest; None: all."""
+        self.asleep, self.every = False, 1
+        """Whether only requests with a prediction are looked up and indexed, until the next step's drafts are chosen; all are
+        in one step of so many."""
         self._fruitless = 0
         """Steps since a draft that was looked up was verified."""
         self._asked: dict[str, tuple[RequestOptions, int]] = {}
@@ -193,31 +194,33 @@ class Candidates:
 
     @property
     def rests(self) -> bool:
-        """Whether look-ups rest, and no client has predicted an answer."""
-        return self.turn is not None and not self.predicted
+        """Whether look-ups rest."""
+        return self._fruitless >= RESTS_AFTER
+
+    def awake(self, request_ids: Iterable[str]) -> list[tuple[str, Request]]:
+        """Those of the given requests that are looked up at present."""
+        return self.present(self.predicted if self.asleep else request_ids)
 
     def discard(self) -> None:
         """No draft is verified in this step: drops drafters' drafts that are there."""
         for request in self.requests.values():
             request.candidate = None
 
-    def take_turns(self, decoding: list[str], *, is_fruitful: bool) -> None:
-        """Decides which requests are looked up until the next step's drafts are chosen.
+    def rest(self, requests: int, *, is_fruitful: bool) -> None:
+        """Counts a step over so many requests, in which a look-up was verified or none.
 
-        While no look-up pays, those with a prediction are, and by turns one in sixteen, or one a step: all would lengthen
-        every step.
+        While none pays, all are looked up in one step of sixteen, or fewer where there are fewer requests.  In every step they
+        would lengthen it, and so would a few of them by turns, whose data no cache has.
         """
         self._fruitless = 0 if is_fruitful else self._fruitless + 1
-        turns = max(min(len(decoding), RESTS_AFTER), 1)
-        rests = self._fruitless >= RESTS_AFTER
-        at_turn = decoding[self.steps % turns :: turns] if rests else ()
-        self.turn = dict.fromkeys((*at_turn, *self.predicted)) if rests else None
+        self.every = min(1 << max(requests, 1).bit_length() - 1, RESTS_AFTER) if self.rests else 1
+        self.asleep = (self.steps + 1) % self.every > 0
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def begin_learning(self) -> None:
         """Call once per step, before `learn` for its requests."""
-        self._room = INDEXED_PER_STEP - FOR_OTHERS
+        self._room = (INDEXED_PER_STEP - FOR_OTHERS) * self.every
 
     def learn(self, request_id: str, request: Request) -> None:
         """Compares the request's drafts with its text, and indexes new text for look-ups."""
@@ -227,7 +230,7 @@ class Candidates:
             request.judged = None
             if self._is_sampled():
                 self._calibration(candidate.source).observe(request_id, candidate.signs, accepted, judged)
-        for each in request.texts if self.turn is None or request_id in self.turn else ():
+        for each in request.texts if not self.asleep or request_id in self.predicted else ():
             if self._room > 0:
                 self._room -= each.advance(request.text, self._room)
 
@@ -259,7 +262,7 @@ class Candidates:
     def _look_up(self, request_id: str, request: Request) -> Candidate | None:
         if request.looked_up_at == len(request.text):
             return request.looked_up
-        if self.turn is not None and request_id not in self.turn:
+        if self.asleep and request_id not in self.predicted:
             return None
         request.looked_up, request.looked_up_at = None, len(request.text)
         for each in request.texts:

@@ -88,8 +88,7 @@ class Speculator:
         """When the latest step began."""
         self._came = False
         """Whether drafts came, or became of use, since the last step began."""
-        self._passed = self._early = 0
-        """Tokens emitted in quiet steps, not yet learned from; steps since the last that did not begin early."""
+        self._passed = 0
 
     # -- drafters ------------------------------------------------------------------------------------------------------
 
@@ -194,13 +193,11 @@ class Speculator:
         return self.choice.outcomes or (self._few if self._probing else 0)
 
     def may_be_early(self) -> bool:
-        """Whether the next step may begin before the text of the one before is known: it is plain, and no probe.
-
-        While look-ups rest, all requests are looked up in one step of sixteen, which does not begin early.
-        """
+        """Whether the next step may begin before the text of the one before is known: no probe, no draft, no look-up."""
         is_plain = self.choice.ask == Ask.PLAIN and not (self.candidates.forced or self._came)
         probes = bool(self._drafter_ids) and self._fixed is None and self._asking.probes_next
-        return is_plain and not probes and not self._asking.paused and self.candidates.rests and self._early < RESTS_AFTER - 1
+        looks_up = not self.candidates.rests or self.candidates.predicted or (self.candidates.steps + 1) % RESTS_AFTER == 0
+        return is_plain and not (probes or looks_up or self._asking.paused)
 
     def attach(self, decoding: Iterable[str], prefill: int, now: float, *, is_early: bool = False) -> Attached:
         """Chooses the draft tokens for the step that begins, over `decoding` requests and `prefill` prompt tokens.
@@ -210,7 +207,8 @@ class Speculator:
         attached = self._attached = Attached(lost=[question.drafter_id for question in self.questions.expire(now)])
         self.questions.stop_waiting()
         self.candidates.steps, self._began = self.candidates.steps + 1, now
-        self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped(self.candidates.rests)
+        rests = self.candidates.rests and not self.candidates.predicted
+        self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped(rests)
         self._probed = self._probed + 1 if self._probing else 0
         self._probes += self._probed == 1
         of_all = self._probing or self.choice.ask != Ask.PLAIN
@@ -220,17 +218,14 @@ class Speculator:
             self.step_times.doubt()
         decoding = list(decoding)
         self._base = max(len(decoding) + prefill, 1)
-        if self._early and not is_early and self.candidates.turn is not None:
-            self.candidates.turn = dict.fromkeys(decoding)
-        self._early = self._early + 1 if is_early else 0
-        turn, came, self._came = self.candidates.turn, self._came, False
-        is_plain = turn is not None and not attached.features_needed and not came
+        came, self._came = self._came, False
+        is_plain = self.candidates.rests and not attached.features_needed and not came
         is_bare = is_early or (self._asking.paused > 1 and not self.candidates.forced)
-        if is_bare or (is_plain and not self._pays(self.candidates.present(turn or ()), len(decoding))):
+        if is_bare or (is_plain and not self._pays(self.candidates.awake(decoding), len(decoding))):
             self._verifying, attached.is_quiet = set(), True
             if came:
                 self.candidates.discard()
-            self.candidates.take_turns(decoding, is_fruitful=False)
+            self.candidates.rest(len(decoding), is_fruitful=False)
             return attached
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
@@ -250,7 +245,7 @@ class Speculator:
                 else:
                     request.verified = None
         verified = [request.verified for _, request in present if request.verified is not None]
-        self.candidates.take_turns(decoding, is_fruitful=any(each.source.drafter_id == LOOKUP for each in verified))
+        self.candidates.rest(len(decoding), is_fruitful=any(each.source.drafter_id == LOOKUP for each in verified))
         for _, request in present:
             request.candidate = None
         self._ranking.forget()
@@ -362,9 +357,10 @@ class Speculator:
         if self._step_s is not None and self._asking.is_typical:
             self._request_s += (len(unlearned) + self._passed) * (self._step_s + waited_s)
             self._emitted += self._passed + sum(len(requests[r].text) - n for r, n in unlearned.items() if r in requests)
-        # Begins with another request each step: the room for indexing may not suffice for all.
-        names = list(dict.fromkeys((*unlearned, *(self.candidates.turn or ()))))
-        first = self.candidates.steps % max(len(names), 1)
+        # Begins with another request each time: the room for indexing may not suffice for all.
+        looked_up = (self.candidates.predicted if self.candidates.asleep else requests) if self.candidates.rests else ()
+        names = list(dict.fromkeys((*unlearned, *looked_up)))
+        first = self.candidates.steps // self.candidates.every % max(len(names), 1)
         for request_id in names[first:] + names[:first]:
             if request_id in requests:
                 self.candidates.learn(request_id, requests[request_id])
