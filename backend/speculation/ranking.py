@@ -9,6 +9,9 @@ from backend.speculation.candidate import Candidate
 from backend.speculation.step_times import StepTimes
 from backend.wire.drafting import NextItem
 
+LOOKED_UP = 1 / 16
+"""Gain in tokens per second that keeps look-ups awake, or wakes them: about what looking up all requests in each step costs."""
+
 
 class Ranking:
     """The budget of the next step, for each request's best draft."""
@@ -44,6 +47,13 @@ class Ranking:
             self._cut = spend_in_order(rows, expected, self._step_times.row(base, sum(map(len, rows)) + 2))
             self._is_cut = True
         return self._cut
+
+    def is_worth_it(self, spent: Spent | None, base: int) -> bool:
+        """Whether a step that verifies `spent` promises so much more than one without drafts that look-ups should go on."""
+        if spent is None or not spent.tokens:
+            return False
+        requests = len(spent.lengths)
+        return (requests + spent.gained) / spent.seconds > (1 + LOOKED_UP) * requests / self._step_times.at(base)
 
     def cut_outcomes(self, asks: Mapping[str, list[NextItem]], names: list[str], of: list[Candidate | None], k: int) -> None:
         """Cuts each `verifying` to what will be verified, at most `k` tokens: no verification ends behind these.

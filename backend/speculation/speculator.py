@@ -245,7 +245,8 @@ class Speculator:
                 else:
                     request.verified = None
         verified = [request.verified for _, request in present if request.verified is not None]
-        self.candidates.rest(len(decoding), is_fruitful=any(each.source.drafter_id == LOOKUP for each in verified))
+        has_looked_up = any(each.source.drafter_id == LOOKUP for each in verified)
+        self.candidates.rest(len(decoding), is_fruitful=has_looked_up and self._ranking.is_worth_it(spent, self._base))
         for _, request in present:
             request.candidate = None
         self._ranking.forget()
@@ -254,10 +255,10 @@ class Speculator:
         return attached
 
     def _pays(self, looked_up: list[tuple[str, Request]], decoding: int) -> bool:
-        """Whether any look-up should be verified, if only these requests of so many are looked up."""
+        """Whether look-ups should wake, if only these requests of so many are looked up."""
         spent = self._ranking.cut([*self._best(looked_up), *[None] * (decoding - len(looked_up))], self._base)
         self._ranking.forget()
-        return spent is not None and spent.tokens > 0
+        return self._ranking.is_worth_it(spent, self._base)
 
     def verified(self, request_id: str) -> Candidate | None:
         """The draft that the running step verifies for a request, uncut."""
