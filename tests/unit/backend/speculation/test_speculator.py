@@ -388,3 +388,21 @@ def test_a_step_whose_look_ups_do_not_pay_is_quiet() -> None:
     plainly(made, texts, 100, lambda name: dice.randrange(3))
     assert made.attach(list(texts), 0, 0.0).is_quiet
     assert any(request.looked_up is not None for request in made.candidates.requests.values())
+
+
+@pytest.mark.parametrize(("requests", "wakes"), [(20, True), (100, False)])
+def test_one_request_wakes_look_ups_where_its_drafts_bring_more_than_looking_all_up_costs(requests: int, wakes: bool) -> None:
+    made, dice = Speculator("auto", K, 4, True, 50, LONGEST_WAIT_S), random.Random(0)
+    for tokens in (1, 20, 21, 100, 101, 200):
+        for _ in range(20):
+            made.step_times.observe(tokens, 1e-2, 0)
+    texts = {f"r{i}": [dice.randrange(10_000) for _ in range(20)] for i in range(requests)}
+    for name, text in texts.items():
+        made.ended(name, text, 19, Rule.GREEDY, 100.0)
+    plainly(made, texts, 40, lambda name: dice.randrange(10_000))
+    assert made.candidates.rests
+    woke = False
+    for _ in range(10 * RECONSIDER_EVERY):
+        plainly(made, texts, 1, lambda name: len(texts[name]) % 7 if name == "r0" else dice.randrange(10_000))
+        woke = woke or not made.candidates.rests
+    assert woke == wakes
