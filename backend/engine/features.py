@@ -117,7 +117,7 @@ class FeatureShipper:
             self._logs.add(step, layers)
             if not self.features_needed and self._logs.waiting < MOST_WAITING:
                 return
-            fresh = self._logs.settle(self._projection_of, 0 if self.features_needed else max(MOST_WAITING - AT_ONCE, 0))
+            fresh = self._logs.settle(self._projection_of, 0 if self.features_needed else MOST_WAITING - AT_ONCE)
         drafters = [self._drafter_of(request_id) for request_id in step.request_ids]
         for drafter_id, link in self._links.items():
             link.receive_answers()
@@ -147,7 +147,7 @@ class FeatureShipper:
                 if request_id not in fresh:
                     continue
                 log = self._logs[request_id]
-                end = min(end, log.end)
+                end = min(end, log.end)  # Later rows may wait.
                 own = min(fresh[request_id], end)
             # One request may have more earlier rows than the limit, or they would never be sent.
             at = next_row(sent, log.start, own, room if room < HANDOVER_ROWS else None)

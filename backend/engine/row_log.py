@@ -1,8 +1,8 @@
 """Keeps the feature rows of running requests: one log per request.  Pure bookkeeping of tensors and bytes.
 
 Worker process, on the thread that runs the model.  A step's rows first wait where the model left them, until drafters need rows
-or many wait.  Then all of them are projected in one call for the head that serves their request, and appended to the request's
-log in host memory.  So steps without drafts cost little, and rows of requests that end first are never projected.
+or many wait.  Then they are projected, in one call for each head that serves their requests, and appended to the requests'
+logs in host memory.  So steps without drafts cost little, and rows of requests that end first are never projected.
 
 A drafter computes its KV cache from a request's rows.  One that is new to a request gets the whole log, and reaches the state
 of the drafter before it, even if that one is gone.  When memory is short, the longest log gives up its older half: the next
@@ -20,8 +20,8 @@ import torch
 from backend.wire.drafting import FeatureDtype
 
 MOST_WAITING, AT_ONCE = 4096, 512
-"""Fewer rows wait at any time.  If more would, the oldest are projected, at least so many at once.  Outputs that are as short
-as a few steps' rows end before that."""
+"""Fewer rows wait at any time.  If more would, the oldest are projected, at least so many at once.  Of 64 requests, those with
+outputs of 64 tokens end before that."""
 
 DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
     torch.float32: "float32",

@@ -33,7 +33,7 @@ INDEXED_PER_STEP = 512
 FOR_OTHERS = 64
 """Of these, the part that is kept for other verifiers' outputs."""
 RESTS_AFTER = 16
-"""Steps without a verified look-up after which look-ups rest: then requests are looked up in one step of so many at most."""
+"""Steps without a look-up that pays after which look-ups rest: then requests are looked up in one step of so many at most."""
 
 
 _Given = tuple[str, Request, Source, Draft | Outcome, float]
@@ -59,7 +59,7 @@ class Candidates:
         """Whether only requests with a prediction are looked up and indexed, until the next step's drafts are chosen; all are
         in one step of so many."""
         self._fruitless = 0
-        """Steps since a draft that was looked up was verified."""
+        """Steps since look-ups were worth their time."""
         self._asked: dict[str, tuple[RequestOptions, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
         self._shared = SharedTexts() if lookups else None
@@ -207,10 +207,10 @@ class Candidates:
             request.candidate = None
 
     def rest(self, requests: int, *, is_fruitful: bool) -> None:
-        """Counts a step over so many requests, in which a look-up was verified or none.
+        """Counts a step over so many requests, in which look-ups were worth their time or not.
 
-        While none pays, all are looked up in one step of sixteen, or fewer where there are fewer requests.  In every step they
-        would lengthen it, and so would a few of them by turns, whose data no cache has.
+        While they are not, all are looked up in one step of sixteen, or fewer where there are fewer requests.  In every step
+        they would lengthen it, and so would a few of them by turns, whose data no cache has.
         """
         self._fruitless = 0 if is_fruitful else self._fruitless + 1
         self.every = min(1 << max(requests, 1).bit_length() - 1, RESTS_AFTER) if self.rests else 1

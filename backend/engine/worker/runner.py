@@ -160,7 +160,15 @@ class RemoteDrafting(EarlyRunner):
             return super()._calc_spec_decode_metadata(num_draft_tokens, cu_num_scheduled_tokens)  # type: ignore[misc]
         last: Any = self.query_start_loc.gpu[1 : len(num_draft_tokens) + 1] - 1  # type: ignore[attr-defined]
         none = last[:0]
-        return SpecDecodeMetadata(none, [0] * len(num_draft_tokens), none, none, none, none, last)
+        return SpecDecodeMetadata(
+            draft_token_ids=none,
+            num_draft_tokens=[0] * len(num_draft_tokens),
+            cu_num_draft_tokens=none,
+            cu_num_sampled_tokens=none,
+            target_logits_indices=none,
+            bonus_logits_indices=none,
+            logits_indices=last,
+        )
 
     def _get_eagle3_aux_layers_from_config(self) -> tuple[int, ...] | None:
         return self.aux_layers or None

@@ -140,6 +140,7 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
         mock.patch.object(feature_link, "GREET_EVERY_S", 0.0),
         mock.patch.object(features, "HANDOVER_ROWS", most_rows),
         mock.patch.object(features, "MOST_WAITING", most_waiting),
+        mock.patch.object(features, "AT_ONCE", 1),
     ):
         shipper.set_drafters(Wire(), "v", {refs["d0"]: 0})
         for number, (kind, what, more) in enumerate(events):
