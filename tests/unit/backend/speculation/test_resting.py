@@ -5,10 +5,26 @@ from collections.abc import Callable
 
 import pytest
 
+from backend.speculation.candidates import RESTS_AFTER
 from backend.speculation.chances import Rule
-from backend.speculation.speculator import RECONSIDER_EVERY, Speculator
+from backend.speculation.speculator import Speculator
 from backend.wire.engine import RequestOptions
 from tests.unit.backend.speculation.driven import LONGEST_WAIT_S, K, speculator
+
+
+def decoding(made: Speculator, requests: int, next_token: Callable[[], int]) -> dict[str, list[int]]:
+    """Texts of that many requests, each of which has emitted a token."""
+    texts = {f"r{i}": [next_token() for _ in range(20)] for i in range(requests)}
+    for name, text in texts.items():
+        made.ended(name, text, 19, Rule.GREEDY, 100.0)
+    return texts
+
+
+def timed(made: Speculator, requests: int, seconds: Callable[[int], float], times: int = 20) -> None:
+    """Steps over few and many tokens take so long."""
+    for tokens in (1, requests, requests + 1, 2 * requests, 200):
+        for _ in range(times):
+            made.step_times.observe(tokens, seconds(tokens), 0)
 
 
 def plainly(made: Speculator, texts: dict[str, list[int]], steps: int, next_token: Callable[[str], int]) -> list[int]:
@@ -34,50 +50,39 @@ def plainly(made: Speculator, texts: dict[str, list[int]], steps: int, next_toke
 def test_look_ups_rest_while_none_pays_and_wake_when_one_does() -> None:
     made, dice = Speculator("auto", K, 4, True, 50, LONGEST_WAIT_S), random.Random(0)
     made.candidates.asked("r0", RequestOptions(prediction=[51, 52, 53]), 0)
-    for tokens in (1, 32, 33, 64, 200):
-        for _ in range(20):
-            made.step_times.observe(tokens, 1e-3 * tokens, 0)
-    texts = {f"r{i}": [dice.randrange(50) for _ in range(20)] for i in range(32)}
-    for name, text in texts.items():
-        made.ended(name, text, 19, Rule.GREEDY, 100.0)
+    timed(made, 32, lambda tokens: 1e-3 * tokens)
+    texts = decoding(made, 32, lambda: dice.randrange(50))
     found = plainly(made, texts, 100, lambda name: dice.randrange(50))
-    assert found[:RECONSIDER_EVERY] == [32] * RECONSIDER_EVERY
+    assert found[:RESTS_AFTER] == [32] * RESTS_AFTER
     assert sorted(found[-32:]) == [1] * 30 + [32] * 2, "all now and then, always the one that has a prediction"
 
-    for tokens in (1, 32, 33, 64, 200):
-        for _ in range(200):
-            made.step_times.observe(tokens, 1e-3, 0)
-    plainly(made, texts, 3 * RECONSIDER_EVERY, lambda name: len(texts[name]) % 5)
+    timed(made, 32, lambda tokens: 1e-3, times=200)
+    plainly(made, texts, 3 * RESTS_AFTER, lambda name: len(texts[name]) % 5)
     assert made.attach(list(texts), 0, 0.0).tokens
     assert not made.candidates.rests
 
 
 def test_a_step_whose_look_ups_do_not_pay_is_quiet() -> None:
     made, dice = Speculator("auto", K, 4, True, 50, LONGEST_WAIT_S), random.Random(0)
-    for tokens in (1, 32, 33, 64, 200):
-        for _ in range(20):
-            made.step_times.observe(tokens, 1e-3 * tokens, 0)
-    texts = {f"r{i}": [dice.randrange(3) for _ in range(20)] for i in range(32)}
-    for name, text in texts.items():
-        made.ended(name, text, 19, Rule.GREEDY, 100.0)
-    plainly(made, texts, 100, lambda name: dice.randrange(3))
+    timed(made, 32, lambda tokens: 1e-3 * tokens)
+    texts = decoding(made, 32, lambda: dice.randrange(3))
+    plainly(made, texts, 7 * RESTS_AFTER - 1, lambda name: dice.randrange(3))
+    assert made.candidates.rests
     assert made.attach(list(texts), 0, 0.0).is_quiet
-    assert any(request.looked_up is not None for request in made.candidates.requests.values())
+    found = [request for request in made.candidates.requests.values() if request.looked_up_at == len(request.text)]
+    assert len(found) == len(texts), "all were looked up"
+    assert any(request.looked_up is not None for request in found)
 
 
 @pytest.mark.parametrize(("requests", "wakes"), [(20, True), (100, False)])
 def test_one_request_wakes_look_ups_where_its_drafts_bring_more_than_looking_all_up_costs(requests: int, wakes: bool) -> None:
     made, dice = Speculator("auto", K, 4, True, 50, LONGEST_WAIT_S), random.Random(0)
-    for tokens in (1, 20, 21, 100, 101, 200):
-        for _ in range(20):
-            made.step_times.observe(tokens, 1e-2, 0)
-    texts = {f"r{i}": [dice.randrange(10_000) for _ in range(20)] for i in range(requests)}
-    for name, text in texts.items():
-        made.ended(name, text, 19, Rule.GREEDY, 100.0)
+    timed(made, requests, lambda tokens: 1e-2)
+    texts = decoding(made, requests, lambda: dice.randrange(10_000))
     plainly(made, texts, 40, lambda name: dice.randrange(10_000))
     assert made.candidates.rests
     woke = False
-    for _ in range(10 * RECONSIDER_EVERY):
+    for _ in range(10 * RESTS_AFTER):
         plainly(made, texts, 1, lambda name: len(texts[name]) % 7 if name == "r0" else dice.randrange(10_000))
         woke = woke or not made.candidates.rests
     assert woke == wakes
@@ -85,10 +90,8 @@ def test_one_request_wakes_look_ups_where_its_drafts_bring_more_than_looking_all
 
 def test_look_ups_rest_also_while_drafters_are_asked() -> None:
     made, dice = speculator("sync", lookups=True), random.Random(0)
-    texts = {f"r{i}": [dice.randrange(10_000) for _ in range(20)] for i in range(2 * RECONSIDER_EVERY)}
-    for name, text in texts.items():
-        made.ended(name, text, 19, Rule.GREEDY, 100.0)
-    found = plainly(made, texts, 4 * RECONSIDER_EVERY + RECONSIDER_EVERY // 2, lambda name: dice.randrange(10_000))
-    assert sorted(found[-2 * RECONSIDER_EVERY :]) == [0] * 30 + [len(texts)] * 2
+    texts = decoding(made, 2 * RESTS_AFTER, lambda: dice.randrange(10_000))
+    found = plainly(made, texts, 4 * RESTS_AFTER + RESTS_AFTER // 2, lambda name: dice.randrange(10_000))
+    assert sorted(found[-2 * RESTS_AFTER :]) == [0] * 30 + [len(texts)] * 2
     indexed = [each.texts[0]._lookup._indexed for each in made.candidates.requests.values()]  # type: ignore[attr-defined]
-    assert max(indexed) <= len(texts["r0"]) - RECONSIDER_EVERY // 2, "they are not indexed at each step either"
+    assert max(indexed) <= len(texts["r0"]) - RESTS_AFTER // 2, "they are not indexed at each step either"
