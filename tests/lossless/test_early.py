@@ -96,12 +96,13 @@ def test_drafting_by_turns_changes_no_token(plain: Verifier, expected: list[Answ
     begun = [later - sooner for sooner, later in pairwise(counts)]
     print(f"steps that began early {begun}, preemptions {after.preemptions}, accepted {accepted}")
     assert after.preemptions > before.preemptions
-    assert accepted["drafter-0"] > TOKENS
     assert max(begun[1::2]) <= 1, "while drafters are asked"
     if early.looks_up:  # type: ignore[attr-defined]
         assert sum(begun) > 0
         assert accepted[LOOKUP] > 0
+        assert accepted["drafter-0"] > 0
     else:
+        assert accepted["drafter-0"] > TOKENS
         assert min(begun[::2]) > PHASE / 3
 
 
