@@ -125,8 +125,10 @@ class CountingScheduler:
     _prefill_tokens: int = 0
     _awaited_s: float = 0.0
     """Total seconds that steps have waited for drafts."""
-    _waited_s: float = 0.0
-    """Seconds that the last step waited for drafts."""
+    _spent_s: float = 0.0
+    """Total seconds that steps have taken, with what lay between them except for want of work."""
+    _between_s: float = 0.0
+    """Seconds between the last step and the one before it: waiting for drafts, and work meanwhile."""
     _emitted: int = 0
     """Tokens emitted since the last step that was noted."""
     features_needed: bool = True
@@ -228,14 +230,16 @@ class CountingScheduler:
         """Learns the duration of a step that ran the target."""
         stats = self.counters.stats
         awaited_s, emitted = stats.idle_s["awaiting_draft"], self._emitted
-        self._waited_s, self._awaited_s, self._emitted = awaited_s - self._awaited_s, awaited_s, 0
+        spent_s = stats.busy_s + awaited_s
+        self._between_s = spent_s - self._spent_s - seconds
+        self._spent_s, self._awaited_s, self._emitted = spent_s, awaited_s, 0
         if self._prefill_tokens:
             stats.prefill_tokens += self._prefill_tokens
             stats.prefill_s += seconds
         else:
             stats.decode_steps += 1
             stats.decode_s += seconds
-            self.counters.line.note(self._requests_in_step, seconds + self._waited_s, emitted)
+            self.counters.line.note(self._requests_in_step, seconds + self._between_s, emitted)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self.counters.stats.preemptions += 1

@@ -130,8 +130,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
 
     def learn(self) -> None:
         """Compares earlier drafts with the last step's text; called in spare time."""
-        self.speculator.learn(self._waited_s)
-        self._waited_s = 0.0
+        self.speculator.learn()
         if self.speculator.changes != self._changes:
             self._changes = self.speculator.changes
             choice, load = self.speculator.choice, self.speculator.load
@@ -161,8 +160,11 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
     def note_step(self, seconds: float) -> None:
         """Notes the step that just ended; a step with prefill does not measure verifying."""
         super().note_step(seconds)
-        if not self._prefilling:
-            self.speculator.stepped(self._tokens, seconds, self._drafted)
+        drafted, between_s = self._drafted, self._between_s
+        if self._prefilling:
+            self.speculator.stepped(self._requests_in_step, drafted, None, between_s)
+        else:
+            self.speculator.stepped(self._tokens - drafted, drafted, seconds, between_s)
 
     def read_plan(self, stats: VerifierStats) -> None:
         """Writes the plan, expected step times and drafters with open circuit breakers into `stats`."""

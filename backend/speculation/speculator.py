@@ -81,9 +81,8 @@ class Speculator:
         self._base = 1
         """Tokens of the running step without draft tokens."""
         self._reconsider_at = 0
-        self._step_s: float | None = None
-        self._emitted, self._request_s = 0, 0.0
-        """Since the last choice: tokens emitted, and the sum over steps of seconds times requests."""
+        self._step_s, self._emitted, self._request_s = 0.0, 0, 0.0
+        """Of the last step; and since the last choice: tokens emitted, and the sum over steps of seconds times requests."""
         self._began = 0.0
         """When the latest step began."""
         self._came = False
@@ -346,17 +345,21 @@ class Speculator:
             return None
         return min(deadline, now + max(pending.left_s, draft_s / 8))
 
-    def stepped(self, tokens: int, seconds: float, drafted: int) -> None:
-        """Notes the time of a step over `tokens` tokens, without prefill; `drafted` of them are draft tokens."""
-        self.step_times.observe(tokens, seconds, drafted)
-        self._step_s = seconds
+    def stepped(self, base: int, drafted: int, seconds: float | None, between_s: float) -> None:
+        """Notes the time of a step over `base` tokens and `drafted` draft tokens, and the time since the one before.
 
-    def learn(self, waited_s: float) -> None:
-        """Learns from the last step's text.  `waited_s`: how long that step had waited for drafts."""
+        `seconds`: None for a step with prefill, which counts like one without.
+        """
+        if seconds is not None:
+            self.step_times.observe(base + drafted, seconds, drafted)
+        self._step_s = between_s + (seconds or self.step_times.at(base, drafted))
+
+    def learn(self) -> None:
+        """Learns from the last step's text."""
         self.candidates.begin_learning()
         requests, unlearned = self.candidates.requests, self._unlearned
-        if self._step_s is not None and self._asking.is_typical:
-            self._request_s += (len(unlearned) + self._passed) * (self._step_s + waited_s)
+        if self._asking.is_typical:
+            self._request_s += (len(unlearned) + self._passed) * self._step_s
             self._emitted += self._passed + sum(len(requests[r].text) - n for r, n in unlearned.items() if r in requests)
         # Begins with another request each time: the room for indexing may not suffice for all.
         looked_up = (self.candidates.predicted if self.candidates.asleep else requests) if self.candidates.rests else ()
@@ -367,7 +370,7 @@ class Speculator:
                 self.candidates.learn(request_id, requests[request_id])
         if names:
             self.candidates.index_shared()
-        self._passed, self._step_s = 0, None
+        self._passed = 0
         self._unlearned.clear()
         if self.candidates.steps >= self._reconsider_at and self._drafter_ids and self.candidates.requests:
             self._reconsider_at = self.candidates.steps + RECONSIDER_EVERY

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from backend.speculation.candidate import Attached
 from backend.speculation.chances import Rule
 from backend.speculation.speculator import Speculator
+from backend.speculation.waiting import Ask
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 
 VOCAB, K, OUTCOMES = 50, 4, 4
@@ -72,10 +73,13 @@ class Driven:
     token_s: float = TOKEN_S
     asking: float = 1.0
     """How many times as long steps are while drafters are asked."""
+    prompts_s: float | None = None
+    """If given, each other step has a prompt, and drafters that were asked take so many seconds longer before it."""
     told: bool = False
     """Whether the speculator is told of each request's tokens in quiet steps, too."""
     early: bool = False
     """Whether steps begin early when they may."""
+    steps: int = 0
     dice: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
@@ -103,6 +107,10 @@ class Driven:
         while (until := self.speculator.hold(list(self.texts), 0, self.now)) is not None and until > self.now:
             self.now = min([until, *(at for at, _ in self.arriving if at > self.now)])
             self._receive()
+        self.steps += 1
+        has_prompt = self.prompts_s is not None and self.steps % 2 == 0
+        if self.prompts_s is not None and has_prompt and self.speculator.choice.ask != Ask.PLAIN:
+            self.now += self.prompts_s
         waited_s = self.now - began
         is_early = self.early and self.speculator.may_be_early()
         attached = self.speculator.attach(list(self.texts), 0, self.now, is_early=is_early)
@@ -110,7 +118,7 @@ class Driven:
         step_s = STEP_S + self.token_s * (len(self.texts) + drafted)
         step_s *= self.asking if attached.features_needed else 1.0
         self.now += step_s
-        self.speculator.stepped(len(self.texts) + drafted, step_s, drafted)
+        self.speculator.stepped(len(self.texts), drafted, None if has_prompt else step_s, waited_s)
         accepted = 0
         for name, text in self.texts.items():
             length, draft = len(text), attached.tokens.get(name, [])
@@ -125,7 +133,7 @@ class Driven:
         self._receive()
         asks = all_asks(self.speculator, attached, self.now)
         self._deliver(asks)
-        self.speculator.learn(waited_s)
+        self.speculator.learn()
         return Turn(attached, asks.get("d0", []), waited_s, accepted, is_early)
 
     def _deliver(self, asks: dict[str, list[NextItem]]) -> None:

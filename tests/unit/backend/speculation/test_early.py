@@ -75,7 +75,7 @@ def test_nothing_is_asked_early_where_the_outcome_decides() -> None:
     assert made.attach(["r"], 0, 100.2).asks == {}, "it may be drafted for already"
     repeating, text = one(lookups=True)
     text += [1, 2, 3, 4, 5, 6]
-    repeating.learn(0.0)
+    repeating.learn()
     attached = repeating.attach(["r"], 0, 100.3)
     assert attached.tokens
     assert attached.asks == {}, "its own text may go on so"
@@ -86,7 +86,7 @@ def test_nobody_waits_for_a_draft_that_a_look_up_has_replaced() -> None:
     assert made.attach(["r"], 0, 100.2).asks
     text += [1, 2, 3, 4, 5, 6]
     made.ended("r", text, 6, Rule.GREEDY, 100.21)
-    made.learn(0.0)
+    made.learn()
     assert made.ask(100.21) == {}
     assert made.hold(["r"], 0, 100.21) is None
     assert made.arrived("d0", [Draft("r", 12, [9, 9])], 1e-3, 100.22)[0][0] == "ready"

@@ -85,7 +85,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
             self._verify(name, attached.tokens.get(name, []), right)
         self.speculator.step_times.observe(len(present), 5e-3)
         self._ask(attached)
-        self.speculator.learn(0.0)
+        self.speculator.learn()
 
     def _verify(self, name: str, draft: list[int], right: bool) -> None:
         text, candidate = self.texts[name], self.speculator.verified(name)

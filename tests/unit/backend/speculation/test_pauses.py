@@ -33,6 +33,17 @@ def test_drafts_that_pay_are_still_asked_for_in_almost_all_steps() -> None:
     assert sum(bool(turn.attached.tokens) for turn in turns) > 0.9 * len(turns)
 
 
+@pytest.mark.parametrize(("prompts_s", "pays"), [(0.0, True), (2 * STEP_S, False)])
+def test_what_asking_costs_where_prompts_are_computed_is_held_against_it(prompts_s: float, pays: bool) -> None:
+    driven = Driven(speculator("auto"), Drafter(0.5), prompts_s=prompts_s)
+    driven.run(2 * PROBE_EVERY)
+    asked = []
+    for _ in range(8 * PROBE_EVERY):
+        driven.step()
+        asked.append(driven.speculator.choice.ask != Ask.PLAIN)
+    assert (sum(asked) > len(asked) / 2) is pays
+
+
 @pytest.mark.parametrize("gain", [0.9 * IN_DOUBT, 1.5 * IN_DOUBT])
 def test_drafters_rest_while_asking_them_is_in_doubt(gain: float) -> None:
     asking, drafted = Asking(), Prospect((0.0, 1.0), (0.0, gain - 1))

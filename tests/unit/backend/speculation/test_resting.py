@@ -33,7 +33,7 @@ def plainly(made: Speculator, texts: dict[str, list[int]], steps: int, next_toke
     for _ in range(steps):
         attached = made.attach(list(texts), 0, 0.0)
         found.append(sum(request.looked_up_at == len(request.text) for request in made.candidates.requests.values()))
-        made.learn(0.0)
+        made.learn()
         for name, text in texts.items():
             began = len(text)
             for token in [*attached.tokens.get(name, []), None]:
@@ -43,7 +43,7 @@ def plainly(made: Speculator, texts: dict[str, list[int]], steps: int, next_toke
                     break
             made.ended(name, text, began, Rule.GREEDY, 100.0)
         made.ask(0.0)
-        made.stepped(len(texts), 1e-3 * len(texts), 0)
+        made.stepped(len(texts), 0, 1e-3 * len(texts), 0.0)
     return found
 
 

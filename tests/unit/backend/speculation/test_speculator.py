@@ -79,7 +79,7 @@ def test_what_is_not_verified_is_learned_from(monkeypatch: pytest.MonkeyPatch) -
     text.append(8)
     made.ended("r", text, 7, Rule.GREEDY, 100.0)
     made.ask(100.22)
-    made.learn(0.0)
+    made.learn()
     assert observed == [(1, 2)], "seven was right, nine was not"
 
 
@@ -117,7 +117,7 @@ def test_a_drafter_is_not_as_slow_as_the_step_during_which_it_answers(began: flo
     """Until the step began it had not answered."""
     made, text = one("ahead")
     made.attach(["r"], 0, began)
-    made.stepped(1, 1.0, 0)
+    made.stepped(1, 0, 1.0, 0.0)
     made.timed(1, K, 2e-3, 5e-4, 0.03, 100.03)
     text.append(7)
     made.ended("r", text, 6, Rule.GREEDY, 100.03)
@@ -225,7 +225,7 @@ def test_a_draft_that_comes_after_a_probe_is_used_though_look_ups_rest() -> None
             text.append(4)
             made.ended(name, text, len(text) - 1, Rule.GREEDY, 100.0)
         asks = all_asks(made, attached, 100.5 + step).get("d0", [])
-        made.learn(0.0)
+        made.learn()
     assert len(asks) == len(texts)
     made.arrived("d0", [Draft("r0", asks[0].base_len, [5, 6], [8.0] * 4)], 1e-3, 1000.0)
     assert made.candidates.asleep
@@ -252,7 +252,7 @@ def test_a_draft_made_ahead_for_the_end_of_a_probe_is_used_at_once_or_never() ->
         # One request's alone.
         ahead = [Block("r0", each.base_len, [], [Outcome(0, 4, [(each.base_len + 1) % VOCAB], [8.0] * 2)]) for each in asks[:1]]
         made.take_blocks("d0", ahead, 1e-3)
-        made.learn(0.0)
+        made.learn()
         if attached.is_quiet:
             made.arrived("d0", [Draft("r0", 1, [])], 1e-3, 100.5 + step)
     assert used
@@ -317,7 +317,7 @@ def test_in_an_overloaded_batch_every_request_and_others_outputs_are_indexed_in_
             made.ended(name, text, len(text) - INDEXED_PER_STEP, Rule.GREEDY, 100.0)
         made.attach(texts, 0, 100.0 + step)
         made.ask(100.0 + step)
-        made.learn(0.0)
+        made.learn()
     assert all(made.candidates.requests[name].texts[0].propose(text, 1)[0] for name, text in texts.items())
     reader = made.candidates.requests["r0"].texts[1]
     assert reader.propose([*texts["r0"], 2, 3, 4, 5], 2)[0] == [6, 7]
