@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import pydantic
@@ -181,5 +181,5 @@ def _ref(value: Any) -> Schema:
 
 
 def _parameter(field: Any, place: str) -> dict[str, Any]:
-    schema = pydantic.TypeAdapter(field.field_info.annotation).json_schema()
+    schema = pydantic.TypeAdapter(Annotated[field.field_info.annotation, field.field_info]).json_schema()
     return {"name": field.alias, "in": place, "required": place == "path", "schema": schema}

@@ -41,6 +41,8 @@ async def test_every_route_is_documented_and_nothing_else(running):
     pages = {("GET", path) for path in ("/", "/page/{name}", "/openapi.json")}
     assert shown == served - pages
     assert len(shown) > 60
+    limit = next(each for each in document["paths"]["/v1/batches"]["get"]["parameters"] if each["name"] == "limit")
+    assert limit["schema"] == {"type": "integer", "minimum": 1, "maximum": 100, "default": 20}
     names = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
     assert len(names) == len({*names})
 
