@@ -18,49 +18,49 @@ class Ranking:
 
     def __init__(self, step_times: StepTimes) -> None:
         self._step_times = step_times
-        self._of: tuple[int, list[Candidate | None]] = (0, [])
-        """What `_expected` was computed for; no step has size 0."""
+        self._of: tuple[int, list[Candidate | None]] = (-1, [])
+        """What `_expected` was computed for; no step has so few prompt tokens."""
         self._expected = self._cut = Spent([], 1.0, 0, 0.0, 0.0)
-        self._is_cut = False
+        self._is_cut, self._times = False, [0.0]
 
     def forget(self) -> None:
         """The drafts of the next step are others, and step times may have changed."""
-        self._of = 0, []
+        self._of = -1, []
 
-    def expected(self, candidates: list[Candidate | None], base: int) -> Spent:
-        """How much of each draft should pay, by what any decision may read; `base`: the step's tokens without draft tokens."""
-        if self._of != (base, candidates):
+    def expected(self, candidates: list[Candidate | None], prefill: int = 0) -> Spent:
+        """How much of each draft should pay, by what any decision may read; `prefill`: the step's prompt tokens."""
+        if self._of != (prefill, candidates):
             rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
-            self._expected, self._is_cut = spend(rows, self._step_times.row(base, sum(map(len, rows)) + 2)), False
-            self._of = base, candidates
+            self._times = self._step_times.row(max(len(rows), 1), sum(map(len, rows)) + 2, prefill)
+            self._expected, self._is_cut = spend(rows, self._times), False
+            self._of = prefill, candidates
         return self._expected
 
-    def cut(self, candidates: list[Candidate | None], base: int) -> Spent | None:
+    def cut(self, candidates: list[Candidate | None], prefill: int = 0) -> Spent | None:
         """How much of each draft to verify; None without drafts.  Sampled ones are read in order (`spend_in_order`)."""
         if not any(candidate is not None and candidate.expected for candidate in candidates):
             return None
-        expected = self.expected(candidates, base)
+        expected = self.expected(candidates, prefill)
         if all(candidate is None or candidate.proposal is None for candidate in candidates):
             return expected
         if not self._is_cut:
             rows = [candidate.survivals if candidate is not None else [] for candidate in candidates]
-            self._cut = spend_in_order(rows, expected, self._step_times.row(base, sum(map(len, rows)) + 2))
-            self._is_cut = True
+            self._cut, self._is_cut = spend_in_order(rows, expected, self._times), True
         return self._cut
 
-    def is_worth_it(self, spent: Spent | None, base: int) -> bool:
+    def is_worth_it(self, spent: Spent | None) -> bool:
         """Whether a step that verifies `spent` promises so much more than one without drafts that look-ups should go on."""
         if spent is None or not spent.tokens:
             return False
         requests = len(spent.lengths)
-        return (requests + spent.gained) / spent.seconds > (1 + LOOKED_UP) * requests / self._step_times.at(base)
+        return (requests + spent.gained) / spent.seconds > (1 + LOOKED_UP) * requests / self._step_times.at(requests)
 
     def cut_outcomes(self, asks: Mapping[str, list[NextItem]], names: list[str], of: list[Candidate | None], k: int) -> None:
         """Cuts each `verifying` to what will be verified, at most `k` tokens: no verification ends behind these.
 
         `of`: the best drafts of the requests `names`.
         """
-        spent = self.cut(of, max(len(names), 1))
+        spent = self.cut(of)
         cuts = dict(zip(names, spent.lengths, strict=True)) if spent is not None else {}
         for items in asks.values():
             for i, item in enumerate(items):

@@ -78,8 +78,8 @@ class Speculator:
         self._probing, self._probed, self._probes, self._asked_ahead = False, 0, 0, False
         self._ranking = Ranking(self.step_times)
         self._floor = 0.0
-        self._base = 1
-        """Tokens of the running step without draft tokens."""
+        self._decoding = 0
+        """Requests that the running step decodes."""
         self._reconsider_at = 0
         self._step_s, self._emitted, self._request_s = 0.0, 0, 0.0
         """Of the last step; and since the last choice: tokens emitted, and the sum over steps of seconds times requests."""
@@ -216,21 +216,20 @@ class Speculator:
         if self._asking.paused == 2:
             self.step_times.doubt()
         decoding = list(decoding)
-        self._base = max(len(decoding) + prefill, 1)
+        self._decoding = len(decoding)
         came, self._came = self._came, False
         is_plain = self.candidates.rests and not attached.features_needed and not came
         is_bare = is_early or (self._asking.paused > 1 and not self.candidates.forced)
-        if is_bare or (is_plain and not self._pays(self.candidates.awake(decoding), len(decoding))):
+        if is_bare or (is_plain and not self._pays(self.candidates.awake(decoding), prefill)):
             self._verifying, attached.is_quiet = set(), True
             if came:
                 self.candidates.discard()
-            self.candidates.rest(len(decoding), is_fruitful=False)
+            self.candidates.rest(self._decoding, is_fruitful=False)
             return attached
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
-        self._base = max(len(present) + prefill, 1)
         candidates = self._best(present)
-        spent = self._ranking.cut(candidates, self._base)
+        spent = self._ranking.cut(candidates, prefill)
         for (_, request), candidate in zip(present, candidates, strict=True):
             request.verified = candidate
         if spent is not None:
@@ -245,7 +244,7 @@ class Speculator:
                     request.verified = None
         verified = [request.verified for _, request in present if request.verified is not None]
         has_looked_up = any(each.source.drafter_id == LOOKUP for each in verified)
-        self.candidates.rest(len(decoding), is_fruitful=has_looked_up and self._ranking.is_worth_it(spent, self._base))
+        self.candidates.rest(self._decoding, is_fruitful=has_looked_up and self._ranking.is_worth_it(spent))
         for _, request in present:
             request.candidate = None
         self._ranking.forget()
@@ -253,11 +252,11 @@ class Speculator:
             attached.asks = early_drafts(present, self.choice.k or self._longest, self._least_survival, of_all=of_all)
         return attached
 
-    def _pays(self, looked_up: list[tuple[str, Request]], decoding: int) -> bool:
-        """Whether look-ups should wake, if only these requests of so many are looked up."""
-        spent = self._ranking.cut([*self._best(looked_up), *[None] * (decoding - len(looked_up))], self._base)
+    def _pays(self, looked_up: list[tuple[str, Request]], prefill: int) -> bool:
+        """Whether look-ups should wake, if only these of the requests are looked up."""
+        spent = self._ranking.cut([*self._best(looked_up), *[None] * (self._decoding - len(looked_up))], prefill)
         self._ranking.forget()
-        return self._ranking.is_worth_it(spent, self._base)
+        return self._ranking.is_worth_it(spent)
 
     def verified(self, request_id: str) -> Candidate | None:
         """The draft that the running step verifies for a request, uncut."""
@@ -335,13 +334,13 @@ class Speculator:
         missing = [i for i, (request_id, _) in enumerate(present) if request_id in self.questions.pending]
         if not missing:
             return None
-        base, at, k = len(present) + prefill, self.step_times.at, self.choice.miss_k or self.choice.k or self._longest
+        at, k = partial(self.step_times.at, prefill=prefill), self.choice.miss_k or self.choice.k or self._longest
         draft_s = self._draft_times.at(len(missing), k)
         waited_s = now - min(self.questions.pending[present[i][0]].asked_at for i in missing)
         candidates = self._best(present)
         rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
         pending = Pending(missing, k, draft_s, waited_s)
-        if not waiting_pays(self._ranking.expected(candidates, base), rows, pending, self.load.drafted, at, base):
+        if not waiting_pays(self._ranking.expected(candidates, prefill), rows, pending, self.load.drafted, at):
             return None
         return min(deadline, now + max(pending.left_s, draft_s / 8))
 
@@ -384,7 +383,7 @@ class Speculator:
         return load
 
     def _new_load(self) -> StepLoad:
-        n, candidates = max(min(self._base, len(self.candidates.requests)), 1), self.candidates
+        n, candidates = max(min(self._decoding, len(self.candidates.requests)), 1), self.candidates
         times = self.step_times.row(n, n * self._longest + 2)
         return StepLoad(n, n, candidates.alone.prospect(n, times), candidates.drafted.prospect(n, times), candidates.foresight)
 

@@ -107,35 +107,42 @@ class StepTimes:
         for cost in (self._asking, self._verifying):
             cost.doubt = max(cost.doubt, COST)
 
-    def at(self, base: float, drafted: float = 0.0, asking: bool | None = None) -> float:
+    def at(self, base: float, drafted: float = 0.0, asking: bool | None = None, prefill: int = 0) -> float:
         """The predicted seconds of a step over `base` tokens and `drafted` draft tokens.
 
         `asking`: of one in which drafters are asked, or are not.  Less than one draft token on average: some steps have none.
+        `prefill`: prompt tokens in the same step.  Draft tokens cost what they do on top of these, whose own time is left out:
+        it is spent in any case, and all else would look cheap beside it.
         """
         if self._stale:
             self._draw()
-        tokens = base + drafted
-        i = bisect_right(self._xs, tokens) - 1
         factor = self._factor(self.asking if asking is None else asking)
         verifying = 1 + min(drafted, 1.0) * (self._verifying_factor - 1)
-        return factor * verifying * (self._ys[i] + self._slopes[i] * (tokens - self._xs[i]))
+        return factor * verifying * (self._level(base + prefill + drafted) - self._prompt(base, prefill))
+
+    def _level(self, tokens: float) -> float:
+        i = bisect_right(self._xs, tokens) - 1
+        return self._ys[i] + self._slopes[i] * (tokens - self._xs[i])
+
+    def _prompt(self, base: float, prefill: int) -> float:
+        return self._level(base + prefill) - self._level(base) if prefill else 0.0
 
     def _factor(self, asking: bool) -> float:
         return self._speed_factor * (self._asking_factor if asking else 1.0)
 
-    def row(self, first: int, count: int) -> list[float]:
-        """The predictions for `first` tokens with 0, 1, ... draft tokens: `count` of them."""
+    def row(self, base: int, count: int, prefill: int = 0) -> list[float]:
+        """The predictions of `at` for 0, 1, ... draft tokens: `count` of them."""
         if self._stale:
             self._draw()
         found: list[float] = []
-        i, tokens, end = bisect_right(self._xs, first) - 1, first, first + count
-        factor = self._factor(self.asking) * self._verifying_factor
+        tokens, end, prompt = base + prefill, base + prefill + count, self._prompt(base, prefill)
+        i, factor = bisect_right(self._xs, tokens) - 1, self._factor(self.asking) * self._verifying_factor
         while tokens < end:
             stop = min(math.ceil(self._xs[i + 1]), end) if i + 1 < len(self._xs) else end
-            start, slope = factor * (self._ys[i] - self._slopes[i] * self._xs[i]), factor * self._slopes[i]
+            start, slope = factor * (self._ys[i] - self._slopes[i] * self._xs[i] - prompt), factor * self._slopes[i]
             found += [start + slope * n for n in range(tokens, stop)]
             i, tokens = i + 1, max(stop, tokens)
-        found[:1] = [self.at(first)]
+        found[:1] = [self.at(base)]
         return found
 
     def _draw(self) -> None:

@@ -153,7 +153,6 @@ def waiting_pays(
     pending: Pending,
     prospect: Prospect,
     step_s: StepSeconds,
-    base: int,
 ) -> bool:
     """Whether a step should wait for `pending` drafts rather than begin with the available ones.
 
@@ -166,7 +165,7 @@ def waiting_pays(
         better = prospect.gains[pending.k] - sum(survivals[i][:length])
         if better > 0:
             more, more_tokens = more + better, more_tokens + prospect.tokens[pending.k] - length
-    seconds = step_s(base, at_hand.tokens + more_tokens) + pending.left_s
+    seconds = step_s(len(survivals), at_hand.tokens + more_tokens) + pending.left_s
     going = len(survivals) + at_hand.gained
     return more > 0 and (going + more) / seconds > going / at_hand.seconds
 

@@ -5,6 +5,7 @@ import math
 import random
 import statistics
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,13 +30,25 @@ def test_an_affine_machine_is_learned_from_noisy_steps() -> None:
         assert times.at(tokens) / times.at(16) == pytest.approx(affine(tokens) / affine(16), rel=0.06)
 
 
-@given(MEASURED, st.integers(1, 300), st.integers(1, 200))
-def test_a_row_is_what_the_curve_says_of_each(measured: list[tuple[int, float]], first: int, count: int) -> None:
+@given(MEASURED, st.integers(1, 300), st.integers(1, 200), st.integers(0, 300))
+def test_a_row_is_what_the_curve_says_of_each(measured: list[tuple[int, float]], first: int, count: int, prefill: int) -> None:
     times = StepTimes()
     for tokens, seconds in measured:
         times.observe(tokens, seconds)
     times.observe(first, 0.3, drafted=1)
-    assert times.row(first, count) == pytest.approx([times.at(first, n) for n in range(count)])
+    row = times.row(first, count, prefill)
+    assert row == pytest.approx([times.at(first, n, prefill=prefill) for n in range(count)])
+    assert row[0] == times.at(first), "a prompt's own time is not counted"
+    differences = [times.at(first + prefill, n) - times.at(first + prefill, 1) for n in range(1, count)]
+    assert np.subtract(row[1:], row[1:2]) == pytest.approx(differences, abs=1e-9)
+
+
+def test_prompts_in_a_step_do_not_make_unlikely_tokens_pay() -> None:
+    times, rows = StepTimes(), [survivals([0.6] * 4)] * 16
+    for tokens in (16, 32, 64, 128, 256) * 20:
+        times.observe(tokens, affine(tokens))
+    alone, with_prompts = (spend(rows, times.row(16, 66, prefill)).tokens for prefill in (0, 128))
+    assert 0 < with_prompts <= alone
 
 
 def test_steps_of_long_ago_keep_their_relation_to_the_present_ones() -> None:

@@ -79,7 +79,7 @@ def test_waiting_pays_where_more_is_emitted_per_second(
     full = spent.gained + sum(GOOD.gains[3] - sum(rows[i][: spent.lengths[i]]) for i in out)
     tokens = n + spent.tokens + sum(3 - spent.lengths[i] for i in out)
     going, waiting = (n + spent.gained) / spent.seconds, (n + full) / (step_s(tokens) + abs(draft_s - waited_s))
-    pays = waiting_pays(spent, rows, Pending(range(n), 3, draft_s, waited_s), GOOD, step_s, n)
+    pays = waiting_pays(spent, rows, Pending(range(n), 3, draft_s, waited_s), GOOD, step_s)
     assert pays == (bool(out) and waiting > going) or waiting == pytest.approx(going)
 
 
