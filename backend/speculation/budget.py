@@ -1,8 +1,8 @@
 """Chooses the draft tokens that a step verifies: the likeliest ones, as many as pay.  Pure; scheduler's process and thread.
 
 A draft token is accepted with its survival S, the product of the chances up to it.  A step over B requests with N draft tokens
-takes T(base + N) and emits B + sum S tokens.  S falls along a request, so the N tokens with the largest S are whole prefixes.
-The best N makes (B + sum S) / T(base + N) largest, as in DSpark's adaptive verification.  T is not convex: every N is tried.
+takes T(B + N) and emits B + sum S tokens.  S falls along a request, so the N tokens with the largest S are whole prefixes.
+The best N makes (B + sum S) / T(B + N) largest, as in DSpark's adaptive verification.  T is not convex: every N is tried.
 
 That looks at all tokens of a draft.  A draft that was sampled may not be cut so, or the text would be biased: whether its token
 i is verified may depend on the chances up to i, not on later ones, which depend on the token (docs/reference/drafting.md).
@@ -36,7 +36,7 @@ class Spent:
     gained: float
     """Sum of the survivals taken: draft tokens expected to be accepted."""
     seconds: float
-    """T(base + N)."""
+    """T(B + N)."""
 
 
 def spend_in_order(survivals: Sequence[Sequence[float]], expected: Spent, times: Sequence[float]) -> Spent:
@@ -90,7 +90,7 @@ def _convex(times: Sequence[float]) -> list[float]:
 def spend(survivals: Sequence[Sequence[float]], times: Sequence[float]) -> Spent:
     """Chooses the draft tokens that pay.
 
-    `survivals`: those of each decoding request's draft; empty without a draft.  `times`: T(base), T(base + 1), ... in seconds,
+    `survivals`: those of each decoding request's draft; empty without a draft.  `times`: T(B), T(B + 1), ... in seconds,
     at least two entries more than there are draft tokens.
     """
     ranked = [(s, i) for i, row in enumerate(survivals) for s in row]

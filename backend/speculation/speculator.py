@@ -385,7 +385,7 @@ class Speculator:
     def _new_load(self) -> StepLoad:
         n, candidates = max(min(self._decoding, len(self.candidates.requests)), 1), self.candidates
         times = self.step_times.row(n, n * self._longest + 2)
-        return StepLoad(n, n, candidates.alone.prospect(n, times), candidates.drafted.prospect(n, times), candidates.foresight)
+        return StepLoad(n, candidates.alone.prospect(n, times), candidates.drafted.prospect(n, times), candidates.foresight)
 
     def _reconsider(self) -> None:
         self._load = load = self._new_load()

@@ -187,8 +187,6 @@ class StepLoad:
 
     requests: int
     """Requests that are decoding."""
-    base: int
-    """Tokens of a step without draft tokens."""
     alone: Prospect
     """With look-ups alone, which need no drafter."""
     drafted: Prospect
@@ -228,7 +226,7 @@ def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
     """The choice of each kind that emits the most tokens per second."""
     n, alone, drafted, step_s = load.requests, load.alone, load.drafted, times.step
     plain_tokens, plain_gain = alone.tokens[-1], alone.gains[-1]
-    plain = n * (1 + plain_gain) / times.plain(load.base, n * plain_tokens)
+    plain = n * (1 + plain_gain) / times.plain(n, n * plain_tokens)
     best = {Ask.PLAIN: Choice(Ask.PLAIN, 0, plain)}
 
     def consider(ask: Ask, k: int, tokens_per_s: float, outcomes: int = 0, miss_k: int = 0) -> None:
@@ -237,7 +235,7 @@ def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
 
     hits = {outcomes: [load.foresight.rate(outcomes, each) for each in drafted.tokens] for outcomes in load.foresight.choices}
     for k in range(1, len(drafted.tokens)):
-        emitted, seconds = n * (1 + drafted.gains[k]), step_s(load.base, n * drafted.tokens[k])
+        emitted, seconds = n * (1 + drafted.gains[k]), step_s(n, n * drafted.tokens[k])
         consider(Ask.DRAFT, k, emitted / (seconds + times.draft(n, k)))
         for outcomes, rates in hits.items():
             enumerated_s = times.enumerate(n * outcomes, k)
@@ -261,7 +259,7 @@ def _ahead(load: StepLoad, times: Times, k: int, miss_k: int, h: float, enumerat
     def step(h: float, gain: float, tokens: float) -> tuple[float, float]:
         """Tokens and seconds, if a share `h` has drafts of `k` tokens and the others gain `gain` with `tokens` tokens."""
         mean = tokens + h * (drafted.tokens[k] - tokens)
-        return n * (1 + gain + h * (drafted.gains[k] - gain)), times.step(load.base, n * mean)
+        return n * (1 + gain + h * (drafted.gains[k] - gain)), times.step(n, n * mean)
 
     missed = drafted.gains[miss_k], drafted.tokens[miss_k]
     emitted, seconds = step(h, *missed)
@@ -344,7 +342,7 @@ class Asking:
         best, present = max(worth, key=lambda ask: worth[ask]), self.choice.ask
         if present not in offers or best == Ask.PLAIN or worth[best] > GAIN * worth[present]:
             present = best
-        self._in_doubt = worth[present] < IN_DOUBT * load.requests / times.plain(load.base, 0)
+        self._in_doubt = worth[present] < IN_DOUBT * load.requests / times.plain(load.requests, 0)
         self._steps = self._steps if present == self.choice.ask else 0
         self.choice = offers[present]
         return self.choice

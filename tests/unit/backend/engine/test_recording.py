@@ -129,7 +129,7 @@ def test_a_change_of_plan_belongs_to_the_step_that_comes() -> None:
     recording.prefilled(1)
     step(recording, counters)
     alone, drafted = Prospect((0.0, 0.5, 0.6), (0.0, 0.1, 0.2)), Prospect((0.0, 1.0, 1.8), (0.0, 0.9, 1.5))
-    load = StepLoad(3, 3, alone, drafted, Foresight(8, 2))
+    load = StepLoad(3, alone, drafted, Foresight(8, 2))
     recording.decided(Plan(2, outcomes=8), load, Choice(Ask.AHEAD, 2, 200.0), 0.01)
     recording.decided(Plan(0), load, Choice(Ask.PLAIN, 0, 100.0), 0.01)
     ahead, plain = kept.of(DecisionRow)

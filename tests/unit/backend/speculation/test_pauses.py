@@ -48,7 +48,7 @@ def test_what_asking_costs_where_prompts_are_computed_is_held_against_it(prompts
 def test_drafters_rest_while_asking_them_is_in_doubt(gain: float) -> None:
     asking, drafted = Asking(), Prospect((0.0, 1.0), (0.0, gain - 1))
     times = Times(lambda base, drafts: 0.01, lambda base, drafts: 0.01, lambda n, k: 0.0, lambda n, k: 1.0)
-    asking.choose(StepLoad(1, 1, Prospect((0.0,), (0.0,)), drafted, Foresight(1, 1)), times)
+    asking.choose(StepLoad(1, Prospect((0.0,), (0.0,)), drafted, Foresight(1, 1)), times)
     assert asking.choice.ask == Ask.DRAFT
     paused = []
     for _ in range(2 * PROBE_EVERY):

@@ -102,13 +102,13 @@ TIMES = Times(flat, flat, draft_s, at_once)
 
 
 def test_nothing_pays_more_than_what_is_promised() -> None:
-    offers = goodputs(StepLoad(4, 4, NONE, GOOD, seeing(0.5)), TIMES)
+    offers = goodputs(StepLoad(4, NONE, GOOD, seeing(0.5)), TIMES)
     assert offers[Ask.PLAIN].tokens_per_s == pytest.approx(4 / 6e-3)
     assert offers[Ask.DRAFT].tokens_per_s == pytest.approx(
         max(4 * (1 + GOOD.gains[k]) / (6e-3 + draft_s(4, k)) for k in range(1, 5))
     )
     assert offers[Ask.AHEAD].tokens_per_s > offers[Ask.DRAFT].tokens_per_s
-    certain = goodputs(StepLoad(4, 4, NONE, GOOD, seeing(1.0)), TIMES)[Ask.AHEAD]
+    certain = goodputs(StepLoad(4, NONE, GOOD, seeing(1.0)), TIMES)[Ask.AHEAD]
     assert certain.tokens_per_s == pytest.approx(16 / 6e-3)
     assert certain.k == 4
 
@@ -119,9 +119,9 @@ def test_ahead_waits_whenever_one_outcome_of_all_was_missed() -> None:
     def by_row(rows: float, k: int) -> float:
         return 3e-4 * rows
 
-    offer = goodputs(StepLoad(4, 4, NONE, GOOD, seeing(0.5)), Times(flat, flat, by_row, at_once))[Ask.AHEAD]
+    offer = goodputs(StepLoad(4, NONE, GOOD, seeing(0.5)), Times(flat, flat, by_row, at_once))[Ask.AHEAD]
     assert offer.tokens_per_s == pytest.approx(16 / (6e-3 + 2 * 3e-4))
-    dear = goodputs(StepLoad(4, 4, NONE, GOOD, seeing(0.5)), Times(flat, flat, lambda rows, k: 2e-3, at_once))[Ask.AHEAD]
+    dear = goodputs(StepLoad(4, NONE, GOOD, seeing(0.5)), Times(flat, flat, lambda rows, k: 2e-3, at_once))[Ask.AHEAD]
     assert dear.tokens_per_s == pytest.approx(16 / (6e-3 + 15 / 16 * 2e-3))
 
 
@@ -129,32 +129,32 @@ def test_slow_passes_ask_for_short_drafts() -> None:
     def slow(rows: float, k: int) -> float:
         return 4e-3 * (k + 1)
 
-    fast = goodputs(StepLoad(1, 1, NONE, GOOD, seeing(0.0)), TIMES)[Ask.DRAFT].k
-    assert goodputs(StepLoad(1, 1, NONE, GOOD, seeing(0.0)), Times(flat, flat, slow, at_once))[Ask.DRAFT].k < fast
+    fast = goodputs(StepLoad(1, NONE, GOOD, seeing(0.0)), TIMES)[Ask.DRAFT].k
+    assert goodputs(StepLoad(1, NONE, GOOD, seeing(0.0)), Times(flat, flat, slow, at_once))[Ask.DRAFT].k < fast
 
 
 @pytest.mark.parametrize(
     ("drafted", "hit_rate", "ask"), [(GOOD, 0.9, Ask.AHEAD), (GOOD, 0.0, Ask.DRAFT), (POOR, 0.0, Ask.PLAIN)]
 )
 def test_what_is_asked_for(drafted: Prospect, hit_rate: float, ask: Ask) -> None:
-    assert Asking().choose(StepLoad(4, 4, NONE, drafted, seeing(hit_rate)), TIMES).ask == ask
+    assert Asking().choose(StepLoad(4, NONE, drafted, seeing(hit_rate)), TIMES).ask == ask
 
 
 def test_a_small_promise_changes_nothing_and_ties_ask_nobody() -> None:
     asking = Asking()
     for gain in (0.0, 0.015, 0.03):
         some = Prospect((0.0, 1.0), (0.0, gain))
-        assert asking.choose(StepLoad(4, 4, NOTHING, some, seeing(1.0)), TIMES).ask == Ask.PLAIN
-    assert asking.choose(StepLoad(4, 4, NONE, GOOD, seeing(1.0)), TIMES).ask == Ask.AHEAD
+        assert asking.choose(StepLoad(4, NOTHING, some, seeing(1.0)), TIMES).ask == Ask.PLAIN
+    assert asking.choose(StepLoad(4, NONE, GOOD, seeing(1.0)), TIMES).ask == Ask.AHEAD
     slightly = Prospect((0.0, 1.0), (0.0, 0.03))
-    assert asking.choose(StepLoad(4, 4, NOTHING, slightly, seeing(1.0)), TIMES).ask == Ask.AHEAD
-    assert asking.choose(StepLoad(4, 4, NONE, NONE, seeing(1.0)), TIMES).ask == Ask.PLAIN
+    assert asking.choose(StepLoad(4, NOTHING, slightly, seeing(1.0)), TIMES).ask == Ask.AHEAD
+    assert asking.choose(StepLoad(4, NONE, NONE, seeing(1.0)), TIMES).ask == Ask.PLAIN
 
 
 def test_probes_are_few_and_there_are_none_while_drafts_are_made_ahead() -> None:
     asking = Asking()
     assert sum(asking.stepped() for _ in range(PROBE_EVERY)) == PROBE_STEPS
-    asking.choose(StepLoad(4, 4, NONE, GOOD, seeing(1.0)), TIMES)
+    asking.choose(StepLoad(4, NONE, GOOD, seeing(1.0)), TIMES)
     assert not any(asking.stepped() for _ in range(PROBE_EVERY))
 
 
@@ -190,8 +190,8 @@ def test_long_verifications_are_foreseen_less_often_than_short_ones() -> None:
 
 def test_outcomes_that_take_longer_than_the_step_come_too_late() -> None:
     slow = Times(flat, flat, draft_s, lambda rows, k: rows * 1e-2)
-    few = goodputs(StepLoad(4, 4, NONE, GOOD, Foresight(8, 4)), slow)[Ask.AHEAD]
-    many = goodputs(StepLoad(4, 4, NONE, GOOD, Foresight(8, 4)), slow._replace(enumerate=at_once))[Ask.AHEAD]
+    few = goodputs(StepLoad(4, NONE, GOOD, Foresight(8, 4)), slow)[Ask.AHEAD]
+    many = goodputs(StepLoad(4, NONE, GOOD, Foresight(8, 4)), slow._replace(enumerate=at_once))[Ask.AHEAD]
     assert few.outcomes < many.outcomes
     assert few.tokens_per_s < many.tokens_per_s
 
@@ -204,16 +204,16 @@ def test_drafts_for_misses_are_shorter_where_steps_wait_for_slow_passes() -> Non
         return 5.9e-3
 
     long = Prospect((0.0, 1.0, 2.0, 3.0, 4.0), (0.0, 0.8, 1.4, 1.8, 2.0))
-    chosen = goodputs(StepLoad(16, 16, NONE, long, seeing(0.7)), TIMES._replace(draft=passes, enumerate=nearly))[Ask.AHEAD]
+    chosen = goodputs(StepLoad(16, NONE, long, seeing(0.7)), TIMES._replace(draft=passes, enumerate=nearly))[Ask.AHEAD]
     assert (chosen.k, chosen.miss_k) == (4, 2)
     # Seven in ten are hits, the others gain 1.4 tokens for three passes.
     assert chosen.tokens_per_s == pytest.approx(16 * (1 + 0.7 * 2.0 + 0.3 * 1.4) / (6e-3 + 6.6e-3), rel=0.01)
-    quick = goodputs(StepLoad(16, 16, NONE, long, seeing(0.7)), TIMES)[Ask.AHEAD]
+    quick = goodputs(StepLoad(16, NONE, long, seeing(0.7)), TIMES)[Ask.AHEAD]
     assert quick.miss_k == quick.k == 4
 
 
 def test_drafts_for_a_miss_come_after_an_enumeration_that_outlasts_the_step() -> None:
-    load = StepLoad(4, 4, NONE, GOOD, seeing(1.0))
+    load = StepLoad(4, NONE, GOOD, seeing(1.0))
     in_time = goodputs(load, TIMES._replace(enumerate=lambda n, k: 6e-3))[Ask.AHEAD]
     too_late = goodputs(load, TIMES._replace(enumerate=lambda n, k: 8e-3))[Ask.AHEAD]
     assert in_time.tokens_per_s == pytest.approx(16 / 6e-3)
@@ -224,7 +224,7 @@ def test_drafts_for_a_miss_come_after_an_enumeration_that_outlasts_the_step() ->
 
 def test_a_kind_that_does_not_keep_its_promises_is_left_and_later_tried_again() -> None:
     """Its parts are measured well, and together they bring half."""
-    asking, load = Asking(), StepLoad(4, 4, NONE, GOOD, seeing(0.0))
+    asking, load = Asking(), StepLoad(4, NONE, GOOD, seeing(0.0))
     times = Times(flat, flat, draft_s, lambda rows, k: 1.0)
     first = asking.choose(load, times)
     assert first.ask == Ask.DRAFT
@@ -240,8 +240,8 @@ def test_a_kind_that_does_not_keep_its_promises_is_left_and_later_tried_again() 
 
 def test_what_was_promised_to_many_is_not_asked_of_few() -> None:
     asking, times = Asking(), Times(flat, flat, draft_s, lambda rows, k: 1.0)
-    ask = asking.choose(StepLoad(16, 16, NONE, GOOD, seeing(0.0)), times).ask
-    asking.choose(StepLoad(1, 1, NONE, GOOD, seeing(0.0)), times, None, 1.0, 1000)
+    ask = asking.choose(StepLoad(16, NONE, GOOD, seeing(0.0)), times).ask
+    asking.choose(StepLoad(1, NONE, GOOD, seeing(0.0)), times, None, 1.0, 1000)
     assert asking.promises.kept(ask) == 1.0
 
 
