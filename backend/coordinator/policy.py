@@ -81,6 +81,8 @@ class Coordinator:
     """The pins in force: drafter -> verifiers."""
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0), init=False)
     _entries: dict[str, MemberEntry] = field(default_factory=dict, init=False)
+    _incarnations: dict[str, list[str]] = field(default_factory=dict, init=False)
+    """Member id -> its processes so far, the present one last."""
     _drains: dict[str, float | None] = field(default_factory=dict, init=False)
     """The drains in force: member id -> when to move its requests elsewhere (None: never).  They outlive its process."""
     _since: dict[Pair, float] = field(default_factory=dict, init=False)
@@ -99,8 +101,16 @@ class Coordinator:
     # Events.
 
     def register(self, member: Member, now: float) -> None:
-        """Adds a member, or takes it in again.  A known id with another incarnation is a restart: its bindings are dropped."""
+        """Adds a member, or takes it in again.  A known id with another incarnation is a restart: its bindings are dropped.
+
+        Ignored for an earlier incarnation, which was cut off and has come back after its successor.
+        """
         self._expire(now)
+        incarnations = self._incarnations.setdefault(member.id, [])
+        if member.incarnation not in incarnations:
+            incarnations.append(member.incarnation)
+        if member.incarnation != incarnations[-1]:
+            return
         self.counters["registrations"] += 1
         entry = known = self._entries.get(member.id)
         if known is None or (known.member, known.state) != (member, member.state):

@@ -90,6 +90,16 @@ def test_a_restarted_member_is_counted_and_bound_anew() -> None:
     assert report(policy, "v0", 0.6).drafters[0].incarnation == "i1"
 
 
+def test_a_process_that_was_cut_off_does_not_oust_its_successor() -> None:
+    policy = fleet(1, 1)
+    policy.register(member("d0", "drafter", incarnation="i1"), 0.5)
+    assert not report(policy, "d0", 0.6).known
+    policy.register(member("d0", "drafter"), 0.6)
+    assert report(policy, "d0", 0.7, incarnation="i1").known
+    assert report(policy, "v0", 0.7).drafters[0].incarnation == "i1"
+    assert policy.snapshot(0.7).counters["restarts"] == 1
+
+
 def test_what_a_process_measured_is_forgotten_with_it() -> None:
     policy = fleet(1, 1)
     for now, drafts in ((0.1, 1000), (0.2, 1100)):
