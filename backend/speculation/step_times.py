@@ -152,9 +152,9 @@ class StepTimes:
         """
         self._stale, self._speed_factor = False, math.exp(self._speed)
         self._asking_factor = math.exp(self._asking.level)
-        # While no draft is verified, this cost is not measured: in doubt it counts for less, so that drafts are tried again.
-        doubt = self._verifying.doubt + AGEING * (self._clock - self._verifying.at)
-        self._verifying_factor = math.exp(self._verifying.level * UNFITTED / (UNFITTED + doubt))
+        # While no draft is verified, this cost is not measured: with time it counts for less, so that drafts are tried again.
+        age = AGEING * (self._clock - self._verifying.at)
+        self._verifying_factor = math.exp(self._verifying.level * UNFITTED / (UNFITTED + age))
         points = sorted(self._points.values(), key=lambda point: point.tokens)
         xs, ys = [point.tokens for point in points], [math.exp(point.level) for point in points]
         doubts = [point.doubt + AGEING * (self._clock - point.at) for point in points]

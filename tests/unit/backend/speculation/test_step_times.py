@@ -119,6 +119,9 @@ def test_what_verifying_any_draft_costs_is_learned_apart_from_its_tokens() -> No
     # A few likely tokens pay their own time, and not that cost; many do.
     assert spend([survivals([0.9])] + [[]] * 31, times.row(32, 3)).tokens == 0
     assert spend(rows, times.row(32, 34)).tokens == 32
+    times.doubt()
+    run(1, 0, 1.2)
+    assert times.at(32, 1) / times.at(32) == pytest.approx(1.2, rel=0.05), "a pause does not make drafts look cheap"
 
 
 def test_a_cost_of_verifying_that_was_learned_on_a_busy_machine_is_doubted_in_time() -> None:
