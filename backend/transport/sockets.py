@@ -73,10 +73,10 @@ class Wire:
         return address
 
     def close(self) -> None:
-        """Stops the authenticator and ends the context; sockets must be closed by their owners first."""
+        """Stops the authenticator, closes all sockets and ends the context.  No other thread may use one of the sockets."""
         if self._authenticator is not None:
             self._authenticator.stop()
-        self.context.term()
+        self.context.destroy(linger=0)
 
 
 def _common(socket: zmq.Socket[bytes], address: str, high_water_mark: int) -> None:
