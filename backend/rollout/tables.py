@@ -9,8 +9,8 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from backend.records.kept import RowBatch
 from backend.records.rows import RequestRow, StepRow, VerificationRow
+from backend.rollout.outcome import WorkerShare
 
 PERF_COLUMNS = (
     "step_tgs",
@@ -93,12 +93,12 @@ def markov_table(verifications: Iterable[VerificationRow]) -> Table:
     return sorted(rows, key=lambda row: (row[4], row[3]))
 
 
-def of_worker(rows: RowBatch) -> dict[str, str]:
+def of_worker(part: WorkerShare) -> dict[str, str]:
     """A worker's tables as CSV, by name."""
     return {
-        "perf": csv_text(PERF_COLUMNS, perf_table(rows.steps)),
-        "request": csv_text(REQUEST_COLUMNS, request_table(rows.requests)),
-        "markov": csv_text(MARKOV_COLUMNS, markov_table(rows.verifications)),
+        "perf": csv_text(PERF_COLUMNS, perf_table(part.rows.steps)),
+        "request": csv_text(REQUEST_COLUMNS, request_table(part.requests)),
+        "markov": csv_text(MARKOV_COLUMNS, markov_table(part.rows.verifications)),
     }
 
 

@@ -89,7 +89,7 @@ def part(number: int, *lengths: int) -> WorkerShare:
 
 def settled(*parts: WorkerShare, deaths: Sequence[Death] = ()) -> RoundResult:
     finished = RoundResult(0, 4.0, list(parts), deaths=list(deaths))
-    for row in (row for each in parts for row in each.ended):
+    for row in (row for each in parts for row in each.requests):
         output = SimpleNamespace(token_ids=[1] * row.tokens)
         finished.responses[int(row.request_id)] = SimpleNamespace(outputs=[output])
     finished.settle({f"0-{number}-1": number for number in range(100)})
@@ -102,7 +102,7 @@ def test_tables_of_a_worker() -> None:
     foreign = replace(made.rows.verifications[0], request_id="other")
     made.rows.verifications = [*reversed(made.rows.verifications), foreign]
     settled(made)
-    assert {name: text.splitlines()[1:] for name, text in tables.of_worker(made.rows).items()} == {
+    assert {name: text.splitlines()[1:] for name, text in tables.of_worker(made).items()} == {
         "perf": ["1250.000,5,5.000,1,0.000,0.000,4,1.250,2.500,0.000", "3.000,3,3.000,1,1.000,1000.000,4,1.250,2.500,0.750"],
         "request": ["1,3000.000,1,5,3,0.500000,2,4,3", "0,3000.000,1,5,5,1.000000,4,4,5"],
         "markov": ["5,4,5,0,0", "3,4,5,1,1"],
@@ -152,7 +152,7 @@ def test_the_report_sums_up_requests_and_steps() -> None:
 
 def test_a_figure_without_a_value_is_left_out_of_the_summary() -> None:
     made = part(0, 3)
-    made.ended.clear()
+    made.requests.clear()
     assert set(round_report(settled(made), ABOUT)[0]["summary"]) == {
         "TGS of a step", "requests in a step", "requests waiting", "share of the KV cache in use", "ms of a verification step"
     }  # fmt: skip
@@ -175,12 +175,12 @@ def test_the_requests_with_the_worst_drafts_come_first() -> None:
 def test_requests_that_moved_are_summed_over_workers() -> None:
     first, second = part(0, 3), part(0, 2)
     second.number, second.rows.verifications = 1, [replace(row, request_id="0-0-2") for row in second.rows.verifications]
-    first.ended.clear()
+    first.requests.clear()
     finished = RoundResult(0, 4.0, [first, second])
     finished.settle({"0-0-1": 0, "0-0-2": 0})
-    (row,) = second.rows.requests
+    (row,) = second.requests
     assert (row.verifications, row.draft_tokens, row.accepted) == (2, 8, 3)
-    assert first.rows.requests == []
+    assert first.requests == []
 
 
 def test_rows_beyond_the_bound_are_counted() -> None:
