@@ -161,7 +161,6 @@ class VerifierProcess:
             version=ENGINE_WIRE_VERSION,
             verifier_id=self.verifier_id,
             incarnation=self._incarnation,
-            model=self._paths.name,
             max_model_len=config.model_config.max_model_len,
             num_kv_blocks=config.cache_config.num_gpu_blocks,
             block_size=config.cache_config.block_size,

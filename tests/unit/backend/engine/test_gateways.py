@@ -42,7 +42,7 @@ class Verifier:
         config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 100))
         core: Any = SimpleNamespace(scheduler=self.scheduler, vllm_config=config, abort_requests=self.aborted.extend)
         weights: Any = SimpleNamespace(loaded=None)
-        welcome = EngineWelcome(ENGINE_WIRE_VERSION, "v", "i", "m", 64, 8, 16, [])
+        welcome = EngineWelcome(ENGINE_WIRE_VERSION, "v", "i", 64, 8, 16, [])
         self.port = GatewayPort(router or self, core, welcome, files.append if files is not None else None, weights)  # type: ignore[arg-type]
 
     def receive(self) -> tuple[bytes, list[Any]] | None:
