@@ -8,11 +8,12 @@ import logging
 import os
 import time
 import uuid
+from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from backend.transport.sockets import ServerKeys, Wire, bind_router, connect_dealer
+from backend.transport.sockets import IPC, ServerKeys, Wire, bind_router, connect_dealer
 
 logger = logging.getLogger(__name__)
 
@@ -107,11 +108,13 @@ class Hub:
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
+        self._bound: list[str] = []
 
     def router(self, address: str, keys: ServerKeys | None = None, local_address: str = "") -> ServerSocket:
         """Binds a server socket; see `bind_router`."""
         socket, bound = bind_router(self.wire, address, keys, local_address=local_address)
         self._poller.register(socket, zmq.POLLIN)
+        self._bound += [bound, local_address]
         return ServerSocket(socket, bound)
 
     def dealer(self, address: str, server_key: str = "") -> Dealer:
@@ -136,6 +139,9 @@ class Hub:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Closes all sockets and the context."""
+        """Closes all sockets and the context, and removes the files of `ipc://` sockets."""
         os.close(self._wake)
         self.wire.close()
+        for address in self._bound:
+            if address.startswith(IPC):
+                Path(address.removeprefix(IPC)).unlink(missing_ok=True)
