@@ -39,7 +39,6 @@ class EagleProposer:
 
     def __init__(self, weights: HeadWeights, cache_tokens: int, device: str = "cpu", graphs: bool = True) -> None:
         config = weights.config
-        self.kind: str = config.kind
         self.vocab_size = config.vocab_size
         self.borrowed = weights.borrowed
         self.max_position = weights.max_position

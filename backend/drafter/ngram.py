@@ -11,7 +11,6 @@ from backend.wire.drafting import Outcome, TargetTensor
 class NgramProposer:
     """Prompt lookup behind the `Proposer` protocol; holds at most `cache_tokens` tokens over all requests."""
 
-    kind = "ngram"
     hidden = 0
     borrowed: frozenset[TargetTensor] = frozenset()
 

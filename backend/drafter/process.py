@@ -27,7 +27,7 @@ from backend.models.head_config import CheckpointError, HeadConfig, read_config,
 from backend.models.kinds import KINDS, DrafterKind
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
-from backend.transport.sockets import ServerKeys, Wire, unlink_ipc_on_exit
+from backend.transport.sockets import ServerKeys, Wire
 from backend.wire.drafting import TargetTensor
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,6 @@ class DrafterProcess:
         local_address: str = "",
     ) -> None:
         self._drafter_id = drafter_id
-        self._local_address = local_address
         self._model = model
         self._settings = settings
         self._tracing = tracing
@@ -226,14 +225,13 @@ class DrafterProcess:
 
     def _run(self) -> None:
         # The socket was bound by the thread that built this object.  From now on only this thread uses it.
-        with unlink_ipc_on_exit(self.address, self._local_address):
-            try:
-                self._loop.run()
-            except Exception:
-                logger.exception("drafter %s: the drafting thread died", self._drafter_id)
-                if self._on_crash is not None:
-                    self._on_crash()
-            finally:
-                with self._closing:
-                    self._is_closed = True
-                    self._hub.close()
+        try:
+            self._loop.run()
+        except Exception:
+            logger.exception("drafter %s: the drafting thread died", self._drafter_id)
+            if self._on_crash is not None:
+                self._on_crash()
+        finally:
+            with self._closing:
+                self._is_closed = True
+                self._hub.close()

@@ -135,7 +135,6 @@ class ProposerStats:
 class Proposer(Protocol):
     """Drafts for requests, which it knows by key.  Called by one thread; `now` is seconds of any monotonic clock."""
 
-    kind: str
     hidden: int
     """Width of a feature row; 0: takes no features."""
     vocab_size: int

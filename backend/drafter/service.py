@@ -207,7 +207,7 @@ class DrafterService:
             session.drafts = identity
         session.last_heard = now
         ring = hello.role == "features" and session.ring is not None
-        welcome = Welcome(PROTOCOL_VERSION, self._drafter_id, self.proposer.kind, ring, self._exchanges)
+        welcome = Welcome(ring, self._exchanges)
         wish = self._following.greeted(session, hello, now) if hello.role == "drafts" else None
         return [(identity, encode(welcome)), *self._wish(identity, wish)]
 

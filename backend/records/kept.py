@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow
+from backend.records.rows import Row, StepRow, VerificationRow
 
 KEPT_ROWS = 1_000_000
 """Most rows that a verifier keeps."""
@@ -20,18 +20,16 @@ class RowBatch(msgspec.Struct):
 
     steps: list[StepRow] = msgspec.field(default_factory=list)
     verifications: list[VerificationRow] = msgspec.field(default_factory=list)
-    requests: list[RequestRow] = msgspec.field(default_factory=list)
     lost: int = 0
 
     def add(self, other: RowBatch) -> None:
         """Appends a later batch."""
         self.steps += other.steps
         self.verifications += other.verifications
-        self.requests += other.requests
         self.lost += other.lost
 
     def __len__(self) -> int:
-        return len(self.steps) + len(self.verifications) + len(self.requests)
+        return len(self.steps) + len(self.verifications)
 
 
 class KeptRows:
@@ -47,16 +45,14 @@ class KeptRows:
         return taken
 
     def put(self, row: Row) -> None:
-        """Keeps a row if there is room.  Decisions are not kept, because rollouts do not use them."""
+        """Keeps a step or verification if there is room.  A rollout makes rows of requests itself and needs no decisions."""
         if self._beside is not None:
             self._beside(row)
-        if isinstance(row, DecisionRow):
+        if not isinstance(row, StepRow | VerificationRow):
             return
         if len(self._kept) >= self._most:
             self._kept.lost += 1
-        elif isinstance(row, VerificationRow):
-            self._kept.verifications.append(row)
         elif isinstance(row, StepRow):
             self._kept.steps.append(row)
         else:
-            self._kept.requests.append(row)
+            self._kept.verifications.append(row)

@@ -43,8 +43,7 @@ def main(arguments: Sequence[str], say: Print, note: Print) -> None:
 def _summary(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
     result = summarise(records.workers())
     if given.json:
-        lost = {"dropped": _dropped(records), "removed": _removed(records)}
-        say(msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(result) | lost)).decode())
+        say(msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(result) | _missing(records))).decode())
     else:
         say("\n".join(_markdown(records, result)))
 
@@ -78,19 +77,18 @@ def _markdown(records: Records, summary: Summary) -> list[str]:
     ]
     if summary.teacher_forced.drafts and not summary.live.drafts:
         lines.append(FORCED)
-    if dropped := _dropped(records):
-        lines.append(f"**{dropped} rows were dropped while serving: sums are too small by them.**")
-    if removed := _removed(records):
-        lines.append(f"**{removed} rows are missing: the oldest files were deleted to make room.**")
+    missing = _missing(records)
+    if missing["dropped"]:
+        lines.append(f"**{missing['dropped']} rows were dropped while serving: sums are too small by them.**")
+    if missing["removed"]:
+        lines.append(f"**{missing['removed']} rows are missing: the oldest files were deleted to make room.**")
     return lines + sections(summary)
 
 
-def _dropped(records: Records) -> int:
-    return sum(sum(each.books.dropped.values()) for each in records.incarnations)
-
-
-def _removed(records: Records) -> int:
-    return sum(sum(each.books.removed.values()) for each in records.incarnations)
+def _missing(records: Records) -> dict[str, int]:
+    """Number of rows that are not in the files, by cause."""
+    books = [each.books for each in records.incarnations]
+    return {name: sum(sum(getattr(each, name).values()) for each in books) for name in ("dropped", "removed")}
 
 
 def _join(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:

@@ -5,8 +5,9 @@ The command-line process.  All rows that are read are held in memory.
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pyarrow.parquet as pq
 from backend.config.sources import CommandError
 from backend.records import schema
 from backend.records.kept import RowBatch
+from backend.records.rows import RequestRow
 from backend.records.schema import ABOUT, SCHEMA_VERSION, SCHEMAS, VERSION_KEY, Books, to_table
 from backend.records.store import FILE
 
@@ -65,12 +67,12 @@ class VerifierTables:
     """Seconds without work, at the borders of a selected period only those within it."""
 
 
-def worker_of(name: int | str, rows: RowBatch) -> VerifierTables:
+def worker_of(name: int | str, rows: RowBatch, requests: Sequence[RequestRow]) -> VerifierTables:
     """The tables of rows that are in no file."""
     steps = _flat(to_table("step", rows.steps))
     without_work_s = float(steps[IDLE_COLUMNS["no_work"]].to_numpy().sum() / 1e3)
     return VerifierTables(
-        name, steps, to_table("verification", rows.verifications), to_table("request", rows.requests), without_work_s
+        name, steps, to_table("verification", rows.verifications), to_table("request", requests), without_work_s
     )
 
 
@@ -91,7 +93,7 @@ class Records:
 
     def __init__(self, directory: Path, selection: Selection = EVERYTHING) -> None:
         self.selection = selection
-        self._tables: dict[tuple[Path, str], pa.Table] = {}
+        self._read = cache(_read)
         found = _find(directory)
         known = sorted({each.verifier_id for each in found})
         missing = selection.verifiers - set(known)
@@ -101,7 +103,7 @@ class Records:
 
     def table(self, incarnation: Incarnation, kind: str) -> pa.Table:
         """The selected rows of one kind."""
-        table = self._all(incarnation, kind)
+        table = self._read(incarnation.directory, kind)
         if not self.selection.is_timed:
             return table
         if kind == "verification":
@@ -133,32 +135,10 @@ class Records:
 
         So idle time at the borders of the period is cut to it, and the step after its end is read too.
         """
-        steps = self._all(incarnation, "step")
+        steps = self._read(incarnation.directory, "step")
         ended = steps["began_at"].to_numpy() - waited_ms(steps) / 1e3
         began = np.maximum(ended - steps[IDLE_COLUMNS["no_work"]].to_numpy() / 1e3, self.selection.since)
         return float(np.maximum(np.minimum(ended, self.selection.until) - began, 0.0).sum())
-
-    def _all(self, incarnation: Incarnation, kind: str) -> pa.Table:
-        key = (incarnation.directory, kind)
-        if key not in self._tables:
-            self._tables[key] = self._read(*key)
-        return self._tables[key]
-
-    def _read(self, directory: Path, kind: str) -> pa.Table:
-        tables = [SCHEMAS[kind].empty_table()]
-        for file in sorted(each for each in directory.glob(f"{kind}-*.parquet") if FILE.fullmatch(each.name)):
-            try:
-                table = pq.read_table(file)
-            except FileNotFoundError:
-                continue  # A running verifier deletes its oldest files.
-            except (OSError, pa.ArrowException):
-                logger.warning("%s cannot be read and was skipped", file)
-                continue
-            version = (table.schema.metadata or {}).get(VERSION_KEY)
-            if version != str(SCHEMA_VERSION).encode() or table.schema.names != SCHEMAS[kind].names:
-                raise RecordsError(f"{file} is not of version {SCHEMA_VERSION} of the records")
-            tables.append(table.replace_schema_metadata(None))
-        return _flat(pa.concat_tables(tables))
 
 
 def waited_ms(steps: pa.Table) -> Numbers:
@@ -168,6 +148,23 @@ def waited_ms(steps: pa.Table) -> Numbers:
         if cause != "no_work":
             waited += steps[column].to_numpy()
     return waited
+
+
+def _read(directory: Path, kind: str) -> pa.Table:
+    tables = [SCHEMAS[kind].empty_table()]
+    for file in sorted(each for each in directory.glob(f"{kind}-*.parquet") if FILE.fullmatch(each.name)):
+        try:
+            table = pq.read_table(file)
+        except FileNotFoundError:
+            continue  # A running verifier deletes its oldest files.
+        except (OSError, pa.ArrowException):
+            logger.warning("%s cannot be read and was skipped", file)
+            continue
+        version = (table.schema.metadata or {}).get(VERSION_KEY)
+        if version != str(SCHEMA_VERSION).encode() or table.schema.names != SCHEMAS[kind].names:
+            raise RecordsError(f"{file} is not of version {SCHEMA_VERSION} of the records")
+        tables.append(table.replace_schema_metadata(None))
+    return _flat(pa.concat_tables(tables))
 
 
 def _find(directory: Path) -> list[Incarnation]:

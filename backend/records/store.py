@@ -19,16 +19,15 @@ import pyarrow.parquet as pq
 
 from backend.config import RecordsSettings
 from backend.records.rows import Row
-from backend.records.schema import ABOUT, KINDS, SCHEMA_VERSION, About, Books, metadata, to_table
+from backend.records.schema import ABOUT, KIND_OF, KINDS, SCHEMA_VERSION, About, Books, metadata, to_table
 
 logger = logging.getLogger(__name__)
 
 FILE = re.compile(rf"\.?({'|'.join(KINDS)})-\d{{6,}}\.parquet(\.part)?")
 """Names of files that we write, incomplete ones included; no other file is ever deleted."""
 
-
-ROTATE_ROWS, ROTATE_BYTES, ROTATE_S = 200_000, 16 * 2**20, 30.0
-"""A file is written when so many rows wait for it, or so many bytes before compression."""
+ROTATE_BYTES, ROTATE_S = 16 * 2**20, 30.0
+"""Files are written when so many bytes wait, before compression, or when rows have waited for so long."""
 
 
 @contextmanager
@@ -42,20 +41,10 @@ def appearing(final: Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
-class _Pending:
-    """Rows of one kind that are not in a file yet."""
-
-    def __init__(self, now: float) -> None:
-        self.since = now
-        self.tables: list[pa.Table] = []
-        self.rows = 0
-        self.size = 0
-
-
 class RecordStore:
-    """One incarnation's files.  `overflow` counts, by kind, rows dropped before `add`; `now` is always monotonic seconds."""
+    """One incarnation's files.  `now` is always monotonic seconds."""
 
-    def __init__(self, about: About, settings: RecordsSettings, overflow: dict[str, int]) -> None:
+    def __init__(self, about: About, settings: RecordsSettings) -> None:
         if settings.dir is None:
             raise ValueError("records.dir is not set")
         start = time.strftime("%Y%m%dT%H%M%S", time.gmtime(about.started_at))
@@ -63,60 +52,65 @@ class RecordStore:
         self.directory = self._verifier / f"{start}-{about.incarnation[:8]}"
         self.written = dict.fromkeys(KINDS, 0)
         self._lost = dict.fromkeys(KINDS, 0)
-        self._overflow = overflow
+        self.overflow = dict.fromkeys(KINDS, 0)
+        """Rows dropped before `add`, by kind.  Only the thread that drops them writes here."""
         self._removed = dict.fromkeys(KINDS, 0)
         self._about = about
         self._settings = settings
-        self._pending: dict[str, _Pending] = {}
+        self._pending: dict[str, list[pa.Table]] = {}
+        """Rows that are in no file yet, by kind; the first ones came at `_since`."""
+        self._since = 0.0
         self._files = 0
         self._refused = ""
 
     def dropped(self) -> dict[str, int]:
         """Number of rows that are in no file and never will be, by kind."""
-        return {kind: n + self._overflow[kind] for kind, n in self._lost.items()}
+        return {kind: n + self.overflow[kind] for kind, n in self._lost.items()}
 
-    def drop(self, kind: str, rows: int) -> None:
-        """Counts rows that cannot be kept."""
-        self._lost[kind] += rows
-
-    def add(self, kind: str, rows: Sequence[Row], now: float) -> None:
+    def add(self, rows: Sequence[Row], now: float) -> None:
         """Takes rows; they reach the disk at the next rotation."""
-        table = to_table(kind, rows)
-        pending = self._pending.setdefault(kind, _Pending(now))
-        pending.tables.append(table)
-        pending.rows += table.num_rows
-        pending.size += table.nbytes
+        if not self._pending:
+            self._since = now
+        by_kind: dict[str, list[Row]] = {}
+        for row in rows:
+            by_kind.setdefault(KIND_OF[type(row)], []).append(row)
+        for kind, its_rows in by_kind.items():
+            try:
+                table = to_table(kind, its_rows)
+            except Exception:
+                # Losing rows is acceptable; losing the writer's thread is not, for nothing else empties its queue.
+                logger.exception("records: %d rows are of no use", len(its_rows))
+                self._lost[kind] += len(its_rows)
+            else:
+                self._pending.setdefault(kind, []).append(table)
 
     def rotate(self, now: float) -> None:
-        """Writes the files that are due by age, rows or size."""
-        due = [
-            kind
-            for kind, pending in self._pending.items()
-            if now - pending.since >= ROTATE_S or pending.rows >= ROTATE_ROWS or pending.size >= ROTATE_BYTES
-        ]
-        if due:
-            self._write(due, ended=False)
+        """Writes all pending rows if they are due by age or size."""
+        size = sum(table.nbytes for tables in self._pending.values() for table in tables)
+        if self._pending and (now - self._since >= ROTATE_S or size >= ROTATE_BYTES):
+            self._write(ended=False)
 
     def close(self) -> None:
         """Writes all pending rows."""
-        self._write(list(self._pending), ended=True)
+        self._write(ended=True)
 
-    def _write(self, kinds: list[str], *, ended: bool) -> None:
-        for kind in kinds:
-            pending = self._pending.pop(kind)
+    def _write(self, *, ended: bool) -> None:
+        pending, self._pending = self._pending, {}
+        for kind, tables in pending.items():
+            table = pa.concat_tables(tables)
             try:
-                self._write_file(kind, pa.concat_tables(pending.tables))
+                self._write_file(kind, table)
             except (OSError, pa.ArrowException) as error:
-                self.drop(kind, pending.rows)
-                self._note_refusal(str(error))
+                self._lost[kind] += table.num_rows
+                self._note(str(error))
             else:
-                self.written[kind] += pending.rows
-                self._note_success()
+                self.written[kind] += table.num_rows
+                self._note("")
         try:
             self._remove_oldest()
             self._write_about(ended)
         except (OSError, pa.ArrowException) as error:
-            self._note_refusal(str(error))
+            self._note(str(error))
 
     def _write_file(self, kind: str, table: pa.Table) -> None:
         self._files += 1
@@ -157,15 +151,13 @@ class RecordStore:
             (file.parent / ABOUT).unlink(missing_ok=True)
             file.parent.rmdir()
 
-    def _note_refusal(self, reason: str) -> None:
-        if reason != self._refused:
-            logger.warning("records are dropped, %s cannot be written: %s", self.directory, reason)
-        self._refused = reason
-
-    def _note_success(self) -> None:
-        if self._refused:
+    def _note(self, refused: str) -> None:
+        """Logs a change: why files cannot be written, or that they are written again (`refused` is empty)."""
+        if refused and refused != self._refused:
+            logger.warning("records are dropped, %s cannot be written: %s", self.directory, refused)
+        elif self._refused and not refused:
             logger.info("records are written again")
-        self._refused = ""
+        self._refused = refused
 
 
 def _write_books(directory: Path, books: Books) -> None:

@@ -11,7 +11,7 @@ from collections import deque
 
 from backend.config import RecordsSettings
 from backend.records.rows import Row
-from backend.records.schema import KIND_OF, KINDS, About
+from backend.records.schema import KIND_OF, About
 from backend.records.store import RecordStore
 
 logger = logging.getLogger(__name__)
@@ -28,8 +28,7 @@ class FileRecorder:
     """Records one verifier's rows.  Only the engine thread may call `put`; any thread may call `start` and `close`."""
 
     def __init__(self, about: About, settings: RecordsSettings) -> None:
-        self._overflow = dict.fromkeys(KINDS, 0)
-        self._store = RecordStore(about, settings, self._overflow)
+        self._store = RecordStore(about, settings)
         self._queue: deque[Row] = deque()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="records", daemon=True)
@@ -56,7 +55,7 @@ class FileRecorder:
         if len(self._queue) < QUEUE_ROWS:
             self._queue.append(row)
         else:
-            self._overflow[KIND_OF[type(row)]] += 1
+            self._store.overflow[KIND_OF[type(row)]] += 1
 
     # -- the writer's thread -------------------------------------------------------------------------------------------
 
@@ -64,25 +63,8 @@ class FileRecorder:
         closing = False
         while not closing:
             closing = self._closing.wait(DRAIN_EVERY_S)
-            self._drain()
+            for waiting in range(len(self._queue), 0, -CHUNK_ROWS):
+                chunk = [self._queue.popleft() for _ in range(min(waiting, CHUNK_ROWS))]
+                self._store.add(chunk, time.monotonic())
             self._store.rotate(time.monotonic())
         self._store.close()
-
-    def _drain(self) -> None:
-        waiting = len(self._queue)
-        while waiting > 0:
-            self._take(min(waiting, CHUNK_ROWS))
-            waiting -= CHUNK_ROWS
-
-    def _take(self, count: int) -> None:
-        by_kind: dict[str, list[Row]] = {}
-        for _ in range(count):
-            row = self._queue.popleft()
-            by_kind.setdefault(KIND_OF[type(row)], []).append(row)
-        for kind, rows in by_kind.items():
-            try:
-                self._store.add(kind, rows, time.monotonic())
-            except Exception:
-                # Losing rows is acceptable; losing this thread is not, for nothing else empties the queue.
-                logger.exception("records: %d rows are of no use", len(rows))
-                self._store.drop(kind, len(rows))

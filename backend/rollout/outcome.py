@@ -34,9 +34,9 @@ class WorkerShare:
 
     number: int
     rows: RowBatch = field(default_factory=RowBatch)
-    """Steps and verifications that ran here, and, once `RoundResult.settle` was called, the requests that ended here."""
-    ended: list[RequestRow] = field(default_factory=list)
-    """Requests that ended here, as the client saw them; verifiers know their verifications."""
+    """Steps and verifications that ran here."""
+    requests: list[RequestRow] = field(default_factory=list)
+    """Requests that ended here, as the client saw them; `RoundResult.settle` counts their verifications."""
 
 
 @dataclass
@@ -71,7 +71,7 @@ class RoundResult:
             for row in part.rows.verifications:
                 made[row.request_id].append(row)
         for part in self.parts:
-            part.rows.requests = [_counted(row, made[row.request_id]) for row in part.ended]
+            part.requests = [_counted(row, made[row.request_id]) for row in part.requests]
 
 
 def _counted(row: RequestRow, verifications: Sequence[VerificationRow]) -> RequestRow:

@@ -16,7 +16,7 @@ from backend.rollout.outcome import RoundResult
 
 def round_report(finished: RoundResult, about: dict[str, Any], weights: str = "0") -> tuple[dict[str, Any], str]:
     """The contents of `report.json` and `report.md`; `weights` is the version of the weights."""
-    summary = summarise([worker_of(part.number, part.rows) for part in finished.parts])
+    summary = summarise([worker_of(part.number, part.rows, part.requests) for part in finished.parts])
     kind = "teacher_forced" if about["fixed_responses"] else "live"
     drafting = summary.teacher_forced if about["fixed_responses"] else summary.live
     tokens = sum(len(finished.tokens(number)) for number in finished.responses)

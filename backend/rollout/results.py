@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backend.config import RecordsSettings, Settings
-from backend.records.schema import KINDS, About
+from backend.records.schema import About
 from backend.records.store import RecordStore
 from backend.rollout import tables
 from backend.rollout.outcome import RoundResult, WorkerShare
@@ -31,7 +31,7 @@ def write_round(directory: Path, finished: RoundResult, report: dict[str, Any], 
     if not report["fixed_responses"]:
         _write_responses(directory / RESPONSES, finished.responses)
     for part in finished.parts:
-        for name, table in tables.of_worker(part.rows).items():
+        for name, table in tables.of_worker(part).items():
             (directory / f"worker_{part.number}_{name}.csv").write_text(table, encoding="utf-8")
         _write_records(directory / RECORDS, part, settings)
     (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
@@ -43,10 +43,8 @@ def _write_records(directory: Path, part: WorkerShare, settings: Settings) -> No
     about = About(
         f"verifier-{part.number}", "rollout", started_at, settings.mode, settings.model, settings.num_speculative_tokens
     )
-    store = RecordStore(about, RecordsSettings(dir=str(directory)), dict.fromkeys(KINDS, 0))
-    store.add("step", part.rows.steps, 0.0)
-    store.add("verification", part.rows.verifications, 0.0)
-    store.add("request", part.rows.requests, 0.0)
+    store = RecordStore(about, RecordsSettings(dir=str(directory)))
+    store.add([*part.rows.steps, *part.rows.verifications, *part.requests], 0.0)
     store.close()
 
 

@@ -6,109 +6,81 @@ Analysis scripts depend on names, columns, order, sorting and units.  Times are 
 
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from backend.records.kept import RowBatch
-from backend.records.rows import RequestRow, StepRow, VerificationRow
+from msgspec.structs import replace
 
-PERF_COLUMNS = (
-    "step_tgs",
-    "step_tokens",
-    "cur_acc_len",
-    "step_batchsize",
-    "step_ts",
-    "step_interval",
-    "draft_nstep",
-    "draft_time",
-    "verify_time",
-    "idle_time",
-)
-REQUEST_COLUMNS = (
-    "req_id",
-    "rollout_time",
-    "rollout_step",
-    "prompt_length",
-    "response_length",
-    "spec_accept_rate",
-    "spec_matched_total",
-    "spec_draft_total",
-    "spec_accepted_total",
-)
-MARKOV_COLUMNS = ("acc_token_num", "draft_token_num", "verify_token_num", "cur_step", "req_id")
+from backend.records.rows import StepRow
+from backend.rollout.outcome import WorkerShare
 
-Table = list[tuple[Any, ...]]
+Columns = Mapping[str, Callable[[Any], Any]]
+"""By name, what a row of the records has in this column."""
 
-
-def perf_table(steps: Sequence[StepRow]) -> Table:
-    """One row per step, in order.
-
-    TGS of a step = tokens / batch size / wall time.  A step's wall time is the interval since the previous step began; for the
-    first step it is the step's duration.  (A restarted verifier's first step has an interval too, counted from the last step of
-    its predecessor.)  `cur_acc_len` is 0 in a step that verified no draft.
-    """
-    rows: Table = []
-    for step, previous in zip(steps, [*steps[:1], *steps], strict=False):
-        interval_ms = step.interval_ms or 1e3 * (step.began_at - previous.began_at)
-        wall_ms = interval_ms or step.busy_ms
-        rows.append(
-            (
-                _decimals(ratio(step.tokens * 1e3, step.requests * wall_ms)),
-                step.tokens,
-                _decimals(ratio(step.drafted_tokens, step.drafted)),
-                step.requests,
-                _decimals(step.began_at - steps[0].began_at),
-                _decimals(interval_ms),
-                step.plan_k,
-                _decimals(step.draft_ms),
-                _decimals(step.verify_ms),
-                _decimals(sum(step.idle_ms.values())),
-            )
-        )
-    return rows
+PERF: Columns = {
+    # TGS of a step = tokens / batch size / wall time.  The wall time of the first step is the step's own.
+    "step_tgs": lambda step: _decimals(_ratio(step.tokens * 1e3, step.requests * (step.interval_ms or step.busy_ms))),
+    "step_tokens": lambda step: step.tokens,
+    "cur_acc_len": lambda step: _decimals(_ratio(step.drafted_tokens, step.drafted)),
+    "step_batchsize": lambda step: step.requests,
+    "step_ts": lambda step: _decimals(step.began_at),
+    "step_interval": lambda step: _decimals(step.interval_ms),
+    "draft_nstep": lambda step: step.plan_k,
+    "draft_time": lambda step: _decimals(step.draft_ms),
+    "verify_time": lambda step: _decimals(step.verify_ms),
+    "idle_time": lambda step: _decimals(sum(step.idle_ms.values())),
+}
+REQUEST: Columns = {
+    "req_id": lambda request: int(request.request_id),
+    "rollout_time": lambda request: _decimals(1e3 * (request.ended_at - request.arrived_at)),
+    "rollout_step": lambda request: request.verifications,
+    "prompt_length": lambda request: request.prompt_tokens,
+    "response_length": lambda request: request.tokens,
+    "spec_accept_rate": lambda request: f"{_ratio(request.accepted, request.draft_tokens):.6f}",
+    "spec_matched_total": lambda request: request.accepted,
+    "spec_draft_total": lambda request: request.draft_tokens,
+    "spec_accepted_total": lambda request: request.tokens,
+}
+MARKOV: Columns = {
+    "acc_token_num": lambda verification: verification.tokens,
+    "draft_token_num": lambda verification: verification.draft_tokens,
+    "verify_token_num": lambda verification: verification.draft_tokens + 1,
+    "cur_step": lambda verification: verification.step,
+    "req_id": lambda verification: int(verification.request_id),
+}
 
 
-def request_table(requests: Iterable[RequestRow]) -> Table:
-    """One row per request, sorted by response length, then number."""
-    rows: Table = [
-        (
-            int(row.request_id),
-            _decimals(1e3 * (row.ended_at - row.arrived_at)),
-            row.verifications,
-            row.prompt_tokens,
-            row.tokens,
-            f"{ratio(row.accepted, row.draft_tokens):.6f}",
-            row.accepted,
-            row.draft_tokens,
-            row.tokens,
-        )
-        for row in requests
-    ]
-    return sorted(rows, key=lambda row: (row[4], row[0]))
-
-
-def markov_table(verifications: Iterable[VerificationRow]) -> Table:
-    """One row per verification, sorted by request number, then step."""
-    rows: Table = [(row.tokens, row.draft_tokens, row.draft_tokens + 1, row.step, int(row.request_id)) for row in verifications]
-    return sorted(rows, key=lambda row: (row[4], row[3]))
-
-
-def of_worker(rows: RowBatch) -> dict[str, str]:
+def of_worker(part: WorkerShare) -> dict[str, str]:
     """A worker's tables as CSV, by name."""
     return {
-        "perf": csv_text(PERF_COLUMNS, perf_table(rows.steps)),
-        "request": csv_text(REQUEST_COLUMNS, request_table(rows.requests)),
-        "markov": csv_text(MARKOV_COLUMNS, markov_table(rows.verifications)),
+        "perf": _csv(PERF, _timed(part.rows.steps)),
+        "request": _csv(REQUEST, sorted(part.requests, key=lambda row: (row.tokens, int(row.request_id)))),
+        "markov": _csv(MARKOV, sorted(part.rows.verifications, key=lambda row: (int(row.request_id), row.step))),
     }
 
 
-def csv_text(columns: Sequence[str], rows: Table) -> str:
+def _timed(steps: Sequence[StepRow]) -> list[StepRow]:
+    """The steps, with `began_at` since the first one began.
+
+    A restarted verifier's first step has an interval too, counted from the last step of its predecessor.
+    """
+    return [
+        replace(
+            step,
+            began_at=step.began_at - steps[0].began_at,
+            interval_ms=step.interval_ms or 1e3 * (step.began_at - previous.began_at),
+        )
+        for step, previous in zip(steps, [*steps[:1], *steps], strict=False)
+    ]
+
+
+def _csv(columns: Columns, rows: Iterable[Any]) -> str:
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    csv.writer(text, lineterminator="\n").writerows([columns, *([cell(row) for cell in columns.values()] for row in rows)])
     return text.getvalue()
 
 
-def ratio(part: float, whole: float) -> float:
+def _ratio(part: float, whole: float) -> float:
     """`part / whole`, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0
 

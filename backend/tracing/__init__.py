@@ -29,18 +29,14 @@ logger = logging.getLogger(__name__)
 MISSING = "tracing.endpoint is set, but OpenTelemetry is not installed; docs/operate/tracing.md names its packages"
 
 
-class TracingError(ConfigError):
-    """Tracing was asked for, but its packages are missing; the message is one line."""
-
-
 def check(settings: TracingSettings) -> None:
-    """Raises `TracingError` if tracing is on and its packages are missing."""
+    """Raises `ConfigError` if tracing is on and its packages are missing."""
     if settings.endpoint is not None:
         _exporter()
 
 
 def open_tracing(settings: TracingSettings, role: str, instance: str) -> Tracing | None:
-    """This process's tracing; None if it is off.  `role` is gateway, verifier or drafter.  Raises `TracingError`."""
+    """This process's tracing; None if it is off.  `role` is gateway, verifier or drafter.  Raises `ConfigError`."""
     if settings.endpoint is None:
         return None
     return Tracing(role, instance, _exporter()(endpoint=settings.endpoint, timeout=CLOSE_S))
@@ -51,7 +47,7 @@ def _exporter() -> type[OTLPSpanExporter]:
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise TracingError(MISSING) from error
+        raise ConfigError(MISSING) from error
     return OTLPSpanExporter
 
 
@@ -91,10 +87,7 @@ class Tracing:
 
         self._library = trace
         self._contexts = TraceContextTextMapPropagator()
-        try:
-            version = importlib.metadata.version("outrider")
-        except importlib.metadata.PackageNotFoundError:
-            version = "0"
+        version = importlib.metadata.version("outrider")
         about = {"service.name": f"outrider-{role}", "service.instance.id": instance, "service.version": version}
         # Not the library's global provider: a process may have several `Tracing` objects, and vLLM has its own.
         self._provider = TracerProvider(resource=Resource(about), shutdown_on_exit=False)

@@ -7,5 +7,4 @@ from backend.transport.sockets import (
     Wire,
     connect_dealer,
     new_server_keys,
-    unlink_ipc_on_exit,
 )

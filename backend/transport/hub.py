@@ -4,28 +4,55 @@ A `Hub` belongs to the thread that polls it; only `wake` may be called from anot
 """
 
 import contextlib
+import logging
 import os
+import time
+import uuid
+from pathlib import Path
 
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
-from backend.transport.refusals import Refusals
-from backend.transport.sockets import ServerKeys, Wire, bind_router, connect_dealer
+from backend.transport.sockets import IPC, ServerKeys, Wire, bind_router, connect_dealer
+
+logger = logging.getLogger(__name__)
 
 Buffer = bytes | bytearray | memoryview
 """A frame to send; it is copied before `send` returns."""
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+LOG_EVERY_S = 60.0
 
 
 class ServerSocket:
-    """A bound server socket."""
+    """A bound server socket.  It counts the connections that it refused: the peer had a wrong key, no key, or no CURVE.
 
-    def __init__(self, socket: zmq.Socket[bytes], address: str, refusals: Refusals | None = None) -> None:
+    libzmq reports each failed handshake to an inproc socket.  That socket is unbounded: a failed handshake costs a few bytes
+    and never blocks a thread.  Therefore it must be emptied regularly (`connections_refused`).
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], address: str) -> None:
         self.socket = socket
         self.address = address
-        self.refusals = refusals
+        self._refused = 0
+        self._logged_at = float("-inf")
+        reports = f"inproc://refused-{uuid.uuid4().hex}"
+        socket.monitor(reports, FAILED)
+        self._reports: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+        self._reports.setsockopt(zmq.RCVHWM, 0)
+        self._reports.connect(reports)
 
     def connections_refused(self) -> int:
-        """Connections refused so far for lack of the fleet's keys.  Call it regularly (see `refusals.py`)."""
-        return 0 if self.refusals is None else self.refusals.take()
+        """Reads the reports since the last call; returns the number of connections refused so far."""
+        before = self._refused
+        with contextlib.suppress(zmq.Again):
+            while True:
+                report = parse_monitor_message(self._reports.recv_multipart(zmq.NOBLOCK))
+                self._refused += bool(report["event"] & FAILED)
+        now = time.monotonic()
+        if self._refused > before and now - self._logged_at > LOG_EVERY_S:
+            self._logged_at = now
+            logger.warning("turned away a connection without this fleet's keys (%d so far)", self._refused)
+        return self._refused
 
     def receive(self) -> tuple[bytes, list[bytes]] | None:
         """The next message as (sender, frames); None if none has arrived."""
@@ -69,7 +96,7 @@ class Dealer:
         return True
 
     def close(self) -> None:
-        """Closes a dealer that no hub owns; queued messages are dropped."""
+        """Closes a dealer that no hub polls; queued messages are dropped."""
         self.socket.close()
 
 
@@ -81,29 +108,24 @@ class Hub:
         self._poller = zmq.Poller()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poller.register(self._wake, zmq.POLLIN)
-        self._sockets: list[zmq.Socket[bytes]] = []
-        self._refusals: list[Refusals] = []
+        self._bound: list[str] = []
 
     def router(self, address: str, keys: ServerKeys | None = None, local_address: str = "") -> ServerSocket:
         """Binds a server socket; see `bind_router`."""
         socket, bound = bind_router(self.wire, address, keys, local_address=local_address)
-        self._add(socket)
-        if keys is None:
-            return ServerSocket(socket, bound)
-        refusals = Refusals(socket)
-        self._refusals.append(refusals)
-        return ServerSocket(socket, bound, refusals)
+        self._poller.register(socket, zmq.POLLIN)
+        self._bound += [bound, local_address]
+        return ServerSocket(socket, bound)
 
     def dealer(self, address: str, server_key: str = "") -> Dealer:
         """Connects a client socket; see `connect_dealer`."""
         socket = connect_dealer(self.wire, address, server_key)
-        self._add(socket)
+        self._poller.register(socket, zmq.POLLIN)
         return Dealer(socket)
 
     def drop(self, dealer: Dealer) -> None:
         self._poller.unregister(dealer.socket)
-        self._sockets.remove(dealer.socket)
-        dealer.socket.close()
+        dealer.close()
 
     def poll(self, timeout_s: float) -> bool:
         """Waits until a socket is readable or `wake` was called; returns False after `timeout_s` seconds."""
@@ -117,16 +139,9 @@ class Hub:
         os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Closes all sockets and the context."""
-        for refusals in self._refusals:
-            refusals.close()
-        self._refusals.clear()
-        for socket in self._sockets:
-            socket.close()
-        self._sockets.clear()
+        """Closes all sockets and the context, and removes the files of `ipc://` sockets."""
         os.close(self._wake)
         self.wire.close()
-
-    def _add(self, socket: zmq.Socket[bytes]) -> None:
-        self._poller.register(socket, zmq.POLLIN)
-        self._sockets.append(socket)
+        for address in self._bound:
+            if address.startswith(IPC):
+                Path(address.removeprefix(IPC)).unlink(missing_ok=True)

@@ -6,12 +6,9 @@ key of its own, and accepts only the fleet's client key, which the coordinator h
 processes of its own node use ipc.
 """
 
-import contextlib
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -73,10 +70,10 @@ class Wire:
         return address
 
     def close(self) -> None:
-        """Stops the authenticator and ends the context; sockets must be closed by their owners first."""
+        """Stops the authenticator, closes all sockets and ends the context.  No other thread may use one of the sockets."""
         if self._authenticator is not None:
             self._authenticator.stop()
-        self.context.term()
+        self.context.destroy(linger=0)
 
 
 def _common(socket: zmq.Socket[bytes], address: str, high_water_mark: int) -> None:
@@ -155,14 +152,3 @@ def connect_dealer(wire: Wire, address: str, server_key: str = "", high_water_ma
         socket.curve_secretkey = wire.fleet_keys.secret.encode()
     socket.connect(address)
     return socket
-
-
-@contextlib.contextmanager
-def unlink_ipc_on_exit(*addresses: str) -> Iterator[None]:
-    """Removes the socket files of those `addresses` that are `ipc://` when the block ends."""
-    try:
-        yield
-    finally:
-        for address in addresses:
-            if address.startswith(IPC):
-                Path(address.removeprefix(IPC)).unlink(missing_ok=True)

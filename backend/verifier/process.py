@@ -29,7 +29,7 @@ from backend.fleet import DrafterRef, VerifierStats
 from backend.models.kinds import KINDS
 from backend.models.resolve import ResolvedModels
 from backend.tracing import open_tracing
-from backend.transport import Hub, ServerKeys, Wire, unlink_ipc_on_exit
+from backend.transport import Hub, ServerKeys, Wire
 from backend.wire.engine import ENGINE_WIRE_VERSION, EngineWelcome
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ class VerifierProcess:
 
     def _main(self) -> None:
         try:
-            with unlink_ipc_on_exit(self.address, self._local_address):
-                self._serve()
+            self._serve()
         except BaseException as error:
             if not self._built.is_set():
                 self._failure = error
@@ -161,7 +160,6 @@ class VerifierProcess:
             version=ENGINE_WIRE_VERSION,
             verifier_id=self.verifier_id,
             incarnation=self._incarnation,
-            model=self._paths.name,
             max_model_len=config.model_config.max_model_len,
             num_kv_blocks=config.cache_config.num_gpu_blocks,
             block_size=config.cache_config.block_size,

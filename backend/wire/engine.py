@@ -32,7 +32,7 @@ import msgspec
 
 from backend.fleet.stats import Weights
 
-ENGINE_WIRE_VERSION = 10
+ENGINE_WIRE_VERSION = 11
 
 HELLO, ADD, ABORT, UTILITY, SHARE, ROWS, PING = b"h", b"a", b"x", b"u", b"e", b"q", b"p"
 WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"
@@ -165,7 +165,6 @@ class EngineWelcome(msgspec.Struct, frozen=True):
     version: int
     verifier_id: str
     incarnation: str
-    model: str
     max_model_len: int
     num_kv_blocks: int
     block_size: int

@@ -125,7 +125,7 @@ class RoundRunner:
         row = RequestRow(
             str(request.number), *times, len(request.prompt), tokens, 0, 0, 0, output.finish_reason, request.fixed is not None
         )
-        self._core.part(verifier).ended.append(row)
+        self._core.part(verifier).requests.append(row)
         self._round.responses[request.number] = response
         self._round.wall_s = max(self._round.wall_s, last_at - self._core.began)
         self._tokens += tokens

@@ -95,8 +95,7 @@ class Engine:
     def _hear(self, client: bytes, kind: bytes, *frames: bytes) -> None:
         if kind == wire.HELLO:
             self._running[client] = {}
-            name, version = "verifier-0", wire.ENGINE_WIRE_VERSION
-            welcome = wire.EngineWelcome(version, name, "one", "bench", self._limit, 10_000, 16, ["generate"])
+            welcome = wire.EngineWelcome(wire.ENGINE_WIRE_VERSION, "verifier-0", "one", self._limit, 10_000, 16, ["generate"])
             self._socket.send_multipart([client, wire.WELCOME, msgspec.msgpack.encode(welcome)])
         elif kind == wire.PING:
             self._socket.send_multipart([client, wire.PING])

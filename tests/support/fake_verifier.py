@@ -205,7 +205,6 @@ class FakeVerifier:
                     wire.ENGINE_WIRE_VERSION,
                     self.name,
                     self.incarnation,
-                    "fake",
                     self.max_model_len,
                     100,
                     16,

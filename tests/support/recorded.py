@@ -4,7 +4,7 @@ from pathlib import Path
 
 from backend.config import RecordsSettings
 from backend.records.rows import DecisionRow, RequestRow, StepRow, VerificationRow
-from backend.records.schema import KIND_OF, KINDS, About
+from backend.records.schema import About
 from backend.records.store import RecordStore
 
 Rows = list[StepRow | VerificationRow | RequestRow | DecisionRow]
@@ -14,12 +14,8 @@ START = 1_790_000_000.0
 def record(directory: Path, rows: Rows, verifier_id: str = "verifier-0", incarnation: str = "aaaaaaaa", k: int = 4) -> Path:
     """Writes the records of one incarnation that has ended; returns its directory."""
     about = About(verifier_id, incarnation, START, "sync", "demo", k)
-    store = RecordStore(about, RecordsSettings(dir=str(directory)), dict.fromkeys(KINDS, 0))
-    for kind, of in KINDS.items():
-        mine = [row for row in rows if isinstance(row, of)]
-        assert all(KIND_OF[type(row)] == kind for row in mine)
-        if mine:
-            store.add(kind, mine, 0.0)
+    store = RecordStore(about, RecordsSettings(dir=str(directory)))
+    store.add(rows, 0.0)
     store.close()
     return store.directory
 

@@ -15,7 +15,7 @@ from backend.config import Settings
 from backend.engine.front.client import Outputs
 from backend.fleet import FleetSnapshot, MemberView
 from backend.fleet.members import MemberState
-from backend.records.rows import RequestRow, StepRow, VerificationRow
+from backend.records.rows import StepRow, VerificationRow
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.transport.sockets import Wire
@@ -77,18 +77,12 @@ async def respond(verifier: FakeVerifier, sequence: Sequence, upto: int | None =
     tokens: list[int] = sequence.request.sampling_params.extra_args[FIXED_RESPONSE]
     brought = len(sequence.emitted)
     name = sequence.request_id
-    verifications = 0
     for step, begin in enumerate(range(brought, len(tokens) if upto is None else brought + upto, 2)):
         chunk = tokens[begin : begin + 2]
         sequence.emit(chunk, FinishReason.LENGTH if begin + 2 >= len(tokens) else None)
-        verifications += 1
         verifier.rows.verifications.append(VerificationRow(step, name, 3, 1, len(chunk) - 1, len(chunk), "d", False, True))
         verifier.rows.steps.append(step_row(step, len(chunk)))
         await asyncio.sleep(0)
-    if upto is None:
-        here = len(tokens) - brought
-        row = RequestRow(name, 0.0, 0.0, 1.0, 3, here, verifications, verifications, 0, "length", True, brought)
-        verifier.rows.requests.append(row)
 
 
 async def stall(verifier: FakeVerifier, sequence: Sequence) -> None:

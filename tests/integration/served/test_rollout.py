@@ -15,7 +15,7 @@ import pytest
 
 from backend.models.demo import TARGET_DIR
 from backend.rollout.requests import Tokenizer
-from backend.rollout.tables import MARKOV_COLUMNS, PERF_COLUMNS, REQUEST_COLUMNS
+from backend.rollout.tables import MARKOV, PERF, REQUEST
 from backend.rollout.trace import Case, write_cases
 from tests.support.fleet_process import ServedFleet, outrider
 from tests.support.processes import ENGINE_ENV
@@ -32,7 +32,7 @@ OWN: tuple[dict[str, Any], ...] = (
 """Sampling parameters of the prompts."""
 CASES = [Case(number, f"def part_{number}(lines):\n    ", "return lines") for number in range(len(OWN))]
 SAMPLES, ROUNDS = 2, 2
-COLUMNS = {"perf": PERF_COLUMNS, "request": REQUEST_COLUMNS, "markov": MARKOV_COLUMNS}
+COLUMNS = {"perf": PERF, "request": REQUEST, "markov": MARKOV}
 
 
 def table(directory: Path, worker: int, name: str) -> list[dict[str, str]]:

@@ -19,8 +19,6 @@ from backend.models.resolve import ModelError, resolve
 class Silent(NgramProposer):
     """A kind that the fleet does not know."""
 
-    kind = "silent"
-
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:

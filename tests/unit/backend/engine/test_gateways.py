@@ -17,11 +17,11 @@ from backend.engine.counting import CountingScheduler
 from backend.engine.gateways import GatewayPort
 from backend.engine.weights import WeightControl
 from backend.records.kept import RowBatch
-from backend.records.rows import RequestRow, Row
+from backend.records.rows import Row, VerificationRow
 from backend.transport import Hub, Wire
 from backend.wire.engine import ENGINE_WIRE_VERSION, GATEWAY_LEASE_S, REFUSED, ROWS, WELCOME, EngineWelcome, Refusal
 
-ROW = RequestRow("r", 1.0, 2.0, 3.0, 7, 9, 4, 12, 5, "stop", False)
+ROW = VerificationRow(3, "r", 10, 4, 2, 3, "drafter-0", False, False)
 SPEECH = EngineCodec()
 
 
@@ -42,7 +42,7 @@ class Verifier:
         config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 100))
         core: Any = SimpleNamespace(scheduler=self.scheduler, vllm_config=config, abort_requests=self.aborted.extend)
         weights: Any = SimpleNamespace(loaded=None)
-        welcome = EngineWelcome(ENGINE_WIRE_VERSION, "v", "i", "m", 64, 8, 16, [])
+        welcome = EngineWelcome(ENGINE_WIRE_VERSION, "v", "i", 64, 8, 16, [])
         self.port = GatewayPort(router or self, core, welcome, files.append if files is not None else None, weights)  # type: ignore[arg-type]
 
     def receive(self) -> tuple[bytes, list[Any]] | None:
@@ -133,7 +133,7 @@ def test_rows_are_made_while_a_client_wants_them() -> None:
     verifier.hear(b"rollout", SPEECH.hello("rollout", rows=True), 5.0)
     assert verifier.scheduler.records is not None
     verifier.scheduler.records.put(ROW)
-    assert verifier.rows(b"rollout", 5.0).requests == [ROW]
+    assert verifier.rows(b"rollout", 5.0).verifications == [ROW]
     assert len(verifier.rows(b"rollout", 5.0)) == 0
     verifier.port.expire(12.0)
     assert verifier.scheduler.records is not None, "only the gateway was silent for too long"
@@ -149,7 +149,7 @@ def test_files_get_every_row_in_any_case() -> None:
     recording.put(ROW)
     verifier.hear(b"rollout", SPEECH.hello("rollout", rows=True), 0.0)
     recording.put(ROW)
-    assert verifier.rows(b"rollout", 0.0).requests == [ROW]
+    assert verifier.rows(b"rollout", 0.0).verifications == [ROW]
     verifier.port.expire(11.0)
     recording.put(ROW)
     assert files == [ROW] * 3

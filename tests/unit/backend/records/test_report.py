@@ -73,8 +73,8 @@ def test_the_report_shows_every_plot(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 def test_a_round_of_a_rollout_is_read_like_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verifications = [verification(0, "1", 4, 4, teacher_forced=True)]
-    rows = RowBatch([step(0, 0.0)], verifications, [request("1", 0.0, 0.1, 0.2, 5)])
-    finished = RoundResult(0, parts=[WorkerShare(0, rows), WorkerShare(1, rows)])
+    rows, requests = RowBatch([step(0, 0.0)], verifications), [request("1", 0.0, 0.1, 0.2, 5)]
+    finished = RoundResult(0, parts=[WorkerShare(number, rows, requests) for number in range(2)])
     for _ in range(2):  # The second time replaces the first.
         write_round(tmp_path / "round0", finished, {"fixed_responses": True}, "", Settings())
     found = summary(tmp_path / "round0")

@@ -16,7 +16,7 @@ from backend.config import Settings, sources
 from backend.config.settings import TracingSettings
 from backend.drafter.spans import DraftSpans
 from backend.engine.spans import TRACE_ARGUMENT, EngineSpans
-from backend.tracing import Tracing, TracingError, open_tracing
+from backend.tracing import Tracing, open_tracing
 from backend.wire.engine import Account, Tally
 from gateway.cli.main import main
 
@@ -53,7 +53,7 @@ def test_off_is_none_and_imports_nothing() -> None:
 
 def test_a_missing_extra_is_one_clear_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(TracingError, match=r"docs/operate/tracing\.md"):
+    with pytest.raises(sources.ConfigError, match=r"docs/operate/tracing\.md"):
         tracing.check(TracingSettings(endpoint="http://127.0.0.1:4318"))
     assert main(["serve", "--port", "0", "--tracing-endpoint", "http://127.0.0.1:4318"]) == 2
     assert capsys.readouterr().err.strip() == f"outrider: {tracing.MISSING}"

@@ -68,7 +68,7 @@ async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fle
     last = {"token_id": written[kept - 1], "logprob": -0.5, "rank": 1}
     other = {"token_id": 9, "logprob": -1.5, "rank": 1}
     assert row["logprobs"]["content"][-1] == {**last, "top_logprobs": [last, other]}
-    (row_of_request,) = finished.parts[0].rows.requests
+    (row_of_request,) = finished.parts[0].requests
     assert row_of_request.tokens == kept
 
 

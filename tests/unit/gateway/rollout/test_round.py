@@ -37,13 +37,13 @@ def check(finished: RoundResult) -> None:
     """Every response is there once, and the rows of the workers tell the same story."""
     wanted = requests()
     assert {number: finished.tokens(number) for number in finished.responses} == {each.number: each.fixed for each in wanted}
-    owned = [int(row.request_id) for part in finished.parts for row in part.rows.requests]
+    owned = [int(row.request_id) for part in finished.parts for row in part.requests]
     assert sorted(owned) == list(range(len(wanted))), "every request ended at one worker"
     emitted, verified = Counter[int](), Counter[int]()
     for row in (row for part in finished.parts for row in part.rows.verifications):
         emitted[int(row.request_id)] += row.tokens
         verified[int(row.request_id)] += 1
-    for ended in (row for part in finished.parts for row in part.rows.requests):
+    for ended in (row for part in finished.parts for row in part.requests):
         number = int(ended.request_id)
         assert (ended.tokens, ended.verifications) == (len(finished.tokens(number)), verified[number])
         # A verifier that died may have kept rows to itself.
@@ -63,7 +63,7 @@ async def test_a_worker_that_dies_is_replaced_by_the_others(fleet: Fleet) -> Non
     check(finished)
     (death,) = finished.deaths
     assert (death.worker, death.reason, death.requests_resumed) == (1, "was lost", 3)
-    assert all(not part.ended for part in finished.parts if part.number == 1)
+    assert all(not part.requests for part in finished.parts if part.number == 1)
 
 
 async def test_a_drained_worker_gives_back_its_requests_and_all_its_rows_before_it_ends(fleet: Fleet) -> None:
@@ -153,8 +153,8 @@ async def test_the_only_worker_comes_back(fleet: Fleet) -> None:
     check(finished)
     (death,) = finished.deaths
     (part,) = finished.parts
-    died = min(row.arrived_at for row in part.rows.requests) + death.at_s
-    assert any(row.first_token_at < died < row.ended_at for row in part.rows.requests), "first tokens are of the dead one"
+    died = min(row.arrived_at for row in part.requests) + death.at_s
+    assert any(row.first_token_at < died < row.ended_at for row in part.requests), "first tokens are of the dead one"
     for rows in (part.rows.steps, part.rows.verifications):
         steps = [row.step for row in rows]
         assert steps[0] == 0, "all that the first one had was the first step of its requests"
@@ -174,13 +174,13 @@ async def test_a_request_is_complete_though_its_verifier_dies_with_its_rows(flee
     fleet.start("verifier-1", keep_rows)
 
     def die_once_done() -> None:
-        if "verifier-1" in fleet.verifiers and fleet.core.part("verifier-1").ended:
+        if "verifier-1" in fleet.verifiers and fleet.core.part("verifier-1").requests:
             fleet.kill("verifier-1")
 
     fleet.on_look = die_once_done
     finished = await play(fleet, window=1)
     check(finished)
-    assert [len(part.ended) > 0 for part in finished.parts] == [True, True]
+    assert [len(part.requests) > 0 for part in finished.parts] == [True, True]
     assert len(finished.deaths) == 1
 
 
