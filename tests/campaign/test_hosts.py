@@ -71,11 +71,8 @@ def completed(fleet: ServedFleet, prompt: str, tokens: int = TOKENS) -> str:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, str]:
     """What one host answers, without any drafter."""
-    alone = ServedFleet("--mode", "off", "--ray-namespace", "hosts-alone")
-    try:
+    with ServedFleet("--mode", "off", "--ray-namespace", "hosts-alone") as alone:
         return {prompt: completed(alone, prompt) for prompt in PROMPTS}
-    finally:
-        alone.stop()
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +80,15 @@ def hosts(expected: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     log = tmp_path_factory.mktemp("hosts") / "machines.log"
     with log.open("w") as stream, closing(Network(stream)) as made:
         machines = RayMachines(made)
-        fleet = ServedFleet(
+        with ServedFleet(
             *("--mode", "sync", "--verifier-lookup", "false", "--verifier-draft-deadline-ms", "1000"),
             *("--ray-address", machines.ray_address, "--ray-wait-s", "60", "--ray-namespace", NAMESPACE),
             *("--host", machines.head.address, "--transport-ports", PORTS),
             *("--verifier-ray-resources", '{"verifying": 0.1}', "--drafting-ray-resources", '{"drafting": 0.1}'),
             prefix=machines.head.enter,
             env=machines.env,
-        )
-        try:
+        ) as fleet:
             yield Hosts(machines, fleet)
-        finally:
             assert fleet.stop() == 0
 
 
@@ -125,12 +120,10 @@ def test_drafts_cross_encrypted_and_the_text_is_that_of_one_host(hosts: Hosts, e
 def test_a_further_gateway_on_the_other_machine(hosts: Hosts, expected: dict[str, str]) -> None:
     head, worker = hosts.machines.head, hosts.machines.worker
     place = ("--ray-address", hosts.machines.ray_address, "--ray-namespace", NAMESPACE, "--host", worker.address)
-    second = ServedFleet(*place, command="gateway", prefix=worker.enter, env=hosts.machines.env)
-    try:
+    with ServedFleet(*place, command="gateway", prefix=worker.enter, env=hosts.machines.env) as second:
         wait_for(lambda: second.http.get("/readyz").status_code == 200, 30, "a verifier for the second gateway")
         assert {prompt: completed(second, prompt) for prompt in PROMPTS} == expected
         assert head.connections(PORT) == {worker.address}
-    finally:
         assert second.stop() == 0
 
 

@@ -35,9 +35,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(int(
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[ServedFleet]:
     # Of the 512 MiB of compiled grammars that vLLM keeps, a soak would see the filling.
-    running = ServedFleet("--mode", "off", "--drafters", "0", env={"VLLM_XGRAMMAR_CACHE_MB": "32"})
-    yield running
-    running.stop()
+    with ServedFleet("--mode", "off", "--drafters", "0", env={"VLLM_XGRAMMAR_CACHE_MB": "32"}) as running:
+        yield running
 
 
 def body(rng: random.Random) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -26,21 +27,18 @@ LIMIT_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Verifier, Drafter]]:
-    """The demo's, but that the head has the target's embedding and output matrix."""
+def verifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
+    """The demo's and its drafter, but that the head has the target's embedding and output matrix."""
     directory = tmp_path_factory.mktemp("f")
     head = Path(shutil.copytree(DRAFTER_DIR, directory / "head"))
     tensors = load_file(head / WEIGHTS)
     save_file({n: t for n, t in tensors.items() if "lm_head" not in n}, head / WEIGHTS, metadata={"format": "pt"})
     paths = msgspec.structs.replace(demo_models(), drafter_dir=str(head))
     settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False}}
-    verifier, drafter = together(
-        lambda: Verifier(directory, settings, paths), lambda: Drafter(directory, paths, gpus=0, cache_tokens=8192)
-    )
-    verifier.set_drafters(drafter.ref)
-    yield verifier, drafter
-    for each in (drafter, verifier):
-        each.close()
+    starts = partial(Verifier, directory, settings, paths), partial(Drafter, directory, paths, gpus=0, cache_tokens=8192)
+    with together(*starts) as (verifier, drafter):
+        verifier.set_drafters(drafter.ref)
+        yield verifier
 
 
 def speak(verifier: Verifier, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
@@ -51,11 +49,8 @@ def speak(verifier: Verifier, prompts: list[list[int]]) -> tuple[list[list[int]]
     return texts, right / max(drafted, 1)
 
 
-def test_it_drafts_as_well_for_the_same_model_with_its_tokens_in_another_order(
-    pair: tuple[Verifier, Drafter], tmp_path: Path
-) -> None:
+def test_it_drafts_as_well_for_the_same_model_with_its_tokens_in_another_order(verifier: Verifier, tmp_path: Path) -> None:
     """A drafter with the earlier embedding would draft other tokens altogether."""
-    verifier, _ = pair
     speak(verifier, PROMPTS)
     texts, usual = speak(verifier, PROMPTS)
     order = torch.randperm(2048, generator=torch.Generator().manual_seed(1))

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,10 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
         "draft_deadline_ms": 2000,
         "engine_args": engine_args,
     }
-    plain, remote, drafter = together(
-        lambda: Verifier(directory, {"mode": "off", "verifier": verifier}),
-        lambda: Verifier(directory, {"mode": "sync", "verifier": verifier}),
-        lambda: Drafter(directory),
-    )
-    remote.set_drafters(drafter.ref)
-    yield plain, remote
-    together(plain.close, remote.close, drafter.close)
+    starts = (partial(Verifier, directory, {"mode": mode, "verifier": verifier}) for mode in ("off", "sync"))
+    with together(*starts, partial(Drafter, directory)) as (plain, remote, drafter):
+        remote.set_drafters(drafter.ref)
+        yield plain, remote
 
 
 def compare(pair: tuple[Verifier, Verifier], prompts: list[list[int]], params: Any, **fields: Any) -> None:

@@ -53,9 +53,8 @@ def start(directory: Path, mode: str, lookup: bool, **engine_args: Any) -> Verif
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
-    started = start(tmp_path_factory.mktemp("p"), "off", False)
-    yield started
-    started.close()
+    with start(tmp_path_factory.mktemp("p"), "off", False) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +65,9 @@ def expected(plain: Verifier) -> list[Answer]:
 @pytest.fixture(scope="module", params=[False, True], ids=["", "with look-ups"])
 def early(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
     """Its steps may begin early; its KV cache is too small for all requests."""
-    started = start(tmp_path_factory.mktemp("e"), "sync", request.param, **EARLY)
-    started.looks_up = request.param  # type: ignore[attr-defined]
-    yield started
-    started.close()
+    with start(tmp_path_factory.mktemp("e"), "sync", request.param, **EARLY) as started:
+        started.looks_up = request.param  # type: ignore[attr-defined]
+        yield started
 
 
 def everything() -> list[SamplingParams]:

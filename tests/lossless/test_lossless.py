@@ -62,11 +62,11 @@ MODES = ("off", "sync", "ahead", "auto", "native")
 def engines(tmp_path_factory: pytest.TempPathFactory, drafter: Drafter) -> Iterator[dict[str, Verifier]]:
     """A verifier of each mode, two loading at a time; one drafter answers those that draft remotely."""
     directory = tmp_path_factory.mktemp("l")
-    started = dict(zip(MODES, together(*(functools.partial(start, directory, mode) for mode in MODES)), strict=True))
-    for mode in REMOTE_MODES:
-        started[mode].set_drafters(drafter.ref)
-    yield started
-    together(*(child.close for child in started.values()))
+    with together(*(functools.partial(start, directory, mode) for mode in MODES)) as started:
+        by_mode = dict(zip(MODES, started, strict=True))
+        for mode in REMOTE_MODES:
+            by_mode[mode].set_drafters(drafter.ref)
+        yield by_mode
 
 
 @dataclass
@@ -140,9 +140,8 @@ def test_every_mode_says_it_to_all_prompts(
 @pytest.fixture(scope="module")
 def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
     """A small language model that drafts from tokens alone."""
-    drafter = Drafter(tmp_path_factory.mktemp("m"), draft_model=str(DRAFT_MODEL_DIR))
-    yield drafter
-    drafter.close()
+    with Drafter(tmp_path_factory.mktemp("m"), draft_model=str(DRAFT_MODEL_DIR)) as drafter:
+        yield drafter
 
 
 def drafted_by(draft_model: Drafter, verifier: Verifier, plain: Verifier, expected: dict[str, list[Answer]]) -> DraftCounters:
@@ -192,14 +191,11 @@ def test_a_draft_model_that_is_the_target_is_always_right(
     """With other ids, too; but if some of its tokens have other names, then it does not know them in the text."""
     said["sync"].result()
     model = TARGET_DIR if renamed is None else write_permuted(TARGET_DIR, tmp_path / "permuted", renamed)
-    itself = Drafter(tmp_path, draft_model=str(model))
-    try:
+    with Drafter(tmp_path, draft_model=str(model)) as itself:
         brought = drafted_by(itself, engines["sync"], plain, expected)
-        # But for near ties: the noise is the same too.
-        assert brought.accepted_tokens > least * brought.draft_tokens > FEW_PROMPTS
-    finally:
         engines["sync"].set_drafters(drafter.ref)
-        itself.close()
+    # But for near ties: the noise is the same too.
+    assert brought.accepted_tokens > least * brought.draft_tokens > FEW_PROMPTS
 
 
 EACH = PROMPTS // 9
@@ -347,15 +343,11 @@ def test_a_head_that_drafts_in_one_pass_changes_no_text(
     common = torch.bincount(torch.tensor([token for answer in expected["T = 1.0"] for token in answer.tokens]), minlength=2048)
     head = write_unigram_head(tmp_path / "head", (common + 0.01) / (common + 0.01).sum(), kind)
     paths = ResolvedModels(str(TARGET_DIR), head, "dflash", "demo")
-    drafter, verifier = Drafter(tmp_path, paths), start(tmp_path, "sync", paths)
-    try:
+    with Drafter(tmp_path, paths) as drafter, start(tmp_path, "sync", paths) as verifier:
         verifier.set_drafters(drafter.ref)
         brought = drafted_by(drafter, verifier, plain, expected)
         assert unseeded.p_value(draw(verifier, opening(), [UNSEEDED] * FEW_SAMPLES)) > SIGNIFICANT / 1000
         assert brought.accepted_tokens > FEW_PROMPTS
-    finally:
-        verifier.close()
-        drafter.close()
 
 
 def first_tokens(probabilities: dict[int, float], noise: float) -> list[int]:

@@ -27,7 +27,7 @@ START_S = 400.0
 
 
 class ServedFleet:
-    """A fleet that the constructor starts and `stop` ends."""
+    """A fleet that the constructor starts, and `stop` or the end of a `with` block ends."""
 
     def __init__(
         self,
@@ -64,6 +64,12 @@ class ServedFleet:
         self.headers = {"authorization": f"Bearer {key}"} if key else {}
         self.http = httpx.Client(base_url=self.url, headers=self.headers, timeout=120)
         FLEETS.add(self)
+
+    def __enter__(self) -> ServedFleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def _read(self) -> None:
         assert self.process.stdout is not None

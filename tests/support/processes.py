@@ -8,12 +8,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 from vllm.sampling_params import SamplingParams
@@ -58,7 +59,10 @@ def start_fork_server() -> None:
 
 
 class Child:
-    """Runs the main function of a helper module in a child process; the constructor waits until it is ready."""
+    """Runs the main function of a helper module in a child process, which ends with a `with` block at the latest.
+
+    The constructor waits until it is ready.
+    """
 
     def __init__(self, main: Main, job: dict[str, Any], directory: Path) -> None:
         name = main.__module__.rpartition(".")[2]
@@ -76,6 +80,12 @@ class Child:
             self.process.join()
             raise RuntimeError(f"{name} did not start:\n{self._log.read_text()[-3000:]}") from None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def pid(self) -> int:
         assert self.process.pid is not None
@@ -89,6 +99,8 @@ class Child:
 
     def close(self) -> None:
         """Closes the child's pipe and waits for its end; kills it after 30 s."""
+        if self._pipe.closed:
+            return
         self._pipe.close()
         self.process.join(30)
         if self.process.exitcode is None:
@@ -157,13 +169,18 @@ class Verifier(Child):
     def close(self) -> None:
         if not self._pipe.closed:
             self.client.close()
-            super().close()
+        super().close()
 
 
-def together(*starts: Callable[[], Any]) -> list[Any]:
-    """Calls the given functions in two threads, as there are two cores; returns their results in order."""
+@contextmanager
+def together(*starts: Callable[[], Any]) -> Iterator[list[Any]]:
+    """The children that these functions start, for a `with` block; two start or end at a time, as there are two cores."""
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda start: start(), starts))
+        children = list(pool.map(lambda start: start(), starts))
+        try:
+            yield children
+        finally:
+            list(pool.map(lambda child: child.close(), children))
 
 
 def generate_on(verifiers: Sequence[Verifier], prompts: Sequence[list[int]], params: Any, **fields: Any) -> list[list[Answer]]:

@@ -54,9 +54,8 @@ def start(directory: Path, mode: str) -> Verifier:
 @pytest.fixture(scope="module")
 def drafting(directory: Path) -> Iterator[dict[str, Verifier]]:
     """A verifier of each mode that drafts."""
-    native, sync = together(partial(start, directory, "native"), partial(start, directory, "sync"))
-    yield {"native": native, "sync": sync}
-    together(native.close, sync.close)
+    with together(partial(start, directory, "native"), partial(start, directory, "sync")) as (native, sync):
+        yield {"native": native, "sync": sync}
 
 
 @pytest.fixture

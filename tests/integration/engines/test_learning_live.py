@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,16 +47,18 @@ def paths(directory: Path) -> ResolvedModels:
 @pytest.fixture(scope="module")
 def fleet(directory: Path, paths: ResolvedModels, plain: Verifier) -> Iterator[tuple[Verifier, Verifier, Drafter]]:
     """A verifier that decodes plainly, one that is drafted for, and the drafter."""
-    drafted, drafter = together(
-        lambda: Verifier(directory, SETTINGS, paths),
-        lambda: Drafter(directory, paths, gpus=0, cache_tokens=8192, ring_dir=str(directory / "ring")),
-    )
-    drafted.set_drafters(drafter.ref)
-    # Only the campaign needs what it learns.
-    learned(drafter, STAND_STILL)
-    yield plain, drafted, drafter
-    for each in (drafter, drafted):
-        each.close()
+    with together(partial(start_drafter, directory, paths), partial(Verifier, directory, SETTINGS, paths)) as (
+        drafter,
+        drafted,
+    ):
+        drafted.set_drafters(drafter.ref)
+        # Only the campaign needs what it learns.
+        learned(drafter, STAND_STILL)
+        yield plain, drafted, drafter
+
+
+def start_drafter(directory: Path, paths: ResolvedModels) -> Drafter:
+    return Drafter(directory, paths, gpus=0, cache_tokens=8192, ring_dir=str(directory / "ring"))
 
 
 def learned(drafter: Drafter, message: str = "") -> Learning:
@@ -137,11 +140,8 @@ def test_a_killed_drafter_goes_on(fleet: tuple[Verifier, Verifier, Drafter], dir
     drafted.client.finish_all()
     asked = [answer.tokens for answer in plain.client.generate(prompts(90), PARAMS)]
     assert [drafted.client.answers.pop(each).tokens for each in running] == asked
-    again = Drafter(directory, paths, gpus=0, cache_tokens=8192, ring_dir=str(directory / "ring"))
-    try:
+    with start_drafter(directory, paths) as again:
         assert set(recorded) <= set((directory / "ring").rglob(f"*{SUFFIX}"))
         assert learned(again).version == before.version > 0
         drafted.set_drafters(again.ref)
         assert Traffic(plain, drafted, again).until("steps").steps >= 40, "it goes on from its checkpoint"
-    finally:
-        again.close()

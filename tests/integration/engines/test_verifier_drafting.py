@@ -34,9 +34,8 @@ def remote(directory: Path) -> Iterator[Verifier]:
         "num_speculative_tokens": K,
         "verifier": {"max_num_seqs": 8, "draft_deadline_ms": 300, "engine_args": {"max_num_batched_tokens": 64}},
     }
-    started = Verifier(directory, settings)
-    yield started
-    started.close()
+    with Verifier(directory, settings) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
