@@ -113,20 +113,17 @@ def test_drafts_are_accepted_exactly_as_far_as_they_agree(directory: Path, sync:
     prompt, told = PROMPTS[2], response(2, 61)
     text = prompt + told
 
-    def script(request_id: str, tokens: list[int], k: int) -> list[int]:
+    def script(tokens: list[int], k: int) -> list[int]:
         right = text[len(tokens) : len(tokens) + k]
         return [t if i < wrong_from else (t + 1) % 900 for i, t in enumerate(right)]
 
-    scripted = ScriptedDrafter(f"ipc://{directory}/s{os.urandom(3).hex()}.sock", script, f"drafter-{wrong_from}")
-    try:
+    with ScriptedDrafter(f"ipc://{directory}/s{os.urandom(3).hex()}.sock", script, f"drafter-{wrong_from}") as scripted:
         sync.set_drafters(scripted.ref)
-        sync.client.run_until(lambda: bool(scripted.listeners))
+        sync.client.run_until(lambda: scripted.is_listened_to)
         before = sync.client.fresh_stats()
         (answer,) = sync.client.generate([prompt], forced(told))
         after = sync.client.fresh_stats()
-    finally:
         sync.set_drafters()
-        scripted.close()
     assert answer.tokens == told
     drafts = after.teacher_forced.drafts - before.teacher_forced.drafts
     accepted = after.teacher_forced.accepted_tokens - before.teacher_forced.accepted_tokens
