@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from tests.support.fake_verifier import eventually
 from tests.support.running_gateway import Running, running_gateway
 
 
@@ -18,10 +17,11 @@ async def gateway() -> AsyncIterator[Running]:
 
 @pytest.fixture
 async def running(gateway: Running) -> AsyncIterator[Running]:
-    """The file's gateway as if it were new, except for its metrics; a test may leave no request in it."""
+    """The file's gateway as if it were new, except for its metrics; of a test's requests nothing may be left in it."""
     gateway.verifier.renew()
     yield gateway
-    await eventually(lambda: gateway.idle and gateway.server.gateway.metrics.in_flight == 0)
+    await gateway.leave()
+    await gateway.until_idle()
 
 
 @pytest.fixture

@@ -134,10 +134,9 @@ async def test_a_draining_verifier_gets_no_new_requests_and_its_own_finish_or_mo
     async with running_gateway(verifiers=2) as running:
         first, second = running.verifiers
         first.behaviour, second.behaviour = stall, stall
-        body = {**COMPLETION, "stream": True}
-        requests = [asyncio.ensure_future(running.http.post("/v1/completions", json=body)) for _ in range(2)]
-        await eventually(lambda: len(first.sequences) == len(second.sequences) == 1)
-        await eventually(lambda: all(record.emitted for record in running.core.sequences))
+        requests = [running.begin(stream=True) for _ in range(2)]
+        await running.until_emitted(2)
+        assert len(first.sequences) == len(second.sequences) == 1
 
         ordinary, drain = running.directory.snapshot, Draining(migrate=False)
 
@@ -158,9 +157,6 @@ async def test_a_draining_verifier_gets_no_new_requests_and_its_own_finish_or_mo
         await asyncio.wait_for(first.sequences[0].aborted.wait(), 120)
         moved = await next(done for done in asyncio.as_completed(requests))
         assert events(moved.content)[-1]["choices"][0]["finish_reason"] == "length"
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
 
 
 async def test_weights_are_administered_at_the_verifiers():

@@ -7,17 +7,15 @@ import pytest
 
 from gateway.http.sse import KEEP_ALIVE_S
 from tests.support.fake_verifier import count_up, eventually, gated
-from tests.support.running_gateway import CHAT, COMPLETION, Keys, running_gateway
+from tests.support.running_gateway import Keys, running_gateway
 
 SLOTS = 2
-RESPONSE = {"model": "demo", "input": "hi"}
 ROOM = SLOTS + 1
 """One more waits at the verifier."""
 
 
 def ask(running, name, headers=None, **fields):
-    body = {**COMPLETION, "prompt": name, **fields}
-    return asyncio.ensure_future(running.http.post("/v1/completions", json=body, headers=headers))
+    return running.begin(headers=headers, prompt=name, **fields)
 
 
 class Filled:
@@ -124,9 +122,9 @@ async def test_who_would_wait_too_long_or_finds_it_full_is_told_when_to_come_aga
         bad = await ask(running, "e", {"x-outrider-max-wait-s": "soon"})
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-outrider-max-wait-s")
         now = {"x-outrider-max-wait-s": "0"}
-        for path, body in (("/v1/messages", CHAT), ("/v1/chat/completions", CHAT), ("/v1/responses", RESPONSE)):
+        for path in ("/v1/messages", "/v1/chat/completions", "/v1/responses"):
             for stream in (False, True):
-                answer = await running.http.post(path, json={**body, "stream": stream}, headers=now)
+                answer = await running.begin(path, now, stream=stream)
                 assert answer.status_code == 503, (path, stream, answer.text)
                 assert int(answer.headers["retry-after"]) >= 1
         many = await ask(running, ["a", "b", "c"], now)

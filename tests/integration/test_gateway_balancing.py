@@ -10,7 +10,7 @@ from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
 from backend.routing.balance import MoveLimits
 from tests.support.fake_verifier import FakeVerifier, eventually, stall
-from tests.support.running_gateway import COMPLETION, running_gateway
+from tests.support.running_gateway import running_gateway
 
 REQUESTS = 6
 
@@ -26,13 +26,13 @@ def report(verifier: FakeVerifier, running: int, looks: int) -> None:
 @asynccontextmanager
 async def crowded(tmp_path, interval_s, dwell_s=0.0):
     """One verifier with all the requests, and one that has just come."""
-    body = {**COMPLETION, "stream": True, "max_tokens": 200}
     limits = MoveLimits(moves=2, dwell_s=dwell_s)
     with mock.patch("gateway.fleet.balancing.MoveLimits", return_value=limits):
         async with running_gateway(balance_interval_s=interval_s) as running:
             running.verifier.behaviour = stall
-            streams = [asyncio.ensure_future(running.http.post("/v1/completions", json=body)) for _ in range(REQUESTS)]
-            await eventually(lambda: sum(bool(record.emitted) for record in running.core.sequences) == REQUESTS)
+            for _ in range(REQUESTS):
+                running.begin(stream=True, max_tokens=200)
+            await running.until_emitted(REQUESTS)
             idle = FakeVerifier(tmp_path, "idle").start()
             idle.behaviour = stall
             running.directory.set_members([running.verifier.member, idle.member])
@@ -40,9 +40,7 @@ async def crowded(tmp_path, interval_s, dwell_s=0.0):
             try:
                 yield running, idle
             finally:
-                for stream in streams:
-                    stream.cancel()
-                await asyncio.gather(*streams, return_exceptions=True)
+                await running.leave()
                 idle.close()
 
 
@@ -50,10 +48,8 @@ async def reports(running, idle, looks: int) -> None:
     """Both verifiers tell of what they have, and the gateway has heard them."""
     report(running.verifier, running.core.sequences.placed("verifier-0"), looks)
     report(idle, running.core.sequences.placed("idle"), looks)
-    heard = [link for link in running.core.ready_links if link.stats and link.stats.decode_steps == 10 * looks]
-    while len(heard) < 2:
-        await asyncio.sleep(0.005)
-        heard = [link for link in running.core.ready_links if link.stats and link.stats.decode_steps == 10 * looks]
+    links = running.core.ready_links
+    await eventually(lambda: all(link.stats and link.stats.decode_steps == 10 * looks for link in links))
 
 
 async def test_a_gateway_balances_by_itself(tmp_path):

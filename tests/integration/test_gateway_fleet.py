@@ -34,7 +34,7 @@ async def test_members_come_restart_and_drain(tmp_path):
 async def test_a_member_declared_lost_is_dropped_unless_it_answers():
     async with running_gateway(queue_wait_s=0) as running:
         running.verifier.behaviour = stall
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
+        request = running.begin(stream=True)
         await asyncio.wait_for(running.verifier.added.wait(), 120)
         lost = msgspec.structs.replace(running.verifier.member, state="lost")
         running.directory.set_members([lost])
@@ -95,14 +95,12 @@ async def test_one_unreadable_message_leaves_the_connection_alone():
     async with running_gateway() as running:
         (link,) = running.core.ready_links
         running.verifier.behaviour = stall
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
-        await eventually(lambda: any(record.emitted for record in running.core.sequences))
+        running.begin(stream=True)
+        await running.until_emitted()
         running.verifier.refuse("unreadable")
         await running.core.remove_lora_async(7)
         assert running.core.ready_links == [link]
         assert len(running.core.sequences) == 1
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
 
 
 async def test_a_verifier_of_another_version_is_left_alone():
@@ -115,8 +113,8 @@ async def test_a_verifier_of_another_version_is_left_alone():
 async def test_stopping_is_bounded():
     async with running_gateway(drain_s=0.1) as running:
         running.verifier.behaviour = stall
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
-        await eventually(lambda: any(record.emitted for record in running.core.sequences))
+        request = running.begin(stream=True)
+        await running.until_emitted()
         running.server.stop()
         assert events((await request).content)[-1]["error"]["code"] == "shutting_down"
         await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 120)

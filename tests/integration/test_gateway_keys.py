@@ -85,7 +85,7 @@ async def test_requests_at_once_and_tokens_which_are_estimated_first_and_correct
         gate = asyncio.Event()
         running.verifier.behaviour = gated(gate)
         ask = {**COMPLETION, "max_tokens": 200}
-        first = [asyncio.ensure_future(running.http.post("/v1/completions", json=ask, headers=key)) for key in (mine, once)]
+        first = [running.begin(headers=key, max_tokens=200) for key in (mine, once)]
         await eventually(lambda: len(running.verifier.sequences) == 2)
         for key, kind in ((mine, "tokens"), (once, "rate_limit_error")):
             refused = await running.http.post("/v1/completions", json=ask, headers=key)
@@ -113,8 +113,7 @@ async def test_a_burst_that_waits_for_shared_counts_takes_no_more_than_its_place
             return await exchange(*asked)
 
         monkeypatch.setattr(store, "exchange", slow)
-        ask = {**COMPLETION, "max_tokens": 100}
-        burst = [asyncio.ensure_future(running.http.post("/v1/completions", json=ask, headers=mine)) for _ in range(2)]
+        burst = [running.begin(headers=mine, max_tokens=100) for _ in range(2)]
         await asyncio.wait(burst, timeout=120, return_when=asyncio.FIRST_COMPLETED)
         gate.set()
         refused = sorted([(await each).json()["error"] for each in burst], key=lambda each: each["type"])
