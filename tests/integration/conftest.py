@@ -3,10 +3,17 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
 from tests.support.running_gateway import Running, running_gateway
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For a module's engines; short, as sockets lie in it."""
+    return tmp_path_factory.mktemp("e")
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,8 @@ LIMIT_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def verifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
+def verifier(directory: Path) -> Iterator[Verifier]:
     """The demo's and its drafter, but that the head has the target's embedding and output matrix."""
-    directory = tmp_path_factory.mktemp("f")
     head = Path(shutil.copytree(DRAFTER_DIR, directory / "head"))
     tensors = load_file(head / WEIGHTS)
     save_file({n: t for n, t in tensors.items() if "lm_head" not in n}, head / WEIGHTS, metadata={"format": "pt"})

@@ -33,8 +33,7 @@ def published(paths: ResolvedModels, directory: Path) -> ResolvedModels:
 
 
 @pytest.fixture(scope="module")
-def verifiers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verifier]]:
-    directory = tmp_path_factory.mktemp("l")
+def verifiers(directory: Path) -> Iterator[dict[str, Verifier]]:
     given, grown = learning(directory, "demo"), learning(directory, "grow")
     native = {
         "given": demo_models(),

@@ -21,16 +21,15 @@ TOKENS = 32
 
 
 @pytest.fixture(scope="module")
-def verifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
+def verifier(directory: Path) -> Iterator[Verifier]:
     settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False, "draft_deadline_ms": 2000}}
-    with Verifier(tmp_path_factory.mktemp("v"), settings) as child:
+    with Verifier(directory, settings) as child:
         yield child
 
 
 @pytest.fixture(scope="module")
-def drafters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Drafter, Drafter]]:
+def drafters(directory: Path) -> Iterator[tuple[Drafter, Drafter]]:
     """A head that fits, and a random model."""
-    directory = tmp_path_factory.mktemp("d")
     random = Path(shutil.copytree(DRAFT_MODEL_DIR, directory / "random"))
     tensors = {name: torch.randn_like(tensor) for name, tensor in load_file(random / WEIGHTS).items()}
     save_file(tensors, random / WEIGHTS, metadata={"format": "pt"})

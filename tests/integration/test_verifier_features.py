@@ -21,11 +21,6 @@ PROMPTS = [[7 + (11 * i + j) % 900 for j in range(20 + 9 * i)] for i in range(6)
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("f")
-
-
-@pytest.fixture(scope="module")
 def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
     """The same engine without and with a remote drafter; small, so that KV runs out."""
     engine_args: dict[str, Any] = {

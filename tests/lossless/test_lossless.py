@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,20 +27,18 @@ from tests.lossless.asked import (
     PROMPTS,
     TOKENS,
     VARIANTS,
-    accepted,
     all_texts,
     as_prompts,
     assert_same,
     furthest_of,
     logprobs,
-    next_logprobs,
     python_prompts,
     request,
     start,
     texts,
 )
 from tests.support.drafter_heads import write_unigram_head
-from tests.support.draws import Exact, draw
+from tests.support.draws import Exact, accepted, draw
 from tests.support.other_vocabulary import write_permuted
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.statistics import chi_square, chi_square_tail
@@ -50,7 +47,7 @@ pytestmark = pytest.mark.engine
 
 FEWER = ("T = 0.0", "T = 0.7")
 """Asked for with a few prompts only; the campaign asks for them with all."""
-SAMPLES, MANY_SAMPLES, BATCH = 2_500, 60_000, 500
+SAMPLES, MANY_SAMPLES = 2_500, 60_000
 MANY_LOGPROBS = 1_000
 SIGNIFICANT = 0.01
 """Too little noise is a thousand times as significant with as many samples.  The draws are fixed by the requests' seeds: the
@@ -74,7 +71,7 @@ class Said:
     """What one engine answered."""
 
     texts: dict[str, list[Answer]] = field(default_factory=dict)
-    draws: list[tuple[int, int]] = field(default_factory=list)
+    draws: list[list[int]] = field(default_factory=list)
 
 
 def ask(verifier: Verifier, mode: str) -> Said:
@@ -114,14 +111,14 @@ def test_every_mode_says_what_plain_decoding_says(
 ) -> None:
     for name, found in said[mode].result().texts.items():
         assert_same(plain, name, expected[name], found)
-    assert accepted(engines[mode]) > PROMPTS * TOKENS / 4, "it really speculated"
+    assert accepted(engines[mode])[1] > PROMPTS * TOKENS / 4, "it really speculated"
 
 
 def test_native_greedy_text_is_the_same(
     engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], expected: dict[str, list[Answer]]
 ) -> None:
     assert_same(plain, "T = 0.0", expected["T = 0.0"], said["native"].result().texts["T = 0.0"])
-    assert accepted(engines["native"]) > FEW_PROMPTS
+    assert accepted(engines["native"])[1] > FEW_PROMPTS
 
 
 @pytest.mark.campaign
@@ -280,41 +277,27 @@ def opening() -> list[int]:
     return tokens
 
 
-def samples(verifier: Verifier, count: int) -> list[tuple[int, int]]:
+def seeded(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, seed=seed)
+
+
+def samples(verifier: Verifier, count: int) -> list[list[int]]:
     """The first two tokens after one prompt at temperature 1, each request with a seed of its own."""
-    drawn: list[tuple[int, int]] = []
-    for first in range(0, count, BATCH):
-        params = [SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, seed=first + i) for i in range(BATCH)]
-        drawn += [(a.tokens[0], a.tokens[1]) for a in verifier.client.generate([opening()] * BATCH, params)]
-    return drawn
+    return draw(verifier, opening(), [seeded(i) for i in range(count)])
 
 
-def distribution(plain: Verifier, after: list[int]) -> dict[int, float]:
-    """The target's next-token probabilities."""
-    return {token: math.exp(logprob) for token, logprob in next_logprobs(plain, opening() + after).items()}
+@pytest.fixture(scope="module")
+def exact(plain: Verifier) -> Exact:
+    return Exact(plain, opening(), seeded(0), 2, SAMPLES)
 
 
-def p_values(plain: Verifier, drawn: list[tuple[int, int]]) -> dict[str, float]:
-    """One test of the first token, one of the second where the first is the commonest."""
-    first = [a for a, _ in drawn]
-    common = max(set(first), key=first.count)
-    return {
-        "first": chi_square(first, distribution(plain, [])),
-        "second": chi_square([b for a, b in drawn if a == common], distribution(plain, [common])),
-    }
-
-
-def test_plain_decoding_draws_from_the_targets_distribution(plain: Verifier, said: dict[str, Future[Said]]) -> None:
-    found = p_values(plain, said["off"].result().draws)
-    print(found)
-    assert min(found.values()) * len(found) > SIGNIFICANT, found
+def test_plain_decoding_draws_from_the_targets_distribution(exact: Exact, said: dict[str, Future[Said]]) -> None:
+    assert exact.p_value(said["off"].result().draws) > SIGNIFICANT
 
 
 @pytest.mark.campaign
 def test_many_more_draws_are_from_the_targets_distribution(plain: Verifier) -> None:
-    found = p_values(plain, samples(plain, MANY_SAMPLES))
-    print(found)
-    assert min(found.values()) * len(found) > SIGNIFICANT, found
+    assert Exact(plain, opening(), seeded(0), 2, MANY_SAMPLES).p_value(samples(plain, MANY_SAMPLES)) > SIGNIFICANT
 
 
 @pytest.fixture(scope="module")
@@ -328,10 +311,10 @@ def test_requests_without_a_seed_draw_from_the_targets_distribution(
 ) -> None:
     """The noise is new each time.  The campaign has more draws, and other kinds of requests."""
     said[mode].result()
-    before = accepted(engines[mode])
+    _, before = accepted(engines[mode])
     found = unseeded.p_value(draw(engines[mode], opening(), [UNSEEDED] * FEW_SAMPLES))
     print(found)
-    assert accepted(engines[mode]) - before > FEW_SAMPLES / 4, "it really speculated"
+    assert accepted(engines[mode])[1] - before > FEW_SAMPLES / 4, "it really speculated"
     assert found > SIGNIFICANT / 1000
 
 
@@ -359,9 +342,9 @@ def first_tokens(probabilities: dict[int, float], noise: float) -> list[int]:
     return drawn
 
 
-def test_the_same_test_finds_too_little_noise(plain: Verifier, said: dict[str, Future[Said]]) -> None:
-    probabilities = distribution(plain, [])
-    alike = sum(a == b for (a, _), b in zip(said["off"].result().draws, first_tokens(probabilities, 1.0), strict=True))
+def test_the_same_test_finds_too_little_noise(exact: Exact, said: dict[str, Future[Said]]) -> None:
+    probabilities = exact.next[()]
+    alike = sum(a == b for (a, *_), b in zip(said["off"].result().draws, first_tokens(probabilities, 1.0), strict=True))
     assert alike > 0.99 * SAMPLES, "but for near ties"
     assert chi_square(first_tokens(probabilities, 0.9), probabilities) < SIGNIFICANT / 1000
 

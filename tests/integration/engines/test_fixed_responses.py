@@ -36,11 +36,6 @@ def forced(tokens: list[int], **changes: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0, "max_tokens": len(tokens), "ignore_eos": True, "extra_args": fixed} | changes))
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("x")
-
-
 def start(directory: Path, mode: str) -> Verifier:
     # Without look-ups of its own a verifier drafts what the drafter says and nothing else: the arithmetic is exact.
     engine = {

@@ -34,11 +34,6 @@ def prompts(turn: int) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("g")
-
-
-@pytest.fixture(scope="module")
 def paths(directory: Path) -> ResolvedModels:
     learning = {"learning_dir": str(directory / "learned")}
     return resolve(Settings.model_validate(SETTINGS | {"drafting": learning}), print)

@@ -51,12 +51,11 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(plain: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(plain: Verifier, directory: Path) -> Run:
     """Drafts of four tokens of which the third is wrong; one request stops inside a draft.
 
     The verifier has ended: files are whole then.
     """
-    directory = tmp_path_factory.mktemp("r")
     answers = [each.tokens for each in plain.client.generate(PROMPTS, [sampling(i) for i in range(len(PROMPTS))])]
 
     def oracle(tokens: list[int], k: int) -> list[int]:

@@ -21,11 +21,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("v")
-
-
-@pytest.fixture(scope="module")
 def remote(directory: Path) -> Iterator[Verifier]:
     """An engine that is drafted for."""
     settings = {
