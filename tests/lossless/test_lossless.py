@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,23 +82,22 @@ def ask(verifier: Verifier, mode: str) -> Said:
 
 
 @pytest.fixture(scope="module")
-def said(engines: dict[str, Verifier]) -> Iterator[dict[str, Future[Said]]]:
+def said(engines: dict[str, Verifier]) -> dict[str, Said]:
     """What each mode says; two engines work at a time."""
     with ThreadPoolExecutor(2) as pool:
-        yield {mode: pool.submit(ask, verifier, mode) for mode, verifier in engines.items()}
+        return dict(zip(engines, pool.map(ask, engines.values(), engines), strict=True))
 
 
 @pytest.fixture(scope="module")
-def plain(engines: dict[str, Verifier], said: dict[str, Future[Said]]) -> Verifier:
-    """Plain decoding, when it has answered: one thread at a time talks to an engine."""
-    said["off"].result()
+def plain(engines: dict[str, Verifier], said: dict[str, Said]) -> Verifier:
+    """Plain decoding, when all have answered: one thread at a time talks to an engine."""
     return engines["off"]
 
 
 @pytest.fixture(scope="module")
-def expected(said: dict[str, Future[Said]]) -> dict[str, list[Answer]]:
+def expected(said: dict[str, Said]) -> dict[str, list[Answer]]:
     """What plain decoding says."""
-    found = said["off"].result().texts
+    found = said["off"].texts
     tokens = {name: [answer.tokens for answer in answers] for name, answers in found.items()}
     assert {len(text) for name in ("T = 1.0", *FEWER) for text in tokens[name]} == {TOKENS}
     assert tokens["T = 1.0"][:FEW_PROMPTS] != tokens["T = 0.7"] != tokens["T = 0.0"]
@@ -107,30 +106,27 @@ def expected(said: dict[str, Future[Said]]) -> dict[str, list[Answer]]:
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
 def test_every_mode_says_what_plain_decoding_says(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], expected: dict[str, list[Answer]], mode: str
+    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Said], expected: dict[str, list[Answer]], mode: str
 ) -> None:
-    for name, found in said[mode].result().texts.items():
+    for name, found in said[mode].texts.items():
         assert_same(plain, name, expected[name], found)
     assert accepted(engines[mode])[1] > PROMPTS * TOKENS / 4, "it really speculated"
 
 
 def test_native_greedy_text_is_the_same(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], expected: dict[str, list[Answer]]
+    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Said], expected: dict[str, list[Answer]]
 ) -> None:
-    assert_same(plain, "T = 0.0", expected["T = 0.0"], said["native"].result().texts["T = 0.0"])
+    assert_same(plain, "T = 0.0", expected["T = 0.0"], said["native"].texts["T = 0.0"])
     assert accepted(engines["native"])[1] > FEW_PROMPTS
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", FEWER)
-def test_every_mode_says_it_to_all_prompts(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], name: str
-) -> None:
+def test_every_mode_says_it_to_all_prompts(engines: dict[str, Verifier], plain: Verifier, name: str) -> None:
     fields = VARIANTS[name]
     prompts = python_prompts(MANY_PROMPTS)
     expected = texts(plain, prompts, **fields)
     for mode in sorted(engines.keys() - {"off"} if name == "T = 0.0" else REMOTE_MODES):
-        said[mode].result()
         assert_same(plain, name, expected, texts(engines[mode], prompts, **fields))
 
 
@@ -161,13 +157,11 @@ def drafted_by(draft_model: Drafter, verifier: Verifier, plain: Verifier, expect
 def test_with_a_draft_model_every_mode_says_the_same(
     engines: dict[str, Verifier],
     plain: Verifier,
-    said: dict[str, Future[Said]],
     expected: dict[str, list[Answer]],
     draft_model: Drafter,
     drafter: Drafter,
     mode: str,
 ) -> None:
-    said[mode].result()
     brought = drafted_by(draft_model, engines[mode], plain, expected)
     engines[mode].set_drafters(drafter.ref)
     assert brought.accepted_tokens > 0
@@ -180,13 +174,11 @@ def test_a_draft_model_that_is_the_target_is_always_right(
     least: float,
     engines: dict[str, Verifier],
     plain: Verifier,
-    said: dict[str, Future[Said]],
     expected: dict[str, list[Answer]],
     drafter: Drafter,
     tmp_path: Path,
 ) -> None:
     """With other ids, too; but if some of its tokens have other names, then it does not know them in the text."""
-    said["sync"].result()
     model = TARGET_DIR if renamed is None else write_permuted(TARGET_DIR, tmp_path / "permuted", renamed)
     with Drafter(tmp_path, draft_model=str(model)) as itself:
         brought = drafted_by(itself, engines["sync"], plain, expected)
@@ -213,9 +205,8 @@ def wishes(text: list[int]) -> list[RequestOptions]:
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
 def test_what_requests_ask_of_speculation_changes_no_token(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], expected: dict[str, list[Answer]], mode: str
+    engines: dict[str, Verifier], plain: Verifier, expected: dict[str, list[Answer]], mode: str
 ) -> None:
-    said[mode].result()
     client, truth, count = engines[mode].client, expected["T = 1.0"], len(wishes([]))
     ids = []
     for i, prompt in enumerate(python_prompts(EACH * count)):
@@ -237,9 +228,9 @@ def test_what_requests_ask_of_speculation_changes_no_token(
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
 def test_logprobs_are_the_same_with_and_without_speculation(
-    said: dict[str, Future[Said]], expected: dict[str, list[Answer]], mode: str
+    said: dict[str, Said], expected: dict[str, list[Answer]], mode: str
 ) -> None:
-    for mine, theirs in zip(expected["logprobs"], said[mode].result().texts["logprobs"], strict=True):
+    for mine, theirs in zip(expected["logprobs"], said[mode].texts["logprobs"], strict=True):
         assert mine.tokens == theirs.tokens
         pairs = list(zip(logprobs(mine), logprobs(theirs), strict=True))
         assert len(pairs) == FEW_TOKENS
@@ -247,17 +238,13 @@ def test_logprobs_are_the_same_with_and_without_speculation(
 
 
 @pytest.mark.campaign
-def test_logprobs_of_a_thousand_sampled_tokens(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]]
-) -> None:
+def test_logprobs_of_a_thousand_sampled_tokens(engines: dict[str, Verifier], plain: Verifier) -> None:
     """Native draws other tokens: what it says of them is compared with what plain decoding's engine says of the same tokens."""
     prompts = python_prompts(MANY_LOGPROBS // TOKENS + 1)
     expected = texts(plain, prompts, temperature=1.0, logprobs=0)
     furthest = {"off, as a prompt": furthest_of(expected, as_prompts(plain, prompts, expected))}
     for mode in sorted(REMOTE_MODES):
-        said[mode].result()
         furthest[mode] = furthest_of(texts(engines[mode], prompts, temperature=1.0, logprobs=0), expected)
-    said["native"].result()
     native = texts(engines["native"], prompts, temperature=1.0, logprobs=0)
     furthest["native"] = furthest_of(native, as_prompts(plain, prompts, native))
     print(f"logprobs of {len(prompts) * TOKENS} tokens differ by at most:", {k: f"{v:.2g}" for k, v in furthest.items()})
@@ -291,8 +278,8 @@ def exact(plain: Verifier) -> Exact:
     return Exact(plain, opening(), seeded(0), 2, SAMPLES)
 
 
-def test_plain_decoding_draws_from_the_targets_distribution(exact: Exact, said: dict[str, Future[Said]]) -> None:
-    assert exact.p_value(said["off"].result().draws) > SIGNIFICANT
+def test_plain_decoding_draws_from_the_targets_distribution(exact: Exact, said: dict[str, Said]) -> None:
+    assert exact.p_value(said["off"].draws) > SIGNIFICANT
 
 
 @pytest.mark.campaign
@@ -307,10 +294,9 @@ def unseeded(plain: Verifier) -> Exact:
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
 def test_requests_without_a_seed_draw_from_the_targets_distribution(
-    engines: dict[str, Verifier], said: dict[str, Future[Said]], unseeded: Exact, mode: str
+    engines: dict[str, Verifier], unseeded: Exact, mode: str
 ) -> None:
     """The noise is new each time.  The campaign has more draws, and other kinds of requests."""
-    said[mode].result()
     _, before = accepted(engines[mode])
     found = unseeded.p_value(draw(engines[mode], opening(), [UNSEEDED] * FEW_SAMPLES))
     print(found)
@@ -342,9 +328,9 @@ def first_tokens(probabilities: dict[int, float], noise: float) -> list[int]:
     return drawn
 
 
-def test_the_same_test_finds_too_little_noise(exact: Exact, said: dict[str, Future[Said]]) -> None:
+def test_the_same_test_finds_too_little_noise(exact: Exact, said: dict[str, Said]) -> None:
     probabilities = exact.next[()]
-    alike = sum(a == b for (a, *_), b in zip(said["off"].result().draws, first_tokens(probabilities, 1.0), strict=True))
+    alike = sum(a == b for (a, *_), b in zip(said["off"].draws, first_tokens(probabilities, 1.0), strict=True))
     assert alike > 0.99 * SAMPLES, "but for near ties"
     assert chi_square(first_tokens(probabilities, 0.9), probabilities) < SIGNIFICANT / 1000
 
