@@ -4,10 +4,10 @@ Verifiers decode at steady rates.  Drafter i serves verifier i mod the number of
 such a fleet, without an engine, from a thread of its own.
 """
 
-import asyncio
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -64,7 +64,7 @@ class Story:
         self.gateway_id = "gateway-0"
         self.gate = SimpleNamespace(sequences=0)
 
-    def advance(self, seconds: float) -> None:
+    def advance(self, seconds: float = 1.0) -> None:
         """Lets the fleet work for `seconds`, then report."""
         for name, stats in self.verifiers.items():
             self.verifiers[name] = self._worked(stats, seconds)
@@ -164,43 +164,17 @@ def page_app(story: Story, api_key: str | None = None) -> FastAPI:
     return app
 
 
-class Served:
-    """The page's server."""
-
-    def __init__(self, story: Story, port: int, api_key: str | None) -> None:
-        self.story = story
-        self._listener = _listen("127.0.0.1", port)
-        self.port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(page_app(story, api_key), http=BoundedProtocol, log_config=None, lifespan="off")
-        self._server = uvicorn.Server(config)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
-        self._thread.start()
-
-    async def _serve(self) -> None:
-        await self._server.serve(sockets=[self._listener])
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-
-    def advance(self, seconds: float = 1.0, times: int = 1) -> None:
-        """Advances the story `times` times, in the server's event loop."""
-
-        async def work() -> None:
-            for _ in range(times):
-                self.story.advance(seconds)
-
-        asyncio.run_coroutine_threadsafe(work(), self._loop).result(10)
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
-        self._listener.close()
-        self._loop.close()
-
-
-def served(story: Story, port: int = 0, api_key: str | None = None) -> closing[Served]:
-    """Serves the page of `story` for a `with` block."""
-    return closing(Served(story, port, api_key))
+@contextmanager
+def served(story: Story, port: int = 0, api_key: str | None = None) -> Iterator[str]:
+    """Serves the page of `story`, which goes on for a second first; gives the address."""
+    story.advance(1.0)
+    config = uvicorn.Config(page_app(story, api_key), http=BoundedProtocol, log_config=None, lifespan="off")
+    server = uvicorn.Server(config)
+    with _listen("127.0.0.1", port) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
