@@ -61,7 +61,7 @@ def test_a_rank_that_dies_takes_its_verifier_along_and_the_request_goes_on() -> 
     settings = ("--mode", "sync", "--verifier-tensor-parallel", "2", "--verifier-cores", "2")
     with ServedFleet(*settings, "--ray-namespace", f"ranks-{os.getpid()}") as fleet:
         text = fleet.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)["choices"][0]["text"]
-        wait_for(lambda: fleet.metric("outrider_accepted_tokens_total", drafter="drafter-0") > 0, 10, "drafts that count")
+        wait_for(lambda: fleet.metric("outrider_accepted_tokens_total", drafter="drafter-0") > 0, what="drafts that count")
         pid = fleet.fleet()["verifiers"][0]["pid"]
         ranks = ranks_of(pid)
         assert len(ranks) == 2
