@@ -14,10 +14,10 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.fleet_process import ServedFleet, wait_for
@@ -116,8 +116,7 @@ class Clients:
 
 
 def resident_mib(pid: int) -> float:
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) / 1024
+    return float(psutil.Process(pid).memory_info().rss / (1 << 20))
 
 
 def test_nothing_is_left(fleet: ServedFleet) -> None:

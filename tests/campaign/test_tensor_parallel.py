@@ -9,6 +9,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from vllm.sampling_params import SamplingParams
 
@@ -52,8 +53,7 @@ def test_two_ranks_draft_as_one_does_and_answer_the_same(tmp_path: Path) -> None
 
 def ranks_of(pid: int) -> list[int]:
     """The processes of vLLM's ranks below a verifier's."""
-    children = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
-    return [child for child in children if "Worker_TP" in Path(f"/proc/{child}/cmdline").read_text()]
+    return [child.pid for child in psutil.Process(pid).children() if "Worker_TP" in " ".join(child.cmdline())]
 
 
 def test_a_rank_that_dies_takes_its_verifier_along_and_the_request_goes_on() -> None:

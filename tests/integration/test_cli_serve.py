@@ -46,7 +46,7 @@ def test_a_killed_fleet_ends_and_the_next_command_cleans_up(home: Path) -> None:
         family = [pid for pid in descendants(process.pid) if "Agent" not in name_of(pid)]
         process.kill()
         process.wait()
-        wait_gone(family, 60)
+        wait_gone(family)
         assert any(home.glob("or-ray-*"))
         status = outrider("status")
         assert "no fleet" in status.communicate(timeout=120)[0]

@@ -52,7 +52,7 @@ def verifiers(directory: Path) -> Iterator[dict[str, Verifier]]:
 
 def test_learned_heads_change_no_text_and_widened_ones_draft_as_before(verifiers: dict[str, Verifier]) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    answers = generate_on(list(verifiers.values()), PROMPTS, params)
+    answers = generate_on([each.client for each in verifiers.values()], PROMPTS, params)
     texts = {name: [answer.tokens for answer in each] for name, each in zip(verifiers, answers, strict=True)}
     accepted = {}
     for name in texts:

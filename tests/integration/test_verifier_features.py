@@ -46,7 +46,7 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
 def compare(pair: tuple[Verifier, Verifier], prompts: list[list[int]], params: Any, **fields: Any) -> None:
     """Tokens are the same with and without drafts, and drafts were used."""
     _, before = accepted(pair[1])
-    wanted, got = generate_on(pair, prompts, params, **fields)
+    wanted, got = generate_on([each.client for each in pair], prompts, params, **fields)
     assert [g.tokens for g in got] == [w.tokens for w in wanted]
     assert accepted(pair[1])[1] > before
 

@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import httpx
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEETS: set[ServedFleet] = set()
@@ -127,12 +128,10 @@ class ServedFleet:
 
     def interrupt(self) -> None:
         """Sends SIGINT to the fleet itself, even if it was started through `prefix`."""
-        pids = [self.process.pid]
-        while children := Path(f"/proc/{pids[-1]}/task/{pids[-1]}/children").read_text().split():
-            if "nsenter" not in Path(f"/proc/{pids[-1]}/cmdline").read_text().split("\0")[0]:
-                break
-            pids.append(int(children[0]))
-        os.kill(pids[-1], signal.SIGINT)
+        process = psutil.Process(self.process.pid)
+        while process.name() == "nsenter":
+            (process,) = process.children()
+        process.send_signal(signal.SIGINT)
 
     def stop(self, timeout_s: float = 120.0) -> int:
         """Ends the fleet as with Ctrl-C; returns the exit status."""

@@ -122,25 +122,15 @@ def _run(main: Main, job: dict[str, Any], pipe: Connection, log: Path) -> None:
 class Apart(EngineClient):
     """A client whose requests share no text unless a test says so: the first answer to a prompt would draft for the second."""
 
-    def add(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        emitted: Sequence[int] = (),
-        options: RequestOptions | None = None,
-        **fields: Any,
-    ) -> str:
-        return super().add(prompt, params, request_id, emitted, options or APART, **fields)
+    def add(self, *given: Any, options: RequestOptions | None = None, **fields: Any) -> str:
+        return super().add(*given, options=options or APART, **fields)
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams], **fields: Any
     ) -> list[Answer]:
         """Sends all prompts at once; returns their answers in the same order."""
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        ids = [self.add(prompt, p, **fields) for prompt, p in zip(prompts, each, strict=True)]
-        self.finish_all()
-        return [self.answers.pop(request_id) for request_id in ids]
+        (answers,) = generate_on([self], prompts, params, **fields)
+        return answers
 
 
 class Verifier(Child):
@@ -183,17 +173,17 @@ def together(*starts: Callable[[], Any]) -> Iterator[list[Any]]:
             list(pool.map(lambda child: child.close(), children))
 
 
-def generate_on(verifiers: Sequence[Verifier], prompts: Sequence[list[int]], params: Any, **fields: Any) -> list[list[Answer]]:
-    """Sends all prompts to each of the verifiers, which work at the same time; returns the answers by verifier.
+def generate_on(clients: Sequence[Apart], prompts: Sequence[list[int]], params: Any, **fields: Any) -> list[list[Answer]]:
+    """Sends all prompts to the verifier of each client, which work at the same time; returns the answers by verifier.
 
     `params` is one `SamplingParams`, or a list with one for each prompt.
     """
     each = params if isinstance(params, list) else [params] * len(prompts)
     pairs = list(zip(prompts, each, strict=True))
-    asked = [[verifier.client.add(prompt, mine, **fields) for prompt, mine in pairs] for verifier in verifiers]
-    for verifier in verifiers:
-        verifier.client.finish_all()
-    return [[verifier.client.answers.pop(i) for i in ids] for verifier, ids in zip(verifiers, asked, strict=True)]
+    asked = [[client.add(prompt, mine, **fields) for prompt, mine in pairs] for client in clients]
+    for client in clients:
+        client.finish_all()
+    return [[client.answers.pop(i) for i in ids] for client, ids in zip(clients, asked, strict=True)]
 
 
 class Drafter(Child):

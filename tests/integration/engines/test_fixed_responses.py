@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from backend.engine.client import Answer
 from backend.fleet import VerifierStats
 from backend.wire.engine import FIXED_RESPONSE
 from tests.support.processes import Verifier, together
@@ -62,9 +61,7 @@ def check(verifier: Verifier, drafts: bool) -> None:
     """All responses at once."""
     before = verifier.client.fresh_stats()
     params = [forced(tokens, temperature=i % 2, seed=i) for i, tokens in enumerate(RESPONSES)]
-    ids = [verifier.client.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
-    verifier.client.finish_all()
-    answers: list[Answer] = [verifier.client.answers.pop(request_id) for request_id in ids]
+    answers = verifier.client.generate(PROMPTS, params)
     assert [answer.tokens for answer in answers] == RESPONSES
     assert {answer.finish_reason for answer in answers} == {"length"}
     assert all(len(output.new_token_ids) <= K + 1 for answer in answers for output in answer.outputs)
