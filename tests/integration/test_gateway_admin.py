@@ -14,9 +14,8 @@ from backend.fleet import Draining, FleetSnapshot, Operation
 from gateway.auth.access import FORWARDED
 from gateway.fleet.directory import CoordinatorDirectory
 from gateway.http.errors import NoCoordinator
-from tests.integration.test_gateway_streams import events
 from tests.support.fake_verifier import count_up, eventually, stall
-from tests.support.running_gateway import COMPLETION, Running, running_gateway
+from tests.support.running_gateway import COMPLETION, Running, events, running_gateway
 
 
 class Commands:

@@ -59,7 +59,7 @@ async def test_a_gateway_balances_by_itself(tmp_path):
         while not idle.sequences:
             looks += 1
             await reports(running, idle, looks)
-        assert await running.metric('outrider_migrations_total{cause="balance"') >= 1
+        assert await running.metric("outrider_migrations_total", cause="balance") >= 1
 
 
 @pytest.mark.parametrize(("interval_s", "dwell_s"), [(0, 0), (0.02, 1000)])

@@ -8,9 +8,8 @@ import msgspec
 from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet import FleetSnapshot, Member
 from gateway.fleet.directory import CoordinatorDirectory
-from tests.integration.test_gateway_streams import events
 from tests.support.fake_verifier import FakeVerifier, StaticDirectory, eventually, stall
-from tests.support.running_gateway import COMPLETION, running_gateway
+from tests.support.running_gateway import COMPLETION, events, running_gateway
 
 
 async def test_members_come_restart_and_drain(tmp_path):

@@ -9,9 +9,8 @@ from backend.wire import engine as wire
 from backend.wire.engine import Account, RequestOptions, Tally
 from tests.integration import test_gateway_messages
 from tests.integration.test_gateway_responses import ended
-from tests.integration.test_gateway_streams import events
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up, eventually
-from tests.support.running_gateway import CHAT, COMPLETION, RESPONSE, Keys, Running, running_gateway
+from tests.support.running_gateway import CHAT, COMPLETION, RESPONSE, Keys, Running, events, running_gateway
 
 STATS = {"outrider": {"stats": True}}
 

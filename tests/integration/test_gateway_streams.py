@@ -16,24 +16,9 @@ from gateway.admission.claim import Claim
 from gateway.http.sse import CHAT as CHAT_EVENTS
 from gateway.http.sse import KEEP_ALIVE, KEEP_ALIVE_S, EventStream
 from tests.support.fake_verifier import eventually, gated, silence, stall
-from tests.support.running_gateway import BODIES, CHAT, COMPLETION, RESPONSE, running_gateway
+from tests.support.running_gateway import BODIES, CHAT, COMPLETION, RESPONSE, events, running_gateway
 
 LENGTH = FinishReason.LENGTH
-
-
-def events(raw: bytes) -> list[dict]:
-    """The stream's JSON events; checks the framing byte by byte."""
-    assert b"\r" not in raw
-    assert raw.endswith(b"\n\n")
-    blocks = raw.replace(b": keep-alive\n", b"")[:-2].split(b"\n\n")
-    data = []
-    for block in blocks:
-        assert block.startswith(b"data: ")
-        assert b"\n" not in block
-        data.append(block.removeprefix(b"data: "))
-    assert data[-1] == b"[DONE]"
-    assert data.count(b"[DONE]") == 1
-    return [json.loads(each) for each in data[:-1]]
 
 
 async def surplus(verifier, sequence):

@@ -104,20 +104,13 @@ def expected(said: dict[str, Said]) -> dict[str, list[Answer]]:
     return found
 
 
-@pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_every_mode_says_what_plain_decoding_says(
     engines: dict[str, Verifier], plain: Verifier, said: dict[str, Said], expected: dict[str, list[Answer]], mode: str
 ) -> None:
     for name, found in said[mode].texts.items():
         assert_same(plain, name, expected[name], found)
-    assert accepted(engines[mode])[1] > PROMPTS * TOKENS / 4, "it really speculated"
-
-
-def test_native_greedy_text_is_the_same(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Said], expected: dict[str, list[Answer]]
-) -> None:
-    assert_same(plain, "T = 0.0", expected["T = 0.0"], said["native"].texts["T = 0.0"])
-    assert accepted(engines["native"])[1] > FEW_PROMPTS
+    assert accepted(engines[mode])[1] > (FEW_PROMPTS if mode == "native" else PROMPTS * TOKENS / 4), "it really speculated"
 
 
 @pytest.mark.campaign

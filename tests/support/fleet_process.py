@@ -20,6 +20,7 @@ from unittest import mock
 
 import httpx
 import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEETS: set[ServedFleet] = set()
@@ -86,16 +87,7 @@ class ServedFleet:
         return self.http.get("/fleet").json()
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that carry these labels."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        families = text_string_to_metric_families(self.http.get("/metrics").text)
-        return sum(
-            sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return metric(self.http.get("/metrics").text, name, **labels)
 
     def complete(self, prompt: str | list[str], **fields: Any) -> Any:
         """POST /v1/completions, greedy."""
@@ -143,6 +135,12 @@ class ServedFleet:
             self.process.kill()
             FLEETS.discard(self)
             self.http.close()
+
+
+def metric(page: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that carry these labels, on a page of metrics."""
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
 
 def outrider(*arguments: str, **options: Any) -> subprocess.Popen[str]:

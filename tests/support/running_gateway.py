@@ -21,6 +21,7 @@ from backend.models.demo import TARGET_DIR
 from gateway.auth.key_ring import make_key
 from gateway.http.server import GatewayServer
 from tests.support.fake_verifier import FakeVerifier, StaticDirectory, eventually
+from tests.support.fleet_process import metric
 
 MODEL_DIR = str(TARGET_DIR)
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
@@ -84,11 +85,8 @@ class Running:
         """So many sequences have emitted tokens."""
         await eventually(lambda: sum(bool(each.emitted) for each in self.core.sequences) == sequences)
 
-    async def metric(self, name: str) -> float:
-        """The sum of the samples whose name, or name and first labels, this is."""
-        lines = (await self.http.get("/metrics")).text.splitlines()
-        begins = (f"{name} ", f"{name}{{", f"{name},", f"{name}}}")
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(begins))
+    async def metric(self, name: str, **labels: str) -> float:
+        return metric((await self.http.get("/metrics")).text, name, **labels)
 
 
 @asynccontextmanager
@@ -134,6 +132,21 @@ async def serving(server: GatewayServer, verifiers: int) -> AsyncIterator[tuple[
             server.stop()
             server.stop()
             await task
+
+
+def events(raw: bytes) -> list[dict[str, Any]]:
+    """The stream's JSON events; checks the framing byte by byte."""
+    assert b"\r" not in raw
+    assert raw.endswith(b"\n\n")
+    blocks = raw.replace(b": keep-alive\n", b"")[:-2].split(b"\n\n")
+    data = []
+    for block in blocks:
+        assert block.startswith(b"data: ")
+        assert b"\n" not in block
+        data.append(block.removeprefix(b"data: "))
+    assert data[-1] == b"[DONE]"
+    assert data.count(b"[DONE]") == 1
+    return [json.loads(each) for each in data[:-1]]
 
 
 def gateway_process(job: dict[str, Any], pipe: Connection) -> None:
