@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "T = 0.0": {"temperature": 0.0},
     **{name: {"temperature": 1.0} | VARIANTS[name] for name in ("penalties", "schema", "logprobs", "custom processor")},
 }
-SMALL = {"max_num_seqs": 32, "max_model_len": 512}
+SMALL: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 512}
 EARLY: dict[str, Any] = {"async_scheduling": True, "kv_cache_memory_bytes": 6 << 20}
 
 
