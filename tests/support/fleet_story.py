@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
+from msgspec.structs import replace
 
 from backend.config import Settings
 from backend.fleet import (
@@ -70,9 +71,8 @@ class Story:
             self.verifiers[name] = self._worked(stats, seconds)
         for name, each in self.drafters.items():
             serving = [self.bound[name]] if name in self.bound else []
-            self.drafters[name] = DrafterStats(
-                name,
-                each.started_at,
+            self.drafters[name] = replace(
+                each,
                 draft_tokens=each.draft_tokens + int(400 * seconds * len(serving)),
                 busy_s=each.busy_s + 0.4 * seconds * len(serving),
                 sequences=sum(self.load[v] for v in serving),
@@ -101,11 +101,8 @@ class Story:
             drafters[name] = self._drafted(drafters.get(name, DraftCounters()), steps * running // len(mine), index)
         new = sum(each.accepted_tokens for each in drafters.values()) - sum(e.accepted_tokens for e in old.drafters.values())
         shares = {"no_work": 0.1, "awaiting_draft": 0.2} if running else {"no_work": 1.0}
-        return VerifierStats(
-            old.verifier_id,
-            old.started_at,
-            old.mode,
-            old.num_speculative_tokens,
+        return replace(
+            old,
             busy_s=old.busy_s + (0.7 * seconds if running else 0.0),
             idle_s={cause: spent + shares.get(cause, 0.0) * seconds for cause, spent in old.idle_s.items()},
             steps=old.steps + steps,
@@ -116,20 +113,16 @@ class Story:
             tokens_in_flight=300 * running,
             kv_usage=min(0.97, 0.06 * running),
             drafters=drafters,
-            drafters_down=old.drafters_down,
-            plan_k=old.plan_k,
-            plan_outcomes=old.plan_outcomes,
-            plan_changes=old.plan_changes,
         )
 
     def _drafted(self, old: DraftCounters, drafts: int, index: int) -> DraftCounters:
-        return DraftCounters(
+        return replace(
+            old,
             drafts=old.drafts + drafts,
             draft_tokens=old.draft_tokens + 4 * drafts,
             accepted_tokens=old.accepted_tokens + (2 - index % 2) * drafts,
             rounds=old.rounds + drafts,
             round_trip_s=old.round_trip_s + 0.008 * drafts,
-            dropped=old.dropped,
         )
 
     # The part of `FleetCore` that `/fleet` reads.
