@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +12,7 @@ from vllm.v1.engine import FinishReason
 from tests.support.fake_verifier import FakeVerifier, count_up, eventually, silence, stall, stalling
 from tests.support.running_gateway import COMPLETION, Running, events, running_gateway
 
-STREAM = {"stream": True, "max_tokens": 12, "stream_options": {"include_usage": True}}
+STREAM: dict[str, Any] = {"stream": True, "max_tokens": 12, "stream_options": {"include_usage": True}}
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from tests.integration.test_gateway_responses import ended
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up, eventually
 from tests.support.running_gateway import CHAT, COMPLETION, RESPONSE, Keys, Running, events, running_gateway
 
-STATS = {"outrider": {"stats": True}}
+STATS: dict[str, Any] = {"outrider": {"stats": True}}
 
 
 def tell(verifier: FakeVerifier, sequence: Sequence, **fields: Any) -> None:

@@ -18,7 +18,12 @@ WEATHER: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-ASKED = {"model": "demo", "messages": [{"role": "user", "content": "Rome?"}], "tools": [WEATHER], "max_tokens": 60}
+ASKED: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "Rome?"}],
+    "tools": [WEATHER],
+    "max_tokens": 60,
+}
 TWO = '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "weather", "parameters": {"city": "Oslo"}}]'
 
 

@@ -24,7 +24,6 @@ from backend.fleet import DrafterRef
 from backend.lab.bench.load import APART
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.resolve import ResolvedModels
-from backend.wire.engine import RequestOptions
 from tests.support import run_drafter, run_verifier
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,8 +121,9 @@ def _run(main: Main, job: dict[str, Any], pipe: Connection, log: Path) -> None:
 class Apart(EngineClient):
     """A client whose requests share no text unless a test says so: the first answer to a prompt would draft for the second."""
 
-    def add(self, *given: Any, options: RequestOptions | None = None, **fields: Any) -> str:
-        return super().add(*given, options=options or APART, **fields)
+    def add(self, *given: Any, **fields: Any) -> str:
+        fields["options"] = fields.get("options") or APART
+        return super().add(*given, **fields)
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams], **fields: Any
