@@ -1,12 +1,11 @@
 """The gateway and its fleet: who gets requests, who comes and goes, how it all ends."""
 
 import asyncio
-from typing import cast
+from unittest.mock import Mock, call
 
 import msgspec
 
-from backend.coordinator.actor import CoordinatorHandle
-from backend.fleet import FleetSnapshot, Member
+from backend.fleet import FleetSnapshot, Member, Orders
 from gateway.fleet.directory import CoordinatorDirectory
 from tests.support.fake_verifier import FakeVerifier, StaticDirectory, eventually, stall
 from tests.support.running_gateway import COMPLETION, events, running_gateway
@@ -121,27 +120,13 @@ async def test_stopping_is_bounded():
 
 
 async def test_the_coordinator_directory_keeps_its_own_membership():
-    class Handle:
-        def __init__(self):
-            self.known = False
-            self.calls = []
-
-        def report(self, member_id, incarnation, stats, state, seen_version):
-            self.calls.append(("report", member_id, incarnation, stats, state, seen_version))
-            return type("Orders", (), {"known": self.known})
-
-        def register(self, member):
-            self.calls.append(("register", member.id))
-            self.known = True
-
-        def snapshot(self):
-            return FleetSnapshot(1, [], [], {})
-
-    handle = Handle()
+    handle = Mock()
+    handle.report.side_effect = [Orders(known=False), Orders(known=True)]
+    handle.snapshot.return_value = FleetSnapshot(1, [], [], {})
     member = Member("gateway-0", "gateway", "i", "", "", "node", 1, "demo", "ready")
-    directory = CoordinatorDirectory(cast(CoordinatorHandle, handle), member)
+    directory = CoordinatorDirectory(handle, member)
     for _ in range(2):
         assert (await directory.snapshot()).version == 1
-    report = ("report", "gateway-0", "i", None, "ready")
     # Asking again says that the first answer has been acted upon.
-    assert handle.calls == [(*report, 0), ("register", "gateway-0"), (*report, 1)]
+    reports = [call.report("gateway-0", "i", None, "ready", version) for version in (0, 1)]
+    assert handle.mock_calls == [reports[0], call.register(member), call.snapshot(), reports[1], call.snapshot()]
