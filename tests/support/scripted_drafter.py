@@ -10,7 +10,7 @@ from backend.drafter.proposer import NOTHING, Drafted, DraftRequest
 from backend.drafter.service import DrafterService, Reply
 from backend.fleet import DrafterRef
 from backend.transport import Hub, Wire
-from backend.wire.drafting import Drafts, Round, decode_to_drafter, decode_to_verifier
+from backend.wire.drafting import Drafts, Hello, Round, decode_to_drafter, decode_to_verifier
 
 SURE = 8.0
 """Both signs of every token, value and lead: with these a verifier expects acceptance until it has seen rejections."""
@@ -46,6 +46,8 @@ class ScriptedDrafter(DrafterService):
         """When set, makes the message that is sent instead of an answer; None: no message."""
         self.rounds: list[Round] = []
         self.answers = 0
+        self.is_listened_to = False
+        """Whether a verifier has greeted that takes drafts."""
         self.ref = DrafterRef(drafter_id, "incarnation", address, "", 1)
         self._hub = Hub(Wire())
         self._loop = DrafterLoop(self._hub, self._hub.router(address), self)
@@ -60,15 +62,11 @@ class ScriptedDrafter(DrafterService):
         self._thread.join(10)
         self._hub.close()
 
-    @property
-    def is_listened_to(self) -> bool:
-        """Whether a verifier is connected that takes drafts."""
-        return any(session.drafts is not None for session in self._sessions.values())
-
     def receive(self, identity: bytes, frames: Sequence[bytes]) -> list[Reply]:
         message = decode_to_drafter(frames[0])
         if isinstance(message, Round):
             self.rounds.append(message)
+        self.is_listened_to |= isinstance(message, Hello) and message.role == "drafts"
         return super().receive(identity, frames)
 
     def work(self) -> list[Reply]:
