@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from types import TracebackType
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -49,13 +48,9 @@ class Browser:
     def __enter__(self) -> Browser:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
         os.close(self._read)
         os.close(self._write)
         self._profile.cleanup()

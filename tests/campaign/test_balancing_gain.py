@@ -38,15 +38,12 @@ def mean_latency_s(fleet: ServedFleet) -> float:
 
 
 def test_balancing_gains_what_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
-    fleets = {}
-    try:
-        for interval in ("0", "2"):
-            arguments = ("--mode", "off", "--verifiers", "2", "--ray-namespace", f"balance-{interval}-{os.getpid()}")
-            fleets[interval] = ServedFleet(*arguments, "--gateway-balance-interval-s", interval)
-        ratios = [mean_latency_s(fleets["0"]) / mean_latency_s(fleets["2"]) for _ in range(2)]
-    finally:
-        for fleet in fleets.values():
-            fleet.stop()
+    def start(interval_s: int) -> ServedFleet:
+        arguments = ("--mode", "off", "--verifiers", "2", "--ray-namespace", f"balance-{interval_s}-{os.getpid()}")
+        return ServedFleet(*arguments, "--gateway-balance-interval-s", str(interval_s))
+
+    with start(0) as without, start(2) as balanced:
+        ratios = [mean_latency_s(without) / mean_latency_s(balanced) for _ in range(2)]
     with capsys.disabled():
         print("mean latency without balancing over that with it:", *(f"{ratio:.2f}" for ratio in ratios))
     assert min(ratios) > 1.1

@@ -31,11 +31,10 @@ def text(browser: Browser, element: str) -> str:
 
 def test_the_page_shows_the_fleet_and_follows_it(browser):
     story = Story(verifiers=2, drafters=3)
-    with served(story) as page:
-        page.advance()
-        browser.open(page.url)
+    with served(story) as url:
+        browser.open(url)
         browser.wait_for(f"{ROWS} === 2")
-        page.advance()
+        story.advance()
         browser.wait_for("document.querySelector('.tile:nth-child(3) dd').textContent === '2.86'")
         assert "mode auto" in text(browser, "about")
         assert cells(browser, "verifier-table", 0)[:5] == ["verifier-0", "ready", "auto: K 4, 8 ahead", "0", "3"]
@@ -46,7 +45,7 @@ def test_the_page_shows_the_fleet_and_follows_it(browser):
         story.members["drafter-0"] = member("drafter-0", "drafter", "lost")
         story.members["verifier-1"] = member("verifier-1", "verifier", "draining")
         del story.bound["drafter-0"]
-        page.advance()
+        story.advance()
         browser.wait_for("document.querySelector('#map .node[data-state=lost]') !== null")
         assert cells(browser, "verifier-table", 1)[1] == "draining"
         assert cells(browser, "verifier-table", 0)[11] == "drafter-2, drafter-0 (earlier)", "who drafts now comes first"
@@ -63,25 +62,21 @@ def test_the_page_shows_the_fleet_and_follows_it(browser):
 
 def test_the_page_says_when_the_gateway_is_lost_and_comes_back(browser):
     story = Story()
-    with served(story) as page:
-        page.advance()
-        browser.open(page.url)
+    with served(story) as url:
+        browser.open(url)
         browser.wait_for("document.getElementById('connection').dataset.state === 'live'")
-        port = page.port
     browser.wait_for("document.getElementById('connection').dataset.state === 'lost'")
     assert "trying again" in text(browser, "notice")
     assert browser.evaluate("document.getElementById('live').classList.contains('stale')")
-    with served(story, port=port) as page:
-        page.advance()
+    with served(story, port=int(url.rpartition(":")[2])):
         browser.wait_for("document.getElementById('connection').dataset.state === 'live'")
         assert browser.evaluate("document.getElementById('notice').hidden")
     browser.problems.clear()
 
 
 def test_the_key_is_asked_for(browser):
-    with served(Story(), api_key="k3y") as page:
-        page.advance()
-        browser.open(page.url)
+    with served(Story(), api_key="k3y") as url:
+        browser.open(url)
         browser.wait_for("!document.getElementById('key-form').hidden")
         assert browser.evaluate(ROWS) == 0
         enter = "document.getElementById('key').value = '{}'; document.getElementById('key-form').requestSubmit()"
@@ -101,12 +96,11 @@ def test_names_are_text(browser):
     story.verifiers[EVIL] = VerifierStats(EVIL, 1000.0, EVIL, 4)
     story.load[EVIL] = 2
     story.bound["drafter-0"] = EVIL
-    with served(story) as page:
-        page.advance()
-        browser.open(page.url)
+    with served(story) as url:
+        browser.open(url)
         browser.wait_for(f"{ROWS} === 2")
         story.bound["drafter-0"] = "verifier-0"
-        page.advance()
+        story.advance()
         browser.wait_for("document.getElementById('log').textContent.includes('moved from')")
         assert EVIL in text(browser, "verifier-table")
         assert EVIL in text(browser, "log")
@@ -116,11 +110,10 @@ def test_names_are_text(browser):
 
 
 def test_hundreds_of_members_in_both_schemes_and_a_narrow_window(browser):
-    with served(Story(verifiers=300, drafters=300)) as page:
-        page.advance(times=3)
+    with served(Story(verifiers=300, drafters=300)) as url:
         grounds = set()
         for dark, width in ((False, 1280), (True, 1280), (False, 400)):
-            browser.open(page.url, dark=dark, width=width)
+            browser.open(url, dark=dark, width=width)
             browser.wait_for(f"{ROWS} === 300")
             grounds.add(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
             assert browser.evaluate("document.documentElement.scrollWidth") <= width

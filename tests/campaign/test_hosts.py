@@ -71,11 +71,8 @@ def completed(fleet: ServedFleet, prompt: str, tokens: int = TOKENS) -> str:
 @pytest.fixture(scope="module")
 def expected() -> dict[str, str]:
     """What one host answers, without any drafter."""
-    alone = ServedFleet("--mode", "off", "--ray-namespace", "hosts-alone")
-    try:
+    with ServedFleet("--mode", "off", "--ray-namespace", "hosts-alone") as alone:
         return {prompt: completed(alone, prompt) for prompt in PROMPTS}
-    finally:
-        alone.stop()
 
 
 @pytest.fixture(scope="module")
@@ -83,17 +80,15 @@ def hosts(expected: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     log = tmp_path_factory.mktemp("hosts") / "machines.log"
     with log.open("w") as stream, closing(Network(stream)) as made:
         machines = RayMachines(made)
-        fleet = ServedFleet(
+        with ServedFleet(
             *("--mode", "sync", "--verifier-lookup", "false", "--verifier-draft-deadline-ms", "1000"),
             *("--ray-address", machines.ray_address, "--ray-wait-s", "60", "--ray-namespace", NAMESPACE),
             *("--host", machines.head.address, "--transport-ports", PORTS),
             *("--verifier-ray-resources", '{"verifying": 0.1}', "--drafting-ray-resources", '{"drafting": 0.1}'),
             prefix=machines.head.enter,
             env=machines.env,
-        )
-        try:
+        ) as fleet:
             yield Hosts(machines, fleet)
-        finally:
             assert fleet.stop() == 0
 
 
@@ -108,10 +103,10 @@ def test_drafts_cross_encrypted_and_the_text_is_that_of_one_host(hosts: Hosts, e
     try:
         # Two connections from the verifier: features from its worker, drafts to its scheduler.
         assert {prompt: completed(hosts.fleet, prompt) for prompt in PROMPTS} == expected
-        wait_for(lambda: hosts.drafts() > 0, 10, "drafts that count")
+        wait_for(lambda: hosts.drafts() > 0, what="drafts that count")
         assert hosts.fleet.metric("outrider_accepted_tokens_total", drafter="drafter-0") > len(PROMPTS) * TOKENS / 3
         sent = hosts.fleet.metric("outrider_draft_sent_bytes_total", drafter="drafter-0")
-        wait_for(lambda: len(tap.heard) > sent, 10, "the features on the cable")
+        wait_for(lambda: len(tap.heard) > sent, what="the features on the cable")
         assert worker.connections(PORT) == {head.address}
         assert b"MESSAGE" in tap.heard, "frames of CURVE's"
         assert b"verifier-0" not in tap.heard
@@ -125,12 +120,10 @@ def test_drafts_cross_encrypted_and_the_text_is_that_of_one_host(hosts: Hosts, e
 def test_a_further_gateway_on_the_other_machine(hosts: Hosts, expected: dict[str, str]) -> None:
     head, worker = hosts.machines.head, hosts.machines.worker
     place = ("--ray-address", hosts.machines.ray_address, "--ray-namespace", NAMESPACE, "--host", worker.address)
-    second = ServedFleet(*place, command="gateway", prefix=worker.enter, env=hosts.machines.env)
-    try:
-        wait_for(lambda: second.http.get("/readyz").status_code == 200, 30, "a verifier for the second gateway")
+    with ServedFleet(*place, command="gateway", prefix=worker.enter, env=hosts.machines.env) as second:
+        wait_for(lambda: second.http.get("/readyz").status_code == 200, what="a verifier for the second gateway")
         assert {prompt: completed(second, prompt) for prompt in PROMPTS} == expected
         assert head.connections(PORT) == {worker.address}
-    finally:
         assert second.stop() == 0
 
 
@@ -168,7 +161,7 @@ def knock(address: str, frames: list[bytes], keys: ServerKeys | None, server_key
             dealer.curve_publickey, dealer.curve_secretkey = keys.public.encode(), keys.secret.encode()
         dealer.connect(address)
         dealer.send_multipart(frames)
-        wait_for(until, 20, "a refusal")
+        wait_for(until, what="a refusal")
         return dealer.recv_multipart() if dealer.poll(1000) else None
 
 
@@ -184,13 +177,13 @@ def test_a_link_that_fails_costs_speed_alone(hosts: Hosts, expected: dict[str, s
     before = hosts.drafts()
     pool = ThreadPoolExecutor(len(PROMPTS))
     running, heard = streams(hosts.fleet, pool, longer)
-    wait_for(lambda: hosts.drafts() > before, 30, "drafts for the streams")
+    wait_for(lambda: hosts.drafts() > before, what="drafts for the streams")
     worker = hosts.machines.worker
     began = time.monotonic()
     worker.plug(False)
     try:
         # What was under way arrives or is lost; then decoding is plain and goes on.
-        wait_for(lambda: hosts.fleet.fleet()["drafters"][0]["state"] == "lost", 20, "the drafter to be missed")
+        wait_for(lambda: hosts.fleet.fleet()["drafters"][0]["state"] == "lost", what="the drafter to be missed")
         at_the_cut = hosts.drafts()
         pieces = {prompt: len(each) for prompt, each in heard.items()}
         assert {prompt: stream.result(120) for prompt, stream in running.items()} == undisturbed
@@ -215,7 +208,7 @@ def test_a_link_that_fails_costs_speed_alone(hosts: Hosts, expected: dict[str, s
 def test_a_machine_that_is_lost_and_one_that_takes_its_place(hosts: Hosts, expected: dict[str, str]) -> None:
     """The last test: the drafter's machine is gone after it."""
     running, heard = streams(hosts.fleet, ThreadPoolExecutor(len(PROMPTS)), 1000)
-    wait_for(lambda: all(heard.values()), 30, "tokens")
+    wait_for(lambda: all(heard.values()), what="tokens")
     hosts.machines.worker.power_off()
     for stream in running.values():
         stream.result(120)

@@ -50,9 +50,8 @@ pytestmark = [
 
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[ServedFleet]:
-    running = ServedFleet("--records-dir", str(tmp_path / "records"))
-    yield running
-    running.stop()
+    with ServedFleet("--records-dir", str(tmp_path / "records")) as running:
+        yield running
 
 
 @pytest.fixture

@@ -32,8 +32,8 @@ def terminate(fleet: ServedFleet, member: str) -> None:
 
 
 def test_restarts_cost_no_request_and_no_token() -> None:
-    fleet = ServedFleet("--mode", "auto", "--verifiers", "2", "--drafters", "2", "--ray-namespace", f"rolling-{os.getpid()}")
-    try:
+    settings = ("--mode", "auto", "--verifiers", "2", "--drafters", "2", "--ray-namespace", f"rolling-{os.getpid()}")
+    with ServedFleet(*settings) as fleet:
         expected = {prompt: fleet.stream(prompt, max_tokens=TOKENS) for prompt in PROMPTS}
         before = pids(fleet)
         over = threading.Event()
@@ -64,5 +64,3 @@ def test_restarts_cost_no_request_and_no_token() -> None:
         assert fleet.metric("outrider_migrations_total", cause="drain") > 0
         assert fleet.metric("outrider_sequences_finished_total", reason="lost") == 0
         assert fleet.metric("outrider_failovers_total") == 0
-    finally:
-        fleet.stop()

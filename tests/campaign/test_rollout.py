@@ -22,8 +22,7 @@ def test_a_killed_verifier_costs_time_and_no_token(tmp_path: Path) -> None:
     trace = tmp_path / "train.1.parquet"
     made = outrider("trace", "make", "stdlib", "--out", str(trace), "--limit", str(PROMPTS))
     assert made.wait(120) == 0, made.stdout and made.stdout.read()
-    fleet = ServedFleet("--verifiers", "2", "--drafters", "1")
-    try:
+    with ServedFleet("--verifiers", "2", "--drafters", "1") as fleet:
         texts = []
         for name, kill in (("disturbed", True), ("left alone", False)):
             wait_for(lambda: [each["state"] for each in fleet.fleet()["verifiers"]] == ["ready", "ready"], 120, "two verifiers")
@@ -45,8 +44,6 @@ def test_a_killed_verifier_costs_time_and_no_token(tmp_path: Path) -> None:
             assert {int(row["response_length"]) for row in rows} == {TOKENS}
             texts.append(pq.read_table(out / "cases" / "train.1.parquet").to_pylist())
         assert texts[0] == texts[1]
-    finally:
-        fleet.stop()
 
 
 def test_a_fleet_of_its_own_replays_fixed_responses(tmp_path: Path) -> None:

@@ -14,10 +14,10 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from tests.support.fleet_process import ServedFleet, wait_for
@@ -35,9 +35,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(int(
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[ServedFleet]:
     # Of the 512 MiB of compiled grammars that vLLM keeps, a soak would see the filling.
-    running = ServedFleet("--mode", "off", "--drafters", "0", env={"VLLM_XGRAMMAR_CACHE_MB": "32"})
-    yield running
-    running.stop()
+    with ServedFleet("--mode", "off", "--drafters", "0", env={"VLLM_XGRAMMAR_CACHE_MB": "32"}) as running:
+        yield running
 
 
 def body(rng: random.Random) -> dict[str, Any]:
@@ -117,8 +116,7 @@ class Clients:
 
 
 def resident_mib(pid: int) -> float:
-    line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmRSS"))
-    return int(line.split()[1]) / 1024
+    return float(psutil.Process(pid).memory_info().rss / (1 << 20))
 
 
 def test_nothing_is_left(fleet: ServedFleet) -> None:

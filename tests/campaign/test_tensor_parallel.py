@@ -9,6 +9,7 @@ import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from vllm.sampling_params import SamplingParams
 
@@ -30,16 +31,12 @@ def prompts() -> list[list[int]]:
 def answers(directory: Path, mode: str, ranks: int) -> tuple[list[list[int]], float]:
     """What is answered greedily; the share of drafts whose first token was accepted."""
     settings = {"draft_deadline_ms": 5000, "lookup": False, "tensor_parallel": ranks}
-    verifier, drafter = Verifier(directory, {"mode": mode, "verifier": settings}), Drafter(directory)
-    try:
+    with Verifier(directory, {"mode": mode, "verifier": settings}) as verifier, Drafter(directory) as drafter:
         verifier.set_drafters(*([] if mode == "off" else [drafter.ref]))
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         tokens = [answer.tokens for answer in verifier.client.generate(prompts(), params)]
         counted = verifier.client.fresh_stats().drafters.get("drafter-0")
         return tokens, counted.accepted_by_position[0] / counted.drafts if counted else 0.0
-    finally:
-        drafter.close()
-        verifier.close()
 
 
 def test_two_ranks_draft_as_one_does_and_answer_the_same(tmp_path: Path) -> None:
@@ -56,19 +53,15 @@ def test_two_ranks_draft_as_one_does_and_answer_the_same(tmp_path: Path) -> None
 
 def ranks_of(pid: int) -> list[int]:
     """The processes of vLLM's ranks below a verifier's."""
-    children = [int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
-    return [child for child in children if "Worker_TP" in Path(f"/proc/{child}/cmdline").read_text()]
+    return [child.pid for child in psutil.Process(pid).children() if "Worker_TP" in " ".join(child.cmdline())]
 
 
 def test_a_rank_that_dies_takes_its_verifier_along_and_the_request_goes_on() -> None:
     shared_before = set(os.listdir("/dev/shm"))
-    fleet = ServedFleet(
-        *("--mode", "sync", "--verifier-tensor-parallel", "2", "--verifier-cores", "2"),
-        *("--ray-namespace", f"ranks-{os.getpid()}"),
-    )
-    try:
+    settings = ("--mode", "sync", "--verifier-tensor-parallel", "2", "--verifier-cores", "2")
+    with ServedFleet(*settings, "--ray-namespace", f"ranks-{os.getpid()}") as fleet:
         text = fleet.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)["choices"][0]["text"]
-        wait_for(lambda: fleet.metric("outrider_accepted_tokens_total", drafter="drafter-0") > 0, 10, "drafts that count")
+        wait_for(lambda: fleet.metric("outrider_accepted_tokens_total", drafter="drafter-0") > 0, what="drafts that count")
         pid = fleet.fleet()["verifiers"][0]["pid"]
         ranks = ranks_of(pid)
         assert len(ranks) == 2
@@ -77,6 +70,5 @@ def test_a_rank_that_dies_takes_its_verifier_along_and_the_request_goes_on() -> 
         assert fleet.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)["choices"][0]["text"] == text
         assert fleet.fleet()["verifiers"][0]["pid"] != pid
         assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
-    finally:
         assert fleet.stop() == 0
     assert [name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist") and name not in shared_before] == []

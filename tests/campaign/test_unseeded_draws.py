@@ -57,9 +57,8 @@ def prompt() -> list[int]:
 
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
-    started = Drafter(tmp_path_factory.mktemp("d"))
-    yield started
-    started.close()
+    with Drafter(tmp_path_factory.mktemp("d")) as started:
+        yield started
 
 
 def start(directory: Path, mode: str, token_s: float = TOKEN_S) -> Verifier:
@@ -69,17 +68,15 @@ def start(directory: Path, mode: str, token_s: float = TOKEN_S) -> Verifier:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
-    started = start(tmp_path_factory.mktemp("p"), "off")
-    yield started
-    started.close()
+    with start(tmp_path_factory.mktemp("p"), "off") as started:
+        yield started
 
 
 @pytest.fixture(params=sorted(REMOTE_MODES))
 def verifier(request: pytest.FixtureRequest, tmp_path: Path, drafter: Drafter) -> Iterator[Verifier]:
-    started = start(tmp_path, request.param)
-    started.set_drafters(drafter.ref)
-    yield started
-    started.close()
+    with start(tmp_path, request.param) as started:
+        started.set_drafters(drafter.ref)
+        yield started
 
 
 def test_alone(verifier: Verifier, plain: Verifier, prompt: list[int]) -> None:
@@ -87,12 +84,9 @@ def test_alone(verifier: Verifier, plain: Verifier, prompt: list[int]) -> None:
 
 
 def test_drafts_that_are_mostly_rejected(plain: Verifier, drafter: Drafter, prompt: list[int], tmp_path: Path) -> None:
-    verifier = start(tmp_path, "sync", CHEAP_TOKEN_S)
-    try:
+    with start(tmp_path, "sync", CHEAP_TOKEN_S) as verifier:
         verifier.set_drafters(drafter.ref)
         draw_alone(verifier, plain, prompt, request(**KINDS["logit_bias"]))
-    finally:
-        verifier.close()
 
 
 def draw_alone(verifier: Verifier, plain: Verifier, prompt: list[int], params: SamplingParams) -> None:
@@ -123,8 +117,7 @@ def test_in_mixed_batches(verifier: Verifier, plain: Verifier, prompt: list[int]
 
 def test_over_a_failover_in_mid_draft(plain: Verifier, drafter: Drafter, prompt: list[int], tmp_path: Path) -> None:
     """Requests leave a verifier after their first verification and go on at another, which draws anew."""
-    first, second = together(*(partial(start, tmp_path, "sync") for _ in range(2)))
-    try:
+    with together(*(partial(start, tmp_path, "sync") for _ in range(2))) as (first, second):
         for each in (first, second):
             each.set_drafters(drafter.ref)
         said: list[list[int]] = []
@@ -136,9 +129,6 @@ def test_over_a_failover_in_mid_draft(plain: Verifier, drafter: Drafter, prompt:
         print(f"{len(said)} texts, {moved} of them moved: p = {p_value:.3g}")
         assert moved > DRAWS / 4
         assert p_value > SIGNIFICANT
-    finally:
-        first.close()
-        second.close()
 
 
 def moved_texts(first: Verifier, second: Verifier, prompt: list[int], count: int) -> tuple[list[list[int]], int]:

@@ -14,12 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import psutil
 
 from backend.lab.bench.hardware import commit
 from tests.chaos.faults import FULL, QUICK, Saboteur, schedule
 from tests.chaos.workload import Case, Outcome, ask, cases, failed, what_is_wrong
 from tests.support.fleet_process import ServedFleet
-from tests.support.process_tree import actors, descendants, name_of, open_sockets, unix_sockets
+from tests.support.process_tree import actors, descendants, name_of
 
 SETTLE_S = 150.0
 """How long counters may take to fall to zero after the last request."""
@@ -133,7 +134,7 @@ async def _under_load(fleet: ServedFleet, options: argparse.Namespace, result: R
         result.check(not reference.errors and reference.done, f"undisturbed: {kinds[i].name} failed: {reference.errors}")
     # Twice: what a first request opens for good is not a leak.
     await references(fleet.url, kinds[:2])
-    result.metrics["sockets before"] = open_sockets(fleet.process.pid)
+    result.metrics["sockets before"] = open_sockets(fleet)
     load = Load(fleet.url, kinds, QUICK_REQUESTS if options.quick else REQUESTS, options.seed)
     saboteur = Saboteur(fleet, load.abandon)
     result.faults, result.outcomes = saboteur.done, load.outcomes
@@ -163,6 +164,16 @@ def _judge(result: Result, known: dict[int, Outcome], places: dict[int, int]) ->
     result.problems += [f"{text} ({count} times)" for text, count in wrong.items()]
 
 
+def open_sockets(fleet: ServedFleet) -> int:
+    """Sockets that the gateway holds open."""
+    return len(psutil.Process(fleet.process.pid).net_connections("all"))
+
+
+def unix_sockets() -> set[str]:
+    """Paths that unix sockets of this machine are bound to."""
+    return {str(each.laddr) for each in psutil.net_connections("unix")}
+
+
 async def _settled(fleet: ServedFleet, result: Result) -> None:
     """Nothing is left of any request, anywhere."""
     gauges = {
@@ -185,11 +196,10 @@ async def _settled(fleet: ServedFleet, result: Result) -> None:
         await asyncio.sleep(0.5)
         remaining = await asyncio.to_thread(left)
     result.check(not remaining, f"left over after {SETTLE_S:.0f} s: {remaining}")
-    pid = fleet.process.pid
-    result.metrics["sockets after"] = open_sockets(pid)
+    result.metrics["sockets after"] = open_sockets(fleet)
     grown = result.metrics["sockets after"] - result.metrics["sockets before"]
     result.check(grown <= SOCKETS_SLACK, f"the gateway holds {grown:g} sockets more than before")
-    running = {actor: len(pids) for actor, pids in actors(pid).items()}
+    running = {actor: len(pids) for actor, pids in actors(fleet.process.pid).items()}
     result.check(running == {"CoordinatorActor": 1, "Drafter": 2, "Verifier": 2}, f"actors are missing or left over: {running}")
     for name in (
         "outrider_failovers_total",

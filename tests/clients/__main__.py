@@ -18,12 +18,9 @@ HERE = Path(__file__).resolve().parent
 
 def main(arguments: list[str]) -> int:
     python = install()
-    with tempfile.TemporaryDirectory() as state_dir:
-        fleet = ServedFleet("--mode", "sync", "--ray-namespace", f"clients-{os.getpid()}", "--gateway-state-dir", state_dir)
-        try:
-            return _run(python, fleet.url, arguments)
-        finally:
-            fleet.stop()
+    settings = ("--mode", "sync", "--ray-namespace", f"clients-{os.getpid()}", "--gateway-state-dir")
+    with tempfile.TemporaryDirectory() as state_dir, ServedFleet(*settings, state_dir) as fleet:
+        return _run(python, fleet.url, arguments)
 
 
 def install() -> Path:

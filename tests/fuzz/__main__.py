@@ -29,18 +29,14 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seconds", type=int, default=1200, help="time for all requests (default: 1200)")
     asked, others = parser.parse_known_args(arguments)
     python = python_environment(HERE / "requirements.txt")
-    with tempfile.TemporaryDirectory() as folder:
-        name = f"fuzz-{os.getpid()}"
-        fleet = ServedFleet("--mode", "sync", "--ray-namespace", name, "--gateway-state-dir", folder)
-        try:
-            command = [str(python), "-m", "schemathesis.cli", "run", f"{fleet.url}/openapi.json"]
-            # An answer without `max_tokens` is as long as the model's context.
-            command += ["--max-time", str(asked.seconds), "--request-timeout", "60", "--checks", CHECKS]
-            command += ["--continue-on-failure"]
-            command += [*(word for path in changing() for word in ("--exclude-path", path))]
-            return subprocess.run([*command, *others], cwd=folder, check=False).returncode
-        finally:
-            fleet.stop()
+    settings = ("--mode", "sync", "--ray-namespace", f"fuzz-{os.getpid()}", "--gateway-state-dir")
+    with tempfile.TemporaryDirectory() as folder, ServedFleet(*settings, folder) as fleet:
+        command = [str(python), "-m", "schemathesis.cli", "run", f"{fleet.url}/openapi.json"]
+        # An answer without `max_tokens` is as long as the model's context.
+        command += ["--max-time", str(asked.seconds), "--request-timeout", "60", "--checks", CHECKS]
+        command += ["--continue-on-failure"]
+        command += [*(word for path in changing() for word in ("--exclude-path", path))]
+        return subprocess.run([*command, *others], cwd=folder, check=False).returncode
 
 
 def changing() -> list[str]:

@@ -6,6 +6,7 @@ import os
 import statistics
 import sys
 import tempfile
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import httpx
 
 from tests.gateway_cost import engine, load, servers
 from tests.support.fleet_process import free_port, wait_for
-from tests.support.processes import Child, demo_models
+from tests.support.processes import Child, Main, demo_models
 
 Figures = dict[str, dict[str, list[dict[str, float]]]]
 """By what was measured, then by server: one entry per round."""
@@ -47,22 +48,21 @@ def _measure(folder: Path, options: argparse.Namespace, counts: list[int]) -> Fi
     front, others = {cores[0]}, set(cores[1:]) or {cores[0]}
     emissions = engine.Emissions.create(folder / "emissions")
     children: dict[str, Child] = {}
-    engines: list[Child] = []
     mains = {"gateway": servers.gateway} if options.idle else {"gateway": servers.gateway, "vllm": servers.vllm_server}
-    try:
+    with ExitStack() as stack:
+
+        def start(where: set[int], main_: Main, job: dict[str, Any]) -> Child:
+            return _on(where, stack.enter_context(Child(main_, job, folder)))
+
         for name, main_ in mains.items():
             address = f"ipc://{folder}/{name}.sock"
             job = {"model": model, "address": address, "emissions": emissions}
             job |= {"interval_s": options.interval_ms / 1e3, "context": 4096}
-            engines.append(_on(others, Child(engine.main, job, folder)))
-            children[name] = _on(front, Child(main_, {"model": model, "engine": address, "port": free_port()}, folder))
+            start(others, engine.main, job)
+            children[name] = start(front, main_, {"model": model, "engine": address, "port": free_port()})
             wait_for(partial(_answers, children[name].address), 120, f"{name} to answer")
-        client = _on(others, Child(load.main, {"model": model, "emissions": emissions}, folder))
-        engines.append(client)
+        client = start(others, load.main, {"model": model, "emissions": emissions})
         return _rounds(options, counts, children, client)
-    finally:
-        for child in [*children.values(), *engines]:
-            child.close()
 
 
 def _rounds(options: argparse.Namespace, counts: list[int], servers_: dict[str, Child], client: Child) -> Figures:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import psutil
 import uvloop
 
 from tests.gateway_cost.engine import Emissions, words
@@ -24,7 +24,7 @@ def cpu_s(pid: int) -> float:
 
 
 def resident_mib(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+    return float(psutil.Process(pid).memory_info().rss / (1 << 20))
 
 
 class Client(asyncio.Protocol):

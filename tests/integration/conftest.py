@@ -3,11 +3,17 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
-from tests.support.fake_verifier import eventually
 from tests.support.running_gateway import Running, running_gateway
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For a module's engines; short, as sockets lie in it."""
+    return tmp_path_factory.mktemp("e")
 
 
 @pytest.fixture(scope="module")
@@ -18,10 +24,11 @@ async def gateway() -> AsyncIterator[Running]:
 
 @pytest.fixture
 async def running(gateway: Running) -> AsyncIterator[Running]:
-    """The file's gateway as if it were new, except for its metrics; a test may leave no request in it."""
+    """The file's gateway as if it were new, except for its metrics; of a test's requests nothing may be left in it."""
     gateway.verifier.renew()
     yield gateway
-    await eventually(lambda: gateway.idle and gateway.server.gateway.metrics.in_flight == 0)
+    await gateway.leave()
+    await gateway.until_idle()
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ def test_a_killed_fleet_ends_and_the_next_command_cleans_up(home: Path) -> None:
         family = [pid for pid in descendants(process.pid) if "Agent" not in name_of(pid)]
         process.kill()
         process.wait()
-        wait_gone(family, 60)
+        wait_gone(family)
         assert any(home.glob("or-ray-*"))
         status = outrider("status")
         assert "no fleet" in status.communicate(timeout=120)[0]
@@ -82,11 +82,8 @@ def test_a_signal_while_starting_ends_everything(home: Path) -> None:
 
 def test_a_signal_ends_a_gateway_cleanly(tmp_path: Path) -> None:
     """Another one, Ctrl-C's, ends the fleet of `tests/integration/served`."""
-    gateway = Child(gateway_process, {"model": MODEL_DIR}, tmp_path)
-    try:
+    with Child(gateway_process, {"model": MODEL_DIR}, tmp_path) as gateway:
         assert httpx.get(f"{gateway.address}/livez").status_code == 200
         os.kill(gateway.pid, signal.SIGTERM)
         gateway.process.join(30)
         assert gateway.process.exitcode == 0
-    finally:
-        gateway.close()

@@ -1,8 +1,8 @@
 """A drafter whose head shares tensors with its target takes the new ones when the target's weights are exchanged."""
 
 import shutil
-import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -22,25 +22,20 @@ pytestmark = pytest.mark.engine
 WEIGHTS = "model.safetensors"
 PROMPTS = [[5 + (7 * i + j * j) % 900 for j in range(12)] for i in range(8)]
 GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
-LIMIT_S = 240.0
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Verifier, Drafter]]:
-    """The demo's, but that the head has the target's embedding and output matrix."""
-    directory = tmp_path_factory.mktemp("f")
+def verifier(directory: Path) -> Iterator[Verifier]:
+    """The demo's and its drafter, but that the head has the target's embedding and output matrix."""
     head = Path(shutil.copytree(DRAFTER_DIR, directory / "head"))
     tensors = load_file(head / WEIGHTS)
     save_file({n: t for n, t in tensors.items() if "lm_head" not in n}, head / WEIGHTS, metadata={"format": "pt"})
     paths = msgspec.structs.replace(demo_models(), drafter_dir=str(head))
     settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False}}
-    verifier, drafter = together(
-        lambda: Verifier(directory, settings, paths), lambda: Drafter(directory, paths, gpus=0, cache_tokens=8192)
-    )
-    verifier.set_drafters(drafter.ref)
-    yield verifier, drafter
-    for each in (drafter, verifier):
-        each.close()
+    starts = partial(Verifier, directory, settings, paths), partial(Drafter, directory, paths, gpus=0, cache_tokens=8192)
+    with together(*starts) as (verifier, drafter):
+        verifier.set_drafters(drafter.ref)
+        yield verifier
 
 
 def speak(verifier: Verifier, prompts: list[list[int]]) -> tuple[list[list[int]], float]:
@@ -51,11 +46,8 @@ def speak(verifier: Verifier, prompts: list[list[int]]) -> tuple[list[list[int]]
     return texts, right / max(drafted, 1)
 
 
-def test_it_drafts_as_well_for_the_same_model_with_its_tokens_in_another_order(
-    pair: tuple[Verifier, Drafter], tmp_path: Path
-) -> None:
+def test_it_drafts_as_well_for_the_same_model_with_its_tokens_in_another_order(verifier: Verifier, tmp_path: Path) -> None:
     """A drafter with the earlier embedding would draft other tokens altogether."""
-    verifier, _ = pair
     speak(verifier, PROMPTS)
     texts, usual = speak(verifier, PROMPTS)
     order = torch.randperm(2048, generator=torch.Generator().manual_seed(1))
@@ -67,10 +59,8 @@ def test_it_drafts_as_well_for_the_same_model_with_its_tokens_in_another_order(
     verifier.client.dealer.send(*EngineCodec().call(1, "reload_weights", [str(folder), "other", 1]))
     verifier.client.run_until(lambda: verifier.client.weights == Weights(1, "other", str(folder)))
     prompts = [[places[token] for token in prompt] for prompt in PROMPTS]
-    deadline, shares = time.monotonic() + LIMIT_S, [0.0]
-    while shares[-1] < 0.8 * usual:
-        assert time.monotonic() < deadline, (usual, shares)
+    share = 0.0
+    while share < 0.8 * usual:
         found, share = speak(verifier, prompts)
-        shares.append(share)
         assert found == [[places[token] for token in text] for text in texts]
     assert usual > 0.2

@@ -94,16 +94,6 @@ async def test_wishes_are_met_and_change_no_token(fleet: EngineFleet) -> None:
         # The last verification may accept more than was asked for.
         assert TOKENS <= told["verifications"] + told["accepted"] <= TOKENS + K
 
-    # What a request generated drafts for the next one, where neither has opted out.
-    for _ in range(5):
-        shared, _ = await same({"mode": "sync", "learn": True})
-        accepted = sum(each["accepted"] for each in shared["sources"] if each["source"] == "shared")
-        if accepted > TOKENS / 2:
-            break
-    assert accepted > TOKENS / 2
-    alone, _ = await same({"mode": "sync"})
-    assert "shared" not in {each["source"] for each in alone["sources"]}
-
     for asked, rule in (({"seed": None}, "rejection_sampling"), ({"temperature": 0}, "greedy")):
         _, told, _ = await accounted(fleet, {}, max_tokens=1, **asked)
         assert told["rule"] == rule
@@ -129,6 +119,8 @@ async def test_what_a_request_generated_drafts_for_the_next_one_at_another_verif
     same, shared, _ = await accounted(fleet, sync | {"learn": True}, **apart)
     assert same == text
     assert sum(each["accepted"] for each in shared["sources"] if each["source"] == "shared") > TOKENS / 4
+    _, opted_out, _ = await accounted(fleet, sync, **apart)
+    assert "shared" not in {each["source"] for each in opted_out["sources"]}
     await fleet.quiet()
 
 
@@ -144,7 +136,7 @@ async def test_a_killed_verifier_is_not_noticed(fleet: EngineFleet) -> None:
     expected = [await said(fleet, case) for case in CASES]
     assert not any(each.errors for each in expected)
     tasks = [asyncio.create_task(said(fleet, case)) for case in CASES]
-    await eventually(lambda: sum(len(record.emitted) > 8 for record in fleet.core.sequences) >= 4, 30)
+    await eventually(lambda: sum(len(record.emitted) > 8 for record in fleet.core.sequences) >= 4)
     busy = next(record.link.member for record in fleet.core.sequences if record.link is not None)
     os.kill(busy.pid, signal.SIGKILL)
     for found, wanted in zip(await asyncio.gather(*tasks), expected, strict=True):

@@ -169,7 +169,7 @@ async def test_it_is_answered_and_holds_nobody_up(running, what, path, body, sta
     for stalls in attempts(timed):
         with stalls.watched():
             answer = await running.http.post(path, content=content, headers=JSON)
-            await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
+            await running.until_idle()
         assert answer.status_code == status, answer.text[:500]
     if status != 200:
         error = answer.json()["error"]
@@ -189,13 +189,13 @@ async def test_a_grammar_is_given_up_when_its_client_leaves(gateway, monkeypatch
     async with running_gateway() as running:
         # Another one each time: what is known is not compiled.
         bombs = [{**BOMB, "title": f"{index}"} for index in range(3)]
-        requests = [asyncio.ensure_future(running.http.post(COMPLETIONS, json=grammar(json=each))) for each in bombs]
+        for each in bombs:
+            running.begin(structured_outputs={"json": each})
         await eventually(lambda: len(compiling() - others) == grammar_checks.WORKERS)
         processes = compiling() - others
-        for request in requests:
-            request.cancel()
+        await running.leave()
         await eventually(lambda: not processes & compiling())
-        await eventually(lambda: running.idle and running.server.gateway.metrics.in_flight == 0)
+        await running.until_idle()
         assert (await running.http.post(COMPLETIONS, json=grammar(choice=["b", "c"]))).status_code == 200
 
 

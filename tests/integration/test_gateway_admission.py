@@ -1,23 +1,30 @@
 """Requests beyond what verifiers run wait at the gateway: in which order, how long, and who is turned away."""
 
 import asyncio
+from contextlib import asynccontextmanager
 from functools import partial
 
 import pytest
 
 from gateway.http.sse import KEEP_ALIVE_S
 from tests.support.fake_verifier import count_up, eventually, gated
-from tests.support.running_gateway import CHAT, COMPLETION, Keys, running_gateway
+from tests.support.running_gateway import Keys, running_gateway
 
 SLOTS = 2
-RESPONSE = {"model": "demo", "input": "hi"}
 ROOM = SLOTS + 1
 """One more waits at the verifier."""
 
 
 def ask(running, name, headers=None, **fields):
-    body = {**COMPLETION, "prompt": name, **fields}
-    return asyncio.ensure_future(running.http.post("/v1/completions", json=body, headers=headers))
+    return running.begin(headers=headers, prompt=name, **fields)
+
+
+@asynccontextmanager
+async def filled(**settings):
+    async with running_gateway(slots=SLOTS, **settings) as running:
+        full = Filled(running)
+        await full.fill()
+        yield running, full
 
 
 class Filled:
@@ -53,25 +60,23 @@ class Filled:
 
 
 async def test_more_wait_until_there_is_room_and_nobody_waits_while_there_is():
-    async with running_gateway(slots=SLOTS) as running:
-        filled = Filled(running)
-        await filled.fill()
-        filled.requests += [ask(running, "b"), ask(running, "c", n=2)]
-        await filled.queue(3)
+    async with filled() as (running, full):
+        full.requests += [ask(running, "b"), ask(running, "c", n=2)]
+        await full.queue(3)
         assert len(running.verifier.sequences) == ROOM
-        filled.release()
+        full.release()
         await eventually(lambda: len(running.verifier.sequences) == ROOM + 1)
-        await filled.queue(2)
-        filled.release()
+        await full.queue(2)
+        full.release()
         # Both sequences of the last one come together.
         await eventually(lambda: len(running.verifier.sequences) == ROOM + 3)
-        assert await filled.finish() == [200] * 5
+        assert await full.finish() == [200] * 5
         await eventually(lambda: running.idle)
         assert (running.core.gate.sequences, running.core.gate.tokens) == (0, 0)
         # All of the room is there again.
-        filled.gates.clear()
-        await filled.fill()
-        assert await filled.finish() == [200] * (5 + ROOM)
+        full.gates.clear()
+        await full.fill()
+        assert await full.finish() == [200] * (5 + ROOM)
 
 
 async def test_keys_share_and_priorities_go_first(tmp_path):
@@ -106,10 +111,8 @@ async def test_keys_share_and_priorities_go_first(tmp_path):
 
 
 async def test_who_would_wait_too_long_or_finds_it_full_is_told_when_to_come_again():
-    async with running_gateway(slots=SLOTS) as running:
+    async with filled() as (running, full):
         running.core.gate.limit(2, 60.0)
-        filled = Filled(running)
-        await filled.fill()
         for stream in (False, True):
             late = await ask(running, "b", {"x-outrider-max-wait-s": "0"}, stream=stream)
             assert late.status_code == 503, stream
@@ -117,32 +120,30 @@ async def test_who_would_wait_too_long_or_finds_it_full_is_told_when_to_come_aga
             assert 1 <= int(late.headers["retry-after"]) <= 60
         waited = await ask(running, "b", {"x-outrider-max-wait-s": "0.05"})
         assert (waited.status_code, waited.json()["error"]["code"]) == (503, "overloaded")
-        filled.requests += [ask(running, "c"), ask(running, "d")]
-        await filled.queue(2)
-        full = await ask(running, "e")
-        assert (full.status_code, full.json()["error"]["code"]) == (503, "overloaded")
+        full.requests += [ask(running, "c"), ask(running, "d")]
+        await full.queue(2)
+        refused = await ask(running, "e")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
         bad = await ask(running, "e", {"x-outrider-max-wait-s": "soon"})
         assert (bad.status_code, bad.json()["error"]["param"]) == (400, "x-outrider-max-wait-s")
         now = {"x-outrider-max-wait-s": "0"}
-        for path, body in (("/v1/messages", CHAT), ("/v1/chat/completions", CHAT), ("/v1/responses", RESPONSE)):
+        for path in ("/v1/messages", "/v1/chat/completions", "/v1/responses"):
             for stream in (False, True):
-                answer = await running.http.post(path, json={**body, "stream": stream}, headers=now)
+                answer = await running.begin(path, now, stream=stream)
                 assert answer.status_code == 503, (path, stream, answer.text)
                 assert int(answer.headers["retry-after"]) >= 1
         many = await ask(running, ["a", "b", "c"], now)
         assert (many.status_code, many.json()["error"]["code"]) == (503, "overloaded")
         assert len(running.verifier.sequences) == ROOM, "nothing of these was computed"
         assert running.core.gate.shed == 4 + 6 + 1
-        assert await filled.finish() == [200] * 5
+        assert await full.finish() == [200] * 5
 
 
 @pytest.mark.parametrize(("path", "asked"), [("/abort_requests", ["b"]), ("/abort_requests", None), ("/pause", None)])
 async def test_those_who_wait_are_aborted_with_nothing_generated(path, asked):
-    async with running_gateway(slots=SLOTS) as running:
-        filled = Filled(running)
-        await filled.fill()
+    async with filled() as (running, full):
         waiting = [ask(running, "b", request_id="b", n=2, outrider={"stats": True}), ask(running, "c", stream=True)]
-        await filled.queue(3)
+        await full.queue(3)
         other = await running.http.post("/abort_requests", json={"request_ids": ["cmpl-b-3"]})
         assert other.json()["aborted"] == 0
         answer = await running.http.post(path, json={"request_ids": asked})
@@ -152,39 +153,35 @@ async def test_those_who_wait_are_aborted_with_nothing_generated(path, asked):
         if asked:
             assert answer.json() == {"status": "aborted", "aborted": 1, "token_ids": {"b": [[], []]}}
             assert not streamed.done()
-            filled.requests.append(streamed)
+            full.requests.append(streamed)
         else:
             assert (await streamed).text == "data: [DONE]\n\n", "as vLLM's stream of an output without tokens"
-        assert await filled.finish() == [200] * len(filled.requests)
+        assert await full.finish() == [200] * len(full.requests)
         await eventually(lambda: running.idle)
         assert (running.core.gate.sequences, running.core.gate.tokens) == (0, 0)
-        assert len(running.verifier.sequences) == len(filled.requests)
+        assert len(running.verifier.sequences) == len(full.requests)
 
 
 async def test_streams_get_comments_while_they_wait_and_an_error_at_the_end_of_it(elapse):
-    async with running_gateway(slots=SLOTS) as running:
-        filled = Filled(running)
-        await filled.fill()
+    async with filled() as (running, full):
         asked = ask(running, "b", {"x-outrider-max-wait-s": "50"}, stream=True)
-        await filled.queue(1)
+        await full.queue(1)
         for seconds in (KEEP_ALIVE_S, KEEP_ALIVE_S, 50 - 2 * KEEP_ALIVE_S):
             await elapse(seconds)
         late = await asked
         assert late.text.startswith(": keep-alive\n: keep-alive\n")
         assert '"overloaded"' in late.text
         assert late.text.endswith("data: [DONE]\n\n")
-        assert await filled.finish() == [200] * ROOM
+        assert await full.finish() == [200] * ROOM
 
 
 async def test_those_who_wait_are_told_when_the_gateway_stops():
-    async with running_gateway(slots=SLOTS, drain_s=0) as running:
-        filled = Filled(running)
-        await filled.fill()
+    async with filled(drain_s=0) as (running, full):
         waiting = ask(running, "b")
-        await filled.queue(1)
+        await full.queue(1)
         running.server.stop()
         assert (await waiting).json()["error"]["code"] == "shutting_down"
-        await asyncio.gather(*filled.requests)
+        await asyncio.gather(*full.requests)
 
 
 async def test_those_who_wait_go_on_at_another_verifier():

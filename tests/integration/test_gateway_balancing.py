@@ -1,7 +1,7 @@
 """The gateway moves running requests to a faster verifier, if it may: fake verifiers that report what a test says."""
 
-import asyncio
 from contextlib import asynccontextmanager
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -9,8 +9,9 @@ import pytest
 from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
 from backend.routing.balance import MoveLimits
+from gateway.fleet.balancing import Balancer
 from tests.support.fake_verifier import FakeVerifier, eventually, stall
-from tests.support.running_gateway import COMPLETION, running_gateway
+from tests.support.running_gateway import running_gateway
 
 REQUESTS = 6
 
@@ -26,13 +27,13 @@ def report(verifier: FakeVerifier, running: int, looks: int) -> None:
 @asynccontextmanager
 async def crowded(tmp_path, interval_s, dwell_s=0.0):
     """One verifier with all the requests, and one that has just come."""
-    body = {**COMPLETION, "stream": True, "max_tokens": 200}
     limits = MoveLimits(moves=2, dwell_s=dwell_s)
     with mock.patch("gateway.fleet.balancing.MoveLimits", return_value=limits):
         async with running_gateway(balance_interval_s=interval_s) as running:
             running.verifier.behaviour = stall
-            streams = [asyncio.ensure_future(running.http.post("/v1/completions", json=body)) for _ in range(REQUESTS)]
-            await eventually(lambda: sum(bool(record.emitted) for record in running.core.sequences) == REQUESTS)
+            for _ in range(REQUESTS):
+                running.begin(stream=True, max_tokens=200)
+            await running.until_emitted(REQUESTS)
             idle = FakeVerifier(tmp_path, "idle").start()
             idle.behaviour = stall
             running.directory.set_members([running.verifier.member, idle.member])
@@ -40,9 +41,7 @@ async def crowded(tmp_path, interval_s, dwell_s=0.0):
             try:
                 yield running, idle
             finally:
-                for stream in streams:
-                    stream.cancel()
-                await asyncio.gather(*streams, return_exceptions=True)
+                await running.leave()
                 idle.close()
 
 
@@ -50,10 +49,8 @@ async def reports(running, idle, looks: int) -> None:
     """Both verifiers tell of what they have, and the gateway has heard them."""
     report(running.verifier, running.core.sequences.placed("verifier-0"), looks)
     report(idle, running.core.sequences.placed("idle"), looks)
-    heard = [link for link in running.core.ready_links if link.stats and link.stats.decode_steps == 10 * looks]
-    while len(heard) < 2:
-        await asyncio.sleep(0.005)
-        heard = [link for link in running.core.ready_links if link.stats and link.stats.decode_steps == 10 * looks]
+    links = running.core.ready_links
+    await eventually(lambda: all(link.stats and link.stats.decode_steps == 10 * looks for link in links))
 
 
 async def test_a_gateway_balances_by_itself(tmp_path):
@@ -62,13 +59,15 @@ async def test_a_gateway_balances_by_itself(tmp_path):
         while not idle.sequences:
             looks += 1
             await reports(running, idle, looks)
-        assert await running.metric('outrider_migrations_total{cause="balance"') >= 1
+        assert await running.metric("outrider_migrations_total", cause="balance") >= 1
 
 
 @pytest.mark.parametrize(("interval_s", "dwell_s"), [(0, 0), (0.02, 1000)])
-async def test_nothing_moves_when_switched_off_or_just_placed(tmp_path, interval_s, dwell_s):
+async def test_nothing_moves_when_switched_off_or_just_placed(tmp_path, monkeypatch, interval_s, dwell_s):
+    balance, moved = Balancer.balance, []
+    monkeypatch.setattr(Balancer, "balance", lambda self, now: moved.append(balance(self, now)))
     async with crowded(tmp_path, interval_s, dwell_s) as (running, idle):
         for looks in range(1, 10):
             await reports(running, idle, looks)
-            await asyncio.sleep(0.02)
-        assert idle.sequences == []
+            await eventually(partial(lambda decided: len(moved) >= decided, len(moved) + (interval_s > 0)))
+        assert (bool(moved), sum(moved), idle.sequences) == (interval_s > 0, 0, [])

@@ -3,16 +3,16 @@
 import asyncio
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
 from vllm.v1.engine import FinishReason
 
-from tests.integration.test_gateway_streams import events
 from tests.support.fake_verifier import FakeVerifier, count_up, eventually, silence, stall, stalling
-from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
+from tests.support.running_gateway import COMPLETION, Running, events, running_gateway
 
-STREAM = {**COMPLETION, "stream": True, "max_tokens": 12, "stream_options": {"include_usage": True}}
+STREAM: dict[str, Any] = {"stream": True, "max_tokens": 12, "stream_options": {"include_usage": True}}
 
 
 @pytest.fixture(autouse=True)
@@ -36,20 +36,16 @@ async def two_with_a_stream(emitted=4):
     async with running_gateway(verifiers=2) as running:
         for verifier in running.verifiers:
             verifier.behaviour = stalling(emitted)
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
+        request = running.begin(**STREAM)
         await eventually(lambda: has_emitted(running, emitted) and any(each.sequences for each in running.verifiers))
         first, second = sorted(running.verifiers, key=lambda each: len(each.sequences), reverse=True)
         for verifier in running.verifiers:
             verifier.behaviour = count_up
-        try:
-            yield running, first, second, request
-        finally:
-            request.cancel()
-            await asyncio.gather(request, return_exceptions=True)
+        yield running, first, second, request
 
 
 async def undisturbed(running) -> list[dict]:
-    return events((await running.http.post("/v1/completions", json=STREAM)).content)
+    return events((await running.begin(**STREAM)).content)
 
 
 @pytest.mark.parametrize("emitted", [0, 4])
@@ -63,20 +59,19 @@ async def test_a_killed_verifier_is_not_noticed(emitted):
         expected = await undisturbed(running)
         assert text_of(chunks) == text_of(expected)
         assert chunks[-1]["usage"] == expected[-1]["usage"]
-        assert await running.metric('outrider_failovers_total{cause="disconnected"') == 1
-        assert await running.metric('outrider_recovery_seconds_count{kind="failover"') == 1
+        assert await running.metric("outrider_failovers_total", cause="disconnected") == 1
+        assert await running.metric("outrider_recovery_seconds_count", kind="failover") == 1
         assert running.idle
 
 
 async def test_a_hung_verifier_is_given_up(monkeypatch):
     monkeypatch.setattr("gateway.fleet.engine_link.PING_INTERVAL_S", 0.05)
     async with two_with_a_stream() as (running, first, _second, request):
-        for link in running.core.links.values():
-            link._silence_limit_s = 0.5
+        running.core.links[first.name]._silence_limit_s = 0.5
         first.hung = True
         chunks = events((await asyncio.wait_for(request, 120)).content)
         assert chunks[-1]["usage"]["completion_tokens"] == 12
-        assert await running.metric('outrider_failovers_total{cause="silent"') == 1
+        assert await running.metric("outrider_failovers_total", cause="silent") == 1
         # It wakes up again: what still runs there is ended, and what it still emits is nobody's.
         first.hung = False
         first.sequences[0].emit([1, 2, 3], FinishReason.LENGTH)
@@ -86,8 +81,8 @@ async def test_a_hung_verifier_is_given_up(monkeypatch):
 async def test_it_does_not_wait_for_ever_nor_after_the_client_has_gone(elapse):
     async with running_gateway(queue_wait_s=40) as running:
         running.verifier.behaviour = stall
-        requests = [asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM)) for _ in range(2)]
-        await eventually(lambda: sum(bool(record.emitted) for record in running.core.sequences) == 2)
+        requests = [running.begin(**STREAM) for _ in range(2)]
+        await running.until_emitted(2)
         requests[0].cancel()
         running.verifier.kill()
         await eventually(lambda: len(running.core.sequences.waiting()) == 1)
@@ -95,7 +90,6 @@ async def test_it_does_not_wait_for_ever_nor_after_the_client_has_gone(elapse):
         chunks = events((await asyncio.wait_for(requests[1], 120)).content)
         assert chunks[-1]["error"]["code"] == "verifier_lost"
         assert running.idle
-        await asyncio.gather(*requests, return_exceptions=True)
 
 
 async def test_a_request_that_kills_verifiers_is_refused_and_spares_the_third():
@@ -145,8 +139,8 @@ async def test_a_verifier_that_forgot_us_is_greeted_again_and_the_request_goes_o
     async with running_gateway() as running:
         (link,) = running.core.ready_links
         running.verifier.behaviour = stalling(4)
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
-        await eventually(lambda: any(record.emitted for record in running.core.sequences))
+        request = running.begin(**STREAM)
+        await running.until_emitted()
         running.verifier.behaviour = count_up
         for _ in range(2):
             running.verifier.refuse("unknown")
@@ -154,7 +148,7 @@ async def test_a_verifier_that_forgot_us_is_greeted_again_and_the_request_goes_o
         assert text_of(chunks) == text_of(await undisturbed(running))
         assert running.core.ready_links == [link]
         assert not running.core.sequences
-        assert await running.metric('outrider_failovers_total{cause="forgotten"') == 1
+        assert await running.metric("outrider_failovers_total", cause="forgotten") == 1
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -169,8 +163,8 @@ async def test_a_migrated_request_leaves_one_verifier_and_goes_on_at_the_other(n
         assert text_of(chunks) == text_of(await undisturbed(running))
         assert chunks[-1]["usage"]["completion_tokens"] == 12
         await asyncio.wait_for(first.sequences[0].aborted.wait(), 120)
-        assert await running.metric('outrider_migrations_total{cause="test"') == 1
-        assert await running.metric('outrider_recovery_seconds_count{kind="migration"') == 1
+        assert await running.metric("outrider_migrations_total", cause="test") == 1
+        assert await running.metric("outrider_recovery_seconds_count", kind="migration") == 1
         assert running.idle
 
 
@@ -193,8 +187,8 @@ async def test_there_and_back_again():
 async def test_a_verifier_with_a_shorter_context_takes_no_request_that_would_outgrow_it(tmp_path):
     async with running_gateway() as running:
         running.verifier.behaviour = stalling(4)
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**STREAM, "max_tokens": 40}))
-        await eventually(lambda: any(record.emitted for record in running.core.sequences))
+        request = running.begin(**STREAM | {"max_tokens": 40})
+        await running.until_emitted()
         small = FakeVerifier(tmp_path, "small", max_model_len=32).start()
         running.directory.set_members([running.verifier.member, small.member])
         await eventually(lambda: len(running.core.ready_links) == 2)
@@ -210,12 +204,11 @@ async def test_stop_strings_and_chat_streams_span_the_cut():
         whole = (await running.http.post("/v1/completions", json={**COMPLETION, "max_tokens": 8})).json()["choices"][0]["text"]
         middle = len(whole) // 2
         stop = whole[middle - 2 : middle + 2]
-        body = {**CHAT, "max_tokens": 40, "stop": [stop], "stream": True}
         for verifier in running.verifiers:
             verifier.sequences.clear()
             verifier.behaviour = stalling(4)
-        request = asyncio.ensure_future(running.http.post("/v1/chat/completions", json=body))
-        await eventually(lambda: any(record.emitted for record in running.core.sequences))
+        request = running.begin("/v1/chat/completions", max_tokens=40, stop=[stop], stream=True)
+        await running.until_emitted()
         for verifier in running.verifiers:
             verifier.behaviour = count_up
         (record,) = running.core.sequences
@@ -244,7 +237,7 @@ async def test_a_verifier_that_is_stopped_and_comes_back_is_no_reason_to_blame_a
     monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.05)
     async with running_gateway() as running:
         running.verifier.behaviour = stalling(2)
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json=STREAM))
+        request = running.begin(**STREAM)
         for pauses in range(3):
             await eventually(partial(has_emitted, running, 2 * (pauses + 1)))
             await stop_for_a_moment(running)
@@ -261,7 +254,7 @@ async def test_new_requests_wait_a_moment_for_a_verifier_that_was_just_lost(monk
     monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.05)
     async with running_gateway() as running:
         await stop_for_a_moment(running)
-        requests = [asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION)) for _ in range(3)]
+        requests = [running.begin() for _ in range(3)]
         assert (await running.http.get("/readyz")).status_code == 503
         await eventually(lambda: running.server.gateway.metrics.in_flight == 3)
         assert not any(request.done() for request in requests)
@@ -289,7 +282,7 @@ async def test_so_does_one_that_is_being_prepared_when_the_verifier_is_lost(monk
             await waits(patience_s)
 
         monkeypatch.setattr(running.core, after, lost_then)
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION))
+        request = running.begin()
         await eventually(lambda: bool(waiting) or request.done())
         assert not request.done()
         await go_on(running)

@@ -1,16 +1,14 @@
 """The gateway and its fleet: who gets requests, who comes and goes, how it all ends."""
 
 import asyncio
-from typing import cast
+from unittest.mock import Mock, call
 
 import msgspec
 
-from backend.coordinator.actor import CoordinatorHandle
-from backend.fleet import FleetSnapshot, Member
+from backend.fleet import FleetSnapshot, Member, Orders
 from gateway.fleet.directory import CoordinatorDirectory
-from tests.integration.test_gateway_streams import events
 from tests.support.fake_verifier import FakeVerifier, StaticDirectory, eventually, stall
-from tests.support.running_gateway import COMPLETION, running_gateway
+from tests.support.running_gateway import COMPLETION, events, running_gateway
 
 
 async def test_members_come_restart_and_drain(tmp_path):
@@ -31,16 +29,18 @@ async def test_members_come_restart_and_drain(tmp_path):
         restarted.close()
 
 
-async def test_a_member_declared_lost_is_dropped_unless_it_answers():
+async def test_a_member_declared_lost_is_dropped_unless_it_answers(monkeypatch):
+    monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 60.0)
     async with running_gateway(queue_wait_s=0) as running:
         running.verifier.behaviour = stall
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
+        request = running.begin(stream=True)
         await asyncio.wait_for(running.verifier.added.wait(), 120)
         lost = msgspec.structs.replace(running.verifier.member, state="lost")
         running.directory.set_members([lost])
         await eventually(lambda: running.core.snapshot.members[0].member == lost)
         assert (await running.http.get("/readyz")).status_code == 200
         running.verifier.hung = True
+        monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.0)
         response = await asyncio.wait_for(request, 120)
         assert b"verifier_lost" in response.content
         assert (await running.http.get("/readyz")).status_code == 503
@@ -81,28 +81,24 @@ async def test_a_lost_connection_comes_back_while_the_directory_hangs():
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
 
 
-async def test_a_verifier_that_never_answers_is_forgotten_with_the_directory_entry():
-    async with running_gateway() as running:
-        absent = msgspec.structs.replace(running.verifier.member, id="absent", address="ipc:///nonexistent/absent")
-        running.directory.set_members([running.verifier.member, absent])
-        await eventually(lambda: "absent" in running.core.links)
-        assert [link.member.id for link in running.core.ready_links] == ["verifier-0"]
-        running.directory.set_members([running.verifier.member])
-        await eventually(lambda: "absent" not in running.core.links)
+async def test_a_verifier_that_never_answers_is_forgotten_with_the_directory_entry(running):
+    absent = msgspec.structs.replace(running.verifier.member, id="absent", address="ipc:///nonexistent/absent")
+    running.directory.set_members([running.verifier.member, absent])
+    await eventually(lambda: "absent" in running.core.links)
+    assert [link.member.id for link in running.core.ready_links] == ["verifier-0"]
+    running.directory.set_members([running.verifier.member])
+    await eventually(lambda: "absent" not in running.core.links)
 
 
-async def test_one_unreadable_message_leaves_the_connection_alone():
-    async with running_gateway() as running:
-        (link,) = running.core.ready_links
-        running.verifier.behaviour = stall
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
-        await eventually(lambda: any(record.emitted for record in running.core.sequences))
-        running.verifier.refuse("unreadable")
-        await running.core.remove_lora_async(7)
-        assert running.core.ready_links == [link]
-        assert len(running.core.sequences) == 1
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
+async def test_one_unreadable_message_leaves_the_connection_alone(running):
+    (link,) = running.core.ready_links
+    running.verifier.behaviour = stall
+    running.begin(stream=True)
+    await running.until_emitted()
+    running.verifier.refuse("unreadable")
+    await running.core.remove_lora_async(7)
+    assert running.core.ready_links == [link]
+    assert len(running.core.sequences) == 1
 
 
 async def test_a_verifier_of_another_version_is_left_alone():
@@ -115,8 +111,8 @@ async def test_a_verifier_of_another_version_is_left_alone():
 async def test_stopping_is_bounded():
     async with running_gateway(drain_s=0.1) as running:
         running.verifier.behaviour = stall
-        request = asyncio.ensure_future(running.http.post("/v1/completions", json={**COMPLETION, "stream": True}))
-        await eventually(lambda: any(record.emitted for record in running.core.sequences))
+        request = running.begin(stream=True)
+        await running.until_emitted()
         running.server.stop()
         assert events((await request).content)[-1]["error"]["code"] == "shutting_down"
         await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 120)
@@ -124,27 +120,13 @@ async def test_stopping_is_bounded():
 
 
 async def test_the_coordinator_directory_keeps_its_own_membership():
-    class Handle:
-        def __init__(self):
-            self.known = False
-            self.calls = []
-
-        def report(self, member_id, incarnation, stats, state, seen_version):
-            self.calls.append(("report", member_id, incarnation, stats, state, seen_version))
-            return type("Orders", (), {"known": self.known})
-
-        def register(self, member):
-            self.calls.append(("register", member.id))
-            self.known = True
-
-        def snapshot(self):
-            return FleetSnapshot(1, [], [], {})
-
-    handle = Handle()
+    handle = Mock()
+    handle.report.side_effect = [Orders(known=False), Orders(known=True)]
+    handle.snapshot.return_value = FleetSnapshot(1, [], [], {})
     member = Member("gateway-0", "gateway", "i", "", "", "node", 1, "demo", "ready")
-    directory = CoordinatorDirectory(cast(CoordinatorHandle, handle), member)
+    directory = CoordinatorDirectory(handle, member)
     for _ in range(2):
         assert (await directory.snapshot()).version == 1
-    report = ("report", "gateway-0", "i", None, "ready")
     # Asking again says that the first answer has been acted upon.
-    assert handle.calls == [(*report, 0), ("register", "gateway-0"), (*report, 1)]
+    reports = [call.report("gateway-0", "i", None, "ready", version) for version in (0, 1)]
+    assert handle.mock_calls == [reports[0], call.register(member), call.snapshot(), reports[1], call.snapshot()]

@@ -120,7 +120,6 @@ async def test_many_conversations_in_one_request(running):
         refused = await running.http.post(path, json={**CHAT, "messages": conversations, **wrong})
         assert refused.status_code == 400, refused.text
         assert refused.json()["error"]["param"] == next(iter(wrong)), refused.text
-    assert running.idle
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ async def test_a_line_per_request_that_says_who_and_how_much_but_not_what(caplog
 async def test_headers_say_how_long_it_took_and_how_much_of_that_was_ours(running):
     gate = asyncio.Event()
     running.verifier.behaviour = gated(gate)
-    request = asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION))
+    request = running.begin()
     await eventually(lambda: len(running.verifier.sequences) == 1)
     await asyncio.sleep(0.2)
     gate.set()

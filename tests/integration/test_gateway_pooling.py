@@ -3,7 +3,6 @@
 import asyncio
 import math
 
-import openai
 import pytest
 
 from tests.support.engine_gateway import engine_fleet
@@ -16,8 +15,7 @@ EMBEDS = {"engine_args": {"runner": "pooling", "convert": "embed"}}
 
 async def test_texts_are_embedded_scored_and_ranked():
     async with engine_fleet(verifiers=1, mode="off", verifier=EMBEDS) as fleet:
-        client = openai.AsyncOpenAI(base_url=f"{fleet.server.url}/v1", api_key="none", max_retries=0)
-        made = await client.embeddings.create(model="demo", input=["def f(x):", "def f(x):", "import os"])
+        made = await fleet.client.embeddings.create(model="demo", input=["def f(x):", "def f(x):", "import os"])
         first, again, other = (each.embedding for each in made.data)
         assert len(first) == 256
         assert math.isclose(math.hypot(*first), 1, rel_tol=1e-3)
@@ -40,7 +38,7 @@ async def test_texts_are_embedded_scored_and_ranked():
             await fleet.http.post(path, json={})
             assert ((await embedding).status_code, (await embedding).json()["error"]["code"]) == (503, "aborted")
             await fleet.http.post("/resume")
-            assert len((await client.embeddings.create(model="demo", input="def f(x):")).data[0].embedding) == 256
+            assert len((await fleet.client.embeddings.create(model="demo", input="def f(x):")).data[0].embedding) == 256
         await fleet.quiet()
 
 

@@ -18,10 +18,6 @@ def running(running):
     return running
 
 
-def client(running):
-    return openai.AsyncOpenAI(base_url=f"{running.server.url}/v1", api_key="none", max_retries=0)
-
-
 def said(role, text):
     return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
@@ -73,7 +69,7 @@ async def ended(responses, response):
 
 
 async def test_a_response_is_made_and_kept(running):
-    responses = client(running).responses
+    responses = running.client.responses
     made = await responses.create(model="demo", input="hi", instructions="be brief", metadata={"a": "b"})
     assert (made.output_text, made.status, made.error) == ("def f(x):", "completed", None)
     assert made.usage.total_tokens == made.usage.input_tokens + made.usage.output_tokens
@@ -83,11 +79,10 @@ async def test_a_response_is_made_and_kept(running):
     await responses.delete(made.id)
     with pytest.raises(openai.NotFoundError):
         await responses.retrieve(made.id)
-    assert running.idle
 
 
 async def test_what_came_before_is_part_of_the_prompt(running):
-    responses = client(running).responses
+    responses = running.client.responses
     first = await responses.create(model="demo", input="one", instructions="quiet")
     running.verifier.behaviour = saying("return 2")
     second = await responses.create(model="demo", input="two", previous_response_id=first.id)
@@ -105,7 +100,7 @@ async def test_what_came_before_is_part_of_the_prompt(running):
 
 
 async def test_items_are_shown_whole(running):
-    responses = client(running).responses
+    responses = running.client.responses
     said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
     made = await responses.create(model="demo", input=said)
     assert "one\ntwo\nthree" in prompt_of(running)
@@ -121,7 +116,7 @@ async def test_a_call_shows_what_was_asked_for(running):
         {"type": "function", "name": name, "parameters": {"type": "object", "properties": {}}} for name in ("paint", "stop")
     ]
     for choice in ("required", {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "paint"}]}):
-        made = await client(running).responses.create(model="demo", input="hi", tools=tools, tool_choice=choice)
+        made = await running.client.responses.create(model="demo", input="hi", tools=tools, tool_choice=choice)
         assert [item.name for item in made.output] == ["paint"]
         assert running.verifier.sequences[-1].request.sampling_params.structured_outputs.json["maxItems"] == 16
         assert made.text.format.type == "text"
@@ -130,7 +125,7 @@ async def test_a_call_shows_what_was_asked_for(running):
 
 
 async def test_references_lead_to_outputs_that_are_kept(running):
-    responses = client(running).responses
+    responses = running.client.responses
     first = await responses.create(model="demo", input="one")
     items = [
         {"role": "user", "content": "one"},
@@ -144,7 +139,7 @@ async def test_references_lead_to_outputs_that_are_kept(running):
 
 
 async def test_events_come_in_order_and_end(running):
-    async with client(running).responses.stream(model="demo", input="hi") as stream:
+    async with running.client.responses.stream(model="demo", input="hi") as stream:
         events = [event async for event in stream]
         final = await stream.get_final_response()
     kinds = [event.type for event in events]
@@ -162,7 +157,7 @@ async def test_events_come_in_order_and_end(running):
     assert len(kinds) == 8 + kinds.count("response.output_text.delta")
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "def f(x):"
     assert [event.sequence_number for event in events] == list(range(len(events)))
-    assert (await client(running).responses.retrieve(final.id)).output_text == "def f(x):"
+    assert (await running.client.responses.retrieve(final.id)).output_text == "def f(x):"
 
 
 async def test_codex_is_answered(running):
@@ -176,7 +171,7 @@ async def test_codex_is_answered(running):
 
 async def test_a_cut_answer_is_incomplete(running):
     running.verifier.behaviour = count_up
-    async for event in await client(running).responses.create(model="demo", input="hi", max_output_tokens=6, stream=True):
+    async for event in await running.client.responses.create(model="demo", input="hi", max_output_tokens=6, stream=True):
         last = event
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details.reason == "max_output_tokens"
@@ -184,15 +179,15 @@ async def test_a_cut_answer_is_incomplete(running):
 
 
 async def test_nothing_is_kept_that_is_not_to_be(running):
-    made = await client(running).responses.create(model="demo", input="hi", store=False)
+    made = await running.client.responses.create(model="demo", input="hi", store=False)
     with pytest.raises(openai.NotFoundError):
-        await client(running).responses.retrieve(made.id)
+        await running.client.responses.retrieve(made.id)
 
 
 @pytest.mark.parametrize("background", [False, True])
 async def test_an_answer_that_is_aborted_is_incomplete(running, background):
     running.verifier.behaviour = stall
-    responses = client(running).responses
+    responses = running.client.responses
     asked = asyncio.ensure_future(responses.create(model="demo", input="hi", background=background))
     await eventually(lambda: bool(running.core.sequences) and any(each.emitted for each in running.core.sequences))
     assert (await running.http.post("/abort_requests", json={})).json()["aborted"] == 1
@@ -204,7 +199,7 @@ async def test_an_answer_that_is_aborted_is_incomplete(running, background):
 async def test_the_oldest_go_when_there_is_too_much(tmp_path):
     async with running_gateway(state_dir=str(tmp_path), state_mib=4) as running:
         running.verifier.behaviour = saying("ok")
-        responses = client(running).responses
+        responses = running.client.responses
         metadata = {str(number): "x" * 500 for number in range(16)}
         made = [await responses.create(model="demo", input="hi", metadata=metadata) for _ in range(150)]
         with pytest.raises(openai.NotFoundError):
@@ -213,7 +208,7 @@ async def test_the_oldest_go_when_there_is_too_much(tmp_path):
 
 
 async def test_conversations(running):
-    ours = client(running)
+    ours = running.client
     made = await ours.conversations.create(
         metadata={"topic": "x"}, items=[{"type": "message", "role": "user", "content": "one"}]
     )
@@ -272,7 +267,7 @@ async def test_truncation_keeps_the_end(running):
 
 async def test_structured_answers_parse(running):
     running.verifier.behaviour = saying('{"colour": "red", "coats": 1}')
-    parsed = await client(running).responses.parse(model="demo", input="a coat", text_format=Paint)
+    parsed = await running.client.responses.parse(model="demo", input="a coat", text_format=Paint)
     assert parsed.output_parsed == Paint(colour="red", coats=1)
     assert "coats" in running.verifier.sequences[0].request.sampling_params.structured_outputs.json["required"]
 
@@ -310,7 +305,7 @@ async def test_wrong_parameters_in_a_url_are_named(running):
 async def test_without_a_folder_nothing_is_kept():
     async with running_gateway(state_dir="none") as running:
         running.verifier.behaviour = saying("ok")
-        made = await client(running).responses.create(model="demo", input="hi")
+        made = await running.client.responses.create(model="demo", input="hi")
         assert (made.output_text, made.to_dict()["store"]) == ("ok", False)
         for path in (f"/v1/responses/{made.id}", "/v1/files", "/v1/batches"):
             answer = await running.http.get(path)

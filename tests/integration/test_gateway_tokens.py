@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_gateway_streams import events
+from tests.support.running_gateway import events
 
 URL = "/inference/v1/generate"
 

@@ -6,7 +6,6 @@ from typing import Any
 import openai
 import pytest
 
-from tests.integration.test_gateway_responses import client
 from tests.support.checkable import FLAT_NAMED, FLAT_PAINT
 from tests.support.fake_verifier import saying
 from tests.support.running_gateway import running_gateway
@@ -19,13 +18,18 @@ WEATHER: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-ASKED = {"model": "demo", "messages": [{"role": "user", "content": "Rome?"}], "tools": [WEATHER], "max_tokens": 60}
+ASKED: dict[str, Any] = {
+    "model": "demo",
+    "messages": [{"role": "user", "content": "Rome?"}],
+    "tools": [WEATHER],
+    "max_tokens": 60,
+}
 TWO = '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "weather", "parameters": {"city": "Oslo"}}]'
 
 
 async def test_required_means_one_call_or_several(running):
     running.verifier.behaviour = saying(TWO)
-    answer = await client(running).chat.completions.create(**ASKED, tool_choice="required")
+    answer = await running.client.chat.completions.create(**ASKED, tool_choice="required")
     calls = answer.choices[0].message.tool_calls
     assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Rome", "Oslo"]
     assert len({call.id for call in calls}) == 2
@@ -42,8 +46,8 @@ async def test_tools_with_definitions_of_one_name_are_required(running):
     tools = [of_kind("weather", type="string"), of_kind("route", enum=["Rome", "Oslo"])]
     running.verifier.behaviour = saying(TWO)
     asked = [{"type": "function", "function": {key: each[key] for key in ("name", "parameters")}} for each in tools]
-    await client(running).chat.completions.create(**ASKED | {"tools": asked}, tool_choice="required")
-    answer = await client(running).responses.create(model="demo", input="Rome?", tools=tools, tool_choice="required")
+    await running.client.chat.completions.create(**ASKED | {"tools": asked}, tool_choice="required")
+    answer = await running.client.responses.create(model="demo", input="Rome?", tools=tools, tool_choice="required")
     for sequence in running.verifier.sequences:
         assert sequence.request.sampling_params.structured_outputs.json["$defs"].keys() == {"weather", "route"}
     assert [tool.parameters["properties"]["city"] for tool in answer.tools] == [{"$ref": "#/$defs/Place"}] * 2
@@ -51,9 +55,9 @@ async def test_tools_with_definitions_of_one_name_are_required(running):
 
 async def test_auto_is_taken_and_text_stays_text(running):
     running.verifier.behaviour = saying("It rains.")
-    async with client(running).chat.completions.stream(**ASKED) as stream:
+    async with running.client.chat.completions.stream(**ASKED) as stream:
         streamed = await stream.get_final_completion()
-    for answer in (streamed, await client(running).chat.completions.create(**ASKED)):
+    for answer in (streamed, await running.client.chat.completions.create(**ASKED)):
         assert answer.choices[0].message.content == "It rains."
         assert not answer.choices[0].message.tool_calls
     assert running.verifier.sequences[0].request.sampling_params.structured_outputs is None
@@ -62,13 +66,13 @@ async def test_auto_is_taken_and_text_stays_text(running):
 async def test_tools_can_be_switched_off():
     async with running_gateway(tool_call_parser="none") as running:
         with pytest.raises(openai.BadRequestError):
-            await client(running).chat.completions.create(**ASKED, tool_choice="required")
+            await running.client.chat.completions.create(**ASKED, tool_choice="required")
 
 
 async def test_the_events_of_a_call_and_its_result_by_the_responses_id(running):
     running.verifier.behaviour = saying('{"colour": "red", "coats": 1}')
     asked = {"model": "demo", "input": "hi", "tools": [FLAT_PAINT], "tool_choice": FLAT_NAMED}
-    events = [event async for event in await client(running).responses.create(**asked, stream=True)]
+    events = [event async for event in await running.client.responses.create(**asked, stream=True)]
     (call,) = events[-1].response.output
     assert (call.type, call.name, call.status, call.id != call.call_id) == ("function_call", "paint", "completed", True)
     (added,) = (event.item for event in events if event.type == "response.output_item.added")
@@ -77,7 +81,7 @@ async def test_the_events_of_a_call_and_its_result_by_the_responses_id(running):
     arguments = "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta")
     assert done.arguments == arguments == call.arguments == '{"colour": "red", "coats": 1}'
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "painted"}
-    responses = client(running).responses
+    responses = running.client.responses
     made = await responses.create(model="demo", input=[result], previous_response_id=events[-1].response.id, tools=[FLAT_PAINT])
     listed = (await responses.input_items.list(made.id, order="asc")).data
     assert [item.type for item in listed] == ["message", "function_call", "function_call_output"]

@@ -16,7 +16,7 @@ from gateway.fleet.pauses import Change, Pauses
 from gateway.fleet.weights import WeightsInForce
 from gateway.peers import Peers
 from tests.support.fake_verifier import FakeVerifier, eventually, stall
-from tests.support.running_gateway import COMPLETION, Running, running_gateway
+from tests.support.running_gateway import Running, running_gateway
 
 PAUSED = ("pause", ["keep", False])
 
@@ -206,7 +206,7 @@ async def test_requests_of_one_verifier_are_aborted():
     async with running_gateway(verifiers=2) as running:
         for each in running.verifiers:
             each.behaviour = stall
-        requests = [asyncio.ensure_future(running.http.post("/v1/completions", json=COMPLETION)) for _ in range(2)]
+        requests = [running.begin() for _ in range(2)]
         await eventually(lambda: [len(each.sequences) for each in running.verifiers] == [1, 1])
         await post(running, "/abort_requests", 404, json={}, params={"verifier": "nobody"})
         assert (await post(running, "/abort_requests", json={}, params={"verifier": "verifier-1"}))["aborted"] == 1

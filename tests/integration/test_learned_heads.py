@@ -1,6 +1,7 @@
 """Heads as learning writes them: vLLM itself drafts with them in mode `native`, and widened heads draft as before."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,29 +33,26 @@ def published(paths: ResolvedModels, directory: Path) -> ResolvedModels:
 
 
 @pytest.fixture(scope="module")
-def verifiers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Verifier]]:
-    directory = tmp_path_factory.mktemp("l")
+def verifiers(directory: Path) -> Iterator[dict[str, Verifier]]:
     given, grown = learning(directory, "demo"), learning(directory, "grow")
     native = {
         "given": demo_models(),
         "widened": published(given, directory / "widened"),
         "grown": published(grown, directory / "grown"),
     }
-    *found, drafter = together(
-        lambda: Verifier(directory, {"mode": "off"}),
-        *(lambda paths=paths: Verifier(directory, {"mode": "native", **K}, paths) for paths in native.values()),
-        lambda: Verifier(directory, {"mode": "sync", **K}, given),
-        lambda: Drafter(directory, given, gpus=0, cache_tokens=4096, ring_dir=str(directory / "ring")),
-    )
-    found[-1].set_drafters(drafter.ref)
-    yield dict(zip(("off", *native, "sync"), found, strict=True))
-    for each in (*found, drafter):
-        each.close()
+    with together(
+        partial(Verifier, directory, {"mode": "off"}),
+        *(partial(Verifier, directory, {"mode": "native", **K}, paths) for paths in native.values()),
+        partial(Verifier, directory, {"mode": "sync", **K}, given),
+        partial(Drafter, directory, given, gpus=0, cache_tokens=4096, ring_dir=str(directory / "ring")),
+    ) as (*found, drafter):
+        found[-1].set_drafters(drafter.ref)
+        yield dict(zip(("off", *native, "sync"), found, strict=True))
 
 
 def test_learned_heads_change_no_text_and_widened_ones_draft_as_before(verifiers: dict[str, Verifier]) -> None:
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    answers = generate_on(list(verifiers.values()), PROMPTS, params)
+    answers = generate_on([each.client for each in verifiers.values()], PROMPTS, params)
     texts = {name: [answer.tokens for answer in each] for name, each in zip(verifiers, answers, strict=True)}
     accepted = {}
     for name in texts:

@@ -1,6 +1,7 @@
 """Whole runs of the load test, Locust included, against a stub gateway; and vLLM's own benchmark client against ours."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -48,9 +49,9 @@ def test_a_run_leaves_its_reports(tmp_path: Path) -> None:
     assert (summary["users"], summary["slo"]["tgs_p50"], "leftover" in summary["slo"]) == (2, 5, False)
     figures = summary["figures"]
     assert (figures["failures"], figures["rejected"]) == (0, 0)
-    assert figures["requests"] >= 5
+    assert figures["requests"] > 0
     # A chunk every 20 ms, or later on a busy machine.
-    assert 18 <= figures["tpot_p50_ms"] <= 200
+    assert figures["tpot_p50_ms"] >= 18
     assert figures["tgs_p50"] == pytest.approx(1000 / figures["tpot_p50_ms"], rel=0.05)
     assert figures["e2e_p50_ms"] >= figures["ttft_p50_ms"] + 2 * 18
     assert figures["tokens_per_s"] == pytest.approx(3 * figures["requests_per_s"], rel=0.01)
@@ -63,7 +64,7 @@ def test_failures_gate_and_the_locustfile_is_one_of_locusts(tmp_path: Path) -> N
     locust = ("locust", "-f", "loadtest/locustfile.py", "--headless")
     summary = loaded(stub, tmp_path, "--duration", "1", status=1, module=locust)
     assert (summary["scenario"], summary["figures"]["requests"]) == ("chat", 0)
-    assert summary["figures"]["failures"] >= 10
+    assert summary["figures"]["failures"] > 0
     assert f"failures: {summary['figures']['failures']} is above the limit of 0" in summary["missed"]
     assert "ttft_p95_ms: nothing was measured (limit 5000)" in summary["missed"]
     assert "no [DONE]" in (tmp_path / "report.html").read_text()
@@ -73,10 +74,9 @@ def test_what_is_unanswered_at_the_end_is_a_failure(tmp_path: Path) -> None:
     stub = StubGateway(stream_of("a", "b"), 30)
     limits = ("--no-default-slo", "--slo", "failures=0,acceptance_length=2")
     summary = loaded(stub, tmp_path, "--users", "3", "--duration", "1", "--stop-timeout", "1", *limits, status=1)
-    assert summary["missed"] == [
-        "failures: 3 is above the limit of 0",
-        "acceptance_length: nothing was measured (limit 2)",
-    ]
+    failures, acceptance = summary["missed"]
+    assert re.fullmatch(r"failures: [123] is above the limit of 0", failures), failures
+    assert acceptance == "acceptance_length: nothing was measured (limit 2)"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from backend.models.demo import TARGET_DIR
 from gateway.cli.train_drafter import CURVE, newest_head
 from tests.support.drafter_heads import check
-from tests.support.fleet_process import outrider
+from tests.support.fleet_process import outrider, wait_for
 from tests.support.processes import ENGINE_ENV
 
 pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(900)]
@@ -36,11 +35,8 @@ def curve(directory: Path) -> list[dict[str, str]]:
 
 def test_a_head_is_trained_killed_and_trained_on(tmp_path: Path) -> None:
     first = start(tmp_path, 100_000)
-    deadline = time.monotonic() + LIMIT_S
-    while newest_head(tmp_path / "o") is None:
-        assert first.poll() is None, first.communicate()[0]
-        assert time.monotonic() < deadline, curve(tmp_path)
-        time.sleep(0.5)
+    wait_for(lambda: newest_head(tmp_path / "o") is not None or first.poll() is not None, LIMIT_S, "a head")
+    assert first.poll() is None, first.communicate()[0]
     first.send_signal(signal.SIGKILL)
     first.communicate()
     with (tmp_path / "o" / "drafter-0" / "lock").open() as lock:

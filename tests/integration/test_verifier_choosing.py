@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,23 +21,21 @@ TOKENS = 32
 
 
 @pytest.fixture(scope="module")
-def verifier(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
+def verifier(directory: Path) -> Iterator[Verifier]:
     settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False, "draft_deadline_ms": 2000}}
-    child = Verifier(tmp_path_factory.mktemp("v"), settings)
-    yield child
-    child.close()
+    with Verifier(directory, settings) as child:
+        yield child
 
 
 @pytest.fixture(scope="module")
-def drafters(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Drafter, Drafter]]:
+def drafters(directory: Path) -> Iterator[tuple[Drafter, Drafter]]:
     """A head that fits, and a random model."""
-    directory = tmp_path_factory.mktemp("d")
     random = Path(shutil.copytree(DRAFT_MODEL_DIR, directory / "random"))
     tensors = {name: torch.randn_like(tensor) for name, tensor in load_file(random / WEIGHTS).items()}
     save_file(tensors, random / WEIGHTS, metadata={"format": "pt"})
-    both = together(lambda: Drafter(directory), lambda: Drafter(directory, draft_model=str(random), name="drafter-1"))
-    yield both[0], both[1]
-    together(*(each.close for each in both))
+    starts = partial(Drafter, directory), partial(Drafter, directory, draft_model=str(random), name="drafter-1")
+    with together(*starts) as (fits, knows_nothing):
+        yield fits, knows_nothing
 
 
 def ask(verifier: Verifier, first: int, count: int) -> list[list[int]]:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,6 @@ pytestmark = pytest.mark.engine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 PROMPTS = [[7 + (11 * i + j) % 900 for j in range(20 + 9 * i)] for i in range(6)]
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("f")
 
 
 @pytest.fixture(scope="module")
@@ -41,20 +37,16 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
         "draft_deadline_ms": 2000,
         "engine_args": engine_args,
     }
-    plain, remote, drafter = together(
-        lambda: Verifier(directory, {"mode": "off", "verifier": verifier}),
-        lambda: Verifier(directory, {"mode": "sync", "verifier": verifier}),
-        lambda: Drafter(directory),
-    )
-    remote.set_drafters(drafter.ref)
-    yield plain, remote
-    together(plain.close, remote.close, drafter.close)
+    starts = (partial(Verifier, directory, {"mode": mode, "verifier": verifier}) for mode in ("off", "sync"))
+    with together(*starts, partial(Drafter, directory)) as (plain, remote, drafter):
+        remote.set_drafters(drafter.ref)
+        yield plain, remote
 
 
 def compare(pair: tuple[Verifier, Verifier], prompts: list[list[int]], params: Any, **fields: Any) -> None:
     """Tokens are the same with and without drafts, and drafts were used."""
     _, before = accepted(pair[1])
-    wanted, got = generate_on(pair, prompts, params, **fields)
+    wanted, got = generate_on([each.client for each in pair], prompts, params, **fields)
     assert [g.tokens for g in got] == [w.tokens for w in wanted]
     assert accepted(pair[1])[1] > before
 

@@ -39,17 +39,22 @@ SCHEMA = {
 SHARING = RequestOptions()
 
 
-def start(directory: Path, mode: str, paths: ResolvedModels | None = None) -> Verifier:
-    engine_args: dict[str, Any] = {
+def start(
+    directory: Path,
+    mode: str,
+    paths: ResolvedModels | None = None,
+    *,
+    engine_args: dict[str, Any] | None = None,
+    **verifier: Any,
+) -> Verifier:
+    engine = {
         "max_logprobs": -1,
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         "logits_processors": ["tests.support.no_repeat:NoRepeat"] if mode != "native" else [],
+        **(engine_args or {}),
     }
-    return Verifier(
-        directory,
-        {"mode": mode, "num_speculative_tokens": K, "verifier": {"draft_deadline_ms": 2000, "engine_args": engine_args}},
-        paths,
-    )
+    settings = {"draft_deadline_ms": 2000, "engine_args": engine, **verifier}
+    return Verifier(directory, {"mode": mode, "num_speculative_tokens": K, "verifier": settings}, paths)
 
 
 def python_prompts(count: int = PROMPTS) -> list[list[int]]:
@@ -142,10 +147,6 @@ def assert_same(plain: Verifier, name: str, expected: list[Answer], found: list[
         assert ahead < TIE_NATS, f"{name}: request {i} differs at token {at} and is no numerical tie"
 
 
-def accepted(verifier: Verifier) -> int:
-    return sum(drafter.accepted_tokens for drafter in verifier.client.fresh_stats().drafters.values())
-
-
 def furthest_of(found: list[Answer], expected: list[Answer]) -> float:
     pairs = list(zip(found, expected, strict=True))
     assert all(one.tokens == other.tokens for one, other in pairs)
@@ -165,4 +166,5 @@ def as_prompts(plain: Verifier, prompts: list[list[int]], answers: list[Answer])
 
 
 def logprobs(answer: Answer) -> list[list[float]]:
+    """Per token, the top log-probabilities."""
     return [row.tolist() for output in answer.outputs if output.new_logprobs for row in output.new_logprobs.logprobs]

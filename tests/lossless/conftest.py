@@ -12,6 +12,5 @@ from tests.support.processes import Drafter
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
     """The demo's head."""
-    started = Drafter(tmp_path_factory.mktemp("d"))
-    yield started
-    started.close()
+    with Drafter(tmp_path_factory.mktemp("d")) as started:
+        yield started

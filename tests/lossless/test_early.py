@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from backend.engine.client import Answer, fixed_sampling
 from backend.fleet import LOOKUP
-from tests.lossless.asked import VARIANTS, assert_same, python_prompts, request
+from tests.lossless.asked import VARIANTS, assert_same, python_prompts, request, start
 from tests.support.processes import Drafter, Verifier
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -27,35 +26,14 @@ KINDS: dict[str, dict[str, Any]] = {
     "T = 0.0": {"temperature": 0.0},
     **{name: {"temperature": 1.0} | VARIANTS[name] for name in ("penalties", "schema", "logprobs", "custom processor")},
 }
-SETTINGS: dict[str, Any] = {
-    "num_speculative_tokens": 4,
-    "verifier": {
-        "max_num_seqs": 32,
-        "max_model_len": 512,
-        "draft_deadline_ms": 2000,
-        "engine_args": {
-            "max_logprobs": -1,
-            "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
-            "logits_processors": ["tests.support.no_repeat:NoRepeat"],
-        },
-    },
-}
-
-
+SMALL: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 512}
 EARLY: dict[str, Any] = {"async_scheduling": True, "kv_cache_memory_bytes": 6 << 20}
-
-
-def start(directory: Path, mode: str, lookup: bool, **engine_args: Any) -> Verifier:
-    verifier = SETTINGS["verifier"]
-    own = {"lookup": lookup, "engine_args": verifier["engine_args"] | engine_args}
-    return Verifier(directory, SETTINGS | {"mode": mode, "verifier": verifier | own})
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
-    started = start(tmp_path_factory.mktemp("p"), "off", False)
-    yield started
-    started.close()
+    with start(tmp_path_factory.mktemp("p"), "off", lookup=False, **SMALL) as started:
+        yield started
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +44,9 @@ def expected(plain: Verifier) -> list[Answer]:
 @pytest.fixture(scope="module", params=[False, True], ids=["", "with look-ups"])
 def early(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
     """Its steps may begin early; its KV cache is too small for all requests."""
-    started = start(tmp_path_factory.mktemp("e"), "sync", request.param, **EARLY)
-    started.looks_up = request.param  # type: ignore[attr-defined]
-    yield started
-    started.close()
+    with start(tmp_path_factory.mktemp("e"), "sync", engine_args=EARLY, lookup=request.param, **SMALL) as started:
+        started.looks_up = request.param  # type: ignore[attr-defined]
+        yield started
 
 
 def everything() -> list[SamplingParams]:

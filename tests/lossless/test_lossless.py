@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,20 +27,18 @@ from tests.lossless.asked import (
     PROMPTS,
     TOKENS,
     VARIANTS,
-    accepted,
     all_texts,
     as_prompts,
     assert_same,
     furthest_of,
     logprobs,
-    next_logprobs,
     python_prompts,
     request,
     start,
     texts,
 )
 from tests.support.drafter_heads import write_unigram_head
-from tests.support.draws import Exact, draw
+from tests.support.draws import Exact, accepted, draw
 from tests.support.other_vocabulary import write_permuted
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.statistics import chi_square, chi_square_tail
@@ -50,7 +47,7 @@ pytestmark = pytest.mark.engine
 
 FEWER = ("T = 0.0", "T = 0.7")
 """Asked for with a few prompts only; the campaign asks for them with all."""
-SAMPLES, MANY_SAMPLES, BATCH = 2_500, 60_000, 500
+SAMPLES, MANY_SAMPLES = 2_500, 60_000
 MANY_LOGPROBS = 1_000
 SIGNIFICANT = 0.01
 """Too little noise is a thousand times as significant with as many samples.  The draws are fixed by the requests' seeds: the
@@ -62,11 +59,11 @@ MODES = ("off", "sync", "ahead", "auto", "native")
 def engines(tmp_path_factory: pytest.TempPathFactory, drafter: Drafter) -> Iterator[dict[str, Verifier]]:
     """A verifier of each mode, two loading at a time; one drafter answers those that draft remotely."""
     directory = tmp_path_factory.mktemp("l")
-    started = dict(zip(MODES, together(*(functools.partial(start, directory, mode) for mode in MODES)), strict=True))
-    for mode in REMOTE_MODES:
-        started[mode].set_drafters(drafter.ref)
-    yield started
-    together(*(child.close for child in started.values()))
+    with together(*(functools.partial(start, directory, mode) for mode in MODES)) as started:
+        by_mode = dict(zip(MODES, started, strict=True))
+        for mode in REMOTE_MODES:
+            by_mode[mode].set_drafters(drafter.ref)
+        yield by_mode
 
 
 @dataclass
@@ -74,7 +71,7 @@ class Said:
     """What one engine answered."""
 
     texts: dict[str, list[Answer]] = field(default_factory=dict)
-    draws: list[tuple[int, int]] = field(default_factory=list)
+    draws: list[list[int]] = field(default_factory=list)
 
 
 def ask(verifier: Verifier, mode: str) -> Said:
@@ -85,64 +82,52 @@ def ask(verifier: Verifier, mode: str) -> Said:
 
 
 @pytest.fixture(scope="module")
-def said(engines: dict[str, Verifier]) -> Iterator[dict[str, Future[Said]]]:
+def said(engines: dict[str, Verifier]) -> dict[str, Said]:
     """What each mode says; two engines work at a time."""
     with ThreadPoolExecutor(2) as pool:
-        yield {mode: pool.submit(ask, verifier, mode) for mode, verifier in engines.items()}
+        return dict(zip(engines, pool.map(ask, engines.values(), engines), strict=True))
 
 
 @pytest.fixture(scope="module")
-def plain(engines: dict[str, Verifier], said: dict[str, Future[Said]]) -> Verifier:
-    """Plain decoding, when it has answered: one thread at a time talks to an engine."""
-    said["off"].result()
+def plain(engines: dict[str, Verifier], said: dict[str, Said]) -> Verifier:
+    """Plain decoding, when all have answered: one thread at a time talks to an engine."""
     return engines["off"]
 
 
 @pytest.fixture(scope="module")
-def expected(said: dict[str, Future[Said]]) -> dict[str, list[Answer]]:
+def expected(said: dict[str, Said]) -> dict[str, list[Answer]]:
     """What plain decoding says."""
-    found = said["off"].result().texts
+    found = said["off"].texts
     tokens = {name: [answer.tokens for answer in answers] for name, answers in found.items()}
     assert {len(text) for name in ("T = 1.0", *FEWER) for text in tokens[name]} == {TOKENS}
     assert tokens["T = 1.0"][:FEW_PROMPTS] != tokens["T = 0.7"] != tokens["T = 0.0"]
     return found
 
 
-@pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
+@pytest.mark.parametrize("mode", MODES[1:])
 def test_every_mode_says_what_plain_decoding_says(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], expected: dict[str, list[Answer]], mode: str
+    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Said], expected: dict[str, list[Answer]], mode: str
 ) -> None:
-    for name, found in said[mode].result().texts.items():
+    for name, found in said[mode].texts.items():
         assert_same(plain, name, expected[name], found)
-    assert accepted(engines[mode]) > PROMPTS * TOKENS / 4, "it really speculated"
-
-
-def test_native_greedy_text_is_the_same(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], expected: dict[str, list[Answer]]
-) -> None:
-    assert_same(plain, "T = 0.0", expected["T = 0.0"], said["native"].result().texts["T = 0.0"])
-    assert accepted(engines["native"]) > FEW_PROMPTS
+    assert accepted(engines[mode])[1] > (FEW_PROMPTS if mode == "native" else PROMPTS * TOKENS / 4), "it really speculated"
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("name", FEWER)
-def test_every_mode_says_it_to_all_prompts(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], name: str
-) -> None:
+def test_every_mode_says_it_to_all_prompts(engines: dict[str, Verifier], plain: Verifier, name: str) -> None:
     fields = VARIANTS[name]
     prompts = python_prompts(MANY_PROMPTS)
     expected = texts(plain, prompts, **fields)
     for mode in sorted(engines.keys() - {"off"} if name == "T = 0.0" else REMOTE_MODES):
-        said[mode].result()
         assert_same(plain, name, expected, texts(engines[mode], prompts, **fields))
 
 
 @pytest.fixture(scope="module")
 def draft_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
     """A small language model that drafts from tokens alone."""
-    drafter = Drafter(tmp_path_factory.mktemp("m"), draft_model=str(DRAFT_MODEL_DIR))
-    yield drafter
-    drafter.close()
+    with Drafter(tmp_path_factory.mktemp("m"), draft_model=str(DRAFT_MODEL_DIR)) as drafter:
+        yield drafter
 
 
 def drafted_by(draft_model: Drafter, verifier: Verifier, plain: Verifier, expected: dict[str, list[Answer]]) -> DraftCounters:
@@ -165,13 +150,11 @@ def drafted_by(draft_model: Drafter, verifier: Verifier, plain: Verifier, expect
 def test_with_a_draft_model_every_mode_says_the_same(
     engines: dict[str, Verifier],
     plain: Verifier,
-    said: dict[str, Future[Said]],
     expected: dict[str, list[Answer]],
     draft_model: Drafter,
     drafter: Drafter,
     mode: str,
 ) -> None:
-    said[mode].result()
     brought = drafted_by(draft_model, engines[mode], plain, expected)
     engines[mode].set_drafters(drafter.ref)
     assert brought.accepted_tokens > 0
@@ -184,22 +167,17 @@ def test_a_draft_model_that_is_the_target_is_always_right(
     least: float,
     engines: dict[str, Verifier],
     plain: Verifier,
-    said: dict[str, Future[Said]],
     expected: dict[str, list[Answer]],
     drafter: Drafter,
     tmp_path: Path,
 ) -> None:
     """With other ids, too; but if some of its tokens have other names, then it does not know them in the text."""
-    said["sync"].result()
     model = TARGET_DIR if renamed is None else write_permuted(TARGET_DIR, tmp_path / "permuted", renamed)
-    itself = Drafter(tmp_path, draft_model=str(model))
-    try:
+    with Drafter(tmp_path, draft_model=str(model)) as itself:
         brought = drafted_by(itself, engines["sync"], plain, expected)
-        # But for near ties: the noise is the same too.
-        assert brought.accepted_tokens > least * brought.draft_tokens > FEW_PROMPTS
-    finally:
         engines["sync"].set_drafters(drafter.ref)
-        itself.close()
+    # But for near ties: the noise is the same too.
+    assert brought.accepted_tokens > least * brought.draft_tokens > FEW_PROMPTS
 
 
 EACH = PROMPTS // 9
@@ -220,9 +198,8 @@ def wishes(text: list[int]) -> list[RequestOptions]:
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
 def test_what_requests_ask_of_speculation_changes_no_token(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]], expected: dict[str, list[Answer]], mode: str
+    engines: dict[str, Verifier], plain: Verifier, expected: dict[str, list[Answer]], mode: str
 ) -> None:
-    said[mode].result()
     client, truth, count = engines[mode].client, expected["T = 1.0"], len(wishes([]))
     ids = []
     for i, prompt in enumerate(python_prompts(EACH * count)):
@@ -244,9 +221,9 @@ def test_what_requests_ask_of_speculation_changes_no_token(
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
 def test_logprobs_are_the_same_with_and_without_speculation(
-    said: dict[str, Future[Said]], expected: dict[str, list[Answer]], mode: str
+    said: dict[str, Said], expected: dict[str, list[Answer]], mode: str
 ) -> None:
-    for mine, theirs in zip(expected["logprobs"], said[mode].result().texts["logprobs"], strict=True):
+    for mine, theirs in zip(expected["logprobs"], said[mode].texts["logprobs"], strict=True):
         assert mine.tokens == theirs.tokens
         pairs = list(zip(logprobs(mine), logprobs(theirs), strict=True))
         assert len(pairs) == FEW_TOKENS
@@ -254,17 +231,13 @@ def test_logprobs_are_the_same_with_and_without_speculation(
 
 
 @pytest.mark.campaign
-def test_logprobs_of_a_thousand_sampled_tokens(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Future[Said]]
-) -> None:
+def test_logprobs_of_a_thousand_sampled_tokens(engines: dict[str, Verifier], plain: Verifier) -> None:
     """Native draws other tokens: what it says of them is compared with what plain decoding's engine says of the same tokens."""
     prompts = python_prompts(MANY_LOGPROBS // TOKENS + 1)
     expected = texts(plain, prompts, temperature=1.0, logprobs=0)
     furthest = {"off, as a prompt": furthest_of(expected, as_prompts(plain, prompts, expected))}
     for mode in sorted(REMOTE_MODES):
-        said[mode].result()
         furthest[mode] = furthest_of(texts(engines[mode], prompts, temperature=1.0, logprobs=0), expected)
-    said["native"].result()
     native = texts(engines["native"], prompts, temperature=1.0, logprobs=0)
     furthest["native"] = furthest_of(native, as_prompts(plain, prompts, native))
     print(f"logprobs of {len(prompts) * TOKENS} tokens differ by at most:", {k: f"{v:.2g}" for k, v in furthest.items()})
@@ -284,41 +257,27 @@ def opening() -> list[int]:
     return tokens
 
 
-def samples(verifier: Verifier, count: int) -> list[tuple[int, int]]:
+def seeded(seed: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, seed=seed)
+
+
+def samples(verifier: Verifier, count: int) -> list[list[int]]:
     """The first two tokens after one prompt at temperature 1, each request with a seed of its own."""
-    drawn: list[tuple[int, int]] = []
-    for first in range(0, count, BATCH):
-        params = [SamplingParams(temperature=1.0, max_tokens=2, ignore_eos=True, seed=first + i) for i in range(BATCH)]
-        drawn += [(a.tokens[0], a.tokens[1]) for a in verifier.client.generate([opening()] * BATCH, params)]
-    return drawn
+    return draw(verifier, opening(), [seeded(i) for i in range(count)])
 
 
-def distribution(plain: Verifier, after: list[int]) -> dict[int, float]:
-    """The target's next-token probabilities."""
-    return {token: math.exp(logprob) for token, logprob in next_logprobs(plain, opening() + after).items()}
+@pytest.fixture(scope="module")
+def exact(plain: Verifier) -> Exact:
+    return Exact(plain, opening(), seeded(0), 2, SAMPLES)
 
 
-def p_values(plain: Verifier, drawn: list[tuple[int, int]]) -> dict[str, float]:
-    """One test of the first token, one of the second where the first is the commonest."""
-    first = [a for a, _ in drawn]
-    common = max(set(first), key=first.count)
-    return {
-        "first": chi_square(first, distribution(plain, [])),
-        "second": chi_square([b for a, b in drawn if a == common], distribution(plain, [common])),
-    }
-
-
-def test_plain_decoding_draws_from_the_targets_distribution(plain: Verifier, said: dict[str, Future[Said]]) -> None:
-    found = p_values(plain, said["off"].result().draws)
-    print(found)
-    assert min(found.values()) * len(found) > SIGNIFICANT, found
+def test_plain_decoding_draws_from_the_targets_distribution(exact: Exact, said: dict[str, Said]) -> None:
+    assert exact.p_value(said["off"].draws) > SIGNIFICANT
 
 
 @pytest.mark.campaign
 def test_many_more_draws_are_from_the_targets_distribution(plain: Verifier) -> None:
-    found = p_values(plain, samples(plain, MANY_SAMPLES))
-    print(found)
-    assert min(found.values()) * len(found) > SIGNIFICANT, found
+    assert Exact(plain, opening(), seeded(0), 2, MANY_SAMPLES).p_value(samples(plain, MANY_SAMPLES)) > SIGNIFICANT
 
 
 @pytest.fixture(scope="module")
@@ -328,14 +287,13 @@ def unseeded(plain: Verifier) -> Exact:
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
 def test_requests_without_a_seed_draw_from_the_targets_distribution(
-    engines: dict[str, Verifier], said: dict[str, Future[Said]], unseeded: Exact, mode: str
+    engines: dict[str, Verifier], unseeded: Exact, mode: str
 ) -> None:
     """The noise is new each time.  The campaign has more draws, and other kinds of requests."""
-    said[mode].result()
-    before = accepted(engines[mode])
+    _, before = accepted(engines[mode])
     found = unseeded.p_value(draw(engines[mode], opening(), [UNSEEDED] * FEW_SAMPLES))
     print(found)
-    assert accepted(engines[mode]) - before > FEW_SAMPLES / 4, "it really speculated"
+    assert accepted(engines[mode])[1] - before > FEW_SAMPLES / 4, "it really speculated"
     assert found > SIGNIFICANT / 1000
 
 
@@ -347,15 +305,11 @@ def test_a_head_that_drafts_in_one_pass_changes_no_text(
     common = torch.bincount(torch.tensor([token for answer in expected["T = 1.0"] for token in answer.tokens]), minlength=2048)
     head = write_unigram_head(tmp_path / "head", (common + 0.01) / (common + 0.01).sum(), kind)
     paths = ResolvedModels(str(TARGET_DIR), head, "dflash", "demo")
-    drafter, verifier = Drafter(tmp_path, paths), start(tmp_path, "sync", paths)
-    try:
+    with Drafter(tmp_path, paths) as drafter, start(tmp_path, "sync", paths) as verifier:
         verifier.set_drafters(drafter.ref)
         brought = drafted_by(drafter, verifier, plain, expected)
         assert unseeded.p_value(draw(verifier, opening(), [UNSEEDED] * FEW_SAMPLES)) > SIGNIFICANT / 1000
         assert brought.accepted_tokens > FEW_PROMPTS
-    finally:
-        verifier.close()
-        drafter.close()
 
 
 def first_tokens(probabilities: dict[int, float], noise: float) -> list[int]:
@@ -367,9 +321,9 @@ def first_tokens(probabilities: dict[int, float], noise: float) -> list[int]:
     return drawn
 
 
-def test_the_same_test_finds_too_little_noise(plain: Verifier, said: dict[str, Future[Said]]) -> None:
-    probabilities = distribution(plain, [])
-    alike = sum(a == b for (a, _), b in zip(said["off"].result().draws, first_tokens(probabilities, 1.0), strict=True))
+def test_the_same_test_finds_too_little_noise(exact: Exact, said: dict[str, Said]) -> None:
+    probabilities = exact.next[()]
+    alike = sum(a == b for (a, *_), b in zip(said["off"].draws, first_tokens(probabilities, 1.0), strict=True))
     assert alike > 0.99 * SAMPLES, "but for near ties"
     assert chi_square(first_tokens(probabilities, 0.9), probabilities) < SIGNIFICANT / 1000
 

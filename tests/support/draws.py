@@ -16,6 +16,7 @@ Text = tuple[int, ...]
 PROCESSED = RequestOptions(learn=False, logprobs_mode="processed")
 LIKELY = 20
 """A beginning that so many draws are expected to have is told apart by its next token."""
+AT_ONCE = 500
 
 
 class Exact:
@@ -23,15 +24,16 @@ class Exact:
 
     def __init__(self, plain: Verifier, prompt: list[int], params: SamplingParams, depth: int, draws: int) -> None:
         """Asks `plain`, an engine of mode off, about beginnings of up to `depth` tokens that are likely in so many draws."""
-        self._next: dict[Text, dict[int, float]] = {}
+        self.next: dict[Text, dict[int, float]] = {}
+        """By beginning: the probabilities of the next token."""
         level: dict[Text, float] = {(): 1.0}
         for place in range(depth):
             for text, found in zip(level, _next_tokens(plain, prompt, params, list(level)), strict=True):
-                self._next[text] = found
+                self.next[text] = found
             level = {
                 (*text, token): p * chance
                 for text, p in level.items()
-                for token, chance in self._next[text].items()
+                for token, chance in self.next[text].items()
                 if p * chance * draws > LIKELY and place + 1 < depth
             }
 
@@ -41,9 +43,9 @@ class Exact:
         stack: list[tuple[Text, float]] = [((), 1.0)]
         while stack:
             text, p = stack.pop()
-            for token, chance in self._next[text].items():
+            for token, chance in self.next[text].items():
                 child = (*text, token)
-                if child in self._next:
+                if child in self.next:
                     stack.append((child, p * chance))
                 else:
                     bins[child] = p * chance
@@ -51,7 +53,7 @@ class Exact:
 
     def _bin(self, text: Sequence[int]) -> Text:
         length = 1
-        while tuple(text[:length]) in self._next:
+        while tuple(text[:length]) in self.next:
             length += 1
         return tuple(text[:length])
 
@@ -73,11 +75,11 @@ def _next_tokens(plain: Verifier, prompt: list[int], params: SamplingParams, tex
     return found
 
 
-def draw(verifier: Verifier, prompt: list[int], params: Sequence[SamplingParams], at_once: int = 500) -> list[list[int]]:
-    """The texts of requests with these parameters, sent `at_once` at a time."""
+def draw(verifier: Verifier, prompt: list[int], params: Sequence[SamplingParams]) -> list[list[int]]:
+    """The texts of requests with these parameters, sent `AT_ONCE` at a time."""
     said: list[list[int]] = []
-    for start in range(0, len(params), at_once):
-        part = [copy.deepcopy(each) for each in params[start : start + at_once]]
+    for start in range(0, len(params), AT_ONCE):
+        part = [copy.deepcopy(each) for each in params[start : start + AT_ONCE]]
         said += [answer.tokens for answer in verifier.client.generate([prompt] * len(part), part, options=APART)]
     return said
 

@@ -50,9 +50,7 @@ async def engine_fleet(
         starts: list[Any] = [partial(Verifier, folder, sections)] * verifiers
         if mode in REMOTE_MODES:
             starts.append(partial(Drafter, folder))
-        children = await asyncio.to_thread(together, *starts)
-        for child in children:
-            stack.callback(child.close)
+        children = await asyncio.to_thread(stack.enter_context, together(*starts))
         real, drafters = children[:verifiers], [each.ref for each in children[verifiers:]]
         for each in real:
             each.set_drafters(*drafters)

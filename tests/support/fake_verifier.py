@@ -278,9 +278,9 @@ class StaticDirectory:
         return CommandRefused("invalid", "this fleet has no coordinator", self._version)
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
-    """Waits until a condition is true; raises `AssertionError` if it is not in time."""
-    deadline = time.monotonic() + timeout_s
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Waits until a condition is true; raises `AssertionError` if it is not within two minutes."""
+    deadline = time.monotonic() + 120.0
     while not condition():
         if time.monotonic() > deadline:
             raise AssertionError("the condition did not come true in time")

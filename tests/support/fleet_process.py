@@ -19,6 +19,8 @@ from typing import Any
 from unittest import mock
 
 import httpx
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).resolve().parents[2]
 FLEETS: set[ServedFleet] = set()
@@ -27,7 +29,7 @@ START_S = 400.0
 
 
 class ServedFleet:
-    """A fleet that the constructor starts and `stop` ends."""
+    """A fleet that the constructor starts, and `stop` or the end of a `with` block ends."""
 
     def __init__(
         self,
@@ -65,6 +67,12 @@ class ServedFleet:
         self.http = httpx.Client(base_url=self.url, headers=self.headers, timeout=120)
         FLEETS.add(self)
 
+    def __enter__(self) -> ServedFleet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
@@ -79,16 +87,7 @@ class ServedFleet:
         return self.http.get("/fleet").json()
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples that carry these labels."""
-        from prometheus_client.parser import text_string_to_metric_families
-
-        families = text_string_to_metric_families(self.http.get("/metrics").text)
-        return sum(
-            sample.value
-            for family in families
-            for sample in family.samples
-            if sample.name == name and labels.items() <= sample.labels.items()
-        )
+        return metric(self.http.get("/metrics").text, name, **labels)
 
     def complete(self, prompt: str | list[str], **fields: Any) -> Any:
         """POST /v1/completions, greedy."""
@@ -121,12 +120,10 @@ class ServedFleet:
 
     def interrupt(self) -> None:
         """Sends SIGINT to the fleet itself, even if it was started through `prefix`."""
-        pids = [self.process.pid]
-        while children := Path(f"/proc/{pids[-1]}/task/{pids[-1]}/children").read_text().split():
-            if "nsenter" not in Path(f"/proc/{pids[-1]}/cmdline").read_text().split("\0")[0]:
-                break
-            pids.append(int(children[0]))
-        os.kill(pids[-1], signal.SIGINT)
+        process = psutil.Process(self.process.pid)
+        while process.name() == "nsenter":
+            (process,) = process.children()
+        process.send_signal(signal.SIGINT)
 
     def stop(self, timeout_s: float = 120.0) -> int:
         """Ends the fleet as with Ctrl-C; returns the exit status."""
@@ -138,6 +135,12 @@ class ServedFleet:
             self.process.kill()
             FLEETS.discard(self)
             self.http.close()
+
+
+def metric(page: str, name: str, **labels: str) -> float:
+    """The sum of a metric's samples that carry these labels, on a page of metrics."""
+    samples = (sample for family in text_string_to_metric_families(page) for sample in family.samples)
+    return sum(each.value for each in samples if each.name == name and labels.items() <= each.labels.items())
 
 
 def outrider(*arguments: str, **options: Any) -> subprocess.Popen[str]:

@@ -4,15 +4,16 @@ Verifiers decode at steady rates.  Drafter i serves verifier i mod the number of
 such a fleet, without an engine, from a thread of its own.
 """
 
-import asyncio
 import threading
 import time
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
+from msgspec.structs import replace
 
 from backend.config import Settings
 from backend.fleet import (
@@ -64,15 +65,14 @@ class Story:
         self.gateway_id = "gateway-0"
         self.gate = SimpleNamespace(sequences=0)
 
-    def advance(self, seconds: float) -> None:
+    def advance(self, seconds: float = 1.0) -> None:
         """Lets the fleet work for `seconds`, then report."""
         for name, stats in self.verifiers.items():
             self.verifiers[name] = self._worked(stats, seconds)
         for name, each in self.drafters.items():
             serving = [self.bound[name]] if name in self.bound else []
-            self.drafters[name] = DrafterStats(
-                name,
-                each.started_at,
+            self.drafters[name] = replace(
+                each,
                 draft_tokens=each.draft_tokens + int(400 * seconds * len(serving)),
                 busy_s=each.busy_s + 0.4 * seconds * len(serving),
                 sequences=sum(self.load[v] for v in serving),
@@ -101,11 +101,8 @@ class Story:
             drafters[name] = self._drafted(drafters.get(name, DraftCounters()), steps * running // len(mine), index)
         new = sum(each.accepted_tokens for each in drafters.values()) - sum(e.accepted_tokens for e in old.drafters.values())
         shares = {"no_work": 0.1, "awaiting_draft": 0.2} if running else {"no_work": 1.0}
-        return VerifierStats(
-            old.verifier_id,
-            old.started_at,
-            old.mode,
-            old.num_speculative_tokens,
+        return replace(
+            old,
             busy_s=old.busy_s + (0.7 * seconds if running else 0.0),
             idle_s={cause: spent + shares.get(cause, 0.0) * seconds for cause, spent in old.idle_s.items()},
             steps=old.steps + steps,
@@ -116,20 +113,16 @@ class Story:
             tokens_in_flight=300 * running,
             kv_usage=min(0.97, 0.06 * running),
             drafters=drafters,
-            drafters_down=old.drafters_down,
-            plan_k=old.plan_k,
-            plan_outcomes=old.plan_outcomes,
-            plan_changes=old.plan_changes,
         )
 
     def _drafted(self, old: DraftCounters, drafts: int, index: int) -> DraftCounters:
-        return DraftCounters(
+        return replace(
+            old,
             drafts=old.drafts + drafts,
             draft_tokens=old.draft_tokens + 4 * drafts,
             accepted_tokens=old.accepted_tokens + (2 - index % 2) * drafts,
             rounds=old.rounds + drafts,
             round_trip_s=old.round_trip_s + 0.008 * drafts,
-            dropped=old.dropped,
         )
 
     # The part of `FleetCore` that `/fleet` reads.
@@ -164,43 +157,17 @@ def page_app(story: Story, api_key: str | None = None) -> FastAPI:
     return app
 
 
-class Served:
-    """The page's server."""
-
-    def __init__(self, story: Story, port: int, api_key: str | None) -> None:
-        self.story = story
-        self._listener = _listen("127.0.0.1", port)
-        self.port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        config = uvicorn.Config(page_app(story, api_key), http=BoundedProtocol, log_config=None, lifespan="off")
-        self._server = uvicorn.Server(config)
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),), daemon=True)
-        self._thread.start()
-
-    async def _serve(self) -> None:
-        await self._server.serve(sockets=[self._listener])
-        left = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-
-    def advance(self, seconds: float = 1.0, times: int = 1) -> None:
-        """Advances the story `times` times, in the server's event loop."""
-
-        async def work() -> None:
-            for _ in range(times):
-                self.story.advance(seconds)
-
-        asyncio.run_coroutine_threadsafe(work(), self._loop).result(10)
-
-    def close(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(10)
-        self._listener.close()
-        self._loop.close()
-
-
-def served(story: Story, port: int = 0, api_key: str | None = None) -> closing[Served]:
-    """Serves the page of `story` for a `with` block."""
-    return closing(Served(story, port, api_key))
+@contextmanager
+def served(story: Story, port: int = 0, api_key: str | None = None) -> Iterator[str]:
+    """Serves the page of `story`, which goes on for a second first; gives the address."""
+    story.advance(1.0)
+    config = uvicorn.Config(page_app(story, api_key), http=BoundedProtocol, log_config=None, lifespan="off")
+    server = uvicorn.Server(config)
+    with _listen("127.0.0.1", port) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)

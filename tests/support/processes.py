@@ -8,12 +8,13 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 from unittest import mock
 
 from vllm.sampling_params import SamplingParams
@@ -23,7 +24,6 @@ from backend.fleet import DrafterRef
 from backend.lab.bench.load import APART
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 from backend.models.resolve import ResolvedModels
-from backend.wire.engine import RequestOptions
 from tests.support import run_drafter, run_verifier
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -58,7 +58,10 @@ def start_fork_server() -> None:
 
 
 class Child:
-    """Runs the main function of a helper module in a child process; the constructor waits until it is ready."""
+    """Runs the main function of a helper module in a child process, which ends with a `with` block at the latest.
+
+    The constructor waits until it is ready.
+    """
 
     def __init__(self, main: Main, job: dict[str, Any], directory: Path) -> None:
         name = main.__module__.rpartition(".")[2]
@@ -76,6 +79,12 @@ class Child:
             self.process.join()
             raise RuntimeError(f"{name} did not start:\n{self._log.read_text()[-3000:]}") from None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def pid(self) -> int:
         assert self.process.pid is not None
@@ -89,6 +98,8 @@ class Child:
 
     def close(self) -> None:
         """Closes the child's pipe and waits for its end; kills it after 30 s."""
+        if self._pipe.closed:
+            return
         self._pipe.close()
         self.process.join(30)
         if self.process.exitcode is None:
@@ -110,25 +121,16 @@ def _run(main: Main, job: dict[str, Any], pipe: Connection, log: Path) -> None:
 class Apart(EngineClient):
     """A client whose requests share no text unless a test says so: the first answer to a prompt would draft for the second."""
 
-    def add(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        emitted: Sequence[int] = (),
-        options: RequestOptions | None = None,
-        **fields: Any,
-    ) -> str:
-        return super().add(prompt, params, request_id, emitted, options or APART, **fields)
+    def add(self, *given: Any, **fields: Any) -> str:
+        fields["options"] = fields.get("options") or APART
+        return super().add(*given, **fields)
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams | list[SamplingParams], **fields: Any
     ) -> list[Answer]:
         """Sends all prompts at once; returns their answers in the same order."""
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        ids = [self.add(prompt, p, **fields) for prompt, p in zip(prompts, each, strict=True)]
-        self.finish_all()
-        return [self.answers.pop(request_id) for request_id in ids]
+        (answers,) = generate_on([self], prompts, params, **fields)
+        return answers
 
 
 class Verifier(Child):
@@ -157,26 +159,31 @@ class Verifier(Child):
     def close(self) -> None:
         if not self._pipe.closed:
             self.client.close()
-            super().close()
+        super().close()
 
 
-def together(*starts: Callable[[], Any]) -> list[Any]:
-    """Calls the given functions in two threads, as there are two cores; returns their results in order."""
+@contextmanager
+def together(*starts: Callable[[], Any]) -> Iterator[list[Any]]:
+    """The children that these functions start, for a `with` block; two start or end at a time, as there are two cores."""
     with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda start: start(), starts))
+        children = list(pool.map(lambda start: start(), starts))
+        try:
+            yield children
+        finally:
+            list(pool.map(lambda child: child.close(), children))
 
 
-def generate_on(verifiers: Sequence[Verifier], prompts: Sequence[list[int]], params: Any, **fields: Any) -> list[list[Answer]]:
-    """Sends all prompts to each of the verifiers, which work at the same time; returns the answers by verifier.
+def generate_on(clients: Sequence[Apart], prompts: Sequence[list[int]], params: Any, **fields: Any) -> list[list[Answer]]:
+    """Sends all prompts to the verifier of each client, which work at the same time; returns the answers by verifier.
 
     `params` is one `SamplingParams`, or a list with one for each prompt.
     """
     each = params if isinstance(params, list) else [params] * len(prompts)
     pairs = list(zip(prompts, each, strict=True))
-    asked = [[verifier.client.add(prompt, mine, **fields) for prompt, mine in pairs] for verifier in verifiers]
-    for verifier in verifiers:
-        verifier.client.finish_all()
-    return [[verifier.client.answers.pop(i) for i in ids] for verifier, ids in zip(verifiers, asked, strict=True)]
+    asked = [[client.add(prompt, mine, **fields) for prompt, mine in pairs] for client in clients]
+    for client in clients:
+        client.finish_all()
+    return [[client.answers.pop(i) for i in ids] for client, ids in zip(clients, asked, strict=True)]
 
 
 class Drafter(Child):

@@ -6,23 +6,29 @@ import logging
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import httpx
+from openai import AsyncOpenAI
 
 from backend.config import Settings
 from backend.models.demo import TARGET_DIR
 from gateway.auth.key_ring import make_key
 from gateway.http.server import GatewayServer
 from tests.support.fake_verifier import FakeVerifier, StaticDirectory, eventually
+from tests.support.fleet_process import metric
 
 MODEL_DIR = str(TARGET_DIR)
 CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 6}
 COMPLETION: dict[str, Any] = {"model": "demo", "prompt": "def f(", "max_tokens": 6}
+RESPONSE: dict[str, Any] = {"model": "demo", "input": "hi", "max_output_tokens": 6}
+BODIES = {"/v1/completions": COMPLETION, "/v1/chat/completions": CHAT, "/v1/messages": CHAT, "/v1/responses": RESPONSE}
+"""What routes that generate are asked."""
 
 
 @dataclass
@@ -32,6 +38,27 @@ class Running:
     verifiers: list[Any]
     http: httpx.AsyncClient
     stopped: asyncio.Task[None]
+    begun: list[asyncio.Task[httpx.Response]] = field(default_factory=list)
+
+    def begin(
+        self, path: str = "/v1/completions", headers: dict[str, str] | None = None, **fields: Any
+    ) -> asyncio.Task[httpx.Response]:
+        """A request that goes on beside the test.  When the test ends its client leaves."""
+        post = self.http.post(path, json={**BODIES[path], **fields}, headers=headers)
+        self.begun.append(asyncio.ensure_future(post))
+        return self.begun[-1]
+
+    async def leave(self) -> None:
+        """The clients of all requests that go on leave."""
+        for each in self.begun:
+            each.cancel()
+        await asyncio.gather(*self.begun, return_exceptions=True)
+        self.begun.clear()
+
+    @cached_property
+    def client(self) -> AsyncOpenAI:
+        """OpenAI's client."""
+        return AsyncOpenAI(base_url=f"{self.server.url}/v1", api_key="none", max_retries=0)
 
     @property
     def verifier(self) -> FakeVerifier:
@@ -50,11 +77,16 @@ class Running:
         """Whether no request is left in the gateway or in vLLM's output processor."""
         return not self.core.sequences and not self.server.gateway.client.output_processor.request_states
 
-    async def metric(self, name: str) -> float:
-        """The sum of the samples whose name, or name and first labels, this is."""
-        lines = (await self.http.get("/metrics")).text.splitlines()
-        begins = (f"{name} ", f"{name}{{", f"{name},", f"{name}}}")
-        return sum(float(line.split()[-1]) for line in lines if line.startswith(begins))
+    async def until_idle(self) -> None:
+        """Nothing is left of any request, nor of its place."""
+        await eventually(lambda: self.idle and self.server.gateway.metrics.in_flight == 0)
+
+    async def until_emitted(self, sequences: int = 1) -> None:
+        """So many sequences have emitted tokens."""
+        await eventually(lambda: sum(bool(each.emitted) for each in self.core.sequences) == sequences)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        return metric((await self.http.get("/metrics")).text, name, **labels)
 
 
 @asynccontextmanager
@@ -76,7 +108,11 @@ async def running_gateway(
         server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo", read_settings=read_settings)
         try:
             async with serving(server, verifiers) as (http, task):
-                yield Running(server, directory, fakes, http, task)
+                running = Running(server, directory, fakes, http, task)
+                try:
+                    yield running
+                finally:
+                    await running.leave()
         finally:
             for fake in fakes:
                 fake.close()
@@ -88,7 +124,7 @@ async def serving(server: GatewayServer, verifiers: int) -> AsyncIterator[tuple[
     with mock.patch("gateway.fleet.directory.POLL_INTERVAL_S", 0.02):
         task = asyncio.create_task(server.serve())
         try:
-            await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers, 60)
+            await eventually(lambda: server.url != "" and len(server.gateway.client.core.ready_links) == verifiers)
             async with httpx.AsyncClient(base_url=server.url, timeout=300, verify=False) as http:
                 yield http, task
         finally:
@@ -96,6 +132,21 @@ async def serving(server: GatewayServer, verifiers: int) -> AsyncIterator[tuple[
             server.stop()
             server.stop()
             await task
+
+
+def events(raw: bytes) -> list[dict[str, Any]]:
+    """The stream's JSON events; checks the framing byte by byte."""
+    assert b"\r" not in raw
+    assert raw.endswith(b"\n\n")
+    blocks = raw.replace(b": keep-alive\n", b"")[:-2].split(b"\n\n")
+    data = []
+    for block in blocks:
+        assert block.startswith(b"data: ")
+        assert b"\n" not in block
+        data.append(block.removeprefix(b"data: "))
+    assert data[-1] == b"[DONE]"
+    assert data.count(b"[DONE]") == 1
+    return [json.loads(each) for each in data[:-1]]
 
 
 def gateway_process(job: dict[str, Any], pipe: Connection) -> None:

@@ -1,123 +1,81 @@
 """A drafter whose answers a test decides.  Tests only."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Self
 
+from backend.drafter.loop import DrafterLoop
+from backend.drafter.ngram import NgramProposer
+from backend.drafter.proposer import NOTHING, Drafted, DraftRequest
+from backend.drafter.service import DrafterService, Reply
 from backend.fleet import DrafterRef
-from backend.transport import Hub, ServerSocket, Wire
-from backend.wire.drafting import (
-    Close,
-    Draft,
-    Drafts,
-    Hello,
-    Next,
-    NextItem,
-    Round,
-    Welcome,
-    decode_to_drafter,
-    encode,
-)
+from backend.transport import Hub, Wire
+from backend.wire.drafting import Drafts, Hello, Round, decode_to_drafter, decode_to_verifier
 
 SURE = 8.0
 """Both signs of every token, value and lead: with these a verifier expects acceptance until it has seen rejections."""
+Script = Callable[[list[int], int], list[int]]
+"""Up to so many draft tokens for a request with these known tokens."""
 
 
-Script = Callable[[str, list[int], int], list[int] | None]
-"""Returns up to so many draft tokens for a request with these known tokens; None: no answer."""
+class Scripted(NgramProposer):
+    """Takes the features of the demo's head."""
+
+    hidden = 256
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(vocab_size=2048, max_position=1 << 20, cache_tokens=1 << 30)
+        self.script = script
+
+    def draft(self, batch: Sequence[DraftRequest]) -> list[Drafted]:
+        return [self._drafted(ask) for ask in batch]
+
+    def _drafted(self, ask: DraftRequest) -> Drafted:
+        if not ask.until.k or self.length(ask.key) != ask.base_len:
+            return NOTHING
+        tokens = self.script(list(self._lookups[ask.key].tokens), ask.until.k)
+        return Drafted(tokens, [SURE] * (2 * len(tokens)))
 
 
-class ScriptedDrafter:
-    """Speaks the drafting protocol in a thread of the test; it drafts nothing ahead."""
+class ScriptedDrafter(DrafterService):
+    """Runs the drafter's own loop in a thread of the test, until the end of a `with` block; it drafts nothing ahead."""
 
     def __init__(self, address: str, script: Script, drafter_id: str = "drafter-0") -> None:
-        self.script = script
-        self.raw: Callable[[Next], list[bytes] | None] | None = None
-        """When set, makes the frames to send instead of an answer to these items."""
-        self.sign = SURE
+        super().__init__(drafter_id, Scripted(script), idle_ttl_s=1e9)
+        self.raw: Callable[[Drafts], bytes | None] | None = None
+        """When set, makes the message that is sent instead of an answer; None: no message."""
         self.rounds: list[Round] = []
         self.answers = 0
-        self.feature_bytes = 0
-        self.closed: set[str] = set()
+        self.is_listened_to = False
+        """Whether a verifier has greeted that takes drafts."""
         self.ref = DrafterRef(drafter_id, "incarnation", address, "", 1)
-        self._tokens: dict[str, list[int]] = {}
-        self._wanted: dict[str, tuple[bytes, NextItem]] = {}
-        """By request: sender and item of a `Next` that arrived before the `Round` with its tokens."""
-        self.listeners: set[bytes] = set()
-        self._drafts_of: dict[tuple[str, int], bytes] = {}
-        """The `drafts` socket of a verifier in an epoch."""
-        self._owners: dict[bytes, tuple[str, int]] = {}
-        self._stop = threading.Event()
-        self._ready = threading.Event()
-        self._hub: Hub
-        self._thread = threading.Thread(target=self._run, args=(address,), daemon=True)
+        self._hub = Hub(Wire())
+        self._loop = DrafterLoop(self._hub, self._hub.router(address), self)
+        self._thread = threading.Thread(target=self._loop.run, daemon=True)
         self._thread.start()
-        assert self._ready.wait(120)
 
-    def close(self) -> None:
-        self._stop.set()
-        self._hub.wake()
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._loop.stop()
         self._thread.join(10)
         self._hub.close()
 
-    def _run(self, address: str) -> None:
-        self._hub = Hub(Wire())
-        router = self._hub.router(address)
-        self._ready.set()
-        while not self._stop.is_set():
-            self._hub.poll(0.2)
-            while (message := router.receive()) is not None:
-                self._take(router, *message)
-
-    def _take(self, router: ServerSocket, identity: bytes, frames: list[bytes]) -> None:
+    def receive(self, identity: bytes, frames: Sequence[bytes]) -> list[Reply]:
         message = decode_to_drafter(frames[0])
-        if isinstance(message, Hello):
-            self._owners[identity] = message.verifier_id, message.epoch
-            if message.role == "drafts":
-                self.listeners.add(identity)
-                self._drafts_of[message.verifier_id, message.epoch] = identity
-            router.send(identity, encode(Welcome()))
-        elif isinstance(message, Round):
+        if isinstance(message, Round):
             self.rounds.append(message)
-            self.feature_bytes += len(frames[1])
-            self._extend(message)
-            if message.next is not None:
-                self._want(self._drafts_of[self._owners[identity]], message.next)
-            self._answer(router)
-        elif isinstance(message, Next):
-            self._want(identity, message)
-            self._answer(router)
+        self.is_listened_to |= isinstance(message, Hello) and message.role == "drafts"
+        return super().receive(identity, frames)
 
-    def _want(self, listener: bytes, message: Next) -> None:
-        self._wanted |= {item.request_id: (listener, item) for item in message.items if not item.verifying}
+    def work(self) -> list[Reply]:
+        return [reply for each in super().work() if (reply := self._instead(*each))]
 
-    def _extend(self, message: Round) -> None:
-        for item in message.items:
-            if isinstance(item, Close):
-                self.closed.add(item.request_id)
-                self._tokens.pop(item.request_id, None)
-                self._wanted.pop(item.request_id, None)
-                continue
-            known = self._tokens.setdefault(item.request_id, [])
-            del known[item.base_len - len(item.tokens) :]
-            known.extend(item.tokens)
-
-    def _answer(self, router: ServerSocket) -> None:
-        """Answers the items whose requests have reached their base length."""
-        due: dict[bytes, list[NextItem]] = {}
-        for request_id, (listener, item) in list(self._wanted.items()):
-            if len(self._tokens.get(request_id, [])) == item.base_len:
-                del self._wanted[request_id]
-                due.setdefault(listener, []).append(item)
-        for listener, items in due.items():
-            answer = self._drafts(items) if self.raw is None else self.raw(Next(items))
-            if answer:
-                self.answers += 1
-                router.send(listener, *answer)
-
-    def _drafts(self, items: list[NextItem]) -> list[bytes]:
-        drafts = []
-        for item in items:
-            tokens = self.script(item.request_id, list(self._tokens[item.request_id]), item.k)
-            if tokens is not None:
-                drafts.append(Draft(item.request_id, item.base_len, tokens, [self.sign] * (2 * len(tokens))))
-        return [encode(Drafts(100, 0, drafts))] if drafts else []
+    def _instead(self, listener: bytes, payload: bytes) -> Reply | None:
+        message = decode_to_verifier(payload)
+        if not isinstance(message, Drafts):
+            return listener, payload
+        sent = payload if self.raw is None else self.raw(message)
+        self.answers += sent is not None
+        return None if sent is None else (listener, sent)

@@ -32,10 +32,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator
         },
     }
     started = (partial(Verifier, directory, settings | {"mode": mode}) for mode in ("off", "auto"))
-    off, auto, drafter = together(*started, partial(Drafter, directory))
-    auto.set_drafters(drafter.ref)
-    yield {"off": off, "auto": auto}
-    together(off.close, auto.close, drafter.close)
+    with together(*started, partial(Drafter, directory)) as (off, auto, drafter):
+        auto.set_drafters(drafter.ref)
+        yield {"off": off, "auto": auto}
 
 
 @pytest.fixture(scope="package")

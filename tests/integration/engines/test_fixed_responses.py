@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from vllm.sampling_params import SamplingParams
 
-from backend.engine.client import Answer
 from backend.fleet import VerifierStats
 from backend.wire.engine import FIXED_RESPONSE
 from tests.support.processes import Verifier, together
@@ -36,11 +35,6 @@ def forced(tokens: list[int], **changes: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 0, "max_tokens": len(tokens), "ignore_eos": True, "extra_args": fixed} | changes))
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("x")
-
-
 def start(directory: Path, mode: str) -> Verifier:
     # Without look-ups of its own a verifier drafts what the drafter says and nothing else: the arithmetic is exact.
     engine = {
@@ -54,9 +48,8 @@ def start(directory: Path, mode: str) -> Verifier:
 @pytest.fixture(scope="module")
 def drafting(directory: Path) -> Iterator[dict[str, Verifier]]:
     """A verifier of each mode that drafts."""
-    native, sync = together(partial(start, directory, "native"), partial(start, directory, "sync"))
-    yield {"native": native, "sync": sync}
-    together(native.close, sync.close)
+    with together(partial(start, directory, "native"), partial(start, directory, "sync")) as (native, sync):
+        yield {"native": native, "sync": sync}
 
 
 @pytest.fixture
@@ -68,9 +61,7 @@ def check(verifier: Verifier, drafts: bool) -> None:
     """All responses at once."""
     before = verifier.client.fresh_stats()
     params = [forced(tokens, temperature=i % 2, seed=i) for i, tokens in enumerate(RESPONSES)]
-    ids = [verifier.client.add(prompt, each) for prompt, each in zip(PROMPTS, params, strict=True)]
-    verifier.client.finish_all()
-    answers: list[Answer] = [verifier.client.answers.pop(request_id) for request_id in ids]
+    answers = verifier.client.generate(PROMPTS, params)
     assert [answer.tokens for answer in answers] == RESPONSES
     assert {answer.finish_reason for answer in answers} == {"length"}
     assert all(len(output.new_token_ids) <= K + 1 for answer in answers for output in answer.outputs)
@@ -114,20 +105,17 @@ def test_drafts_are_accepted_exactly_as_far_as_they_agree(directory: Path, sync:
     prompt, told = PROMPTS[2], response(2, 61)
     text = prompt + told
 
-    def script(request_id: str, tokens: list[int], k: int) -> list[int]:
+    def script(tokens: list[int], k: int) -> list[int]:
         right = text[len(tokens) : len(tokens) + k]
         return [t if i < wrong_from else (t + 1) % 900 for i, t in enumerate(right)]
 
-    scripted = ScriptedDrafter(f"ipc://{directory}/s{os.urandom(3).hex()}.sock", script, f"drafter-{wrong_from}")
-    try:
+    with ScriptedDrafter(f"ipc://{directory}/s{os.urandom(3).hex()}.sock", script, f"drafter-{wrong_from}") as scripted:
         sync.set_drafters(scripted.ref)
-        sync.client.run_until(lambda: bool(scripted.listeners))
+        sync.client.run_until(lambda: scripted.is_listened_to)
         before = sync.client.fresh_stats()
         (answer,) = sync.client.generate([prompt], forced(told))
         after = sync.client.fresh_stats()
-    finally:
         sync.set_drafters()
-        scripted.close()
     assert answer.tokens == told
     drafts = after.teacher_forced.drafts - before.teacher_forced.drafts
     accepted = after.teacher_forced.accepted_tokens - before.teacher_forced.accepted_tokens

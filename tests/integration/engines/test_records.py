@@ -51,15 +51,14 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def run(plain: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def run(plain: Verifier, directory: Path) -> Run:
     """Drafts of four tokens of which the third is wrong; one request stops inside a draft.
 
     The verifier has ended: files are whole then.
     """
-    directory = tmp_path_factory.mktemp("r")
     answers = [each.tokens for each in plain.client.generate(PROMPTS, [sampling(i) for i in range(len(PROMPTS))])]
 
-    def oracle(request_id: str, tokens: list[int], k: int) -> list[int]:
+    def oracle(tokens: list[int], k: int) -> list[int]:
         texts = (prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True))
         text = next((text for text in texts if text[: len(tokens)] == tokens), [])
         draft = text[len(tokens) : len(tokens) + k]
@@ -67,15 +66,11 @@ def run(plain: Verifier, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     limits = {"engine_args": {"max_num_batched_tokens": 64}, "max_num_seqs": 8, "draft_deadline_ms": 2000, "lookup": False}
     settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": limits, "records": {"dir": str(directory)}}
-    verifier = Verifier(directory, settings)
-    drafter = ScriptedDrafter(f"ipc://{directory}/d{os.urandom(3).hex()}.sock", oracle)
-    try:
+    address = f"ipc://{directory}/d{os.urandom(3).hex()}.sock"
+    with ScriptedDrafter(address, oracle) as drafter, Verifier(directory, settings) as verifier:
         verifier.set_drafters(drafter.ref)
-        verifier.client.run_until(lambda: bool(drafter.listeners))
+        verifier.client.run_until(lambda: drafter.is_listened_to)
         return Run(directory, verifier, answers[3][10])
-    finally:
-        verifier.close()
-        drafter.close()
 
 
 def test_every_token_the_client_got_is_in_a_verification(run: Run) -> None:

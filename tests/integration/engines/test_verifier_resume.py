@@ -7,7 +7,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from backend.wire.engine import ADD, LOGPROBS_MODE, NOISE_SEED, Addition
-from tests.lossless.asked import END_OF_TEXT, structured
+from tests.lossless.asked import END_OF_TEXT, logprobs, structured
 from tests.support.processes import Verifier
 
 pytestmark = pytest.mark.engine
@@ -65,16 +65,6 @@ def compare(verifier: Verifier, params: SamplingParams) -> list[Any]:
         for got, wanted in zip(logprobs(part), logprobs(whole)[cut:], strict=True):
             assert got == pytest.approx(wanted, abs=1e-4)
     return wholes
-
-
-def logprobs(answer: Any) -> list[list[float]]:
-    """Per token, the top log-probabilities."""
-    return [
-        [float(each) for each in row]
-        for output in answer.outputs
-        if output.new_logprobs is not None
-        for row in output.new_logprobs.logprobs
-    ]
 
 
 def test_limits_count_what_was_emitted(verifier: Verifier) -> None:

@@ -60,12 +60,12 @@ def fleet(collector: Collector, home: Path, keys: Path, first_key: str) -> Itera
         "ray-namespace": f"served-{os.getpid()}",
     }
     words = (word for name, value in flags.items() for word in (f"--{name}", str(value)))
-    fleet = ServedFleet(*words, env={"OTEL_TRACES_SAMPLER": "parentbased_always_off", "PYTHONPATH": str(ROOT)}, key=KEY)
-    # Or the coordinator has it serve now one of them, now both.
-    both = {"drafter": "drafter-0", "verifiers": ["verifier-0", "verifier-1"]}
-    fleet.http.post("/admin/assign", json=both).raise_for_status()
-    yield fleet
-    fleet.stop()
+    env = {"OTEL_TRACES_SAMPLER": "parentbased_always_off", "PYTHONPATH": str(ROOT)}
+    with ServedFleet(*words, env=env, key=KEY) as fleet:
+        # Or the coordinator has it serve now one of them, now both.
+        both = {"drafter": "drafter-0", "verifiers": ["verifier-0", "verifier-1"]}
+        fleet.http.post("/admin/assign", json=both).raise_for_status()
+        yield fleet
 
 
 @pytest.fixture(scope="package")
