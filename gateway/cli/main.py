@@ -238,13 +238,8 @@ def apart(point: EntryPoint, arguments: list[str]) -> int:
 
 
 def ours(place: str) -> Callable[[list[str]], int]:
+    """The command at this place, which is imported when it runs; so nothing that serves imports the laboratory."""
     return partial(apart, EntryPoint("", place, ""))
-
-
-def laboratory(name: str, arguments: list[str]) -> int:
-    """Runs a command that only measures or trains.  It is found by its entry point; no serving code imports it."""
-    (point,) = importlib.metadata.entry_points(group="outrider.commands", name=name)
-    return apart(point, arguments)
 
 
 OWN = "(it has options of its own)"
@@ -256,7 +251,7 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "make-key": ("make an API key and its entry for the keys file", make_key),
     "reload": ("have a running gateway read its keys, limits and routing again", reload),
     "records": ("sum up, draw, join or export what verifiers wrote down", records),
-    "bench": (f"measure every mode on this machine {OWN}", partial(laboratory, "bench")),
+    "bench": (f"measure every mode on this machine {OWN}", ours("backend.lab.bench.main:main")),
     "run-batch": (f"carry out a file of OpenAI batch requests at a gateway {OWN}", ours("gateway.cli.run_batch:main")),
     "rollout": (
         f"run a trace's prompts over a fleet of its own, with a row of every step {OWN}",
@@ -264,8 +259,8 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     ),
     "trace": (f"make traces {OWN}", trace),
     "train-drafter": (f"train a head for a model from prompts {OWN}", ours("gateway.cli.train_drafter:main")),
-    "train-demo": ("train the built-in demo models again", partial(laboratory, "train-demo")),
-    "selfcheck": ("check and time a drafter on this machine's GPU", partial(laboratory, "selfcheck")),
+    "train-demo": ("train the built-in demo models again", ours("backend.lab.demo.__main__:main")),
+    "selfcheck": ("check and time a drafter on this machine's GPU", ours("backend.lab.selfcheck:main")),
 }
 CHANGES = {name: (summary, partial(administration, name)) for name, summary in administer.SUMMARIES.items()}
 """Each command's summary, and the function that runs it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from backend.lab.bench.engines import Bench, Processes, TargetFleet
+from backend.lab.bench.engines import Processes, TargetFleet
 from backend.lab.bench.measure import Snapshot, drafting_between, sample
 from backend.lab.bench.options import PROBABILISTIC
 from backend.lab.bench.pace import parse_pace
@@ -25,15 +25,14 @@ def test_steps_and_drafts_of_real_engines_take_at_least_the_stated_time(tmp_path
     directory = tempfile.TemporaryDirectory(prefix="orpc")
     found: dict[str, tuple[float, Snapshot, Snapshot]] = {}
     with directory as name:
-        bench = Bench(demo_models(), split, Path(name), 0, 256, 1, pace=pace)
-        asked = [Configuration(mode, 2, split.verifier) for mode in ("off", PROBABILISTIC, "sync")]
-        with Processes(bench) as processes:
-            fleet = TargetFleet(processes, asked, lambda _: None)
+        asked = [Configuration(mode, 2) for mode in ("off", PROBABILISTIC, "sync")]
+        with Processes(demo_models(), split, Path(name), pace=pace) as processes:
+            fleet = TargetFleet(processes, asked, 256, 1, lambda _: None)
             for each in asked:
                 fleet.warm_up(each, [[9] * 8], 8, (1,), 1)
                 load, before, after = fleet.measure(each, [[7] * 20], tokens, 0.0, 1)
                 found[each.mode] = load.wall_s, before, after
-                counted = sample(0, each, load, before, after, 1)
+                counted = sample(0, each, load, before, after, split)
                 assert counted.paced["cycle_ms"] >= 40
                 assert counted.t_verify_ms >= 40
                 # Features leave when the step is over: drafts in turn are waited for.

@@ -1,21 +1,32 @@
-"""Starts, queries and ends a benchmark's child processes.  Parent process, its one thread.
+"""Child processes of a benchmark, each a verifier or a drafter on cores of its own: how they start, answer and end.
 
-A child is told its role, and answers messages over a pipe (`worker.py`).  It ends when the pipe closes, so that no child
-outlives a parent that was killed.
+A child answers messages over a pipe, and ends when the pipe closes, so that no child outlives a parent that was killed.
+`Child` belongs to the parent process, its one thread; the functions run in the child.
 """
 
+import contextlib
+import logging
 import multiprocessing
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from backend.config import environment
-from backend.lab.bench import worker
+from backend.lab.bench.pace import Pace
+from backend.lab.bench.pacing import pace_drafter, pace_verifier
+from backend.models.resolve import ResolvedModels
 
 START_TIMEOUT_S = 900.0
 STOP_TIMEOUT_S = 20.0
 LAST_LINES = 15
+FRESH_POLL_S = 0.01
 _SPAWN = multiprocessing.get_context("spawn")
+
+Served = tuple[Any, Callable[[Any], Any]]
+"""A verifier's or drafter's process object, and what answers messages."""
 
 
 class ChildError(Exception):
@@ -25,14 +36,16 @@ class ChildError(Exception):
 class Child:
     """One child process.  The constructor starts it and does not wait; call `wait_ready` before use."""
 
-    def __init__(self, job: worker.Job, log: Path) -> None:
-        self.name = str(job.get("name", job["role"]))
-        self._log = log
+    def __init__(
+        self, name: str, build: Callable[[], Served], cores: Sequence[int], log: Path, variables: Mapping[str, str]
+    ) -> None:
+        """`build` makes in the child what it serves."""
+        self._name, self._log = name, log
         self._ready = False
         self._pipe, theirs = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=worker.main, args=(job, theirs, log))
+        self.process = _SPAWN.Process(target=_main, args=(build, cores, theirs, log))
         # The child must have them before it imports anything.  They mean nothing to this process, which computes nothing.
-        environment.export({"OMP_NUM_THREADS": str(len(job["cores"]))} | job.get("environment", {}))
+        environment.export({"OMP_NUM_THREADS": str(len(cores)), **variables})
         self.process.start()
         theirs.close()
 
@@ -44,7 +57,7 @@ class Child:
         self._ready = True
         return address
 
-    def ask(self, message: Any) -> Any:
+    def ask(self, message: Any = None) -> Any:
         """Sends a message and returns the answer to it.  Raises `ChildError`."""
         try:
             self._pipe.send(message)
@@ -70,8 +83,7 @@ class Child:
             self.process.kill()
 
     def close(self) -> None:
-        """Waits for the child's end, and kills it after `STOP_TIMEOUT_S`."""
-        self.hang_up()
+        """Waits for the end of a child after `hang_up`, and kills it after `STOP_TIMEOUT_S`."""
         try:
             self.process.join(STOP_TIMEOUT_S)
         finally:
@@ -80,12 +92,59 @@ class Child:
 
     def _died(self) -> ChildError:
         lines = self._log.read_text(errors="replace").splitlines()[-LAST_LINES:] if self._log.exists() else []
-        return ChildError("\n".join([f"{self.name} ended unexpectedly; its last words:", *lines]))
+        return ChildError("\n".join([f"{self._name} ended unexpectedly; its last words:", *lines]))
 
 
-def close_all(children: Sequence[Child]) -> None:
-    """Ends all of them at once, then waits for each."""
-    for child in children:
-        child.hang_up()
-    for child in children:
-        child.close()
+def _main(build: Callable[[], Served], cores: Sequence[int], pipe: Connection, log: Path) -> None:
+    """Serves.  Sends its address when it is ready, then answers each message, until the pipe closes."""
+    # Ctrl-C reaches only the parent, which then ends its children in order.
+    os.setsid()
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    logging.basicConfig(level="INFO")
+    os.sched_setaffinity(0, cores)
+    process, answer = build()
+    process.start()
+    pipe.send(process.address)
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(answer(pipe.recv()))
+    process.stop()
+
+
+def build_verifier(name: str, settings: Mapping[str, Any], models: ResolvedModels, pace: Pace | None, address: str) -> Served:
+    """A verifier.  A list of drafters is its new assignment; the answer to any message are the counters of a paced run."""
+    from backend.config import Settings
+    from backend.verifier.process import VerifierProcess
+
+    pacer = pace_verifier(pace) if pace else None
+    process = VerifierProcess(name, "bench", Settings.model_validate(settings), models, address)
+
+    def answer(refs: Any) -> Any:
+        if refs is not None:
+            process.set_drafters(refs)
+        return pacer.counts if pacer else None
+
+    return process, answer
+
+
+def build_drafter(
+    name: str, cores: int, models: ResolvedModels, head_dir: str | None, pace: Pace | None, address: str
+) -> Served:
+    """A drafter.  It answers with its counters, and those of a paced run."""
+    from backend.config import DraftingSettings
+    from backend.drafter.process import DrafterModel, DrafterProcess
+
+    pacer = pace_drafter(pace) if pace else None
+    model = DrafterModel(models.target_dir, head_dir, head_dir, models.learning_dir)
+    process = DrafterProcess(name, model, DraftingSettings(cores=cores), address)
+
+    def answer(_: Any) -> Any:
+        stale = process.stats()
+        # The loop publishes a new object a few times a second.  A new object contains everything counted before this request.
+        while process.is_alive and process.stats() is stale:
+            time.sleep(FRESH_POLL_S)
+        return process.stats(), pacer.counts if pacer else None
+
+    return process, answer

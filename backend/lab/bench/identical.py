@@ -1,12 +1,14 @@
 """Checks that all configurations generate the same greedy answers.  Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from backend.lab.bench.plan import Configuration, Point
 
 PLAIN = "off"
+Answers = Mapping[tuple[str, Point, int], Mapping[Configuration, list[list[int]]]]
+"""Greedy answers by target, point and round, and configuration: token ids, in the order of the prompts."""
 
 
 class Difference(msgspec.Struct, frozen=True):
@@ -25,36 +27,23 @@ class Difference(msgspec.Struct, frozen=True):
     reference: str
 
 
-class GreedyCheck:
-    """Collects greedy answers, and compares them with those of plain decoding (or the first configuration) to the same prompts.
+def compared(answers: Answers) -> int:
+    """Number of answers that are compared with a reference."""
+    return sum(len(texts) for each in answers.values() for texts in list(each.values())[1:])
+
+
+def differences(answers: Answers) -> list[Difference]:
+    """The first difference of every configuration at every point from plain decoding, or else from the first configuration.
 
     Another batch adds floats in another order, so near ties may be decided differently in any mode.
     """
-
-    def __init__(self) -> None:
-        self._answers: dict[tuple[str, Point, int], dict[Configuration, list[list[int]]]] = {}
-
-    def add(self, target: str, configuration: Configuration, point: Point, number: int, answers: list[list[int]]) -> None:
-        """Adds one measurement's token ids, in the order of its prompts; ignores answers that are not greedy."""
-        if point.temperature == 0:
-            self._answers.setdefault((target, point, number), {})[configuration] = answers
-
-    @property
-    def compared(self) -> int:
-        """Number of answers that were compared with a reference."""
-        return sum(len(answers) for each in self._answers.values() for answers in list(each.values())[1:])
-
-    def differences(self) -> list[Difference]:
-        """The first difference of every configuration at every point."""
-        found = []
-        for (target, point, number), each in self._answers.items():
-            reference = next((c for c in each if c.mode == PLAIN), next(iter(each)))
-            for configuration, answers in each.items():
-                where = first_difference(each[reference], answers)
-                if where is None:
-                    continue
+    found = []
+    for (target, point, number), each in answers.items():
+        reference = next((c for c in each if c.mode == PLAIN), next(iter(each)))
+        for configuration, texts in each.items():
+            if (where := first_difference(each[reference], texts)) is not None:
                 found.append(Difference(target, configuration.label, point.name, number, *where, reference.label))
-        return found
+    return found
 
 
 def first_difference(expected: Iterable[list[int]], got: Iterable[list[int]]) -> tuple[int, int, int, int] | None:

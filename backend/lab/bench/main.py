@@ -1,4 +1,4 @@
-"""`outrider bench`: reads its options, measures, and writes the results, even when interrupted.  Parent process."""
+"""`outrider bench`: reads its options and measures.  Parent process."""
 
 import os
 from collections.abc import Sequence
@@ -25,26 +25,17 @@ def main(arguments: Sequence[str], say: Say) -> None:
     # Imported here, because importing vLLM's codec and torch takes seconds, and `--help` should be immediate.
     environment.export({"VLLM_LOGGING_LEVEL": "ERROR"}, override=False)
     from backend.engine.client import EngineRefused
-    from backend.lab.bench import hardware, tables
+    from backend.lab.bench import hardware
     from backend.lab.bench.load import LoadError
-    from backend.lab.bench.run import Results, run
+    from backend.lab.bench.measure import Results
+    from backend.lab.bench.run import run
 
     if options.pace and hardware.gpus():
         raise CommandError("--pace is for a CPU; on a GPU steps take what they take")
     about = hardware.about(["outrider", "bench", *arguments], split.all)
     output = options.output or RESULTS / f"{about['date'][:10]}-{about['commit'].rstrip('+')}"
     output.mkdir(parents=True, exist_ok=True)
-    results = Results()
-
-    def keep() -> None:
-        tables.keep(output, about, options, split, results)
-
     try:
-        try:
-            run(options, split, results, say, keep)
-        finally:
-            # After an interruption, the results so far are written too, and marked as incomplete.
-            if results.samples:
-                tables.write(output, about, options, split, results, say)
+        run(Results(about, options, split), output, say)
     except (ChildError, CheckpointError, EngineRefused, LoadError, ModelError, TimeoutError, OSError) as error:
         raise CommandError(str(error)) from error

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
+from backend.lab.bench.options import BenchOptions
 from backend.lab.bench.pace import Paced
-from backend.lab.bench.plan import Configuration, Point, label
+from backend.lab.bench.plan import Configuration, CoreSplit, Point, label
 
 if TYPE_CHECKING:
     from backend.lab.bench.load import MeasuredLoad
@@ -112,7 +113,7 @@ class Row(Figures, frozen=True, kw_only=True):
 
 
 def sample(
-    number: int, configuration: Configuration, load: MeasuredLoad, before: Snapshot, after: Snapshot, drafter_cores: int
+    number: int, configuration: Configuration, load: MeasuredLoad, before: Snapshot, after: Snapshot, split: CoreSplit
 ) -> Measurement:
     """The figures of `load`, from the counters before and after it."""
     tokens = sum(len(answer.tokens) for answer in load.answers)
@@ -120,9 +121,9 @@ def sample(
     busy_s = new.busy_s - old.busy_s
     idle_s = {cause: seconds - old.idle_s.get(cause, 0.0) for cause, seconds in new.idle_s.items()}
     drafting = drafting_between(old, new)
-    core_s = busy_s * len(configuration.cores)
+    core_s = busy_s * len(split.verifier)
     if configuration.is_remote and before.drafter is not None and after.drafter is not None:
-        core_s += (after.drafter.busy_s - before.drafter.busy_s) * drafter_cores
+        core_s += (after.drafter.busy_s - before.drafter.busy_s) * len(split.drafter)
     awaited = {cause: seconds / load.wall_s for cause, seconds in idle_s.items() if cause != "no_work"}
     foreseen = drafting.ahead_hits + drafting.ahead_misses
     is_timed = configuration.is_remote and drafting.rounds > 0
@@ -184,15 +185,15 @@ def drafting_between(old: VerifierStats, new: VerifierStats) -> DraftCounters:
     return total
 
 
-def row(target: str, configuration: Configuration, point: Point, samples: Sequence[Measurement]) -> Row:
+def row(target: str, configuration: Configuration, point: Point, cores: int, samples: Sequence[Measurement]) -> Row:
     names = Figures.__struct_fields__
     by_name = {name: [value for s in samples if (value := getattr(s, name)) is not None] for name in names}
     medians: dict[str, Any] = {name: statistics.median(values) if values else None for name, values in by_name.items()}
     causes = sorted({cause for s in samples for cause in s.idle})
     ordered = sorted(samples, key=lambda s: s.round)
-    about = asdict(configuration) | asdict(point) | {"cores": len(configuration.cores)}
     return Row(
         target=target,
+        cores=cores,
         rounds=len(samples),
         idle={cause: statistics.median(s.idle.get(cause, 0.0) for s in samples) for cause in causes},
         paced={name: statistics.median(s.paced[name] for s in samples) for name in samples[0].paced},
@@ -201,9 +202,27 @@ def row(target: str, configuration: Configuration, point: Point, samples: Sequen
         ],
         spread={name: [min(values), max(values)] if values else None for name, values in by_name.items()},
         per_round={name: [getattr(s, name) for s in ordered] for name in ("tokens_per_s", "tokens_per_busy_core_s")},
-        **about,
+        **asdict(configuration),
+        **asdict(point),
         **medians,
     )
+
+
+@dataclass
+class Results:
+    """A run's origin and its measurements so far."""
+
+    about: Mapping[str, Any]
+    options: BenchOptions
+    split: CoreSplit
+    samples: dict[tuple[str, Configuration, Point], list[Measurement]] = field(default_factory=dict)
+    greedy: dict[tuple[str, Point, int], dict[Configuration, list[list[int]]]] = field(default_factory=dict)
+    targets: dict[str, dict[str, Any]] = field(default_factory=dict)
+    complete: bool = False
+
+    def rows(self) -> list[Row]:
+        cores = len(self.split.verifier)
+        return [row(*about, cores, samples) for about, samples in self.samples.items()]
 
 
 def ratios(row: Row, base: Row | None, name: str = "tokens_per_s") -> list[float]:

@@ -16,12 +16,12 @@ MODES: tuple[str, ...] = ("off", "native", PROBABILISTIC, *(mode for mode in get
 """The modes of the settings, and a variant of `native` to compare with."""
 TARGETS = ("demo", "S", "L")
 DOMAINS = ("code", "prose", "chat", "random")
-Name = TypeVar("Name", bound=str)
 Number = TypeVar("Number", int, float)
 
 AUTO_LEARNS = 4
 """Factor on the number of warm-up loads for `auto`, which learns there what its plans cost, as a server does in its first
 minute."""
+WARM_UP_TOKENS = 64
 OWN = "own"
 """The name of a target given with --model."""
 USUAL = {"targets": TARGETS, "concurrency": (1, 4, 16), "domains": DOMAINS, "tokens": 128, "requests": 4, "waves": 3}
@@ -85,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     say("--quick", action="store_true", help="one target and fewer points: under ten minutes on two cores")
     say("--full", action="store_true", help="every domain at every concurrency and temperature")
     paced = f"let steps last as long as an accelerator's: {', '.join(PROFILES)}, or MS,US per target step and token"
-    say("--pace", type=_pace, metavar="PACE", help=f"{paced}[, draft pass and token[, in mode native]]")
+    say("--pace", type=parse_pace, metavar="PACE", help=f"{paced}[, draft pass and token[, in mode native]]")
     say("--targets", type=_names(TARGETS), metavar="LIST", help=f"of {', '.join(TARGETS)} (default: all)")
     say("--modes", type=_names(MODES), metavar="LIST", default=MODES, help=f"of {', '.join(MODES)} (default: all)")
     say("--domains", type=_names(DOMAINS), metavar="LIST", help=f"of {', '.join(DOMAINS)}; the first is swept (default: all)")
@@ -108,15 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _pace(text: str) -> Pace:
-    try:
-        return parse_pace(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _names(allowed: Sequence[Name]) -> Callable[[str], tuple[Name, ...]]:
-    def read(text: str) -> tuple[Name, ...]:
+def _names(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    def read(text: str) -> tuple[str, ...]:
         wanted = [part.strip() for part in text.split(",") if part.strip()]
         unknown = [name for name in wanted if name not in allowed]
         if unknown or not wanted:

@@ -12,6 +12,7 @@ arithmetic overlap.
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -116,7 +117,7 @@ def parse_pace(text: str) -> Pace:
     """Parses a profile's name, or pairs `MS,US` (fixed ms, us per token); either may be followed by `@` and a factor.
 
     Up to three pairs are for a target step, a draft pass, and a draft pass in mode `native`.  With 70b@4 everything takes four
-    times as long: ratios stay, and a slower machine can keep up.  Raises `ValueError`.
+    times as long: ratios stay, and a slower machine can keep up.  Raises `ArgumentTypeError`.
     """
     given, _, factor = text.partition("@")
     known = PROFILES.get(given)
@@ -127,7 +128,8 @@ def parse_pace(text: str) -> Pace:
     costs = [Cost(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=False)]
     sane = 0 < times < float("inf") and all(0 <= number < float("inf") for number in numbers)
     if not sane or not (known or costs) or len(numbers) % 2 or len(costs) > 3:
-        raise ValueError(f"{text!r}: there are {', '.join(PROFILES)}, and two, four or six numbers as in 6,32,0.4,1.5 or 70b@4")
+        profiles = ", ".join(PROFILES)
+        raise ArgumentTypeError(f"{text!r}: there are {profiles}, and two, four or six numbers as in 6,32,0.4,1.5 or 70b@4")
     if known is None:
         heads = [HeadCost(cost, cost) for cost in costs[1:]] or [HeadCost()]
         known = Pace(text, costs[0], heads[0], heads[-1])

@@ -30,7 +30,6 @@ class Configuration:
     mode: str
     k: int
     """0: no drafting."""
-    cores: tuple[int, ...]
 
     @property
     def label(self) -> str:
@@ -81,10 +80,10 @@ def split_cores(available: Sequence[int], verifier: int | None, drafter: int | N
     return CoreSplit(cores[:verifying], cores[verifying : verifying + drafting])
 
 
-def configurations(options: BenchOptions, split: CoreSplit, kind: DrafterKind) -> list[Configuration]:
+def configurations(options: BenchOptions, kind: DrafterKind) -> list[Configuration]:
     """Everything measured for one target, plain decoding first.  Drafters without weights give no probabilities."""
     modes = [mode for mode in options.modes if mode != PROBABILISTIC or KINDS[kind].has_weights]
-    return [Configuration(mode, k, split.verifier) for mode in modes for k in (options.ks if mode != "off" else (0,))]
+    return [Configuration(mode, k) for mode in modes for k in (options.ks if mode != "off" else (0,))]
 
 
 def label(mode: str, k: int) -> str:

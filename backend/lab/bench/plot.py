@@ -16,7 +16,6 @@ GROUP_WIDTH = 0.82
 def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) -> bool:
     """Writes the picture.  Without matplotlib, prints a message and returns False."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         say("no bench.png: matplotlib is not installed (make setup-dev installs it)")
@@ -31,7 +30,6 @@ def draw(rows: Sequence[Row], file: Path, say: Say, paced: str | None = None) ->
     colours = dict(zip(labels, itertools.cycle(COLOURS), strict=False))
     size = (1.6 + 3.6 * len(targets), 1.5 + 2.7 * len(temperatures))
     figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(temperatures), len(targets), squeeze=False, sharey="row")
     for line, temperature in enumerate(temperatures):
         for column, target in enumerate(targets):

@@ -9,13 +9,12 @@ from typing import Any
 import msgspec
 
 from backend.lab.bench import plot
-from backend.lab.bench.identical import PLAIN, Difference
+from backend.lab.bench.identical import PLAIN, Difference, compared, differences
 from backend.lab.bench.markdown import NOTHING, number, spread, table
-from backend.lab.bench.measure import Row, limit, ratios, step_times
-from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, BenchOptions
+from backend.lab.bench.measure import Results, Row, limit, ratios, step_times
+from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, WARM_UP_TOKENS
 from backend.lab.bench.pace import Cost
-from backend.lab.bench.plan import CoreSplit, Point
-from backend.lab.bench.run import WARM_UP_TOKENS, Results
+from backend.lab.bench.plan import Point
 from backend.models.resolve import Say
 from backend.records.store import appearing
 
@@ -25,35 +24,34 @@ Columns = Mapping[str, Callable[[Row], str]]
 """The cells of a row's line in a table, by the columns' heads."""
 
 
-def write(output: Path, about: Mapping[str, Any], options: BenchOptions, split: CoreSplit, results: Results, say: Say) -> None:
-    content = keep(output, about, options, split, results)
+def write(output: Path, results: Results, say: Say) -> None:
+    content = keep(output, results)
     rows = results.rows()
-    (output / "bench.md").write_text(markdown(content, rows, results.greedy.differences()), encoding="utf-8")
+    (output / "bench.md").write_text(markdown(content, rows, differences(results.greedy)), encoding="utf-8")
     drawn = plot.draw(rows, output / "bench.png", say, content["paced"])
     say(f"wrote {output}/bench.json, bench.md{', bench.png' if drawn else ''}")
 
 
-def keep(output: Path, about: Mapping[str, Any], options: BenchOptions, split: CoreSplit, results: Results) -> dict[str, Any]:
+def keep(output: Path, results: Results) -> dict[str, Any]:
     """Replaces bench.json atomically, so that a run that is killed leaves its results; returns the content."""
-    content = document(about, options, split, results)
+    content = document(results)
     with appearing(output / "bench.json") as unfinished:
-        unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        unfinished.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
     return content
 
 
-def document(about: Mapping[str, Any], options: BenchOptions, split: CoreSplit, results: Results) -> dict[str, Any]:
-    differences = results.greedy.differences()
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+def document(results: Results) -> dict[str, Any]:
+    options, split, unlike, count = results.options, results.split, differences(results.greedy), compared(results.greedy)
     return {
-        **about,
+        **results.about,
         "paced": str(options.pace) if options.pace else None,
-        "settings": settings | {"cores_verifier": split.verifier, "cores_drafter": split.drafter},
+        "settings": asdict(options) | {"cores_verifier": split.verifier, "cores_drafter": split.drafter},
         "complete": results.complete,
         "targets": results.targets,
-        "rows": [msgspec.to_builtins(row) for row in results.rows()],
-        "greedy_identical": not differences if results.greedy.compared else None,
-        "greedy_compared": results.greedy.compared,
-        "greedy_differences": [msgspec.to_builtins(difference) for difference in differences],
+        "rows": msgspec.to_builtins(results.rows()),
+        "greedy_identical": not unlike if count else None,
+        "greedy_compared": count,
+        "greedy_differences": msgspec.to_builtins(unlike),
     }
 
 
@@ -83,7 +81,7 @@ def markdown(content: Mapping[str, Any], rows: Sequence[Row], differences: Seque
     ]
     for target in dict.fromkeys(row.target for row in rows):
         own = [row for row in rows if row.target == target]
-        lines += [f"## Target {target}", "", _describe(content["targets"].get(target, {})), ""]
+        lines += [f"## Target {target}", "", _describe(content["targets"][target]), ""]
         points = list(dict.fromkeys(row.point for row in own))
         by_point = sorted(own, key=lambda row: points.index(row.point))
         for section in (
@@ -199,8 +197,6 @@ def _differences(differences: Sequence[Difference]) -> list[str]:
 
 
 def _describe(target: Mapping[str, Any]) -> str:
-    if not target:
-        return ""
     return (
         f"{target['parameters'] / 1e6:.1f} M parameters, {target.get('num_hidden_layers', '?')} layers, "
         f"width {target.get('hidden_size', '?')}, MLP {target.get('intermediate_size', '?')}."

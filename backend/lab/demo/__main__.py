@@ -5,12 +5,12 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from backend.lab.demo.options import DemoOptions, DrafterOptions, DraftModelOptions, TargetOptions
 from backend.lab.demo.train import train_demo
 from backend.models.demo import DFLASH_DIR, DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
+from backend.models.resolve import Say
 
 DIRECTORIES = {"eagle3": DRAFTER_DIR, "dflash": DFLASH_DIR}
 
@@ -47,7 +47,12 @@ def parse(arguments: Sequence[str]) -> DemoOptions:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--no-compile", action="store_true", help="run without torch.compile")
     given = parser.parse_args(arguments)
+    drafter: DrafterOptions | DraftModelOptions = DrafterOptions(
+        minutes=given.drafter_minutes, tokens_per_step=given.tokens_per_step, generated_tokens=given.generated_tokens
+    )
     head = "draft-model" if given.draft_model else given.head
+    if given.draft_model:
+        drafter = DraftModelOptions(minutes=given.draft_model_minutes)
     return DemoOptions(
         target_dir=given.target_dir,
         drafter_dir=given.draft_model or given.drafter_dir or DIRECTORIES[head],
@@ -56,18 +61,13 @@ def parse(arguments: Sequence[str]) -> DemoOptions:
         seed=given.seed,
         compile=not given.no_compile,
         command=shlex.join(["outrider", "train-demo", *arguments]),
-        target=replace(TargetOptions(), minutes=given.target_minutes if head == "eagle3" else 0.0),
-        drafter=replace(
-            DrafterOptions(),
-            minutes=given.drafter_minutes,
-            tokens_per_step=given.tokens_per_step,
-            generated_tokens=given.generated_tokens,
-        ),
-        draft_model=replace(DraftModelOptions(), minutes=given.draft_model_minutes),
+        target=TargetOptions(minutes=given.target_minutes if head == "eagle3" else 0.0),
+        drafter=drafter,
     )
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], say: Say = print) -> None:
+    """Trains what the arguments ask for; it reports by its log."""
     options = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     train_demo(options)

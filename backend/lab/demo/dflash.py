@@ -14,10 +14,11 @@ from torch.nn import functional
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from backend.lab.demo.heads import Lesson, default_feature_layers
+from backend.lab.demo.heads import default_feature_layers
 from backend.lab.demo.llama import config_of, features
-from backend.lab.demo.options import DemoOptions
+from backend.lab.demo.options import DrafterOptions
 from backend.lab.demo.tokenizer import PAD_ID
+from backend.lab.demo.training import Lesson
 from backend.learning.head import initialise
 from backend.learning.lesson import draft_losses
 from backend.models.writing import write_checkpoint
@@ -78,7 +79,7 @@ class BlockDrafter(nn.Module):
         return functional.linear(self.norm(masks), self.embeddings)
 
 
-def new_head(target: LlamaForCausalLM) -> BlockDrafter:
+def new_head(target: LlamaForCausalLM, settings: DrafterOptions) -> BlockDrafter:
     """A new head whose layers begin as its target's last ones; `fc` begins as a copy of the last feature."""
     config = Qwen3Config.from_dict(config_of(target) | {"model_type": "qwen3", "num_hidden_layers": LAYERS})
     layers = default_feature_layers(target.config.num_hidden_layers)
@@ -124,7 +125,7 @@ def block_loss(
     return (draft_losses(drafted, goal) * weights).sum() / weights.sum(), by_place
 
 
-def lesson(head: BlockDrafter, target: LlamaForCausalLM, options: DemoOptions) -> Lesson:
+def lesson(head: BlockDrafter, target: LlamaForCausalLM, settings: DrafterOptions, is_compiled: bool) -> Lesson:
     """What a step of the training teaches.  Half of the blocks are whole: drafts may also be shorter."""
 
     def teach(tokens: Tensor, fraction: float, chance: np.random.Generator) -> tuple[Tensor, Tensor]:

@@ -8,16 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM
 
 from backend.lab.demo.llama import llama_config, new_llama, save_llama
-from backend.lab.demo.options import DemoOptions, DraftModelOptions
-from backend.lab.demo.tokenizer import save_tokenizer
-from backend.lab.demo.training import Stream, TrainingProgress, train, windows
-from backend.learning.optimizers import Optimizers
+from backend.lab.demo.options import DraftModelOptions
+from backend.lab.demo.training import Lesson
 
 
-def begin(target: LlamaForCausalLM, settings: DraftModelOptions) -> LlamaForCausalLM:
+def new_head(target: LlamaForCausalLM, settings: DraftModelOptions) -> LlamaForCausalLM:
     """An untrained draft model whose embeddings are the first principal components of the target's."""
     sizes = target.config
     model = new_llama(llama_config(sizes.vocab_size, settings.hidden, settings.layers, 32, sizes.max_position_embeddings))
@@ -45,24 +43,12 @@ def distillation_loss(
     return functional.cross_entropy(drafted, goal), (drafted.detach().argmax(-1, keepdim=True) == choice).float().mean(0)
 
 
-def train_draft_model(
-    options: DemoOptions, target: LlamaForCausalLM, stream: Stream
-) -> tuple[LlamaForCausalLM, TrainingProgress]:
-    """Trains until the budget is spent."""
-    settings = options.draft_model
-    model = begin(target, settings).to(target.device)
-    optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, 0.0)
-    loss_of = torch.compile(distillation_loss, dynamic=False) if options.compile else distillation_loss
-
-    def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, Tensor, int]:
-        count = max(1, settings.tokens_per_step // settings.length)
-        tokens = windows(stream, settings.length, count, (options.seed, progress.step))[:, :-1].to(target.device)
-        return *loss_of(model, target, tokens, settings.first_choice), tokens.numel()
-
-    return model, train("draft-model", target.device, settings, optimizers, step)
+def lesson(model: LlamaForCausalLM, target: LlamaForCausalLM, settings: DraftModelOptions, is_compiled: bool) -> Lesson:
+    """What a step of the training teaches."""
+    loss_of = torch.compile(distillation_loss, dynamic=False) if is_compiled else distillation_loss
+    return lambda tokens, *_: loss_of(model, target, tokens, settings.first_choice)
 
 
-def save_draft_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
+def save_head(model: LlamaForCausalLM, target: LlamaForCausalLM, directory: Path) -> None:
     """Writes a draft model in bfloat16."""
     save_llama(model.to(torch.bfloat16), directory)
-    save_tokenizer(tokenizer, directory)

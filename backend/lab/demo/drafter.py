@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from backend.lab.demo.heads import Lesson, default_feature_layers
+from backend.lab.demo.heads import default_feature_layers
 from backend.lab.demo.llama import config_of, features
-from backend.lab.demo.options import DemoOptions
+from backend.lab.demo.options import DrafterOptions
+from backend.lab.demo.training import Lesson
 from backend.learning.head import Drafter
 from backend.learning.lesson import draft_losses
 from backend.models.writing import speculators_config, write_checkpoint
@@ -24,7 +25,7 @@ STEP_WEIGHT = 0.9
 EMBEDDING_SCALE = 0.3  # of the new attention inputs, against the full scale of the copied ones
 
 
-def new_head(target: LlamaForCausalLM) -> Drafter:
+def new_head(target: LlamaForCausalLM, settings: DrafterOptions) -> Drafter:
     """A new drafter that starts from its target's last layer, output matrix and norm.
 
     `fc` starts as a copy of the last feature, which is the input of that layer; weights for embeddings start random and small.
@@ -83,10 +84,10 @@ def unrolled_loss(drafter: Drafter, target: LlamaForCausalLM, tokens: Tensor, de
     return (torch.stack(losses) * weights).sum() / weights.sum(), torch.stack(hits)
 
 
-def lesson(drafter: Drafter, target: LlamaForCausalLM, options: DemoOptions) -> Lesson:
+def lesson(drafter: Drafter, target: LlamaForCausalLM, settings: DrafterOptions, is_compiled: bool) -> Lesson:
     """What a step of the training teaches."""
-    most = options.drafter.unroll
-    loss_of = torch.compile(unrolled_loss, dynamic=False) if options.compile else unrolled_loss
+    most = settings.unroll
+    loss_of = torch.compile(unrolled_loss, dynamic=False) if is_compiled else unrolled_loss
 
     def teach(tokens: Tensor, fraction: float, chance: np.random.Generator) -> tuple[Tensor, Tensor]:
         depth = unroll_depth(fraction, most)

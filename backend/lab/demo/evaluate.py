@@ -45,7 +45,7 @@ def accepted(target: LlamaForCausalLM, drafter: Drafter, prompt: Tensor, new_tok
 
 def evaluate(target: LlamaForCausalLM, drafter: Drafter, stream: Stream) -> dict[str, Any]:
     """Acceptance over prompts from the validation stream, for the record of the training."""
-    prompts = windows(stream, LONGEST_PROMPT, PROMPTS, (PROMPT_SEED,)).to(target.device)
+    prompts = windows(stream, LONGEST_PROMPT, PROMPTS, np.random.default_rng(PROMPT_SEED)).to(target.device)
     lengths = np.random.default_rng(PROMPT_SEED).integers(SHORTEST_PROMPT, LONGEST_PROMPT + 1, size=PROMPTS)
     runs = zip(prompts, lengths, strict=True)
     drafts = [each for row, length in runs for each in accepted(target, drafter, row[: int(length)], NEW_TOKENS)]

@@ -6,21 +6,27 @@ from pathlib import Path
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """The length of a training.  `steps`, when set, replaces `minutes`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """How long a training takes, with what texts and at which learning rates.  `steps`, when set, replaces `minutes`.
+
+    Texts have `length` tokens, and `long_length` in the last `long_share` of the run.
+    """
 
     minutes: float
     steps: int | None = None
+    tokens_per_step: int
+    length: int
+    long_length: int = 0
+    long_share: float = 0.0
+    matrix_rate: float
+    embedding_rate: float
+    weight_decay: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class TargetOptions(Budget):
-    """How the target is trained.
-
-    Windows have `length` tokens, and `long_length` in the last `long_share` of the run.  `positions` is the longest context in
-    the model's configuration.
-    """
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetOptions(TrainingOptions):
+    """How the target is trained.  `positions` is the longest context in the model's configuration."""
 
     minutes: float = 60.0
     layers: int = 5
@@ -35,9 +41,9 @@ class TargetOptions(Budget):
     weight_decay: float = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterOptions(Budget):
-    """How the drafter is trained.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterOptions(TrainingOptions):
+    """How a head is trained.
 
     `generated_tokens` is how much text the target generates for it, which takes time in addition to `minutes`.  `mixture` has
     pairs of temperature and share of that text.  `source_share` is the amount of source code, as a share of the generated text.
@@ -54,12 +60,11 @@ class DrafterOptions(Budget):
     long_share: float = 0.12
     matrix_rate: float = 0.015
     embedding_rate: float = 2e-3
-    weight_decay: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class DraftModelOptions(Budget):
-    """How a draft model is trained for an existing target; fields as in `DrafterOptions`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftModelOptions(TrainingOptions):
+    """How a draft model is trained for an existing target.
 
     `first_choice` is the weight of the target's first choice in the goal; the rest is the target's distribution.
     """
@@ -91,5 +96,4 @@ class DemoOptions:
     compile: bool = True
     command: str = ""
     target: TargetOptions = field(default_factory=TargetOptions)
-    drafter: DrafterOptions = field(default_factory=DrafterOptions)
-    draft_model: DraftModelOptions = field(default_factory=DraftModelOptions)
+    drafter: DrafterOptions | DraftModelOptions = field(default_factory=DrafterOptions)

@@ -4,6 +4,8 @@ The learning rate follows the elapsed share of the budget, so the same call work
 number of tokens seen differs.  The last part of the run uses longer windows.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -13,7 +15,6 @@ from backend.lab.demo.llama import llama_config, new_llama
 from backend.lab.demo.options import DemoOptions
 from backend.lab.demo.tokenizer import BEGIN_ID
 from backend.lab.demo.training import Stream, TrainingProgress, train, windows
-from backend.learning.optimizers import Optimizers
 
 BATCH = 8
 """Windows of a validation batch."""
@@ -39,13 +40,6 @@ def train_target(options: DemoOptions, stream: Stream, device: torch.device) -> 
     torch.manual_seed(options.seed)
     config = llama_config(options.vocab_size, settings.hidden, settings.layers, 64, settings.positions)
     model = new_llama(config).to(device)
-    optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
     loss_of = torch.compile(next_token_loss, dynamic=False) if options.compile else next_token_loss
-
-    def step(progress: TrainingProgress, fraction: float) -> tuple[Tensor, None, int]:
-        length = settings.long_length if fraction >= 1.0 - settings.long_share else settings.length
-        count = max(1, settings.tokens_per_step // length)
-        tokens = windows(stream, length, count, (options.seed, progress.step)).to(device)
-        return loss_of(model, tokens), None, count * length
-
-    return model, train("target", device, settings, optimizers, step)
+    draw = partial(windows, stream)
+    return model, train("target", model, settings, options.seed, draw, lambda tokens, *_: (loss_of(model, tokens), None))

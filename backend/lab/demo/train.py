@@ -11,49 +11,46 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from backend.lab.demo import dflash, drafter
-from backend.lab.demo.draft_model import save_draft_model, train_draft_model
+from backend.lab.demo import dflash, draft_model, drafter
 from backend.lab.demo.evaluate import evaluate
-from backend.lab.demo.heads import train_head, training_rows
+from backend.lab.demo.heads import training_texts
 from backend.lab.demo.llama import load_llama, save_llama
-from backend.lab.demo.options import Budget, DemoOptions
+from backend.lab.demo.options import DemoOptions, DrafterOptions, TrainingOptions
 from backend.lab.demo.target import train_target, validation_loss
 from backend.lab.demo.tokenizer import save_tokenizer, token_stream, train_tokenizer
-from backend.lab.demo.training import TrainingProgress
+from backend.lab.demo.training import Draw, TrainingProgress, train, windows
 from backend.models.writing import replacing, write_json
 from backend.rollout.corpus import Corpus, load_corpus
 
 LOGGER = logging.getLogger(__name__)
 RECORD = "training.json"
-HEADS: Mapping[str, ModuleType] = {"eagle3": drafter, "dflash": dflash}
+HEADS: Mapping[str, ModuleType] = {"eagle3": drafter, "dflash": dflash, "draft-model": draft_model}
 """Each has `new_head`, `lesson` and `save_head`."""
 
 
 def train_demo(options: DemoOptions) -> None:
     """Trains what the options ask for."""
-    corpus = load_corpus()
+    corpus, settings, kind = load_corpus(), options.drafter, HEADS[options.head]
     if options.target.minutes:
         _train_target(options, corpus)
     target = load_llama(options.target_dir).to(_device(options)).requires_grad_(False)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(str(options.target_dir))
     stream = token_stream(tokenizer, corpus.train)
+    draw: Draw = (
+        training_texts(target, stream, settings, options.seed)
+        if isinstance(settings, DrafterOptions)
+        else lambda length, count, chance: windows(stream, length, count, chance)[:, :-1]
+    )
     torch.manual_seed(options.seed)
-    if options.head == "draft-model":
-        model, progress = train_draft_model(options, target, stream)
-        with replacing(options.drafter_dir) as fresh:
-            save_draft_model(model, tokenizer, fresh)
-            write_json(fresh / RECORD, _record(options, options.draft_model, progress))
-        return
-    kind = HEADS[options.head]
-    rows = training_rows(target, stream, options)
-    torch.manual_seed(options.seed)
-    head = kind.new_head(target)
-    progress = train_head(options, head, kind.lesson(head, target, options), rows)
-    record = _record(options, options.drafter, progress)
+    head = kind.new_head(target, settings).to(target.device)
+    progress = train(options.head, head, settings, options.seed, draw, kind.lesson(head, target, settings, options.compile))
+    record = _record(options, settings, progress)
     if options.head == "eagle3":
         record |= {"measured": evaluate(target, head.eval(), token_stream(tokenizer, corpus.validation))}
     with replacing(options.drafter_dir) as fresh:
         kind.save_head(head, target, fresh)
+        if kind is draft_model:
+            save_tokenizer(tokenizer, fresh)
         write_json(fresh / RECORD, record)
 
 
@@ -77,6 +74,6 @@ def _device(options: DemoOptions) -> torch.device:
     return torch.device(found if options.device == "auto" else options.device)
 
 
-def _record(options: DemoOptions, settings: Budget, progress: TrainingProgress) -> dict[str, Any]:
+def _record(options: DemoOptions, settings: TrainingOptions, progress: TrainingProgress) -> dict[str, Any]:
     source = f"standard library of Python {platform.python_version()}"
     return {"command": options.command, "source": source, "options": asdict(settings)} | progress.spent()

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from backend.lab.demo.options import Budget
+from backend.lab.demo.options import TrainingOptions
 from backend.lab.demo.tokenizer import BEGIN_ID
 from backend.learning.optimizers import Optimizers
 
@@ -25,6 +25,11 @@ REPORT_S = 20.0
 LOGGER = logging.getLogger(__name__)
 Stream = npt.NDArray[np.int32]
 """Token ids of documents, one after the other: `[num_tokens]`."""
+Draw = Callable[[int, int, np.random.Generator], Tensor]
+"""(length, count, chance) -> the texts of a step: `[count, length]`, or one more token each."""
+Lesson = Callable[[Tensor, float, np.random.Generator], tuple[Tensor, Tensor | None]]
+"""(texts, share of the run that is done, chance) -> loss, and of a drafter, by place in the draft, the share of first choices
+that are the target's."""
 
 
 def rate_factor(fraction: float) -> float:
@@ -36,12 +41,12 @@ def rate_factor(fraction: float) -> float:
     return max(0.0, (1.0 - fraction) / (1.0 - DECAY_FROM))
 
 
-def windows(stream: Stream, length: int, count: int, seed: tuple[int, ...]) -> Tensor:
+def windows(stream: Stream, length: int, count: int, chance: np.random.Generator) -> Tensor:
     """`count` random windows of a stream, each after a `<|begin|>`: `[count, length + 1]`.  Raises `ValueError`."""
     if len(stream) < length:
         raise ValueError(f"a stream of {len(stream)} tokens is too short for windows of {length}")
     places = np.lib.stride_tricks.sliding_window_view(stream, length)
-    chosen = places[np.random.default_rng(seed).integers(len(places), size=count)]
+    chosen = places[chance.integers(len(places), size=count)]
     return functional.pad(torch.from_numpy(chosen).long(), (1, 0), value=BEGIN_ID)
 
 
@@ -55,10 +60,9 @@ class TrainingProgress:
     hits: Tensor = field(default_factory=lambda: torch.zeros(1))
     """Of a drafter: by place in the draft, the recent share of first choices that are the target's."""
 
-    def fraction(self, budget: Budget) -> float:
-        """Share of the run that is done, between 0 and 1."""
-        done = self.step / budget.steps if budget.steps is not None else self.elapsed_s / (60.0 * budget.minutes)
-        return min(1.0, done)
+    def fraction(self, settings: TrainingOptions) -> float:
+        """Share of the run that is done; 1 or more at its end."""
+        return self.elapsed_s / (60.0 * settings.minutes) if settings.steps is None else self.step / settings.steps
 
     def spent(self) -> dict[str, Any]:
         """Steps, tokens and minutes, and what a drafter has learned, for the record of the training."""
@@ -67,27 +71,21 @@ class TrainingProgress:
         return found | ({"first_choices_of_the_target": hits} if any(hits) else {})
 
 
-def train(
-    name: str,
-    device: torch.device,
-    budget: Budget,
-    optimizers: Optimizers,
-    step: Callable[[TrainingProgress, float], tuple[Tensor, Tensor | None, int]],
-) -> TrainingProgress:
-    """Trains until the budget is spent.
-
-    `step` gets the run's progress and the share of the run that is done.  It returns the loss, of a drafter what goes into
-    `TrainingProgress.hits`, and the number of tokens it read.
-    """
+def train(name: str, model: nn.Module, settings: TrainingOptions, seed: int, draw: Draw, lesson: Lesson) -> TrainingProgress:
+    """Trains a model until the time or the steps are spent."""
+    device = next(model.parameters()).device
+    optimizers = Optimizers(model.named_parameters(), settings.matrix_rate, settings.embedding_rate, settings.weight_decay)
     progress, reported = TrainingProgress(), time.monotonic()
-    while (fraction := progress.fraction(budget)) < 1.0:
-        began = time.monotonic()
+    while (fraction := progress.fraction(settings)) < 1.0:
+        began, chance = time.monotonic(), np.random.default_rng((seed, progress.step))
+        length = settings.long_length if fraction >= 1.0 - settings.long_share else settings.length
+        count = max(1, settings.tokens_per_step // length)
         with torch.autocast(device.type, torch.bfloat16):
-            loss, hits, tokens = step(progress, fraction)
+            loss, hits = lesson(draw(length, count, chance).to(device), fraction, chance)
         torch.autograd.backward(loss)
         optimizers.step(rate_factor(fraction))
         progress.step += 1
-        progress.tokens += tokens
+        progress.tokens += count * length
         if hits is not None:
             progress.hits = progress.hits + 0.05 * (hits.cpu() - progress.hits)
         if began - reported > REPORT_S:

@@ -18,7 +18,7 @@ from statistics import median
 
 from backend.config import Settings
 from backend.engine.client import EngineClient, fixed_sampling
-from backend.lab.bench.engines import Bench, Processes, assign
+from backend.lab.bench.engines import Processes
 from backend.lab.bench.markdown import spread, table
 from backend.lab.bench.plan import split_cores
 from backend.lab.bench.prompts import Prompts
@@ -58,14 +58,14 @@ def speed(
 
 def clients(processes: Processes) -> dict[str, EngineClient]:
     """A client of a verifier for each way of drafting."""
-    _, drafter = processes.drafter("drafter-0", processes.bench.models.drafter_dir)
+    _, drafter = processes.drafter("drafter-0", processes.models.drafter_dir)
     found = []
     for mode, lookup in (("off", True), ("auto", False), ("auto", True)):
         settings = {"mode": mode, "verifier": {"lookup": lookup, "engine_args": {"async_scheduling": False}}}
         verifier = processes.verifier(f"{mode}-{lookup}", settings)
         found.append(processes.client(verifier))
         if mode == "auto":
-            assign(verifier, [drafter])
+            verifier.ask([drafter])
     plain, alone, helped = found
     return {PLAIN: plain, HEAD_ONLY: alone, LOOKUPS: helped, PREDICTED: helped, SHARED: helped}
 
@@ -82,7 +82,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         demo = resolve(Settings.model_validate({"mode": "sync"}), lambda line: None)
         models = prepare(given.target, demo, Path(directory))
-        with Processes(Bench(models, split, Path(directory))) as processes:
+        with Processes(models, split, Path(directory)) as processes:
             kinds, make = clients(processes), Prompts(models.target_dir, given.tokens)
 
             def measure(case: str, kind: str, turn: int) -> float:

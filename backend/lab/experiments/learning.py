@@ -21,7 +21,7 @@ from typing import Any
 
 from backend.config import Settings
 from backend.engine.client import EngineClient
-from backend.lab.bench.engines import Bench, Processes, assign
+from backend.lab.bench.engines import Processes
 from backend.lab.bench.load import run_load
 from backend.lab.bench.measure import drafting_between
 from backend.lab.bench.plan import split_cores
@@ -46,11 +46,11 @@ class Phase:
 
 def measure(processes: Processes, phases: Sequence[Phase]) -> None:
     """Runs all phases; prints a line for each window."""
-    make = Prompts(processes.bench.models.target_dir, PROMPT)
+    make = Prompts(processes.models.target_dir, PROMPT)
     verifier = processes.verifier("verifier", {"mode": "sync", "verifier": {"lookup": False}})
     client = processes.client(verifier)
-    drafter, ref = processes.drafter("drafter-0", processes.bench.models.drafter_dir)
-    assign(verifier, [ref])
+    drafter, ref = processes.drafter("drafter-0", processes.models.drafter_dir)
+    verifier.ask([ref])
     began, turn = time.monotonic(), 0
     for phase in phases:
         until = time.monotonic() + phase.seconds
@@ -59,7 +59,7 @@ def measure(processes: Processes, phases: Sequence[Phase]) -> None:
             prompts = [make.make(phase.domain, f"{began}/{turn}/{i}") for i in range(REQUESTS)]
             found = window(client, prompts, phase.temperature)
             line = {"s": round(time.monotonic() - began), "domain": phase.domain, "temperature": phase.temperature, **found}
-            news = drafter.ask("stats").learning
+            news = drafter.ask()[0].learning
             line |= {name: getattr(news, name) for name in LEARNED} if news is not None else {}
             print(json.dumps(line), flush=True)
 
@@ -93,7 +93,7 @@ def main() -> None:
     split = split_cores(sorted(os.sched_getaffinity(0)), None, None)
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         models = resolve(Settings.model_validate(settings), lambda line: None)
-        with Processes(Bench(models, split, Path(name))) as processes:
+        with Processes(models, split, Path(name)) as processes:
             measure(processes, given.plan)
 
 

@@ -5,32 +5,23 @@ from pathlib import Path
 
 import pytest
 
-from backend.lab.bench.children import Child, ChildError, close_all
-from backend.models.demo import TARGET_DIR
+from backend.lab.bench.children import ChildError
+from backend.lab.bench.engines import Processes
+from backend.lab.bench.plan import CoreSplit
+from tests.support.processes import demo_models
 
 
-def test_a_drafter_answers_and_ends_with_its_pipe(tmp_path: Path) -> None:
-    job = {
-        "role": "drafter",
-        "name": "d",
-        "cores": sorted(os.sched_getaffinity(0))[:1],
-        "target_dir": str(TARGET_DIR),
-        "head_dir": None,
-        "settings": {"cores": 1},
-        "address": f"ipc://{tmp_path}/d",
-    }
-    child = Child(job, tmp_path / "d.log")
-    try:
-        assert child.wait_ready() == job["address"]
-        assert child.ask("stats").drafts == 0
-    finally:
-        close_all([child])
+def test_children_answer_and_end_with_their_pipe_and_a_dead_one_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("backend.lab.bench.engines.prepare_process", lambda: None)
+    cores = tuple(sorted(os.sched_getaffinity(0))[:1])
+    with Processes(demo_models(), CoreSplit(cores, cores), tmp_path) as processes:
+        child, drafter = processes.drafter("d", None)
+        assert drafter.address.startswith(f"ipc://{tmp_path}/")
+        stats, paced = child.ask()
+        assert (stats.drafts, paced) == (0, None)
+        with pytest.raises(ChildError, match="other ended unexpectedly") as found:
+            processes.drafter("other", str(tmp_path / "none"))
+        assert "CheckpointError" in str(found.value)
     assert child.process.exitcode == 0
-
-
-def test_a_child_that_dies_is_an_error_with_its_last_words(tmp_path: Path) -> None:
-    child = Child({"role": "nobody", "cores": [0]}, tmp_path / "nobody.log")
-    with pytest.raises(ChildError, match="nobody ended unexpectedly") as found:
-        child.wait_ready()
-    assert "KeyError" in str(found.value)
-    close_all([child])

@@ -11,16 +11,16 @@ from backend.engine.client import Answer
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.lab.bench import options as options_module
 from backend.lab.bench import tables as report
-from backend.lab.bench.identical import GreedyCheck
+from backend.lab.bench.identical import compared, differences
 from backend.lab.bench.load import MeasuredLoad
-from backend.lab.bench.measure import Measurement, Snapshot, ratios, row, sample, step_times
+from backend.lab.bench.measure import Measurement, Results, Snapshot, ratios, row, sample, step_times
 from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, split_cores
-from backend.lab.bench.run import Results
 
-OFF = Configuration("off", 0, (0,))
-SYNC = Configuration("sync", 4, (0,))
+OFF = Configuration("off", 0)
+SYNC = Configuration("sync", 4)
 POINT = Point("code", 1, 0.0)
+SPLIT = split_cores([0, 1], None, None)
 
 
 def stats(busy_s: float, idle_s: float, awaiting_s: float, steps: int, counters: DraftCounters) -> VerifierStats:
@@ -51,7 +51,7 @@ def measured(configuration: Configuration = SYNC, number: int = 0, paced: bool =
         # 20 steps; each took 150 ms, of which 90 the device's own, 5 in excess of it and 50 waiting for drafts.
         before = replace(before, steps=Paced(5, 1.0, 1, 0.5), passes=Paced(10, 1.0))
         after = replace(after, steps=Paced(25, 2.8, 6, 0.6), passes=Paced(50, 2.0, 4, 0.2))
-    return sample(number, configuration, MeasuredLoad(2.5, answers, rate), before, after, drafter_cores=1)
+    return sample(number, configuration, MeasuredLoad(2.5, answers, rate), before, after, SPLIT)
 
 
 def test_a_sample_divides_differences() -> None:
@@ -77,7 +77,7 @@ def test_a_sample_divides_differences() -> None:
 def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
     def rounds(configuration: Configuration, speeds: list[float]):
         each = [msgspec.structs.replace(measured(configuration, i), tokens_per_s=s) for i, s in enumerate(speeds)]
-        return row("demo", configuration, POINT, each)
+        return row("demo", configuration, POINT, 1, each)
 
     plain, fast = rounds(OFF, [10, 20, 40]), rounds(SYNC, [20, 30, 80])
     assert plain.tokens_per_s == 20
@@ -88,24 +88,21 @@ def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
 
 
 def test_greedy_answers_are_compared_with_plain_decodings() -> None:
-    check = GreedyCheck()
-    check.add("demo", SYNC, POINT, 0, [[1, 2, 3], [4, 9, 6]])
-    check.add("demo", OFF, POINT, 0, [[1, 2, 3], [4, 5, 6]])
-    check.add("demo", SYNC, Point("code", 1, 1.0), 0, [[8]])
-    (found,) = check.differences()
+    answers = {("demo", POINT, 0): {SYNC: [[1, 2, 3], [4, 9, 6]], OFF: [[1, 2, 3], [4, 5, 6]]}}
+    (found,) = differences(answers)
     assert (found.configuration, found.request, found.position) == ("sync-k4", 1, 1)
     assert (found.expected, found.got) == (5, 9)
     assert found.reference == "off"
-    assert check.compared == 2
+    assert compared(answers) == 2
 
 
 @pytest.fixture
 def results() -> Results:
-    results = Results(targets={"demo": {"model": "demo", "parameters": 4_200_000}})
+    results = Results(ABOUT, options_module.parse([]), SPLIT, complete=True)
+    results.targets["demo"] = {"model": "demo", "parameters": 4_200_000}
     for configuration in (OFF, SYNC):
         results.samples["demo", configuration, POINT] = [measured(configuration, i) for i in range(3)]
-        results.greedy.add("demo", configuration, POINT, 0, [[1, 2]])
-    results.complete = True
+    results.greedy["demo", POINT, 0] = {OFF: [[1, 2]], SYNC: [[1, 2]]}
     return results
 
 
@@ -119,14 +116,13 @@ ABOUT = {
 
 def written(directory: Path, results: Results, *arguments: str) -> str:
     """The text of the results."""
-    report.write(directory, ABOUT, options_module.parse(arguments), split_cores([0, 1], None, None), results, lambda _: None)
+    report.write(directory, replace(results, options=options_module.parse(arguments)), lambda _: None)
     return (directory / "bench.md").read_text()
 
 
 def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
     pytest.importorskip("matplotlib")
-    results.greedy.add("demo", SYNC, POINT, 1, [[1, 3]])
-    results.greedy.add("demo", OFF, POINT, 1, [[1, 2]])
+    results.greedy["demo", POINT, 1] = {SYNC: [[1, 3]], OFF: [[1, 2]]}
     text = written(tmp_path, results)
     content = json.loads((tmp_path / "bench.json").read_text())
     assert content["greedy_identical"] is False
@@ -167,7 +163,7 @@ def test_every_table_of_a_paced_run_says_so_with_the_numbers(tmp_path: Path, res
 def test_rows_are_compared_with_the_faster_native_variant(tmp_path: Path, results: Results) -> None:
     for mode, speed in (("native", 8.8), ("native-probabilistic", 2.2)):
         each = [msgspec.structs.replace(measured(SYNC, i), tokens_per_s=speed) for i in range(3)]
-        results.samples["demo", Configuration(mode, 4, (0,)), POINT] = each
+        results.samples["demo", Configuration(mode, 4), POINT] = each
     lines = written(tmp_path, results).splitlines()
     assert "| code c1 t0 | sync-k4 | 4 | 1.00 | 0.50 | 0.80 | - |" in lines
     assert "| code c1 t0 | native-probabilistic-k4 | 2 | 0.50 | 0.25 | 0.80 | - |" in lines
@@ -182,16 +178,16 @@ def test_the_limit_is_from_natives_acceptance_and_measured_or_paced_steps(
     for (mode, per_step), k in zip({"off": 1, "sync": 3, "native": 4}.items(), (0, 4, 4), strict=True):
         own = {"step_tokens": per_step, "step_ms": 8.0 + 2 * per_step, "accepted_shares": shares[mode]}
         each = [msgspec.structs.replace(measured(SYNC, i), **own) for i in range(3)]
-        results.samples["demo", Configuration(mode, k, (0,)), POINT] = each
-    about = report.document(ABOUT, options_module.parse(options), split_cores([0, 1], None, None), results)
-    lines = report.markdown(about, results.rows(), []).splitlines()
+        results.samples["demo", Configuration(mode, k), POINT] = each
+    content = report.document(replace(results, options=options_module.parse(options)))
+    lines = report.markdown(content, results.rows(), []).splitlines()
     assert sum(line.endswith(f"| {best:.2f} |") and line.startswith("| code c1 t0 |") for line in lines) == 3
 
 
 def test_what_an_unfinished_run_leaves_says_so(tmp_path: Path, results: Results) -> None:
     results.complete = False
     for _ in range(2):
-        report.keep(tmp_path, ABOUT, options_module.parse([]), split_cores([0, 1], None, None), results)
+        report.keep(tmp_path, results)
     (left,) = tmp_path.iterdir()
     content = json.loads(left.read_text())
     assert (left.name, content["complete"], len(content["rows"])) == ("bench.json", False, 2)

@@ -1,8 +1,6 @@
 """What `--pace` can be told, and the time that passes."""
 
-import dataclasses
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +13,11 @@ from backend.drafter.draws import Rules
 from backend.drafter.head import Head
 from backend.drafter.proposer import Sampling
 from backend.lab.bench import options as options_module
-from backend.lab.bench.engines import Bench, verifier_settings
+from backend.lab.bench.engines import engine_args
 from backend.lab.bench.options import PROBABILISTIC
 from backend.lab.bench.pace import PROFILES, Cost, HeadCost, Pace, Paced, parse_pace
 from backend.lab.bench.pacing import Pacer, pace_drafter
-from backend.lab.bench.plan import Configuration, CoreSplit
-from tests.support.processes import demo_models
+from backend.lab.bench.plan import Configuration
 
 
 def head(fixed_ms: float, token_us: float) -> HeadCost:
@@ -137,13 +134,11 @@ def test_a_one_pass_head_takes_the_time_of_a_block_and_of_its_context() -> None:
     assert pacer.counts.paced_s == pytest.approx(0.003 + 0.005)
 
 
-def test_a_paced_verifier_and_the_rivals_variant_are_ordinary_settings(tmp_path: Path) -> None:
-    bench = Bench(demo_models(), CoreSplit((0,), (1,)), tmp_path, 0, 256, 64, pace=parse_pace("8b"))
-    settings = verifier_settings(bench, Configuration(PROBABILISTIC, 4, (0,)), 1)
-    assert settings["mode"] == "native"
-    assert settings["verifier"]["engine_args"] == {
+def test_a_paced_verifier_and_the_rivals_variant_are_ordinary_settings() -> None:
+    rival = Configuration(PROBABILISTIC, 4)
+    assert rival.served == "native"
+    assert engine_args(rival, parse_pace("8b")) == {
         "worker_cls": "backend.lab.bench.paced_worker.PacedCpuWorker",
         "speculative_config": {"draft_sample_method": "probabilistic"},
     }
-    plain = verifier_settings(dataclasses.replace(bench, pace=None), Configuration("off", 0, (0,)), 1)
-    assert plain["verifier"]["engine_args"] == {}
+    assert engine_args(Configuration("off", 0), None) == {}

@@ -70,18 +70,16 @@ def test_cores_as_asked_and_no_more_than_there_are() -> None:
         split_cores([0, 1], 2, None)
 
 
-def test_every_mode_runs_on_the_verifiers_cores_with_every_k() -> None:
-    split = split_cores([0, 1], None, None)
-    found = configurations(parsed("--k", "2,4"), split, "eagle")
+def test_every_mode_runs_with_every_k() -> None:
+    found = configurations(parsed("--k", "2,4"), "eagle")
     assert [(c.mode, c.k) for c in found] == [("off", 0), *((mode, k) for mode in MODES if mode != "off" for k in (2, 4))]
     assert len({c.label for c in found}) == len(found)
-    assert all(c.cores == split.verifier for c in found)
     assert {c.served for c in found} == set(get_args(Mode))
-    assert {c.mode for c in configurations(parsed(), split, "ngram")} == {*MODES} - {PROBABILISTIC}
+    assert {c.mode for c in configurations(parsed(), "ngram")} == {*MODES} - {PROBABILISTIC}
 
 
 def test_rounds_alternate_and_everyone_is_first_in_turn() -> None:
-    configured = configurations(parsed(), split_cores([0, 1], None, None), "eagle")
+    configured = configurations(parsed(), "eagle")
     asked = points(parsed())
     order = list(cells(configured, asked, rounds=len(configured)))
     assert set(Counter((c.point, c.configuration) for c in order).values()) == {len(configured)}

@@ -28,13 +28,13 @@ CLOSE_CALL = 1e-3
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a head after two steps on random text."""
     directory = tmp_path_factory.mktemp("head") / "dflash"
-    settings = replace(DrafterOptions(), steps=2, tokens_per_step=64, length=64)
+    settings = DrafterOptions(steps=2, tokens_per_step=64, length=64)
     rows = torch.randint(3, 2048, (4, 64), generator=torch.Generator().manual_seed(1))
     options = parse(["--head", "dflash", "--device", "cpu", "--drafter-dir", str(directory)])
     with (
         mock.patch.object(train, "load_corpus"),
         mock.patch.object(train, "token_stream"),
-        mock.patch.object(train, "training_rows", return_value=(rows, rows)),
+        mock.patch.object(train, "training_texts", return_value=lambda length, count, chance: rows[:count]),
     ):
         train.train_demo(replace(options, drafter=settings))
     return directory
@@ -44,7 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_drafter_drafts_what_the_training_predicts(trained: Path) -> None:
     assert find_misfits(str(trained), str(TARGET_DIR)).errors == []
     target = load_llama(TARGET_DIR)
-    head = dflash.new_head(target)
+    head = dflash.new_head(target, DrafterOptions())
     head.load_state_dict({name: each.float() for name, each in load_file(trained / WEIGHTS).items()})
     tokens = torch.randint(3, 2048, (1, 40), generator=torch.Generator().manual_seed(2))
     _, inputs = features(target, tokens, head.feature_layers)

@@ -24,7 +24,7 @@ def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:
     lines = "".join(f"def double_{n}(x):\n    return 2 * x + {n}\n" for n in range(400))
     monkeypatch.setattr(train, "load_corpus", lambda: Corpus((Document("a.py", lines),), ()))
     few = DraftModelOptions(steps=2, layers=1, hidden=64, tokens_per_step=256, length=64)
-    options = replace(parse(["--draft-model", str(tmp_path / "model"), "--device", "cpu", "--no-compile"]), draft_model=few)
+    options = replace(parse(["--draft-model", str(tmp_path / "model"), "--device", "cpu", "--no-compile"]), drafter=few)
 
     def first_choices(options: DemoOptions) -> float:
         """The share of the target's first choices that a training ends with, by its record."""
@@ -35,7 +35,7 @@ def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:
 
     assert options.target.minutes == 0, "the target that is there stays"
     before = first_choices(options)
-    assert first_choices(replace(options, draft_model=replace(few, steps=30))) > before + 0.1
+    assert first_choices(replace(options, drafter=replace(few, steps=30))) > before + 0.1
     assert check(str(tmp_path / "model"), str(TARGET_DIR)) == []
     assert isinstance(
         build_proposer(DrafterModel(str(TARGET_DIR), str(tmp_path / "model")), DraftingSettings(gpus=0)), ModelProposer
@@ -44,7 +44,7 @@ def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:
 
 def test_it_begins_with_the_targets_words() -> None:
     target = load_llama(TARGET_DIR)
-    model = draft_model.begin(target, DraftModelOptions())
+    model = draft_model.new_head(target, DraftModelOptions())
     own, theirs = (torch.nn.functional.normalize(each.model.embed_tokens.weight) for each in (model, target))
     near = (own @ own.t()).fill_diagonal_(-1).argmax(1)
     wanted = (theirs @ theirs.t()).fill_diagonal_(-1).argmax(1)
