@@ -79,7 +79,6 @@ class Sequence:
 
     key: Hashable
     tokens: list[int]
-    last_used: float = 0.0
     is_open: bool = True
     spans: list[list[int]] = field(default_factory=list)
     length: int = 0
@@ -125,7 +124,6 @@ class RowCache:
         self._index: dict[int, dict[Sequence, None]] = {}
         """Who has the rows of a block and of all blocks before it, the first one first."""
         self._open_rows = 0
-        self.prefix_rows_reused = 0
         self.evictions = 0
 
     @property
@@ -146,15 +144,10 @@ class RowCache:
     def __len__(self) -> int:
         return len(self._open)
 
-    def open_keys(self) -> list[Hashable]:
-        """Keys of the open sequences, longest unused first."""
-        return list(self._open)
-
-    def get(self, key: Hashable, now: float) -> Sequence | None:
+    def get(self, key: Hashable) -> Sequence | None:
         """An open sequence, marked as used."""
         sequence = self._open.get(key)
         if sequence is not None:
-            sequence.last_used = now
             self._open.move_to_end(key)
         return sequence
 
@@ -162,10 +155,10 @@ class RowCache:
         """An open sequence, without marking it as used."""
         return self._open.get(key)
 
-    def open(self, key: Hashable, tokens: list[int], limit: int, now: float) -> Sequence:
+    def open(self, key: Hashable, tokens: list[int], limit: int) -> Sequence:
         """Starts a sequence, with at most `limit` leading rows taken over or copied from one with the same prefix."""
         self.close(key)
-        sequence = Sequence(key, tokens, last_used=now)
+        sequence = Sequence(key, tokens)
         self._open[key] = sequence
         source = self._find(tokens)
         if source is not None:
@@ -276,10 +269,6 @@ class RowCache:
         else:
             self._forget(sequence)
 
-    def idle_since(self, before: float) -> list[Hashable]:
-        """Open sequences not used since `before`."""
-        return [key for key, sequence in self._open.items() if sequence.last_used < before]
-
     def _find(self, tokens: list[int]) -> Sequence | None:
         """The sequence that shares the most leading blocks by hash; the caller has to compare its tokens."""
         found, link = None, 0
@@ -304,7 +293,6 @@ class RowCache:
             self._move(source.start, sequence.start, rows)
         self.append(sequence, 0, rows)
         self.publish(sequence)
-        self.prefix_rows_reused += rows
 
     def _relocate(self, sequence: Sequence, start: int, room: int) -> None:
         if sequence.length:

@@ -4,7 +4,7 @@ Drafter thread.  `DrafterService` calls `Lessons` for what it receives and what 
 when it ends, unless its request has opted out of learning.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -62,7 +62,7 @@ class Lessons:
 
     def opened(self, key: Hashable, item: Open, features: Tensor | None) -> None:
         """A sequence begins, perhaps again."""
-        self._drop(self._texts.pop(key, None))
+        self.forget(key)
         record = None
         if item.learn and self._recorded < RECORDED:
             record = _Record(item.base_len - 1 - item.rows, item.prompt, item.temperature)
@@ -94,14 +94,9 @@ class Lessons:
         token_ids = torch.tensor(tokens, dtype=torch.int32)
         self._writer.put(Replay(token_ids, features, record.first, record.prompt, record.temperature).last(LONGEST))
 
-    def forget(self, keys: Sequence[Hashable]) -> None:
-        """Drops these sequences; they do not go to the ring."""
-        for key in keys:
-            self._drop(self._texts.pop(key, None))
-
-    def keep(self, keys: Iterable[Hashable]) -> None:
-        """Drops all sequences but these."""
-        self.forget(list(self._texts.keys() - set(keys)))
+    def forget(self, key: Hashable) -> None:
+        """Drops a sequence; it does not go to the ring."""
+        self._drop(self._texts.pop(key, None))
 
     def drafted(self, key: Hashable, base_len: int, first: Sequence[int]) -> None:
         """A fresh draft was made; `first`: its first token, whether or not it was sent."""
@@ -116,8 +111,7 @@ class Lessons:
             text.pending += [(base_len, [*verifying[: o.accepted], o.token], o.tokens[0]) for o in outcomes if o.tokens]
 
     def exchanged(self) -> None:
-        """Another head drafts from now on; all sequences will be opened anew."""
-        self.forget(list(self._texts))
+        """Another head drafts from now on."""
         self._watch.exchanged()
 
     def retargeted(self) -> None:

@@ -70,7 +70,6 @@ class DrafterService:
         self._following = following or Following(frozenset, lambda newer: None)
         self._spans = spans or DraftSpans(None, drafter_id)
         self._lessons = lessons
-        self._drafter_id = drafter_id
         self._exchanges = 0
         self.proposer = proposer
         self._idle_ttl_s = idle_ttl_s
@@ -79,6 +78,8 @@ class DrafterService:
         self._peers: dict[bytes, tuple[Session, Role]] = {}
         self._waiting: deque[Waiting] = deque()
         self._nexts = Nexts()
+        self._heard: dict[Key, float] = {}
+        """When a message last named each request."""
         self._epochs_before: dict[str, int] = {}
         """Verifier's epoch at our last head swap.  Until it greets with another, it projects for the old head."""
         self._weights: dict[str, int] = {}
@@ -123,7 +124,7 @@ class DrafterService:
         started = self._clock()
         asks: list[DraftRequest] = []
         lost: dict[bytes, list[str]] = {}
-        rounds = self._take_rounds(asks, lost, started)
+        rounds = self._take_rounds(asks, lost)
         fresh = self._join_fresh(asks)
         if not rounds and not fresh:
             return self._imagine(started)
@@ -131,7 +132,7 @@ class DrafterService:
         finished = self._clock()
         self._count(rounds, asks, drafts, finished - started)
         for ask, drafted in zip(asks, drafts, strict=True):
-            self._spans.drafted(ask.key, len(drafted.tokens), finished - started, finished)
+            self._spans.drafted(ask.key, len(drafted.tokens), finished - started)
         unknown = [(listener, encode(Unknown(requests))) for listener, requests in lost.items()]
         return self._answer(fresh, drafts, started, finished) + unknown
 
@@ -156,14 +157,11 @@ class DrafterService:
     def sweep(self) -> None:
         """Forgets requests without a message for the configured time."""
         before = self._clock() - self._idle_ttl_s
-        self.proposer.close_idle(before)
-        if self._lessons is not None:
-            self._lessons.keep(self.proposer.requests())
-        self._nexts.expire(before)
+        for key in [key for key, heard in self._heard.items() if heard < before]:
+            self._forget(key, "idle")
         for session in self._sessions.values():
             if session.last_heard < before:
                 session.close_ring()
-        self._spans.expire(before)
 
     def stats(self, started_at: float) -> DrafterStats:
         """A copy of the counters, with the present load; `started_at`: when the process started, Unix seconds."""
@@ -207,9 +205,8 @@ class DrafterService:
             session.drafts = identity
         session.last_heard = now
         ring = hello.role == "features" and session.ring is not None
-        welcome = Welcome(PROTOCOL_VERSION, self._drafter_id, self.proposer.kind, ring, self._exchanges)
         wish = self._following.greeted(session, hello, now) if hello.role == "drafts" else None
-        return [(identity, encode(welcome)), *self._wish(identity, wish)]
+        return [(identity, encode(Welcome(ring, self._exchanges))), *self._wish(identity, wish)]
 
     @staticmethod
     def _wish(identity: bytes | None, wish: Want | None) -> list[Reply]:
@@ -221,13 +218,17 @@ class DrafterService:
         for identity in [i for i, (owner, _) in self._peers.items() if owner is session]:
             del self._peers[identity]
         self._waiting = deque(w for w in self._waiting if w.session is not session)
-        self._nexts.end(session.verifier_id, session.epoch)
-        self._spans.end(session.verifier_id, session.epoch)
-        over = [k for k in self.proposer.requests() if isinstance(k, tuple) and k[:2] == (session.verifier_id, session.epoch)]
-        for key in over:
-            self.proposer.close(key)
+        for key in [key for key in self._heard if key[:2] == (session.verifier_id, session.epoch)]:
+            self._forget(key, "epoch")
+
+    def _forget(self, key: Key, reason: str) -> None:
+        """Ends a request.  Its cache rows stay for reuse."""
+        self._heard.pop(key, None)
+        self.proposer.close(key)
+        self._nexts.forget(key)
+        self._spans.closed(key, reason)
         if self._lessons is not None:
-            self._lessons.forget(over)
+            self._lessons.forget(key)
 
     def _session_of(self, identity: bytes, message: Round | Next | Part) -> Session:
         session, role = self._peers.get(identity, (None, "drafts"))
@@ -250,6 +251,7 @@ class DrafterService:
     def _take_next(self, session: Session, message: Next, now: float) -> None:
         for item in message.items:
             key = session.verifier_id, session.epoch, item.request_id
+            self._heard[key] = now
             wanted = Wanted(key, item, now, message.chance_weights)
             if item.base_len > self.proposer.max_position:
                 self._nexts.unknown(key, item.base_len, now)
@@ -257,7 +259,7 @@ class DrafterService:
             else:
                 self._nexts.want(wanted, self.proposer.length(key))
 
-    def _take_rounds(self, asks: list[DraftRequest], lost: dict[bytes, list[str]], now: float) -> list[Waiting]:
+    def _take_rounds(self, asks: list[DraftRequest], lost: dict[bytes, list[str]]) -> list[Waiting]:
         """Takes the rounds that waited longest, up to the first that repeats a request of the batch; see `_apply`."""
         rounds: list[Waiting] = []
         asked: set[Key] = set()
@@ -268,7 +270,7 @@ class DrafterService:
                 break
             self._waiting.popleft()
             rounds.append(waiting)
-            self._apply(waiting, asks, lost, now)
+            self._apply(waiting, asks, lost)
             asked |= keys
         return rounds
 
@@ -316,7 +318,7 @@ class DrafterService:
                 groups.setdefault(session.drafts, []).append(place)
         return groups.items()
 
-    def _apply(self, waiting: Waiting, asks: list[DraftRequest], lost: dict[bytes, list[str]], now: float) -> None:
+    def _apply(self, waiting: Waiting, asks: list[DraftRequest], lost: dict[bytes, list[str]]) -> None:
         """Takes a round's tokens.  Adds to `asks` the rows to compute, and to `lost` the requests that must be opened again.
 
         `lost` is by features socket.
@@ -325,12 +327,11 @@ class DrafterService:
         for item in waiting.message.items:
             key = waiting.key(item.request_id)
             if isinstance(item, Close):
-                proposer.close(key)
-                self._nexts.forget(key)
-                self._spans.closed(key, item.reason)
                 if self._lessons is not None:
                     self._lessons.closed(key)
+                self._forget(key, item.reason)
                 continue
+            self._heard[key] = waiting.arrived
             features = None if waiting.features is None else waiting.features[at : at + item.rows]
             at += item.rows
             if item.base_len > proposer.max_position:
@@ -339,12 +340,12 @@ class DrafterService:
                 known = True
                 restrictions = item.top_k, item.top_p, item.min_p
                 sampling = Sampling.of(item.seed, item.temperature, item.independent, *restrictions)
-                proposer.open(key, list(item.tokens), item.rows, now, sampling)
-                self._spans.opened(key, item.trace, now)
+                proposer.open(key, list(item.tokens), item.rows, sampling)
+                self._spans.opened(key, item.trace)
                 if self._lessons is not None:
                     self._lessons.opened(key, item, features)
             else:
-                known = proposer.commit(key, item.base_len, item.tokens, item.rows, now)
+                known = proposer.commit(key, item.base_len, item.tokens, item.rows)
                 if not known and waiting.session.features is not None:
                     lost.setdefault(waiting.session.features, []).append(item.request_id)
                 elif self._lessons is not None:

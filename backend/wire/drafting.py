@@ -35,7 +35,7 @@ from msgspec import Meta
 
 from backend.transport.ring import RingRef
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 HELLO_FIRST = "hello first"
 """The reason in `Refused` after which the verifier must greet the drafter again and open all requests again."""
@@ -171,9 +171,6 @@ class Want(msgspec.Struct, frozen=True, tag="want"):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """The drafter's answer to `Hello`."""
 
-    version: int
-    drafter_id: str
-    kind: str
     ring: bool = False
     """Whether the drafter reads the ring that `Hello` offered."""
     exchanges: int = 0

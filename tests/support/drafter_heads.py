@@ -241,6 +241,13 @@ def make_proposer(
     return proposer
 
 
+def rows_held(proposer: EagleProposer, key: object) -> int:
+    """Rows in the cache of an open request."""
+    sequence = proposer._cache.peek(key)
+    assert sequence is not None
+    return sequence.length
+
+
 def check(head_dir: str, target_dir: str) -> list[str]:
     """All misfits, errors first; warnings start with `warning: `.  Empty: the head fits."""
     found = find_misfits(head_dir, target_dir)
@@ -357,11 +364,11 @@ class Session:
         self.proposer, self.key, self.tokens, self.sampling = proposer, key, list(tokens), sampling
         self.seen: dict[int, Tensor] = {}
         self._new = len(tokens) - 1 - skip
-        proposer.open(key, list(tokens), self._new, 0.0, sampling)
+        proposer.open(key, list(tokens), self._new, sampling)
 
     def commit(self, tokens: list[int]) -> Session:
         self.tokens += tokens
-        assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens), 0.0)
+        assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens))
         self._new = len(tokens)
         return self
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from backend.fleet import DrafterRef
 from backend.transport import Hub, ServerSocket, Wire
 from backend.wire.drafting import (
-    PROTOCOL_VERSION,
     Close,
     Draft,
     Drafts,
@@ -76,7 +75,7 @@ class ScriptedDrafter:
             if message.role == "drafts":
                 self.listeners.add(identity)
                 self._drafts_of[message.verifier_id, message.epoch] = identity
-            router.send(identity, encode(Welcome(PROTOCOL_VERSION, "drafter-0", "scripted")))
+            router.send(identity, encode(Welcome()))
         elif isinstance(message, Round):
             self.rounds.append(message)
             self.feature_bytes += len(frames[1])

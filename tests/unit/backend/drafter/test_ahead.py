@@ -141,15 +141,6 @@ def test_outcomes_are_enumerated_in_bounded_batches(monkeypatch: pytest.MonkeyPa
     assert [[b.request_id for b in blocks_of([m])] for m in verifier.work()] == [["a", "b"], ["c", "d"]]
 
 
-def test_wishes_for_strangers_do_not_pile_up(monkeypatch: pytest.MonkeyPatch, service: DrafterService) -> None:
-    monkeypatch.setattr("backend.drafter.nexts.MAX_HELD", 3)
-    verifier = AheadVerifier(service)
-    verifier.receive_next(*(NextItem(name, 6, 2, [], 0) for name in "abcde"))
-    assert dropped(service) == 2
-    messages = verifier.round(*(opening(name) for name in "abcde"))
-    assert [d.request_id for d in drafts_of(messages)] == ["c", "d", "e"]
-
-
 def test_a_new_epoch_ends_all_wishes(service: DrafterService) -> None:
     old = AheadVerifier(service)
     old.round(opening())

@@ -187,7 +187,7 @@ def test_what_cannot_be_enumerated_is_empty(tmp_path: Path) -> None:
     ):
         assert proposer.draft_outcomes([premise, request.premise(draft, 3)])[0] == []
     assert proposer.draft_outcomes([]) == []
-    proposer.commit(1, base_len + 1, [5], 1, 0.0)
+    proposer.commit(1, base_len + 1, [5], 1)
     assert proposer.draft_outcomes([Premise(1, base_len + 1, Until(4), draft, 8)]) == [[]], "its round was not drafted from"
 
 

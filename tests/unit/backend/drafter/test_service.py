@@ -33,7 +33,7 @@ from backend.wire.drafting import (
     encode,
 )
 from tests.support.ahead_verifier import HEAD, AheadVerifier, Clock, blocks_of, drafts_of, handle
-from tests.support.drafter_heads import TinyHead, make_proposer
+from tests.support.drafter_heads import TinyHead, make_proposer, rows_held
 from tests.support.properties import examples
 
 
@@ -59,9 +59,7 @@ class Verifier(AheadVerifier):
 
 def greet(service: DrafterService, role: Role, identity: bytes) -> None:
     ((whom, payload),) = handle(service, identity, [encode(Hello(PROTOCOL_VERSION, "v", role, 1))])
-    welcome = decode_to_verifier(payload)
-    assert isinstance(welcome, Welcome)
-    assert (whom, welcome.drafter_id, welcome.version) == (identity, "drafter-0", PROTOCOL_VERSION)
+    assert (whom, decode_to_verifier(payload)) == (identity, Welcome())
 
 
 def refusal(replies: list[Reply]) -> str:
@@ -157,7 +155,7 @@ def test_answers_wait_for_nobody_before_the_drafts_socket_greets(service: Drafte
     assert len(Verifier(service).drafts_after(Commit("a", 4, [4], 1))[0].tokens) == 2
 
 
-def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService) -> None:
+def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService, proposer: EagleProposer) -> None:
     tokens = list(range(40))
     old = Verifier(service, epoch=1)
     before = old.drafts_after(Open("a", 40, tokens, 39), k=4)
@@ -173,7 +171,7 @@ def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService) ->
     new.ask(reopened, k=4)
     after = drafts_of(new.work())
     assert after[0].tokens == before[0].tokens
-    assert service.proposer.usage().prefix_rows_reused == 32
+    assert rows_held(proposer, ("v", 2, "a")) == 39
 
 
 def test_idle_requests_are_forgotten(service: DrafterService, clock: Clock) -> None:
@@ -185,6 +183,23 @@ def test_idle_requests_are_forgotten(service: DrafterService, clock: Clock) -> N
     service.sweep()
     assert service.stats(0.0).sequences == 1
     assert verifier.drafts_after(Commit("a", 4, [4], 1)) == [Draft("a", 4, [])]
+
+
+def test_spans_and_lessons_end_with_their_requests(proposer: EagleProposer, clock: Clock) -> None:
+    spans, lessons = mock.Mock(), mock.Mock()
+    service = DrafterService("drafter-0", proposer, 60.0, clock, spans, lessons)
+    opened = [Open(name, 3, [1, 2, 3], 2) for name in "abc"]
+    verifier = Verifier(service)
+    verifier.drafts_after(*opened[:1])
+    clock.now += 61
+    verifier.drafts_after(*opened[1:])
+    service.sweep()
+    verifier.drafts_after(Close("b", "finished"))
+    Verifier(service, epoch=2)
+    ends = [("a", "idle"), ("b", "finished"), ("c", "epoch")]
+    assert spans.closed.call_args_list == [mock.call(("v", 1, name), reason) for name, reason in ends]
+    assert lessons.closed.call_args_list == [mock.call(("v", 1, "b"))]
+    assert lessons.forget.call_args_list == [mock.call(("v", 1, name)) for name in "abc"]
 
 
 def test_times_are_reported(service: DrafterService, clock: Clock) -> None:
@@ -309,25 +324,28 @@ def test_another_proposer_takes_over_between_two_rounds(service: DrafterService,
 def test_rows_that_were_projected_for_the_head_before_serve_no_later_request(service: DrafterService, tmp_path: Path) -> None:
     tokens = [1 + i % 7 for i in range(40)]
     Verifier(service)
-    service.replace(make_proposer(tmp_path / "other", replace(HEAD, seed=9)))
+    other = make_proposer(tmp_path / "other", replace(HEAD, seed=9))
+    service.replace(other)
     # The verifier has yet to learn of the new head.
     Verifier(service).drafts_after(Open("a", 40, tokens, 39))
     Verifier(service, epoch=2).drafts_after(Open("b", 40, tokens, 8))
-    assert not service.proposer.usage().prefix_rows_reused
+    assert rows_held(other, ("v", 2, "b")) == 8
     Verifier(service, epoch=3).drafts_after(Open("c", 40, tokens, 39))
     Verifier(service, epoch=4).drafts_after(Open("d", 40, tokens, 8))
-    assert service.proposer.usage().prefix_rows_reused
+    assert rows_held(other, ("v", 4, "d")) == 39
 
 
 @pytest.mark.parametrize(("weights", "shared"), [(0, True), (1, False)])
-def test_other_weights_of_the_target_empty_the_prefix_cache(service: DrafterService, weights: int, shared: bool) -> None:
+def test_other_weights_of_the_target_empty_the_prefix_cache(
+    service: DrafterService, proposer: EagleProposer, weights: int, shared: bool
+) -> None:
     tokens = [1 + i % 7 for i in range(40)]
     first = Verifier(service)
     first.drafts_after(Open("a", 40, tokens, 39))
     handle(service, first.features, [encode(Hello(PROTOCOL_VERSION, "v", "features", 2, weights=weights))])
     second = Verifier(service, "w")
     second.drafts_after(Open("b", 40, tokens, 8))
-    assert bool(service.proposer.usage().prefix_rows_reused) == shared
+    assert rows_held(proposer, ("w", 1, "b")) == (39 if shared else 8)
     # Said again, it is nothing new.
     handle(service, first.features, [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 2, weights=weights))])
     assert service.stats(0.0).sequences == 1

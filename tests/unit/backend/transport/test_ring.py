@@ -209,7 +209,7 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
 
     message, frame = ship(0, 20)
     assert (message.at, len(frame)) == (None, 20 * 64), "not before the drafter has said that it reads the ring"
-    inbox.append([encode(Welcome(PROTOCOL_VERSION, "d0", "eagle3", True))])
+    inbox.append([encode(Welcome(True))])
     message, frame = ship(20, 20)
     assert frame == b""
     assert message.at is not None
