@@ -18,8 +18,8 @@ try:
 except ImportError as error:
     raise SystemExit(f"SKIP no Triton here: {error}")
 from backend import noise
-from backend.drafter.attention import Reach, _attend_one_by_one
-from tests.support.attention_cases import attention_case
+from backend.drafter.attention import Reach
+from tests.support.attention_cases import attend_one_by_one, attention_case
 
 generator = torch.Generator().manual_seed(1)
 for rows, size, ids in ((3, 1500, False), (4, 1100, True), (2, 1, False)):
@@ -56,7 +56,7 @@ for attention.MOST_SPLITS in (1, 4):
         one = Reach(*(each[:1].expand(3) for each in reach.columns()))
         for queries, reach in ((queries, reach), (torch.randn(3, heads, dim, generator=generator), one)):
             found = attention.attend(queries, cache, reach, dim**-0.5)
-            torch.testing.assert_close(found, _attend_one_by_one(queries, cache, reach), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found, attend_one_by_one(queries, cache, reach), rtol=1e-4, atol=1e-5)
 print("same")
 """
 
