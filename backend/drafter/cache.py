@@ -79,7 +79,6 @@ class Sequence:
 
     key: Hashable
     tokens: list[int]
-    is_open: bool = True
     spans: list[list[int]] = field(default_factory=list)
     length: int = 0
     start: int = 0
@@ -123,7 +122,6 @@ class RowCache:
         self._closed: OrderedDict[Sequence, None] = OrderedDict()
         self._index: dict[int, dict[Sequence, None]] = {}
         """Who has the rows of a block and of all blocks before it, the first one first."""
-        self._open_rows = 0
         self.evictions = 0
 
     @property
@@ -139,7 +137,7 @@ class RowCache:
     @property
     def usage(self) -> float:
         """Share of the cache that open sequences hold; the rest is free, or held by closed ones and can be taken."""
-        return self._open_rows / self._extents.capacity
+        return sum(sequence.room for sequence in self._open.values()) / self._extents.capacity
 
     def __len__(self) -> int:
         return len(self._open)
@@ -170,7 +168,6 @@ class RowCache:
     def extend_tokens(self, sequence: Sequence, base_len: int, tokens: list[int]) -> None:
         """Makes the text `base_len` long and end with `tokens`.  Drops later or different tokens, and their rows."""
         kept = splice(sequence.tokens, base_len, tokens)
-        self._unchain(sequence, kept // BLOCK)
         self.truncate(sequence, kept - 1)
         sequence.drafted = None
 
@@ -261,9 +258,7 @@ class RowCache:
         sequence = self._open.pop(key, None)
         if sequence is None:
             return
-        sequence.is_open = False
         sequence.tip = sequence.drafted = sequence.imagined = None
-        self._open_rows -= sequence.room
         if sequence.chain:
             self._closed[sequence] = None
         else:
@@ -281,13 +276,16 @@ class RowCache:
         return found
 
     def _reuse(self, source: Sequence, sequence: Sequence, rows: int) -> None:
-        if not source.is_open and rows == source.length:
-            start, room = source.start, source.room
+        is_closed = source in self._closed
+        if is_closed and rows == source.length:
+            sequence.start, sequence.room = source.start, source.room
             source.room = 0
             self._forget(source)
-            self._hold(sequence, start, room)
         else:
-            self._touch(source)
+            if is_closed:
+                self._closed.move_to_end(source)
+            else:
+                self._open.move_to_end(source.key)
             if not self.reserve(sequence, rows, (source,)):
                 return
             self._move(source.start, sequence.start, rows)
@@ -298,13 +296,7 @@ class RowCache:
         if sequence.length:
             self._move(sequence.start, start, sequence.length)
         self._release(sequence)
-        self._hold(sequence, start, room)
-
-    def _touch(self, sequence: Sequence) -> None:
-        if sequence.is_open:
-            self._open.move_to_end(sequence.key)
-        else:
-            self._closed.move_to_end(sequence)
+        sequence.start, sequence.room = start, room
 
     def _evict(self, victims: Iterable[Sequence], kept: Collection[Sequence]) -> bool:
         """Frees the rows of the first of these sequences that has any and is not to be kept; False when there is none."""
@@ -326,15 +318,9 @@ class RowCache:
         sequence.length = 0
         self._release(sequence)
 
-    def _hold(self, sequence: Sequence, start: int, room: int) -> None:
-        sequence.start, sequence.room = start, room
-        self._open_rows += room
-
     def _release(self, sequence: Sequence) -> None:
         if sequence.room:
             self._extents.give_back(sequence.start)
-            if sequence.is_open:
-                self._open_rows -= sequence.room
         sequence.room = 0
         sequence.ahead = (0, [])
 
