@@ -38,8 +38,6 @@ class Nexts:
     """The items of all requests, at most one per request."""
 
     def __init__(self) -> None:
-        self.dropped = 0
-        """Items that were dropped before their answer was complete."""
         self._held: dict[Key, Wanted] = {}
         self._fresh: dict[Key, Wanted] = {}
         self._waiting: dict[Key, Wanted] = {}
@@ -55,28 +53,32 @@ class Nexts:
         """Takes an item; `length` is its request's present one, None when the request is unknown."""
         key, base_len = wanted.key, wanted.item.base_len
         self._drop(key)
-        if length is None:
-            # Its `Open` may be on the way, unless a `Commit` has come for it and found no such request.
-            if self._strangers.get(key, 0) >= base_len:
-                self._arrive(wanted, known=False)
-            else:
-                self._held[key] = wanted
-        elif length < base_len:
+        if length is None and self._strangers.get(key, 0) >= base_len:
+            self._arrive(wanted, known=False)
+        elif length is None or length < base_len:
+            # An unknown request's `Open` may be on the way, unless a `Commit` has come for it and found no such request.
             self._held[key] = wanted
         elif length == base_len:
             self._arrive(wanted)
+
+    def reached(self, key: Key, base_len: int, now: float, known: bool = True) -> None:
+        """A round that came at `now` has made the request `base_len` tokens long.
+
+        Not `known`: there is no such request here, and nothing can be drafted for it up to `base_len`.
+        """
+        if known:
+            self._strangers.pop(key, None)
         else:
-            self.dropped += 1
-
-    def reached(self, key: Key, base_len: int, now: float) -> None:
-        """A round that came at `now` has made the request `base_len` tokens long."""
-        self._strangers.pop(key, None)
-        self._move(key, base_len, now, known=True)
-
-    def unknown(self, key: Key, base_len: int, now: float) -> None:
-        """A round came at `now` for a request that is not known here: nothing can be drafted for it up to `base_len`."""
-        self._strangers[key] = base_len
-        self._move(key, base_len, now, known=False)
+            self._strangers[key] = base_len
+        for stage in (self._fresh, self._waiting):
+            # A fresh draft is due even if nothing can be drafted: the answer is empty.
+            if key in stage and (stage[key].item.base_len != base_len or (stage is self._waiting and not known)):
+                del stage[key]
+        held = self._held.get(key)
+        if held is not None and held.item.base_len <= base_len:
+            del self._held[key]
+            if held.item.base_len == base_len:
+                self._arrive(replace(held, since=max(held.since, now)), known)
 
     def forget(self, key: Key) -> None:
         self._strangers.pop(key, None)
@@ -107,27 +109,12 @@ class Nexts:
             del self._waiting[wanted.key]
         return taken
 
-    def _move(self, key: Key, base_len: int, now: float, known: bool) -> None:
-        for stage in (self._fresh, self._waiting):
-            # A fresh draft is due even if nothing can be drafted: the answer is empty.
-            if key in stage and (stage[key].item.base_len != base_len or (stage is self._waiting and not known)):
-                self._drop(key)
-        held = self._held.get(key)
-        if held is not None and held.item.base_len <= base_len:
-            del self._held[key]
-            if held.item.base_len == base_len:
-                self._arrive(replace(held, since=max(held.since, now)), known)
-            else:
-                self.dropped += 1
-
     def _arrive(self, wanted: Wanted, known: bool = True) -> None:
         if not wanted.item.verifying:
             self._fresh[wanted.key] = wanted
         elif known:
             self._waiting[wanted.key] = wanted
-        else:
-            self.dropped += 1
 
     def _drop(self, key: Key) -> None:
         for stage in (self._held, self._fresh, self._waiting):
-            self.dropped += stage.pop(key, None) is not None
+            stage.pop(key, None)

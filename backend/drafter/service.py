@@ -254,7 +254,7 @@ class DrafterService:
             self._heard[key] = now
             wanted = Wanted(key, item, now, message.chance_weights)
             if item.base_len > self.proposer.max_position:
-                self._nexts.unknown(key, item.base_len, now)
+                self._nexts.reached(key, item.base_len, now, known=False)
                 self._nexts.want(wanted, None)
             else:
                 self._nexts.want(wanted, self.proposer.length(key))
@@ -351,7 +351,7 @@ class DrafterService:
                 elif self._lessons is not None:
                     self._lessons.committed(key, item, features)
             if not known:
-                self._nexts.unknown(key, item.base_len, waiting.arrived)
+                self._nexts.reached(key, item.base_len, waiting.arrived, known=False)
                 continue
             # Not always `item.base_len`: a round computed anew after a preemption takes no tokens back.
             self._nexts.reached(key, proposer.length(key) or 0, waiting.arrived)
