@@ -311,27 +311,30 @@ class Reference:
             else:
                 residual = hidden
                 inputs = self._norm(hidden, f"{name}.input_layernorm") if i else hidden
-            hidden = residual + self._attention(name, inputs, positions)
-            normed = self._norm(hidden, f"{name}.post_attention_layernorm")
-            gate = torch.nn.functional.silu(self._linear(f"{name}.mlp.gate_proj", normed))
-            hidden = hidden + self._linear(f"{name}.mlp.down_proj", gate * self._linear(f"{name}.mlp.up_proj", normed))
+            future = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
+            hidden = self._finish(name, residual + self._attention(name, inputs, inputs, positions, future))
         return hidden[-1]
 
-    def _attention(self, name: str, inputs: Tensor, positions: Tensor) -> Tensor:
-        head, count = self.head, len(inputs)
-        q = self._linear(f"{name}.self_attn.q_proj", inputs).view(count, head.heads, head.head_dim)
-        k = self._linear(f"{name}.self_attn.k_proj", inputs).view(count, head.kv_heads, head.head_dim)
-        v = self._linear(f"{name}.self_attn.v_proj", inputs).view(count, head.kv_heads, head.head_dim)
-        if head.model_type == "qwen3":
+    def _attention(self, name: str, inputs: Tensor, rows: Tensor, positions: Tensor, unseen: Tensor) -> Tensor:
+        """Attention of `inputs`, the last of `rows`, to `rows` at `positions`, but for those `unseen` `[inputs, rows]`."""
+        head, dim, new = self.head, self.head.head_dim, len(inputs)
+        q = self._linear(f"{name}.self_attn.q_proj", inputs).view(new, -1, dim)
+        k = self._linear(f"{name}.self_attn.k_proj", rows).view(len(rows), -1, dim)
+        v = self._linear(f"{name}.self_attn.v_proj", rows).view(len(rows), -1, dim)
+        if f"{name}.self_attn.q_norm.weight" in self.w:
             q, k = self._norm(q, f"{name}.self_attn.q_norm"), self._norm(k, f"{name}.self_attn.k_norm")
-        q, k = self._rotate(q, positions), self._rotate(k, positions)
+        q, k = self._rotate(q, positions[-new:]), self._rotate(k, positions)
         mixed = torch.zeros_like(q)
         for h in range(head.heads):
             group = h // (head.heads // head.kv_heads)
-            scores = q[:, h] @ k[:, group].T / head.head_dim**0.5
-            scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
+            scores = (q[:, h] @ k[:, group].T / dim**0.5).masked_fill(unseen, float("-inf"))
             mixed[:, h] = scores.softmax(-1) @ v[:, group]
         return self._linear(f"{name}.self_attn.o_proj", mixed.flatten(1))
+
+    def _finish(self, name: str, hidden: Tensor) -> Tensor:
+        normed = self._norm(hidden, f"{name}.post_attention_layernorm")
+        gate = torch.nn.functional.silu(self._linear(f"{name}.mlp.gate_proj", normed))
+        return hidden + self._linear(f"{name}.mlp.down_proj", gate * self._linear(f"{name}.mlp.up_proj", normed))
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         dim = self.head.head_dim
