@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,7 +30,6 @@ from backend.wire.drafting import TargetTensor
 
 BORROWED: frozenset[TargetTensor] = frozenset(("embed_tokens.weight", "lm_head.weight"))
 """What a head takes from its target unless it has its own."""
-NOTHING_NEWER: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ def drafter_config(directory: str, target_dir: str) -> HeadConfig:
     return load(directory, target_dir)
 
 
-def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mapping[str, Tensor] = NOTHING_NEWER) -> HeadWeights:
+def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mapping[str, Tensor] = {}) -> HeadWeights:
     """Reads a head or a draft model; with `raw`, a head's projection, too.
 
     `newer`: target tensors that replace those in the target's directory, see `HeadWeights.borrowed`.
