@@ -37,7 +37,6 @@ from backend.wire.drafting import (
     Open,
     Part,
     Refused,
-    Role,
     Round,
     Unknown,
     Want,
@@ -75,7 +74,8 @@ class DrafterService:
         self._idle_ttl_s = idle_ttl_s
         self._clock = clock
         self._sessions: dict[str, Session] = {}
-        self._peers: dict[bytes, tuple[Session, Role]] = {}
+        self._peers: dict[bytes, Session] = {}
+        """By the identity of each of its sockets."""
         self._waiting: deque[Waiting] = deque()
         self._nexts = Nexts()
         self._heard: dict[Key, float] = {}
@@ -100,7 +100,9 @@ class DrafterService:
             message = decode_to_drafter(frames[0])
             if isinstance(message, Hello):
                 return self._greet(identity, message, now)
-            session = self._session_of(identity, message)
+            session = self._peers.get(identity)
+            if session is None:
+                raise Malformed(HELLO_FIRST)
             session.last_heard = now
             if isinstance(message, Part):
                 return self._wish(identity, self._following.receive(session, message, frames[1:], now))
@@ -197,7 +199,7 @@ class DrafterService:
             self._sessions[hello.verifier_id] = session
         # A socket may greet again for another role or verifier, or come back on a new connection; the last greeting counts.
         self._peers.pop((session.features if hello.role == "features" else session.drafts) or b"", None)
-        self._peers[identity] = session, hello.role
+        self._peers[identity] = session
         if hello.role == "features":
             session.features = identity
             session.map_ring(hello.ring)
@@ -215,8 +217,7 @@ class DrafterService:
     def _end(self, session: Session) -> None:
         """Ends the session of an old epoch: forgets its requests, sockets and waiting rounds."""
         session.close_ring()
-        for identity in [i for i, (owner, _) in self._peers.items() if owner is session]:
-            del self._peers[identity]
+        self._peers = {identity: owner for identity, owner in self._peers.items() if owner is not session}
         self._waiting = deque(w for w in self._waiting if w.session is not session)
         for key in [key for key in self._heard if key[:2] == (session.verifier_id, session.epoch)]:
             self._forget(key, "epoch")
@@ -230,23 +231,13 @@ class DrafterService:
         if self._lessons is not None:
             self._lessons.forget(key)
 
-    def _session_of(self, identity: bytes, message: Round | Next | Part) -> Session:
-        session, role = self._peers.get(identity, (None, "drafts"))
-        if session is None:
-            raise Malformed(HELLO_FIRST)
-        if isinstance(message, Round) and role != "features":
-            raise Malformed("rounds come from the features socket")
-        if not isinstance(message, Round) and role != "drafts":
-            raise Malformed("wishes and weights come from the drafts socket")
-        return session
-
     def _refuse(self, identity: bytes, reason: str) -> list[Reply]:
         self._counters.rejected += 1
-        session, role = self._peers.get(identity, (None, "drafts"))
+        session = self._peers.get(identity)
         # A socket that has to greet again must get the refusal itself.
-        elsewhere = session is not None and role == "features" and reason != HELLO_FIRST
-        listener = session.drafts if session is not None and elsewhere else None
-        return [(listener or identity, encode(Refused(reason)))]
+        if session is not None and session.drafts is not None and reason != HELLO_FIRST:
+            identity = session.drafts
+        return [(identity, encode(Refused(reason)))]
 
     def _take_next(self, session: Session, message: Next, now: float) -> None:
         for item in message.items:
