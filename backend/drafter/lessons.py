@@ -58,15 +58,13 @@ class Lessons:
         self._writer = writer
         self._watch = watch
         self._texts: dict[Hashable, _Text] = {}
-        self._recorded = 0
 
     def opened(self, key: Hashable, item: Open, features: Tensor | None) -> None:
         """A sequence begins, perhaps again."""
         self.forget(key)
         record = None
-        if item.learn and self._recorded < RECORDED:
+        if item.learn and sum(text.record is not None for text in self._texts.values()) < RECORDED:
             record = _Record(item.base_len - 1 - item.rows, item.prompt, item.temperature)
-            self._recorded += 1
         text = self._texts[key] = _Text(list(item.tokens), record)
         self._add(text, item.base_len, item.rows, features)
 
@@ -86,7 +84,6 @@ class Lessons:
         if text is None or text.record is None:
             return
         record = text.record
-        self._drop(text)
         tokens = text.tokens[record.first : record.end + 1]
         if record.end - max(record.prompt, record.first) < SHORTEST or len(tokens) <= record.rows or UNKNOWN in tokens:
             return
@@ -96,7 +93,7 @@ class Lessons:
 
     def forget(self, key: Hashable) -> None:
         """Drops a sequence; it does not go to the ring."""
-        self._drop(self._texts.pop(key, None))
+        self._texts.pop(key, None)
 
     def drafted(self, key: Hashable, base_len: int, first: Sequence[int]) -> None:
         """A fresh draft was made; `first`: its first token, whether or not it was sent."""
@@ -125,7 +122,7 @@ class Lessons:
             return
         start = base_len - 1 - rows
         if start > record.end or (record.rows and start < record.first):
-            self._drop(text)
+            text.record = None
             return
         if start < record.end:
             kept = torch.cat(record.parts)[: start - record.first]
@@ -153,8 +150,3 @@ class Lessons:
                 continue
             self._watch.note(key, text.tokens[at] == first)
         text.pending = waiting
-
-    def _drop(self, text: _Text | None) -> None:
-        if text is not None and text.record is not None:
-            text.record = None
-            self._recorded -= 1

@@ -124,7 +124,6 @@ class Trainer:
         self.seconds = 0.0
         self._loss: float | None = None
         self._credit = 0.0
-        self._newest = 0
         self._sizes: dict[int, int] = {}
         """Rows to train on of each present file: none of a held-out one."""
         self._begin(job.head_dir)
@@ -265,13 +264,11 @@ class Trainer:
         """Notes which sequences have come and gone."""
         numbers = self._ring.numbers()
         for number in numbers:
-            if number > self._newest:
+            if number not in self._sizes:
                 replay = None if is_held_out(number) else self._ring.read(number)
                 self._sizes[number] = 0 if replay is None else min(len(replay.features), LONGEST)
                 self._credit += PASSES * self._sizes[number]
-                self._newest = number
-        there = set(numbers)
-        self._sizes = {number: rows for number, rows in self._sizes.items() if number in there}
+        self._sizes = {number: self._sizes[number] for number in numbers}
         # Rows that have left the ring are not owed any more.
         self._credit = min(self._credit, PASSES * sum(self._sizes.values()))
 
