@@ -84,7 +84,7 @@ class DrafterService:
         """Verifier's epoch at our last head swap.  Until it greets with another, it projects for the old head."""
         self._weights: dict[str, int] = {}
         """How often each verifier has exchanged its weights, if at all."""
-        self._counters = DrafterStats(drafter_id, 0.0)
+        self._counters = DrafterStats(drafter_id, time.time())
         self._line = Line()
 
     @property
@@ -165,13 +165,12 @@ class DrafterService:
             if session.last_heard < before:
                 session.close_ring()
 
-    def stats(self, started_at: float) -> DrafterStats:
-        """A copy of the counters, with the present load; `started_at`: when the process started, Unix seconds."""
+    def stats(self) -> DrafterStats:
+        """A copy of the counters, with the present load."""
         usage = self.proposer.usage()
         heard_after = self._clock() - self._idle_ttl_s
         return msgspec.structs.replace(
             self._counters,
-            started_at=started_at,
             sequences=usage.sequences,
             cache_usage=usage.cache_usage,
             evictions=usage.evictions,

@@ -178,7 +178,7 @@ def test_a_bad_wish_is_refused_whole(service: DrafterService, bad: Next) -> None
     replies = handle(service, verifier.drafts, [encode(bad)])
     assert [identity for identity, _ in replies] == [verifier.drafts]
     assert isinstance(decode_to_verifier(replies[0][1]), Refused)
-    assert service.stats(0.0).rejected == 1
+    assert service.stats().rejected == 1
     assert not service.has_work
 
 

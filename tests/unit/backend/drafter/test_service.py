@@ -76,18 +76,18 @@ def test_wishes_are_answered_item_by_item(service: DrafterService) -> None:
     assert [(d.request_id, d.base_len, len(d.tokens)) for d in items] == [("a", 5, 4), ("c", 3, 2)]
     items = verifier.drafts_after(Commit("a", 7, [7, 8], 2), Close("c", "finished"), Commit("b", 4, [9], 1), k={"a": 3, "b": 1})
     assert [(d.request_id, d.base_len, len(d.tokens)) for d in items] == [("a", 7, 3), ("b", 4, 1)]
-    assert service.stats(0.0).sequences == 2
+    assert service.stats().sequences == 2
 
 
 def test_what_a_round_asks_for_is_drafted_with_its_rows(service: DrafterService) -> None:
     apart, together = Verifier(service), Verifier(service, "w")
     first = Open("a", 5, [1, 2, 3, 4, 5], 4), Open("b", 3, [1, 2, 3], 2)
     for items in (first, (Commit("a", 7, [7, 8], 2), Commit("b", 4, [9], 1))):
-        expected, batches = apart.drafts_after(*items, k=3), service.stats(0.0).batches
+        expected, batches = apart.drafts_after(*items, k=3), service.stats().batches
         following = Next([NextItem(item.request_id, item.base_len, 3, [], 0) for item in items])
         assert service.receive(together.features, together.frames_with(following, *items)) == []
         assert drafts_of(together.step()) == expected
-        assert service.stats(0.0).batches == batches + 1, "rows and drafts are one batch"
+        assert service.stats().batches == batches + 1, "rows and drafts are one batch"
 
 
 def test_a_round_that_asks_for_what_cannot_be_is_refused_whole(service: DrafterService) -> None:
@@ -96,16 +96,16 @@ def test_a_round_that_asks_for_what_cannot_be_is_refused_whole(service: DrafterS
     frames = verifier.frames_with(twice, Open("a", 5, [1, 2, 3, 4, 5], 4))
     assert "twice" in refusal(service.receive(verifier.features, frames))
     assert not service.has_work
-    assert service.stats(0.0).sequences == 0
+    assert service.stats().sequences == 0
 
 
 def test_counters(service: DrafterService) -> None:
     verifier = Verifier(service)
     verifier.drafts_after(Open("a", 5, [1, 2, 3, 4, 5], 4), k=4)
     verifier.drafts_after(Commit("a", 6, [6], 1), k=4)
-    stats = service.stats(17.0)
+    stats = service.stats()
     assert (stats.rounds, stats.rows, stats.draft_tokens, stats.rejected) == (2, 5, 8, 0)
-    assert (stats.drafter_id, stats.started_at, stats.verifiers) == ("drafter-0", 17.0, ["v"])
+    assert (stats.drafter_id, stats.verifiers) == ("drafter-0", ["v"])
     assert 0 < stats.cache_usage < 1
 
 
@@ -140,7 +140,7 @@ def test_a_socket_greets_before_its_first_message(service: DrafterService) -> No
     verifier = Verifier(service)
     stranger = handle(service, b"stranger", verifier.frames(Open("a", 3, [1, 2, 3], 2)))
     assert (stranger[0][0], refusal(stranger)) == (b"stranger", HELLO_FIRST)
-    assert service.stats(0.0).rejected == 1
+    assert service.stats().rejected == 1
 
 
 def test_another_protocol_version_is_refused(service: DrafterService) -> None:
@@ -158,7 +158,7 @@ def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService, pr
     old = Verifier(service, epoch=1)
     before = old.drafts_after(Open("a", 40, tokens, 39), k=4)
     new = Verifier(service, epoch=2)
-    assert service.stats(0.0).sequences == 0
+    assert service.stats().sequences == 0
     assert new.drafts_after(Commit("a", 41, [1], 1)) == [Draft("a", 41, [])]
     assert refusal(handle(service, old.features, old.frames(Commit("a", 41, [1], 1)))) == HELLO_FIRST
     frames = old.frames(Open("a", 40, tokens, 39))
@@ -179,7 +179,7 @@ def test_idle_requests_are_forgotten(service: DrafterService, clock: Clock) -> N
     verifier.drafts_after(Commit("b", 4, [4], 1))
     clock.now += 30
     service.sweep()
-    assert service.stats(0.0).sequences == 1
+    assert service.stats().sequences == 1
     assert verifier.drafts_after(Commit("a", 4, [4], 1)) == [Draft("a", 4, [])]
 
 
@@ -233,7 +233,7 @@ def test_a_bad_round_is_refused_whole_and_costs_nothing_else(service: DrafterSer
     replies = handle(service, verifier.features, verifier.frames(Commit("a", 6, [5], 1), item))
     assert replies[0][0] == verifier.drafts
     assert refusal(replies)
-    assert service.stats(0.0).rejected == 1
+    assert service.stats().rejected == 1
     other = Verifier(service, "w")
     other.drafts_after(Open("a", 5, [1, 2, 3, 4, 5], 4))
     assert verifier.drafts_after(Commit("a", 6, [5], 1)) == other.drafts_after(Commit("a", 6, [5], 1))
@@ -247,7 +247,7 @@ def test_bad_frames_are_refused(service: DrafterService) -> None:
     for frames in ([], [header], [header, features[:-1]], [header, features, b""], [header, nan], wide, [header[:-3]], [b""]):
         assert refusal(handle(service, verifier.features, frames))
     assert refusal(handle(service, verifier.features, [b"\x91" * 200_000])), "nested deeply"
-    assert service.stats(0.0).sequences == 0
+    assert service.stats().sequences == 0
 
 
 junk = st.recursive(
@@ -278,7 +278,7 @@ def test_garbage_is_refused_and_costs_nothing(frames: list[bytes], socket: str) 
     replies = handle(verifier.service, getattr(verifier, socket), frames)
     assert len(replies) <= 1
     refused = [payload for _, payload in replies if isinstance(decode_to_verifier(payload), Refused)]
-    assert verifier.service.stats(0.0).rejected == len(refused)
+    assert verifier.service.stats().rejected == len(refused)
     handle(verifier.service, verifier.features, [encode(Round("float32", 0, [Open("z", 4, [1, 2, 1, 2], 0)]))])
     assert drafts_of(verifier.next(NextItem("z", 4, 2, [], 0))) == [Draft("z", 4, [1, 2])]
 
@@ -316,7 +316,7 @@ def test_another_proposer_takes_over_between_two_rounds(service: DrafterService,
     verifier = Verifier(service)
     (after,) = verifier.drafts_after(Open("a", 5, tokens, 4), k=4)
     assert after.tokens != before.tokens
-    assert service.stats(0.0).sequences == 1
+    assert service.stats().sequences == 1
 
 
 def test_rows_that_were_projected_for_the_head_before_serve_no_later_request(service: DrafterService, tmp_path: Path) -> None:
@@ -346,4 +346,4 @@ def test_other_weights_of_the_target_empty_the_prefix_cache(
     assert rows_held(proposer, ("w", 1, "b")) == (39 if shared else 8)
     # Said again, it is nothing new.
     handle(service, first.features, [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 2, weights=weights))])
-    assert service.stats(0.0).sequences == 1
+    assert service.stats().sequences == 1
