@@ -93,11 +93,9 @@ class Head:
         # some 30 ms, which is kept for ever; here every step has another number.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.group = self.heads // self.kv_heads
         self.query_width = self.heads * self.head_dim
         self._source = weights.tensors
         self._paired_order = torch.arange(self.head_dim).view(2, -1).t().flatten()
-        self.positions = positions
         frequencies = inverse_frequencies(config.rope, self.head_dim)
         self._frequencies = frequencies.to(device)
         fits = positions * self.head_dim // 2 * torch.complex64.itemsize <= ROTATION_BYTES
