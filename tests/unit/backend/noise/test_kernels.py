@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from backend import noise
-
 INTERPRETED = """
 import torch
 try:
@@ -145,17 +143,3 @@ def test_what_was_compiled_at_the_start_serves_all_sizes_and_addresses(monkeypat
     for rows, size in ((1, 151_936), (2, 151_936), (3, 151_936), (3, 32_001)):
         ask(rows, size)
     assert variants == compiled
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_a_gpu_agrees_with_the_cpu() -> None:
-    generator = torch.Generator().manual_seed(2)
-    logits = torch.randn(64, 150_000, generator=generator) * 2
-    seeds, positions = torch.randint(-(2**63), 2**63 - 1, (64,), generator=generator), torch.arange(64) * 37
-    betas, scales = torch.full((64,), 1.25), torch.tensor([1.0, 0.0] * 32)
-    asked = (logits, seeds, positions, betas, scales)
-    on_gpu = noise.choose(logits.cuda(), seeds.cuda(), positions.cuda(), betas.cuda(), scales.cuda())
-    on_cpu = noise.choose(*asked)
-    same = on_gpu.columns.cpu() == on_cpu.columns
-    assert bool((same | (on_cpu.leads < 1e-4)).all())
-    torch.testing.assert_close(on_gpu.scores.cpu(), on_cpu.scores, rtol=1e-5, atol=1e-5)
