@@ -22,9 +22,10 @@ from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
 from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
-from backend.models.checkpoint import drafter_config, load_drafter
+from backend.models.checkpoint import load_drafter
 from backend.models.head_config import CheckpointError, HeadConfig, read_config, same_features, text_config
 from backend.models.kinds import KINDS, DrafterKind
+from backend.models.layout import drafter_config
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
 from backend.transport.sockets import ServerKeys, Wire, unlink_ipc_on_exit

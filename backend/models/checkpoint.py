@@ -19,11 +19,10 @@ from backend.models.head_config import (
     CheckpointError,
     HeadConfig,
     load_config,
-    load_model_config,
     read_config,
     text_config,
 )
-from backend.models.layout import canonical_names, is_draft_model, required_tensors
+from backend.models.layout import canonical_names, drafter_config, required_tensors
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.vocabulary import shared_tokens
 from backend.wire.drafting import TargetTensor
@@ -53,12 +52,6 @@ class HeadWeights:
     """Which of embedding and output matrix a head lacks and takes from its target."""
     projection: FcProjection | None
     """The projection that the drafter has to apply to features; None: verifiers have applied it, or there is none."""
-
-
-def drafter_config(directory: str, target_dir: str) -> HeadConfig:
-    """The configuration of the head or draft model in `directory`.  Raises `CheckpointError`."""
-    load = load_model_config if is_draft_model(TensorFiles(directory)) else load_config
-    return load(directory, target_dir)
 
 
 def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mapping[str, Tensor] = {}) -> HeadWeights:
