@@ -160,42 +160,41 @@ class Learner:
             present_length=news.present or known.present_length,
             candidate_length=news.candidate or known.candidate_length,
         )
-        if news.published and self._exchange(news.published):
-            self._note(published=known.published + 1)
-            self._prune()
+        if news.published:
+            self._take(news.published)
 
-    def _exchange(self, head_dir: str) -> bool:
-        """Drafts with this head from now on.  False if that fails."""
-        try:
-            self._swap(head_dir)
-        except (CheckpointError, TimeoutError) as error:
-            logger.warning("a new head is not used: %s", error)
-            self._tell(TakenBack(self.head_dir))
+    def _take(self, head_dir: str) -> None:
+        before = self.head_dir
+        if not self._put(head_dir, "a new head is not used"):
+            self._tell(TakenBack(before))
             shutil.rmtree(head_dir, ignore_errors=True)
-            return False
+            return
         if self._watch.knows_previous:
-            self._previous_dir = self.head_dir
-        self.head_dir = head_dir
-        self._note(version=self._number(head_dir))
+            self._previous_dir = before
+        self._note(published=self._progress.published + 1)
         logger.info("drafting with version %d", self._progress.version)
-        return True
+        self._prune()
 
     def _take_back(self) -> None:
         bad, good, before = self.head_dir, self._previous_dir, self._watch.before
-        if bad == good:
-            return
-        try:
-            self._swap(good)
-        except (CheckpointError, TimeoutError) as error:
-            logger.warning("%s cannot be taken back: %s", bad, error)
+        if bad == good or not self._put(good, f"{bad} cannot be taken back"):
             return
         # The next version is compared with the good one, too.
         self._watch.before = before
-        self.head_dir = good
-        self._note(version=self._number(good), taken_back=self._progress.taken_back + 1)
+        self._note(taken_back=self._progress.taken_back + 1)
         logger.warning("its drafts are accepted less: %s is taken back, version %d drafts again", bad, self._progress.version)
         self._tell(TakenBack(good))
         shutil.rmtree(bad, ignore_errors=True)
+
+    def _put(self, head_dir: str, complaint: str) -> bool:
+        try:
+            self._swap(head_dir)
+        except (CheckpointError, TimeoutError) as error:
+            logger.warning("%s: %s", complaint, error)
+            return False
+        self.head_dir = head_dir
+        self._note(version=self._number(head_dir))
+        return True
 
     def _number(self, head_dir: str) -> int:
         return int(Path(head_dir).name) if head_dir != self._start_dir else 0
