@@ -42,7 +42,7 @@ class Nexts:
         self._fresh: dict[Key, Wanted] = {}
         self._waiting: dict[Key, Wanted] = {}
         self._strangers: dict[Key, int] = {}
-        """Requests that are not known here, and up to which length that is certain."""
+        """Requests for which nothing can be drafted up to this length: they are not known here, or too long."""
 
     @property
     def is_due(self) -> bool:
@@ -53,7 +53,7 @@ class Nexts:
         """Takes an item; `length` is its request's present one, None when the request is unknown."""
         key, base_len = wanted.key, wanted.item.base_len
         self._drop(key)
-        if length is None and self._strangers.get(key, 0) >= base_len:
+        if self._strangers.get(key, 0) >= base_len:
             self._arrive(wanted, known=False)
         elif length is None or length < base_len:
             # An unknown request's `Open` may be on the way, unless a `Commit` has come for it and found no such request.
@@ -64,7 +64,7 @@ class Nexts:
     def reached(self, key: Key, base_len: int, now: float, known: bool = True) -> None:
         """A round that came at `now` has made the request `base_len` tokens long.
 
-        Not `known`: there is no such request here, and nothing can be drafted for it up to `base_len`.
+        Not `known`: there is no such request here, or it is too long, and nothing can be drafted for it up to `base_len`.
         """
         if known:
             self._strangers.pop(key, None)

@@ -242,12 +242,7 @@ class DrafterService:
         for item in message.items:
             key = session.verifier_id, session.epoch, item.request_id
             self._heard[key] = now
-            wanted = Wanted(key, item, now, message.chance_weights)
-            if item.base_len > self.proposer.max_position:
-                self._nexts.reached(key, item.base_len, now, known=False)
-                self._nexts.want(wanted, None)
-            else:
-                self._nexts.want(wanted, self.proposer.length(key))
+            self._nexts.want(Wanted(key, item, now, message.chance_weights), self.proposer.length(key))
 
     def _take_rounds(self, asks: list[DraftRequest], lost: dict[bytes, list[str]]) -> list[Waiting]:
         """Takes the rounds that waited longest, up to the first that repeats a request of the batch; see `_apply`."""
