@@ -231,7 +231,7 @@ class Trainer:
         torch.save(state, part)
         part.replace(path)
 
-    def news(self, examined: Examined | None = None, published: str = "") -> News:
+    def news(self, examined: Examined | None, published: str) -> News:
         """The present progress."""
         present, candidate = (examined.present, examined.candidate) if examined else (None, None)
         return News(self.steps, round(self.seconds, 3), int(self._credit), self._loss, present, candidate, published)
@@ -315,15 +315,12 @@ def _run(trainer: Trainer, orders: list[TakenBack | Followed]) -> None:
             else:
                 trainer.follow(order.newer)
         worked = trainer.step()
-        if trainer.is_due:
-            examined = trainer.examine()
-            published = trainer.publish() if examined is not None and examined.is_better else ""
-            _tell(trainer.news(examined, published))
-            reported_at = time.monotonic()
+        examined = trainer.examine() if trainer.is_due else None
+        published = trainer.publish() if examined is not None and examined.is_better else ""
         now = time.monotonic()
-        if now - reported_at > POLL_S:
+        if examined is not None or now - reported_at > POLL_S:
             reported_at = now
-            _tell(trainer.news())
+            _tell(trainer.news(examined, published))
         if worked and now - saved > CHECKPOINT_S:
             saved = now
             trainer.checkpoint()
