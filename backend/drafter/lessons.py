@@ -56,7 +56,8 @@ class Lessons:
 
     def __init__(self, writer: ReplayWriter, watch: Watch) -> None:
         self._writer = writer
-        self._watch = watch
+        self.watch = watch
+        """The service tells it of other heads and other weights."""
         self._texts: dict[Hashable, _Text] = {}
 
     def opened(self, key: Hashable, item: Open, features: Tensor | None) -> None:
@@ -107,14 +108,6 @@ class Lessons:
         if text is not None:
             text.pending += [(base_len, [*verifying[: o.accepted], o.token], o.tokens[0]) for o in outcomes if o.tokens]
 
-    def exchanged(self) -> None:
-        """Another head drafts from now on."""
-        self._watch.exchanged()
-
-    def retargeted(self) -> None:
-        """The target has other weights, or the present head now has the target's new tensors."""
-        self._watch.retargeted()
-
     def _add(self, text: _Text, base_len: int, rows: int, features: Tensor | None) -> None:
         """Takes rows into the record; gives it up where there is a gap."""
         record = text.record
@@ -148,5 +141,5 @@ class Lessons:
             if len(text.tokens) <= at:
                 waiting.append((base_len, before, first))
                 continue
-            self._watch.note(key, text.tokens[at] == first)
+            self.watch.note(key, text.tokens[at] == first)
         text.pending = waiting

@@ -151,9 +151,9 @@ class DrafterService:
         self._following.reset()
         self._exchanges += 1
         if self._lessons is not None and retargeted:
-            self._lessons.retargeted()
+            self._lessons.watch.retargeted()
         elif self._lessons is not None:
-            self._lessons.exchanged()
+            self._lessons.watch.exchanged()
         self.proposer = proposer
 
     def sweep(self) -> None:
@@ -185,7 +185,7 @@ class DrafterService:
             self._weights[hello.verifier_id] = hello.weights
             self.proposer.invalidate()
             if self._lessons is not None:
-                self._lessons.retargeted()
+                self._lessons.watch.retargeted()
         session = self._sessions.get(hello.verifier_id)
         if session is None or session.epoch != hello.epoch:
             if session is not None:
