@@ -193,7 +193,7 @@ class RowCache:
             if not fits or not self._evict(self._open.values(), {sequence, *pinned}):
                 if not sequence.room:
                     return False
-                self._drop_rows(sequence)
+                self._forget(sequence)
         return True
 
     def spare(self, sequence: Sequence, rows: int, pinned: Collection[Sequence] = ()) -> bool:
@@ -304,15 +304,13 @@ class RowCache:
         if victim is None:
             return False
         self.evictions += 1
-        # An open sequence goes on without context; its verifier need not know.
+        # The verifier of an open sequence need not know.
         self._forget(victim)
         return True
 
     def _forget(self, sequence: Sequence) -> None:
+        """Frees a sequence's rows; an open one goes on without them."""
         self._closed.pop(sequence, None)
-        self._drop_rows(sequence)
-
-    def _drop_rows(self, sequence: Sequence) -> None:
         self._unchain(sequence, 0)
         sequence.spans.clear()
         sequence.length = 0
@@ -325,7 +323,7 @@ class RowCache:
         sequence.ahead = (0, [])
 
     def _unchain(self, sequence: Sequence, blocks: int) -> None:
-        while len(sequence.chain) > max(blocks, 0):
+        while len(sequence.chain) > blocks:
             link = sequence.chain.pop()
             holders = self._index.get(link, {})
             holders.pop(sequence, None)
