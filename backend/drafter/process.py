@@ -66,10 +66,7 @@ def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
     """Loads the model's weights; without weights, reads the target's configuration.  Raises `CheckpointError`."""
     if model.head_dir is None:
         target = text_config(read_config(model.target_dir))
-        try:
-            vocab, longest = (int(target.get(key) or UNLIMITED) for key in ("vocab_size", "max_position_embeddings"))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{model.target_dir}/config.json: {type(error).__name__}: {error}") from error
+        vocab, longest = (int(target.get(key) or UNLIMITED) for key in ("vocab_size", "max_position_embeddings"))
         return _proposer_of(model.kind)(vocab, longest, settings.cache_tokens)
     weights = load_drafter(model.head_dir, model.target_dir, model.learning_dir is not None, model.newer)
     return _proposer_of(weights.config.drafter_kind)(weights, settings.cache_tokens, _device(settings), settings.cuda_graphs)

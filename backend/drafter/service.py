@@ -95,8 +95,6 @@ class DrafterService:
         """Takes one message.  Rounds and drafts it asks for wait for `work`."""
         now = self._clock()
         try:
-            if not frames:
-                raise Malformed("an empty message")
             message = decode_to_drafter(frames[0])
             if isinstance(message, Hello):
                 return self._greet(identity, message, now)
