@@ -64,29 +64,21 @@ class TinyHead:
 
         h, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         tensors: Tensors = {"target.embed": draw(self.vocab, h), "target.lm_head": draw(self.vocab, h)}
-        if self.kind in ("dflash", "dspark"):
-            tensors["fc.weight"] = draw(h, 3 * h, scale=h**-0.5)
-            tensors |= {
-                f"{name}.weight": 1 + draw(h, scale=0.2) for name in ("norm", "hidden_norm", "layers.0.input_layernorm")
-            }
-            if self.draft_vocab != self.vocab:
-                tensors["lm_head.weight"] = draw(self.draft_vocab, h)
-                picked = torch.randperm(self.vocab, generator=generator)[: self.draft_vocab].sort().values
-                tensors["d2t"] = picked - torch.arange(self.draft_vocab)
-            if self.kind == "dspark":
-                tensors["markov_head.markov_w1.weight"] = draw(self.vocab, self.rank)
-                tensors["markov_head.markov_w2.weight"] = draw(self.draft_vocab, self.rank, scale=2.0)
-        elif self.kind != "eagle3":
+        if self.kind == "eagle":
             tensors["fc.weight"] = draw(h, 2 * h, scale=h**-0.5)
         else:
             tensors["fc.weight"] = draw(h, 3 * h, scale=h**-0.5)
-            tensors["norm.weight"] = 1 + draw(h, scale=0.2)
-            tensors["layers.0.hidden_norm.weight"] = 1 + draw(h, scale=0.2)
-            tensors["layers.0.input_layernorm.weight"] = 1 + draw(h, scale=0.2)
-            tensors["lm_head.weight"] = draw(self.draft_vocab, h)
-            picked = torch.randperm(self.vocab, generator=generator)[: self.draft_vocab].sort().values
-            if self.draft_vocab != self.vocab:
-                tensors["d2t"] = picked - torch.arange(self.draft_vocab)
+            of_features = "layers.0.hidden_norm" if self.kind == "eagle3" else "hidden_norm"
+            for name in ("norm", of_features, "layers.0.input_layernorm"):
+                tensors[f"{name}.weight"] = 1 + draw(h, scale=0.2)
+            is_reduced = self.draft_vocab != self.vocab
+            if is_reduced or self.kind == "eagle3":
+                tensors["lm_head.weight"] = draw(self.draft_vocab, h)
+                picked = torch.randperm(self.vocab, generator=generator)[: self.draft_vocab].sort().values
+                tensors |= {"d2t": picked - torch.arange(self.draft_vocab)} if is_reduced else {}
+            if self.kind == "dspark":
+                tensors["markov_head.markov_w1.weight"] = draw(self.vocab, self.rank)
+                tensors["markov_head.markov_w2.weight"] = draw(self.draft_vocab, self.rank, scale=2.0)
         if self.norm_before_fc:
             tensors["input_norm.weight"] = 1 + draw(3 * h, scale=0.2)
         if self.fc_norm:
