@@ -79,8 +79,6 @@ class Sequence:
 
     key: Hashable
     tokens: list[int]
-    last_used: float = 0.0
-    is_open: bool = True
     spans: list[list[int]] = field(default_factory=list)
     length: int = 0
     start: int = 0
@@ -124,8 +122,6 @@ class RowCache:
         self._closed: OrderedDict[Sequence, None] = OrderedDict()
         self._index: dict[int, dict[Sequence, None]] = {}
         """Who has the rows of a block and of all blocks before it, the first one first."""
-        self._open_rows = 0
-        self.prefix_rows_reused = 0
         self.evictions = 0
 
     @property
@@ -141,20 +137,15 @@ class RowCache:
     @property
     def usage(self) -> float:
         """Share of the cache that open sequences hold; the rest is free, or held by closed ones and can be taken."""
-        return self._open_rows / self._extents.capacity
+        return sum(sequence.room for sequence in self._open.values()) / self._extents.capacity
 
     def __len__(self) -> int:
         return len(self._open)
 
-    def open_keys(self) -> list[Hashable]:
-        """Keys of the open sequences, longest unused first."""
-        return list(self._open)
-
-    def get(self, key: Hashable, now: float) -> Sequence | None:
+    def get(self, key: Hashable) -> Sequence | None:
         """An open sequence, marked as used."""
         sequence = self._open.get(key)
         if sequence is not None:
-            sequence.last_used = now
             self._open.move_to_end(key)
         return sequence
 
@@ -162,10 +153,10 @@ class RowCache:
         """An open sequence, without marking it as used."""
         return self._open.get(key)
 
-    def open(self, key: Hashable, tokens: list[int], limit: int, now: float) -> Sequence:
+    def open(self, key: Hashable, tokens: list[int], limit: int) -> Sequence:
         """Starts a sequence, with at most `limit` leading rows taken over or copied from one with the same prefix."""
         self.close(key)
-        sequence = Sequence(key, tokens, last_used=now)
+        sequence = Sequence(key, tokens)
         self._open[key] = sequence
         source = self._find(tokens)
         if source is not None:
@@ -177,7 +168,6 @@ class RowCache:
     def extend_tokens(self, sequence: Sequence, base_len: int, tokens: list[int]) -> None:
         """Makes the text `base_len` long and end with `tokens`.  Drops later or different tokens, and their rows."""
         kept = splice(sequence.tokens, base_len, tokens)
-        self._unchain(sequence, kept // BLOCK)
         self.truncate(sequence, kept - 1)
         sequence.drafted = None
 
@@ -203,7 +193,7 @@ class RowCache:
             if not fits or not self._evict(self._open.values(), {sequence, *pinned}):
                 if not sequence.room:
                     return False
-                self._drop_rows(sequence)
+                self._forget(sequence)
         return True
 
     def spare(self, sequence: Sequence, rows: int, pinned: Collection[Sequence] = ()) -> bool:
@@ -268,17 +258,11 @@ class RowCache:
         sequence = self._open.pop(key, None)
         if sequence is None:
             return
-        sequence.is_open = False
         sequence.tip = sequence.drafted = sequence.imagined = None
-        self._open_rows -= sequence.room
         if sequence.chain:
             self._closed[sequence] = None
         else:
             self._forget(sequence)
-
-    def idle_since(self, before: float) -> list[Hashable]:
-        """Open sequences not used since `before`."""
-        return [key for key, sequence in self._open.items() if sequence.last_used < before]
 
     def _find(self, tokens: list[int]) -> Sequence | None:
         """The sequence that shares the most leading blocks by hash; the caller has to compare its tokens."""
@@ -292,31 +276,27 @@ class RowCache:
         return found
 
     def _reuse(self, source: Sequence, sequence: Sequence, rows: int) -> None:
-        if not source.is_open and rows == source.length:
-            start, room = source.start, source.room
+        is_closed = source in self._closed
+        if is_closed and rows == source.length:
+            sequence.start, sequence.room = source.start, source.room
             source.room = 0
             self._forget(source)
-            self._hold(sequence, start, room)
         else:
-            self._touch(source)
+            if is_closed:
+                self._closed.move_to_end(source)
+            else:
+                self._open.move_to_end(source.key)
             if not self.reserve(sequence, rows, (source,)):
                 return
             self._move(source.start, sequence.start, rows)
         self.append(sequence, 0, rows)
         self.publish(sequence)
-        self.prefix_rows_reused += rows
 
     def _relocate(self, sequence: Sequence, start: int, room: int) -> None:
         if sequence.length:
             self._move(sequence.start, start, sequence.length)
         self._release(sequence)
-        self._hold(sequence, start, room)
-
-    def _touch(self, sequence: Sequence) -> None:
-        if sequence.is_open:
-            self._open.move_to_end(sequence.key)
-        else:
-            self._closed.move_to_end(sequence)
+        sequence.start, sequence.room = start, room
 
     def _evict(self, victims: Iterable[Sequence], kept: Collection[Sequence]) -> bool:
         """Frees the rows of the first of these sequences that has any and is not to be kept; False when there is none."""
@@ -324,34 +304,26 @@ class RowCache:
         if victim is None:
             return False
         self.evictions += 1
-        # An open sequence goes on without context; its verifier need not know.
+        # The verifier of an open sequence need not know.
         self._forget(victim)
         return True
 
     def _forget(self, sequence: Sequence) -> None:
+        """Frees a sequence's rows; an open one goes on without them."""
         self._closed.pop(sequence, None)
-        self._drop_rows(sequence)
-
-    def _drop_rows(self, sequence: Sequence) -> None:
         self._unchain(sequence, 0)
         sequence.spans.clear()
         sequence.length = 0
         self._release(sequence)
 
-    def _hold(self, sequence: Sequence, start: int, room: int) -> None:
-        sequence.start, sequence.room = start, room
-        self._open_rows += room
-
     def _release(self, sequence: Sequence) -> None:
         if sequence.room:
             self._extents.give_back(sequence.start)
-            if sequence.is_open:
-                self._open_rows -= sequence.room
         sequence.room = 0
         sequence.ahead = (0, [])
 
     def _unchain(self, sequence: Sequence, blocks: int) -> None:
-        while len(sequence.chain) > max(blocks, 0):
+        while len(sequence.chain) > blocks:
             link = sequence.chain.pop()
             holders = self._index.get(link, {})
             holders.pop(sequence, None)

@@ -58,12 +58,12 @@ class EagleProposer:
             self._decoder = Decoder(self._head, graphs)
         self._imagination = Imagination(self._head, self._decoder, self.max_position)
 
-    def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
+    def open(self, key: Hashable, tokens: list[int], rows: int, sampling: Sampling = GREEDY) -> None:
         """Starts a sequence.  Reuses rows of an earlier one with the same prefix, up to where its own features begin."""
-        self._cache.open(key, tokens, len(tokens) - 1 - rows, now).sampling = sampling
+        self._cache.open(key, tokens, len(tokens) - 1 - rows).sampling = sampling
 
-    def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
-        sequence = self._cache.get(key, now)
+    def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int) -> bool:
+        sequence = self._cache.get(key)
         if sequence is None:
             return False
         # After a preemption the verifier repeats positions that are known here.  An empty round must not take tokens back.
@@ -80,20 +80,13 @@ class EagleProposer:
         sequence = self._cache.peek(key)
         return None if sequence is None else len(sequence.tokens)
 
-    def requests(self) -> list[Hashable]:
-        return self._cache.open_keys()
-
-    def close_idle(self, before: float) -> None:
-        for key in self._cache.idle_since(before):
-            self._cache.close(key)
-
     def invalidate(self) -> None:
         """Rows made from features of the target's old weights serve no further sequence."""
         self._cache.invalidate()
 
     def usage(self) -> ProposerStats:
         held = self._cache
-        return ProposerStats(len(held), held.usage, held.prefix_rows_reused, held.evictions)
+        return ProposerStats(len(held), held.usage, held.evictions)
 
     @torch.inference_mode()
     def draft(self, batch: Sequence[DraftRequest]) -> list[Drafted]:
@@ -221,17 +214,17 @@ class ModelProposer(EagleProposer):
     To fit it, a sequence there begins with an extra token `START`, and all its lengths are greater by one.
     """
 
-    def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
+    def open(self, key: Hashable, tokens: list[int], rows: int, sampling: Sampling = GREEDY) -> None:
         """Starts a sequence.  Reuses rows of an earlier one with the same prefix."""
-        super().open(key, [START, *tokens], 1, now, sampling)
+        super().open(key, [START, *tokens], 1, sampling)
 
-    def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
+    def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int) -> bool:
         """Takes the newest tokens, and commits rows already computed for them.  A text with a hole is forgotten."""
         length = self.length(key)
         if length is not None and base_len - len(tokens) > length:
             self.close(key)
             return False
-        known = super().commit(key, base_len + 1, tokens, rows, now)
+        known = super().commit(key, base_len + 1, tokens, rows)
         sequence = self._cache.peek(key)
         if sequence is not None and tokens:
             self._cache.adopt(sequence)

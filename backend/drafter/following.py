@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0
 """After so long without an answer, another verifier with these weights is asked."""
-ROWS, WIDTH = 1 << 22, 1 << 17
-"""Larger matrices are refused: no target has them."""
 
 
 @dataclass
@@ -32,12 +30,11 @@ class _Fetch:
     session: Session
     names: list[TargetTensor]
     """Tensors still to come, the present one first."""
-    covered: frozenset[TargetTensor]
-    """These, and those of the same weights that were asked for before."""
+    found: dict[TargetTensor, Tensor | None]
+    """Tensors of these weights that have come; None: it cannot be given."""
     asked_at: float
     first: int = 0
     data: bytearray = field(default_factory=bytearray)
-    found: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def want(self) -> Want:
@@ -52,9 +49,8 @@ class Following:
         self._take = take
         self._have = Hello(PROTOCOL_VERSION, "", "drafts", 0)
         """The greeting that named the present weights; at first a made-up one with the weights of the start."""
-        self._requested: frozenset[TargetTensor] = frozenset()
-        """The tensors of these weights that were asked for, and those that came."""
-        self._found: dict[str, Tensor] = {}
+        self._found: dict[TargetTensor, Tensor | None] = {}
+        """As of a fetch, of the present weights."""
         self._fetch: _Fetch | None = None
 
     def greeted(self, session: Session, hello: Hello, now: float) -> Want | None:
@@ -62,20 +58,16 @@ class Following:
         session.target = hello.target
         if not hello.weights:
             return None
-        if self._differs(hello):
-            requested: frozenset[TargetTensor] = frozenset()
-            found: dict[str, Tensor] = {}
-        else:
-            # Another head may share what the one before did not.
-            requested, found = self._requested, self._found
-            if self._names() <= requested:
-                return None
+        # Another head may share what the one before did not.
+        found = {} if self._differs(hello) else dict(self._found)
+        names = sorted(self._names() - found.keys())
+        if not names:
+            return None
         fetch = self._fetch
         if fetch is not None and fetch.hello.target == hello.target and fetch.hello.verifier_id != hello.verifier_id:
             return self.remind(session, now)
-        names = frozenset(self._names()) - requested
-        self._fetch = _Fetch(hello, session, sorted(names), names | requested, now, found=dict(found)) if names else None
-        return self._fetch.want if self._fetch is not None else None
+        self._fetch = _Fetch(hello, session, names, found, now)
+        return self._fetch.want
 
     def remind(self, session: Session, now: float) -> Want | None:
         """What to ask this verifier for if another one has not answered in time."""
@@ -92,10 +84,11 @@ class Following:
             return None
         if not part.of:
             logger.warning("%s has no %s to give: the head keeps the earlier one", session.verifier_id, part.name)
+            fetch.found |= dict.fromkeys(fetch.names)
             self._end_fetch(fetch)
             return None
         dtype = TORCH_DTYPES[part.dtype]
-        fits = 0 < part.rows <= part.of - part.first and part.of <= ROWS and 0 < part.width <= WIDTH
+        fits = 0 < part.rows <= part.of - part.first and part.width > 0
         if not fits or len(frames) != 1 or len(frames[0]) != part.rows * part.width * dtype.itemsize:
             raise Malformed("a part of no tensor")
         fetch.data += frames[0]
@@ -113,7 +106,7 @@ class Following:
         if fetch.names:
             return fetch.want
         self._end_fetch(fetch)
-        self._take(fetch.found)
+        self._take({name: tensor for name, tensor in fetch.found.items() if tensor is not None})
         return None
 
     def reset(self) -> None:
@@ -122,7 +115,7 @@ class Following:
 
     def _end_fetch(self, fetch: _Fetch) -> None:
         """All tensors of a fetch have come, or one cannot come."""
-        self._have, self._requested, self._found, self._fetch = fetch.hello, fetch.covered, fetch.found, None
+        self._have, self._found, self._fetch = fetch.hello, fetch.found, None
 
     def _differs(self, hello: Hello) -> bool:
         """Whether these weights are new here.  A verifier may reuse a name for other weights, with a new number."""

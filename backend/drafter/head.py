@@ -9,6 +9,7 @@ A rotation is one complex multiplication (RoFormer, section 3.4).  Checkpoints p
 rows of the query and key projections are reordered once, so that pairs lie side by side.  No dot product changes by that.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,8 +21,7 @@ from torch.nn import functional
 from backend.drafter.attention import Reach, attend, cpu
 from backend.drafter.proposer import MAX_DRAFT
 from backend.models.checkpoint import HeadWeights
-from backend.models.head_config import DRAFT_MODEL
-from backend.models.rope import inverse_frequencies
+from backend.models.head_config import DRAFT_MODEL, Rope
 
 TABLE_BYTES = 64 * 2**20
 """Largest table of embeddings projected beforehand by layer 0; larger ones are projected when used."""
@@ -93,12 +93,10 @@ class Head:
         # some 30 ms, which is kept for ever; here every step has another number.
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.group = self.heads // self.kv_heads
         self.query_width = self.heads * self.head_dim
         self._source = weights.tensors
         self._paired_order = torch.arange(self.head_dim).view(2, -1).t().flatten()
-        self.positions = positions
-        frequencies = inverse_frequencies(config.rope, self.head_dim)
+        frequencies = _frequencies(config.rope, self.head_dim)
         self._frequencies = frequencies.to(device)
         fits = positions * self.head_dim // 2 * torch.complex64.itemsize <= ROTATION_BYTES
         self._rotations = _rotations(torch.arange(positions), frequencies).to(device) if fits else None
@@ -307,6 +305,21 @@ class Head:
 
 def affine(values: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return values @ weight if bias is None else torch.addmm(bias, values, weight)
+
+
+def _frequencies(rope: Rope, head_dim: int) -> Tensor:
+    """`[head_dim / 2]`, float64.  Llama 3's scaling stretches long wavelengths and leaves short ones as they are."""
+    base = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    if rope.kind == "default":
+        return base
+    factor = float(rope.scaling["factor"])
+    if rope.kind == "linear":
+        return base / factor
+    low, high = float(rope.scaling["low_freq_factor"]), float(rope.scaling["high_freq_factor"])
+    original = float(rope.scaling["original_max_position_embeddings"])
+    turns = original * base / (2 * math.pi)
+    blend = ((turns - low) / (high - low)).clamp(0, 1) if high != low else (turns >= high).double()
+    return base * (blend + (1 - blend) / factor)
 
 
 def _rotations(positions: Tensor, frequencies: Tensor) -> Tensor:

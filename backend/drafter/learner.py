@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import mean
-from typing import IO
+from typing import IO, Any
 
 import msgspec
 from safetensors.torch import save_file
@@ -59,7 +59,8 @@ class Learner:
         self._directory, self._target_dir, self._start_dir = directory, target_dir, start_dir
         self._swap = swap
         self._lock = _lock(directory)
-        self._version, newest = newest_version(directory / VERSIONS)
+        version, newest = newest_version(directory / VERSIONS)
+        self._progress = Learning(version)
         self.head_dir = newest or start_dir
         """Directory of the present head."""
         self._previous_dir = start_dir
@@ -69,18 +70,15 @@ class Learner:
         self._ring_dir = Path(settings.ring_dir) / directory.name if settings.ring_dir else _ring_in_memory(directory)
         self._is_own_ring = settings.ring_dir is None
         self._device = "cpu"
-        self._trains = settings.learning != "on" or self._version > 0
+        self._trains = settings.learning != "on" or version > 0
         """A head that the user gave is trained from when its acceptance is low or has fallen."""
         self._watch = Watch()
         self._writer = ReplayWriter(ReplayRing(self._ring_dir, RING_BYTES, RING_ROWS))
         self.lessons = Lessons(self._writer, self._watch)
         """For the drafting thread."""
         self._news: queue.SimpleQueue[News | None] = queue.SimpleQueue()
-        self._latest = News(0, 0.0)
         self._before: News | None = None
         """The present trainer's last report."""
-        self._new_steps, self._new_training_s = 0, 0.0
-        self._published = self._taken_back = 0
         self._trainer: subprocess.Popen[bytes] | None = None
         self._restart_s, self._start_at = RESTART_S, 0.0
         self._stopping = threading.Event()
@@ -116,25 +114,17 @@ class Learner:
 
     def stats(self) -> Learning:
         """What was learned so far, as counters."""
-        latest = self._latest
-        return Learning(
-            version=self._version,
-            steps=latest.steps,
-            training_s=latest.seconds,
-            new_steps=self._new_steps,
-            new_training_s=self._new_training_s,
-            owed=latest.owed,
-            loss=latest.loss,
+        return msgspec.structs.replace(
+            self._progress,
             sequences=self._writer.written,
             sequences_dropped=self._writer.dropped,
-            present_length=latest.present,
-            candidate_length=latest.candidate,
             live_acceptance=self._watch.acceptance,
             previous_version=self._number(self._previous_dir),
             previous_acceptance=mean(before) if (before := self._watch.before) else None,
-            published=self._published,
-            taken_back=self._taken_back,
         )
+
+    def _note(self, **changes: Any) -> None:
+        self._progress = msgspec.structs.replace(self._progress, **changes)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
@@ -145,7 +135,7 @@ class Learner:
                 self._start_trainer()
             with contextlib.suppress(queue.Empty):
                 self._hear(self._news.get(timeout=LOOK_EVERY_S))
-            if self._watch.has_fallen and self._version:
+            if self._watch.has_fallen and self._progress.version:
                 self._take_back()
 
     def _hear(self, news: News | None) -> None:
@@ -158,51 +148,53 @@ class Learner:
         self._restart_s = RESTART_S
         # A trainer's first report counts what earlier ones did, too.
         before, self._before = self._before or news, news
-        self._new_steps += max(0, news.steps - before.steps)
-        self._new_training_s += max(0.0, news.seconds - before.seconds)
-        # Most reports have no comparison: keep the latest one.
-        self._latest = msgspec.structs.replace(
-            news,
-            present=news.present or self._latest.present,
-            candidate=news.candidate or self._latest.candidate,
+        known = self._progress
+        self._note(
+            steps=news.steps,
+            training_s=news.seconds,
+            new_steps=known.new_steps + max(0, news.steps - before.steps),
+            new_training_s=known.new_training_s + max(0.0, news.seconds - before.seconds),
+            owed=news.owed,
+            loss=news.loss,
+            # Most reports have no comparison: keep the latest one.
+            present_length=news.present or known.present_length,
+            candidate_length=news.candidate or known.candidate_length,
         )
-        if news.published and self._exchange(news.published):
-            self._published += 1
-            self._prune()
+        if news.published:
+            self._take(news.published)
 
-    def _exchange(self, head_dir: str) -> bool:
-        """Drafts with this head from now on.  False if that fails."""
-        try:
-            self._swap(head_dir)
-        except (CheckpointError, TimeoutError) as error:
-            logger.warning("a new head is not used: %s", error)
-            self._tell(TakenBack(self.head_dir))
+    def _take(self, head_dir: str) -> None:
+        before = self.head_dir
+        if not self._put(head_dir, "a new head is not used"):
+            self._tell(TakenBack(before))
             shutil.rmtree(head_dir, ignore_errors=True)
-            return False
+            return
         if self._watch.knows_previous:
-            self._previous_dir = self.head_dir
-        self.head_dir = head_dir
-        self._version = self._number(head_dir)
-        logger.info("drafting with version %d", self._version)
-        return True
+            self._previous_dir = before
+        self._note(published=self._progress.published + 1)
+        logger.info("drafting with version %d", self._progress.version)
+        self._prune()
 
     def _take_back(self) -> None:
         bad, good, before = self.head_dir, self._previous_dir, self._watch.before
-        if bad == good:
-            return
-        try:
-            self._swap(good)
-        except (CheckpointError, TimeoutError) as error:
-            logger.warning("%s cannot be taken back: %s", bad, error)
+        if bad == good or not self._put(good, f"{bad} cannot be taken back"):
             return
         # The next version is compared with the good one, too.
         self._watch.before = before
-        self.head_dir = good
-        self._version = self._number(good)
-        logger.warning("its drafts are accepted less: %s is taken back, version %d drafts again", bad, self._version)
+        self._note(taken_back=self._progress.taken_back + 1)
+        logger.warning("its drafts are accepted less: %s is taken back, version %d drafts again", bad, self._progress.version)
         self._tell(TakenBack(good))
         shutil.rmtree(bad, ignore_errors=True)
-        self._taken_back += 1
+
+    def _put(self, head_dir: str, complaint: str) -> bool:
+        try:
+            self._swap(head_dir)
+        except (CheckpointError, TimeoutError) as error:
+            logger.warning("%s: %s", complaint, error)
+            return False
+        self.head_dir = head_dir
+        self._note(version=self._number(head_dir))
+        return True
 
     def _number(self, head_dir: str) -> int:
         return int(Path(head_dir).name) if head_dir != self._start_dir else 0

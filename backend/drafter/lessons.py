@@ -4,7 +4,7 @@ Drafter thread.  `DrafterService` calls `Lessons` for what it receives and what 
 when it ends, unless its request has opted out of learning.
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -56,17 +56,16 @@ class Lessons:
 
     def __init__(self, writer: ReplayWriter, watch: Watch) -> None:
         self._writer = writer
-        self._watch = watch
+        self.watch = watch
+        """The service tells it of other heads and other weights."""
         self._texts: dict[Hashable, _Text] = {}
-        self._recorded = 0
 
     def opened(self, key: Hashable, item: Open, features: Tensor | None) -> None:
         """A sequence begins, perhaps again."""
-        self._drop(self._texts.pop(key, None))
+        self.forget(key)
         record = None
-        if item.learn and self._recorded < RECORDED:
+        if item.learn and sum(text.record is not None for text in self._texts.values()) < RECORDED:
             record = _Record(item.base_len - 1 - item.rows, item.prompt, item.temperature)
-            self._recorded += 1
         text = self._texts[key] = _Text(list(item.tokens), record)
         self._add(text, item.base_len, item.rows, features)
 
@@ -86,7 +85,6 @@ class Lessons:
         if text is None or text.record is None:
             return
         record = text.record
-        self._drop(text)
         tokens = text.tokens[record.first : record.end + 1]
         if record.end - max(record.prompt, record.first) < SHORTEST or len(tokens) <= record.rows or UNKNOWN in tokens:
             return
@@ -94,14 +92,9 @@ class Lessons:
         token_ids = torch.tensor(tokens, dtype=torch.int32)
         self._writer.put(Replay(token_ids, features, record.first, record.prompt, record.temperature).last(LONGEST))
 
-    def forget(self, keys: Sequence[Hashable]) -> None:
-        """Drops these sequences; they do not go to the ring."""
-        for key in keys:
-            self._drop(self._texts.pop(key, None))
-
-    def keep(self, keys: Iterable[Hashable]) -> None:
-        """Drops all sequences but these."""
-        self.forget(list(self._texts.keys() - set(keys)))
+    def forget(self, key: Hashable) -> None:
+        """Drops a sequence; it does not go to the ring."""
+        self._texts.pop(key, None)
 
     def drafted(self, key: Hashable, base_len: int, first: Sequence[int]) -> None:
         """A fresh draft was made; `first`: its first token, whether or not it was sent."""
@@ -115,15 +108,6 @@ class Lessons:
         if text is not None:
             text.pending += [(base_len, [*verifying[: o.accepted], o.token], o.tokens[0]) for o in outcomes if o.tokens]
 
-    def exchanged(self) -> None:
-        """Another head drafts from now on; all sequences will be opened anew."""
-        self.forget(list(self._texts))
-        self._watch.exchanged()
-
-    def retargeted(self) -> None:
-        """The target has other weights, or the present head now has the target's new tensors."""
-        self._watch.retargeted()
-
     def _add(self, text: _Text, base_len: int, rows: int, features: Tensor | None) -> None:
         """Takes rows into the record; gives it up where there is a gap."""
         record = text.record
@@ -131,7 +115,7 @@ class Lessons:
             return
         start = base_len - 1 - rows
         if start > record.end or (record.rows and start < record.first):
-            self._drop(text)
+            text.record = None
             return
         if start < record.end:
             kept = torch.cat(record.parts)[: start - record.first]
@@ -157,10 +141,5 @@ class Lessons:
             if len(text.tokens) <= at:
                 waiting.append((base_len, before, first))
                 continue
-            self._watch.note(key, text.tokens[at] == first)
+            self.watch.note(key, text.tokens[at] == first)
         text.pending = waiting
-
-    def _drop(self, text: _Text | None) -> None:
-        if text is not None and text.record is not None:
-            text.record = None
-            self._recorded -= 1

@@ -32,8 +32,7 @@ class DrafterLoop:
         self._service = service
         self._stopping = False
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._started_at = time.time()
-        self._published = service.stats(self._started_at)
+        self._published = service.stats()
         self._next_sweep = 0.0
         self._next_publish = 0.0
 
@@ -96,6 +95,6 @@ class DrafterLoop:
             self._service.sweep()
         if now >= self._next_publish:
             self._next_publish = now + PUBLISH_EVERY_S
-            stats = self._service.stats(self._started_at)
+            stats = self._service.stats()
             stats.connections_refused = self._router.connections_refused()
             self._published = stats

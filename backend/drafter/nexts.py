@@ -6,7 +6,7 @@ its outcomes to be enumerated.  At any stage an item is dropped when a newer one
 grows beyond it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import msgspec
@@ -16,9 +16,6 @@ from backend.wire.drafting import NextItem
 
 Key = tuple[str, int, str]
 """Verifier id, its epoch, request id."""
-
-MAX_HELD = 16384
-"""Most items held, and most unknown requests remembered; the oldest make room."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,11 @@ class Nexts:
     """The items of all requests, at most one per request."""
 
     def __init__(self) -> None:
-        self.dropped = 0
-        """Items that were dropped before their answer was complete."""
         self._held: dict[Key, Wanted] = {}
         self._fresh: dict[Key, Wanted] = {}
         self._waiting: dict[Key, Wanted] = {}
-        self._strangers: dict[Key, tuple[int, float]] = {}
+        self._strangers: dict[Key, int] = {}
+        """Requests for which nothing can be drafted up to this length: they are not known here, or too long."""
 
     @property
     def is_due(self) -> bool:
@@ -56,49 +52,37 @@ class Nexts:
     def want(self, wanted: Wanted, length: int | None) -> None:
         """Takes an item; `length` is its request's present one, None when the request is unknown."""
         key, base_len = wanted.key, wanted.item.base_len
-        self._drop([key])
-        if length is None:
-            # Its `Open` may be on the way, unless a `Commit` has come for it and found no such request.
-            if self._strangers.get(key, (0, 0.0))[0] >= base_len:
-                self._arrive(wanted, known=False)
-            else:
-                self._held[key] = wanted
-        elif length < base_len:
+        self._drop(key)
+        if self._strangers.get(key, 0) >= base_len:
+            self._arrive(wanted, known=False)
+        elif length is None or length < base_len:
+            # An unknown request's `Open` may be on the way, unless a `Commit` has come for it and found no such request.
             self._held[key] = wanted
         elif length == base_len:
             self._arrive(wanted)
+
+    def reached(self, key: Key, base_len: int, now: float, known: bool = True) -> None:
+        """A round that came at `now` has made the request `base_len` tokens long.
+
+        Not `known`: there is no such request here, or it is too long, and nothing can be drafted for it up to `base_len`.
+        """
+        if known:
+            self._strangers.pop(key, None)
         else:
-            self.dropped += 1
-        if len(self._held) > MAX_HELD:
-            self._drop([next(iter(self._held))])
-
-    def reached(self, key: Key, base_len: int, now: float) -> None:
-        """A round that came at `now` has made the request `base_len` tokens long."""
-        self._strangers.pop(key, None)
-        self._move(key, base_len, now, known=True)
-
-    def unknown(self, key: Key, base_len: int, now: float) -> None:
-        """A round came at `now` for a request that is not known here: nothing can be drafted for it up to `base_len`."""
-        self._strangers[key] = base_len, now
-        if len(self._strangers) > MAX_HELD:
-            del self._strangers[next(iter(self._strangers))]
-        self._move(key, base_len, now, known=False)
+            self._strangers[key] = base_len
+        for stage in (self._fresh, self._waiting):
+            # A fresh draft is due even if nothing can be drafted: the answer is empty.
+            if key in stage and (stage[key].item.base_len != base_len or (stage is self._waiting and not known)):
+                del stage[key]
+        held = self._held.get(key)
+        if held is not None and held.item.base_len <= base_len:
+            del self._held[key]
+            if held.item.base_len == base_len:
+                self._arrive(replace(held, since=max(held.since, now)), known)
 
     def forget(self, key: Key) -> None:
         self._strangers.pop(key, None)
-        self._drop([key])
-
-    def end(self, verifier_id: str, epoch: int) -> None:
-        """This epoch of the verifier is over."""
-        for key in {*self._held, *self._fresh, *self._waiting, *self._strangers}:
-            if key[:2] == (verifier_id, epoch):
-                self.forget(key)
-
-    def expire(self, before: float) -> None:
-        """Gives up held items, and unknown requests, older than `before`."""
-        self._drop([key for key, wanted in self._held.items() if wanted.since < before])
-        for key in [key for key, (_, since) in self._strangers.items() if since < before]:
-            del self._strangers[key]
+        self._drop(key)
 
     def take_due(self) -> list[Wanted]:
         """Takes all items whose fresh drafts are due; their requests may be unknown."""
@@ -125,28 +109,12 @@ class Nexts:
             del self._waiting[wanted.key]
         return taken
 
-    def _move(self, key: Key, base_len: int, now: float, known: bool) -> None:
-        for stage in (self._fresh, self._waiting):
-            # A fresh draft is due even if nothing can be drafted: the answer is empty.
-            if key in stage and (stage[key].item.base_len != base_len or (stage is self._waiting and not known)):
-                self._drop([key])
-        held = self._held.get(key)
-        if held is not None and held.item.base_len <= base_len:
-            del self._held[key]
-            if held.item.base_len == base_len:
-                self._arrive(replace(held, since=max(held.since, now)), known)
-            else:
-                self.dropped += 1
-
     def _arrive(self, wanted: Wanted, known: bool = True) -> None:
         if not wanted.item.verifying:
             self._fresh[wanted.key] = wanted
         elif known:
             self._waiting[wanted.key] = wanted
-        else:
-            self.dropped += 1
 
-    def _drop(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            for stage in (self._held, self._fresh, self._waiting):
-                self.dropped += stage.pop(key, None) is not None
+    def _drop(self, key: Key) -> None:
+        for stage in (self._held, self._fresh, self._waiting):
+            stage.pop(key, None)

@@ -22,18 +22,16 @@ class NgramProposer:
         self._held = 0
         self._evictions = 0
 
-    def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
+    def open(self, key: Hashable, tokens: list[int], rows: int, sampling: Sampling = GREEDY) -> None:
         self.close(key)
         self._lookups[key] = Lookup(tokens, SHORTEST, LONGEST)
-        self._lookups[key].last_used = now
         self._held += len(tokens)
         self._make_room(key)
 
-    def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
+    def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int) -> bool:
         lookup = self._lookups.get(key)
         if lookup is None:
             return False
-        lookup.last_used = now
         self._lookups.move_to_end(key)
         if tokens or base_len > len(lookup.tokens):
             before = len(lookup.tokens)
@@ -65,18 +63,11 @@ class NgramProposer:
         lookup = self._lookups.get(key)
         return None if lookup is None else len(lookup.tokens)
 
-    def requests(self) -> list[Hashable]:
-        return list(self._lookups)
-
-    def close_idle(self, before: float) -> None:
-        for key in [key for key, lookup in self._lookups.items() if lookup.last_used < before]:
-            self.close(key)
-
     def invalidate(self) -> None:
         """Does nothing: look-ups do not depend on the target's weights."""
 
     def usage(self) -> ProposerStats:
-        return ProposerStats(len(self._lookups), min(self._held / self._capacity, 1.0), 0, self._evictions)
+        return ProposerStats(len(self._lookups), min(self._held / self._capacity, 1.0), self._evictions)
 
     def _make_room(self, keep: Hashable) -> None:
         while self._held > self._capacity and len(self._lookups) > 1:

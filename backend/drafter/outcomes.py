@@ -20,10 +20,12 @@ next true rows overwrite them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cache
 from math import nan
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,16 +73,12 @@ class Padding:
         return self.depth + self.width * self.steps
 
 
-@dataclass(frozen=True)
-class _Branches:
+class _Branches(NamedTuple):
     """The chosen outcomes, `[sequences, width]` each: tokens accepted, the target's token after them, log-probability."""
 
     stops: Tensor
     tokens: Tensor
     scores: Tensor
-
-    def read(self) -> tuple[Table, Table, list[list[float]]]:
-        return self.stops.tolist(), self.tokens.tolist(), self.scores.tolist()
 
 
 class Imagination:
@@ -106,7 +104,7 @@ class Imagination:
         samplings = [s.sampling for s in sequences for _ in range(width)]
         untils = [p.until for p in premises for _ in range(width)]
         lanes = self._branch(rules, rows, columns, outputs, branches, shape)
-        read = cache(branches.read)
+        read: Callable[[], list[Any]] = cache(lambda: [each.tolist() for each in branches])
         drafted = lanes.decode(shape.steps, lambda: Ends(self._limits(premises, *read()), untils, samplings), picks_first=False)
         stopped, tokens, scores = read()
         found = [

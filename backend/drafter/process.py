@@ -22,9 +22,10 @@ from backend.drafter.proposer import Proposer
 from backend.drafter.service import DrafterService
 from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
-from backend.models.checkpoint import drafter_config, load_drafter
+from backend.models.checkpoint import load_drafter
 from backend.models.head_config import CheckpointError, HeadConfig, read_config, same_features, text_config
 from backend.models.kinds import KINDS, DrafterKind
+from backend.models.layout import drafter_config
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
 from backend.transport.sockets import ServerKeys, Wire
@@ -65,10 +66,7 @@ def build_proposer(model: DrafterModel, settings: DraftingSettings) -> Proposer:
     """Loads the model's weights; without weights, reads the target's configuration.  Raises `CheckpointError`."""
     if model.head_dir is None:
         target = text_config(read_config(model.target_dir))
-        try:
-            vocab, longest = (int(target.get(key) or UNLIMITED) for key in ("vocab_size", "max_position_embeddings"))
-        except (TypeError, ValueError) as error:
-            raise CheckpointError(f"{model.target_dir}/config.json: {type(error).__name__}: {error}") from error
+        vocab, longest = (int(target.get(key) or UNLIMITED) for key in ("vocab_size", "max_position_embeddings"))
         return _proposer_of(model.kind)(vocab, longest, settings.cache_tokens)
     weights = load_drafter(model.head_dir, model.target_dir, model.learning_dir is not None, model.newer)
     return _proposer_of(weights.config.drafter_kind)(weights, settings.cache_tokens, _device(settings), settings.cuda_graphs)

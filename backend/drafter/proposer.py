@@ -128,12 +128,11 @@ class ProposerStats:
 
     sequences: int = 0
     cache_usage: float = 0.0
-    prefix_rows_reused: int = 0
     evictions: int = 0
 
 
 class Proposer(Protocol):
-    """Drafts for requests, which it knows by key.  Called by one thread; `now` is seconds of any monotonic clock."""
+    """Drafts for requests, which it knows by key.  Called by one thread."""
 
     hidden: int
     """Width of a feature row; 0: takes no features."""
@@ -142,10 +141,10 @@ class Proposer(Protocol):
     borrowed: frozenset[TargetTensor]
     """The target's tensors that it drafts with."""
 
-    def open(self, key: Hashable, tokens: list[int], rows: int, now: float, sampling: Sampling = GREEDY) -> None:
+    def open(self, key: Hashable, tokens: list[int], rows: int, sampling: Sampling = GREEDY) -> None:
         """Starts a request, or starts it again, with all its tokens.  Features of the last `rows` positions will follow."""
 
-    def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int, now: float) -> bool:
+    def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int) -> bool:
         """Takes a request's newest tokens, `tokens[-1]` at `base_len - 1`.  False when the request is unknown."""
 
     def close(self, key: Hashable) -> None:
@@ -162,12 +161,6 @@ class Proposer(Protocol):
 
     def length(self, key: Hashable) -> int | None:
         """Tokens of an open request, as far as known here; None: no such request."""
-
-    def requests(self) -> list[Hashable]:
-        """Keys of the open requests."""
-
-    def close_idle(self, before: float) -> None:
-        """Ends requests without a message since `before`."""
 
     def invalidate(self) -> None:
         """The target's weights were exchanged: rows made from the old weights must not serve new requests."""

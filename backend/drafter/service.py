@@ -37,7 +37,6 @@ from backend.wire.drafting import (
     Open,
     Part,
     Refused,
-    Role,
     Round,
     Unknown,
     Want,
@@ -70,20 +69,22 @@ class DrafterService:
         self._following = following or Following(frozenset, lambda newer: None)
         self._spans = spans or DraftSpans(None, drafter_id)
         self._lessons = lessons
-        self._drafter_id = drafter_id
         self._exchanges = 0
         self.proposer = proposer
         self._idle_ttl_s = idle_ttl_s
         self._clock = clock
         self._sessions: dict[str, Session] = {}
-        self._peers: dict[bytes, tuple[Session, Role]] = {}
+        self._peers: dict[bytes, Session] = {}
+        """By the identity of each of its sockets."""
         self._waiting: deque[Waiting] = deque()
         self._nexts = Nexts()
+        self._heard: dict[Key, float] = {}
+        """When a message last named each request."""
         self._epochs_before: dict[str, int] = {}
         """Verifier's epoch at our last head swap.  Until it greets with another, it projects for the old head."""
         self._weights: dict[str, int] = {}
         """How often each verifier has exchanged its weights, if at all."""
-        self._counters = DrafterStats(drafter_id, 0.0)
+        self._counters = DrafterStats(drafter_id, time.time())
         self._line = Line()
 
     @property
@@ -94,12 +95,12 @@ class DrafterService:
         """Takes one message.  Rounds and drafts it asks for wait for `work`."""
         now = self._clock()
         try:
-            if not frames:
-                raise Malformed("an empty message")
             message = decode_to_drafter(frames[0])
             if isinstance(message, Hello):
                 return self._greet(identity, message, now)
-            session = self._session_of(identity, message)
+            session = self._peers.get(identity)
+            if session is None:
+                raise Malformed(HELLO_FIRST)
             session.last_heard = now
             if isinstance(message, Part):
                 return self._wish(identity, self._following.receive(session, message, frames[1:], now))
@@ -123,7 +124,7 @@ class DrafterService:
         started = self._clock()
         asks: list[DraftRequest] = []
         lost: dict[bytes, list[str]] = {}
-        rounds = self._take_rounds(asks, lost, started)
+        rounds = self._take_rounds(asks, lost)
         fresh = self._join_fresh(asks)
         if not rounds and not fresh:
             return self._imagine(started)
@@ -131,7 +132,7 @@ class DrafterService:
         finished = self._clock()
         self._count(rounds, asks, drafts, finished - started)
         for ask, drafted in zip(asks, drafts, strict=True):
-            self._spans.drafted(ask.key, len(drafted.tokens), finished - started, finished)
+            self._spans.drafted(ask.key, len(drafted.tokens), finished - started)
         unknown = [(listener, encode(Unknown(requests))) for listener, requests in lost.items()]
         return self._answer(fresh, drafts, started, finished) + unknown
 
@@ -148,30 +149,26 @@ class DrafterService:
         self._following.reset()
         self._exchanges += 1
         if self._lessons is not None and retargeted:
-            self._lessons.retargeted()
+            self._lessons.watch.retargeted()
         elif self._lessons is not None:
-            self._lessons.exchanged()
+            self._lessons.watch.exchanged()
         self.proposer = proposer
 
     def sweep(self) -> None:
         """Forgets requests without a message for the configured time."""
         before = self._clock() - self._idle_ttl_s
-        self.proposer.close_idle(before)
-        if self._lessons is not None:
-            self._lessons.keep(self.proposer.requests())
-        self._nexts.expire(before)
+        for key in [key for key, heard in self._heard.items() if heard < before]:
+            self._forget(key, "idle")
         for session in self._sessions.values():
             if session.last_heard < before:
                 session.close_ring()
-        self._spans.expire(before)
 
-    def stats(self, started_at: float) -> DrafterStats:
-        """A copy of the counters, with the present load; `started_at`: when the process started, Unix seconds."""
+    def stats(self) -> DrafterStats:
+        """A copy of the counters, with the present load."""
         usage = self.proposer.usage()
         heard_after = self._clock() - self._idle_ttl_s
         return msgspec.structs.replace(
             self._counters,
-            started_at=started_at,
             sequences=usage.sequences,
             cache_usage=usage.cache_usage,
             evictions=usage.evictions,
@@ -186,7 +183,7 @@ class DrafterService:
             self._weights[hello.verifier_id] = hello.weights
             self.proposer.invalidate()
             if self._lessons is not None:
-                self._lessons.retargeted()
+                self._lessons.watch.retargeted()
         session = self._sessions.get(hello.verifier_id)
         if session is None or session.epoch != hello.epoch:
             if session is not None:
@@ -199,7 +196,7 @@ class DrafterService:
             self._sessions[hello.verifier_id] = session
         # A socket may greet again for another role or verifier, or come back on a new connection; the last greeting counts.
         self._peers.pop((session.features if hello.role == "features" else session.drafts) or b"", None)
-        self._peers[identity] = session, hello.role
+        self._peers[identity] = session
         if hello.role == "features":
             session.features = identity
             session.map_ring(hello.ring)
@@ -207,9 +204,8 @@ class DrafterService:
             session.drafts = identity
         session.last_heard = now
         ring = hello.role == "features" and session.ring is not None
-        welcome = Welcome(ring, self._exchanges)
         wish = self._following.greeted(session, hello, now) if hello.role == "drafts" else None
-        return [(identity, encode(welcome)), *self._wish(identity, wish)]
+        return [(identity, encode(Welcome(ring, self._exchanges))), *self._wish(identity, wish)]
 
     @staticmethod
     def _wish(identity: bytes | None, wish: Want | None) -> list[Reply]:
@@ -218,46 +214,35 @@ class DrafterService:
     def _end(self, session: Session) -> None:
         """Ends the session of an old epoch: forgets its requests, sockets and waiting rounds."""
         session.close_ring()
-        for identity in [i for i, (owner, _) in self._peers.items() if owner is session]:
-            del self._peers[identity]
+        self._peers = {identity: owner for identity, owner in self._peers.items() if owner is not session}
         self._waiting = deque(w for w in self._waiting if w.session is not session)
-        self._nexts.end(session.verifier_id, session.epoch)
-        self._spans.end(session.verifier_id, session.epoch)
-        over = [k for k in self.proposer.requests() if isinstance(k, tuple) and k[:2] == (session.verifier_id, session.epoch)]
-        for key in over:
-            self.proposer.close(key)
-        if self._lessons is not None:
-            self._lessons.forget(over)
+        for key in [key for key in self._heard if key[:2] == (session.verifier_id, session.epoch)]:
+            self._forget(key, "epoch")
 
-    def _session_of(self, identity: bytes, message: Round | Next | Part) -> Session:
-        session, role = self._peers.get(identity, (None, "drafts"))
-        if session is None:
-            raise Malformed(HELLO_FIRST)
-        if isinstance(message, Round) and role != "features":
-            raise Malformed("rounds come from the features socket")
-        if not isinstance(message, Round) and role != "drafts":
-            raise Malformed("wishes and weights come from the drafts socket")
-        return session
+    def _forget(self, key: Key, reason: str) -> None:
+        """Ends a request.  Its cache rows stay for reuse."""
+        self._heard.pop(key, None)
+        self.proposer.close(key)
+        self._nexts.forget(key)
+        self._spans.closed(key, reason)
+        if self._lessons is not None:
+            self._lessons.forget(key)
 
     def _refuse(self, identity: bytes, reason: str) -> list[Reply]:
         self._counters.rejected += 1
-        session, role = self._peers.get(identity, (None, "drafts"))
+        session = self._peers.get(identity)
         # A socket that has to greet again must get the refusal itself.
-        elsewhere = session is not None and role == "features" and reason != HELLO_FIRST
-        listener = session.drafts if session is not None and elsewhere else None
-        return [(listener or identity, encode(Refused(reason)))]
+        if session is not None and session.drafts is not None and reason != HELLO_FIRST:
+            identity = session.drafts
+        return [(identity, encode(Refused(reason)))]
 
     def _take_next(self, session: Session, message: Next, now: float) -> None:
         for item in message.items:
             key = session.verifier_id, session.epoch, item.request_id
-            wanted = Wanted(key, item, now, message.chance_weights)
-            if item.base_len > self.proposer.max_position:
-                self._nexts.unknown(key, item.base_len, now)
-                self._nexts.want(wanted, None)
-            else:
-                self._nexts.want(wanted, self.proposer.length(key))
+            self._heard[key] = now
+            self._nexts.want(Wanted(key, item, now, message.chance_weights), self.proposer.length(key))
 
-    def _take_rounds(self, asks: list[DraftRequest], lost: dict[bytes, list[str]], now: float) -> list[Waiting]:
+    def _take_rounds(self, asks: list[DraftRequest], lost: dict[bytes, list[str]]) -> list[Waiting]:
         """Takes the rounds that waited longest, up to the first that repeats a request of the batch; see `_apply`."""
         rounds: list[Waiting] = []
         asked: set[Key] = set()
@@ -268,7 +253,7 @@ class DrafterService:
                 break
             self._waiting.popleft()
             rounds.append(waiting)
-            self._apply(waiting, asks, lost, now)
+            self._apply(waiting, asks, lost)
             asked |= keys
         return rounds
 
@@ -316,7 +301,7 @@ class DrafterService:
                 groups.setdefault(session.drafts, []).append(place)
         return groups.items()
 
-    def _apply(self, waiting: Waiting, asks: list[DraftRequest], lost: dict[bytes, list[str]], now: float) -> None:
+    def _apply(self, waiting: Waiting, asks: list[DraftRequest], lost: dict[bytes, list[str]]) -> None:
         """Takes a round's tokens.  Adds to `asks` the rows to compute, and to `lost` the requests that must be opened again.
 
         `lost` is by features socket.
@@ -325,12 +310,11 @@ class DrafterService:
         for item in waiting.message.items:
             key = waiting.key(item.request_id)
             if isinstance(item, Close):
-                proposer.close(key)
-                self._nexts.forget(key)
-                self._spans.closed(key, item.reason)
                 if self._lessons is not None:
                     self._lessons.closed(key)
+                self._forget(key, item.reason)
                 continue
+            self._heard[key] = waiting.arrived
             features = None if waiting.features is None else waiting.features[at : at + item.rows]
             at += item.rows
             if item.base_len > proposer.max_position:
@@ -339,18 +323,18 @@ class DrafterService:
                 known = True
                 restrictions = item.top_k, item.top_p, item.min_p
                 sampling = Sampling.of(item.seed, item.temperature, item.independent, *restrictions)
-                proposer.open(key, list(item.tokens), item.rows, now, sampling)
-                self._spans.opened(key, item.trace, now)
+                proposer.open(key, list(item.tokens), item.rows, sampling)
+                self._spans.opened(key, item.trace)
                 if self._lessons is not None:
                     self._lessons.opened(key, item, features)
             else:
-                known = proposer.commit(key, item.base_len, item.tokens, item.rows, now)
+                known = proposer.commit(key, item.base_len, item.tokens, item.rows)
                 if not known and waiting.session.features is not None:
                     lost.setdefault(waiting.session.features, []).append(item.request_id)
                 elif self._lessons is not None:
                     self._lessons.committed(key, item, features)
             if not known:
-                self._nexts.unknown(key, item.base_len, waiting.arrived)
+                self._nexts.reached(key, item.base_len, waiting.arrived, known=False)
                 continue
             # Not always `item.base_len`: a round computed anew after a preemption takes no tokens back.
             self._nexts.reached(key, proposer.length(key) or 0, waiting.arrived)

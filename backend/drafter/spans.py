@@ -13,7 +13,6 @@ from backend.tracing import Span, Tracing
 @dataclass
 class _Request:
     span: Span
-    heard: float
     batches: int = 0
     drafted: int = 0
     drafting_s: float = 0.0
@@ -22,14 +21,14 @@ class _Request:
 
 
 class DraftSpans:
-    """The spans of one drafter's traced requests; without `tracing` there are none.  `now` is on the service's clock."""
+    """The spans of one drafter's traced requests; without `tracing` there are none."""
 
     def __init__(self, tracing: Tracing | None, drafter_id: str) -> None:
         self._tracing = tracing
         self._drafter_id = drafter_id
         self._requests: dict[Hashable, _Request] = {}
 
-    def opened(self, key: tuple[str, int, str], traceparent: str, now: float) -> None:
+    def opened(self, key: tuple[str, int, str], traceparent: str) -> None:
         """A request was opened on this drafter, perhaps again."""
         self.closed(key, "reopened")
         if self._tracing is None or not traceparent:
@@ -37,13 +36,12 @@ class DraftSpans:
         span = self._tracing.start("drafter", {"traceparent": traceparent})
         if span is not None:
             span.set({"outrider.drafter": self._drafter_id, "outrider.verifier": key[0]})
-            self._requests[key] = _Request(span, now)
+            self._requests[key] = _Request(span)
 
-    def drafted(self, key: Hashable, tokens: int, spent_s: float, now: float) -> None:
+    def drafted(self, key: Hashable, tokens: int, spent_s: float) -> None:
         """A request got a draft of so many tokens, in a batch that took `spent_s`."""
         known = self._requests.get(key)
         if known is not None:
-            known.heard = now
             known.batches += 1
             known.drafted += tokens
             known.drafting_s += spent_s
@@ -71,13 +69,3 @@ class DraftSpans:
             }
         )
         known.span.end(time.time_ns())
-
-    def expire(self, before: float) -> None:
-        """Ends spans of requests not drafted for since `before`: their `Close`, or their verifier, was lost."""
-        for key in [key for key, known in self._requests.items() if known.heard < before]:
-            self.closed(key, "idle")
-
-    def end(self, verifier_id: str, epoch: int) -> None:
-        """Ends the spans of a verifier's epoch."""
-        for key in [key for key in self._requests if isinstance(key, tuple) and key[:2] == (verifier_id, epoch)]:
-            self.closed(key, "epoch")

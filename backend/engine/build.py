@@ -26,9 +26,9 @@ from backend.engine.early import EarlySteps, can_be_early
 from backend.engine.grammar_repairs import repair_guidance
 from backend.engine.scheduler import DraftingScheduler
 from backend.engine.worker.tensor_transfer import NAME
-from backend.models.checkpoint import drafter_config
 from backend.models.head_config import DRAFT_MODEL, DSPARK, load_config
 from backend.models.kinds import KINDS
+from backend.models.layout import drafter_config
 from backend.models.resolve import ResolvedModels
 from backend.models.vocabulary import shared_tokens
 

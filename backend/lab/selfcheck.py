@@ -152,7 +152,7 @@ class Requests:
         for key in range(self.count):
             tokens = self._tokens(self.lengths[key])
             rows = len(tokens) - 1 if self.proposer.hidden else 0
-            self.proposer.open(key, tokens, rows, 0.0, self.samplings[key % len(self.samplings)])
+            self.proposer.open(key, tokens, rows, self.samplings[key % len(self.samplings)])
             self.proposer.draft([DraftRequest(key, len(tokens), rows, self._features(rows))])
             # A draft model reads a long prompt in several batches.
             self.proposer.draft([DraftRequest(key, len(tokens), 0, None, Until(1))])
@@ -163,7 +163,7 @@ class Requests:
         for key in range(self.count):
             self.lengths[key] += NEW_ROWS
             rows = NEW_ROWS if self.proposer.hidden else 0
-            self.proposer.commit(key, self.lengths[key], self._tokens(NEW_ROWS), rows, 0.0)
+            self.proposer.commit(key, self.lengths[key], self._tokens(NEW_ROWS), rows)
             asks.append(DraftRequest(key, self.lengths[key], rows, self._features(rows), Until(k)))
         return self.proposer.draft(asks)
 

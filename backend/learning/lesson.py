@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from backend.learning.ring import Replay
 from backend.learning.trainable import LONGEST, Pupil
@@ -45,14 +46,10 @@ class LessonBatch:
 def collate(replays: Sequence[Replay], device: torch.device) -> LessonBatch:
     """A batch of the replays' last `LONGEST` rows."""
     parts = [replay.last(LONGEST) for replay in replays]
-    rows, width = max(len(part.features) for part in parts), parts[0].features.shape[1]
-    tokens = torch.zeros(len(parts), rows + 1, dtype=torch.int64)
-    features = torch.zeros(len(parts), rows, width)
-    answers = torch.zeros(len(parts), rows + 1, dtype=torch.bool)
-    for i, part in enumerate(parts):
-        count = len(part.features)
-        tokens[i, : count + 1], features[i, :count] = part.tokens[: count + 1], part.features
-        answers[i, max(part.prompt - part.first, 0) : count + 1] = True
+    tokens = pad_sequence([part.tokens.long() for part in parts], batch_first=True)
+    features = pad_sequence([part.features.float() for part in parts], batch_first=True)
+    generated = [torch.arange(part.first, part.first + len(part.tokens)) >= part.prompt for part in parts]
+    answers = pad_sequence(generated, batch_first=True)
     temperatures = torch.tensor([replay.temperature for replay in replays])
     return LessonBatch(tokens.to(device), features.to(device), answers.to(device), temperatures.to(device))
 

@@ -124,7 +124,6 @@ class Trainer:
         self.seconds = 0.0
         self._loss: float | None = None
         self._credit = 0.0
-        self._newest = 0
         self._sizes: dict[int, int] = {}
         """Rows to train on of each present file: none of a held-out one."""
         self._begin(job.head_dir)
@@ -232,7 +231,7 @@ class Trainer:
         torch.save(state, part)
         part.replace(path)
 
-    def news(self, examined: Examined | None = None, published: str = "") -> News:
+    def news(self, examined: Examined | None, published: str) -> News:
         """The present progress."""
         present, candidate = (examined.present, examined.candidate) if examined else (None, None)
         return News(self.steps, round(self.seconds, 3), int(self._credit), self._loss, present, candidate, published)
@@ -265,13 +264,11 @@ class Trainer:
         """Notes which sequences have come and gone."""
         numbers = self._ring.numbers()
         for number in numbers:
-            if number > self._newest:
+            if number not in self._sizes:
                 replay = None if is_held_out(number) else self._ring.read(number)
                 self._sizes[number] = 0 if replay is None else min(len(replay.features), LONGEST)
                 self._credit += PASSES * self._sizes[number]
-                self._newest = number
-        there = set(numbers)
-        self._sizes = {number: rows for number, rows in self._sizes.items() if number in there}
+        self._sizes = {number: self._sizes[number] for number in numbers}
         # Rows that have left the ring are not owed any more.
         self._credit = min(self._credit, PASSES * sum(self._sizes.values()))
 
@@ -318,15 +315,12 @@ def _run(trainer: Trainer, orders: list[TakenBack | Followed]) -> None:
             else:
                 trainer.follow(order.newer)
         worked = trainer.step()
-        if trainer.is_due:
-            examined = trainer.examine()
-            published = trainer.publish() if examined is not None and examined.is_better else ""
-            _tell(trainer.news(examined, published))
-            reported_at = time.monotonic()
+        examined = trainer.examine() if trainer.is_due else None
+        published = trainer.publish() if examined is not None and examined.is_better else ""
         now = time.monotonic()
-        if now - reported_at > POLL_S:
+        if examined is not None or now - reported_at > POLL_S:
             reported_at = now
-            _tell(trainer.news())
+            _tell(trainer.news(examined, published))
         if worked and now - saved > CHECKPOINT_S:
             saved = now
             trainer.checkpoint()

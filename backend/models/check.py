@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from backend.models.head_config import (
+    DRAFT_MODEL,
     DSPARK,
     CheckpointError,
     HeadConfig,
     Rope,
     default_aux_layers,
     load_config,
-    load_model_config,
     read_config,
     rope_of,
     text_config,
 )
 from backend.models.kinds import DrafterKind
-from backend.models.layout import MARKOV_IN, MARKOV_OUT, Shape, canonical_names, is_draft_model, required_tensors
+from backend.models.layout import MARKOV_IN, MARKOV_OUT, Shape, canonical_names, drafter_config, required_tensors
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.vocabulary import shared_tokens
 
@@ -62,33 +62,21 @@ def find_misfits(head_dir: str, target_dir: str) -> Misfits:
     """All misfits, with errors and warnings in separate lists."""
     found = Misfits()
     try:
-        if is_draft_model(TensorFiles(head_dir)):
-            found.kind = "draft_model"
-            _check_model(head_dir, target_dir, found)
-            return found
-        head = load_config(head_dir, target_dir)
+        head, files = drafter_config(head_dir, target_dir), TensorFiles(head_dir)
         target = text_config(read_config(target_dir))
-        head_files, target_files = TensorFiles(head_dir), TensorFiles(target_dir)
+        found.kind = head.drafter_kind
+        found.errors.extend(head.unsupported)
+        if head.kind == DRAFT_MODEL:
+            found.errors.extend(misshapen(head, files))
+            _check_tokenizers(head, head_dir, target_dir, found)
+        else:
+            _check_sizes(head, target, found)
+            _check_aux_layers(head, target, found)
+            _check_tensors(head, files, TensorFiles(target_dir), found)
+        _check_positions(head, target, found)
     except CheckpointError as error:
         found.errors.append(str(error))
-        return found
-    found.kind = head.drafter_kind
-    found.errors.extend(head.unsupported)
-    _check_sizes(head, target, found)
-    _check_aux_layers(head, target, found)
-    _check_positions(head, target, found)
-    _check_tensors(head, head_files, target_files, found)
     return found
-
-
-def _check_model(model_dir: str, target_dir: str, found: Misfits) -> None:
-    model, files = load_model_config(model_dir, target_dir), TensorFiles(model_dir)
-    found.errors.extend(model.unsupported)
-    found.errors.extend(misshapen(model, files))
-    _check_tokenizers(model, model_dir, target_dir, found)
-    longest = text_config(read_config(target_dir)).get("max_position_embeddings")
-    if longest is not None and model.max_position < longest:
-        found.warnings.append(f"it knows {model.max_position} positions, the target {longest}: nothing is drafted beyond")
 
 
 def _check_tokenizers(model: HeadConfig, own: str, target: str, found: Misfits) -> None:
@@ -136,6 +124,10 @@ def _check_aux_layers(head: HeadConfig, target: dict[str, Any], found: Misfits) 
 
 def _check_positions(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:
     longest = target.get("max_position_embeddings")
+    if head.kind == DRAFT_MODEL:
+        if longest is not None and head.max_position < longest:
+            found.warnings.append(f"it knows {head.max_position} positions, the target {longest}: nothing is drafted beyond")
+        return
     if longest is not None and head.max_position < longest:
         found.warnings.append(
             f"max_position_embeddings: the head says {head.max_position}, the target {longest}; "

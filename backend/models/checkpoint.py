@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -20,18 +19,16 @@ from backend.models.head_config import (
     CheckpointError,
     HeadConfig,
     load_config,
-    load_model_config,
     read_config,
     text_config,
 )
-from backend.models.layout import canonical_names, is_draft_model, required_tensors
+from backend.models.layout import canonical_names, drafter_config, required_tensors
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.vocabulary import shared_tokens
 from backend.wire.drafting import TargetTensor
 
 BORROWED: frozenset[TargetTensor] = frozenset(("embed_tokens.weight", "lm_head.weight"))
 """What a head takes from its target unless it has its own."""
-NOTHING_NEWER: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -57,13 +54,7 @@ class HeadWeights:
     """The projection that the drafter has to apply to features; None: verifiers have applied it, or there is none."""
 
 
-def drafter_config(directory: str, target_dir: str) -> HeadConfig:
-    """The configuration of the head or draft model in `directory`.  Raises `CheckpointError`."""
-    load = load_model_config if is_draft_model(TensorFiles(directory)) else load_config
-    return load(directory, target_dir)
-
-
-def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mapping[str, Tensor] = NOTHING_NEWER) -> HeadWeights:
+def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mapping[str, Tensor] = {}) -> HeadWeights:
     """Reads a head or a draft model; with `raw`, a head's projection, too.
 
     `newer`: target tensors that replace those in the target's directory, see `HeadWeights.borrowed`.

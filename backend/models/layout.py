@@ -1,6 +1,6 @@
 """Which tensors a drafter's files must hold, and how each layout names them.  Pure data, any process."""
 
-from backend.models.head_config import DRAFT_MODEL, HeadConfig
+from backend.models.head_config import DRAFT_MODEL, HeadConfig, load_config, load_model_config
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 
 Shape = tuple[int, ...]
@@ -17,6 +17,12 @@ def is_draft_model(files: TensorFiles) -> bool:
     names = canonical_names(files)
     whole = {"embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight"}
     return whole <= names.keys() and not {"fc.weight", "hidden_norm.weight", "layers.0.hidden_norm.weight"} & names.keys()
+
+
+def drafter_config(directory: str, target_dir: str) -> HeadConfig:
+    """The configuration of the head or draft model in `directory`.  Raises `CheckpointError`."""
+    load = load_model_config if is_draft_model(TensorFiles(directory)) else load_config
+    return load(directory, target_dir)
 
 
 def required_tensors(config: HeadConfig) -> dict[str, Shape]:

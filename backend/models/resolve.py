@@ -97,9 +97,7 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
         # Checked before anything is downloaded.
         check_combination(settings)
     target = find("--model", settings.model, TARGET_DIR, say, trusts_code(settings))
-    check_target(target)
-    check_code(target, settings)
-    check_ranks(target, settings)
+    _check_serving(check_target(target), settings)
     check_combination(settings)
     name = settings.model if not _is_path(settings.model) else target.name
     if settings.mode not in MODES_WITH_DRAFTS:
@@ -194,8 +192,8 @@ def find(option: str, name: str, demo: Path, say: Say, code: bool = False) -> Pa
     return _download(option, name, say, code)
 
 
-def check_target(directory: Path) -> None:
-    """Refuses a directory that vLLM could not load: no configuration, weights or tokenizer."""
+def check_target(directory: Path) -> dict[str, Any]:
+    """Refuses a directory that vLLM could not load: no configuration, weights or tokenizer.  Returns the configuration."""
     config = _read(directory, "--model")
     if not config.get("architectures"):
         raise ModelError(f"--model {directory}: config.json names no architectures: not a language model's directory")
@@ -204,28 +202,23 @@ def check_target(directory: Path) -> None:
         raise ModelError(f"--model {directory}: {missing}")
     if not any((directory / file).is_file() for file in TOKENIZER_FILES):
         raise ModelError(f"--model {directory}: no tokenizer ({', '.join(TOKENIZER_FILES[:2])})")
+    return config
 
 
-def check_code(directory: Path, settings: Settings) -> None:
-    """Refuses a MiMo model, whose configuration vLLM reads by the checkpoint's own code, unless that code is trusted."""
-    config = _read(directory, "--model")
+def _check_serving(config: dict[str, Any], settings: Settings) -> None:
+    """Refuses a target that needs code which is not trusted, or that vLLM cannot split over the tensor-parallel ranks."""
     has_code = "AutoConfig" in (config.get("auto_map") or {})
     if has_code and NEEDS_OWN_CODE & set(config["architectures"]) and not trusts_code(settings):
         trust = "--verifier-engine-args '{\"trust_remote_code\": true}'"
         raise ModelError(f"--model {settings.model}: vLLM needs the checkpoint's own code; if you trust that: {trust}")
+    heads, ranks = text_config(config).get("num_attention_heads"), settings.verifier.tensor_parallel
+    if isinstance(heads, int) and heads % ranks:
+        raise ModelError(f"--model {settings.model}: its {heads} attention heads cannot be dealt out to {ranks} ranks evenly")
 
 
 def trusts_code(settings: Settings) -> bool:
     """Whether code that comes with a checkpoint may be run."""
     return bool(settings.verifier.engine_args.get("trust_remote_code"))
-
-
-def check_ranks(target: Path, settings: Settings) -> None:
-    """Refuses a number of tensor-parallel ranks that vLLM cannot split this model over."""
-    config, ranks = _read(target, "--model"), settings.verifier.tensor_parallel
-    heads = text_config(config).get("num_attention_heads")
-    if isinstance(heads, int) and heads % ranks:
-        raise ModelError(f"--model {settings.model}: its {heads} attention heads cannot be dealt out to {ranks} ranks evenly")
 
 
 def check_drafter(name: str, drafter: Path, target: Path, settings: Settings, say: Say) -> DrafterKind:

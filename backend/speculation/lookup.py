@@ -16,7 +16,6 @@ class Lookup:
 
     def __init__(self, tokens: list[int], shortest: int, longest: int, first: int = 0) -> None:
         self.tokens = tokens
-        self.last_used = 0.0
         self.found = 0
         """Length of the suffix found by the latest successful look-up."""
         self._sizes = range(shortest, longest + 1)

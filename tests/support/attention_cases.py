@@ -1,7 +1,8 @@
-"""Random rows with what they attend to.  Tests only."""
+"""Random rows with what they attend to, and their attention by definition.  Tests only."""
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from backend.drafter.attention import Reach
 
@@ -17,3 +18,15 @@ def attention_case(rows: int, heads: int, kv_heads: int, dim: int, longest: int,
     bounds = ((tails + 1) * torch.rand(rows, generator=generator)).long()
     cache = torch.randn(rows * room, 2, kv_heads, dim, generator=generator)
     return torch.randn(rows, heads, dim, generator=generator), cache, Reach(starts + at, starts, bounds, tails, strides)
+
+
+def attend_one_by_one(queries: Tensor, cache: Tensor, reach: Reach) -> Tensor:
+    """The definition of `backend.drafter.attention.attend`."""
+    found = []
+    for query, *numbers in zip(queries, *(each.tolist() for each in reach.columns()), strict=True):
+        place, start, bound, tail, stride = numbers
+        at = place - start
+        seen = [start + o for o in range(at + 1) if o < bound or (o >= tail and (at - o) % stride == 0)]
+        keys, values = cache[seen].transpose(0, 2).unbind(1)
+        found.append(functional.scaled_dot_product_attention(query.unsqueeze(1), keys, values, enable_gqa=True).squeeze(1))
+    return torch.stack(found)

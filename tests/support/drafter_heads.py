@@ -64,29 +64,21 @@ class TinyHead:
 
         h, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         tensors: Tensors = {"target.embed": draw(self.vocab, h), "target.lm_head": draw(self.vocab, h)}
-        if self.kind in ("dflash", "dspark"):
-            tensors["fc.weight"] = draw(h, 3 * h, scale=h**-0.5)
-            tensors |= {
-                f"{name}.weight": 1 + draw(h, scale=0.2) for name in ("norm", "hidden_norm", "layers.0.input_layernorm")
-            }
-            if self.draft_vocab != self.vocab:
-                tensors["lm_head.weight"] = draw(self.draft_vocab, h)
-                picked = torch.randperm(self.vocab, generator=generator)[: self.draft_vocab].sort().values
-                tensors["d2t"] = picked - torch.arange(self.draft_vocab)
-            if self.kind == "dspark":
-                tensors["markov_head.markov_w1.weight"] = draw(self.vocab, self.rank)
-                tensors["markov_head.markov_w2.weight"] = draw(self.draft_vocab, self.rank, scale=2.0)
-        elif self.kind != "eagle3":
+        if self.kind == "eagle":
             tensors["fc.weight"] = draw(h, 2 * h, scale=h**-0.5)
         else:
             tensors["fc.weight"] = draw(h, 3 * h, scale=h**-0.5)
-            tensors["norm.weight"] = 1 + draw(h, scale=0.2)
-            tensors["layers.0.hidden_norm.weight"] = 1 + draw(h, scale=0.2)
-            tensors["layers.0.input_layernorm.weight"] = 1 + draw(h, scale=0.2)
-            tensors["lm_head.weight"] = draw(self.draft_vocab, h)
-            picked = torch.randperm(self.vocab, generator=generator)[: self.draft_vocab].sort().values
-            if self.draft_vocab != self.vocab:
-                tensors["d2t"] = picked - torch.arange(self.draft_vocab)
+            of_features = "layers.0.hidden_norm" if self.kind == "eagle3" else "hidden_norm"
+            for name in ("norm", of_features, "layers.0.input_layernorm"):
+                tensors[f"{name}.weight"] = 1 + draw(h, scale=0.2)
+            is_reduced = self.draft_vocab != self.vocab
+            if is_reduced or self.kind == "eagle3":
+                tensors["lm_head.weight"] = draw(self.draft_vocab, h)
+                picked = torch.randperm(self.vocab, generator=generator)[: self.draft_vocab].sort().values
+                tensors |= {"d2t": picked - torch.arange(self.draft_vocab)} if is_reduced else {}
+            if self.kind == "dspark":
+                tensors["markov_head.markov_w1.weight"] = draw(self.vocab, self.rank)
+                tensors["markov_head.markov_w2.weight"] = draw(self.draft_vocab, self.rank, scale=2.0)
         if self.norm_before_fc:
             tensors["input_norm.weight"] = 1 + draw(3 * h, scale=0.2)
         if self.fc_norm:
@@ -241,6 +233,13 @@ def make_proposer(
     return proposer
 
 
+def rows_held(proposer: EagleProposer, key: object) -> int:
+    """Rows in the cache of an open request."""
+    sequence = proposer._cache.peek(key)
+    assert sequence is not None
+    return sequence.length
+
+
 def check(head_dir: str, target_dir: str) -> list[str]:
     """All misfits, errors first; warnings start with `warning: `.  Empty: the head fits."""
     found = find_misfits(head_dir, target_dir)
@@ -304,27 +303,30 @@ class Reference:
             else:
                 residual = hidden
                 inputs = self._norm(hidden, f"{name}.input_layernorm") if i else hidden
-            hidden = residual + self._attention(name, inputs, positions)
-            normed = self._norm(hidden, f"{name}.post_attention_layernorm")
-            gate = torch.nn.functional.silu(self._linear(f"{name}.mlp.gate_proj", normed))
-            hidden = hidden + self._linear(f"{name}.mlp.down_proj", gate * self._linear(f"{name}.mlp.up_proj", normed))
+            future = torch.ones(len(rows), len(rows), dtype=torch.bool).triu(1)
+            hidden = self._finish(name, residual + self._attention(name, inputs, inputs, positions, future))
         return hidden[-1]
 
-    def _attention(self, name: str, inputs: Tensor, positions: Tensor) -> Tensor:
-        head, count = self.head, len(inputs)
-        q = self._linear(f"{name}.self_attn.q_proj", inputs).view(count, head.heads, head.head_dim)
-        k = self._linear(f"{name}.self_attn.k_proj", inputs).view(count, head.kv_heads, head.head_dim)
-        v = self._linear(f"{name}.self_attn.v_proj", inputs).view(count, head.kv_heads, head.head_dim)
-        if head.model_type == "qwen3":
+    def _attention(self, name: str, inputs: Tensor, rows: Tensor, positions: Tensor, unseen: Tensor) -> Tensor:
+        """Attention of `inputs`, the last of `rows`, to `rows` at `positions`, but for those `unseen` `[inputs, rows]`."""
+        head, dim, new = self.head, self.head.head_dim, len(inputs)
+        q = self._linear(f"{name}.self_attn.q_proj", inputs).view(new, -1, dim)
+        k = self._linear(f"{name}.self_attn.k_proj", rows).view(len(rows), -1, dim)
+        v = self._linear(f"{name}.self_attn.v_proj", rows).view(len(rows), -1, dim)
+        if f"{name}.self_attn.q_norm.weight" in self.w:
             q, k = self._norm(q, f"{name}.self_attn.q_norm"), self._norm(k, f"{name}.self_attn.k_norm")
-        q, k = self._rotate(q, positions), self._rotate(k, positions)
+        q, k = self._rotate(q, positions[-new:]), self._rotate(k, positions)
         mixed = torch.zeros_like(q)
         for h in range(head.heads):
             group = h // (head.heads // head.kv_heads)
-            scores = q[:, h] @ k[:, group].T / head.head_dim**0.5
-            scores = scores.masked_fill(torch.ones(count, count, dtype=torch.bool).triu(1), float("-inf"))
+            scores = (q[:, h] @ k[:, group].T / dim**0.5).masked_fill(unseen, float("-inf"))
             mixed[:, h] = scores.softmax(-1) @ v[:, group]
         return self._linear(f"{name}.self_attn.o_proj", mixed.flatten(1))
+
+    def _finish(self, name: str, hidden: Tensor) -> Tensor:
+        normed = self._norm(hidden, f"{name}.post_attention_layernorm")
+        gate = torch.nn.functional.silu(self._linear(f"{name}.mlp.gate_proj", normed))
+        return hidden + self._linear(f"{name}.mlp.down_proj", gate * self._linear(f"{name}.mlp.up_proj", normed))
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         dim = self.head.head_dim
@@ -357,11 +359,11 @@ class Session:
         self.proposer, self.key, self.tokens, self.sampling = proposer, key, list(tokens), sampling
         self.seen: dict[int, Tensor] = {}
         self._new = len(tokens) - 1 - skip
-        proposer.open(key, list(tokens), self._new, 0.0, sampling)
+        proposer.open(key, list(tokens), self._new, sampling)
 
     def commit(self, tokens: list[int]) -> Session:
         self.tokens += tokens
-        assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens), 0.0)
+        assert self.proposer.commit(self.key, len(self.tokens), tokens, len(tokens))
         self._new = len(tokens)
         return self
 

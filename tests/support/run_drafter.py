@@ -5,8 +5,6 @@ import time
 from multiprocessing.connection import Connection
 from typing import Any
 
-from msgspec.structs import replace
-
 GO_ON, STAND_STILL = "go on", "stand still"
 
 
@@ -18,6 +16,7 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
     """
     from backend.config import DraftingSettings
     from backend.drafter.process import DrafterModel, DrafterProcess
+    from backend.learning.trainer import News
 
     paths = job["paths"]
     model = DrafterModel(paths.target_dir, job["own"] or paths.drafter_dir, paths.drafter_dir, paths.learning_dir)
@@ -27,13 +26,14 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
     try:
         while True:
             if message := pipe.recv():
-                learner = drafter._learner
+                learner, told = drafter._learner, drafter.stats().learning
                 assert learner is not None
+                assert told is not None
                 while learner._trainer is None:
                     time.sleep(0.01)
                 learner._trainer.send_signal(signal.SIGCONT if message == GO_ON else signal.SIGSTOP)
                 if message not in (GO_ON, STAND_STILL):
-                    learner._news.put(replace(learner._latest, published=message))
+                    learner._news.put(News(told.steps, told.training_s, told.owed, told.loss, published=message))
             pipe.send(drafter.stats().learning)
     except EOFError:
         drafter.stop()

@@ -16,7 +16,6 @@ from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from backend.drafter.attention import cpu
 
@@ -43,30 +42,14 @@ class Reach:
 def attend(queries: Tensor, cache: Tensor, reach: Reach) -> Tensor:
     """Attention of `queries` `[rows, heads, head_dim]` to keys and values `cache` `[capacity, 2, kv_heads, head_dim]`.
 
-    Softmax is in float32; result as `queries`.
+    Softmax is in float32; result as `queries`.  On a CPU all are float32.
     """
     scale = queries.shape[-1] ** -0.5
     if queries.is_cuda:
         from backend.drafter.attention import cuda
 
         return cuda.attend(queries, cache, reach, scale)
-    if queries.dtype != torch.float32:
-        return _attend_one_by_one(queries, cache, reach)
     result = torch.empty_like(queries)
     kernel: Callable[..., None] = cpu.attend
     kernel(*(each.contiguous().numpy() for each in (queries, cache, *reach.columns())), scale, result.numpy())
     return result
-
-
-def _attend_one_by_one(queries: Tensor, cache: Tensor, reach: Reach) -> Tensor:
-    """The definition: what other types on a CPU, and tests, use."""
-    found = []
-    for row, query in enumerate(queries):
-        place, start, bound, tail, stride = (
-            int(each[row]) for each in (reach.places, reach.starts, reach.bounds, reach.tails, reach.strides)
-        )
-        at = place - start
-        seen = [start + o for o in range(at + 1) if o < bound or (o >= tail and (at - o) % stride == 0)]
-        keys, values = cache[seen].transpose(0, 2).unbind(1)
-        found.append(functional.scaled_dot_product_attention(query.unsqueeze(1), keys, values, enable_gqa=True).squeeze(1))
-    return torch.stack(found)

@@ -62,7 +62,7 @@ def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int) -> 
     features = torch.randn(length, proposer.hidden, generator=generator)
     tokens: list[int] = torch.randint(proposer.vocab_size, (prompt,), generator=generator).tolist()
     key = ("text", seed)
-    proposer.open(key, list(tokens), prompt - 1, 0.0)
+    proposer.open(key, list(tokens), prompt - 1)
     rows = prompt - 1
     while len(tokens) < length:
         n = len(tokens)
@@ -70,7 +70,7 @@ def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int) -> 
         other = int(torch.randint(proposer.vocab_size, (1,), generator=generator))
         agrees = float(torch.rand(1, generator=generator)) < AGREEMENT
         tokens.append(drafted.tokens[0] if agrees else other)
-        proposer.commit(key, n + 1, tokens[-1:], 1, 0.0)
+        proposer.commit(key, n + 1, tokens[-1:], 1)
         rows = 1
     proposer.close(key)
     return Text(tokens, features, prompt)

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.drafter.attention import _attend_one_by_one, attend
-from tests.support.attention_cases import attention_case
+from backend.drafter.attention import attend
+from tests.support.attention_cases import attend_one_by_one, attention_case
 from tests.support.properties import examples
 
 
@@ -17,7 +17,7 @@ def test_the_kernel_of_a_cpu_attends_to_what_the_definition_says(
     rows: int, kv_heads: int, group: int, dim: int, longest: int, seed: int
 ) -> None:
     given = attention_case(rows, kv_heads * group, kv_heads, dim, longest, seed)
-    torch.testing.assert_close(attend(*given), _attend_one_by_one(*given), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend(*given), attend_one_by_one(*given), rtol=1e-4, atol=1e-5)
 
 
 def test_scores_far_apart_and_equal_ones() -> None:
@@ -25,4 +25,4 @@ def test_scores_far_apart_and_equal_ones() -> None:
     queries, cache, reach = attention_case(3, 2, 1, 8, 30, 1)
     for scale in (0.0, 1e3, 1e6):
         found = attend(queries * scale, cache, reach)
-        torch.testing.assert_close(found, _attend_one_by_one(queries * scale, cache, reach), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found, attend_one_by_one(queries * scale, cache, reach), rtol=1e-4, atol=1e-4)

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional
 
 from backend.drafter.dflash import Blocks, DFlashProposer
 from backend.drafter.draws import SHARED
@@ -63,10 +62,12 @@ class BlockReference(Reference):
         places = torch.tensor([*known, *range(begin, begin + masks + 1)], dtype=torch.float64)
         for i in range(self.head.layers):
             name = f"layers.{i}"
-            hidden = hidden + self._attend(i, context, self._norm(hidden, f"{name}.input_layernorm"), places)
-            normed = self._norm(hidden, f"{name}.post_attention_layernorm")
-            gate = functional.silu(self._linear(f"{name}.mlp.gate_proj", normed))
-            hidden = hidden + self._linear(f"{name}.mlp.down_proj", gate * self._linear(f"{name}.mlp.up_proj", normed))
+            inputs, behind = self._norm(hidden, f"{name}.input_layernorm"), places[-len(hidden) :].unsqueeze(1) - places
+            unseen = (behind < 0) & self.causal[i]
+            if (window := self.windows[i]) is not None:
+                unseen |= behind >= window
+            attended = self._attention(name, inputs, torch.cat((context, inputs)), places, unseen)
+            hidden = self._finish(name, hidden + attended)
         found = self._norm(hidden[-k:], "norm") @ self.w.get("lm_head.weight", self.w["target.lm_head"]).T
         if self.head.kind == "dspark":
             before = self.w["markov_head.markov_w1.weight"][[tokens[-1], *drafts[:-1]]]
@@ -77,24 +78,6 @@ class BlockReference(Reference):
         """The target's id of each column."""
         offsets = self.w.get("d2t", torch.zeros(self.head.vocab))
         return [own + int(offset) for own, offset in enumerate(offsets)]
-
-    def _attend(self, layer: int, context: Tensor, inputs: Tensor, places: Tensor) -> Tensor:
-        name, (count, dim), new = f"layers.{layer}.self_attn", (len(places), self.head.head_dim), len(inputs)
-        both = torch.cat((context, inputs))
-        q = self._norm(self._linear(f"{name}.q_proj", inputs).view(new, -1, dim), f"{name}.q_norm")
-        k = self._norm(self._linear(f"{name}.k_proj", both).view(count, -1, dim), f"{name}.k_norm")
-        v = self._linear(f"{name}.v_proj", both).view(count, -1, dim)
-        q, k = self._rotate(q, places[-new:]), self._rotate(k, places)
-        behind = places[-new:].unsqueeze(1) - places
-        hidden = (behind < 0) & self.causal[layer]
-        if (window := self.windows[layer]) is not None:
-            hidden |= behind >= window
-        mixed = torch.zeros_like(q)
-        for h in range(self.head.heads):
-            group = h // (self.head.heads // self.head.kv_heads)
-            scores = (q[:, h] @ k[:, group].T / dim**0.5).masked_fill(hidden, float("-inf"))
-            mixed[:, h] = scores.softmax(-1) @ v[:, group]
-        return self._linear(f"{name}.o_proj", mixed.flatten(1))
 
 
 def check_draft(session: Session, reference: BlockReference, drafts: list[int], k: int) -> None:

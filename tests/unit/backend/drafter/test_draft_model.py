@@ -118,13 +118,13 @@ def test_every_family_drafts_what_transformers_would_say(pair: tuple[ModelPropos
     proposer, model = pair
     texts = {"a": tokens_of(1, 9), "b": tokens_of(2, 33), "c": tokens_of(3, 1)}
     for key, tokens in texts.items():
-        proposer.open(key, list(tokens), 0, 0.0)
+        proposer.open(key, list(tokens), 0)
     drafted = proposer.draft([DraftRequest(key, len(tokens), 0, None, Until(5)) for key, tokens in texts.items()])
     for tokens, found in zip(texts.values(), drafted, strict=True):
         assert found.tokens == by_the_book(model, tokens, 5)
     # The verifier agrees with two of them and then says something else.
     tokens = [*texts["b"], *drafted[1].tokens[:2], (drafted[1].tokens[2] + 1) % VOCAB]
-    proposer.commit("b", len(tokens), tokens[-3:], 0, 0.0)
+    proposer.commit("b", len(tokens), tokens[-3:], 0)
     assert draft(proposer, "b", len(tokens), 4) == by_the_book(model, tokens, 4)
 
 
@@ -139,7 +139,7 @@ def test_fed_in_any_way_it_drafts_the_same(data: st.DataObject, llama: tuple[str
         key = data.draw(st.sampled_from("xyz"), "key")
         if key not in texts or data.draw(st.integers(0, 4), "reopen") == 0:
             texts[key] = common[: data.draw(st.integers(1, 20), "shared")] + tokens_of(turn, 3)
-            proposer.open(key, list(texts[key]), 0, float(turn))
+            proposer.open(key, list(texts[key]), 0)
         tokens = texts[key]
         k = data.draw(st.integers(1, 4), "k")
         drafted = draft(proposer, key, len(tokens), k)
@@ -156,20 +156,20 @@ def test_fed_in_any_way_it_drafts_the_same(data: st.DataObject, llama: tuple[str
         accepted = data.draw(st.integers(0, len(drafted)), "accepted")
         news = [*drafted[:accepted], data.draw(st.integers(0, VOCAB - 1), "own")]
         tokens += news
-        assert proposer.commit(key, len(tokens), news, 0, float(turn))
+        assert proposer.commit(key, len(tokens), news, 0)
 
 
 def test_rows_of_accepted_tokens_stay(llama: tuple[str, str, PreTrainedModel]) -> None:
     proposer = make(*llama[:2])
     tokens = tokens_of(5, 30)
-    proposer.open("a", list(tokens), 0, 0.0)
+    proposer.open("a", list(tokens), 0)
     drafted = draft(proposer, "a", len(tokens), 4)
     news = [*drafted[:2], (drafted[2] + 1) % VOCAB]
     with mock.patch.object(proposer._head, "forward", wraps=proposer._head.forward) as forward:
-        proposer.commit("a", len(tokens) + 3, news, 0, 0.0)
+        proposer.commit("a", len(tokens) + 3, news, 0)
         draft(proposer, "a", len(tokens) + 3, 4)
         # Another request with the same beginning computes its own end alone.
-        proposer.open("b", [*tokens[:25], 1, 2], 0, 0.0)
+        proposer.open("b", [*tokens[:25], 1, 2], 0)
         draft(proposer, "b", 27, 1)
     assert [len(call.args[0].ids) for call in forward.call_args_list] == [1, 1, 1, 1, 2]
 
@@ -178,12 +178,12 @@ def test_a_text_with_a_hole_is_asked_for_anew(llama: tuple[str, str, PreTrainedM
     """A round that was never sent leaves one; there is no embedding of an unknown token."""
     proposer = make(*llama[:2])
     tokens = tokens_of(5, 30)
-    proposer.open("a", list(tokens[:20]), 0, 0.0)
-    assert proposer.commit("a", 20, [], 0, 0.0)
-    assert proposer.commit("a", 22, tokens[20:22], 0, 0.0)
-    assert not proposer.commit("a", 30, tokens[25:], 0, 0.0)
+    proposer.open("a", list(tokens[:20]), 0)
+    assert proposer.commit("a", 20, [], 0)
+    assert proposer.commit("a", 22, tokens[20:22], 0)
+    assert not proposer.commit("a", 30, tokens[25:], 0)
     assert proposer.length("a") is None
-    proposer.open("a", list(tokens), 0, 0.0)
+    proposer.open("a", list(tokens), 0)
     assert draft(proposer, "a", 30, 3) == by_the_book(llama[2], tokens, 3)
 
 
@@ -191,7 +191,7 @@ def test_a_long_prompt_lets_others_draft_meanwhile(llama: tuple[str, str, PreTra
     proposer = make(*llama[:2])
     long, short = tokens_of(1, BATCH_ROWS + 500), tokens_of(2, 10)
     for key, tokens in (("long", long), ("short", short)):
-        proposer.open(key, list(tokens), 0, 0.0)
+        proposer.open(key, list(tokens), 0)
     asks = [DraftRequest("short", 10, 0, None, Until(2)), DraftRequest("long", len(long), 0, None, Until(2))]
     first, second = proposer.draft(asks), proposer.draft(asks)
     assert [len(each.tokens) for each in (*first, *second)] == [2, 0, 2, 2]
@@ -207,7 +207,7 @@ def test_a_vocabulary_of_another_size_serves_its_common_part(tmp_path: Path) -> 
         proposer = make(path, target)
         assert proposer.hidden == 0, "verifiers send it no features"
         tokens = [token % (VOCAB - 20) for token in tokens_of(1, 12)] + [vocab - 1]
-        proposer.open("a", list(tokens), 0, 0.0)
+        proposer.open("a", list(tokens), 0)
         drafted = draft(proposer, "a", len(tokens), 3)
         assert len(drafted) == 3
         assert max(drafted) < min(vocab, VOCAB)
@@ -229,7 +229,7 @@ def test_with_other_ids_it_drafts_the_same_shared_tokens(tmp_path: Path, name: s
         tokens = [token if token not in renamed else 60 for token in tokens_of(seed, 12)]
         drafts = []
         for proposer in (plain, permuted):
-            proposer.open(str(seed), list(tokens), 0, 0.0, Sampling(seed, 1.0 if seed % 3 else 0.0))
+            proposer.open(str(seed), list(tokens), 0, Sampling(seed, 1.0 if seed % 3 else 0.0))
             (drafted,) = proposer.draft([DraftRequest(str(seed), len(tokens), 0, None, Until(4))])
             drafts.append(drafted.tokens)
             (ahead,) = proposer.draft_outcomes([Premise(str(seed), len(tokens), Until(2), drafted.tokens, 4)])
@@ -242,7 +242,7 @@ def test_with_other_ids_it_drafts_the_same_shared_tokens(tmp_path: Path, name: s
         assert renamed or found_ahead == expected_ahead
     assert whole > 3
     assert (cut > 3) == bool(renamed)
-    permuted.open("strange", [*renamed, 60], 0, 0.0)
+    permuted.open("strange", [*renamed, 60], 0)
     assert len(draft(permuted, "strange", len(renamed) + 1, 4)) == 4, "tokens that it does not know stop nothing"
 
 

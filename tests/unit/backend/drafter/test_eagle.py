@@ -13,7 +13,7 @@ from backend.drafter import eagle
 from backend.drafter import head as head_module
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import MAX_DRAFT, DraftRequest, Premise, Until
-from tests.support.drafter_heads import Reference, Session, TinyHead, make_proposer, tokens_of
+from tests.support.drafter_heads import Reference, Session, TinyHead, make_proposer, rows_held, tokens_of
 from tests.support.properties import examples
 
 HEADS = {
@@ -120,7 +120,7 @@ def test_a_known_prefix_is_reused(tmp_path: Path, closed: bool) -> None:
     # The verifier's own prefix cache computed nothing for the first 45 positions.
     second = Session(proposer, "second", shared + tokens_of(6, 7), skip=45)
     drafts = drafts_of(proposer, [second.ask(4)])[0]
-    assert proposer.usage().prefix_rows_reused == 45
+    assert rows_held(proposer, "second") == 56
     second.seen |= {p: second.feature(p) for p in range(45)}
     assert_drafts(reference, second, drafts, 4)
     if not closed:
@@ -186,7 +186,7 @@ def test_asking_again_without_news_repeats_the_answer(tmp_path: Path) -> None:
     proposer = make_proposer(tmp_path, TinyHead())
     drafts = drafts_of(proposer, [Session(proposer, 0, tokens_of(1, 20)).ask(4)])[0]
     # A preempted request is computed anew: chunks the drafter has already seen carry no rows.
-    assert proposer.commit(0, 11, [], 0, 0.0)
+    assert proposer.commit(0, 11, [], 0)
     assert drafts_of(proposer, [DraftRequest(0, 11, 0, None)]) == [[]]
-    assert proposer.commit(0, 20, [], 0, 0.0)
+    assert proposer.commit(0, 20, [], 0)
     assert drafts_of(proposer, [DraftRequest(0, 20, 0, None, Until(4))]) == [drafts]

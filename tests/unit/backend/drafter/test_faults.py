@@ -174,7 +174,7 @@ def idle(quiet: Fleet) -> None:
     quiet.world.advance(quiet.world.now + 6.0)
     for drafter in quiet.drafters:
         drafter.service.sweep()
-        stats = drafter.service.stats(0.0)
+        stats = drafter.service.stats()
         assert stats.sequences == 0
         assert 0 <= stats.cache_usage <= 1
         assert not drafter.service._nexts._held
@@ -195,7 +195,7 @@ def test_a_drafter_that_forgot_everything_is_greeted_again(
         place.verifier.generate(named(texts, "during"))
         assert_recovers(place, texts, usual)
         assert set(place.network.dealers) == sockets, "the same sockets"
-        assert place.drafters[0].service.stats(0.0).verifiers == ["v"]
+        assert place.drafters[0].service.stats().verifiers == ["v"]
 
 
 def test_greeting_again_is_no_storm(directory: Path, texts: list[Text]) -> None:

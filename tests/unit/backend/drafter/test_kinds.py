@@ -57,5 +57,5 @@ def test_look_ups_need_no_sizes_of_the_target(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
     proposer = build_proposer(DrafterModel(str(tmp_path), None), DraftingSettings())
     assert (proposer.vocab_size, proposer.max_position) == (2**31, 2**31)
-    proposer.open("r", [262_207, 5, 6, 7, 262_207, 5, 6], 0, 0.0)
+    proposer.open("r", [262_207, 5, 6, 7, 262_207, 5, 6], 0)
     assert proposer.draft([DraftRequest("r", 7, 0, None, Until(2))])[0].tokens == [7, 262_207]

@@ -21,7 +21,7 @@ def drafts(lookup: NgramProposer, key: str, base_len: int, k: int) -> list[int]:
 
 def opened(tokens: list[int], k: int) -> list[int]:
     lookup = proposer()
-    lookup.open("r", list(tokens), 0, 0.0)
+    lookup.open("r", list(tokens), 0)
     return drafts(lookup, "r", len(tokens), k)
 
 
@@ -32,33 +32,31 @@ def test_the_longest_suffix_wins_over_a_later_shorter_one() -> None:
 
 def test_commits_extend_and_take_back() -> None:
     lookup = proposer()
-    lookup.open("r", [1, 2, 3, 4], 0, 0.0)
-    assert lookup.commit("r", 6, [1, 2], 0, 0.0)
+    lookup.open("r", [1, 2, 3, 4], 0)
+    assert lookup.commit("r", 6, [1, 2], 0)
     assert drafts(lookup, "r", 6, 2) == [3, 4]
-    assert lookup.commit("r", 4, [8, 9], 0, 0.0)
+    assert lookup.commit("r", 4, [8, 9], 0)
     assert drafts(lookup, "r", 4, 2) == []
-    assert lookup.commit("r", 6, [1, 2], 0, 0.0)
+    assert lookup.commit("r", 6, [1, 2], 0)
     assert drafts(lookup, "r", 6, 2) == [8, 9]
 
 
 def test_a_hole_is_never_drafted() -> None:
     lookup = proposer()
-    lookup.open("r", [1, 2], 0, 0.0)
-    assert lookup.commit("r", 5, [1, 2], 0, 0.0)
+    lookup.open("r", [1, 2], 0)
+    assert lookup.commit("r", 5, [1, 2], 0)
     assert UNKNOWN not in drafts(lookup, "r", 5, 4)
 
 
 def test_unknown_requests_positions_and_room() -> None:
     lookup = proposer(capacity=8)
-    assert not lookup.commit("r", 3, [1], 0, 0.0)
+    assert not lookup.commit("r", 3, [1], 0)
     assert drafts(lookup, "r", 3, 4) == []
-    lookup.open("a", [1, 2, 1, 2], 0, 0.0)
-    lookup.open("b", [1, 2, 1, 2], 0, 0.0)
-    lookup.open("c", [1, 2, 1, 2], 0, 1.0)
-    assert lookup.requests() == ["b", "c"]
+    lookup.open("a", [1, 2, 1, 2], 0)
+    lookup.open("b", [1, 2, 1, 2], 0)
+    lookup.open("c", [1, 2, 1, 2], 0)
+    assert [lookup.length(name) for name in "abc"] == [None, 4, 4]
     assert lookup.usage().evictions == 1
-    lookup.close_idle(0.5)
-    assert lookup.requests() == ["c"]
     assert opened([1, 2] * 31, 9) == [1, 2], "positions end at 64"
 
 

@@ -10,6 +10,7 @@ import torch
 from backend.drafter.decoding import Lanes
 from backend.drafter.proposer import MAX_OUTCOMES, Premise, Until
 from backend.wire.drafting import Outcome
+from tests.support.attention_cases import attend_one_by_one
 from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer, tokens_of
 
 HEADS = {
@@ -187,7 +188,7 @@ def test_what_cannot_be_enumerated_is_empty(tmp_path: Path) -> None:
     ):
         assert proposer.draft_outcomes([premise, request.premise(draft, 3)])[0] == []
     assert proposer.draft_outcomes([]) == []
-    proposer.commit(1, base_len + 1, [5], 1, 0.0)
+    proposer.commit(1, base_len + 1, [5], 1)
     assert proposer.draft_outcomes([Premise(1, base_len + 1, Until(4), draft, 8)]) == [[]], "its round was not drafted from"
 
 
@@ -214,7 +215,8 @@ def test_guesses_take_no_room_from_open_requests(tmp_path: Path) -> None:
     assert proposer.usage().evictions == 1
 
 
-def test_half_precision_enumerates_within_the_vocabulary(tmp_path: Path) -> None:
+def test_half_precision_enumerates_within_the_vocabulary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backend.drafter.head.attend", attend_one_by_one)
     head = TinyHead(layers=2, draft_vocab=23)
     proposer = make_proposer(tmp_path, head, dtype=torch.bfloat16)
     request = begun(proposer, 1, 20)

@@ -53,7 +53,7 @@ def test_a_drafter_drafts_what_the_training_predicts(trained: Path) -> None:
     proposer = DFlashProposer(load_drafter(str(trained), str(TARGET_DIR), raw=True), 1024)
     compared = 0
     for block, (anchor, length) in enumerate(zip(anchors, lengths, strict=True)):
-        proposer.open(block, tokens[0, : anchor + 1].tolist(), anchor, 0.0)
+        proposer.open(block, tokens[0, : anchor + 1].tolist(), anchor)
         (drafted,) = proposer.draft([DraftRequest(block, anchor + 1, anchor, inputs[0, :anchor], Until(length))])
         best = scores[block, :length].log_softmax(-1).max(-1)
         assert drafted.signs[::2] == pytest.approx(best.values.tolist(), abs=1e-3)

@@ -91,7 +91,7 @@ def test_a_head_in_training_computes_what_a_drafter_does(tmp_path: Path, family:
     save_pupil(pupil, trained_tensors(pupil.drafter), tmp_path / "head")
     proposer = build_proposer(DrafterModel(target, head, head, "/anywhere"), DraftingSettings(gpus=0, cache_tokens=512))
     tokens, features = torch.randint(0, 300, (90,)).tolist(), torch.randn(89, 3 * 64)
-    proposer.open("r", tokens, 89, 0.0)
+    proposer.open("r", tokens, 89)
     (drafted,) = proposer.draft([DraftRequest("r", 90, 89, features, Until(4))])
     outputs = pupil.drafter.unroll(torch.tensor([[*tokens[1:], *drafted.tokens]]), features[None], 4)
     best = torch.stack([pupil.drafter.logits(each)[0, -1] for each in outputs]).log_softmax(-1).max(-1)
@@ -123,7 +123,7 @@ def test_a_given_head_is_widened_to_learn_and_drafts_the_same(tmp_path: Path) ->
     for head in (str(DRAFTER_DIR), wide):
         model = DrafterModel(str(TARGET_DIR), head, head, str(tmp_path))
         proposer = build_proposer(model, DraftingSettings(gpus=0, cache_tokens=512))
-        proposer.open("r", [5] * 9, 8, 0.0)
+        proposer.open("r", [5] * 9, 8)
         (drafted,) = proposer.draft([DraftRequest("r", 9, 8, features[:, : proposer.hidden], Until(4))])
         found.append(drafted.tokens)
     assert found[0] == found[1]

@@ -35,7 +35,7 @@ def test_layouts_and_formats_are_the_same_head(tmp_path: Path, draft_vocab: int)
         for suffix in ("safetensors", "bin"):
             proposer = make_proposer(tmp_path / layout / suffix, head, layout=layout, suffix=suffix)
             features = torch.randn(19, head.hidden, generator=torch.Generator().manual_seed(1))
-            proposer.open(0, list(range(20)), 19, 0.0)
+            proposer.open(0, list(range(20)), 19)
             answers.append(proposer.draft([DraftRequest(0, 20, 19, features, Until(6))])[0].tokens)
     assert len(answers[0]) == 6
     assert all(answer == answers[0] for answer in answers)
