@@ -28,10 +28,10 @@ class Item:
     sequences: int
     tokens: int
     """Tokens of its prompts and expected outputs."""
+    since: float = 0.0
+    """When it came.  Of two with the same start time, the earlier one is first."""
     start: float = 0.0
     """Start time in virtual time; set by the queue."""
-    number: int = 0
-    """Requests that had to wait before it; set by the queue."""
 
 
 ItemT = TypeVar("ItemT", bound=Item)
@@ -41,8 +41,6 @@ ItemT = TypeVar("ItemT", bound=Item)
 class _Flow(Generic[ItemT]):
     finish: float = 0.0
     """Virtual time at which its requests so far, served or waiting, are paid for."""
-    debt: float = 0.0
-    """Virtual time for tokens used beyond the estimates; negative: below them.  Added to the next request's start time."""
     items: OrderedDict[ItemT, None] = field(default_factory=OrderedDict)
     """Its waiting requests, in the order of their start times."""
     tokens: int = 0
@@ -71,20 +69,16 @@ class _Class(Generic[ItemT]):
     def stamp(self, item: Item) -> _Flow[ItemT]:
         """Sets the item's start time and charges its flow for its tokens.  Returns the flow."""
         flow = self.flows.setdefault(item.flow, _Flow())
-        owed = flow.finish + flow.debt
-        item.start = max(self.clock, owed)
-        flow.debt = 0.0
-        if flow.items and flow.last.start > item.start:
-            # A flow's requests keep their order.  Credit that would break the order is left for a later request.
-            item.start = flow.last.start
-            flow.debt = owed - item.start
-        flow.finish = item.start + item.tokens / item.weight
+        paid = max(self.clock, flow.finish)
+        # A flow's requests keep their order.  Credit that would break the order is left for a later request.
+        item.start = max(paid, flow.last.start) if flow.items else paid
+        flow.finish = paid + item.tokens / item.weight
         return flow
 
     def forget_flows(self) -> None:
         """Drops flows that the clock has overtaken, because they do not differ from new ones."""
         if len(self.flows) > 256:
-            self.flows = {name: flow for name, flow in self.flows.items() if flow.items or flow.finish + flow.debt > self.clock}
+            self.flows = {name: flow for name, flow in self.flows.items() if flow.items or flow.finish > self.clock}
 
 
 class FairQueue(Generic[ItemT]):
@@ -96,11 +90,10 @@ class FairQueue(Generic[ItemT]):
         self.sequences = 0
         self.tokens = 0
         self._classes: dict[int, _Class[ItemT]] = {}
-        self._count = self._pushed = 0
         self._grants: deque[tuple[float, int]] = deque(maxlen=GRANTS)
 
     def __len__(self) -> int:
-        return self._count
+        return sum(len(flow.items) for of in self._classes.values() for flow in of.waiting)
 
     def bypass(self, item: Item) -> None:
         """Charges the flow of a request that is served at once, because there is room and no request waits."""
@@ -115,12 +108,10 @@ class FairQueue(Generic[ItemT]):
         In the lowest priority, the flow with most waiting tokens for its weight loses its newest request.
         """
         flow = self._classes.setdefault(item.priority, _Class()).stamp(item)
-        self._pushed += 1
-        item.number = self._pushed
         flow.items[item] = None
-        self._count_in(flow, item, 1)
+        self._count(flow, item.sequences, item.tokens)
         shed: list[ItemT] = []
-        while self._count > 1 and (self.sequences > self.max_sequences or self.tokens > self.max_tokens):
+        while (self.sequences > self.max_sequences or self.tokens > self.max_tokens) and len(self) > 1:
             # A request that alone exceeds the bounds must not push out others.
             alone = not shed and (item.sequences > self.max_sequences or item.tokens > self.max_tokens)
             victim = item if alone else self._last_of_the_greediest()
@@ -132,7 +123,7 @@ class FairQueue(Generic[ItemT]):
         """Takes out the next request to be served."""
         for _, of in sorted(self._classes.items()):
             if flows := of.waiting:
-                item = min((flow.first for flow in flows), key=lambda each: (each.start, each.number))
+                item = min((flow.first for flow in flows), key=lambda each: (each.start, each.since))
                 of.clock = max(of.clock, item.start)
                 self._take_out(item)
                 self._grants.append((now, item.tokens))
@@ -148,7 +139,12 @@ class FairQueue(Generic[ItemT]):
     def _take_out(self, item: ItemT) -> None:
         flow = self._classes[item.priority].flows[item.flow]
         del flow.items[item]
-        self._count_in(flow, item, -1)
+        self._count(flow, -item.sequences, -item.tokens)
+
+    def _count(self, flow: _Flow[ItemT], sequences: int, tokens: int) -> None:
+        self.sequences += sequences
+        self.tokens += tokens
+        flow.tokens += tokens
 
     def settle(self, flow: str, weight: float, priority: int, tokens: int) -> None:
         """Charges a flow for tokens used beyond an estimate; negative: gives tokens back."""
@@ -159,7 +155,7 @@ class FairQueue(Generic[ItemT]):
         if theirs is None and tokens > 0:
             theirs = of.flows[flow] = _Flow(of.clock)
         if theirs is not None:
-            theirs.debt += tokens / weight
+            theirs.finish += tokens / weight
 
     # What to expect
 
@@ -181,7 +177,7 @@ class FairQueue(Generic[ItemT]):
         if of is None:
             return before
         own = of.flows.get(flow)
-        start = max(of.clock, own.finish + own.debt if own is not None else 0.0)
+        start = max(of.clock, own.finish if own is not None else 0.0)
         for each in of.waiting:
             before += min(float(each.tokens), max(0.0, start - each.first.start) * each.first.weight)
         return before
@@ -190,14 +186,6 @@ class FairQueue(Generic[ItemT]):
         """Seconds that a request that arrives now would wait, at the measured rate; None: not known."""
         rate = self.rate(now)
         return None if rate is None else self.ahead(flow, priority) / rate
-
-    # Details
-
-    def _count_in(self, flow: _Flow[ItemT], item: Item, sign: int) -> None:
-        self.sequences += sign * item.sequences
-        self.tokens += sign * item.tokens
-        self._count += sign
-        flow.tokens += sign * item.tokens
 
     def _last_of_the_greediest(self) -> ItemT:
         waiting = next(of.waiting for _, of in sorted(self._classes.items(), reverse=True) if of.waiting)
