@@ -43,6 +43,13 @@ CREATE TABLE IF NOT EXISTS conversations (id TEXT PRIMARY KEY, owner TEXT, creat
 CREATE INDEX IF NOT EXISTS conversations_used ON conversations (used);
 CREATE TABLE IF NOT EXISTS items (
     number INTEGER PRIMARY KEY, conversation TEXT, id TEXT, item TEXT, UNIQUE (conversation, id));
+CREATE TRIGGER IF NOT EXISTS forget_response AFTER DELETE ON responses BEGIN
+    DELETE FROM events WHERE response = OLD.id;
+    DELETE FROM outputs WHERE response = OLD.id;
+END;
+CREATE TRIGGER IF NOT EXISTS forget_conversation AFTER DELETE ON conversations BEGIN
+    DELETE FROM items WHERE conversation = OLD.id;
+END;
 """
 
 
@@ -108,7 +115,7 @@ class ResponseStore(Database):
     def delete(self, db: sqlite3.Connection, response_id: str, owner: str) -> None:
         """Raises `NotFound`."""
         self._response(db, response_id, owner)
-        _forget_responses(db, [response_id])
+        db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
     @transaction
     def history(self, db: sqlite3.Connection, response_id: str, owner: str) -> list[Item]:
@@ -176,7 +183,7 @@ class ResponseStore(Database):
     def delete_conversation(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> None:
         """Raises `NotFound`."""
         _conversation(db, conversation_id, owner)
-        _forget_conversation(db, conversation_id)
+        db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
 
     @transaction
     def items(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> list[Item]:
@@ -246,20 +253,8 @@ def _byte_of(maker: str) -> bytes:
 
 
 def _drop(db: sqlite3.Connection, until: float) -> None:
-    old = [each for (each,) in db.execute("SELECT id FROM responses WHERE created <= ?", (until,))]
-    _forget_responses(db, old)
-    for (conversation,) in db.execute("SELECT id FROM conversations WHERE used <= ?", (until,)).fetchall():
-        _forget_conversation(db, conversation)
-
-
-def _forget_responses(db: sqlite3.Connection, ids: list[str]) -> None:
-    for table, column in (("events", "response"), ("outputs", "response"), ("responses", "id")):
-        db.executemany(f"DELETE FROM {table} WHERE {column} = ?", [(each,) for each in ids])
-
-
-def _forget_conversation(db: sqlite3.Connection, conversation_id: str) -> None:
-    db.execute("DELETE FROM items WHERE conversation = ?", (conversation_id,))
-    db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
+    db.execute("DELETE FROM responses WHERE created <= ?", (until,))
+    db.execute("DELETE FROM conversations WHERE used <= ?", (until,))
 
 
 def _output(db: sqlite3.Connection, reference: Item, owner: str) -> Item:
