@@ -34,6 +34,7 @@ from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
 Create = Callable[[Any, Request], Awaitable[Any]]
+Finish = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 @router.post(
@@ -99,10 +100,15 @@ async def respond(
         answer = Generated(answer if speculation is None else speculation.add_to_stream(answer))
     if isinstance(answer, Generated | PlainStream):
         return await stream_response(request, answer, dialect)
+    return await whole_response(answer, shown, speculation and speculation.add_to)
+
+
+async def whole_response(answer: Any, shown: Callable[[Any], dict[str, Any]], finish: Finish | None = None) -> Response:
+    """The response to vLLM's whole answer: the JSON that `shown` makes of it, with what `finish` does to that."""
     whole = await json_answers.whole(answer, shown) if isinstance(answer, Deferred) else None
     body = shown(answer) if whole is None else whole.body
-    if speculation is not None:
-        body = await speculation.add_to(body)
+    if finish is not None:
+        body = await finish(body)
     return Response(msgspec.json.encode(body), media_type="application/json") if whole is None else whole.response(body)
 
 

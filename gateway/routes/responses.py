@@ -4,6 +4,7 @@ import json
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
+from functools import partial
 
 from fastapi import APIRouter, Query, Request
 from starlette.responses import JSONResponse, Response
@@ -16,7 +17,7 @@ from gateway.http.openapi import DELETED, LIST, RESPONSE, described, shape
 from gateway.http.sse import Generated, event, stream_response, unless_disconnected
 from gateway.requests.body import read_json
 from gateway.requests.options import read_options
-from gateway.routes.generate import generate
+from gateway.routes.generate import generate, whole_response
 from gateway.routes.lists import as_json, page_of
 from gateway.state import gateway_of, owner_of
 from gateway.storage.responses.events import DIALECT
@@ -40,7 +41,9 @@ async def create_response(request: Request) -> Response:
     if isinstance(made, AsyncGenerator):
         written = (event(each, each["type"]).decode() async for each in responses.stream(turn, made))
         return await stream_response(request, Generated(written), DIALECT)
-    return await responses.answer(turn, made)
+    return await whole_response(
+        made, lambda answer: turn.shown(answer.model_dump(mode="json", by_alias=True)), partial(responses.keep, turn)
+    )
 
 
 @router.post("/v1/responses/input_tokens", **described(ResponsesRequest, shape("object", "input_tokens"), right=Right.KEY))

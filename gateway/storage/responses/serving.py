@@ -6,12 +6,8 @@ import uuid
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
-
 from backend.engine.front import ResponseRequest
-from backend.engine.front.deferred import Deferred
 from gateway.admission.claim import Claim
-from gateway.http import json_answers
 from gateway.http.errors import BadRequest, RateLimited, translate
 from gateway.requests.body import parse
 from gateway.requests.fields import RESPONDING, drop_nulls
@@ -92,29 +88,15 @@ class ResponseService:
         echo = request.model_dump(mode="json", by_alias=True, exclude={"input"}) | named_tools(data)
         return Turn(request, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
 
-    async def answer(self, turn: Turn, made: Any) -> Response:
-        """Makes the response, from vLLM's whole answer, and stores it; of a `Deferred`, without log probabilities."""
-
-        def shown(answer: Any) -> dict[str, Any]:
-            return turn.shown(answer.model_dump(mode="json", by_alias=True))
-
-        if not isinstance(made, Deferred):
-            body = shown(made)
-            await self._keep(turn, body)
-            return JSONResponse(body)
-        whole = await json_answers.whole(made, shown)
-        await self._keep(turn, whole.body)
-        return whole.response(whole.body)
-
     async def stream(self, turn: Turn, made: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
         """Makes the response's events from vLLM's.  The response is stored before its last event."""
         async for each in complete(made, turn.shown):
             if each["type"] in LAST:
-                await self._keep(turn, each["response"])
+                await self.keep(turn, each["response"])
             yield each
 
-    async def _keep(self, turn: Turn, body: dict[str, Any], events: Callable[[], list[Row]] = list) -> None:
-        """Stores a response that has ended, in one transaction with its last `events`."""
+    async def keep(self, turn: Turn, body: dict[str, Any], events: Callable[[], list[Row]] = list) -> dict[str, Any]:
+        """Stores a response that has ended, in one transaction with its last `events`.  Returns its object."""
         if turn.speculation is not None:
             await turn.speculation.add_to(body)
         if turn.conversation is not None and body["status"] in ("completed", "incomplete"):
@@ -123,6 +105,7 @@ class ResponseService:
             await self.store.advance(turn.kept(body), events())
         elif turn.store:
             await self.store.put(turn.kept(body))
+        return body
 
     # In the background
 
@@ -158,7 +141,7 @@ class ResponseService:
                     waiting.append(each)
                     now = asyncio.get_running_loop().time()
                     if each["type"] in LAST and await self.store.unfinished(turn.id):
-                        await self._keep(turn, each["response"], lambda: _rows(waiting))
+                        await self.keep(turn, each["response"], lambda: _rows(waiting))
                     elif now - written > FLUSH_S or "response" in each:
                         if not await self.store.add_events(turn.id, _rows(waiting)):
                             return
