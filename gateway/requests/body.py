@@ -21,7 +21,7 @@ from backend.engine.front.grammar import constraint_field
 from backend.wire.engine import FIXED_RESPONSE
 from gateway.http.errors import ApiError, BadRequest, UnsupportedMedia, from_pydantic
 from gateway.http.middleware import take_name
-from gateway.requests.fields import NO_EFFECT, REFUSED, Fits, drop_nulls, present
+from gateway.requests.fields import EMPTY, NO_EFFECT, REFUSED, Fits, drop_nulls
 from gateway.requests.limits import MAX_CHOICES, check_bounds, check_structure, check_text, grammar_field
 
 TENSORS = "application/octet-stream"
@@ -93,7 +93,7 @@ def _finite(number: str) -> float:
 
 def parse(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
     """Makes a `model` of bounded data, without fields that have no effect.  Raises `BadRequest` or ValidationError."""
-    kept = check_fields(model, present(data), no_effect)
+    kept = check_fields(model, data, no_effect)
     try:
         made = model.model_validate(kept)
         _read_lists(getattr(made, "messages", None), "messages")
@@ -173,10 +173,12 @@ def read_object(model: type[ModelT], value: Any, name: str) -> ModelT:
 
 
 def check_fields(model: type[pydantic.BaseModel], data: dict[str, Any], no_effect: Mapping[str, Fits]) -> dict[str, Any]:
-    """`data` without fields that have no effect.  Raises `BadRequest` naming an unknown field and the nearest valid one."""
+    """`data` without what asks for nothing or has no effect.  Raises `BadRequest` naming an unknown field and the nearest."""
     known = _names(model)
     kept = {}
     for name, value in data.items():
+        if value is None or (name in EMPTY and value == EMPTY[name]):
+            continue
         if name in known and name not in REFUSED:
             kept[name] = value
         elif name not in no_effect or not no_effect[name](value):

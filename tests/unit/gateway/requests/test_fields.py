@@ -17,11 +17,12 @@ from backend.engine.front import (
     AnthropicCountTokensRequest,
     AnthropicMessagesRequest,
     ChatCompletionRequest,
+    CompletionRequest,
     ResponseRequest,
     VLLMClientError,
 )
 from gateway.http.errors import BadRequest
-from gateway.requests.body import parse
+from gateway.requests.body import check_fields, parse
 from gateway.requests.fields import (
     CLIENTS,
     GENERATING,
@@ -32,7 +33,6 @@ from gateway.requests.fields import (
     RESPONDING,
     RESPONSES_NO_EFFECT,
     drop_nulls,
-    present,
 )
 from tests.support.processes import ROOT
 from tests.support.properties import examples
@@ -160,5 +160,7 @@ def test_null_means_absent_at_any_depth_but_not_in_what_clients_define(body):
 
 
 def test_what_asks_for_nothing_is_absent():
-    assert present({"suffix": "", "mcp_servers": [], "prompt": "", "tools": []}) == {"prompt": "", "tools": []}
-    assert present({"suffix": "x", "mcp_servers": [1]}) == {"suffix": "x", "mcp_servers": [1]}
+    asked = {"suffix": "", "mcp_servers": [], "prompt": "", "tools": None}
+    assert check_fields(CompletionRequest, asked, NO_EFFECT) == {"prompt": ""}
+    with pytest.raises(BadRequest, match="mcp_servers"):
+        check_fields(CompletionRequest, {"mcp_servers": [1]}, NO_EFFECT)
