@@ -12,7 +12,7 @@ from backend.records.kept import RowBatch
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.trace import Case
-from gateway.rollout.core import RolloutError
+from gateway.rollout.run import RolloutError
 from tests.support.fake_verifier import FakeVerifier, Sequence, eventually
 from tests.support.rollout_fleet import Fleet, respond, run, stall, step_row
 
