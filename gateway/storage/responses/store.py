@@ -222,7 +222,7 @@ class ResponseStore(Database):
     def _is_over(self, maker: str) -> bool:
         """Whether the gateway `maker` has ended."""
         found = fcntl.fcntl(self._makers, fcntl.F_OFD_GETLK, _byte_of(maker))
-        return str(maker) != self._maker and struct.unpack_from("h", found) == (fcntl.F_UNLCK,)
+        return maker != self._maker and struct.unpack_from("h", found) == (fcntl.F_UNLCK,)
 
     def _response(self, db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> KeptResponse:
         query = "SELECT previous, input, body, maker FROM responses WHERE id = ? AND owner = ?"
@@ -248,8 +248,8 @@ class ResponseStore(Database):
 
 
 def _byte_of(maker: str) -> bytes:
-    """A `struct flock` (fcntl(2)) of the byte at the offset `maker`.  Older stores have pids, which nobody locks."""
-    return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, int(str(maker).partition(" ")[0]), 1, 0)
+    """A `struct flock` (fcntl(2)) of the byte at the offset `maker`."""
+    return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, int(maker), 1, 0)
 
 
 def _drop(db: sqlite3.Connection, until: float) -> None:
