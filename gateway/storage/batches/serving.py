@@ -195,29 +195,18 @@ class Batches:
         batch = kept.batch
         done = await self.store.answered(batch.id)
         to_read = lines.read(self.store.path(batch.input_file_id))
-        waiting, writing = asyncio.Semaphore(LINES_READ), asyncio.Lock()
-        unwritten: list[tuple[int, LineAnswer]] = []
+        waiting = asyncio.Semaphore(LINES_READ)
 
         async def answer(number: int, text: bytes) -> None:
-            try:
-                unwritten.append((number, await self._answer(text, kept.owner)))
-                async with writing:
-                    # Answers that came during the last write are written together, so that few are lost if this process dies.
-                    if together := unwritten.copy():
-                        unwritten.clear()
-                        await self.store.add_answers(batch.id, together)
-            finally:
-                waiting.release()
+            await self.store.add_answers(batch.id, [(number, await self._answer(text, kept.owner))])
 
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self._watch(batch))
-            while (read := await asyncio.to_thread(next, to_read, None)) is not None:
-                number, text = read
-                if number not in done:
-                    await waiting.acquire()
-                    group.create_task(answer(number, text))
-            for _ in range(LINES_READ):
-                await waiting.acquire()
+            async with asyncio.TaskGroup() as answering:
+                while (read := await asyncio.to_thread(next, to_read, None)) is not None:
+                    if read[0] not in done:
+                        await waiting.acquire()
+                        answering.create_task(answer(*read)).add_done_callback(lambda _: waiting.release())
             watching.cancel()
 
     async def _watch(self, batch: Batch) -> None:
