@@ -115,20 +115,6 @@ def check_bounds(data: Mapping[str, Any]) -> None:
     _check_parts(data)
 
 
-def check_sequences(data: Mapping[str, Any], most: int) -> None:
-    """Raises `BadRequest` if the prompts, or conversations, times `n` are more than `most` (`gateway.max_sequences`)."""
-    conversations, n = data.get("messages"), data.get("n")
-    is_many = isinstance(conversations, list) and set(map(type, conversations)) == {list}
-    prompts = len(conversations or ()) if is_many else count_prompts(data.get("prompt"))
-    choices = n if isinstance(n, int) else 1
-    if prompts * max(choices, 1) > most:
-        field = "n" if choices >= prompts else "messages" if is_many else "prompt"
-        raise BadRequest(
-            f"The request asks for more than {most} sequences, prompts times `n` (the setting `gateway.max_sequences`).",
-            param=field,
-        )
-
-
 def _check_parts(data: Mapping[str, Any]) -> None:
     """Checks single fields beyond their size.  Raises `BadRequest`."""
     grammar = data.get("structured_outputs")

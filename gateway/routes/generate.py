@@ -27,7 +27,6 @@ from gateway.http.openapi import described
 from gateway.http.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
 from gateway.requests.body import ModelT, check_generation, parse, read_json
 from gateway.requests.fields import GENERATING
-from gateway.requests.limits import check_sequences
 from gateway.requests.options import read_options, with_usage
 from gateway.requests.tools import ended_apart, only_allowed
 from gateway.state import Gateway, gateway_of
@@ -59,7 +58,6 @@ async def chat_completions_of_many(request: Request) -> Response:
     """vLLM's route for many chats: `messages` is a list of conversations, and each gets one choice."""
     gateway = gateway_of(request)
     data = await read_json(request)
-    check_sequences(data, gateway.settings.gateway.max_sequences)
     body = parse(BatchChatCompletionRequest, data)
     return await respond(gateway, request, body, gateway.services.chat_of_many.create_batch_chat_completion, CHAT)
 
@@ -75,7 +73,6 @@ async def completions(request: Request) -> Response:
 async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tuple[ModelT, SpeculationOptions | None]:
     """The body as `model`, and its options for speculation."""
     data = await read_json(request)
-    check_sequences(data, gateway.settings.gateway.max_sequences)
     speculation = await read_options(gateway, request, data)
     body = parse(model, only_allowed(with_usage(data, speculation)), GENERATING)
     if speculation is not None:
