@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from gateway.http.errors import BadRequest, ContextTooLong, PayloadTooLarge
 
 MAX_STRUCTURE = 300_000
-"""Most commas and opening brackets in a body.  Python's parser holds the interpreter for 0.2 us for each of them."""
+"""Most commas and opening brackets in a body.  The parser holds the interpreter for 0.1 us for each of them."""
 MAX_DEPTH = 64
 """Most lists and objects nested in each other; vLLM's own bound for the depth of a schema."""
 MAX_CHOICES = 64
