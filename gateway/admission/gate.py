@@ -27,8 +27,6 @@ class _Waiting(Item):
 
     claim: Claim
     admitted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    prompts: int = 0
-    """Prompts of the request that wait for `admitted`."""
     timer: asyncio.TimerHandle | None = None
     """Turns it away; None: it waits without limit."""
 
@@ -83,12 +81,11 @@ class Gate:
                 self._grant(claim)
                 return
             self._queue_up(waiting)
-        waiting.prompts += 1
         try:
             await asyncio.shield(waiting.admitted)
         except asyncio.CancelledError:
-            waiting.prompts -= 1
-            if not waiting.prompts and self._waiting.get(claim) is waiting:
+            # A request is cancelled with all of its prompts.
+            if self._waiting.get(claim) is waiting:
                 self._queue.remove(waiting)
                 self._release(waiting)
             raise
