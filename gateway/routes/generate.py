@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -29,6 +28,7 @@ from gateway.requests.body import ModelT, check_generation, parse, read_json
 from gateway.requests.fields import GENERATING
 from gateway.requests.options import read_options, with_usage
 from gateway.requests.tools import ended_apart, only_allowed
+from gateway.routes.lists import as_json
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
@@ -106,7 +106,7 @@ async def whole_response(answer: Any, shown: Callable[[Any], dict[str, Any]], fi
     body = shown(answer) if whole is None else whole.body
     if finish is not None:
         body = await finish(body)
-    return Response(msgspec.json.encode(body), media_type="application/json") if whole is None else whole.response(body)
+    return as_json(body) if whole is None else whole.response(body)
 
 
 async def generate(
