@@ -41,13 +41,17 @@ def admit(gateway: Gateway, request: Request, body: Any) -> Claim:
     claim.session = (request.headers.get(SESSION_HEADER) or getattr(body, "user", None) or "")[:LONGEST_SESSION] or None
     claim.learn = caller.learn and header_flag(request, LEARN_HEADER) is not False
     claim.choices = getattr(body, "n", None) or 1
-    prompts = max(count_prompts(getattr(body, name, None)) for name in _MANY)
+    prompts, field = max((count_prompts(getattr(body, name, None)), name) for name in _MANY)
     claim.sequences = claim.choices * prompts
+    writes, most = not gateway.services.pooling.is_model, gateway.settings.gateway.max_sequences
+    if writes and claim.sequences > most:
+        message = f"The request asks for more than {most} sequences, prompts times `n` (the setting `gateway.max_sequences`)."
+        raise BadRequest(message, param="n" if claim.choices >= prompts else field)
     context = gateway.client.model_config.max_model_len
     size = len(request.state.body)
     prompt_tokens = min(math.ceil(size / BYTES_PER_TOKEN), prompts * context)
     output_tokens = 0
-    if not gateway.services.pooling.is_model:
+    if writes:
         output_tokens = claim.sequences * min(_longest(body) or round(gateway.client.core.response_tokens), context)
     claim.expected_tokens = max(1, prompt_tokens + output_tokens)
     gateway.quotas.spend(caller, claim.expected_tokens)

@@ -7,8 +7,9 @@ own, and tasks inherit the context of the task that started them.
 from __future__ import annotations
 
 import hashlib
+import math
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 class Claim:
     caller: Caller = ANYBODY
     priority: Priority = Priority.INTERACTIVE
-    wait_s: float | None = field(default=-1.0)
-    """Seconds that it may wait for room; None: without limit; negative: the settings' limit."""
+    wait_s: float | None = math.inf
+    """Seconds that it may wait for room, at most the settings' limit; None: without limit."""
     sequences: int = 1
     choices: int = 1
     """Sequences that share a prompt (`n`)."""

@@ -26,10 +26,7 @@ class _Waiting(Item):
     """A claim in the queue."""
 
     claim: Claim
-    since: float = field(default_factory=time.monotonic)
     admitted: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    prompts: int = 0
-    """Prompts of the request that wait for `admitted`."""
     timer: asyncio.TimerHandle | None = None
     """Turns it away; None: it waits without limit."""
 
@@ -77,18 +74,18 @@ class Gate:
         waiting = self._waiting.get(claim)
         if waiting is None:
             caller, tokens = claim.caller, claim.expected_tokens or UNKNOWN_TOKENS
-            waiting = _Waiting(caller.name, caller.weight, claim.priority, claim.sequences, tokens, claim=claim)
-            if not self._queue and self._has_room():
+            now = time.monotonic()
+            waiting = _Waiting(caller.name, caller.weight, claim.priority, claim.sequences, tokens, now, claim=claim)
+            if not self._waiting and self._has_room():
                 self._queue.bypass(waiting)
                 self._grant(claim)
                 return
             self._queue_up(waiting)
-        waiting.prompts += 1
         try:
             await asyncio.shield(waiting.admitted)
         except asyncio.CancelledError:
-            waiting.prompts -= 1
-            if not waiting.prompts and self._waiting.get(claim) is waiting:
+            # A request is cancelled with all of its prompts.
+            if self._waiting.get(claim) is waiting:
                 self._queue.remove(waiting)
                 self._release(waiting)
             raise
@@ -114,7 +111,7 @@ class Gate:
 
     def look(self) -> None:
         """Admits waiting requests while there is room."""
-        while self._queue and self._has_room():
+        while self._waiting and self._has_room():
             now = time.monotonic()
             waiting = self._queue.pop(now)
             if waiting is not None:
@@ -143,10 +140,8 @@ class Gate:
 
     def _queue_up(self, waiting: _Waiting) -> None:
         """Puts a claim into the queue, which may turn away others or this one.  Raises `Overloaded`."""
-        own_wait_s = waiting.claim.wait_s
-        wait_s = self.wait_s if own_wait_s is not None and own_wait_s < 0 else own_wait_s
-        if wait_s is not None:
-            paused = self._is_paused()
+        if waiting.claim.wait_s is not None:
+            wait_s, paused = min(waiting.claim.wait_s, self.wait_s), self._is_paused()
             expected_s = None if paused else self._queue.expected_wait_s(waiting.flow, waiting.priority, waiting.since)
             if wait_s <= 0 or (expected_s is not None and expected_s > wait_s):
                 raise self._turn_away(waiting, wait_s)
@@ -161,8 +156,7 @@ class Gate:
         self._promised += claim.sequences
 
     def _too_late(self, waiting: _Waiting) -> None:
-        own_wait_s = waiting.claim.wait_s
-        if own_wait_s is not None and own_wait_s < 0 and self._is_paused():
+        if waiting.claim.wait_s is not None and waiting.claim.wait_s >= self.wait_s and self._is_paused():
             waiting.timer = asyncio.get_running_loop().call_later(self.wait_s, self._too_late, waiting)
             return
         self._queue.remove(waiting)

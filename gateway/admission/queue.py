@@ -6,7 +6,7 @@ next.  So competing keys get tokens in proportion to their weights, and a key's 
 for ever behind others of its priority.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -14,6 +14,8 @@ LONGEST_MEMORY_S = 30.0
 """Seconds after which a grant no longer counts for the measured rate."""
 GRANTS = 64
 """Most grants that count for the measured rate."""
+KEPT_FLOWS = 256
+"""With more flows, those that do not differ from new ones are forgotten."""
 
 
 @dataclass(eq=False, slots=True)
@@ -28,10 +30,10 @@ class Item:
     sequences: int
     tokens: int
     """Tokens of its prompts and expected outputs."""
+    since: float = 0.0
+    """When it came.  Of two with the same start time, the earlier one is first."""
     start: float = 0.0
     """Start time in virtual time; set by the queue."""
-    number: int = 0
-    """Requests that had to wait before it; set by the queue."""
 
 
 ItemT = TypeVar("ItemT", bound=Item)
@@ -41,8 +43,6 @@ ItemT = TypeVar("ItemT", bound=Item)
 class _Flow(Generic[ItemT]):
     finish: float = 0.0
     """Virtual time at which its requests so far, served or waiting, are paid for."""
-    debt: float = 0.0
-    """Virtual time for tokens used beyond the estimates; negative: below them.  Added to the next request's start time."""
     items: OrderedDict[ItemT, None] = field(default_factory=OrderedDict)
     """Its waiting requests, in the order of their start times."""
     tokens: int = 0
@@ -56,37 +56,6 @@ class _Flow(Generic[ItemT]):
         return next(reversed(self.items))
 
 
-class _Class(Generic[ItemT]):
-    """The requests of one priority."""
-
-    def __init__(self) -> None:
-        self.clock = 0.0
-        self.flows: dict[str, _Flow[ItemT]] = {}
-
-    @property
-    def waiting(self) -> list[_Flow[ItemT]]:
-        """The flows with waiting requests."""
-        return [flow for flow in self.flows.values() if flow.items]
-
-    def stamp(self, item: Item) -> _Flow[ItemT]:
-        """Sets the item's start time and charges its flow for its tokens.  Returns the flow."""
-        flow = self.flows.setdefault(item.flow, _Flow())
-        owed = flow.finish + flow.debt
-        item.start = max(self.clock, owed)
-        flow.debt = 0.0
-        if flow.items and flow.last.start > item.start:
-            # A flow's requests keep their order.  Credit that would break the order is left for a later request.
-            item.start = flow.last.start
-            flow.debt = owed - item.start
-        flow.finish = item.start + item.tokens / item.weight
-        return flow
-
-    def forget_flows(self) -> None:
-        """Drops flows that the clock has overtaken, because they do not differ from new ones."""
-        if len(self.flows) > 256:
-            self.flows = {name: flow for name, flow in self.flows.items() if flow.items or flow.finish + flow.debt > self.clock}
-
-
 class FairQueue(Generic[ItemT]):
     """Holds at most `max_sequences` and `max_tokens`.  A single request may exceed both if no other request waits."""
 
@@ -95,32 +64,30 @@ class FairQueue(Generic[ItemT]):
         self.max_tokens = max_tokens
         self.sequences = 0
         self.tokens = 0
-        self._classes: dict[int, _Class[ItemT]] = {}
-        self._count = self._pushed = 0
+        self._flows: dict[tuple[int, str], _Flow[ItemT]] = {}
+        """By priority and name."""
+        self._clocks: defaultdict[int, float] = defaultdict(float)
+        """Virtual time of each priority."""
         self._grants: deque[tuple[float, int]] = deque(maxlen=GRANTS)
 
     def __len__(self) -> int:
-        return self._count
+        return sum(len(flow.items) for flow in self._flows.values())
 
     def bypass(self, item: Item) -> None:
         """Charges the flow of a request that is served at once, because there is room and no request waits."""
-        of = self._classes.setdefault(item.priority, _Class())
-        of.stamp(item)
-        of.clock = item.start
-        of.forget_flows()
+        self._stamp(item)
+        self._serve(item)
 
     def push(self, item: ItemT) -> list[ItemT]:
         """Adds a waiting request.  Returns requests that are turned away to keep the bounds, perhaps this one.
 
         In the lowest priority, the flow with most waiting tokens for its weight loses its newest request.
         """
-        flow = self._classes.setdefault(item.priority, _Class()).stamp(item)
-        self._pushed += 1
-        item.number = self._pushed
+        flow = self._stamp(item)
         flow.items[item] = None
-        self._count_in(flow, item, 1)
+        self._count(flow, item.sequences, item.tokens)
         shed: list[ItemT] = []
-        while self._count > 1 and (self.sequences > self.max_sequences or self.tokens > self.max_tokens):
+        while (self.sequences > self.max_sequences or self.tokens > self.max_tokens) and len(self) > 1:
             # A request that alone exceeds the bounds must not push out others.
             alone = not shed and (item.sequences > self.max_sequences or item.tokens > self.max_tokens)
             victim = item if alone else self._last_of_the_greediest()
@@ -130,36 +97,26 @@ class FairQueue(Generic[ItemT]):
 
     def pop(self, now: float) -> ItemT | None:
         """Takes out the next request to be served."""
-        for _, of in sorted(self._classes.items()):
-            if flows := of.waiting:
-                item = min((flow.first for flow in flows), key=lambda each: (each.start, each.number))
-                of.clock = max(of.clock, item.start)
-                self._take_out(item)
-                self._grants.append((now, item.tokens))
-                of.forget_flows()
-                return item
-        return None
+        firsts = (flow.first for flow in self._waiting())
+        item = min(firsts, key=lambda each: (each.priority, each.start, each.since), default=None)
+        if item is not None:
+            self._take_out(item)
+            self._grants.append((now, item.tokens))
+            self._serve(item)
+        return item
 
     def remove(self, item: ItemT) -> None:
         """Takes out a waiting request that was not served, and gives its tokens back to its flow."""
         self._take_out(item)
         self.settle(item.flow, item.weight, item.priority, -item.tokens)
 
-    def _take_out(self, item: ItemT) -> None:
-        flow = self._classes[item.priority].flows[item.flow]
-        del flow.items[item]
-        self._count_in(flow, item, -1)
-
     def settle(self, flow: str, weight: float, priority: int, tokens: int) -> None:
         """Charges a flow for tokens used beyond an estimate; negative: gives tokens back."""
-        of = self._classes.get(priority)
-        if of is None:
-            return
-        theirs = of.flows.get(flow)
+        theirs = self._flows.get((priority, flow))
         if theirs is None and tokens > 0:
-            theirs = of.flows[flow] = _Flow(of.clock)
+            theirs = self._flows[priority, flow] = _Flow(self._clocks[priority])
         if theirs is not None:
-            theirs.debt += tokens / weight
+            theirs.finish += tokens / weight
 
     # What to expect
 
@@ -176,14 +133,14 @@ class FairQueue(Generic[ItemT]):
 
     def ahead(self, flow: str, priority: int) -> float:
         """Tokens that would be served before a request that arrives now."""
-        before = float(sum(each.tokens for level, of in self._classes.items() if level < priority for each in of.waiting))
-        of = self._classes.get(priority)
-        if of is None:
-            return before
-        own = of.flows.get(flow)
-        start = max(of.clock, own.finish + own.debt if own is not None else 0.0)
-        for each in of.waiting:
-            before += min(float(each.tokens), max(0.0, start - each.first.start) * each.first.weight)
+        own = self._flows.get((priority, flow))
+        start = max(self._clocks[priority], own.finish if own is not None else 0.0)
+        before = 0.0
+        for each in self._waiting():
+            if each.first.priority < priority:
+                before += each.tokens
+            elif each.first.priority == priority:
+                before += min(each.tokens, max(0.0, start - each.first.start) * each.first.weight)
         return before
 
     def expected_wait_s(self, flow: str, priority: int, now: float) -> float | None:
@@ -193,12 +150,35 @@ class FairQueue(Generic[ItemT]):
 
     # Details
 
-    def _count_in(self, flow: _Flow[ItemT], item: Item, sign: int) -> None:
-        self.sequences += sign * item.sequences
-        self.tokens += sign * item.tokens
-        self._count += sign
-        flow.tokens += sign * item.tokens
+    def _waiting(self) -> list[_Flow[ItemT]]:
+        """The flows with waiting requests."""
+        return [flow for flow in self._flows.values() if flow.items]
+
+    def _stamp(self, item: Item) -> _Flow[ItemT]:
+        """Sets the item's start time and charges its flow for its tokens.  Returns the flow."""
+        flow = self._flows.setdefault((item.priority, item.flow), _Flow())
+        paid = max(self._clocks[item.priority], flow.finish)
+        # A flow's requests keep their order.  Credit that would break the order is left for a later request.
+        item.start = max(paid, flow.last.start) if flow.items else paid
+        flow.finish = paid + item.tokens / item.weight
+        return flow
+
+    def _serve(self, item: Item) -> None:
+        """Advances the clock to a request that is served, and forgets flows that it has overtaken."""
+        self._clocks[item.priority] = max(self._clocks[item.priority], item.start)
+        if len(self._flows) > KEPT_FLOWS:
+            flows = self._flows.items()
+            self._flows = {key: flow for key, flow in flows if flow.items or flow.finish > self._clocks[key[0]]}
+
+    def _take_out(self, item: ItemT) -> None:
+        flow = self._flows[item.priority, item.flow]
+        del flow.items[item]
+        self._count(flow, -item.sequences, -item.tokens)
+
+    def _count(self, flow: _Flow[ItemT], sequences: int, tokens: int) -> None:
+        self.sequences += sequences
+        self.tokens += tokens
+        flow.tokens += tokens
 
     def _last_of_the_greediest(self) -> ItemT:
-        waiting = next(of.waiting for _, of in sorted(self._classes.items(), reverse=True) if of.waiting)
-        return max(waiting, key=lambda flow: flow.tokens / flow.last.weight).last
+        return max(self._waiting(), key=lambda flow: (flow.last.priority, flow.tokens / flow.last.weight)).last

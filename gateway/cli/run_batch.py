@@ -173,7 +173,7 @@ def _checked(source: Path) -> int:
 
 
 def _requests(source: Path) -> Iterator[BatchLine]:
-    return (lines.parsed(text) for _, text in lines.read(source, MAX_BODY_BYTES) if text is not None)
+    return (lines.parsed(text) for _, text in lines.read(source))
 
 
 def _resume(source: Path, target: Path) -> tuple[set[str], int]:

@@ -59,7 +59,6 @@ def build_app(gateway: Gateway) -> FastAPI:
         for each in await gateway.peers.adapters():
             if each["lora_name"] not in models.lora_requests:
                 await models.load_lora_adapter(LoadLoRAAdapterRequest(**each))
-        await gateway.responses.start()
         gateway.batches.start(app, gateway)
         try:
             yield

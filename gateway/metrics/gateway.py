@@ -23,6 +23,10 @@ class Definition(NamedTuple):
 
     Without any of these labels, a counter of verifiers or of pairs is summed over the fleet.
     """
+    buckets: tuple[float, ...] = ()
+    """A histogram's."""
+    known: tuple[str, ...] = ()
+    """Values of its label exported as 0 from the start: `increase()` misses the first event of a series that begins with it."""
 
 
 def _verifier(field: str, help: str, *labels: str) -> Definition:
@@ -37,21 +41,27 @@ def _drafter(field: str, help: str) -> Definition:
     return Definition(help, ("drafter",), field)
 
 
+_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_SPEEDS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 1000, 2000)
+
 DEFINITIONS: dict[str, Definition] = {
     # What this gateway saw
     "outrider_requests_total": Definition("HTTP requests by route and status; 499: the client left first", ("route", "code")),
     "outrider_requests_in_flight": Definition("generation requests being served"),
     "outrider_client_disconnects_total": Definition("requests whose client left early"),
     "outrider_sequences_finished_total": Definition(
-        "sequences by how they ended: vLLM's reasons, `aborted` by this gateway, `lost` or `poisoned`", ("reason",)
+        "sequences by how they ended: vLLM's reasons, `aborted` by this gateway, `lost` or `poisoned`",
+        ("reason",),
+        known=("stop", "length", "error", "aborted", "lost", "poisoned"),
     ),
     "outrider_failovers_total": Definition(
         "sequences that went on at another verifier after theirs was lost: `disconnected`, `silent`, `declared_lost` by the "
         "coordinator, `restarted`, `forgotten` there, `given_up` there, `incompatible`",
         ("cause",),
+        known=("disconnected", "silent", "declared_lost", "restarted", "forgotten", "given_up", "incompatible"),
     ),
     "outrider_migrations_total": Definition(
-        "running sequences moved to another verifier on purpose, by what asked for it", ("cause",)
+        "running sequences moved to another verifier on purpose, by what asked for it", ("cause",), known=("balance", "drain")
     ),
     "outrider_poisoned_total": Definition(
         "sequences refused because verifiers were lost one after the other while serving them"
@@ -60,6 +70,7 @@ DEFINITIONS: dict[str, Definition] = {
         "time without tokens of a sequence that was moved: from its last token before (or from the cut, where there was none) "
         "to its next one; kind is `failover` or `migration`",
         ("kind",),
+        buckets=_LATENCIES,
     ),
     "outrider_batch_lines_total": Definition("lines of batches carried out, by HTTP status", ("status",)),
     "outrider_batch_sequences": Definition(
@@ -75,10 +86,14 @@ DEFINITIONS: dict[str, Definition] = {
     ),
     "outrider_prompt_tokens_total": Definition("prompt tokens of sequences that got a first token"),
     "outrider_generated_tokens_total": Definition("tokens of answers, as their usage counts them"),
-    "outrider_time_to_first_token_seconds": Definition("from a request's arrival to its first token"),
-    "outrider_inter_chunk_seconds": Definition("between two chunks of one sequence; a chunk is what one verification emitted"),
-    "outrider_tgs_decode": Definition("tokens per second of one sequence: (n - 1) / (last token - first token)"),
-    "outrider_tgs_e2e": Definition("tokens per second of one sequence: n / (last token - arrival)"),
+    "outrider_time_to_first_token_seconds": Definition("from a request's arrival to its first token", buckets=_LATENCIES),
+    "outrider_inter_chunk_seconds": Definition(
+        "between two chunks of one sequence; a chunk is what one verification emitted", buckets=_LATENCIES
+    ),
+    "outrider_tgs_decode": Definition(
+        "tokens per second of one sequence: (n - 1) / (last token - first token)", buckets=_SPEEDS
+    ),
+    "outrider_tgs_e2e": Definition("tokens per second of one sequence: n / (last token - arrival)", buckets=_SPEEDS),
     # The fleet
     "outrider_fleet_members": Definition("members the directory knows", ("kind", "state")),
     "outrider_operations": Definition(
@@ -207,42 +222,17 @@ DEFINITIONS: dict[str, Definition] = {
         "time of the scrape; this gateway's adapters in use, with commas, and how many a step may have; only with adapters",
         ("max_lora", "waiting_lora_adapters", "running_lora_adapters"),
     ),
-    "vllm:time_to_first_token_seconds": Definition("see outrider_time_to_first_token_seconds", ("model_name",)),
-    "vllm:inter_token_latency_seconds": Definition("see outrider_inter_chunk_seconds", ("model_name",)),
-}
-
-_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_SPEEDS = (1, 2, 5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 1000, 2000)
-_BUCKETS: dict[str, tuple[float, ...]] = {
-    "outrider_recovery_seconds": _LATENCIES,
-    "outrider_time_to_first_token_seconds": _LATENCIES,
-    "outrider_inter_chunk_seconds": _LATENCIES,
-    "outrider_tgs_decode": _SPEEDS,
-    "outrider_tgs_e2e": _SPEEDS,
-    "vllm:time_to_first_token_seconds": _LATENCIES,
-    "vllm:inter_token_latency_seconds": _LATENCIES,
-}
-"""Of the histograms."""
-_KNOWN = {
-    "outrider_sequences_finished_total": ("stop", "length", "error", "aborted", "lost", "poisoned"),
-    "outrider_failovers_total": (
-        "disconnected",
-        "silent",
-        "declared_lost",
-        "restarted",
-        "forgotten",
-        "given_up",
-        "incompatible",
+    "vllm:time_to_first_token_seconds": Definition(
+        "see outrider_time_to_first_token_seconds", ("model_name",), buckets=_LATENCIES
     ),
-    "outrider_migrations_total": ("balance", "drain"),
+    "vllm:inter_token_latency_seconds": Definition("see outrider_inter_chunk_seconds", ("model_name",), buckets=_LATENCIES),
 }
-"""Labels exported as 0 from the start: `increase()` misses the first event of a series that begins with it."""
 
 
 def kind_of(name: str) -> Literal["counter", "gauge", "histogram"]:
     if name.endswith("_total"):
         return "counter"
-    return "histogram" if name in _BUCKETS else "gauge"
+    return "histogram" if DEFINITIONS[name].buckets else "gauge"
 
 
 class GatewayMetrics:
@@ -279,13 +269,13 @@ class GatewayMetrics:
     def _counter(self, name: str) -> Counter:
         definition = DEFINITIONS[name]
         counter = Counter(name.removesuffix("_total"), definition.help, definition.labels, registry=self.own)
-        for label in _KNOWN.get(name, ()):
+        for label in definition.known:
             counter.labels(label)
         return counter
 
     def _histogram(self, name: str) -> Histogram:
         definition = DEFINITIONS[name]
-        return Histogram(name, definition.help, definition.labels, registry=self.own, buckets=_BUCKETS[name])
+        return Histogram(name, definition.help, definition.labels, registry=self.own, buckets=definition.buckets)
 
     def on_moved(self, sequence: InFlight, cut: Cut) -> None:
         """The sequence goes on at another verifier (or, after a failover, at the same one)."""

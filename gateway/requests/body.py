@@ -5,14 +5,12 @@ vLLM ignores unknown fields; this gateway refuses them.  vLLM's own fields (`top
 
 import asyncio
 import difflib
-import json
-import math
-import re
 from collections.abc import Iterator, Mapping, Set
 from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
+import msgspec
 import pydantic
 from starlette.requests import Request
 
@@ -21,14 +19,13 @@ from backend.engine.front.grammar import constraint_field
 from backend.wire.engine import FIXED_RESPONSE
 from gateway.http.errors import ApiError, BadRequest, UnsupportedMedia, from_pydantic
 from gateway.http.middleware import take_name
-from gateway.requests.fields import NO_EFFECT, REFUSED, Fits, drop_nulls, present
+from gateway.requests.fields import EMPTY, NO_EFFECT, REFUSED, Fits, drop_nulls
 from gateway.requests.limits import MAX_CHOICES, check_bounds, check_structure, check_text, grammar_field
 
 TENSORS = "application/octet-stream"
 """The media type of weights in a body."""
 LARGE_BYTES = 1 << 18
 """Larger bodies are decoded in a thread.  Each step of decoding holds the interpreter, but others run in between."""
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 ModelT = TypeVar("ModelT", bound=pydantic.BaseModel)
 
 
@@ -69,31 +66,23 @@ def header_flag(request: Request, header: str) -> bool | None:
 
 
 def _decode(body: bytearray) -> Any:
+    """A body's JSON.  Raises `BadRequest` for others, also for NaN, infinity (`1e999`) and half of a surrogate pair.
+
+    In a sampler, the former would harm the whole batch; no later code could encode the latter.
+    """
     check_structure(body)
     try:
-        text = body.decode()
-        data = json.loads(text, parse_float=_finite, parse_constant=_finite)
-        if _SURROGATE.search(text):
-            # Half of a surrogate pair is no character, and no later code could encode it.  This raises a ValueError.
-            json.dumps(data, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, ValueError, RecursionError):
         raise BadRequest("The request body is not valid JSON.", code="invalid_json") from None
-    if "null" in text:
+    if b"null" in body:
         drop_nulls(data)
     return data
 
 
-def _finite(number: str) -> float:
-    """A number.  Raises `ValueError` for NaN and infinity (also as `1e999`): in a sampler they would harm the whole batch."""
-    value = float(number)
-    if not math.isfinite(value):
-        raise ValueError(number)
-    return value
-
-
 def parse(model: type[ModelT], data: dict[str, Any], no_effect: Mapping[str, Fits] = NO_EFFECT) -> ModelT:
     """Makes a `model` of bounded data, without fields that have no effect.  Raises `BadRequest` or ValidationError."""
-    kept = check_fields(model, present(data), no_effect)
+    kept = check_fields(model, data, no_effect)
     try:
         made = model.model_validate(kept)
         _read_lists(getattr(made, "messages", None), "messages")
@@ -173,10 +162,12 @@ def read_object(model: type[ModelT], value: Any, name: str) -> ModelT:
 
 
 def check_fields(model: type[pydantic.BaseModel], data: dict[str, Any], no_effect: Mapping[str, Fits]) -> dict[str, Any]:
-    """`data` without fields that have no effect.  Raises `BadRequest` naming an unknown field and the nearest valid one."""
+    """`data` without what asks for nothing or has no effect.  Raises `BadRequest` naming an unknown field and the nearest."""
     known = _names(model)
     kept = {}
     for name, value in data.items():
+        if value is None or (name in EMPTY and value == EMPTY[name]):
+            continue
         if name in known and name not in REFUSED:
             kept[name] = value
         elif name not in no_effect or not no_effect[name](value):

@@ -131,8 +131,3 @@ def drop_nulls(value: Any) -> None:
             below.extend(each[name] for name in ours)
         elif isinstance(each, list):
             below.extend(inner for inner in each if isinstance(inner, dict | list))
-
-
-def present(data: dict[str, Any]) -> dict[str, Any]:
-    """`data` without fields that ask for nothing."""
-    return {name: value for name, value in data.items() if value is not None and (name not in EMPTY or value != EMPTY[name])}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from backend.config import Settings
-from backend.config.sources import CommandError, ConfigError
+from backend.config.sources import ConfigError
 from backend.engine.front import EngineCoreOutput, EngineCoreRequest
 from backend.fleet import FleetSnapshot
 from backend.records.kept import RowBatch
@@ -35,10 +35,6 @@ STARVED_S = 10.0
 older."""
 
 
-class RolloutError(CommandError):
-    """The rollout cannot go on; the message is one line."""
-
-
 class RolloutCore(FleetCore):
     """Gives each request to the verifier with the fewest expected tokens left, and refuses none, whoever dies under it."""
 
@@ -49,8 +45,6 @@ class RolloutCore(FleetCore):
         super().__init__(directory, wire, GatewayMetrics(), settings)
         # The round decides how long its requests wait for a verifier.
         self.gate.limit(1, math.inf)
-        self.fault: RolloutError | None = None
-        """Why the rollout must end."""
         self._say = say
         self._window = settings.verifier.max_num_seqs
         self._expected: dict[str, int] = {}
@@ -195,8 +189,6 @@ class RolloutCore(FleetCore):
             rows.verifications = [replace(row, step=row.step + first) for row in rows.verifications]
         if rows.steps:
             self._next_step[name] = rows.steps[-1].step + 1
-        if rows.lost:
-            self.fault = RolloutError(f"{name} lost {rows.lost} rows: they came faster than they could be fetched")
         self.part(name).rows.add(rows)
         self._answered(link)
 

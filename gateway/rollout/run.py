@@ -14,6 +14,7 @@ from copy import copy
 
 from tqdm import tqdm
 
+from backend.config.sources import CommandError
 from backend.engine.client import engine_request
 from backend.engine.front import EngineCoreOutputs, RequestOutput, SamplingParams
 from backend.engine.front.client import Outputs
@@ -21,7 +22,7 @@ from backend.records.rows import RequestRow
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from gateway.fleet.sequences import InFlight
-from gateway.rollout.core import RolloutCore, RolloutError
+from gateway.rollout.core import RolloutCore
 
 TEND_S = 1.0
 """Seconds between two fetches of rows."""
@@ -31,6 +32,10 @@ ENDS = ("stop", "length", "repetition")
 """Finish reasons of vLLM's with which a response is complete."""
 NOBODY_S = 600.0
 """Seconds that a round waits when no verifier is left, for Ray to start another."""
+
+
+class RolloutError(CommandError):
+    """The rollout cannot go on; the message is one line."""
 
 
 class RoundRunner:
@@ -131,8 +136,10 @@ class RoundRunner:
         self._tokens += tokens
 
     def _look_after(self, now: float) -> None:
-        if self._core.fault is not None:
-            raise self._core.fault
+        for part in self._core.parts.values():
+            if part.rows.lost:
+                lost = f"verifier-{part.number} lost {part.rows.lost} rows"
+                raise RolloutError(f"{lost}: they came faster than they could be fetched")
         if now >= self._next_tend:
             self._next_tend = now + TEND_S
             self._core.ask_rows()

@@ -17,6 +17,7 @@ from gateway.http.errors import ApiError, BadRequest, Conflict, NotFound
 from gateway.http.openapi import described, shape
 from gateway.reload import ReloadError, reload_all
 from gateway.requests.body import read_json
+from gateway.routes.lists import as_json
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -34,7 +35,7 @@ _ERRORS: dict[Reason, type[ApiError]] = {
 async def operations(request: Request) -> Response:
     """Operations that wait, run or ended recently; and the fleet's version."""
     fleet = await gateway_of(request).client.core.directory.look()
-    return JSONResponse({"version": fleet.version, "operations": [msgspec.to_builtins(each) for each in fleet.operations]})
+    return as_json({"version": fleet.version, "operations": fleet.operations})
 
 
 @router.get("/admin/operations/{operation_id}", **described(gives=shape("id"), right=Right.ADMINISTER))
@@ -43,7 +44,7 @@ async def operation(request: Request, operation_id: int) -> Response:
     fleet = await gateway_of(request).client.core.directory.look()
     for each in fleet.operations:
         if each.id == operation_id:
-            return JSONResponse(msgspec.to_builtins(each))
+            return as_json(each)
     raise NotFound(f"There is no operation {operation_id}.")
 
 

@@ -14,6 +14,7 @@ from gateway.requests.body import Body, parse, read_json
 from gateway.routes.files import ExpiresAfter, lifetime_of
 from gateway.routes.lists import as_json, page_of
 from gateway.state import gateway_of, owner_of
+from gateway.storage.batches.calls import ENDPOINTS
 from gateway.storage.batches.objects import Batch, new_id
 from gateway.storage.batches.store import WINDOW_S
 
@@ -42,8 +43,8 @@ async def create_batch(request: Request) -> Response:
     data = await read_json(request)
     lifetime_s = lifetime_of(data.get("output_expires_after"), "output_expires_after")
     body = parse(NewBatch, data, {})
-    if body.endpoint not in batches.endpoints:
-        raise BadRequest(f"`endpoint` must be one of {', '.join(batches.endpoints)}.", param="endpoint")
+    if body.endpoint not in ENDPOINTS:
+        raise BadRequest(f"`endpoint` must be one of {', '.join(ENDPOINTS)}.", param="endpoint")
     now = int(time.time())
     batch = Batch(
         id=new_id("batch_"),

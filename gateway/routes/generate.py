@@ -3,7 +3,6 @@
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any
 
-import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -27,13 +26,14 @@ from gateway.http.openapi import described
 from gateway.http.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
 from gateway.requests.body import ModelT, check_generation, parse, read_json
 from gateway.requests.fields import GENERATING
-from gateway.requests.limits import check_sequences
 from gateway.requests.options import read_options, with_usage
 from gateway.requests.tools import ended_apart, only_allowed
+from gateway.routes.lists import as_json
 from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
 Create = Callable[[Any, Request], Awaitable[Any]]
+Finish = Callable[[dict[str, Any]], Awaitable[dict[str, Any]]]
 
 
 @router.post(
@@ -58,7 +58,6 @@ async def chat_completions_of_many(request: Request) -> Response:
     """vLLM's route for many chats: `messages` is a list of conversations, and each gets one choice."""
     gateway = gateway_of(request)
     data = await read_json(request)
-    check_sequences(data, gateway.settings.gateway.max_sequences)
     body = parse(BatchChatCompletionRequest, data)
     return await respond(gateway, request, body, gateway.services.chat_of_many.create_batch_chat_completion, CHAT)
 
@@ -74,7 +73,6 @@ async def completions(request: Request) -> Response:
 async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tuple[ModelT, SpeculationOptions | None]:
     """The body as `model`, and its options for speculation."""
     data = await read_json(request)
-    check_sequences(data, gateway.settings.gateway.max_sequences)
     speculation = await read_options(gateway, request, data)
     body = parse(model, only_allowed(with_usage(data, speculation)), GENERATING)
     if speculation is not None:
@@ -99,11 +97,16 @@ async def respond(
         answer = Generated(answer if speculation is None else speculation.add_to_stream(answer))
     if isinstance(answer, Generated | PlainStream):
         return await stream_response(request, answer, dialect)
+    return await whole_response(answer, shown, speculation and speculation.add_to)
+
+
+async def whole_response(answer: Any, shown: Callable[[Any], dict[str, Any]], finish: Finish | None = None) -> Response:
+    """The response to vLLM's whole answer: the JSON that `shown` makes of it, with what `finish` does to that."""
     whole = await json_answers.whole(answer, shown) if isinstance(answer, Deferred) else None
     body = shown(answer) if whole is None else whole.body
-    if speculation is not None:
-        body = await speculation.add_to(body)
-    return Response(msgspec.json.encode(body), media_type="application/json") if whole is None else whole.response(body)
+    if finish is not None:
+        body = await finish(body)
+    return as_json(body) if whole is None else whole.response(body)
 
 
 async def generate(

@@ -4,7 +4,6 @@ import asyncio
 import importlib.metadata
 import time
 
-import msgspec
 from fastapi import APIRouter, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
@@ -14,6 +13,7 @@ from gateway.auth.rights import Right
 from gateway.http.errors import InternalError, NotAllReady, NoVerifier, ShuttingDown
 from gateway.http.openapi import UNDESCRIBED, described, document, shape
 from gateway.metrics.fleet import fleet_document
+from gateway.routes.lists import as_json
 from gateway.state import gateway_of
 
 router = APIRouter()
@@ -60,22 +60,17 @@ async def fleet(request: Request) -> Response:
     gateway = gateway_of(request)
     core, settings = gateway.client.core, gateway.settings
     moves = gateway.metrics.moves.items()
-    return Response(
-        msgspec.json.encode(
-            {
-                "at": time.time(),
-                "gateway": core.gateway_id,
-                "model": gateway.services.models.model_name(),
-                "mode": settings.mode,
-                "num_speculative_tokens": settings.num_speculative_tokens,
-                "answered_s": None if core.snapshot is None else round(time.monotonic() - core.answered_at, 1),
-                **fleet_document(core),
-                "moved": [
-                    {"kind": kind, "cause": cause, "verifier": to, "sequences": count} for (kind, cause, to), count in moves
-                ],
-            }
-        ),
-        media_type="application/json",
+    return as_json(
+        {
+            "at": time.time(),
+            "gateway": core.gateway_id,
+            "model": gateway.services.models.model_name(),
+            "mode": settings.mode,
+            "num_speculative_tokens": settings.num_speculative_tokens,
+            "answered_s": None if core.snapshot is None else round(time.monotonic() - core.answered_at, 1),
+            **fleet_document(core),
+            "moved": [{"kind": kind, "cause": cause, "verifier": to, "sequences": count} for (kind, cause, to), count in moves],
+        }
     )
 
 

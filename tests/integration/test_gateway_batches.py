@@ -83,8 +83,7 @@ async def test_from_file_to_file():
 
 
 async def test_every_endpoint_there_is():
-    async with serving() as (running, client):
-        assert set(running.server.gateway.batches.endpoints) >= {CHATS, TEXTS, "/v1/responses"}
+    async with serving() as (_, client):
         responses = {"model": "demo", "input": "hi", "max_output_tokens": 4}
         for url, body in ((TEXTS, COMPLETION), ("/v1/responses", responses)):
             batch = await until(client, await begin(client, jsonl(request("a", body, url)), url), "completed")

@@ -25,53 +25,47 @@ if TYPE_CHECKING:
     from gateway.state import Gateway
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-"""OpenAI's endpoints for batches whose answers are JSON; offered if the application has such a route."""
+"""OpenAI's endpoints for batches whose answers are JSON."""
 RETRIED = frozenset({429, 503})
 """Statuses after which a line is tried again, because the fleet cannot serve it now; not if a header forbids it."""
 
 
-class Calls:
-    """Calls the routes of one application."""
+async def carry_out(line: BatchLine, owner: str, app: FastAPI, gateway: Gateway) -> LineAnswer | None:
+    """Carries out a line.  None if it should be tried again later."""
+    request_id = new_id("")
+    try:
+        status, headers, body = await _post(line, owner, request_id, app, gateway)
+    except Exception as error:
+        known = translate(error)
+        if known.status == 500 and not isinstance(error, ApiError):
+            raise
+        status, headers, body = known.status, known.headers(), json.dumps(known.body()).encode()
+    if again(status, headers):
+        return None
+    usage = msgspec.json.decode(body, type=_AnswerUsage).usage if status == 200 else None
+    return LineAnswer(line.custom_id, status, msgspec.Raw(body), request_id, usage=usage)
 
-    def __init__(self, app: FastAPI, gateway: Gateway) -> None:
-        self._app = app
-        self._inner = AsyncExitStackMiddleware(app.router)
-        self._gateway = gateway
-        posts = {getattr(route, "path", "") for route in app.routes if "POST" in (getattr(route, "methods", None) or ())}
-        self.endpoints = tuple(each for each in ENDPOINTS if each in posts)
 
-    async def answer(self, line: BatchLine, owner: str) -> LineAnswer | None:
-        """Carries out a line.  None if it should be tried again later."""
-        request_id = new_id("")
-        try:
-            status, headers, body = await self._post(line, owner, request_id)
-        except Exception as error:
-            known = translate(error)
-            if known.status == 500 and not isinstance(error, ApiError):
-                raise
-            status, headers, body = known.status, known.headers(), json.dumps(known.body()).encode()
-        if again(status, headers):
-            return None
-        usage = msgspec.json.decode(body, type=_AnswerUsage).usage if status == 200 else None
-        return LineAnswer(line.custom_id, status, msgspec.Raw(body), request_id, usage=usage)
+async def _post(
+    line: BatchLine, owner: str, request_id: str, app: FastAPI, gateway: Gateway
+) -> tuple[int, Mapping[str, str], bytes]:
+    # The present rights of the owner's key; none if it is gone.
+    caller = gateway.ring.of_owner(owner) or Caller("", owner, models=frozenset())
+    claim = Claim(caller, Priority.BATCH, wait_s=None, accounts=gateway.quotas)
+    # As `Access` would have made it.
+    state = {"caller": caller, "claim": claim, "body": bytes(line.body)}
+    routes = AsyncExitStackMiddleware(app.router)
 
-    async def _post(self, line: BatchLine, owner: str, request_id: str) -> tuple[int, Mapping[str, str], bytes]:
-        # The present rights of the owner's key; none if it is gone.
-        caller = self._gateway.ring.of_owner(owner) or Caller("", owner, models=frozenset())
-        claim = Claim(caller, Priority.BATCH, wait_s=None, accounts=self._gateway.quotas)
-        # As `Access` would have made it.
-        state = {"caller": caller, "claim": claim, "body": bytes(line.body)}
+    async def inner(scope: Any, receive: Any, send: Any) -> None:
+        await routes(scope | {"app": app, "state": state}, receive, send)
 
-        async def app(scope: Any, receive: Any, send: Any) -> None:
-            await self._inner(scope | {"app": self._app, "state": state}, receive, send)
-
-        headers = {"content-type": "application/json", "x-request-id": request_id}
-        request = httpx.Request("POST", f"http://batch{line.url}", headers=headers)
-        try:
-            answer = await httpx.ASGITransport(app).handle_async_request(request)
-            return answer.status_code, answer.headers, await answer.aread()
-        finally:
-            claim.close()
+    headers = {"content-type": "application/json", "x-request-id": request_id}
+    request = httpx.Request("POST", f"http://batch{line.url}", headers=headers)
+    try:
+        answer = await httpx.ASGITransport(inner).handle_async_request(request)
+        return answer.status_code, answer.headers, await answer.aread()
+    finally:
+        claim.close()
 
 
 def again(status: int, headers: Mapping[str, str]) -> bool:

@@ -1,5 +1,6 @@
 """The lines of an input file.  All are checked before the first is carried out, then read one by one.  Runs in a thread."""
 
+import sys
 from codecs import BOM_UTF8
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,9 +32,12 @@ class Checked(NamedTuple):
     errors: list[LineError]
 
 
-def read(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
-    """Number (from 1) and text of each line that is not blank; None for a line that is too long."""
-    most = max_body_bytes + ENVELOPE_BYTES
+def read(path: Path, max_body_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Number (from 1) and text of each line that is not blank; no text for a line that is too long.
+
+    Lines that were checked have no bound: a reload may have lowered the one they had.
+    """
+    most = sys.maxsize - 1 if max_body_bytes is None else max_body_bytes + ENVELOPE_BYTES
     with path.open("rb") as file:
         number = 0
         while text := file.readline(most + 1):
@@ -46,15 +50,7 @@ def read(path: Path, max_body_bytes: int) -> Iterator[tuple[int, bytes | None]]:
                 continue
             while text and not text.endswith(b"\n"):
                 text = file.readline(1 << 20)
-            yield number, None
-
-
-def read_again(path: Path) -> Iterator[tuple[int, bytes]]:
-    """As `read`, of a file whose lines were checked.  They have no bound here: a reload may have lowered the one they had."""
-    with path.open("rb") as file:
-        if file.read(len(BOM_UTF8)) != BOM_UTF8:
-            file.seek(0)
-        yield from ((number, text) for number, text in enumerate(file, 1) if text.strip())
+            yield number, b""
 
 
 def parsed(text: bytes) -> BatchLine:
@@ -74,7 +70,7 @@ def check(path: Path, endpoint: str | None, max_body_bytes: int) -> Checked:
             return Checked(total, None, [_TOO_MANY])
         if len(errors) == MAX_ERRORS:
             break
-        if text is None:
+        if not text:
             errors.append(LineError("line_too_long", f"The request is larger than {max_body_bytes} bytes.", number))
             continue
         try:

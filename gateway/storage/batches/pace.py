@@ -58,12 +58,9 @@ class BatchPace:
     async def keep(self) -> None:
         """Applies the limit again and again, until it is cancelled."""
         self._core.on_interactive = self._someone_comes
-        try:
-            while True:
-                await asyncio.sleep(LOOK_S)
-                self.look()
-        finally:
-            self._core.on_interactive = lambda: None
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self.look()
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:

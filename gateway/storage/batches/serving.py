@@ -25,7 +25,7 @@ from msgspec.structs import replace
 from backend.config import Settings
 from gateway.http.errors import BadRequest
 from gateway.storage.batches import lines
-from gateway.storage.batches.calls import Calls
+from gateway.storage.batches.calls import carry_out
 from gateway.storage.batches.objects import Batch, Counts, Errors, LineAnswer, LineError, Status
 from gateway.storage.batches.pace import BatchPace
 from gateway.storage.batches.store import BatchStore, KeptBatch
@@ -63,8 +63,6 @@ class Batches:
     def __init__(self, folder: Path | None, settings: Settings, model: str) -> None:
         self.folder = folder
         self.model = model
-        self.endpoints: tuple[str, ...] = ()
-        """The endpoints that lines may name."""
         self._store = None if folder is None else BatchStore(folder, settings.gateway.files_bytes)
         self._lock: TextIO | None = None
         self._news = asyncio.Event()
@@ -82,10 +80,8 @@ class Batches:
 
     def start(self, app: FastAPI, gateway: Gateway) -> None:
         """Begins to carry out stored batches that are for the fleet's model, through the routes of `app`."""
-        self._gateway, self._core = gateway, gateway.client.core
-        self._calls = Calls(app, gateway)
+        self._app, self._gateway, self._core = app, gateway, gateway.client.core
         self._pace = BatchPace(self._core, gateway.settings.verifier.max_num_seqs)
-        self.endpoints = self._calls.endpoints
         # Sequences of keys with the priority `batch` are paced too.
         self._tasks = [asyncio.create_task(self._pace.keep())]
         if self.folder is not None:
@@ -198,30 +194,19 @@ class Batches:
         """Answers the remaining lines.  Raises `_Ended`, in a group, if the batch must end before."""
         batch = kept.batch
         done = await self.store.answered(batch.id)
-        to_read = lines.read_again(self.store.path(batch.input_file_id))
-        waiting, writing = asyncio.Semaphore(LINES_READ), asyncio.Lock()
-        unwritten: list[tuple[int, LineAnswer]] = []
+        to_read = lines.read(self.store.path(batch.input_file_id))
+        waiting = asyncio.Semaphore(LINES_READ)
 
         async def answer(number: int, text: bytes) -> None:
-            try:
-                unwritten.append((number, await self._answer(text, kept.owner)))
-                async with writing:
-                    # Answers that came during the last write are written together, so that few are lost if this process dies.
-                    if together := unwritten.copy():
-                        unwritten.clear()
-                        await self.store.add_answers(batch.id, together)
-            finally:
-                waiting.release()
+            await self.store.add_answers(batch.id, [(number, await self._answer(text, kept.owner))])
 
         async with asyncio.TaskGroup() as group:
             watching = group.create_task(self._watch(batch))
-            while (read := await asyncio.to_thread(next, to_read, None)) is not None:
-                number, text = read
-                if number not in done:
-                    await waiting.acquire()
-                    group.create_task(answer(number, text))
-            for _ in range(LINES_READ):
-                await waiting.acquire()
+            async with asyncio.TaskGroup() as answering:
+                while (read := await asyncio.to_thread(next, to_read, None)) is not None:
+                    if read[0] not in done:
+                        await waiting.acquire()
+                        answering.create_task(answer(*read)).add_done_callback(lambda _: waiting.release())
             watching.cancel()
 
     async def _watch(self, batch: Batch) -> None:
@@ -239,7 +224,7 @@ class Batches:
         while True:
             try:
                 async with self._pace.turn():
-                    answer = await self._calls.answer(line, owner)
+                    answer = await carry_out(line, owner, self._app, self._gateway)
             except Exception:
                 logger.exception("a line of a batch failed")
                 answer = LineAnswer(line.custom_id, 500, None, "", FAILED)
@@ -262,7 +247,7 @@ class Batches:
         path = self.store.path(kept.batch.input_file_id)
 
         def rest() -> list[tuple[int, LineAnswer]]:
-            left = [each for each in lines.read_again(path) if each[0] not in done]
+            left = [each for each in lines.read(path) if each[0] not in done]
             return [(number, LineAnswer(lines.parsed(text).custom_id, 0, None, "", why)) for number, text in left]
 
         await self.store.add_answers(kept.batch.id, await asyncio.to_thread(rest))

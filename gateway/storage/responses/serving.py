@@ -2,18 +2,12 @@
 
 import asyncio
 import json
-import logging
 import uuid
-from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from starlette.responses import JSONResponse, Response
-
 from backend.engine.front import ResponseRequest
-from backend.engine.front.deferred import Deferred
 from gateway.admission.claim import Claim
-from gateway.http import json_answers
 from gateway.http.errors import BadRequest, RateLimited, translate
 from gateway.requests.body import parse
 from gateway.requests.fields import RESPONDING, drop_nulls
@@ -22,8 +16,6 @@ from gateway.requests.tools import callable_tools, named_tools, only_allowed
 from gateway.storage.responses.events import Event, complete, failed
 from gateway.storage.responses.store import UNFINISHED, Item, ResponseStore, Row
 from gateway.storage.responses.turn import Turn, as_items
-
-logger = logging.getLogger(__name__)
 
 BACKGROUND_AT_ONCE = 16
 """Most background responses at a time; further ones are `queued`."""
@@ -41,9 +33,8 @@ class ResponseService:
     def __init__(self, store: ResponseStore | None, context: int) -> None:
         self._store = store
         self._context = context
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._open: Counter[str] = Counter()
-        """Background responses by owner."""
+        self._making: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        """Owners and tasks of background responses, by their ids."""
         self._turns = asyncio.Semaphore(BACKGROUND_AT_ONCE)
 
     @property
@@ -53,21 +44,13 @@ class ResponseService:
             raise BadRequest("This server keeps no responses (`gateway.state_dir` is `none`).", code="not_stored")
         return self._store
 
-    async def start(self) -> None:
-        """Marks responses that an earlier gateway left unfinished as failed."""
-        if self._store is not None:
-            failed = await self._store.fail_interrupted()
-            if failed:
-                logger.warning("%d responses were interrupted by the end of an earlier gateway", failed)
-
     async def close(self) -> None:
-        """Ends background responses and marks them as failed."""
-        tasks = list(self._tasks.values())
+        """Ends background responses, which then have failed."""
+        tasks = [task for _, task in self._making.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._store is not None:
-            await self._store.fail_interrupted()
             await asyncio.to_thread(self._store.close)
 
     async def turn(self, data: dict[str, Any], owner: str) -> Turn:
@@ -105,29 +88,15 @@ class ResponseService:
         echo = request.model_dump(mode="json", by_alias=True, exclude={"input"}) | named_tools(data)
         return Turn(request, echo, owner, own, stored, background, data.get("stream") is True, previous, conversation)
 
-    async def answer(self, turn: Turn, made: Any) -> Response:
-        """Makes the response, from vLLM's whole answer, and stores it; of a `Deferred`, without log probabilities."""
-
-        def shown(answer: Any) -> dict[str, Any]:
-            return turn.shown(answer.model_dump(mode="json", by_alias=True))
-
-        if not isinstance(made, Deferred):
-            body = shown(made)
-            await self._keep(turn, body)
-            return JSONResponse(body)
-        whole = await json_answers.whole(made, shown)
-        await self._keep(turn, whole.body)
-        return whole.response(whole.body)
-
     async def stream(self, turn: Turn, made: AsyncGenerator[Any, None]) -> AsyncGenerator[Event, None]:
         """Makes the response's events from vLLM's.  The response is stored before its last event."""
         async for each in complete(made, turn.shown):
             if each["type"] in LAST:
-                await self._keep(turn, each["response"])
+                await self.keep(turn, each["response"])
             yield each
 
-    async def _keep(self, turn: Turn, body: dict[str, Any], events: Callable[[], list[Row]] = list) -> None:
-        """Stores a response that has ended, in one transaction with its last `events`."""
+    async def keep(self, turn: Turn, body: dict[str, Any], events: Callable[[], list[Row]] = list) -> dict[str, Any]:
+        """Stores a response that has ended, in one transaction with its last `events`.  Returns its object."""
         if turn.speculation is not None:
             await turn.speculation.add_to(body)
         if turn.conversation is not None and body["status"] in ("completed", "incomplete"):
@@ -136,6 +105,7 @@ class ResponseService:
             await self.store.advance(turn.kept(body), events())
         elif turn.store:
             await self.store.put(turn.kept(body))
+        return body
 
     # In the background
 
@@ -143,16 +113,15 @@ class ResponseService:
         self, turn: Turn, made: AsyncGenerator[Any, None], model: str, created: int, claim: Claim
     ) -> dict[str, Any]:
         """Starts a background response and returns its present state.  Raises `RateLimited`."""
-        own, most = self._open[turn.owner], claim.caller.limits.concurrent_requests or BACKGROUND_QUEUED
-        if own >= min(most, BACKGROUND_QUEUED - len(self._tasks)):
+        own = sum(owner == turn.owner for owner, _ in self._making.values())
+        most = claim.caller.limits.concurrent_requests or BACKGROUND_QUEUED
+        if own >= min(most, BACKGROUND_QUEUED - len(self._making)):
             await made.aclose()
             raise RateLimited(f"No more than {own} of your responses can be made in the background now.", "concurrency")
         body = turn.shown({"status": "queued", "output": [], "model": model, "created_at": created})
         task = asyncio.create_task(self._make(turn, made, body), name=turn.id)
-        self._tasks[turn.id] = task
-        self._open[turn.owner] += 1
-        task.add_done_callback(lambda done: self._tasks.pop(turn.id))
-        task.add_done_callback(lambda done: self._open.subtract([turn.owner]))
+        self._making[turn.id] = turn.owner, task
+        task.add_done_callback(lambda done: self._making.pop(turn.id))
         claim.in_background = True
         task.add_done_callback(lambda done: claim.close())
         # Only now, because a burst could pass the check above while it is awaited.  The task's own writes come after it.
@@ -172,7 +141,7 @@ class ResponseService:
                     waiting.append(each)
                     now = asyncio.get_running_loop().time()
                     if each["type"] in LAST and await self.store.unfinished(turn.id):
-                        await self._keep(turn, each["response"], lambda: _rows(waiting))
+                        await self.keep(turn, each["response"], lambda: _rows(waiting))
                     elif now - written > FLUSH_S or "response" in each:
                         if not await self.store.add_events(turn.id, _rows(waiting)):
                             return
@@ -188,12 +157,14 @@ class ResponseService:
         kept = await self.store.get(response_id, owner)
         if not kept.body["background"]:
             raise BadRequest("Only a response made in the background can be cancelled.", param="response_id")
-        kept.body["status"] = "cancelled"
-        is_ended = await self.store.advance(kept)
-        # Where another gateway makes it, that one finds out when it next writes.
-        if is_ended and (task := self._tasks.get(response_id)) is not None:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+        if kept.body["status"] in UNFINISHED:
+            kept.body["status"] = "cancelled"
+            is_ended = await self.store.advance(kept)
+            # Where another gateway makes it, that one finds out when it next writes.
+            if is_ended and response_id in self._making:
+                _, task = self._making[response_id]
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
         return (await self.store.get(response_id, owner)).body
 
     async def delete(self, response_id: str, owner: str) -> None:

@@ -29,8 +29,6 @@ LIFETIME_S = 30 * 86400
 INTERRUPTED = {"code": "server_error", "message": "The server was stopped while it made this response."}
 UNFINISHED = ("queued", "in_progress")
 _IS_UNFINISHED = f"json_extract(body, '$.status') IN {UNFINISHED}"
-LONGEST_CHAIN = 1000
-"""Most responses in a chain of links."""
 MAX_HISTORY_BYTES = 1 << 25
 """Most bytes of a conversation's items, or of all responses in a chain; every request that continues them reads them all."""
 
@@ -45,6 +43,13 @@ CREATE TABLE IF NOT EXISTS conversations (id TEXT PRIMARY KEY, owner TEXT, creat
 CREATE INDEX IF NOT EXISTS conversations_used ON conversations (used);
 CREATE TABLE IF NOT EXISTS items (
     number INTEGER PRIMARY KEY, conversation TEXT, id TEXT, item TEXT, UNIQUE (conversation, id));
+CREATE TRIGGER IF NOT EXISTS forget_response AFTER DELETE ON responses BEGIN
+    DELETE FROM events WHERE response = OLD.id;
+    DELETE FROM outputs WHERE response = OLD.id;
+END;
+CREATE TRIGGER IF NOT EXISTS forget_conversation AFTER DELETE ON conversations BEGIN
+    DELETE FROM items WHERE conversation = OLD.id;
+END;
 """
 
 
@@ -97,7 +102,7 @@ class ResponseStore(Database):
 
     @transaction
     def get(self, db: sqlite3.Connection, response_id: str, owner: str) -> KeptResponse:
-        """Raises `NotFound`."""
+        """The response as it is now: one that a gateway left unfinished when it ended has failed.  Raises `NotFound`."""
         return self._response(db, response_id, owner)
 
     @transaction
@@ -110,7 +115,7 @@ class ResponseStore(Database):
     def delete(self, db: sqlite3.Connection, response_id: str, owner: str) -> None:
         """Raises `NotFound`."""
         self._response(db, response_id, owner)
-        _forget_responses(db, [response_id])
+        db.execute("DELETE FROM responses WHERE id = ?", (response_id,))
 
     @transaction
     def history(self, db: sqlite3.Connection, response_id: str, owner: str) -> list[Item]:
@@ -119,8 +124,6 @@ class ResponseStore(Database):
         at: str | None = response_id
         size = 0
         while at is not None:
-            if len(turns) == LONGEST_CHAIN:
-                raise NotFound(f"More than {LONGEST_CHAIN} responses lie before this one.", param="previous_response_id")
             kept = self._response(db, at, owner, "previous_response_id")
             size += db.execute("SELECT length(input) + length(body) FROM responses WHERE id = ?", (at,)).fetchone()[0]
             if size > MAX_HISTORY_BYTES:
@@ -134,15 +137,6 @@ class ResponseStore(Database):
     def resolve(self, db: sqlite3.Connection, items: list[Item], owner: str) -> list[Item]:
         """`items`, in which references to outputs of stored responses are replaced by these outputs.  Raises `NotFound`."""
         return [_output(db, item, owner) if item.get("type") == "item_reference" else item for item in items]
-
-    @transaction
-    def fail_interrupted(self, db: sqlite3.Connection) -> int:
-        """Marks responses that a gateway left unfinished when it ended as `failed`; returns how many."""
-        rows = db.execute(f"SELECT id, body, maker FROM responses WHERE {_IS_UNFINISHED}")
-        dead = [(each, json.loads(body)) for each, body, maker in rows if str(maker) == self._maker or self._is_over(maker)]
-        changes = [(json.dumps(_interrupted(body)), each) for each, body in dead]
-        db.executemany("UPDATE responses SET body = ? WHERE id = ?", changes)
-        return len(changes)
 
     # Events of streams in the background
 
@@ -189,7 +183,7 @@ class ResponseStore(Database):
     def delete_conversation(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> None:
         """Raises `NotFound`."""
         _conversation(db, conversation_id, owner)
-        _forget_conversation(db, conversation_id)
+        db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
 
     @transaction
     def items(self, db: sqlite3.Connection, conversation_id: str, owner: str) -> list[Item]:
@@ -228,7 +222,7 @@ class ResponseStore(Database):
     def _is_over(self, maker: str) -> bool:
         """Whether the gateway `maker` has ended."""
         found = fcntl.fcntl(self._makers, fcntl.F_OFD_GETLK, _byte_of(maker))
-        return str(maker) != self._maker and struct.unpack_from("h", found) == (fcntl.F_UNLCK,)
+        return maker != self._maker and struct.unpack_from("h", found) == (fcntl.F_UNLCK,)
 
     def _response(self, db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> KeptResponse:
         query = "SELECT previous, input, body, maker FROM responses WHERE id = ? AND owner = ?"
@@ -238,7 +232,7 @@ class ResponseStore(Database):
         previous, items, text, maker = row
         body = json.loads(text)
         if body["status"] in UNFINISHED and self._is_over(maker):
-            body = _interrupted(body)
+            body |= {"status": "failed", "error": INTERRUPTED}
         return KeptResponse(response_id, owner, previous, json.loads(items), body)
 
     def _make_room(self, db: sqlite3.Connection, now: float) -> None:
@@ -254,29 +248,13 @@ class ResponseStore(Database):
 
 
 def _byte_of(maker: str) -> bytes:
-    """A `struct flock` (fcntl(2)) of the byte at the offset `maker`.  Older stores have pids, which nobody locks."""
-    return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, int(str(maker).partition(" ")[0]), 1, 0)
-
-
-def _interrupted(body: dict[str, Any]) -> dict[str, Any]:
-    return body | {"status": "failed", "error": INTERRUPTED}
+    """A `struct flock` (fcntl(2)) of the byte at the offset `maker`."""
+    return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, int(maker), 1, 0)
 
 
 def _drop(db: sqlite3.Connection, until: float) -> None:
-    old = [each for (each,) in db.execute("SELECT id FROM responses WHERE created <= ?", (until,))]
-    _forget_responses(db, old)
-    for (conversation,) in db.execute("SELECT id FROM conversations WHERE used <= ?", (until,)).fetchall():
-        _forget_conversation(db, conversation)
-
-
-def _forget_responses(db: sqlite3.Connection, ids: list[str]) -> None:
-    for table, column in (("events", "response"), ("outputs", "response"), ("responses", "id")):
-        db.executemany(f"DELETE FROM {table} WHERE {column} = ?", [(each,) for each in ids])
-
-
-def _forget_conversation(db: sqlite3.Connection, conversation_id: str) -> None:
-    db.execute("DELETE FROM items WHERE conversation = ?", (conversation_id,))
-    db.execute("DELETE FROM conversations WHERE id = ?", (conversation_id,))
+    db.execute("DELETE FROM responses WHERE created <= ?", (until,))
+    db.execute("DELETE FROM conversations WHERE used <= ?", (until,))
 
 
 def _output(db: sqlite3.Connection, reference: Item, owner: str) -> Item:

@@ -9,7 +9,6 @@ from typing import Any
 from backend.engine.front import ResponseRequest, decode_custom_tool_input_prefix
 from gateway.fleet.statistics import SpeculationOptions
 from gateway.http.errors import BadRequest
-from gateway.requests.limits import MAX_ITEMS
 from gateway.storage.responses.store import Item, KeptResponse
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
@@ -87,8 +86,6 @@ def as_items(value: Any) -> list[Item]:
         value = [{"role": "user", "content": value}]
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise BadRequest("`input` must be a string or a list of items.", param="input")
-    if len(value) > MAX_ITEMS:
-        raise BadRequest(f"`input` has more than {MAX_ITEMS} entries.", param="input")
     return [_whole(item) for item in value]
 
 

@@ -9,13 +9,14 @@ from gateway.admission.admit import admit
 from gateway.admission.claim import Claim, current_claim
 from gateway.auth.caller import Priority
 from gateway.auth.quotas import Quotas
+from tests.support.refused import refused
 
 
 def admitted(claim: Claim, asked: dict[str, Any], size: int = 400) -> Claim:
     gateway = SimpleNamespace(
         services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo"), pooling=SimpleNamespace(is_model=False)),
         quotas=Quotas("", None),
-        settings=SimpleNamespace(gateway=SimpleNamespace(queue_wait_s=60.0)),
+        settings=SimpleNamespace(gateway=SimpleNamespace(queue_wait_s=60.0, max_sequences=64)),
         client=SimpleNamespace(model_config=SimpleNamespace(max_model_len=256), core=SimpleNamespace(response_tokens=32.0)),
     )
     state = {"caller": claim.caller, "claim": claim, "body": bytes(size)}
@@ -34,3 +35,22 @@ def test_sequences_and_tokens():
 def test_one_who_has_time_keeps_it():
     assert admitted(Claim(), {}).wait_s == 60
     assert admitted(Claim(priority=Priority.BATCH, wait_s=None), {}).wait_s is None
+
+
+def test_sequences_are_bounded():
+    chat = [{"role": "user", "content": "x"}]
+    for fits in (
+        {"prompt": ["a"] * 8, "n": 8},
+        {"messages": [chat] * 64},
+        {"messages": chat * 65, "n": 64},
+        {"prompt": "a" * 65},
+    ):
+        admitted(Claim(), fits)
+    for many, param in (
+        ({"prompt": ["a"] * 8, "n": 9}, "n"),
+        ({"prompt": ["a"] * 33, "n": 2}, "prompt"),
+        ({"messages": [chat] * 65}, "messages"),
+    ):
+        error = refused(admitted, Claim(), many)
+        assert error.param == param
+        assert "setting `gateway" in error.message

@@ -25,10 +25,12 @@ class Held:
 async def test_a_pause_is_waited_for_unless_less_is_asked_for():
     held = Held(wait_s=0.02)
     held.paused = True
-    claim, waiting = held.enter()
-    _, hurried = held.enter(wait_s=0.1)
+    # As `admit` sets it for a request without a wait of its own.
+    claim, waiting = held.enter(wait_s=0.02)
+    _, hurried = held.enter(wait_s=0.01)
     with pytest.raises(Overloaded):
         await hurried
+    await asyncio.wait([waiting], timeout=0.1)
     assert not waiting.done(), "it has waited five times as long as otherwise"
     held.paused = False
     with pytest.raises(Overloaded):

@@ -15,7 +15,6 @@ from gateway.requests.limits import (
     MIN_TEXT,
     Bound,
     check_bounds,
-    check_sequences,
     check_structure,
     check_text,
     count_prompts,
@@ -59,25 +58,6 @@ def test_everything_counts_wherever_it_stands():
     assert "values" in refused(check_bounds, {"other": [[{"a": [1, 2]}] * 1000] * 10}).message
     assert "levels" in refused(check_bounds, {"other": json.loads("[" * 65 + "]" * 65)}).message
     check_bounds({"other": json.loads("[" * 64 + "]" * 64)})
-
-
-def test_sequences_are_prompts_times_n():
-    chat = [{"role": "user", "content": "x"}]
-    for fits in (
-        {"prompt": ["a"] * 8, "n": 8},
-        {"messages": [chat] * 64},
-        {"messages": chat * 65, "n": 64},
-        {"prompt": "a" * 65},
-    ):
-        check_sequences(fits, 64)
-    for data, param in (
-        ({"prompt": ["a"] * 8, "n": 9}, "n"),
-        ({"prompt": ["a"] * 33, "n": 2}, "prompt"),
-        ({"messages": [chat] * 65}, "messages"),
-    ):
-        error = refused(check_sequences, data, 64)
-        assert error.param == param
-        assert "setting `gateway" in error.message
 
 
 def test_many_stop_strings_are_few_characters():

@@ -39,27 +39,21 @@ async def asked(body: dict[str, Any], mode: str = "sync", **headers: str) -> Spe
     return await read_options(gateway, request, body)
 
 
-@pytest.mark.parametrize(("body", "param"), ROWS)
-async def test_wrong_wishes_are_named(body, param):
-    with pytest.raises(BadRequest) as caught:
-        await asked(body)
-    assert caught.value.param == param
-
-
 @pytest.mark.parametrize(
-    ("mode", "options", "param"),
+    ("mode", "body", "param"),
     [
-        ("native", {"mode": "off"}, "outrider.mode"),
-        ("native", {"num_speculative_tokens": 1}, "outrider.num_speculative_tokens"),
-        ("native", {"logprobs_mode": "processed"}, "outrider.logprobs_mode"),
-        ("off", {"mode": "sync"}, "outrider.mode"),
-        ("off", {"num_speculative_tokens": 0}, "outrider.num_speculative_tokens"),
-        ("ahead", {"mode": "native"}, "outrider.mode"),
+        *(("sync", *row) for row in ROWS),
+        ("native", {"outrider": {"mode": "off"}}, "outrider.mode"),
+        ("native", {"outrider": {"num_speculative_tokens": 1}}, "outrider.num_speculative_tokens"),
+        ("native", {"outrider": {"logprobs_mode": "processed"}}, "outrider.logprobs_mode"),
+        ("off", {"outrider": {"mode": "sync"}}, "outrider.mode"),
+        ("off", {"outrider": {"num_speculative_tokens": 0}}, "outrider.num_speculative_tokens"),
+        ("ahead", {"outrider": {"mode": "native"}}, "outrider.mode"),
     ],
 )
-async def test_what_the_fleet_cannot_do_is_refused(mode, options, param):
+async def test_what_is_wrong_or_cannot_be_done_in_this_fleet_is_named(mode, body, param):
     with pytest.raises(BadRequest) as caught:
-        await asked({"outrider": options}, mode)
+        await asked(body, mode)
     assert caught.value.param == param
 
 

@@ -6,13 +6,12 @@ import pytest
 from vllm.v1.engine import FinishReason
 
 from backend.config.sources import ConfigError
-from backend.coordinator import CoordinatorUnavailable
 from backend.engine.client import fixed_sampling
 from backend.records.kept import RowBatch
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.trace import Case
-from gateway.rollout.core import RolloutError
+from gateway.rollout.run import RolloutError
 from tests.support.fake_verifier import FakeVerifier, Sequence, eventually
 from tests.support.rollout_fleet import Fleet, respond, run, stall, step_row
 
@@ -194,18 +193,6 @@ async def test_an_aborted_request_is_sent_again(fleet: Fleet) -> None:
     verifier = fleet.start("verifier-0", abort_first)
     check(await play(fleet))
     assert len(verifier.sequences) == 4 * len(LENGTHS)
-
-
-async def test_a_coordinator_that_is_away_disturbs_nothing(fleet: Fleet) -> None:
-    fleet.start("verifier-0", respond)
-    looks = iter(range(1000))
-
-    def away() -> None:
-        if next(looks):
-            raise CoordinatorUnavailable("away")
-
-    fleet.on_look = away
-    check(await play(fleet))
 
 
 async def test_the_longest_request_goes_first_to_whoever_has_the_least_left(fleet: Fleet) -> None:

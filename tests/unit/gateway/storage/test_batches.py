@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.fleet.speed import Speed
-from gateway.storage.batches.lines import ENVELOPE_BYTES, read, read_again
+from gateway.storage.batches.lines import ENVELOPE_BYTES, read
 from gateway.storage.batches.objects import BatchUsage
 from gateway.storage.batches.pace import BUSY_STRETCH, KEPT_FREE, QUIET_STRETCH, room
 
@@ -54,21 +54,9 @@ def test_tokens_of_either_api_are_summed(prompt, answer):
     }
 
 
-def test_lines_keep_their_numbers(tmp_path):
+def test_lines_keep_their_numbers_and_checked_ones_have_no_bound(tmp_path):
     path = tmp_path / "in.jsonl"
     long = b"x" * (11 + ENVELOPE_BYTES)
-    path.write_bytes(b"a\n\n" + long + b"\n" + long + b"y\n" + b" \r\nlast")
-    assert list(read(path, 10)) == [(1, b"a\n"), (3, None), (4, None), (6, b"last")]
-
-
-def test_checked_lines_are_read_whatever_their_length_may_be_now(tmp_path):
-    file = tmp_path / "lines"
-    file.write_bytes(b"a\n\n" + b"b" * 9000)
-    assert [each for _, each in read(file, 0)] == [b"a\n", None]
-    assert list(read_again(file)) == [(1, b"a\n"), (3, b"b" * 9000)]
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
-    file = tmp_path / "lines"
-    file.write_bytes(b"\xef\xbb\xbf{}\n[]\n")
-    assert list(read(file, 100)) == list(read_again(file)) == [(1, b"{}\n"), (2, b"[]\n")]
+    path.write_bytes(b"\xef\xbb\xbfa\n\n" + long + b"\n" + long + b"y\n" + b" \r\nlast")
+    assert list(read(path, 10)) == [(1, b"a\n"), (3, b""), (4, b""), (6, b"last")]
+    assert list(read(path)) == [(1, b"a\n"), (3, long + b"\n"), (4, long + b"y\n"), (6, b"last")]

@@ -54,7 +54,7 @@ async def test_a_follower_in_another_process_gets_the_last_event_however_late_it
     await ours.begin(turn("r", "me"), made(), "m", 0, claim)
     claim.close()
     assert not claim.closed, "only its HTTP request has ended"
-    await asyncio.gather(*ours._tasks.values())
+    await asyncio.gather(*(task for _, task in ours._making.values()))
     assert claim.closed
     assert len(followed[0]) == 4
     assert "response.completed" in followed[0][-1]
@@ -79,7 +79,7 @@ async def test_a_key_has_its_share_of_the_places(tmp_path: Path, monkeypatch: py
     assert await begun("greedy", KeyLimits()) == 4
     assert await begun("other", KeyLimits()) == 2
     responses._turns.release()
-    await asyncio.gather(*responses._tasks.values())
+    await asyncio.gather(*(task for _, task in responses._making.values()))
     assert await begun("limited", KeyLimits(concurrent_requests=1)) == 1
     await responses.close()
 
@@ -98,7 +98,7 @@ async def test_what_was_cancelled_elsewhere_adds_nothing_to_its_conversation(tmp
 
     responses = ResponseService(ours, 4096)
     await responses.begin(begun, cancelled(), "m", 0, Claim())
-    await asyncio.gather(*responses._tasks.values())
+    await asyncio.gather(*(task for _, task in responses._making.values()))
     assert (await ours.get("r", "me")).body["status"] == "cancelled"
     assert await ours.items("c", "me") == []
     await responses.close()
