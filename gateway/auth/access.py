@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.admission.claim import Claim
 from gateway.auth.caller import ANYBODY, Caller
 from gateway.auth.rights import Right, right_of
-from gateway.http.errors import Forbidden, RateLimited, TooManyRequests, Unauthorized
+from gateway.http.errors import Forbidden, TooManyRequests, Unauthorized
 from gateway.http.guard import MAX_ARRIVING_BYTES, host_of, is_local_origin, is_loopback, read_body
 from gateway.requests.body import TENSORS, media_type
 
@@ -82,17 +82,12 @@ class Access:
             return
         gateway.metrics.in_flight += 1
         try:
-            await quotas.begin(caller)
-            claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
-            refused = False
-            try:
-                await app(scope, receive, send)
-            except RateLimited:
-                refused = True
-                raise
-            finally:
-                quotas.end(caller, refused=refused)
-                claim.close()
+            with quotas.counted(caller):
+                claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
+                try:
+                    await app(scope, receive, send)
+                finally:
+                    claim.close()
         finally:
             gateway.metrics.in_flight -= 1
 
@@ -104,11 +99,8 @@ class Access:
         self._others += 1
         self._other_bytes += size
         try:
-            await self._gateway.quotas.begin(caller)
-            try:
+            with self._gateway.quotas.counted(caller):
                 await app(scope, receive, send)
-            finally:
-                self._gateway.quotas.end(caller)
         finally:
             self._others -= 1
             self._other_bytes -= size

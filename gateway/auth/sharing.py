@@ -26,23 +26,22 @@ class SharedCounters(Database):
         super().__init__(path, _SCHEMA)
 
     @exclusive
-    def exchange(self, db: sqlite3.Connection, gateway: str, uses: list[Use]) -> dict[str, SharedUse]:
-        """Adds what keys have used at this gateway.  Returns, by key, their use at all gateways.  Raises `sqlite3.Error`."""
-        answer, now = {}, time.time()
-        for use in uses:
-            db.execute("INSERT OR REPLACE INTO open VALUES (?,?,?,?)", (use.name, gateway, use.open, now))
-            query = "SELECT sum(count) FROM open WHERE name = ? AND gateway <> ? AND at > ?"
-            elsewhere = db.execute(query, (use.name, gateway, now - GONE_S)).fetchone()[0] or 0
-            requests = _add(db, use.name, "requests", use.requests, use.requests_limit, now)
-            tokens = _add(db, use.name, "tokens", use.tokens, use.tokens_limit, now)
-            answer[use.name] = SharedUse(requests, tokens, elsewhere)
-        db.execute("DELETE FROM open WHERE at < ?", (now - GONE_S,))
-        return answer
+    def exchange(
+        self, db: sqlite3.Connection, gateway: str, uses: list[Use], counted: dict[str, int], since: float
+    ) -> tuple[float, list[SharedUse], dict[str, int]]:
+        """Adds what was used at this gateway, and sets its counts of open requests, by key.  Raises `sqlite3.Error`.
 
-
-def _add(db: sqlite3.Connection, name: str, kind: str, amount: float, limit: int, now: float) -> float:
-    found = db.execute("SELECT used, at FROM buckets WHERE name = ? AND kind = ?", (name, kind)).fetchone()
-    bucket = Bucket(*(found or (0.0, now)))
-    bucket.add(amount, limit, now)
-    db.execute("INSERT OR REPLACE INTO buckets VALUES (?,?,?,?)", (name, kind, bucket.used, now))
-    return bucket.used
+        Returns the present time (Unix seconds), the buckets that any gateway has used from the time `since` on, and the open
+        requests of all other gateways, by key.
+        """
+        now = time.time()
+        for name, kind, amount, limit in uses:
+            found = db.execute("SELECT used, at FROM buckets WHERE name = ? AND kind = ?", (name, kind)).fetchone()
+            bucket = Bucket(kind, limit, *(found or (0.0, now)))
+            bucket.add(amount, now)
+            db.execute("INSERT OR REPLACE INTO buckets VALUES (?,?,?,?)", (name, kind, bucket.used, now))
+        db.execute("DELETE FROM open WHERE gateway = ? OR at < ?", (gateway, now - GONE_S))
+        db.executemany("INSERT INTO open VALUES (?,?,?,?)", [(name, gateway, count, now) for name, count in counted.items()])
+        shared = db.execute("SELECT name, kind, used, ? - at FROM buckets WHERE at >= ?", (now, since))
+        elsewhere = db.execute("SELECT name, sum(count) FROM open WHERE gateway <> ? GROUP BY name", (gateway,))
+        return now, [SharedUse(*each) for each in shared], dict(elsewhere)

@@ -146,7 +146,7 @@ class ResponseService:
         own, most = self._open[turn.owner], claim.caller.limits.concurrent_requests or BACKGROUND_QUEUED
         if own >= min(most, BACKGROUND_QUEUED - len(self._tasks)):
             await made.aclose()
-            raise RateLimited(f"No more than {own} of your responses can be made in the background now.", "concurrency")
+            raise RateLimited(f"No more than {own} of your responses can be made in the background now.")
         body = turn.shown({"status": "queued", "output": [], "model": model, "created_at": created})
         task = asyncio.create_task(self._make(turn, made, body), name=turn.id)
         self._tasks[turn.id] = task
