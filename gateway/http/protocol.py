@@ -59,7 +59,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) <= MAX_CONNECTIONS:
-            self._wait_for_head(self.timeout_keep_alive)
+            # uvicorn sets this timer only after an answer.
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
             return
         # Its request is not read.  Were the connection closed at once, the kernel would reset it before the answer is read.
         transport.pause_reading()
@@ -69,6 +70,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._stop_watching()
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -80,7 +82,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        idle = not self._in_head
         self._data = data
         self._pending += len(data)
         super().data_received(data)
@@ -91,11 +92,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._pending > MAX_URL_BYTES + MAX_HEADER_BYTES:
             self._refuse(HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes."))
             return
-        if self._answering:
-            return
-        if self._in_head and idle:
-            self._stop_waiting()
-        self._wait_for_head(HEAD_TIMEOUT_S)
+        if self._late is None and not self._answering:
+            self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -159,10 +157,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def _answering(self) -> bool:
         """Whether a request of this connection is being served.  Meanwhile no timer waits for the next request."""
         return self.cycle is not None and not self.cycle.response_complete
-
-    def _wait_for_head(self, seconds: float) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(seconds, self._too_late)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:
