@@ -29,9 +29,9 @@ from backend.fleet import (
 from gateway.auth.access import Access
 from gateway.auth.key_ring import KeyRing
 from gateway.auth.quotas import Quotas
+from gateway.cli.preflight import listen
 from gateway.http.middleware import Envelope
 from gateway.http.protocol import BoundedProtocol
-from gateway.http.server import _listen
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.routes import operations, page
 from gateway.state import Gateway
@@ -169,7 +169,7 @@ class Served:
 
     def __init__(self, story: Story, port: int, api_key: str | None) -> None:
         self.story = story
-        self._listener = _listen("127.0.0.1", port)
+        self._listener = listen("127.0.0.1", port)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         config = uvicorn.Config(page_app(story, api_key), http=BoundedProtocol, log_config=None, lifespan="off")

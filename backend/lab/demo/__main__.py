@@ -67,7 +67,8 @@ def parse(arguments: Sequence[str]) -> DemoOptions:
     )
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], say: object = None) -> None:
+    """`say`, which other commands print their progress with, is not needed: the log tells it."""
     options = parse(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     train_demo(options)
