@@ -76,17 +76,16 @@ async def read_rules(gateway: Gateway) -> NewRules:
 def apply_rules(gateway: Gateway, rules: NewRules) -> Reloaded:
     """Puts in force what was read, unless that was before what is in force."""
     old, read = gateway.settings.gateway, rules.gateway
-    ring = KeyRing(read.api_key, read.admin_key, rules.keys)
     different = [name for name in type(read).model_fields if getattr(read, name) != getattr(old, name)]
     changed = [f"gateway.{name}" for name in different if name in RELOADABLE]
     restart = [f"gateway.{name}" for name in different if name not in RELOADABLE]
-    done = Reloaded(changed, restart, len(ring))
+    done = Reloaded(changed, restart, len(rules.keys))
     if rules.at < gateway.rules_at:
         return done
     section = old.model_copy(update={name: getattr(read, name) for name in RELOADABLE})
     if section.affinity != old.affinity:
         gateway.client.core.choosing.prefer(section.affinity)
-    gateway.rules_at, gateway.ring = rules.at, ring
+    gateway.rules_at, gateway.ring = rules.at, KeyRing(read.api_key, read.admin_key, rules.keys)
     gateway.settings = gateway.settings.model_copy(update={"gateway": section})
     gateway.client.core.gate.limit(section.max_in_flight, section.queue_wait_s)
     logger.info("reloaded: %d keys; changed: %s", done.keys, ", ".join(done.changed) or "nothing else")

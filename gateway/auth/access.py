@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -82,12 +83,8 @@ class Access:
             return
         gateway.metrics.in_flight += 1
         try:
-            with quotas.counted(caller):
-                claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
-                try:
-                    await app(scope, receive, send)
-                finally:
-                    claim.close()
+            with quotas.counted(caller), closing(Claim(caller, caller.priority, accounts=quotas)) as state["claim"]:
+                await app(scope, receive, send)
         finally:
             gateway.metrics.in_flight -= 1
 
@@ -107,15 +104,14 @@ class Access:
 
     def _caller(self, scope: Scope, right: Right) -> Caller:
         ring = self._gateway.ring
-        guarded = right is Right.METRICS and ring.guards_metrics
-        if right is Right.NOTHING or (right is Right.METRICS and not guarded):
+        if right is Right.NOTHING or (right is Right.METRICS and not ring.guards_metrics):
             return ANYBODY
         caller = ring.find(scope)
-        if guarded:
+        if right is Right.METRICS:
             caller = ring.find_administrator(scope) or caller
         if caller is None:
             raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")
-        if guarded and not (caller.metrics or caller.admin):
+        if right is Right.METRICS and not (caller.metrics or caller.admin):
             raise Forbidden("This key does not open the metrics.")
         return caller
 

@@ -122,7 +122,7 @@ class KeyRing:
         for entry in entries:
             self._callers |= dict.fromkeys(map(bytes.fromhex, entry.sha256), entry.caller())
         if api_key is not None:
-            self._callers[_digest(api_key)] = Caller("api-key", admin=api_key == admin_key)
+            self._callers[_digest(api_key)] = Caller("api-key")
         self._administrators = {digest: caller for digest, caller in self._callers.items() if caller.admin}
         if admin_key is not None:
             self._administrators[_digest(admin_key)] = Caller("admin-key", admin=True, metrics=True)
@@ -131,10 +131,6 @@ class KeyRing:
         self.has_admin = bool(self._administrators)
         """Whether administration requires a key with that right."""
         self.guards_metrics = any(caller.metrics for caller in self._callers.values())
-
-    def __len__(self) -> int:
-        """The number of names in the keys file."""
-        return len({caller.owner for caller in self._callers.values()} - {""})
 
     def of_owner(self, owner: str) -> Caller | None:
         """The caller with this owner; None: the key no longer exists."""

@@ -1,4 +1,7 @@
-"""Applies quotas to requests, and exchanges counts with other gateways.  Runs in the gateway's event loop."""
+"""Applies quotas to requests, and exchanges counts with other gateways of this host.  Runs in the gateway's event loop.
+
+The gateways add up the use of keys in a SQLite file.  An exchange is one transaction, on the file's thread.
+"""
 
 import asyncio
 import contextlib
@@ -6,16 +9,52 @@ import logging
 import sqlite3
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 from gateway.auth.caller import Caller
-from gateway.auth.quota import Accounts, KeyAccount, absorb, take
-from gateway.auth.sharing import SharedCounters
+from gateway.auth.quota import Accounts, Bucket, KeyAccount, SharedUse, Use, absorb, take
 from gateway.http.errors import RateLimited
+from gateway.storage.sqlite import Database, exclusive
 
 logger = logging.getLogger(__name__)
 
 EXCHANGE_S = 0.25
 """Seconds between two exchanges with other gateways.  What other gateways admit in that time can exceed a limit."""
+GONE_S = 10.0
+"""Seconds of silence after which a gateway's open requests no longer count."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS buckets (name TEXT, kind TEXT, used REAL, at REAL, PRIMARY KEY (name, kind)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS open (name TEXT, gateway TEXT, count INTEGER, at REAL, PRIMARY KEY (name, gateway)) WITHOUT ROWID;
+"""
+
+
+class SharedCounters(Database):
+    """Counters that several gateways share."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, _SCHEMA)
+
+    @exclusive
+    def exchange(
+        self, db: sqlite3.Connection, gateway: str, uses: list[Use], counted: dict[str, int], since: float
+    ) -> tuple[float, list[SharedUse], dict[str, int]]:
+        """Adds what was used at this gateway, and sets its counts of open requests, by key.  Raises `sqlite3.Error`.
+
+        Returns the present time (Unix seconds), the buckets that any gateway has used from the time `since` on, and the open
+        requests of all other gateways, by key.
+        """
+        now = time.time()
+        for name, kind, amount, limit in uses:
+            found = db.execute("SELECT used, at FROM buckets WHERE name = ? AND kind = ?", (name, kind)).fetchone()
+            bucket = Bucket(kind, limit, *(found or (0.0, now)))
+            bucket.add(amount, now)
+            db.execute("INSERT OR REPLACE INTO buckets VALUES (?,?,?,?)", (name, kind, bucket.used, now))
+        db.execute("DELETE FROM open WHERE gateway = ? OR at < ?", (gateway, now - GONE_S))
+        db.executemany("INSERT INTO open VALUES (?,?,?,?)", [(name, gateway, count, now) for name, count in counted.items()])
+        shared = db.execute("SELECT name, kind, used, ? - at FROM buckets WHERE at >= ?", (now, since))
+        elsewhere = db.execute("SELECT name, sum(count) FROM open WHERE gateway <> ? GROUP BY name", (gateway,))
+        return now, [SharedUse(*each) for each in shared], dict(elsewhere)
 
 
 class Quotas:

@@ -23,8 +23,7 @@ from backend.engine.front.serving import build_services
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.auth.key_ring import KeyRing, read_entries
-from gateway.auth.quotas import Quotas
-from gateway.auth.sharing import SharedCounters
+from gateway.auth.quotas import Quotas, SharedCounters
 from gateway.cli.preflight import listen, state_folder, url_of
 from gateway.fleet.core import FleetCore
 from gateway.fleet.directory import Directory

@@ -8,8 +8,7 @@ import pytest
 
 from gateway.auth.caller import Caller, KeyLimits
 from gateway.auth.quota import Use
-from gateway.auth.quotas import Quotas
-from gateway.auth.sharing import SharedCounters
+from gateway.auth.quotas import Quotas, SharedCounters
 from gateway.http.errors import RateLimited
 
 CALLER = Caller("team", "team", limits=KeyLimits(5, 1000, 3))
