@@ -55,7 +55,6 @@ from backend.engine.front import (
     StreamFailed,
     VLLMClientError,
     VLLMNotFoundError,
-    VLLMServerError,
     sanitize_message,
 )
 from gateway.requests.vllm_errors import field_of, in_our_words, is_about_all, most_telling, path_of
@@ -301,8 +300,6 @@ def translate(error: BaseException) -> ApiError:
         return from_vllm(error.error)
     if isinstance(error, GracefulHTTPError | RetryableRequestError):
         return Unavailable()
-    if isinstance(error, VLLMServerError):
-        return InternalError()
     if isinstance(error, VLLMNotFoundError):
         return ModelNotFound(str(error), param="model")
     if isinstance(error, VLLMClientError):

@@ -40,18 +40,16 @@ LINGER_S = 1.0
 """Seconds in which the client of one connection too many may read the refusal."""
 
 
-class _Refused(Exception):
-    """Ends the parsing; raised in a callback of httptools."""
-
-
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection.  When a callback raises, httptools raises an error of its own, and uvicorn calls `send_400_response`."""
+    """One connection.  When a callback raises, httptools raises an error of its own, and uvicorn calls `send_400_response`.
+
+    So callbacks refuse a request by raising an `ApiError`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = False
         self._pending = 0
-        self._refusal: ApiError | None = None
         self._data = b""
         self._late: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
@@ -102,21 +100,18 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
-            self._refusal = UriTooLong(f"The request's URL is larger than {MAX_URL_BYTES} bytes.")
-            raise _Refused
+            raise UriTooLong(f"The request's URL is larger than {MAX_URL_BYTES} bytes.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
-            self._refusal = HeadersTooLarge(f"The request has more than {MAX_HEADERS} headers.")
-            raise _Refused
+            raise HeadersTooLarge(f"The request has more than {MAX_HEADERS} headers.")
 
     def on_headers_complete(self) -> None:
         self._in_head, self._pending = False, 0
         self._stop_waiting()
         if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
-            self._refusal = HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
-            raise _Refused
+            raise HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
         super().on_headers_complete()
         # Trailers are counted, but are no headers of the request.
         self.headers = self.headers.copy()
@@ -126,7 +121,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or BadRequest(msg, code="invalid_http"))
+        cause = getattr(sys.exception(), "__context__", None)
+        self._refuse(cause if isinstance(cause, ApiError) else BadRequest(msg, code="invalid_http"))
 
     def _should_upgrade(self) -> bool:
         # True makes uvicorn call `handle_websocket_upgrade` where the parser has stopped.
