@@ -9,7 +9,7 @@ import sys
 import httpx
 
 from backend.config import sources
-from gateway.cli.reload import url_of
+from gateway.cli.preflight import here, url_of
 
 TIMEOUT_S = 5
 
@@ -18,7 +18,7 @@ def main(kind: str, at: str) -> int:
     try:
         if kind == "gateway":
             settings = sources.load([]).settings.gateway
-            url = "http://localhost" if settings.uds else url_of(settings)
+            url = "http://localhost" if settings.uds else here(url_of(settings))
             # A certificate names other hosts than this one.
             with httpx.Client(transport=httpx.HTTPTransport(verify=False, uds=settings.uds), timeout=TIMEOUT_S) as http:
                 http.get(url + at).raise_for_status()

@@ -2,27 +2,29 @@
 
 Each process listens on the port by itself (SO_REUSEPORT); Linux spreads connections over the processes by a hash of addresses.
 Each also answers the other processes on a Unix socket, in a folder that only this user may enter: a connection for each call,
-with JSON both ways.  One event loop per process.
+with MessagePack both ways.  One event loop per process.
 """
 
 import asyncio
 import contextlib
 import logging
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import isawaitable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
-from prometheus_client import generate_latest
+from prometheus_client import Metric, generate_latest
+from prometheus_client.samples import Sample
 
+from backend.config.sources import ConfigError
 from backend.engine.front import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from gateway.fleet.pauses import Pauses
 from gateway.http.errors import ApiError, Unavailable, checked
-from gateway.reload import NewRules, ReloadError
+from gateway.reload import NewRules, apply_rules, read_rules
 from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
@@ -34,7 +36,6 @@ BACKOFF_S = (0.5, 30.0)
 """Seconds before a process that died is started again: first and longest wait."""
 LIVED_S = 60.0
 """After so many seconds of life, the wait is the shortest again."""
-_SAMPLE = re.compile(r"^([^\s{]+)(?:\{(.*)\})? (\S+)$")
 
 Command = Callable[[int, int], Sequence[str]]
 """Makes a process's command line from its number and the port."""
@@ -82,8 +83,8 @@ class Peers:
             self._keepers = [asyncio.create_task(self._keep(number, port)) for number in self._others]
         elif not self.is_first:
             # What the other processes were asked for before has missed this one.
-            with contextlib.suppress(ReloadError):
-                gateway.reloader.apply(await gateway.reloader.read())
+            with contextlib.suppress(ConfigError):
+                apply_rules(gateway, await read_rules(gateway))
 
     def stop(self) -> None:
         """Has the processes that this one started drain.  A second call ends them at once."""
@@ -125,9 +126,8 @@ class Peers:
         """
         if self.alone:
             return (generate_latest(gateway.metrics.own) + generate_latest(gateway.metrics.fleet)).decode()
-        texts = await self._ask("metrics")
-        texts[self._index] = exposed(gateway, fleet=self.is_first)
-        return merged([texts[number] for number in sorted(texts)])
+        found = {**await self._ask("metrics"), self._index: _families(gateway)}
+        return exposed(family for number in sorted(found) for family in found[number])
 
     async def adapters(self) -> list[dict[str, Any]]:
         """LoRA adapters that another process has loaded, as requests to load them."""
@@ -169,9 +169,9 @@ class Peers:
                 async with asyncio.timeout(timeout_s):
                     reader, writer = await asyncio.open_unix_connection(self._path(number))
                     with contextlib.closing(writer):
-                        writer.write(msgspec.json.encode([call, *arguments]))
+                        writer.write(msgspec.msgpack.encode([call, *arguments]))
                         writer.write_eof()
-                        return number, msgspec.json.decode(await reader.read())
+                        return number, msgspec.msgpack.decode(await reader.read())
             except (OSError, msgspec.DecodeError):
                 return None
 
@@ -210,33 +210,21 @@ class Peers:
             wait_s = min(2 * wait_s, most_s)
 
 
-def exposed(gateway: Gateway, *, fleet: bool) -> str:
-    """This process's own metrics, with a label for it; with `fleet`, also the fleet's, without that label."""
-    own = generate_latest(gateway.metrics.own).decode()
-    text = "".join(f"{_labelled(line, gateway.client.core.gateway_id)}\n" for line in own.splitlines())
-    return text + generate_latest(gateway.metrics.fleet).decode() if fleet else text
+def _families(gateway: Gateway) -> list[dict[str, Any]]:
+    """This process's own metrics, with a label for it; of the first process also the fleet's, without that label."""
+    own, label = list(gateway.metrics.own.collect()), {"gateway": gateway.client.core.gateway_id}
+    for family in own:
+        family.samples = [each._replace(labels=label | each.labels) for each in family.samples]
+    return [vars(each) for each in (*own, *(gateway.metrics.fleet.collect() if gateway.peers.is_first else ()))]
 
 
-def merged(texts: Sequence[str]) -> str:
-    """Merges texts in Prometheus' format, so that all samples of a family stand together."""
-    families: dict[str, list[str]] = {}
-    name = ""
-    for line in (line for text in texts for line in text.splitlines()):
-        if line.startswith("# HELP "):
-            name = line.split(" ", 3)[2]
-        family = families.setdefault(name, [])
-        # Each process describes the family; once is enough.
-        if not (line.startswith("#") and line in family):
-            family.append(line)
-    return "\n".join(line for family in families.values() for line in family) + "\n"
-
-
-def _labelled(line: str, gateway_id: str) -> str:
-    found = _SAMPLE.match(line)
-    if found is None:
-        return line
-    name, labels, value = found.groups()
-    return f'{name}{{gateway="{gateway_id}"{"," + labels if labels else ""}}} {value}'
+def exposed(families: Iterable[Mapping[str, Any]]) -> str:
+    """Several processes' metrics in Prometheus' format, where all samples of a family stand together."""
+    merged: dict[str, Metric] = {}
+    for each in families:
+        family = merged.setdefault(each["name"], Metric(each["name"], each["documentation"], each["type"]))
+        family.samples += [Sample(*sample) for sample in each["samples"]]
+    return generate_latest(cast(Any, SimpleNamespace(collect=merged.values))).decode()
 
 
 def _adapters(gateway: Gateway) -> list[dict[str, str]]:
@@ -253,19 +241,19 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "adapters": _adapters,
     "hear_of_pauses": _hear_of_pauses,
     "load": lambda gateway, payload: gateway.services.models.load_lora_adapter(LoadLoRAAdapterRequest(**payload)),
-    "metrics": lambda gateway: exposed(gateway, fleet=gateway.peers.is_first),
+    "metrics": _families,
     "pauses": lambda gateway: gateway.client.core.pauses,
     "ready": lambda gateway: gateway.client.ready and not gateway.client.core.draining,
-    "reload": lambda gateway, rules: gateway.reloader.apply(NewRules.model_validate(rules)),
+    "reload": lambda gateway, rules: apply_rules(gateway, NewRules.model_validate(rules)),
     "unload": lambda gateway, payload: gateway.services.models.unload_lora_adapter(UnloadLoRAAdapterRequest(**payload)),
     "update_number": lambda gateway: gateway.client.core.weights.next_number(),
 }
-"""What a process does for another one; some are coroutines.  Arguments and results are JSON."""
+"""What a process does for another one; some are coroutines."""
 
 
 async def _answer(gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Carries out a call of another process.  A call that fails has no answer."""
     with contextlib.closing(writer), contextlib.suppress(ApiError):
-        call, *arguments = msgspec.json.decode(await reader.read())
+        call, *arguments = msgspec.msgpack.decode(await reader.read())
         done = _CALLS[call](gateway, *arguments)
-        writer.write(msgspec.json.encode(checked(await done if isawaitable(done) else done)))
+        writer.write(msgspec.msgpack.encode(checked(await done if isawaitable(done) else done)))

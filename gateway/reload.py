@@ -7,15 +7,13 @@ read, and each replaces its own between two requests.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from pydantic import BaseModel
 
-from backend.config import Settings
 from backend.config.settings import GatewaySettings
 from backend.config.sources import ConfigError
-from gateway.auth.key_ring import KeyEntry, KeyFileError, KeyRing, read_entries
+from gateway.auth.key_ring import KeyEntry, KeyRing, read_entries
 from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
@@ -32,10 +30,6 @@ RELOADABLE = frozenset(
     }
 )
 """Settings of the section `gateway`.  The keys file is read again in any case."""
-
-
-class ReloadError(Exception):
-    """The settings or keys are wrong, and nothing has changed.  The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -60,49 +54,41 @@ class NewRules(BaseModel):
 
 
 async def reload_all(gateway: Gateway) -> Reloaded:
-    """Reloads in every process on this port.  Raises `ReloadError`."""
-    rules = await gateway.reloader.read()
-    done = gateway.reloader.apply(rules)
+    """Reloads in every process on this port.  Raises `ConfigError` if settings or keys are wrong; then nothing has changed."""
+    rules = await read_rules(gateway)
+    done = apply_rules(gateway, rules)
     # A process that is just starting reads them itself.
     await gateway.peers.tell("did not reload", "reload", rules.model_dump(mode="json"))
     return done
 
 
-class Reloader:
-    """`read` reads the settings; it may raise `ConfigError`, and runs in a thread."""
+async def read_rules(gateway: Gateway) -> NewRules:
+    """Reads all of it again, in a thread.  Raises `ConfigError`."""
+    at = time.monotonic()
+    try:
+        section = (await asyncio.to_thread(gateway.read_settings)).gateway
+        return NewRules(at=at, gateway=section, keys=await asyncio.to_thread(read_entries, section.keys_file))
+    except ConfigError as error:
+        logger.error("reload refused, nothing has changed: %s", error)
+        raise
 
-    def __init__(self, gateway: Gateway, read: Callable[[], Settings]) -> None:
-        self._gateway = gateway
-        self._read = read
-        self._applied_at = 0.0
 
-    async def read(self) -> NewRules:
-        """Reads all of it again.  Raises `ReloadError`."""
-        at = time.monotonic()
-        try:
-            section = (await asyncio.to_thread(self._read)).gateway
-            return NewRules(at=at, gateway=section, keys=await asyncio.to_thread(read_entries, section.keys_file))
-        except (ConfigError, KeyFileError) as error:
-            logger.error("reload refused, nothing has changed: %s", error)
-            raise ReloadError(str(error)) from None
-
-    def apply(self, rules: NewRules) -> Reloaded:
-        """Puts in force what was read, unless that was before what is in force."""
-        gateway, old, read = self._gateway, self._gateway.settings.gateway, rules.gateway
-        ring = KeyRing(read.api_key, read.admin_key, rules.keys)
-        different = [name for name in type(read).model_fields if getattr(read, name) != getattr(old, name)]
-        changed = [f"gateway.{name}" for name in different if name in RELOADABLE]
-        restart = [f"gateway.{name}" for name in different if name not in RELOADABLE]
-        done = Reloaded(changed, restart, len(ring))
-        if rules.at < self._applied_at:
-            return done
-        self._applied_at = rules.at
-        section = old.model_copy(update={name: getattr(read, name) for name in RELOADABLE})
-        if section.affinity != old.affinity:
-            gateway.client.core.choosing.prefer(section.affinity)
-        gateway.settings, gateway.ring = gateway.settings.model_copy(update={"gateway": section}), ring
-        gateway.client.core.gate.limit(section.max_in_flight, section.queue_wait_s)
-        logger.info("reloaded: %d keys; changed: %s", done.keys, ", ".join(done.changed) or "nothing else")
-        if done.needs_restart:
-            logger.warning("these need a restart: %s", ", ".join(done.needs_restart))
+def apply_rules(gateway: Gateway, rules: NewRules) -> Reloaded:
+    """Puts in force what was read, unless that was before what is in force."""
+    old, read = gateway.settings.gateway, rules.gateway
+    different = [name for name in type(read).model_fields if getattr(read, name) != getattr(old, name)]
+    changed = [f"gateway.{name}" for name in different if name in RELOADABLE]
+    restart = [f"gateway.{name}" for name in different if name not in RELOADABLE]
+    done = Reloaded(changed, restart, len(rules.keys))
+    if rules.at < gateway.rules_at:
         return done
+    section = old.model_copy(update={name: getattr(read, name) for name in RELOADABLE})
+    if section.affinity != old.affinity:
+        gateway.client.core.choosing.prefer(section.affinity)
+    gateway.rules_at, gateway.ring = rules.at, KeyRing(read.api_key, read.admin_key, rules.keys)
+    gateway.settings = gateway.settings.model_copy(update={"gateway": section})
+    gateway.client.core.gate.limit(section.max_in_flight, section.queue_wait_s)
+    logger.info("reloaded: %d keys; changed: %s", done.keys, ", ".join(done.changed) or "nothing else")
+    if done.needs_restart:
+        logger.warning("these need a restart: %s", ", ".join(done.needs_restart))
+    return done

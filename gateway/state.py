@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,6 @@ from gateway.storage.responses.serving import ResponseService
 
 if TYPE_CHECKING:
     from gateway.peers import Peers
-    from gateway.reload import Reloader
 
 
 @dataclass
@@ -39,7 +39,10 @@ class Gateway:
     quotas: Quotas
     batches: Batches
     tracing: Tracing | None = None
-    reloader: Reloader = field(init=False)
+    read_settings: Callable[[], Settings] = field(init=False)
+    """Reads the settings again from their sources.  Raises `ConfigError`."""
+    rules_at: float = 0.0
+    """When what the last reload put in force was read; monotonic seconds."""
     peers: Peers = field(init=False)
     """The other gateway processes on this port."""
     started: float = field(default_factory=time.time)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+from contextlib import closing
 from functools import partial
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.admission.claim import Claim
 from gateway.auth.caller import ANYBODY, Caller
 from gateway.auth.rights import Right, right_of
-from gateway.http.errors import Forbidden, RateLimited, TooManyRequests, Unauthorized
+from gateway.http.errors import Forbidden, TooManyRequests, Unauthorized
 from gateway.http.guard import MAX_ARRIVING_BYTES, host_of, is_local_origin, is_loopback, read_body
 from gateway.requests.body import TENSORS, media_type
 
@@ -82,17 +83,8 @@ class Access:
             return
         gateway.metrics.in_flight += 1
         try:
-            await quotas.begin(caller)
-            claim = state["claim"] = Claim(caller, caller.priority, accounts=quotas)
-            refused = False
-            try:
+            with quotas.counted(caller), closing(Claim(caller, caller.priority, accounts=quotas)) as state["claim"]:
                 await app(scope, receive, send)
-            except RateLimited:
-                refused = True
-                raise
-            finally:
-                quotas.end(caller, refused=refused)
-                claim.close()
         finally:
             gateway.metrics.in_flight -= 1
 
@@ -104,26 +96,22 @@ class Access:
         self._others += 1
         self._other_bytes += size
         try:
-            await self._gateway.quotas.begin(caller)
-            try:
+            with self._gateway.quotas.counted(caller):
                 await app(scope, receive, send)
-            finally:
-                self._gateway.quotas.end(caller)
         finally:
             self._others -= 1
             self._other_bytes -= size
 
     def _caller(self, scope: Scope, right: Right) -> Caller:
         ring = self._gateway.ring
-        guarded = right is Right.METRICS and ring.guards_metrics
-        if right is Right.NOTHING or (right is Right.METRICS and not guarded):
+        if right is Right.NOTHING or (right is Right.METRICS and not ring.guards_metrics):
             return ANYBODY
         caller = ring.find(scope)
-        if guarded:
+        if right is Right.METRICS:
             caller = ring.find_administrator(scope) or caller
         if caller is None:
             raise Unauthorized("Missing or wrong API key. Send it as `Authorization: Bearer <key>`.")
-        if guarded and not (caller.metrics or caller.admin):
+        if right is Right.METRICS and not (caller.metrics or caller.admin):
             raise Forbidden("This key does not open the metrics.")
         return caller
 

@@ -26,9 +26,6 @@ class KeyLimits:
     concurrent_requests: int | None = None
 
 
-UNLIMITED = KeyLimits()
-
-
 @dataclass(frozen=True, slots=True)
 class Caller:
     """One caller.  Stored responses, files and batches belong to its `owner`, not to the key that was used."""
@@ -39,7 +36,7 @@ class Caller:
     """The key's name in the keys file; empty for the settings' keys, or without keys."""
     models: frozenset[str] | None = None
     """Model and adapter names it may use; None: all."""
-    limits: KeyLimits = UNLIMITED
+    limits: KeyLimits = KeyLimits()
     weight: float = 1.0
     """Its share of the fleet where keys compete, relative to other keys' weights."""
     priority: Priority = Priority.INTERACTIVE

@@ -5,7 +5,6 @@ time of a look-up reveals nothing about other keys.
 """
 
 import hashlib
-import hmac
 import re
 import secrets
 from collections.abc import Iterable
@@ -17,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from backend.config.sources import read_yaml_text
+from backend.config.sources import ConfigError, read_yaml_text
 from gateway.auth.caller import ANYBODY, Caller, KeyLimits, Priority
 
 PREFIX = "or-"
@@ -27,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
-class KeyFileError(Exception):
+class KeyFileError(ConfigError):
     """The keys file is wrong.  The message is one line that tells where; it contains no hashes."""
 
 
@@ -121,21 +120,17 @@ class KeyRing:
     def __init__(self, api_key: str | None = None, admin_key: str | None = None, entries: Iterable[KeyEntry] = ()) -> None:
         self._callers: dict[bytes, Caller] = {}
         for entry in entries:
-            caller = entry.caller()
-            self._callers.update((bytes.fromhex(each), caller) for each in entry.sha256)
-        known = list(self._callers.values())
-        self.open = api_key is None and not known
-        """Whether the API needs no key."""
-        self.has_admin = admin_key is not None or any(each.admin for each in known)
-        """Whether administration requires a key with that right."""
-        self.guards_metrics = any(each.metrics for each in known)
+            self._callers |= dict.fromkeys(map(bytes.fromhex, entry.sha256), entry.caller())
         if api_key is not None:
-            self._callers[_digest(api_key)] = Caller("api-key", admin=api_key == admin_key)
-        self._admin_digest = None if admin_key is None else _digest(admin_key)
-
-    def __len__(self) -> int:
-        """The number of names in the keys file."""
-        return len({caller.owner for caller in self._callers.values()} - {""})
+            self._callers[_digest(api_key)] = Caller("api-key")
+        self._administrators = {digest: caller for digest, caller in self._callers.items() if caller.admin}
+        if admin_key is not None:
+            self._administrators[_digest(admin_key)] = Caller("admin-key", admin=True, metrics=True)
+        self.open = not self._callers
+        """Whether the API needs no key."""
+        self.has_admin = bool(self._administrators)
+        """Whether administration requires a key with that right."""
+        self.guards_metrics = any(caller.metrics for caller in self._callers.values())
 
     def of_owner(self, owner: str) -> Caller | None:
         """The caller with this owner; None: the key no longer exists."""
@@ -149,11 +144,7 @@ class KeyRing:
 
     def find_administrator(self, scope: Scope) -> Caller | None:
         """The caller, if the request's key may administer the fleet."""
-        shown = _shown(scope)
-        if self._admin_digest is not None and hmac.compare_digest(shown, self._admin_digest):
-            return Caller("admin-key", admin=True, metrics=True)
-        caller = self._callers.get(shown)
-        return caller if caller is not None and caller.admin else None
+        return self._administrators.get(_shown(scope))
 
 
 def _shown(scope: Scope) -> bytes:

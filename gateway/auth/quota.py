@@ -9,165 +9,146 @@ In between they may together admit too much.  The excess stays in the bucket, an
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from gateway.auth.caller import UNLIMITED, KeyLimits
+from gateway.auth.caller import KeyLimits
 from gateway.http.errors import RateLimited
 
 MINUTE_S = 60.0
-_NAMES = {"requests": "requests per min (RPM)", "tokens": "tokens per min (TPM)"}
+Kind = Literal["requests", "tokens"]
+_NAMES: dict[Kind, str] = {"requests": "requests per min (RPM)", "tokens": "tokens per min (TPM)"}
 
 
 @dataclass(slots=True)
 class Bucket:
-    """A bucket that was filled up to `used` at the time `at` (monotonic seconds)."""
+    """What was used of one limit: `used` at the time `at` (monotonic seconds)."""
 
+    kind: Kind
+    limit: int | None = None
+    """Per minute; None: no limit, and nothing is counted."""
     used: float = 0.0
     at: float = 0.0
     since: float = 0.0
     """Used here since the last exchange."""
 
-    def level(self, limit: int, now: float) -> float:
+    def level(self, now: float) -> float:
         """What is in the bucket now."""
-        return max(0.0, self.used - max(0.0, now - self.at) * limit / MINUTE_S)
+        return max(0.0, self.used - max(0.0, now - self.at) * (self.limit or 0) / MINUTE_S)
 
-    def add(self, amount: float, limit: int, now: float) -> None:
-        """Adds what was used; a negative amount is taken out."""
-        self.used, self.at = max(0.0, self.level(limit, now) + amount), now
-        self.since += amount
+    def add(self, amount: float, now: float) -> None:
+        """Adds what was used, even above the limit; a negative amount is taken out."""
+        if self.limit is not None:
+            self.used, self.at = max(0.0, self.level(now) + amount), now
+            self.since += amount
+
+    def spend(self, amount: int, now: float) -> None:
+        """Adds an amount that fits.  Raises `RateLimited`."""
+        limit, name = self.limit, _NAMES[self.kind]
+        if limit is None:
+            return
+        if amount > limit:
+            message = f"The request is larger than this key's limit on {name}, which is {limit}. Ask for fewer tokens."
+            raise RateLimited(message, self.kind, None)
+        over = self.level(now) + amount - limit
+        # Less than a thousandth is a rounding error.
+        if over > 1e-3:
+            wait_s = over * MINUTE_S / limit
+            again = duration(max(wait_s, 0.001))
+            message = f"Rate limit reached for this key on {name}: limit {limit}. Please try again in {again}."
+            raise RateLimited(message, self.kind, wait_s)
+        self.add(amount, now)
+
+    def headers(self, now: float) -> list[tuple[bytes, bytes]]:
+        """OpenAI's headers with the rest of the limit."""
+        if self.limit is None:
+            return []
+        level = self.level(now)
+        told = {
+            "limit": str(self.limit),
+            "remaining": str(max(0, math.floor(self.limit - level + 1e-6))),
+            "reset": duration(level * MINUTE_S / self.limit),
+        }
+        return [(f"x-ratelimit-{what}-{self.kind}".encode(), value.encode()) for what, value in told.items()]
 
 
 @dataclass(slots=True)
 class KeyAccount:
     """What one key has used, here and at other gateways."""
 
-    requests: Bucket = field(default_factory=Bucket)
-    tokens: Bucket = field(default_factory=Bucket)
+    requests: Bucket = field(default_factory=lambda: Bucket("requests"))
+    tokens: Bucket = field(default_factory=lambda: Bucket("tokens"))
+    concurrent: int | None = None
+    """Limit on requests at a time."""
     open: int = 0
     """Requests being served here."""
     open_elsewhere: int = 0
-    synced_at: float = -math.inf
-    """Monotonic seconds of the last exchange with other gateways."""
-    touched_at: float = -math.inf
-    limits: KeyLimits = UNLIMITED
-    """The key's limits when it was last used."""
+
+    def limit(self, limits: KeyLimits) -> None:
+        """Puts the key's present limits in force."""
+        self.requests.limit, self.tokens.limit = limits.requests_per_minute, limits.tokens_per_minute
+        self.concurrent = limits.concurrent_requests
+
+    def begin(self, now: float) -> None:
+        """Counts one more request; `end` ends it.  Raises `RateLimited`."""
+        if self.concurrent is not None and self.open + self.open_elsewhere >= self.concurrent:
+            message = f"This key's limit on concurrent requests is {self.concurrent}. Try again when one has ended."
+            raise RateLimited(message)
+        self.requests.spend(1, now)
+        self.open += 1
+
+    def end(self, now: float, *, refused: bool = False) -> None:
+        """Ends a request; one that was refused after `begin` does not count."""
+        self.open -= 1
+        if refused:
+            self.requests.add(-1, now)
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """One account's part in an exchange: what was used here since the last one, and the limits by which its buckets drain."""
+# Several gateways
+
+Accounts = defaultdict[str, KeyAccount]
+"""The accounts of one gateway, by the names of keys."""
+
+
+class Use(NamedTuple):
+    """A gateway's part in an exchange: what was used of one bucket there since the last one, and how fast the bucket drains."""
 
     name: str
-    requests: float
-    tokens: float
-    open: int
-    requests_limit: int
-    tokens_limit: int
+    kind: Kind
+    amount: float
+    limit: int
 
 
-@dataclass(frozen=True, slots=True)
-class SharedUse:
-    """One account's result of an exchange: the use by all gateways together."""
+class SharedUse(NamedTuple):
+    """What one bucket contained after it was last used, by any gateway, and the seconds since then."""
 
-    requests: float
-    tokens: float
-    open_elsewhere: int
-
-
-class Ledger:
-    """The accounts of this gateway, by the names of keys."""
-
-    def __init__(self) -> None:
-        self._accounts: dict[str, KeyAccount] = {}
-
-    def account(self, name: str, limits: KeyLimits, now: float) -> KeyAccount:
-        """The account of a key whose limits are now `limits`."""
-        account = self._accounts.setdefault(name, KeyAccount())
-        account.limits, account.touched_at = limits, now
-        return account
-
-    def begin(self, name: str, limits: KeyLimits, now: float) -> None:
-        """Counts one more request; `end` ends it.  Raises `RateLimited`."""
-        account = self.account(name, limits, now)
-        most = limits.concurrent_requests
-        if most is not None and account.open + account.open_elsewhere >= most:
-            message = f"This key's limit on concurrent requests is {most}. Try again when one has ended."
-            raise RateLimited(message, "concurrency")
-        if limits.requests_per_minute is not None:
-            _take(account.requests, "requests", 1, limits.requests_per_minute, now)
-        account.open += 1
-
-    def end(self, name: str, refused_at: float | None = None) -> None:
-        """Ends a request; one that was refused after `begin` does not count."""
-        account = self._accounts[name]
-        account.open -= 1
-        if refused_at is not None and account.limits.requests_per_minute is not None:
-            account.requests.add(-1, account.limits.requests_per_minute, refused_at)
-
-    def spend(self, name: str, limits: KeyLimits, tokens: int, now: float) -> None:
-        """Counts a request's estimated tokens.  Raises `RateLimited`."""
-        if limits.tokens_per_minute is not None:
-            _take(self.account(name, limits, now).tokens, "tokens", tokens, limits.tokens_per_minute, now)
-
-    def correct(self, name: str, limits: KeyLimits, tokens: int, now: float) -> None:
-        """Counts tokens that a request used beyond its estimate, even above the limit; negative: gives tokens back."""
-        if limits.tokens_per_minute is not None and tokens:
-            self.account(name, limits, now).tokens.add(tokens, limits.tokens_per_minute, now)
-
-    def headers(self, name: str, limits: KeyLimits, now: float) -> list[tuple[bytes, bytes]]:
-        account = self.account(name, limits, now)
-        result: list[tuple[bytes, bytes]] = []
-        for kind, bucket, limit in (
-            (b"requests", account.requests, limits.requests_per_minute),
-            (b"tokens", account.tokens, limits.tokens_per_minute),
-        ):
-            if limit is not None:
-                level = bucket.level(limit, now)
-                left = max(0, math.floor(limit - level + 1e-6))
-                result += [
-                    (b"x-ratelimit-limit-" + kind, b"%d" % limit),
-                    (b"x-ratelimit-remaining-" + kind, b"%d" % left),
-                    (b"x-ratelimit-reset-" + kind, duration(level * MINUTE_S / limit).encode()),
-                ]
-        return result
-
-    # Several gateways
-
-    def take(self, now: float) -> list[Use]:
-        """What was used here since the last exchange, for every account in use."""
-        result = []
-        for name, account in self._accounts.items():
-            if account.open or now - account.touched_at < MINUTE_S or account.requests.since or account.tokens.since:
-                requests, tokens = account.limits.requests_per_minute or 0, account.limits.tokens_per_minute or 0
-                result.append(Use(name, account.requests.since, account.tokens.since, account.open, requests, tokens))
-        return result
-
-    def absorb(self, uses: list[Use], shared: dict[str, SharedUse], now: float) -> None:
-        """Takes over the use of all gateways, with these `uses` of this one's, and adds what was used here since `take`."""
-        for use in uses:
-            account, theirs = self._accounts[use.name], shared[use.name]
-            for bucket, sent, used in (
-                (account.requests, use.requests, theirs.requests),
-                (account.tokens, use.tokens, theirs.tokens),
-            ):
-                bucket.since -= sent
-                bucket.used, bucket.at = max(0.0, used + bucket.since), now
-            account.open_elsewhere, account.synced_at = theirs.open_elsewhere, now
+    name: str
+    kind: Kind
+    used: float
+    age_s: float
 
 
-def _take(bucket: Bucket, kind: Literal["requests", "tokens"], amount: int, limit: int, now: float) -> None:
-    if amount > limit:
-        message = f"The request is larger than this key's limit on {_NAMES[kind]}, which is {limit}. Ask for fewer tokens."
-        raise RateLimited(message, kind, None)
-    over = bucket.level(limit, now) + amount - limit
-    # Less than a thousandth is a rounding error.
-    if over > 1e-3:
-        wait_s = over * MINUTE_S / limit
-        again = duration(max(wait_s, 0.001))
-        message = f"Rate limit reached for this key on {_NAMES[kind]}: limit {limit}. Please try again in {again}."
-        raise RateLimited(message, kind, wait_s)
-    bucket.add(amount, limit, now)
+def take(accounts: Accounts) -> list[Use]:
+    """What was used here since the last exchange."""
+    buckets = ((name, bucket) for name, account in accounts.items() for bucket in (account.requests, account.tokens))
+    return [Use(name, each.kind, each.since, each.limit) for name, each in buckets if each.since and each.limit is not None]
+
+
+def absorb(accounts: Accounts, uses: list[Use], shared: list[SharedUse], now: float) -> None:
+    """Takes over the use of all gateways, with these `uses` of this one's, and adds what was used here since `take`."""
+    for use in uses:
+        _bucket(accounts, use).since -= use.amount
+    for theirs in shared:
+        bucket = _bucket(accounts, theirs)
+        bucket.used, bucket.at = theirs.used, now - theirs.age_s
+        here, bucket.since = bucket.since, 0.0
+        bucket.add(here, now)
+
+
+def _bucket(accounts: Accounts, use: Use | SharedUse) -> Bucket:
+    account = accounts[use.name]
+    return account.requests if use.kind == "requests" else account.tokens
 
 
 def duration(seconds: float) -> str:

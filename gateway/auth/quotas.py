@@ -1,18 +1,60 @@
-"""Applies quotas to requests, and exchanges counts with other gateways.  Runs in the gateway's event loop."""
+"""Applies quotas to requests, and exchanges counts with other gateways of this host.  Runs in the gateway's event loop.
+
+The gateways add up the use of keys in a SQLite file.  An exchange is one transaction, on the file's thread.
+"""
 
 import asyncio
+import contextlib
 import logging
 import sqlite3
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
-from gateway.auth.caller import UNLIMITED, Caller
-from gateway.auth.quota import KeyAccount, Ledger
-from gateway.auth.sharing import SharedCounters
+from gateway.auth.caller import Caller
+from gateway.auth.quota import Accounts, Bucket, KeyAccount, SharedUse, Use, absorb, take
+from gateway.http.errors import RateLimited
+from gateway.storage.sqlite import Database, exclusive
 
 logger = logging.getLogger(__name__)
 
 EXCHANGE_S = 0.25
 """Seconds between two exchanges with other gateways.  What other gateways admit in that time can exceed a limit."""
+GONE_S = 10.0
+"""Seconds of silence after which a gateway's open requests no longer count."""
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS buckets (name TEXT, kind TEXT, used REAL, at REAL, PRIMARY KEY (name, kind)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS open (name TEXT, gateway TEXT, count INTEGER, at REAL, PRIMARY KEY (name, gateway)) WITHOUT ROWID;
+"""
+
+
+class SharedCounters(Database):
+    """Counters that several gateways share."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, _SCHEMA)
+
+    @exclusive
+    def exchange(
+        self, db: sqlite3.Connection, gateway: str, uses: list[Use], counted: dict[str, int], since: float
+    ) -> tuple[float, list[SharedUse], dict[str, int]]:
+        """Adds what was used at this gateway, and sets its counts of open requests, by key.  Raises `sqlite3.Error`.
+
+        Returns the present time (Unix seconds), the buckets that any gateway has used from the time `since` on, and the open
+        requests of all other gateways, by key.
+        """
+        now = time.time()
+        for name, kind, amount, limit in uses:
+            found = db.execute("SELECT used, at FROM buckets WHERE name = ? AND kind = ?", (name, kind)).fetchone()
+            bucket = Bucket(kind, limit, *(found or (0.0, now)))
+            bucket.add(amount, now)
+            db.execute("INSERT OR REPLACE INTO buckets VALUES (?,?,?,?)", (name, kind, bucket.used, now))
+        db.execute("DELETE FROM open WHERE gateway = ? OR at < ?", (gateway, now - GONE_S))
+        db.executemany("INSERT INTO open VALUES (?,?,?,?)", [(name, gateway, count, now) for name, count in counted.items()])
+        shared = db.execute("SELECT name, kind, used, ? - at FROM buckets WHERE at >= ?", (now, since))
+        elsewhere = db.execute("SELECT name, sum(count) FROM open WHERE gateway <> ? GROUP BY name", (gateway,))
+        return now, [SharedUse(*each) for each in shared], dict(elsewhere)
 
 
 class Quotas:
@@ -21,81 +63,81 @@ class Quotas:
     def __init__(self, gateway_id: str, store: SharedCounters | None) -> None:
         self._gateway_id = gateway_id
         self._store = store
-        self._ledger = Ledger()
-        self._exchanging = asyncio.Lock()
+        self._accounts = Accounts(KeyAccount)
+        self._exchanged_at = 0.0
+        """When (the store's time): what was used before is known here."""
         self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
         self._failing = False
 
-    def start(self) -> None:
-        """Begins to exchange counts; requires a running event loop."""
-        if self._store is not None and self._task is None:
-            self._task = asyncio.create_task(self._exchange_forever(), name="quotas")
+    async def start(self) -> None:
+        """Learns what other gateways have counted, and goes on exchanging counts."""
+        if self._store is not None:
+            await self._exchange(self._store)
+            self._task = asyncio.create_task(self._exchange_forever(self._store), name="quotas")
 
     async def close(self) -> None:
         """Exchanges counts a last time, and closes the store."""
-        if self._store is None:
-            return
+        self._closing.set()
         if self._task is not None:
-            async with self._exchanging:
-                # Not during an exchange: its transaction may be committed already, and would be counted again.
-                self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            await self._exchange()
-        await asyncio.to_thread(self._store.close)
-
-    async def begin(self, caller: Caller) -> None:
-        """Counts one more request of this caller.  Call `end` when it is over.  Raises `RateLimited`."""
-        limits = caller.limits
-        if limits == UNLIMITED:
-            return
+            await self._task
         if self._store is not None:
-            account = self._ledger.account(caller.name, limits, time.monotonic())
-            if self._outdated(account):
-                await self._exchange(account)
-        self._ledger.begin(caller.name, limits, time.monotonic())
+            await asyncio.to_thread(self._store.close)
 
-    def end(self, caller: Caller, *, refused: bool = False) -> None:
-        """Ends a request.  One that was `refused` after `begin` does not count."""
-        if caller.limits != UNLIMITED:
-            self._ledger.end(caller.name, time.monotonic() if refused else None)
+    @contextlib.contextmanager
+    def counted(self, caller: Caller) -> Iterator[None]:
+        """Counts a request of this caller, which is served in the block.  One that is refused there does not count.
+
+        Raises `RateLimited`.
+        """
+        account, refused = self._account(caller), False
+        account.begin(time.monotonic())
+        try:
+            yield
+        except RateLimited:
+            refused = True
+            raise
+        finally:
+            account.end(time.monotonic(), refused=refused)
 
     def spend(self, caller: Caller, tokens: int) -> None:
         """Counts the tokens that a request will probably use.  Raises `RateLimited`."""
-        self._ledger.spend(caller.name, caller.limits, tokens, time.monotonic())
+        self._account(caller).tokens.spend(tokens, time.monotonic())
 
     def correct(self, caller: Caller, tokens: int) -> None:
         """Counts tokens that a request used beyond its estimate; negative: gives tokens back."""
-        self._ledger.correct(caller.name, caller.limits, tokens, time.monotonic())
+        self._account(caller).tokens.add(tokens, time.monotonic())
 
     def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
-        return [] if caller.limits == UNLIMITED else self._ledger.headers(caller.name, caller.limits, time.monotonic())
+        account, now = self._account(caller), time.monotonic()
+        return account.requests.headers(now) + account.tokens.headers(now)
 
-    async def _exchange_forever(self) -> None:
-        while True:
-            await asyncio.sleep(EXCHANGE_S)
-            await self._exchange()
+    def _account(self, caller: Caller) -> KeyAccount:
+        account = self._accounts[caller.name]
+        account.limit(caller.limits)
+        return account
 
-    def _outdated(self, account: KeyAccount) -> bool:
-        return time.monotonic() - account.synced_at > 10 * EXCHANGE_S and not self._failing
+    async def _exchange_forever(self, store: SharedCounters) -> None:
+        while not self._closing.is_set():
+            await self._exchange(store)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), EXCHANGE_S)
+        await self._exchange(store)
 
-    async def _exchange(self, account: KeyAccount | None = None) -> None:
-        """Exchanges all counts.  With `account`, only if no exchange has succeeded or failed while this one waited."""
-        assert self._store is not None
-        async with self._exchanging:
-            if account is not None and not self._outdated(account):
-                return
-            uses = self._ledger.take(time.monotonic())
-            if not uses:
-                return
-            try:
-                shared = await self._store.exchange(self._gateway_id, uses)
-            except sqlite3.Error as error:
-                if not self._failing:
-                    what = "quotas are not shared for now, every gateway counts for itself: the file of shared quotas: %s"
-                    logger.warning(what, error)
-                self._failing = True
-                return
-            if self._failing:
-                logger.info("quotas are shared again")
-            self._failing = False
-            self._ledger.absorb(uses, shared, time.monotonic())
+    async def _exchange(self, store: SharedCounters) -> None:
+        uses = take(self._accounts)
+        counted = {name: each.open for name, each in self._accounts.items() if each.open and each.concurrent is not None}
+        try:
+            at, shared, elsewhere = await store.exchange(self._gateway_id, uses, counted, self._exchanged_at)
+        except sqlite3.Error as error:
+            if not self._failing:
+                what = "quotas are not shared for now, every gateway counts for itself: the file of shared quotas: %s"
+                logger.warning(what, error)
+            self._failing = True
+            return
+        if self._failing:
+            logger.info("quotas are shared again")
+        self._failing, self._exchanged_at = False, at
+        absorb(self._accounts, uses, shared, time.monotonic())
+        for name in self._accounts.keys() | elsewhere.keys():
+            self._accounts[name].open_elsewhere = elsewhere.get(name, 0)

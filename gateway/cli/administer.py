@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from backend.config.sources import CommandError, ConfigError, Parser, load
 from backend.coordinator.commands import COMMANDS, AnyCommand, CommandRefused
+from gateway.cli.signals import signals
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
@@ -33,10 +34,6 @@ FLEET_SETTINGS = ("config", "ray_address", "ray_namespace")
 """The settings that choose the fleet."""
 
 
-class AdministrationError(CommandError):
-    """The command was refused, or its operation failed."""
-
-
 def main(name: str, arguments: Sequence[str]) -> None:
     """Carries out one command on a running fleet.  Raises `ConfigError` or `CommandError`."""
     command, given, rest = parse(name, arguments)
@@ -44,11 +41,11 @@ def main(name: str, arguments: Sequence[str]) -> None:
     from backend.coordinator import CoordinatorUnavailable
     from backend.launch.finding import found_fleet
 
-    with found_fleet(loaded, given.fleet) as (coordinator, _):
+    with signals(), found_fleet(loaded, given.fleet) as (coordinator, _):
         try:
             run(coordinator, command, not getattr(given, "no_wait", True), print)
         except CoordinatorUnavailable as error:
-            raise AdministrationError(f"{error}; `outrider status` shows what became of it") from error
+            raise CommandError(f"{error}; `outrider status` shows what became of it") from error
 
 
 def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Namespace, list[str]]:
@@ -62,10 +59,10 @@ def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Nam
 def run(
     coordinator: CoordinatorHandle, command: AnyCommand, wait: bool, say: Callable[[str], None], poll_s: float = POLL_S
 ) -> None:
-    """Has `command` carried out.  Raises `AdministrationError`, or `CoordinatorUnavailable` (the fleet then goes on)."""
+    """Has `command` carried out.  Raises `CommandError`, or `CoordinatorUnavailable` (the fleet then goes on)."""
     answer = coordinator.submit(command)
     if isinstance(answer, CommandRefused):
-        raise AdministrationError(f"{answer.message} (fleet version {answer.version})")
+        raise CommandError(f"{answer.message} (fleet version {answer.version})")
     would = "would happen: " if command.dry_run else ""
     for effect in answer.effects or ["nothing to do"]:
         say(would + effect)
@@ -84,12 +81,12 @@ def _follow(coordinator: CoordinatorHandle, operation_id: int, say: Callable[[st
     while True:
         operation = next((each for each in coordinator.snapshot().operations if each.id == operation_id), None)
         if operation is None:
-            raise AdministrationError(f"the coordinator was restarted and does not know operation {operation_id} any more")
+            raise CommandError(f"the coordinator was restarted and does not know operation {operation_id} any more")
         if operation.note != reported and operation.state in ("waiting", "running"):
             reported = operation.note
             say(reported)
         if operation.state == "failed":
-            raise AdministrationError(operation.note)
+            raise CommandError(operation.note)
         if operation.state == "done":
             say(operation.note)
             return

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,22 @@ from backend.config import Settings
 from backend.config.sources import DEFAULT, SECRETS, Loaded, leaves
 from backend.fleet import FleetSnapshot, MemberView
 from backend.models.resolve import ResolvedModels
+from gateway.cli.preflight import here
 
 SHOWN_OPERATIONS = 5
 
 
-class Progress:
-    """Prints lines of progress with the seconds since the start."""
+def progress() -> Callable[[str], None]:
+    """A function that prints lines of progress with the seconds since now: one line, or several with equal indentation."""
+    began = time.monotonic()
 
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def say(self, line: str) -> None:
-        """Prints one line, or several with equal indentation."""
+    def say(line: str) -> None:
         first, *rest = line.splitlines() or [""]
-        print(f"{time.monotonic() - self._began:7.1f} s  {first}", flush=True)
+        print(f"{time.monotonic() - began:7.1f} s  {first}", flush=True)
         for each in rest:
             print(f"{'':11}{each}", flush=True)
+
+    return say
 
 
 def plan_line(settings: Settings, models: ResolvedModels) -> str:
@@ -55,11 +56,6 @@ def ready(url: str, settings: Settings, models: ResolvedModels) -> str:
     data = json.dumps({**body, "stream": True})
     command = f"curl -N {base}/v1/{path}{key} -H 'Content-Type: application/json' -d '{data}'"
     return f"serving at {url}/v1 - try:\n{command}\nthe fleet is at {base}/ - Ctrl-C stops everything"
-
-
-def here(url: str) -> str:
-    """The URL at which this machine reaches a gateway that listens at `url`, perhaps on all its addresses."""
-    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def _has_chat_template(settings: Settings, directory: Path) -> bool:

@@ -7,10 +7,10 @@ run time gives one line and exit status 1.
 """
 
 import importlib.metadata
+import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from threading import Thread
 
@@ -20,7 +20,7 @@ from backend.config import sources
 from backend.config.logs import configure_logging
 from backend.config.sources import CommandError, ConfigError
 from gateway.cli import administer, console
-from gateway.cli.preflight import check_gateway, check_keys
+from gateway.cli.preflight import check_gateway, check_keys, here, url_of
 from gateway.cli.processes import (
     GATEWAY_PROCESS,
     further_processes,
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[0] not in commands and given[0] != GATEWAY_PROCESS:
         return fail(f"no command {given[0]!r}; there are {', '.join(commands)}", MISUSED)
     try:
-        return commands.get(given[0], gateway_process)(given[1:])
+        return commands.get(given[0], gateway_process)(given[1:]) or OK
     except ConfigError as error:
         return fail(str(error), MISUSED)
     except CommandError as error:
@@ -84,33 +84,33 @@ def serve(arguments: list[str]) -> int:
     """Starts a fleet and serves it."""
     loaded = sources.load(arguments, "outrider serve", "Starts verifiers, drafters and a gateway.")
     settings = loaded.settings
-    progress = console.Progress()
+    say = console.progress()
     configure_logging(settings.log_level, settings.log_format)
     with signals() as forced:
         from backend import tracing
         from backend.models.resolve import resolve
 
-        models = resolve(settings, progress.say)
-        progress.say(console.plan_line(settings, models))
+        models = resolve(settings, say)
+        say(console.plan_line(settings, models))
         check_gateway(settings)
         tracing.check(settings.tracing)
         from backend.launch.fleet import LaunchedFleet, prepare_process
 
         fleet: LaunchedFleet | None = None
         try:
-            fleet = LaunchedFleet.launch(settings, models, progress.say)
+            fleet = LaunchedFleet.launch(settings, models, say)
             prepare_process()
             # An error is raised again where the module is used.
             preparing = Thread(target=importlib.import_module, args=["gateway.http.server"], daemon=True)
             preparing.start()
-            fleet.wait_ready(progress.say)
-            fleet.start_operator(progress.say)
+            fleet.wait_ready(say)
+            fleet.start_operator(say)
             preparing.join()
 
             def announce(url: str) -> None:
                 assert fleet is not None
-                fleet.announce(console.here(url))
-                progress.say(console.ready(url, settings, models))
+                fleet.announce(here(url))
+                say(console.ready(url, settings, models))
 
             with further_processes(fleet.settings, arguments) as peers:
                 run_gateway(fleet.settings, fleet.coordinator.info(), fleet.coordinator, announce, arguments, peers)
@@ -122,16 +122,16 @@ def serve(arguments: list[str]) -> int:
         finally:
             forced.armed = True
             if fleet is not None:
-                progress.say("stopping")
+                say("stopping")
                 fleet.stop()
-                progress.say("stopped")
+                say("stopped")
 
 
-def gateway(arguments: list[str]) -> int:
+def gateway(arguments: list[str]) -> None:
     """Runs a further gateway for a running fleet, with the fleet's settings and the `--gateway-*` settings given here."""
     loaded = sources.load(arguments, "outrider gateway", "Starts a further gateway for a running fleet.")
     configure_logging(loaded.settings.log_level, loaded.settings.log_format)
-    progress = console.Progress()
+    say = console.progress()
     from backend import tracing
 
     with joined_fleet(loaded) as (settings, info, coordinator):
@@ -139,20 +139,19 @@ def gateway(arguments: list[str]) -> int:
         check_keys(settings.gateway, type(settings).model_validate_json(info.settings_json).gateway)
         check_gateway(settings)
         if not Path(info.models.target_dir).is_dir():
-            return fail(f"this machine has no {info.models.target_dir}, the directory of the fleet's model", FAILED)
+            raise CommandError(f"this machine has no {info.models.target_dir}, the directory of the fleet's model")
 
         def announce(url: str) -> None:
-            progress.say(console.ready(url, settings, info.models))
+            say(console.ready(url, settings, info.models))
 
         try:
             with further_processes(settings, arguments) as peers:
                 run_gateway(settings, info, coordinator, announce, arguments, peers)
         except OSError as error:
-            return fail(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}", FAILED)
-    return OK
+            raise CommandError(f"{settings.gateway.host}:{settings.gateway.port}: {error.strerror or error}") from error
 
 
-def status(arguments: list[str]) -> int:
+def status(arguments: list[str]) -> None:
     """Shows the members of a running fleet: `outrider status [NAMESPACE, PID or --port PORT] [--json]`."""
     as_json = "--json" in arguments
     rest = [argument for argument in arguments if argument != "--json"]
@@ -164,26 +163,18 @@ def status(arguments: list[str]) -> int:
     with found_fleet(loaded, name) as (coordinator, _):
         snapshot = coordinator.snapshot()
     print(msgspec.json.format(msgspec.json.encode(snapshot)).decode() if as_json else console.table(snapshot))
-    return OK
 
 
-def administration(name: str, arguments: list[str]) -> int:
-    with signals():
-        administer.main(name, arguments)
-    return OK
-
-
-def check_config(arguments: list[str]) -> int:
+def check_config(arguments: list[str]) -> None:
     """Prints the settings in force as YAML, each with its source."""
     loaded = sources.load(arguments, "outrider check-config", "Shows the settings in force.")
     print(console.settings_yaml(loaded))
     from backend.models.resolve import check_without_download
 
     check_without_download(loaded.settings, lambda line: print(line, file=sys.stderr))
-    return OK
 
 
-def make_key(arguments: list[str]) -> int:
+def make_key(arguments: list[str]) -> None:
     """Prints a new key, once, and the entry for the keys file: `outrider make-key NAME`."""
     from gateway.auth import key_ring
 
@@ -194,10 +185,9 @@ def make_key(arguments: list[str]) -> int:
     except key_ring.KeyFileError as error:
         raise ConfigError(f"make-key: {error}") from None
     print(f"# The key, shown this once:\n# {key}\n# Add this below `keys:` in gateway.keys_file:\n{entry}", end="")
-    return OK
 
 
-def reload(arguments: list[str]) -> int:
+def reload(arguments: list[str]) -> None:
     """Has a running gateway read keys, limits and routing again: `outrider reload [NAMESPACE or PID] [--name value ...]`."""
     from backend.launch import state
     from gateway.cli import reload as reloading
@@ -208,42 +198,36 @@ def reload(arguments: list[str]) -> int:
     section = loaded.settings.gateway
     # A gateway named by its address may run anywhere.  Otherwise it is the one of an `outrider serve` on this host.
     named = any(("gateway", each) in loaded.origins for each in ("host", "port", "uds"))
-    url = reloading.url_of(section) if named and name is None else state.find(name).url
+    url = here(url_of(section)) if named and name is None else state.find(name).url
     for line in reloading.reload(url, section):
         print(line)
-    return OK
 
 
-def records(arguments: list[str]) -> int:
+def records(arguments: list[str]) -> None:
     """Summarises, draws and converts records."""
     from backend.records.main import main
 
     main(arguments, print, lambda line: print(f"outrider: {line}", file=sys.stderr))
-    return OK
 
 
-def trace(arguments: list[str]) -> int:
+def trace(arguments: list[str]) -> None:
     """Makes traces."""
     from gateway.rollout.main import trace
 
     trace(arguments, print)
-    return OK
 
 
-def apart(point: EntryPoint, arguments: list[str]) -> int:
-    """Runs a command that ends by itself: a function of the arguments, and of what prints its progress."""
+def apart(place: str, arguments: list[str]) -> int | None:
+    """Runs a command that ends by itself: the function at `place`, of the arguments and of what prints its progress.
+
+    It is found by name, because no serving code may import the laboratory.
+    """
     with signals():
-        failed = point.load()(arguments, console.Progress().say)
-    return FAILED if failed else OK
-
-
-def ours(place: str) -> Callable[[list[str]], int]:
-    """The command at this place, which is imported when it runs; so nothing that serves imports the laboratory."""
-    return partial(apart, EntryPoint("", place, ""))
+        return FAILED if pkgutil.resolve_name(place)(arguments, console.progress()) else None
 
 
 OWN = "(it has options of its own)"
-COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], int | None]]] = {
     "serve": ("start a fleet and its gateway, until Ctrl-C", serve),
     "gateway": ("start a further gateway for a running fleet", gateway),
     "status": ("show a running fleet", status),
@@ -251,16 +235,19 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "make-key": ("make an API key and its entry for the keys file", make_key),
     "reload": ("have a running gateway read its keys, limits and routing again", reload),
     "records": ("sum up, draw, join or export what verifiers wrote down", records),
-    "bench": (f"measure every mode on this machine {OWN}", ours("backend.lab.bench.main:main")),
-    "run-batch": (f"carry out a file of OpenAI batch requests at a gateway {OWN}", ours("gateway.cli.run_batch:main")),
+    "bench": (f"measure every mode on this machine {OWN}", partial(apart, "backend.lab.bench.main:main")),
+    "run-batch": (
+        f"carry out a file of OpenAI batch requests at a gateway {OWN}",
+        partial(apart, "gateway.cli.run_batch:main"),
+    ),
     "rollout": (
         f"run a trace's prompts over a fleet of its own, with a row of every step {OWN}",
-        ours("gateway.rollout.main:rollout"),
+        partial(apart, "gateway.rollout.main:rollout"),
     ),
     "trace": (f"make traces {OWN}", trace),
-    "train-drafter": (f"train a head for a model from prompts {OWN}", ours("gateway.cli.train_drafter:main")),
-    "train-demo": ("train the built-in demo models again", ours("backend.lab.demo.__main__:main")),
-    "selfcheck": ("check and time a drafter on this machine's GPU", ours("backend.lab.selfcheck:main")),
+    "train-drafter": (f"train a head for a model from prompts {OWN}", partial(apart, "gateway.cli.train_drafter:main")),
+    "train-demo": ("train the built-in demo models again", partial(apart, "backend.lab.demo.__main__:main")),
+    "selfcheck": ("check and time a drafter on this machine's GPU", partial(apart, "backend.lab.selfcheck:main")),
 }
-CHANGES = {name: (summary, partial(administration, name)) for name, summary in administer.SUMMARIES.items()}
+CHANGES = {name: (summary, partial(administer.main, name)) for name, summary in administer.SUMMARIES.items()}
 """Each command's summary, and the function that runs it."""

@@ -1,4 +1,4 @@
-"""Checks the port, keys, certificates and where state is kept, before anything heavy starts."""
+"""Checks the port, keys, certificates and where state is kept, before anything heavy starts; makes the listening socket."""
 
 from __future__ import annotations
 
@@ -21,13 +21,43 @@ def check_gateway(settings: Settings) -> None:
     if settings.gateway.uds:
         return
     host, port = settings.gateway.host, settings.gateway.port
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((host, port))
+        listen(host, port).close()
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error} (--port 0 takes a free one)") from error
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A socket that listens; `shared`: with those of other processes on this port.  Raises `OSError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # asyncio sets TCP_NODELAY only on sockets that name their protocol.  Without TCP_NODELAY every token waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            # Each process has an accept queue of its own, and Linux spreads connections over them by a hash.  With one common
+            # queue, the process that wakes first would get most connections.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def url_of(settings: GatewaySettings) -> str:
+    """The URL of a gateway with these settings."""
+    if settings.uds:
+        return f"unix:{settings.uds}"
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return f"{'https' if settings.tls_cert else 'http'}://{host}:{settings.port}"
+
+
+def here(url: str) -> str:
+    """The URL at which this machine reaches a gateway that listens at `url`, perhaps on all its addresses."""
+    return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
 
 
 def check_keys(own: GatewaySettings, theirs: GatewaySettings) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from backend.config import sources
 from backend.config.logs import configure_logging
 from backend.config.sources import Loaded
-from gateway.cli.signals import OK, signals
+from gateway.cli.signals import signals
 
 if TYPE_CHECKING:
     from backend.config import Settings
@@ -106,21 +106,20 @@ def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peer
     with tempfile.TemporaryDirectory(prefix="g-", dir=home()) as folder:
 
         def command(number: int, port: int) -> list[str]:
-            own = [sys.executable, "-m", "gateway.cli", GATEWAY_PROCESS]
-            return [*own, folder, str(number), str(port), *cluster_address(), *arguments]
+            address, namespace = cluster_address()
+            own = [sys.executable, "-m", "gateway.cli", GATEWAY_PROCESS, folder, str(number), str(port)]
+            return [*own, *arguments, "--ray-address", address, "--ray-namespace", namespace]
 
         yield Peers(Path(folder), 0, count, command=command)
 
 
-def gateway_process(arguments: list[str]) -> int:
+def gateway_process(arguments: list[str]) -> None:
     """Runs one more process on a gateway's port.
 
-    Arguments: `FOLDER NUMBER PORT RAY_ADDRESS NAMESPACE`, then the arguments of the first process.
+    Arguments: `FOLDER NUMBER PORT`, then those of the first process, and where the fleet is.
     """
-    folder, number, port, address, namespace, *rest = arguments
+    folder, number, port, *rest = arguments
     loaded = sources.load(rest, GATEWAY_PROCESS)
-    ray = loaded.settings.ray.model_copy(update={"address": address, "namespace": namespace})
-    loaded = Loaded(loaded.settings.model_copy(update={"ray": ray}), loaded.origins)
     configure_logging(loaded.settings.log_level, loaded.settings.log_format)
     threading.Thread(target=_end_with_input, name="first process", daemon=True).start()
     with joined_fleet(loaded) as (settings, info, coordinator):
@@ -128,7 +127,6 @@ def gateway_process(arguments: list[str]) -> int:
 
         peers = Peers(Path(folder), int(number), settings.gateway.processes, port=int(port))
         run_gateway(settings, info, coordinator, None, rest, peers)
-    return OK
 
 
 def _end_with_input() -> None:

@@ -48,11 +48,3 @@ def trusting(file: str) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.load_verify_locations(cadata=found[0])
     return context
-
-
-def url_of(settings: GatewaySettings) -> str:
-    """The URL at which this host reaches a gateway with these settings."""
-    if settings.uds:
-        return f"unix:{settings.uds}"
-    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
-    return f"{'https' if settings.tls_cert else 'http'}://{f'[{host}]' if ':' in host else host}:{settings.port}"

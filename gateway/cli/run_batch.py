@@ -9,7 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -86,59 +86,52 @@ async def carry_out(gateway: GatewayAddress, source: Path, target: Path, concurr
     with output:
         async with httpx.AsyncClient(base_url=gateway.url, headers=headers, limits=limits, timeout=timeout) as http:
             await _greet(http)
-            work = _Work(http, output, (each for each in _requests(source) if each.custom_id not in done), total, say)
-            work.answered, work.failed = len(done), failed
+            requests = (each for each in _requests(source) if each.custom_id not in done)
+            reported_at = time.monotonic()
+
+            async def go_on() -> None:
+                nonlocal failed, reported_at
+                for line in requests:
+                    answer = await _answer(http, line)
+                    output.write(answer.line() + b"\n")
+                    output.flush()
+                    done.add(line.custom_id)
+                    failed += answer.failed
+                    if time.monotonic() - reported_at > REPORT_S:
+                        reported_at = time.monotonic()
+                        say(f"{len(done)} of {total}")
+
             try:
                 async with asyncio.TaskGroup() as group:
                     for _ in range(concurrency):
-                        group.create_task(work.go_on())
+                        group.create_task(go_on())
             except ExceptionGroup as errors:
                 raise errors.exceptions[0] from None
-    say(f"{total} requests, {work.failed} of them failed")
-    return work.failed
+    say(f"{total} requests, {failed} of them failed")
+    return failed
 
 
-class _Work:
-    """What several tasks share."""
-
-    def __init__(self, http: httpx.AsyncClient, output: BinaryIO, requests: Iterator[BatchLine], total: int, say: Say) -> None:
-        self._http, self._output, self._requests, self._total, self._say = http, output, requests, total, say
-        self._reported_at = time.monotonic()
-        self.answered = self.failed = 0
-
-    async def go_on(self) -> None:
-        """Carries out one request after the other until none are left."""
-        for line in self._requests:
-            answer = await self._answer(line)
-            self._output.write(answer.line() + b"\n")
-            self._output.flush()
-            self.answered += 1
-            self.failed += answer.failed
-            if time.monotonic() - self._reported_at > REPORT_S:
-                self._reported_at = time.monotonic()
-                self._say(f"{self.answered} of {self._total}")
-
-    async def _answer(self, line: BatchLine) -> LineAnswer:
-        """Answers one line.  Raises `CommandError` if no gateway answers for too long, because other lines would fail too."""
-        request_id = uuid.uuid4().hex
-        headers = {"content-type": "application/json", "x-request-id": request_id}
-        since, (wait_s, most_s) = None, RETRY_S
-        while True:
-            try:
-                response = await self._http.post(line.url, content=bytes(line.body), headers=headers)
-            except httpx.TransportError as error:
-                since = since or time.monotonic()
-                if time.monotonic() - since > PATIENCE_S:
-                    why = f"the gateway does not answer ({type(error).__name__}); run this again to go on"
-                    raise CommandError(why) from error
-                after = 0.0
-            else:
-                since = since or time.monotonic()
-                if not again(response.status_code, response.headers) or time.monotonic() - since > PATIENCE_S:
-                    return LineAnswer(line.custom_id, response.status_code, _json(response.content), request_id)
-                after = _seconds(response.headers.get("retry-after"))
-            await asyncio.sleep(max(after, random.uniform(0.5, 1) * wait_s))
-            wait_s = min(2 * wait_s, most_s)
+async def _answer(http: httpx.AsyncClient, line: BatchLine) -> LineAnswer:
+    """Answers one line.  Raises `CommandError` if no gateway answers for too long, because other lines would fail too."""
+    request_id = uuid.uuid4().hex
+    headers = {"content-type": "application/json", "x-request-id": request_id}
+    since, (wait_s, most_s) = None, RETRY_S
+    while True:
+        try:
+            response = await http.post(line.url, content=bytes(line.body), headers=headers)
+        except httpx.TransportError as error:
+            since = since or time.monotonic()
+            if time.monotonic() - since > PATIENCE_S:
+                why = f"the gateway does not answer ({type(error).__name__}); run this again to go on"
+                raise CommandError(why) from error
+            after = 0.0
+        else:
+            since = since or time.monotonic()
+            if not again(response.status_code, response.headers) or time.monotonic() - since > PATIENCE_S:
+                return LineAnswer(line.custom_id, response.status_code, _json(response.content), request_id)
+            after = _seconds(response.headers.get("retry-after"))
+        await asyncio.sleep(max(after, random.uniform(0.5, 1) * wait_s))
+        wait_s = min(2 * wait_s, most_s)
 
 
 def _url(given: str | None) -> str:

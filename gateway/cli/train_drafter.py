@@ -10,8 +10,9 @@ import asyncio
 import csv
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,12 @@ class PromptCycle:
 
     def __init__(self, prompts: Sequence[Prompt], say: Say) -> None:
         self._left = dict(enumerate(prompts, 1))
-        self._order: list[int] = []
+        self._numbers = self._drawn()
         self._say, self.skipped = say, 0
 
     async def answer(self, fleet: AsyncFleet, fields: dict[str, Any]) -> None:
         """Has the next prompts answered.  Raises `CommandError` if none is left, and `OutriderError` for other failures."""
-        numbers = [self._draw() for _ in range(AT_A_TIME)]
+        numbers = list(islice(self._numbers, AT_A_TIME))
         ids = [await fleet.submit(self._left[number], fields) for number in numbers]
         errors = await asyncio.gather(*map(fleet.wait, ids), return_exceptions=True)
         for number, error in zip(numbers, errors, strict=True):
@@ -132,12 +133,10 @@ class PromptCycle:
                 raise error
         if not self._left:
             raise CommandError("every prompt was refused")
-        self._order = [number for number in self._order if number in self._left]
 
-    def _draw(self) -> int:
-        if not self._order:
-            self._order = random.sample(list(self._left), len(self._left))
-        return self._order.pop()
+    def _drawn(self) -> Iterator[int]:
+        while self._left:
+            yield from (number for number in random.sample(list(self._left), len(self._left)) if number in self._left)
 
 
 class Curve:

@@ -53,7 +53,7 @@ def build_app(gateway: Gateway) -> FastAPI:
         gateway.client.core.pauses = await gateway.peers.pauses()
         gateway.client.start()
         balancing = asyncio.create_task(Balancer(gateway.client.core, gateway.settings).run())
-        gateway.quotas.start()
+        await gateway.quotas.start()
         models = gateway.services.models
         await models.init_static_loras()
         for each in await gateway.peers.adapters():

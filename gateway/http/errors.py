@@ -55,7 +55,6 @@ from backend.engine.front import (
     StreamFailed,
     VLLMClientError,
     VLLMNotFoundError,
-    VLLMServerError,
     sanitize_message,
 )
 from gateway.requests.vllm_errors import field_of, in_our_words, is_about_all, most_telling, path_of
@@ -90,7 +89,7 @@ class ApiError(Exception):
     status: ClassVar[int] = 400
     type: str = "invalid_request_error"
     code: str | None = None
-    retry_after_s: ClassVar[int | None] = None
+    retry_after_s: float | None = None
     is_final: ClassVar[bool] = False
     """Whether clients must not retry the request, although its status suggests a retry."""
     text: ClassVar[str] = ""
@@ -115,7 +114,7 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.is_final:
             return {"x-should-retry": "false"}
-        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+        return {} if self.retry_after_s is None else {"retry-after": str(math.ceil(self.retry_after_s))}
 
     def anthropic_body(self) -> dict[str, object]:
         """The error object in the format of Anthropic's API, with `max_tokens` where vLLM names the chat completion's field.
@@ -187,19 +186,17 @@ class TooManyRequests(ApiError, status=429, type="rate_limit_error", code="rate_
 
 
 class RateLimited(TooManyRequests):
-    """The limit `kind` of a key is exceeded.  `retry_after_s` None: a retry never helps."""
+    """A limit of a key is exceeded; as `type` OpenAI names a limit per minute.  `retry_after_s` None: a retry never helps."""
 
-    def __init__(self, message: str, kind: str = "requests", retry_after_s: float | None = 1.0) -> None:
+    def __init__(self, message: str, type: str = "rate_limit_error", retry_after_s: float | None = 1.0) -> None:
         super().__init__(message)
-        if kind in ("requests", "tokens"):
-            self.type = kind
-        self._retry_after_s = retry_after_s
+        self.type, self.retry_after_s = type, retry_after_s
 
     def headers(self) -> dict[str, str]:
-        if self._retry_after_s is None:
+        if self.retry_after_s is None:
             return {"x-should-retry": "false"}
         # OpenAI's clients prefer `retry-after-ms`.
-        milliseconds = max(1, math.ceil(self._retry_after_s * 1000))
+        milliseconds = max(1, math.ceil(self.retry_after_s * 1000))
         return {"retry-after": str(math.ceil(milliseconds / 1000)), "retry-after-ms": str(milliseconds)}
 
 
@@ -241,12 +238,9 @@ class Overloaded(Unavailable, code="overloaded", text="The server is overloaded.
     def after(cls, seconds: int) -> Overloaded:
         """An error to be retried in `seconds`.  The message contains them, because vLLM's pipeline passes only the message."""
         error = cls()
-        error.message = f"The server is overloaded. Try again in {seconds} s."
+        error.message, error.retry_after_s = f"The server is overloaded. Try again in {seconds} s.", seconds
         error.args = (error.message,)
         return error
-
-    def headers(self) -> dict[str, str]:
-        return {"retry-after": self.message.split()[-2]}
 
 
 class TooManyConnections(
@@ -306,8 +300,6 @@ def translate(error: BaseException) -> ApiError:
         return from_vllm(error.error)
     if isinstance(error, GracefulHTTPError | RetryableRequestError):
         return Unavailable()
-    if isinstance(error, VLLMServerError):
-        return InternalError()
     if isinstance(error, VLLMNotFoundError):
         return ModelNotFound(str(error), param="model")
     if isinstance(error, VLLMClientError):

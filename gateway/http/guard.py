@@ -8,12 +8,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import Scope
 
 from backend.config.settings import GatewaySettings
 from gateway.http.errors import BadRequest, Forbidden, PayloadTooLarge, RequestTimeout, TooManyRequests
-from gateway.http.sse import ClientGone
 
 BODY_TIMEOUT_S = 60.0
 """Seconds for a request's body to arrive.  Long enough for a bad connection; other servers allow at least as much."""
@@ -52,7 +51,7 @@ async def parts_of(
 ) -> AsyncGenerator[tuple[bytes, bool], None]:
     """A body's parts as they come, each with whether more are to come.
 
-    Raises `RequestTimeout`, `ClientGone`, and `too_large()` as soon as more than `most` bytes are known to come.
+    Raises `RequestTimeout`, `ClientDisconnect`, and `too_large()` as soon as more than `most` bytes are known to come.
     """
     declared, size, more = request.headers.get("content-length", ""), 0, True
     if declared.isdigit() and int(declared) > most:
@@ -65,7 +64,7 @@ async def parts_of(
         except TimeoutError:
             raise RequestTimeout("The request body took too long to arrive.") from None
         if message["type"] != "http.request":
-            raise ClientGone
+            raise ClientDisconnect
         part, more = message.get("body", b""), message.get("more_body", False)
         size += len(part)
         deadline += len(part) / BODY_BYTES_PER_S

@@ -18,7 +18,6 @@ from gateway.auth.caller import ANYBODY
 from gateway.http.errors import BadRequest, translate
 from gateway.http.guard import PROBES, check_source
 from gateway.http.spans import begin_span, end_span
-from gateway.http.sse import ClientGone
 
 if TYPE_CHECKING:
     from gateway.state import Gateway
@@ -61,7 +60,7 @@ class Envelope:
         try:
             check_source(scope, gateway.settings.gateway, has_key=not gateway.ring.open)
             await self._app(scope, receive, named_send)
-        except (ClientGone, ClientDisconnect):
+        except ClientDisconnect:
             gateway.metrics.disconnects.inc()
         except Exception as error:
             known = translate(error)

@@ -40,18 +40,16 @@ LINGER_S = 1.0
 """Seconds in which the client of one connection too many may read the refusal."""
 
 
-class _Refused(Exception):
-    """Ends the parsing; raised in a callback of httptools."""
-
-
 class BoundedProtocol(HttpToolsProtocol):
-    """One connection.  When a callback raises, httptools raises an error of its own, and uvicorn calls `send_400_response`."""
+    """One connection.  When a callback raises, httptools raises an error of its own, and uvicorn calls `send_400_response`.
+
+    So callbacks refuse a request by raising an `ApiError`.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._in_head = False
         self._pending = 0
-        self._refusal: ApiError | None = None
         self._data = b""
         self._late: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
@@ -59,7 +57,8 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) <= MAX_CONNECTIONS:
-            self._wait_for_head(self.timeout_keep_alive)
+            # uvicorn sets this timer only after an answer.
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
             return
         # Its request is not read.  Were the connection closed at once, the kernel would reset it before the answer is read.
         transport.pause_reading()
@@ -69,6 +68,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
         self._stop_watching()
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -80,7 +80,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        idle = not self._in_head
         self._data = data
         self._pending += len(data)
         super().data_received(data)
@@ -91,11 +90,8 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._pending > MAX_URL_BYTES + MAX_HEADER_BYTES:
             self._refuse(HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes."))
             return
-        if self._answering:
-            return
-        if self._in_head and idle:
-            self._stop_waiting()
-        self._wait_for_head(HEAD_TIMEOUT_S)
+        if self._late is None and not self._answering:
+            self._late = self.loop.call_later(HEAD_TIMEOUT_S, self._too_late)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -104,21 +100,18 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_url(self, url: bytes) -> None:
         super().on_url(url)
         if len(self.url) > MAX_URL_BYTES:
-            self._refusal = UriTooLong(f"The request's URL is larger than {MAX_URL_BYTES} bytes.")
-            raise _Refused
+            raise UriTooLong(f"The request's URL is larger than {MAX_URL_BYTES} bytes.")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         if len(self.headers) > MAX_HEADERS:
-            self._refusal = HeadersTooLarge(f"The request has more than {MAX_HEADERS} headers.")
-            raise _Refused
+            raise HeadersTooLarge(f"The request has more than {MAX_HEADERS} headers.")
 
     def on_headers_complete(self) -> None:
         self._in_head, self._pending = False, 0
         self._stop_waiting()
         if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
-            self._refusal = HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
-            raise _Refused
+            raise HeadersTooLarge(f"The request's headers are larger than {MAX_HEADER_BYTES} bytes.")
         super().on_headers_complete()
         # Trailers are counted, but are no headers of the request.
         self.headers = self.headers.copy()
@@ -128,7 +121,8 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(self._refusal or BadRequest(msg, code="invalid_http"))
+        cause = getattr(sys.exception(), "__context__", None)
+        self._refuse(cause if isinstance(cause, ApiError) else BadRequest(msg, code="invalid_http"))
 
     def _should_upgrade(self) -> bool:
         # True makes uvicorn call `handle_websocket_upgrade` where the parser has stopped.
@@ -159,10 +153,6 @@ class BoundedProtocol(HttpToolsProtocol):
     def _answering(self) -> bool:
         """Whether a request of this connection is being served.  Meanwhile no timer waits for the next request."""
         return self.cycle is not None and not self.cycle.response_complete
-
-    def _wait_for_head(self, seconds: float) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(seconds, self._too_late)
 
     def _stop_waiting(self) -> None:
         if self._late is not None:

@@ -9,9 +9,8 @@ import gc
 import logging
 import os
 import signal
-import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import uvicorn
@@ -24,9 +23,8 @@ from backend.engine.front.serving import build_services
 from backend.tracing import open_tracing
 from backend.transport.sockets import Wire
 from gateway.auth.key_ring import KeyRing, read_entries
-from gateway.auth.quotas import Quotas
-from gateway.auth.sharing import SharedCounters
-from gateway.cli.preflight import state_folder
+from gateway.auth.quotas import Quotas, SharedCounters
+from gateway.cli.preflight import listen, state_folder, url_of
 from gateway.fleet.core import FleetCore
 from gateway.fleet.directory import Directory
 from gateway.http.app import build_app
@@ -36,7 +34,7 @@ from gateway.http.spans import TracedMetrics
 from gateway.metrics.fleet import FleetCollector, GatewayCollector
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.peers import Peers
-from gateway.reload import Reloader, reload_all
+from gateway.reload import reload_all
 from gateway.state import Gateway
 from gateway.storage.batches.serving import Batches
 from gateway.storage.responses.serving import ResponseService
@@ -47,8 +45,8 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 120
 """Seconds that an idle connection is kept: longer than clients keep it (Python's: 5 s, Go's: 90 s), so that clients close
 first.  If the server closed first, a request that is just being sent would fail."""
-DRAIN_LOOK_S = 0.05
-"""Seconds between two checks for open requests during a drain."""
+LOOK_S = 0.05
+"""Seconds between two checks: for the start, and for open requests during a drain."""
 CANCEL_GRACE_S = 5.0
 """Seconds in which streams can send their last error event after the drain time is over."""
 
@@ -104,7 +102,7 @@ class GatewayServer:
         peers: Peers | None = None,
     ) -> None:
         self.gateway = build_gateway(settings, directory, model_dir, model_name=model_name, wire=wire)
-        self.gateway.reloader = Reloader(self.gateway, read_settings or (lambda: settings))
+        self.gateway.read_settings = read_settings or (lambda: settings)
         self.gateway.peers = self._peers = peers or Peers()
         self.url = ""
         self._settings = settings.gateway
@@ -128,7 +126,9 @@ class GatewayServer:
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CANCEL_GRACE_S) + 1,
         )
-        self._server = _Server(config)
+        self._server = uvicorn.Server(config)
+        # uvicorn's handling would raise a signal again after the drain, and so skip our clean-up.
+        self._server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
 
     def run(self) -> None:
         """Serves until SIGINT or SIGTERM and lets open requests finish; a second signal ends them at once."""
@@ -172,14 +172,13 @@ class GatewayServer:
         watchers = [asyncio.create_task(self._announce()), asyncio.create_task(self._drain())]
         try:
             if self._settings.uds:
-                self.url = f"unix:{self._settings.uds}"
+                self.url = url_of(self._settings)
                 await self._server.serve()
             else:
                 port = self._settings.port if self._peers.port is None else self._peers.port
-                listener = _listen(self._settings.host, port, shared=not self._peers.alone)
+                listener = listen(self._settings.host, port, shared=not self._peers.alone)
                 host, port = listener.getsockname()[:2]
-                scheme = "https" if self._settings.tls_cert else "http"
-                self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+                self.url = url_of(self._settings.model_copy(update={"host": host, "port": port}))
                 await self._peers.start(self.gateway, port)
                 with contextlib.closing(listener):
                     await self._server.serve(sockets=[listener])
@@ -190,7 +189,8 @@ class GatewayServer:
             await asyncio.gather(*watchers, return_exceptions=True)
 
     async def _announce(self) -> None:
-        await self._server.listening.wait()
+        while not self._server.started:
+            await asyncio.sleep(LOOK_S)
         logger.info("listening on %s", self.url)
         await self.gateway.client.core.first_ready.wait()
         await self._peers.wait_ready()
@@ -201,42 +201,6 @@ class GatewayServer:
         await self._stopping.wait()
         core, deadline = self.gateway.client.core, time.monotonic() + self._settings.drain_s
         while (core.sequences or self.gateway.metrics.in_flight) and time.monotonic() < deadline:
-            await asyncio.sleep(DRAIN_LOOK_S)
+            await asyncio.sleep(LOOK_S)
         core.fail_all(ShuttingDown)
         self._server.should_exit = True
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handling, which would raise the signal again after the drain and so skip our clean-up."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listening = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
-        if self.started:
-            self.listening.set()
-
-
-def _listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio sets TCP_NODELAY only on sockets that name their protocol.  Without TCP_NODELAY every token waits 40 ms.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            # Each process has an accept queue of its own, and Linux spreads connections over them by a hash.  With one common
-            # queue, the process that wakes first would get most connections.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener

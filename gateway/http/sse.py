@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -62,12 +62,8 @@ MESSAGES = Dialect(lambda error: event(error.anthropic_body(), "error"), (b"even
 """Anthropic's messages: every event has a name."""
 
 
-class ClientGone(Exception):
-    """The client closed its connection before there was anything to send."""
-
-
 async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
-    """Awaits `work`; cancels it and raises `ClientGone` when the client leaves first.  The body must have been read."""
+    """Awaits `work`; cancels it and raises `ClientDisconnect` when the client leaves first.  The body must have been read."""
     # In a task of its own: vLLM turns a cancellation into an answer, so a cancellation of this coroutine would be lost.
     task = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(request))
@@ -75,7 +71,7 @@ async def unless_disconnected(request: Request, work: Awaitable[T]) -> T:
         await asyncio.wait((task, leaving), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientGone
+        raise ClientDisconnect
     finally:
         leaving.cancel()
         if not task.done():
@@ -107,15 +103,13 @@ class Generated:
 
 
 async def stream_response(request: Request, source: Generated | PlainStream, dialect: Dialect) -> EventStream:
-    """The streaming response for a source's events.  Before the first event, raises `ApiError` or `ClientGone`."""
+    """The streaming response for a source's events.  Before the first event, raises `ApiError` or `ClientDisconnect`."""
     stream = EventStream(request, source, dialect)
     try:
         await stream.begun()
-    except BaseException as error:
+    except BaseException:
         await stream.close()
-        if isinstance(error, ClientGone) or not isinstance(error, Exception):
-            raise
-        raise translate(error) from None
+        raise
     return stream
 
 
@@ -167,10 +161,10 @@ class EventStream(Response):
     # The connection's task
 
     async def begun(self) -> None:
-        """Returns when there is something to write.  Raises `ClientGone`, or the error of a stream that has no event."""
+        """Returns when there is something to write.  Raises `ClientDisconnect`, or the error of a stream that has no event."""
         while not self._parts and not self._ended:
             if self._leaving.done():
-                raise ClientGone
+                raise ClientDisconnect
             await self._more()
         if not self._parts and self._error is not None:
             raise self._error

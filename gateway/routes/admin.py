@@ -11,11 +11,12 @@ import msgspec
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
+from backend.config.sources import ConfigError
 from backend.coordinator.commands import COMMANDS, AnyCommand, CommandRefused, Reason
 from gateway.auth.rights import Right
 from gateway.http.errors import ApiError, BadRequest, Conflict, NotFound
 from gateway.http.openapi import described, shape
-from gateway.reload import ReloadError, reload_all
+from gateway.reload import reload_all
 from gateway.requests.body import read_json
 from gateway.routes.lists import as_json
 from gateway.state import gateway_of
@@ -53,7 +54,7 @@ async def reload(request: Request) -> Response:
     """Reads keys, limits and routing again.  200: they are in force; 400: they are wrong, and nothing has changed."""
     try:
         return JSONResponse(asdict(await reload_all(gateway_of(request))))
-    except ReloadError as error:
+    except ConfigError as error:
         raise BadRequest(f"Nothing has changed: {error}.", code="invalid_settings") from None
 
 

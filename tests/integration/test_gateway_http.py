@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from gateway.http.server import _listen
+from gateway.cli.preflight import listen
 from tests.support.fake_verifier import eventually
 from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, running_gateway
 
@@ -166,7 +166,7 @@ async def test_nothing_of_a_prompt_is_logged(running, caplog):
 
 
 def test_connections_do_not_wait_to_fill_packets():
-    listener = _listen("127.0.0.1", 0)
+    listener = listen("127.0.0.1", 0)
     with listener:
         assert listener.proto == socket.IPPROTO_TCP
 

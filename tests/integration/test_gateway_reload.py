@@ -12,6 +12,7 @@ from backend.config.sources import merge, read_yaml
 from gateway.auth.key_ring import make_key
 from gateway.cli import main as cli
 from gateway.peers import Peers
+from gateway.reload import apply_rules, read_rules
 from tests.support.fake_verifier import eventually, gated
 from tests.support.running_gateway import COMPLETION, running_gateway
 
@@ -143,12 +144,12 @@ async def test_of_two_reloads_at_a_time_the_later_one_stands(tmp_path):
     files = Files(tmp_path)
     files.write([make_key("one")[1]])
     async with running_gateway(read_settings=files.read, **files.first) as running:
-        reloader = running.server.gateway.reloader
-        earlier = await reloader.read()
+        gateway = running.server.gateway
+        earlier = await read_rules(gateway)
         files.write([make_key("one")[1]], max_in_flight=7)
-        reloader.apply(await reloader.read())
-        reloader.apply(earlier)
-        assert running.server.gateway.settings.gateway.max_in_flight == 7
+        apply_rules(gateway, await read_rules(gateway))
+        apply_rules(gateway, earlier)
+        assert gateway.settings.gateway.max_in_flight == 7
 
 
 async def test_a_process_that_is_starting_misses_no_reload(tmp_path):

@@ -4,11 +4,12 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock, Mock
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 
+from backend.config.sources import ConfigError
 from backend.fleet.stats import Weights
 from backend.wire.engine import NOT_BEGUN
 from gateway.fleet.engine_link import DECLARED_LOST
@@ -218,8 +219,8 @@ async def test_requests_of_one_verifier_are_aborted():
 
 async def test_processes_of_one_port_share_pauses_and_the_numbers_of_updates(tmp_path: Path):
     cores = [SimpleNamespace(weights=WeightsInForce(), pauses=Pauses()) for _ in range(2)]
-    reloader = Mock(read=AsyncMock())
-    gateways = [SimpleNamespace(client=SimpleNamespace(core=core), reloader=reloader) for core in cores]
+    unread = Mock(side_effect=ConfigError)
+    gateways = [SimpleNamespace(client=SimpleNamespace(core=core), read_settings=unread) for core in cores]
     peers = [Peers(tmp_path, number, 2) for number in range(2)]
     try:
         assert await peers[1].pauses() == Pauses()

@@ -30,9 +30,9 @@ from backend.fleet import (
 from gateway.auth.access import Access
 from gateway.auth.key_ring import KeyRing
 from gateway.auth.quotas import Quotas
+from gateway.cli.preflight import listen
 from gateway.http.middleware import Envelope
 from gateway.http.protocol import BoundedProtocol
-from gateway.http.server import _listen
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.routes import operations, page
 from gateway.state import Gateway
@@ -163,7 +163,7 @@ def served(story: Story, port: int = 0, api_key: str | None = None) -> Iterator[
     story.advance(1.0)
     config = uvicorn.Config(page_app(story, api_key), http=BoundedProtocol, log_config=None, lifespan="off")
     server = uvicorn.Server(config)
-    with _listen("127.0.0.1", port) as listener:
+    with listen("127.0.0.1", port) as listener:
         thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
         thread.start()
         try:

@@ -37,7 +37,6 @@ from vllm.exceptions import (
     RetryableRequestError,
     VLLMClientError,
     VLLMNotFoundError,
-    VLLMServerError,
     VLLMValidationError,
 )
 from vllm.outputs import RequestOutput

@@ -117,7 +117,7 @@ class ResponseService:
         most = claim.caller.limits.concurrent_requests or BACKGROUND_QUEUED
         if own >= min(most, BACKGROUND_QUEUED - len(self._making)):
             await made.aclose()
-            raise RateLimited(f"No more than {own} of your responses can be made in the background now.", "concurrency")
+            raise RateLimited(f"No more than {own} of your responses can be made in the background now.")
         body = turn.shown({"status": "queued", "output": [], "model": model, "created_at": created})
         task = asyncio.create_task(self._make(turn, made, body), name=turn.id)
         self._making[turn.id] = turn.owner, task

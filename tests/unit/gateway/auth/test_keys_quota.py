@@ -8,10 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.auth.caller import KeyLimits
-from gateway.auth.quota import Ledger, SharedUse, duration
+from gateway.auth.quota import Accounts, KeyAccount, SharedUse, absorb, duration, take
 from gateway.http.errors import RateLimited
 
-PER_MINUTE = KeyLimits(requests_per_minute=60)
+
+def account(*limits):
+    """An account with limits on requests per minute, tokens per minute and requests at a time."""
+    made = KeyAccount()
+    made.limit(KeyLimits(*limits))
+    return made
 
 
 def refused(call, *given):
@@ -22,23 +27,21 @@ def refused(call, *given):
 
 
 def test_a_minute_s_worth_at_once_and_then_as_it_drains():
-    ledger = Ledger()
+    mine = account(60)
     for _ in range(60):
-        ledger.begin("a", PER_MINUTE, 0.0)
+        mine.begin(0.0)
     with pytest.raises(RateLimited, match=r"requests per min \(RPM\): limit 60\. Please try again in 1s") as caught:
-        ledger.begin("a", PER_MINUTE, 0.0)
+        mine.begin(0.0)
     assert (caught.value.type, caught.value.headers()["retry-after-ms"]) == ("requests", "1000")
-    ledger.begin("a", PER_MINUTE, 1.0)
-    ledger.begin("b", PER_MINUTE, 0.0)
+    mine.begin(1.0)
 
 
 def test_headers_are_openai_s():
-    ledger = Ledger()
-    limits = KeyLimits(requests_per_minute=60, tokens_per_minute=600)
+    mine = account(60, 600)
     for _ in range(3):
-        ledger.begin("a", limits, 10.0)
-    ledger.spend("a", limits, 100, 10.0)
-    assert dict(ledger.headers("a", limits, 10.0)) == {
+        mine.begin(10.0)
+    mine.tokens.spend(100, 10.0)
+    assert dict(mine.requests.headers(10.0) + mine.tokens.headers(10.0)) == {
         b"x-ratelimit-limit-requests": b"60",
         b"x-ratelimit-remaining-requests": b"57",
         b"x-ratelimit-reset-requests": b"3s",
@@ -50,38 +53,37 @@ def test_headers_are_openai_s():
 
 
 def test_tokens_are_corrected_and_too_many_are_refused_for_good():
-    ledger = Ledger()
-    limits = KeyLimits(tokens_per_minute=100)
-    ledger.spend("a", limits, 90, 0.0)
-    refused(ledger.spend, "a", limits, 20, 0.0)
-    ledger.correct("a", limits, -50, 0.0)
-    ledger.spend("a", limits, 60, 0.0)
-    ledger.correct("a", limits, 200, 0.0)
-    assert refused(ledger.spend, "a", limits, 1, 0.0)["retry-after-ms"] == "120600"
-    assert refused(ledger.spend, "a", limits, 101, 0.0) == {"x-should-retry": "false"}
+    tokens = account(None, 100).tokens
+    tokens.spend(90, 0.0)
+    refused(tokens.spend, 20, 0.0)
+    tokens.add(-50, 0.0)
+    tokens.spend(60, 0.0)
+    tokens.add(200, 0.0)
+    assert refused(tokens.spend, 1, 0.0)["retry-after-ms"] == "120600"
+    assert refused(tokens.spend, 101, 0.0) == {"x-should-retry": "false"}
 
 
 def test_what_was_refused_later_does_not_count():
-    ledger, limits = Ledger(), KeyLimits(requests_per_minute=1, tokens_per_minute=100)
+    mine = account(1)
     for _ in range(3):
-        ledger.begin("a", limits, 0.0)
-        refused(ledger.spend, "a", limits, 101, 0.0)
-        ledger.end("a", 0.0)
-    ledger.begin("a", limits, 0.0)
-    ledger.end("a")
-    refused(ledger.begin, "a", limits, 0.0)
+        mine.begin(0.0)
+        mine.end(0.0, refused=True)
+    mine.begin(0.0)
+    mine.end(0.0)
+    refused(mine.begin, 0.0)
 
 
 def test_what_is_used_during_an_exchange_is_not_forgotten():
-    ledger, limits = Ledger(), KeyLimits(tokens_per_minute=100)
-    ledger.spend("a", limits, 40, 0.0)
-    (use,) = uses = ledger.take(0.0)
-    ledger.spend("a", limits, 30, 0.0)
-    ledger.absorb(uses, {"a": SharedUse(0.0, use.tokens + 20, 0)}, 0.0)
-    refused(ledger.spend, "a", limits, 11, 0.0)
-    ledger.spend("a", limits, 10, 0.0)
+    mine = account(None, 100)
+    accounts, tokens = Accounts(KeyAccount, a=mine), mine.tokens
+    tokens.spend(40, 0.0)
+    (use,) = uses = take(accounts)
+    tokens.spend(30, 0.0)
+    absorb(accounts, uses, [SharedUse("a", "tokens", use.amount + 20, 0.0)], 0.0)
+    refused(tokens.spend, 11, 0.0)
+    tokens.spend(10, 0.0)
     # Twice, as after an exchange that failed.
-    assert [ledger.take(0.0)[0].tokens for _ in range(2)] == [40, 40]
+    assert [take(accounts)[0].amount for _ in range(2)] == [40, 40]
 
 
 arrivals = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=80)
@@ -91,31 +93,21 @@ arrivals = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.integers(1,
 def test_the_limit_holds_in_every_window_but_for_what_one_interval_lets_through(steps, limit, every):
     """Three gateways that exchange every so many arrivals: never more than a minute's worth, what drained meanwhile, and what
     the other two let through since the last exchange."""
-    limits = KeyLimits(tokens_per_minute=limit)
-    ledgers = [Ledger() for _ in range(3)]
+    gateways = [Accounts(KeyAccount, a=account(None, limit)) for _ in range(3)]
     shared, shared_at, now = 0.0, 0.0, 0.0
     admitted: list[tuple[float, int]] = []
-    unseen, known = [0, 0, 0], set[int]()
-    excess = 0.0
+    unseen, excess = [0, 0, 0], 0.0
     for number, (gap, at, tokens) in enumerate(steps):
         now += gap
         if number % every == 0:
-            sent = [ledger.take(now) for ledger in ledgers]
-            for uses in sent:
-                for use in uses:
-                    shared = max(0.0, max(0.0, shared - (now - shared_at) * limit / 60) + use.tokens)
-                    shared_at = now
-            for place in known:
-                ledgers[place].absorb(sent[place], {"a": SharedUse(0.0, shared, 0)}, now)
+            sent = [take(each) for each in gateways]
+            for use in itertools.chain(*sent):
+                shared, shared_at = max(0.0, max(0.0, shared - (now - shared_at) * limit / 60) + use.amount), now
+            for each, uses in zip(gateways, sent, strict=True):
+                absorb(each, uses, [SharedUse("a", "tokens", shared, now - shared_at)], now)
             unseen = [0, 0, 0]
-        # A gateway that has no account yet hears of the others before it lets anything through.
-        ledgers[at].account("a", limits, now)
-        if at not in known:
-            known.add(at)
-            drained = max(0.0, shared - (now - shared_at) * limit / 60)
-            ledgers[at].absorb(ledgers[at].take(now), {"a": SharedUse(0.0, drained, 0)}, now)
         with contextlib.suppress(RateLimited):
-            ledgers[at].spend("a", limits, tokens, now)
+            gateways[at]["a"].tokens.spend(tokens, now)
             excess = max(excess, sum(unseen) - unseen[at])
             unseen[at] += tokens
             admitted.append((now, tokens))

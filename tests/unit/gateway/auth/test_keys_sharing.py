@@ -8,8 +8,7 @@ import pytest
 
 from gateway.auth.caller import Caller, KeyLimits
 from gateway.auth.quota import Use
-from gateway.auth.quotas import Quotas
-from gateway.auth.sharing import SharedCounters
+from gateway.auth.quotas import Quotas, SharedCounters
 from gateway.http.errors import RateLimited
 
 CALLER = Caller("team", "team", limits=KeyLimits(5, 1000, 3))
@@ -26,32 +25,30 @@ def store(tmp_path):
         yield made
 
 
-async def admitted(quotas, count):
-    taken = 0
-    for _ in range(count):
-        with contextlib.suppress(RateLimited):
-            await quotas.begin(CALLER)
-            taken += 1
-    return taken
+def left(quotas):
+    return int(dict(quotas.headers(CALLER))[b"x-ratelimit-remaining-requests"])
 
 
-async def test_tokens_are_shared_and_given_back(store):
+async def used(store, kind="requests"):
+    return {each.kind: each.used for each in (await store.exchange("nobody", [], {}, 0.0))[1]}.get(kind)
+
+
+async def test_what_is_used_is_shared_given_back_and_told_to_those_who_have_not_heard(store):
     shared = store()
-    first = (await shared.exchange("g1", [Use("a", 0, 900.0, 0, 0, 60)]))["a"]
-    assert first.tokens == pytest.approx(900, abs=2)
-    second = (await shared.exchange("g2", [Use("a", 0, -500.0, 1, 0, 60)]))["a"]
-    assert second.tokens == pytest.approx(400, abs=2)
-    third = (await shared.exchange("g1", [Use("a", 0, 0.0, 0, 0, 60)]))["a"]
-    assert (third.open_elsewhere, second.open_elsewhere) == (1, 0)
+    at, (first,), _ = await shared.exchange("g1", [Use("a", "tokens", 900.0, 60)], {"a": 2}, 0.0)
+    assert (first.used, first.age_s) == (900, 0)
+    again, (second,), elsewhere = await shared.exchange("g2", [Use("a", "tokens", -500.0, 60)], {}, at)
+    assert second.used == pytest.approx(400, abs=2)
+    assert elsewhere == {"a": 2}
+    assert (await shared.exchange("g1", [], {}, again + 1))[1:] == ([], {})
 
 
 async def test_exchanges_at_once_lose_nothing(store):
     several = [store() for _ in range(4)]
-    await asyncio.gather(
-        *(each.exchange(f"g{number}", [Use("a", 1.0, 0.0, 0, 0, 0)]) for number, each in enumerate(several) for _ in range(25))
-    )
-    total = (await several[0].exchange("g0", [Use("a", 0.0, 0.0, 0, 0, 0)]))["a"]
-    assert total.requests == 100
+    use = Use("a", "requests", 1.0, 1)
+    asked = (each.exchange(f"g{number}", [use], {}, 0.0) for number, each in enumerate(several) for _ in range(25))
+    await asyncio.gather(*asked)
+    assert await used(several[0]) == pytest.approx(100, abs=1)
 
 
 class Slow(SharedCounters):
@@ -61,9 +58,9 @@ class Slow(SharedCounters):
         super().__init__(path)
         self.released, self.broken, self.begun = asyncio.Event(), broken, 0
 
-    async def exchange(self, gateway, uses):
+    async def exchange(self, *asked):
         self.begun += 1
-        shared = {} if self.broken else await super().exchange(gateway, uses)
+        shared = None if self.broken else await super().exchange(*asked)
         await self.released.wait()
         if self.broken:
             raise sqlite3.OperationalError("no")
@@ -74,42 +71,48 @@ async def test_a_store_that_fails_leaves_each_to_itself(store, caplog):
     slow, other = store(Slow, True), store()
     slow.released.set()
     quotas = Quotas("g1", slow)
-    assert await admitted(quotas, 4) == 3
+    await quotas.start()
+    with contextlib.ExitStack() as requests:
+        for _ in range(3):
+            requests.enter_context(quotas.counted(CALLER))
+        with pytest.raises(RateLimited, match="concurrent"):
+            requests.enter_context(quotas.counted(CALLER))
+        while slow.begun < 3:
+            await asyncio.sleep(0.01)
     assert len([each for each in caplog.records if "not shared" in each.message]) == 1
     slow.broken = False
-    quotas.start()
-    while (await other.exchange("g2", [Use("team", 0, 0, 0, 0, 0)]))["team"].requests < 2.5:
+    while (await used(other) or 0) < 2.5:
         await asyncio.sleep(0.01)
     await quotas.close()
 
 
-@pytest.mark.parametrize("broken", [False, True])
-async def test_a_burst_of_an_idle_key_waits_for_one_exchange(store, broken):
-    slow = store(Slow, broken)
-    quotas = Quotas("g1", slow)
-    burst = [asyncio.create_task(quotas.begin(CALLER)) for _ in range(3)]
-    while not slow.begun:
-        await asyncio.sleep(0)
-    slow.released.set()
-    await asyncio.gather(*burst)
-    assert slow.begun == 1
-    await quotas.close()
+async def test_a_gateway_knows_from_its_start_what_others_count(store):
+    first, second = (Quotas(f"g{number}", store()) for number in range(2))
+    await first.start()
+    with first.counted(CALLER), first.counted(CALLER):
+        await first.close()
+    await second.start()
+    assert left(second) == 3
+    with second.counted(CALLER), pytest.raises(RateLimited, match="concurrent"), second.counted(CALLER):
+        pass
+    await second.close()
 
 
 async def test_the_end_counts_nothing_twice(store):
     slow, other = store(Slow), store()
     quotas = Quotas("g1", slow)
     slow.released.set()
-    await quotas.begin(CALLER)
+    await quotas.start()
+    with quotas.counted(CALLER):
+        pass
     slow.released.clear()
-    quotas.start()
     while slow.begun < 2:
         await asyncio.sleep(0.01)
     closing = asyncio.create_task(quotas.close())
     await asyncio.sleep(0)
     slow.released.set()
     await closing
-    assert (await other.exchange("g2", [Use("team", 0, 0, 0, 0, 0)]))["team"].requests == pytest.approx(1, abs=0.5)
+    assert await used(other) == pytest.approx(1, abs=0.5)
 
 
 def test_a_file_that_is_no_database_is_named(tmp_path):

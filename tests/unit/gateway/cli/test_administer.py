@@ -6,6 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from backend.config.sources import CommandError
 from backend.coordinator.commands import (
     Add,
     AnyCommand,
@@ -19,7 +20,7 @@ from backend.coordinator.commands import (
     SwapDrafter,
 )
 from backend.fleet import Operation
-from gateway.cli.administer import AdministrationError, parse, run
+from gateway.cli.administer import parse, run
 
 
 @pytest.mark.parametrize(
@@ -64,11 +65,11 @@ def test_an_operation_is_followed_to_its_end() -> None:
 
 
 def test_what_went_wrong_is_said() -> None:
-    with pytest.raises(AdministrationError, match="no room"):
+    with pytest.raises(CommandError, match="no room"):
         said(Done(7, ["x"], 4), ("failed", "no room"))
-    with pytest.raises(AdministrationError, match="does not know operation 4"):
+    with pytest.raises(CommandError, match="does not know operation 4"):
         said(Done(7, ["x"], 4))
-    with pytest.raises(AdministrationError, match=r"not 3 \(fleet version 9\)"):
+    with pytest.raises(CommandError, match=r"not 3 \(fleet version 9\)"):
         said(CommandRefused("version_mismatch", "the fleet is at version 9, not 3", 9))
 
 

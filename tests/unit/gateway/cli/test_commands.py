@@ -24,7 +24,7 @@ from backend.models.resolve import ResolvedModels
 from gateway.auth.key_ring import read_entries
 from gateway.cli import console
 from gateway.cli import main as cli
-from gateway.cli.reload import url_of
+from gateway.cli.preflight import here, url_of
 
 DEMO = ResolvedModels("/t", "/d", "eagle", "demo")
 
@@ -178,7 +178,7 @@ def test_a_fleet_that_listens_everywhere_is_announced_by_a_loopback_name(monkeyp
     monkeypatch.setattr(cli, "run_gateway", lambda settings, info, handle, announce, *_: announce("https://0.0.0.0:8000"))
     assert cli.main(["serve"]) == 0
     fleet.announce.assert_called_once_with("https://127.0.0.1:8000")
-    assert console.here("http://[::]:8000") == "http://[::1]:8000"
+    assert here("http://[::]:8000") == "http://[::1]:8000"
 
 
 @pytest.mark.parametrize(
