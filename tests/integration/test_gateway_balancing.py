@@ -8,7 +8,7 @@ import pytest
 
 from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
-from backend.routing.balance import MoveLimits
+from backend.routing import balance
 from tests.support.fake_verifier import FakeVerifier, eventually, stall
 from tests.support.running_gateway import COMPLETION, running_gateway
 
@@ -27,8 +27,7 @@ def report(verifier: FakeVerifier, running: int, looks: int) -> None:
 async def crowded(tmp_path, interval_s, dwell_s=0.0):
     """One verifier with all the requests, and one that has just come."""
     body = {**COMPLETION, "stream": True, "max_tokens": 200}
-    limits = MoveLimits(moves=2, dwell_s=dwell_s)
-    with mock.patch("gateway.fleet.balancing.MoveLimits", return_value=limits):
+    with mock.patch.multiple(balance, MOVES=2, DWELL_S=dwell_s):
         async with running_gateway(balance_interval_s=interval_s) as running:
             running.verifier.behaviour = stall
             streams = [asyncio.ensure_future(running.http.post("/v1/completions", json=body)) for _ in range(REQUESTS)]
