@@ -19,7 +19,7 @@ or all verifiers of that drafter together lose more than `min_gain`.
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from backend.coordinator.assignment import Pair, Situation, VerifierLoad
 from backend.fleet.speed import Speed
@@ -36,25 +36,18 @@ MOVES = 8
 """Most moves in one decision."""
 
 
-@dataclass(frozen=True)
-class WaterFilling:
-    """The rule described in the module's docstring.  It has no state of its own."""
-
-    min_gain: float = 0.05
-    min_dwell_s: float = 5.0
-
-    def decide(self, situation: Situation) -> set[Pair]:
-        """The pairs to be bound from now on.  Only fit members are part of one, and pins are kept."""
-        fleet = Assigning(situation)
-        if situation.verifiers and situation.drafters:
-            bound_before = situation.now - self.min_dwell_s
-            fleet.place()
-            for _ in range(MOVES):
-                if not fleet.move(self.min_gain, bound_before):
-                    break
-            fleet.share(self.min_gain)
-            fleet.stop_needless_sharing(bound_before)
-        return {(verifier, drafter) for verifier, served in fleet.of_verifier.items() for drafter in served}
+def decide(situation: Situation, min_gain: float = 0.05, min_dwell_s: float = 5.0) -> set[Pair]:
+    """The pairs to be bound from now on.  Only fit members are part of one, and pins are kept."""
+    fleet = Assigning(situation)
+    if situation.verifiers and situation.drafters:
+        bound_before = situation.now - min_dwell_s
+        fleet.place()
+        for _ in range(MOVES):
+            if not fleet.move(min_gain, bound_before):
+                break
+        fleet.share(min_gain)
+        fleet.stop_needless_sharing(bound_before)
+    return {(verifier, drafter) for verifier, served in fleet.of_verifier.items() for drafter in served}
 
 
 class Assigning:
