@@ -5,17 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.commands import Answer, AnyCommand
 from backend.fleet import FleetSnapshot, Member
-from gateway.http.errors import NoCoordinator
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -80,10 +76,10 @@ class CoordinatorDirectory:
         return answer
 
     async def look(self) -> FleetSnapshot:
-        return await _reached(self._handle.snapshot)
+        return await asyncio.to_thread(self._handle.snapshot)
 
     async def submit(self, command: AnyCommand) -> Answer:
-        return await _reached(self._handle.submit, command)
+        return await asyncio.to_thread(self._handle.submit, command)
 
     def _ask(self) -> FleetSnapshot:
         if self._member is not None:
@@ -92,11 +88,3 @@ class CoordinatorDirectory:
             if not orders.known:
                 self._handle.register(member)
         return self._handle.snapshot()
-
-
-async def _reached(call: Callable[..., T], *arguments: Any) -> T:
-    """Makes the call in a thread.  Raises `NoCoordinator`, which a client may see."""
-    try:
-        return await asyncio.to_thread(call, *arguments)
-    except CoordinatorUnavailable as error:
-        raise NoCoordinator from error
