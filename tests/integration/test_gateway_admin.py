@@ -12,7 +12,7 @@ from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.commands import Answer, AnyCommand, Assign, CommandRefused, Done, Drain
 from backend.fleet import Draining, FleetSnapshot, Operation
 from gateway.auth.access import FORWARDED
-from gateway.fleet.directory import CoordinatorDirectory
+from gateway.fleet.directory import Directory
 from tests.integration.test_gateway_streams import events
 from tests.support.fake_verifier import count_up, eventually, stall
 from tests.support.running_gateway import COMPLETION, Running, running_gateway
@@ -122,7 +122,7 @@ async def test_operations_are_shown(running: Running):
 
 async def test_a_coordinator_that_is_away_is_said_to_be(running: Running):
     away = Mock(submit=Mock(side_effect=CoordinatorUnavailable("gone")))
-    running.directory.submit = CoordinatorDirectory(away).submit  # type: ignore[method-assign]
+    running.directory.submit = Directory(away).submit  # type: ignore[method-assign]
     answer = await running.http.post("/admin/drain", json={"member": "v"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "coordinator_unavailable")
     assert "gone" not in answer.text

@@ -7,7 +7,7 @@ import msgspec
 
 from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet import FleetSnapshot, Member
-from gateway.fleet.directory import CoordinatorDirectory
+from gateway.fleet.directory import Directory
 from tests.integration.test_gateway_streams import events
 from tests.support.fake_verifier import FakeVerifier, StaticDirectory, eventually, stall
 from tests.support.running_gateway import COMPLETION, running_gateway
@@ -142,7 +142,7 @@ async def test_the_coordinator_directory_keeps_its_own_membership():
 
     handle = Handle()
     member = Member("gateway-0", "gateway", "i", "", "", "node", 1, "demo", "ready")
-    directory = CoordinatorDirectory(cast(CoordinatorHandle, handle), member)
+    directory = Directory(cast(CoordinatorHandle, handle), member)
     for _ in range(2):
         assert (await directory.snapshot()).version == 1
     report = ("report", "gateway-0", "i", None, "ready")
