@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from backend.config import REMOTE_MODES, Settings
 from backend.coordinator.administration import Administration
 from backend.coordinator.commands import Answer, AnyCommand
-from backend.coordinator.messages import CoordinatorUnavailable, FleetInfo, OperationProgress, Report
+from backend.coordinator.messages import CoordinatorUnavailable, FleetInfo, Report
 from backend.coordinator.policy import Coordinator
 from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Operation, Orders, VerifierStats
 from backend.transport import ServerKeys
@@ -70,7 +70,7 @@ class CoordinatorActor:
 
     def progress(self, payload: bytes | None) -> bytes:
         if payload is not None:
-            self._administration.progress(msgspec.msgpack.decode(payload, type=OperationProgress))
+            self._administration.progress(msgspec.msgpack.decode(payload, type=Operation))
         return _encode(self._administration.next_operation())
 
     def snapshot(self) -> bytes:
@@ -161,8 +161,8 @@ class CoordinatorHandle:
         answer: Answer = msgspec.msgpack.decode(self._call("submit", _encode(command)), type=Answer)
         return answer
 
-    def progress(self, report: OperationProgress | None = None) -> Operation | None:
-        """For the launcher: reports on an operation, if one is given, and returns the operation to work on."""
+    def progress(self, report: Operation | None = None) -> Operation | None:
+        """For the launcher: reports how an operation stands, if one is given, and returns the operation to work on."""
         payload = None if report is None else _encode(report)
         return msgspec.msgpack.decode(self._call("progress", payload), type=Operation | None)
 

@@ -24,7 +24,6 @@ from backend.coordinator.commands import (
     Resume,
     SwapDrafter,
 )
-from backend.coordinator.messages import OperationProgress
 from backend.coordinator.policy import Coordinator
 from backend.fleet import FleetSnapshot, MemberKind, MemberView, Operation
 
@@ -77,13 +76,11 @@ class Administration:
         """The operation that the launcher has to work on: the running one, or else the oldest that waits."""
         return next((each for each in self._operations.values() if each.state in ("running", "waiting")), None)
 
-    def progress(self, report: OperationProgress) -> None:
-        """Takes the launcher's report on an operation.  Ignored if the operation is not known any more."""
-        known = self._operations.get(report.operation)
-        if known is None:
+    def progress(self, report: Operation) -> None:
+        """Takes an operation as the launcher reports it.  Ignored if the operation is not known any more."""
+        if report.id not in self._operations:
             return
-        members = known.members if report.members is None else report.members
-        self._operations[known.id] = msgspec.structs.replace(known, state=report.state, note=report.note, members=members)
+        self._operations[report.id] = report
         ended = [each.id for each in self._operations.values() if each.state in ("done", "failed")]
         for old in ended[: max(len(ended) - KEPT, 0)]:
             del self._operations[old]

@@ -3,7 +3,7 @@
 import msgspec
 
 from backend.config.sources import CommandError
-from backend.fleet import DrafterStats, MemberState, OperationState, VerifierStats
+from backend.fleet import DrafterStats, MemberState, VerifierStats
 from backend.models.resolve import ResolvedModels
 from backend.transport.sockets import ServerKeys
 
@@ -32,13 +32,3 @@ class Report(msgspec.Struct, frozen=True):
     drafter: DrafterStats | None = None
     seen_version: int = 0
     """From a gateway: the version of the snapshot that it acts on."""
-
-
-class OperationProgress(msgspec.Struct, frozen=True):
-    """The launcher's report on an operation."""
-
-    operation: int
-    state: OperationState
-    note: str
-    members: list[str] | None = None
-    """Set if the launcher has chosen the operation's members (`add`)."""

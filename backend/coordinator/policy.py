@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from backend.coordinator.assignment import Pair, Situation
+from backend.coordinator.assignment import Pair, Situation, VerifierLoad
 from backend.coordinator.messages import Report
-from backend.coordinator.rates import VerifierRates
-from backend.coordinator.water_filling import WaterFilling
+from backend.coordinator.water_filling import decide
 from backend.fleet import (
     Assignment,
     DrafterRef,
@@ -66,7 +65,7 @@ class MemberEntry:
     seen_version: int = 0
     verifier: VerifierStats | None = None
     drafter: DrafterStats | None = None
-    rates: VerifierRates = field(default_factory=VerifierRates)
+    load: VerifierLoad = field(default_factory=VerifierLoad)
     """Verifiers only."""
 
 
@@ -76,7 +75,6 @@ class Coordinator:
 
     lease_s: float = LEASE_S
     first_version: int = 0
-    rule: WaterFilling = field(default_factory=WaterFilling)
     pins: dict[str, list[str]] = field(default_factory=dict, init=False)
     """The pins in force: drafter -> verifiers."""
     counters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(COUNTED, 0), init=False)
@@ -139,7 +137,7 @@ class Coordinator:
             self._next_expiry = min(self._next_expiry, now + self._lease_of(entry))
         if sent.verifier is not None:
             entry.verifier = sent.verifier
-            entry.rates.observe(sent.verifier, now)
+            entry.load.observe(sent.verifier, now)
         if sent.drafter is not None:
             entry.drafter = sent.drafter
         self.tick(now)
@@ -200,7 +198,7 @@ class Coordinator:
     def situation(self, now: float) -> Situation:
         """All that a decision at `now` depends on."""
         fit = [(key, each) for key, each in sorted(self._entries.items()) if each.state == "ready" and key not in self._drains]
-        verifiers = {key: entry.rates.load for key, entry in fit if entry.member.kind == "verifier"}
+        verifiers = {key: entry.load for key, entry in fit if entry.member.kind == "verifier"}
         drafters = {key: each.drafter.speed if each.drafter else None for key, each in fit if each.member.kind == "drafter"}
         return Situation(now, verifiers, drafters, self._since, self.pins)
 
@@ -237,7 +235,7 @@ class Coordinator:
         self._decided_at, self._is_dirty = now, False
         self.counters["decisions"] += 1
         situation = self.situation(now)
-        wanted = self.rule.decide(situation)
+        wanted = decide(situation)
         for pair in sorted(self._since.keys() - wanted):
             self.counters["reassignments"] += pair[0] in situation.verifiers and pair[1] in situation.drafters
             self._unbind(pair)

@@ -19,7 +19,7 @@ or all verifiers of that drafter together lose more than `min_gain`.
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from backend.coordinator.assignment import Pair, Situation, VerifierLoad
 from backend.fleet.speed import Speed
@@ -36,25 +36,18 @@ MOVES = 8
 """Most moves in one decision."""
 
 
-@dataclass(frozen=True)
-class WaterFilling:
-    """The rule described in the module's docstring.  It has no state of its own."""
-
-    min_gain: float = 0.05
-    min_dwell_s: float = 5.0
-
-    def decide(self, situation: Situation) -> set[Pair]:
-        """The pairs to be bound from now on.  Only fit members are part of one, and pins are kept."""
-        fleet = Assigning(situation)
-        if situation.verifiers and situation.drafters:
-            bound_before = situation.now - self.min_dwell_s
-            fleet.place()
-            for _ in range(MOVES):
-                if not fleet.move(self.min_gain, bound_before):
-                    break
-            fleet.share(self.min_gain)
-            fleet.stop_needless_sharing(bound_before)
-        return {(verifier, drafter) for verifier, served in fleet.of_verifier.items() for drafter in served}
+def decide(situation: Situation, min_gain: float = 0.05, min_dwell_s: float = 5.0) -> set[Pair]:
+    """The pairs to be bound from now on.  Only fit members are part of one, and pins are kept."""
+    fleet = Assigning(situation)
+    if situation.verifiers and situation.drafters:
+        bound_before = situation.now - min_dwell_s
+        fleet.place()
+        for _ in range(MOVES):
+            if not fleet.move(min_gain, bound_before):
+                break
+        fleet.share(min_gain)
+        fleet.stop_needless_sharing(bound_before)
+    return {(verifier, drafter) for verifier, served in fleet.of_verifier.items() for drafter in served}
 
 
 class Assigning:
@@ -123,15 +116,11 @@ class Assigning:
         return [slowest, may] if len(may) > 1 else [may] if may else []
 
     def _gain(self, giver: str, taker: str, leaving: list[str]) -> tuple[float, float]:
-        """The gain of a move, and the present speed of both verifiers.  A giver of its last drafter will share the taker's."""
-        giver_held, taker_held = self._held[giver], self._held[taker] + sum(self._capacity[each] for each in leaving)
-        now = self._worth(giver, giver_held) + self._worth(taker, self._held[taker])
-        less = giver_held - sum(self._part(giver, each) for each in leaving)
-        if len(leaving) == len(self.of_verifier[giver]):
-            busy = self._loads[taker].requests / (self._loads[taker].requests + self._loads[giver].requests)
-            less = 1 / (1 + busy) if self._worth(giver, 1 / (1 + busy)) > self._worth(giver, 0.0) else 0.0
-            taker_held -= 1 - 1 / (2 - busy) if less else 0.0
-        return self._worth(giver, less) + self._worth(taker, taker_held) - now, now
+        """The gain of a move, and the present speed of both verifiers."""
+        now = self._total((giver, taker))
+        less = self._held[giver] - sum(self._part(giver, each) for each in leaving)
+        more = self._held[taker] + sum(self._capacity[each] for each in leaving)
+        return self._worth(giver, less) + self._worth(taker, more) - now, now
 
     def share(self, most_lost: float) -> None:
         """Has verifiers without a drafter share one, those with the most requests first."""

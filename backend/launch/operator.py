@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import ray
 import ray.exceptions
 
 from backend.coordinator import CoordinatorUnavailable
-from backend.coordinator.messages import OperationProgress
-from backend.fleet import FleetSnapshot, Operation
+from backend.fleet import FleetSnapshot, Operation, OperationState
 from backend.launch.emptying import Emptying
 from backend.launch.plan import LaunchError
 from backend.launch.processes import Started, cause
@@ -56,6 +56,8 @@ class Operator:
         self._standing = Standing()
         self._looked_at: dict[str, float] = {}
         """When each absent member was last looked at."""
+        self._reported: Operation
+        """The operation under way, as reported last."""
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="operator", daemon=True)
 
@@ -82,17 +84,18 @@ class Operator:
 
     def _carry_out(self, operation: Operation) -> None:
         steps = {"add": self._add, "remove": self._remove, "restart": self._restart, "swap-drafter": self._swap}
-        self._tell(operation, "begun")
+        self._reported = operation
+        self._tell("begun")
         try:
             note = steps[operation.kind](operation)
         except LaunchError as error:
-            self._end(operation, False, str(error))
+            self._end("failed", str(error))
         except (ray.exceptions.RayError, ValueError) as error:
             # One failed operation must not end the operator.
             logger.exception("operation %d (%s) failed", operation.id, operation.kind)
-            self._end(operation, False, cause(error))
+            self._end("failed", cause(error))
         else:
-            self._end(operation, True, note)
+            self._end("done", note)
 
     # The operations; each returns the note that is printed at its end.
 
@@ -103,7 +106,7 @@ class Operator:
             for _ in operation.members:
                 started.append(self._fleet.add(operation.add))
                 names = [member.member_id for member in started]
-                self._tell(operation, f"starting {', '.join(names)}", names)
+                self._tell(f"starting {', '.join(names)}", members=names)
                 if started[-1].plan.may_share(started[-1].plan):
                     self._wait_ready(started)  # the next one would count the memory that this one still takes
             self._wait_ready(started)
@@ -126,7 +129,7 @@ class Operator:
             plan = self._own(member_id).plan
             try:
                 self._empty(operation, member_id)
-                self._tell(operation, f"starting {member_id} again")
+                self._tell(f"starting {member_id} again")
                 self._fleet.end(member_id, keep_room=True)
                 self._wait_ready([self._fleet.start(plan)])
             finally:
@@ -136,7 +139,7 @@ class Operator:
 
     def _swap(self, operation: Operation) -> str:
         (member_id,) = operation.members
-        self._tell(operation, "loading the head")
+        self._tell("loading the head")
         refusal = ray.get(self._own(member_id).actor.swap_head.remote(operation.path), timeout=SWAP_TIMEOUT_S)
         if refusal:
             raise LaunchError(f"{member_id} keeps its head: {refusal}")
@@ -147,7 +150,7 @@ class Operator:
     def _empty(self, operation: Operation, member_id: str) -> None:
         """Drains a member; returns when it has nothing left to do, or with `force` at the operation's deadline."""
         self._own(member_id)
-        self._tell(operation, f"draining {member_id}")
+        self._tell(f"draining {member_id}")
         migrate_after_s = 0.0 if operation.migrate else operation.deadline_s
         self._patiently(lambda: self._coordinator.drain(member_id, migrate_after_s))
         emptying = Emptying(member_id, self._patiently(self._coordinator.snapshot).version)
@@ -156,7 +159,7 @@ class Operator:
             snapshot = self._patiently(self._remind)
             if emptying.is_over(snapshot, time.monotonic()) or (operation.force and time.monotonic() > deadline):
                 return
-            self._tell(operation, f"draining {member_id}: {emptying.requests(snapshot)} requests left")
+            self._tell(f"draining {member_id}: {emptying.requests(snapshot)} requests left")
             if self._stopping.wait(POLL_S):
                 raise _Stopped
 
@@ -208,10 +211,12 @@ class Operator:
             except (LaunchError, ray.exceptions.RayError, ValueError) as error:
                 self._say(f"{member_id} cannot be started again: {cause(error)}")
 
-    def _tell(self, operation: Operation, note: str, members: list[str] | None = None) -> None:
+    def _tell(self, note: str, **changes: Any) -> None:
+        self._reported = msgspec.structs.replace(self._reported, state="running", note=note, **changes)
         with contextlib.suppress(CoordinatorUnavailable):
-            self._coordinator.progress(OperationProgress(operation.id, "running", note, members))
+            self._coordinator.progress(self._reported)
 
-    def _end(self, operation: Operation, done: bool, note: str) -> None:
-        self._say(note if done else f"{operation.kind}: {note}")
-        self._patiently(lambda: self._coordinator.progress(OperationProgress(operation.id, "done" if done else "failed", note)))
+    def _end(self, state: OperationState, note: str) -> None:
+        self._say(note if state == "done" else f"{self._reported.kind}: {note}")
+        ended = msgspec.structs.replace(self._reported, state=state, note=note)
+        self._patiently(lambda: self._coordinator.progress(ended))

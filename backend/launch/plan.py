@@ -85,18 +85,11 @@ class FleetPlan:
         taken = {other.member_id for other in others}
         member_id = next(name for i in count() if (name := f"{kind}-{i}") not in taken)
         used = Counter(core for other in others for core in other.cores)
-        cores = sorted(self.hardware.cores, key=lambda core: (used[core], core))
-        return self.member(member_id, kind, sorted(cores[: self.cores_bound(kind)]))
-
-    def cores_bound(self, kind: MemberKind) -> int:
-        """CPU cores to which one member of this kind is bound."""
-        return _cores_wanted(self.settings, self.models, self.hardware, kind) if self.hardware.local else 0
-
-    def member(self, member_id: str, kind: MemberKind, cores: list[int]) -> MemberPlan:
-        """Plans the member of that name on these cores."""
+        free_first = sorted(self.hardware.cores, key=lambda core: (used[core], core))
         settings, local = self.settings, self.hardware.local
         own = settings.verifier if kind == "verifier" else settings.drafting
         cpus = _cores_wanted(settings, self.models, self.hardware, kind)
+        cores = sorted(free_first[:cpus]) if local else []
         threads = len(cores) or cpus
         if kind == "verifier" and threads:
             threads = max(threads // settings.verifier.tensor_parallel, 1)
@@ -128,14 +121,13 @@ def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime
     notes: list[str] = []
     filled, verifier_gpus = _fill(settings, models, hardware, verifiers, drafters, notes)
     fleet = FleetPlan(filled, models, hardware, runtime_dir, verifier_gpus, notes)
-    names: list[tuple[str, MemberKind]] = [(f"verifier-{i}", "verifier") for i in range(verifiers)]
-    names += [(f"drafter-{i}", "drafter") for i in range(drafters)]
-    counts = [fleet.cores_bound(kind) for _, kind in names]
-    for (member_id, kind), cores in zip(names, share_cores(hardware.cores, counts), strict=True):
-        fleet.members.append(fleet.member(member_id, kind, cores))
+    kinds: list[MemberKind] = ["verifier"] * verifiers + ["drafter"] * drafters
+    for kind in kinds:
+        fleet.members.append(fleet.further(kind, fleet.members))
     bound = [f"{each.member_id} {','.join(map(str, each.cores))}" for each in fleet.members if each.cores]
     if bound:
-        wanted, there = sum(counts), len(hardware.cores)
+        wanted = sum(_cores_wanted(filled, models, hardware, kind) for kind in kinds)
+        there = len(hardware.cores)
         shared = f" (shared: {wanted} wanted, {there} available)" if wanted > there else ""
         notes.append(f"CPU cores: {'; '.join(bound)}{shared}")
     return fleet
@@ -190,21 +182,6 @@ def _cores_wanted(settings: Settings, models: ResolvedModels, hardware: Hardware
     if kind == "verifier":
         return 0 if hardware.gpus else max(settings.verifier.cores, settings.verifier.tensor_parallel)
     return 0 if settings.drafting.gpus or not models.has_weights else settings.drafting.cores
-
-
-def share_cores(available: Sequence[int], counts: Sequence[int]) -> list[list[int]]:
-    """`counts[i]` cores for process i: different cores until all are in use, then from the first core again.
-
-    >>> share_cores([0, 1, 2], [1, 1, 2])
-    [[0], [1], [0, 2]]
-    """
-    result = []
-    position = 0
-    for wanted in counts:
-        share = min(wanted, len(available))
-        result.append(sorted(available[(position + i) % len(available)] for i in range(share)))
-        position += share
-    return result
 
 
 def share_gpus(gpus: int, verifiers: int, drafters: int) -> tuple[float, float]:

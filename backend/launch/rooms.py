@@ -8,8 +8,9 @@ The launcher's process: the main thread until the fleet serves, then the operato
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import ray
@@ -69,36 +70,36 @@ def arrange(members: Sequence[MemberPlan], placement: Literal["spread", "near", 
 
 
 @dataclass
-class _Reserved:
-    """One placement group.  `occupants[i]` is the member in bundle i, None after it was removed."""
+class _Room:
+    """One bundle of a placement group."""
 
     group: Any
-    bundles: list[dict[str, float]]
-    occupants: list[str | None]
+    number: int
+    bundle: dict[str, float]
+    occupant: str | None
+    """The member in it; None after it was removed."""
 
 
 class ReservedBundles:
     """The reserved bundles of a joined cluster, one per member."""
 
     def __init__(self) -> None:
-        self._reserved: list[_Reserved] = []
+        self._rooms: list[_Room] = []
 
     def reserve(self, groups: Sequence[Group], timeout_s: float = RESERVE_TIMEOUT_S) -> None:
         """Reserves all these groups; raises `LaunchError`, and reserves none, when one does not fit."""
-        made: list[_Reserved] = []
+        made: list[Any] = []
         try:
             for group in groups:
-                bundles = [needs(member) for member in group.members]
-                handle = placement_group(bundles, strategy=group.strategy)
-                made.append(_Reserved(handle, bundles, [member.member_id for member in group.members]))
-            for group, reserved in zip(groups, made, strict=True):
-                if not reserved.group.wait(timeout_s):
+                made.append(placement_group([needs(member) for member in group.members], strategy=group.strategy))
+            for group, handle in zip(groups, made, strict=True):
+                if not handle.wait(timeout_s):
                     raise LaunchError(_no_room(group))
         except BaseException:
-            for reserved in made:
-                _remove(reserved)
+            _remove(made)
             raise
-        self._reserved += made
+        for group, handle in zip(groups, made, strict=True):
+            self._rooms += [_Room(handle, i, needs(member), member.member_id) for i, member in enumerate(group.members)]
 
     def check(self, member: MemberPlan) -> None:
         """Raises `LaunchError` if Ray has no room for one more such member; reserves nothing."""
@@ -110,42 +111,35 @@ class ReservedBundles:
 
         A member without a bundle takes the first vacant one that is large enough, or a new one.  Raises `LaunchError`.
         """
-        if (found := self._room_of(member)) is None:
+        own = (each for each in self._rooms if each.occupant == member.member_id)
+        vacant = (each for each in self._rooms if each.occupant is None and fits(member, each.bundle))
+        room = next(chain(own, vacant), None)
+        if room is None:
             self.reserve([Group("PACK", (member,))])
-            found = self._reserved[-1], 0
-        reserved, number = found
-        reserved.occupants[number] = member.member_id
+            room = self._rooms[-1]
+        room.occupant = member.member_id
         return PlacementGroupSchedulingStrategy(
-            reserved.group, placement_group_bundle_index=number, placement_group_capture_child_tasks=False
+            room.group, placement_group_bundle_index=room.number, placement_group_capture_child_tasks=False
         )
 
     def vacate(self, member_id: str) -> None:
         """Frees the bundle of a removed member.  A group without members is given back to the cluster."""
-        for reserved in self._reserved:
-            reserved.occupants = [None if occupant == member_id else occupant for occupant in reserved.occupants]
-        for empty in [each for each in self._reserved if not any(each.occupants)]:
-            self._reserved.remove(empty)
-            _remove(empty)
+        for room in self._rooms:
+            if room.occupant == member_id:
+                room.occupant = None
+        inhabited = {room.group for room in self._rooms if room.occupant is not None}
+        _remove({room.group for room in self._rooms} - inhabited)
+        self._rooms = [room for room in self._rooms if room.group in inhabited]
 
     def close(self) -> None:
-        for reserved in self._reserved:
-            _remove(reserved)
-        self._reserved.clear()
-
-    def _room_of(self, member: MemberPlan) -> tuple[_Reserved, int] | None:
-        vacant = None
-        for reserved in self._reserved:
-            for number, occupant in enumerate(reserved.occupants):
-                if occupant == member.member_id:
-                    return reserved, number
-                if occupant is None and vacant is None and fits(member, reserved.bundles[number]):
-                    vacant = reserved, number
-        return vacant
+        _remove({room.group for room in self._rooms})
+        self._rooms.clear()
 
 
-def _remove(reserved: _Reserved) -> None:
-    with contextlib.suppress(ray.exceptions.RayError, ValueError):
-        remove_placement_group(reserved.group)
+def _remove(groups: Iterable[Any]) -> None:
+    for group in groups:
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            remove_placement_group(group)
 
 
 def _no_room(group: Group) -> str:

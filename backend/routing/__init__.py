@@ -1,1 +1,1 @@
-"""Decides where requests go (`choosing.py`, `affinity.py`), and which move to another verifier (`balance.py`).  Pure."""
+"""Decides where requests go (`choosing.py`), and which move to another verifier (`balance.py`).  Pure."""

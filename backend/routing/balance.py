@@ -10,10 +10,17 @@ tokens, for which all requests at the new verifier wait.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from backend.fleet import VerifierStats
-from backend.fleet.speed import Speed, mean_speed
+from backend.fleet.speed import Speed
+
+MOVES = 4
+"""Most requests moved in one decision."""
+DWELL_S = 10.0
+"""Seconds that a request stays at a verifier at least."""
+GAP = 1.25
+"""The slow verifier must take this many times as long per token as the fast one."""
+GAIN = 2.0
+"""A move must gain more than this many times its cost."""
 
 
 @dataclass(frozen=True)
@@ -41,45 +48,6 @@ class BalancingLoad:
         return requests * self.seconds_per_token(requests)
 
 
-class Reported(NamedTuple):
-    """A verifier's latest report, and its fixed properties."""
-
-    id: str
-    stats: VerifierStats
-    kv_tokens: int
-    """Size of its KV cache in tokens."""
-    takes_requests: bool = True
-
-
-def reported_loads(reported: Sequence[Reported], slots: int) -> list[BalancingLoad]:
-    """The loads of all these verifiers, each with `slots` slots; empty before the first of them has measured steps.
-
-    A verifier without measurements is taken to be as fast as the others on average.
-    """
-    usual = mean_speed([each.stats.speed for each in reported if each.stats.speed is not None])
-    prefill = _prefill([each.stats for each in reported])
-    if usual is None or prefill is None:
-        return []
-    return [
-        BalancingLoad(
-            id=name,
-            requests=stats.running + stats.waiting,
-            speed=stats.speed or usual,
-            prefill_tokens_per_s=_prefill([stats]) or prefill,
-            slots=slots,
-            free_tokens=int((1 - stats.kv_usage) * kv_tokens),
-            takes_requests=takes_requests,
-        )
-        for name, stats, kv_tokens, takes_requests in reported
-    ]
-
-
-def _prefill(stats: Sequence[VerifierStats]) -> float | None:
-    """Prompt tokens computed per second, over all of these verifiers; None before the first."""
-    tokens, seconds = sum(each.prefill_tokens for each in stats), sum(each.prefill_s for each in stats)
-    return tokens / seconds if tokens and seconds > 0 else None
-
-
 @dataclass(frozen=True)
 class Movable:
     """A request that may be moved."""
@@ -95,20 +63,6 @@ class Movable:
 
 
 @dataclass(frozen=True)
-class MoveLimits:
-    """Limits that keep requests from moving too often."""
-
-    moves: int = 4
-    """Most requests moved in one decision."""
-    dwell_s: float = 10.0
-    """Seconds that a request stays at a verifier at least."""
-    gap: float = 1.25
-    """The slow verifier must take this many times as long per token as the fast one."""
-    gain: float = 2.0
-    """A move must gain more than this many times its cost."""
-
-
-@dataclass(frozen=True)
 class Move:
     """One request to move, with its predicted gain and cost in request-seconds."""
 
@@ -119,13 +73,13 @@ class Move:
     cost_s: float
 
 
-def plan_moves(loads: Sequence[BalancingLoad], movables: Sequence[Movable], limits: MoveLimits, now: float) -> list[Move]:
+def plan_moves(loads: Sequence[BalancingLoad], movables: Sequence[Movable], now: float) -> list[Move]:
     """The moves that pay now, all from the slowest verifier to the fastest; empty if there are none.
 
     `loads` include requests of other gateways.  The order within the arguments does not matter.
     """
     at_rest = sorted(
-        (each for each in movables if now - each.placed_at >= limits.dwell_s and each.remaining > 0), key=lambda each: each.id
+        (each for each in movables if now - each.placed_at >= DWELL_S and each.remaining > 0), key=lambda each: each.id
     )
     pair = _widest_gap(loads, {each.verifier_id for each in at_rest})
     if pair is None:
@@ -134,10 +88,10 @@ def plan_moves(loads: Sequence[BalancingLoad], movables: Sequence[Movable], limi
     candidates = [each for each in at_rest if each.verifier_id == slow.id]
     n, m, room = slow.requests, fast.requests, fast.free_tokens
     moves: list[Move] = []
-    while candidates and len(moves) < limits.moves and _still_apart(slow, n, fast, m, limits.gap):
+    while candidates and len(moves) < MOVES and _still_apart(slow, n, fast, m):
         per_token = slow.seconds(n) - slow.seconds(n - 1) - (fast.seconds(m + 1) - fast.seconds(m))
         priced = [(_price(each, per_token, m, fast), each) for each in candidates if each.tokens + each.remaining <= room]
-        worth = [(gain - cost, gain, cost, each) for (gain, cost), each in priced if gain > limits.gain * cost]
+        worth = [(gain - cost, gain, cost, each) for (gain, cost), each in priced if gain > GAIN * cost]
         if not worth:
             break
         _, gain, cost, best = max(worth, key=lambda each: (each[0], each[3].id))
@@ -164,12 +118,12 @@ def _widest_gap(loads: Sequence[BalancingLoad], sources: set[str]) -> tuple[Bala
     return (slow, fast) if fast is not None else None
 
 
-def _still_apart(slow: BalancingLoad, n: int, fast: BalancingLoad, m: int, gap: float) -> bool:
+def _still_apart(slow: BalancingLoad, n: int, fast: BalancingLoad, m: int) -> bool:
     """Whether one more move leaves the slow verifier slower.  Otherwise the next decision would move requests back."""
     if n < 1:
         return False
     after = fast.seconds_per_token(m + 1)
-    return slow.seconds_per_token(n) > gap * after and (n == 1 or slow.seconds_per_token(n - 1) >= after)
+    return slow.seconds_per_token(n) > GAP * after and (n == 1 or slow.seconds_per_token(n - 1) >= after)
 
 
 def _price(request: Movable, per_token: float, neighbours: int, fast: BalancingLoad) -> tuple[float, float]:

@@ -4,20 +4,23 @@ Runs in the gateway's event loop, once per sequence.  The verifier with the fewe
 unless the setting `affinity` prefers the one that has seen a session, or the beginning of a prompt, before.
 """
 
-from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
 from backend.config.settings import Affinity
 from backend.fleet import VerifierStats
-from backend.routing.affinity import PrefixMap, RecentMap
 
 SLACK = 8
 """A verifier is preferred only while it has at most 8 requests more than the least loaded one: a popular prefix must not fill
 one verifier while others idle."""
 ENTRIES = 65536
 """Most sessions, and most prompt blocks of 16 tokens, that are remembered."""
+BLOCK_TOKENS = 16
+"""Tokens per block, as in vLLM's own prefix cache, which reuses a block whole or not at all."""
+LONGEST_PREFIX_BLOCKS = 512
+"""Only the first 512 blocks of a prompt are compared: 8192 equal tokens are enough to choose a verifier."""
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
@@ -40,8 +43,7 @@ class Choosing:
 
     def prefer(self, affinity: Affinity) -> None:
         """Prefers verifiers so from now on; no sessions and prefixes are known yet."""
-        self._sessions = RecentMap[str](ENTRIES) if affinity in ("session", "both") else None
-        self._prefixes = PrefixMap(ENTRIES) if affinity in ("prefix", "both") else None
+        self._seen = [(keys, Seen(ENTRIES)) for kind, keys in _KEYS.items() if affinity in (kind, "both")]
 
     def choose(self, ask: RoutingRequest, load: Mapping[str, tuple[int, int]]) -> str | None:
         """One of the verifiers in `load` (this gateway's tokens and sequences at each); None: it is empty.
@@ -50,22 +52,20 @@ class Choosing:
         """
         if not load:
             return None
-        chosen = self._preferred(ask, load) or min(load, key=lambda each: (*load[each], self._routed[each], each))
-        if self._sessions is not None and ask.session:
-            self._sessions.put(ask.session, chosen)
-        if self._prefixes is not None:
-            self._prefixes.put_prompt(ask.scope, ask.prompt, chosen)
+        asked = [(seen, keys(ask)) for keys, seen in self._seen]
+        before = next((found for seen, keys in asked if (found := seen.longest(keys)) is not None), None)
+        if before is not None and self._has_slack(before, load):
+            chosen = before
+        else:
+            chosen = min(load, key=lambda each: (*load[each], self._routed[each], each))
+        for seen, keys in asked:
+            seen.put(keys, chosen)
         return chosen
 
-    def _preferred(self, ask: RoutingRequest, load: Mapping[str, tuple[int, int]]) -> str | None:
-        """Where the session, or else the longest known beginning of the prompt, went before; None: there is no reason to."""
-        wanted = self._sessions.get(ask.session) if self._sessions is not None and ask.session else None
-        if wanted is None and self._prefixes is not None:
-            wanted = self._prefixes.longest(ask.scope, ask.prompt)
-        if wanted is None or wanted not in load:
-            return None
+    def _has_slack(self, verifier_id: str, load: Mapping[str, tuple[int, int]]) -> bool:
+        """Whether a verifier may take requests, and has no more than `SLACK` above the least loaded one."""
         requests = {each: own + self._others.get(each, 0) for each, (_, own) in load.items()}
-        return wanted if requests[wanted] <= min(requests.values()) + SLACK else None
+        return verifier_id in load and requests[verifier_id] <= min(requests.values()) + SLACK
 
     def given(self, verifier_id: str) -> None:
         self._routed[verifier_id] += 1
@@ -81,6 +81,61 @@ class Choosing:
 
     def emptied(self, verifier_ids: Collection[str]) -> None:
         """These verifiers have lost their caches: forgets their sessions and prefixes."""
-        for each in (self._sessions, self._prefixes):
-            if each is not None:
-                each.forget(verifier_ids)
+        for _, seen in self._seen:
+            seen.forget(verifier_ids)
+
+
+class Seen:
+    """Hash of a session, or of a prompt's beginning -> the verifier that had it last.
+
+    Beyond `entries`, the key unused for longest is dropped.  A collision only sends a request to a less suitable verifier.
+    """
+
+    def __init__(self, entries: int) -> None:
+        self._entries = entries
+        self._verifiers: OrderedDict[int, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._verifiers)
+
+    def longest(self, keys: Sequence[int]) -> str | None:
+        """The verifier of the last key of those known, up to the first unknown one; None if the first is not known."""
+        found = None
+        for key in keys:
+            verifier_id = self._verifiers.get(key)
+            if verifier_id is None:
+                break
+            found = verifier_id
+        return found
+
+    def put(self, keys: Sequence[int], verifier_id: str) -> None:
+        """Remembers that `keys` went to this verifier; counts as a use of them."""
+        # The last block first: when memory runs out, a prompt loses its end before its beginning.
+        for key in reversed(keys):
+            self._verifiers[key] = verifier_id
+            self._verifiers.move_to_end(key)
+            if len(self._verifiers) > self._entries:
+                self._verifiers.popitem(last=False)
+
+    def forget(self, verifier_ids: Collection[str]) -> None:
+        """Nothing put under these verifiers so far is found again."""
+        for key in [key for key, found in self._verifiers.items() if found in verifier_ids]:
+            del self._verifiers[key]
+
+
+def _session(ask: RoutingRequest) -> list[int]:
+    return [hash(ask.session)] if ask.session else []
+
+
+def _prefix(ask: RoutingRequest) -> list[int]:
+    """A hash per whole block of the prompt, over all tokens up to its end."""
+    keys = []
+    key = hash(ask.scope)
+    for start in range(0, min(len(ask.prompt) // BLOCK_TOKENS, LONGEST_PREFIX_BLOCKS) * BLOCK_TOKENS, BLOCK_TOKENS):
+        key = hash((key, *ask.prompt[start : start + BLOCK_TOKENS]))
+        keys.append(key)
+    return keys
+
+
+_KEYS: dict[str, Callable[[RoutingRequest], list[int]]] = {"session": _session, "prefix": _prefix}
+"""What is remembered of a request by each affinity; a known session counts before a known prefix."""

@@ -43,7 +43,7 @@ def run_gateway(
     from backend.coordinator import CoordinatorUnavailable
     from backend.launch.fleet import gateway_member
     from backend.transport import Wire
-    from gateway.fleet.directory import CoordinatorDirectory
+    from gateway.fleet.directory import Directory
     from gateway.http.server import GatewayServer
 
     member = gateway_member(info.models.name)
@@ -56,7 +56,7 @@ def run_gateway(
     try:
         server = GatewayServer(
             settings,
-            CoordinatorDirectory(coordinator, member),
+            Directory(coordinator, member),
             info.models.target_dir,
             model_name=info.models.name,
             wire=Wire(info.fleet_keys, node_id=member.node_id),

@@ -8,11 +8,12 @@ per decision is limited, which keeps changes between two reports of a verifier s
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from backend.config import Settings
 from backend.fleet import VerifierStats
-from backend.fleet.speed import RESPONSE_TOKENS
-from backend.routing.balance import Movable, Move, MoveLimits, Reported, expected_remaining, plan_moves, reported_loads
+from backend.fleet.speed import RESPONSE_TOKENS, mean_speed
+from backend.routing.balance import BalancingLoad, Movable, expected_remaining, plan_moves
 from gateway.fleet.core import FleetCore
 from gateway.fleet.engine_link import VerifierLink
 from gateway.fleet.sequences import InFlight
@@ -20,55 +21,66 @@ from gateway.fleet.sequences import InFlight
 logger = logging.getLogger(__name__)
 
 
-class Balancer:
-    """Decides again and again, each time for the whole fleet."""
+async def keep_balanced(core: FleetCore, settings: Settings) -> None:
+    """Balances until it is cancelled; not at all if the setting `gateway.balance_interval_s` is 0."""
+    while settings.gateway.balance_interval_s > 0:
+        await asyncio.sleep(settings.gateway.balance_interval_s)
+        try:
+            _balance(core, settings.verifier.max_num_seqs, time.monotonic())
+        except Exception:
+            # Serving works without balancing, and one failure must not end this loop.
+            logger.exception("balancing failed")
 
-    def __init__(self, core: FleetCore, settings: Settings) -> None:
-        self._core = core
-        self._interval_s = settings.gateway.balance_interval_s
-        self._limits = MoveLimits()
-        self._slots = settings.verifier.max_num_seqs
 
-    async def run(self) -> None:
-        """Balances until it is cancelled; not at all if the setting `gateway.balance_interval_s` is 0."""
-        while self._interval_s > 0:
-            await asyncio.sleep(self._interval_s)
-            try:
-                self.balance(time.monotonic())
-            except Exception:
-                # Serving works without balancing, and one failure must not end this loop.
-                logger.exception("balancing failed")
-
-    def balance(self, now: float) -> int:
-        """Makes one decision for the whole fleet.  Returns how many requests were moved."""
-        known = [_reported(link, link.stats) for link in self._core.ready_links if link.stats is not None]
-        loads = reported_loads(known, self._slots)
-        if len(loads) < 2:
-            return 0
-        tokens = {each.id: each.stats.response_tokens for each in known}
-        movables = [
-            _movable(each, each.link, tokens.get(each.link.member.id, RESPONSE_TOKENS))
-            for each in self._core.sequences
-            if each.link is not None
-        ]
-        moves = plan_moves(loads, movables, self._limits, now)
-        return sum(self._carry_out(move) for move in moves)
-
-    def _carry_out(self, move: Move) -> int:
+def _balance(core: FleetCore, slots: int, now: float) -> None:
+    """Makes one decision for the whole fleet."""
+    loads = _loads(core.ready_links, slots)
+    if len(loads) < 2:
+        return
+    movables = [_movable(each, each.link) for each in core.sequences if each.link is not None]
+    for move in plan_moves(loads, movables, now):
         gain = f"{move.gain_s:.2f} s for {move.cost_s:.2f} s of recomputation"
         logger.info("balancing: %s -> %s, predicted gain %s", move.source, move.target, gain)
-        record = self._core.sequences.get(move.request_id)
-        return 0 if record is None else self._core.migrate([record], move.target, "balance")
+        if (record := core.sequences.get(move.request_id)) is not None:
+            core.migrate([record], move.target, "balance")
 
 
-def _reported(link: VerifierLink, stats: VerifierStats) -> Reported:
-    blocks = link.welcome.num_kv_blocks * link.welcome.block_size if link.welcome is not None else 0
-    return Reported(link.member.id, stats, blocks, link.member.state == "ready")
+def _loads(links: Sequence[VerifierLink], slots: int) -> list[BalancingLoad]:
+    """The loads of all verifiers that have reported; empty before the first of them has measured steps.
+
+    A verifier without measurements is taken to be as fast as the others on average.
+    """
+    known = [(link, link.stats) for link in links if link.stats is not None]
+    usual = mean_speed([stats.speed for _, stats in known if stats.speed is not None])
+    prefill = _prefill([stats for _, stats in known])
+    if usual is None or prefill is None:
+        return []
+    return [
+        BalancingLoad(
+            id=link.member.id,
+            requests=stats.running + stats.waiting,
+            speed=stats.speed or usual,
+            prefill_tokens_per_s=_prefill([stats]) or prefill,
+            slots=slots,
+            free_tokens=int(
+                (1 - stats.kv_usage) * (link.welcome.num_kv_blocks * link.welcome.block_size if link.welcome else 0)
+            ),
+            takes_requests=link.member.state == "ready",
+        )
+        for link, stats in known
+    ]
 
 
-def _movable(record: InFlight, link: VerifierLink, typical: float) -> Movable:
+def _prefill(stats: Sequence[VerifierStats]) -> float | None:
+    """Prompt tokens computed per second, over all of these verifiers; None before the first."""
+    tokens, seconds = sum(each.prefill_tokens for each in stats), sum(each.prefill_s for each in stats)
+    return tokens / seconds if tokens and seconds > 0 else None
+
+
+def _movable(record: InFlight, link: VerifierLink) -> Movable:
     params = record.request.sampling_params
     limit = params.max_tokens or 0 if params is not None else 0
+    typical = link.stats.response_tokens if link.stats is not None else RESPONSE_TOKENS
     return Movable(
         id=record.request.request_id,
         verifier_id=link.member.id,

@@ -5,39 +5,54 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn
 
-from backend.coordinator import CoordinatorUnavailable
 from backend.coordinator.commands import Answer, AnyCommand
 from backend.fleet import FleetSnapshot, Member
-from gateway.http.errors import NoCoordinator
 
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.5
 
 
-class Directory(Protocol):
-    """The fleet's membership.  `follow` asks once or twice a second; after an exception the last answer stays in force."""
+class Directory:
+    """The fleet's membership, from the coordinator.  It also keeps this gateway's own membership alive.
+
+    `member` is this gateway, registered with the first poll; None: this gateway is no member.
+    """
+
+    def __init__(self, handle: CoordinatorHandle, member: Member | None = None) -> None:
+        self._handle = handle
+        self._member = member
+        self._seen_version = 0
 
     async def snapshot(self) -> FleetSnapshot:
-        """The fleet now.  The call also confirms that the caller has acted upon the last answer."""
-        ...
+        """The fleet now, for `follow`.  The call also confirms that the caller has acted upon the last answer."""
+        answer = await asyncio.to_thread(self._ask)
+        self._seen_version = answer.version
+        return answer
 
     async def look(self) -> FleetSnapshot:
         """The fleet now, for display.  Confirms nothing."""
-        ...
+        return await asyncio.to_thread(self._handle.snapshot)
 
-    async def submit(self, command: AnyCommand) -> Answer: ...
+    async def submit(self, command: AnyCommand) -> Answer:
+        return await asyncio.to_thread(self._handle.submit, command)
+
+    def _ask(self) -> FleetSnapshot:
+        if self._member is not None:
+            member = self._member
+            orders = self._handle.report(member.id, member.incarnation, None, "ready", self._seen_version)
+            if not orders.known:
+                self._handle.register(member)
+        return self._handle.snapshot()
 
 
 async def follow(directory: Directory, look: Callable[[FleetSnapshot], None]) -> NoReturn:
-    """Calls `look` again and again with the last answer, old or new.
+    """Calls `look` once or twice a second with the last answer, old or new.
 
     It is called even while the directory fails or hangs, so that the caller reconnects to members whose connection was lost.
     """
@@ -61,42 +76,3 @@ async def follow(directory: Directory, look: Callable[[FleetSnapshot], None]) ->
     finally:
         if asking is not None:
             asking.cancel()
-
-
-class CoordinatorDirectory:
-    """The directory that asks the coordinator.  It also keeps this gateway's own membership alive.
-
-    `member` is this gateway, registered with the first poll; None: this gateway is no member.
-    """
-
-    def __init__(self, handle: CoordinatorHandle, member: Member | None = None) -> None:
-        self._handle = handle
-        self._member = member
-        self._seen_version = 0
-
-    async def snapshot(self) -> FleetSnapshot:
-        answer = await asyncio.to_thread(self._ask)
-        self._seen_version = answer.version
-        return answer
-
-    async def look(self) -> FleetSnapshot:
-        return await _reached(self._handle.snapshot)
-
-    async def submit(self, command: AnyCommand) -> Answer:
-        return await _reached(self._handle.submit, command)
-
-    def _ask(self) -> FleetSnapshot:
-        if self._member is not None:
-            member = self._member
-            orders = self._handle.report(member.id, member.incarnation, None, "ready", self._seen_version)
-            if not orders.known:
-                self._handle.register(member)
-        return self._handle.snapshot()
-
-
-async def _reached(call: Callable[..., T], *arguments: Any) -> T:
-    """Makes the call in a thread.  Raises `NoCoordinator`, which a client may see."""
-    try:
-        return await asyncio.to_thread(call, *arguments)
-    except CoordinatorUnavailable as error:
-        raise NoCoordinator from error

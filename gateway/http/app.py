@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import LoadLoRAAdapterRequest
 from gateway.auth.access import Access
-from gateway.fleet.balancing import Balancer
+from gateway.fleet.balancing import keep_balanced
 from gateway.http.errors import translate
 from gateway.http.middleware import Envelope
 from gateway.routes import (
@@ -52,7 +52,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         gateway.client.core.pauses = await gateway.peers.pauses()
         gateway.client.start()
-        balancing = asyncio.create_task(Balancer(gateway.client.core, gateway.settings).run())
+        balancing = asyncio.create_task(keep_balanced(gateway.client.core, gateway.settings))
         await gateway.quotas.start()
         models = gateway.services.models
         await models.init_static_loras()

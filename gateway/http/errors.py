@@ -48,6 +48,7 @@ import pydantic
 import starlette.exceptions
 from fastapi.exceptions import RequestValidationError
 
+from backend.coordinator import CoordinatorUnavailable
 from backend.engine.front import (
     ErrorResponse,
     GracefulHTTPError,
@@ -296,6 +297,8 @@ def translate(error: BaseException) -> ApiError:
         return BadRequest(f"`{first['loc'][-1]}`: {first['msg']}.", param=str(first["loc"][-1]))
     if isinstance(error, pydantic.ValidationError):
         return from_pydantic(error)
+    if isinstance(error, CoordinatorUnavailable):
+        return NoCoordinator()
     if isinstance(error, StreamFailed):
         return from_vllm(error.error)
     if isinstance(error, GracefulHTTPError | RetryableRequestError):

@@ -142,7 +142,7 @@ def _own_fleet(settings: Settings, models: ResolvedModels, say: Say) -> Iterator
 
 
 async def _rounds(options: RolloutOptions, coordinator: CoordinatorHandle, cluster: RayCluster, work: _Work, say: Say) -> None:
-    from gateway.fleet.directory import CoordinatorDirectory
+    from gateway.fleet.directory import Directory
     from gateway.rollout.core import RolloutCore
     from gateway.rollout.run import RoundRunner
 
@@ -150,7 +150,7 @@ async def _rounds(options: RolloutOptions, coordinator: CoordinatorHandle, clust
     settings = Settings.model_validate_json(info.settings_json)
     about = _about(options, settings, info.models, work.step)
     wire = Wire(info.fleet_keys, node_id=cluster.node_id)
-    core = RolloutCore(CoordinatorDirectory(coordinator), wire, settings, say)
+    core = RolloutCore(Directory(coordinator), wire, settings, say)
     cases: dict[int, Case] = {}
     core.start()
     try:

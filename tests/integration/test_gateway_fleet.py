@@ -6,7 +6,7 @@ from unittest.mock import Mock, call
 import msgspec
 
 from backend.fleet import FleetSnapshot, Member, Orders
-from gateway.fleet.directory import CoordinatorDirectory
+from gateway.fleet.directory import Directory
 from tests.support.fake_verifier import FakeVerifier, StaticDirectory, eventually, stall
 from tests.support.running_gateway import COMPLETION, events, running_gateway
 
@@ -124,7 +124,7 @@ async def test_the_coordinator_directory_keeps_its_own_membership():
     handle.report.side_effect = [Orders(known=False), Orders(known=True)]
     handle.snapshot.return_value = FleetSnapshot(1, [], [], {})
     member = Member("gateway-0", "gateway", "i", "", "", "node", 1, "demo", "ready")
-    directory = CoordinatorDirectory(handle, member)
+    directory = Directory(handle, member)
     for _ in range(2):
         assert (await directory.snapshot()).version == 1
     # Asking again says that the first answer has been acted upon.

@@ -29,6 +29,7 @@ from backend.fleet.stats import Weights
 from backend.models.demo import TARGET_DIR
 from backend.records.kept import RowBatch
 from backend.wire import engine as wire
+from gateway.fleet.directory import Directory
 
 Behaviour = Callable[["FakeVerifier", "Sequence"], Awaitable[None]]
 
@@ -255,8 +256,8 @@ class FakeVerifier:
         self.send(client, wire.OUTPUTS, *MsgpackEncoder().encode(answer))
 
 
-class StaticDirectory:
-    """Implements `Directory` of `gateway/fleet/directory.py`, without a coordinator."""
+class StaticDirectory(Directory):
+    """A directory without a coordinator."""
 
     def __init__(self, members: Iterable[Member] = ()) -> None:
         self._version = 0

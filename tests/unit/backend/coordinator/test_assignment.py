@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from backend.coordinator.assignment import Pair, Situation, VerifierLoad
 from backend.coordinator.messages import Report
 from backend.coordinator.policy import Coordinator
-from backend.coordinator.water_filling import Assigning, WaterFilling
+from backend.coordinator.water_filling import Assigning, decide
 from backend.fleet import DraftCounters, DrafterStats, Member, MemberKind, VerifierStats
 from backend.fleet.speed import Line, Speed
 from tests.support.properties import examples
@@ -62,7 +62,7 @@ def settle(situation: Situation, bindings: dict[Pair, float] | None = None, min_
     """Decides until nothing changes."""
     bindings, now = dict(bindings or {}), 100.0
     for _ in range(60):
-        wanted = WaterFilling(min_gain).decide(replace(situation, now=now, bindings=bindings))
+        wanted = decide(replace(situation, now=now, bindings=bindings), min_gain)
         if wanted == bindings.keys():
             return bindings
         bindings = changed(bindings, wanted, now)
@@ -93,7 +93,7 @@ def test_near_the_best_partition() -> None:
 def test_where_drafts_do_not_pay_the_verifier_without_a_drafter_gets_the_free_one() -> None:
     loads = [VerifierLoad(requests, 0.01, 0.1, 1.1) for requests in (16, 2)]
     situation = replace(situation_of(loads, [Speed(0.01, 0.001)] * 2), bindings={("v0", "d0"): 0.0})
-    assert WaterFilling().decide(situation) == {("v0", "d0"), ("v1", "d1")}
+    assert decide(situation) == {("v0", "d0"), ("v1", "d1")}
 
 
 @FEW
@@ -119,14 +119,14 @@ def test_every_drafter_is_used_and_who_is_left_alone_would_not_gain(situation: S
 @FEW
 @given(situations(), st.data())
 def test_dwell_is_respected_whatever_the_load_does(situation: Situation, data: st.DataObject) -> None:
-    rule, bindings, now = WaterFilling(min_dwell_s=5.0), dict[Pair, float](), 0.0
+    bindings, now = dict[Pair, float](), 0.0
     for _ in range(12):
         now += data.draw(st.sampled_from([0.5, 1.0, 6.0]))
         loads = {
             name: replace(load, requests=data.draw(st.sampled_from([0, 1, 8, 64])))
             for name, load in situation.verifiers.items()
         }
-        wanted = rule.decide(replace(situation, now=now, verifiers=loads, bindings=bindings))
+        wanted = decide(replace(situation, now=now, verifiers=loads, bindings=bindings), min_dwell_s=5.0)
         assert all(now - bindings[pair] >= 5.0 for pair in bindings.keys() - wanted)
         bindings = changed(bindings, wanted, now)
 

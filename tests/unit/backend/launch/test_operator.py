@@ -8,7 +8,7 @@ import pytest
 import ray
 import ray.exceptions
 
-from backend.coordinator.messages import CoordinatorUnavailable, OperationProgress
+from backend.coordinator.messages import CoordinatorUnavailable
 from backend.fleet import FleetSnapshot, Member, MemberKind, MemberView, Operation, OperationKind
 from backend.launch.operator import ABSENT_S, Operator
 from backend.launch.plan import LaunchError, MemberPlan
@@ -17,11 +17,11 @@ from backend.launch.processes import Started
 
 @pytest.mark.parametrize("kind", ["remove", "restart", "swap-drafter"])
 def test_members_of_another_launcher_are_left_alone(kind: OperationKind) -> None:
-    told: list[OperationProgress] = []
+    told: list[Operation] = []
     fleet = SimpleNamespace(coordinator=SimpleNamespace(progress=told.append), members={})
     operator = Operator(cast(Any, fleet), lambda line: None)
     operator._carry_out(Operation(7, kind, ["verifier-9"]))
-    assert told[-1] == OperationProgress(7, "failed", "verifier-9 is not one of this launcher's members")
+    assert told[-1] == Operation(7, kind, ["verifier-9"], "failed", "verifier-9 is not one of this launcher's members")
 
 
 def test_an_end_that_cannot_be_told_does_not_end_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_an_end_that_cannot_be_told_does_not_end_the_operator(monkeypatch: pytes
     monkeypatch.setattr("backend.launch.operator.POLL_S", 0.0)
     operations = [Operation(7, "remove", ["verifier-9"]), Operation(8, "remove", ["verifier-9"])]
 
-    def progress(told: OperationProgress | None = None) -> Operation | None:
+    def progress(told: Operation | None = None) -> Operation | None:
         if told is None:
             return operations[0]
         if told.state == "failed" and len(operations) == 1:
@@ -109,7 +109,7 @@ def test_a_member_that_could_not_be_restarted_gets_work_when_it_is_back() -> Non
     fleet.coordinator.snapshot.return_value = FleetSnapshot(1, [], [], {})
     fleet.wait_ready.side_effect = LaunchError("no GPU")
     Operator(fleet, lambda line: None)._carry_out(Operation(7, "restart", ["verifier-1"]))
-    assert fleet.coordinator.progress.call_args.args == (OperationProgress(7, "failed", "no GPU"),)
+    assert fleet.coordinator.progress.call_args.args == (Operation(7, "restart", ["verifier-1"], "failed", "no GPU"),)
     fleet.coordinator.resume.assert_called_once_with("verifier-1")
 
 

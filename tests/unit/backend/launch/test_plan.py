@@ -1,5 +1,6 @@
 """Who runs where."""
 
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from backend.config import Settings
-from backend.launch.plan import FleetPlan, Hardware, LaunchError, MemberPlan, plan, share_cores
+from backend.launch.plan import FleetPlan, Hardware, LaunchError, MemberPlan, plan
 from backend.models.resolve import OwnDrafter, ResolvedModels
 
 EAGLE = ResolvedModels("/t", "/d", "eagle", "demo")
@@ -132,14 +133,15 @@ def test_a_socket_path_that_is_too_long_is_refused() -> None:
         plan(Settings(), EAGLE, Hardware([0], 0, True), Path("/" + "x" * 100))
 
 
-@given(st.lists(st.integers(0, 63), min_size=1, max_size=16, unique=True), st.lists(st.integers(0, 5), max_size=8))
-def test_cores_are_disjoint_while_they_last(available: list[int], counts: list[int]) -> None:
-    shares = share_cores(available, counts)
-    assert [len(share) for share in shares] == [min(count, len(available)) for count in counts]
-    assert all(set(share) <= set(available) for share in shares)
-    if sum(counts) <= len(available):
-        used = [core for share in shares for core in share]
-        assert len(used) == len(set(used))
+@given(st.sets(st.integers(0, 63), min_size=1, max_size=16), st.integers(1, 4), st.integers(0, 4), st.integers(1, 5))
+def test_cores_are_disjoint_while_they_last(available: set[int], verifiers: int, drafters: int, each: int) -> None:
+    cores = sorted(available)
+    decided = decide({"verifiers": verifiers, "drafters": drafters, "verifier": {"cores": each}}, cores=cores)
+    wanted = [each] * verifiers + [1] * drafters
+    assert [len(member.cores) for member in decided.members] == [min(count, len(cores)) for count in wanted]
+    used = Counter(core for member in decided.members for core in member.cores)
+    assert used.keys() <= available
+    assert max(used.values()) - min(used[core] for core in cores) <= 1
 
 
 def test_ports_and_interfaces_are_the_members_own_to_find() -> None:

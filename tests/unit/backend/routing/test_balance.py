@@ -1,16 +1,16 @@
 """Level-two balancing moves few requests, from slow to fast, never in circles, and only where it pays."""
 
-import dataclasses
 import random
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from backend.fleet.speed import Speed
-from backend.routing.balance import BalancingLoad, Movable, Move, MoveLimits, expected_remaining, plan_moves
+from backend.routing import balance
+from backend.routing.balance import DWELL_S, GAIN, MOVES, BalancingLoad, Movable, Move, expected_remaining, plan_moves
 
-LIMITS = MoveLimits(moves=4, dwell_s=10.0, gap=1.25, gain=2.0)
 NOW = 100.0
 
 
@@ -29,7 +29,7 @@ def requests_at(name: str, n: int, tokens: int = 100, remaining: float = 200, pl
 def test_the_widest_gap_is_chosen() -> None:
     loads = [load("a", 10), load("b", 6), load("c", 1), load("d", 4)]
     movables = [each for one in loads for each in requests_at(one.id, one.requests)]
-    assert {(move.source, move.target) for move in plan_moves(loads, movables, LIMITS, NOW)} == {("a", "c")}
+    assert {(move.source, move.target) for move in plan_moves(loads, movables, NOW)} == {("a", "c")}
 
 
 @pytest.mark.parametrize(
@@ -41,12 +41,12 @@ def test_the_widest_gap_is_chosen() -> None:
     ids=["nearly level", "free batching"],
 )
 def test_nothing_moves(loads: list[BalancingLoad], movables: list[Movable]) -> None:
-    assert plan_moves(loads, movables, LIMITS, NOW) == []
+    assert plan_moves(loads, movables, NOW) == []
 
 
 def test_requests_that_queue_for_a_slot_are_a_gap_even_where_batching_is_free() -> None:
     loads = [load("a", 32, speed=FREE_BATCHING), load("b", 2, speed=FREE_BATCHING)]
-    assert len(plan_moves(loads, requests_at("a", 32), LIMITS, NOW)) == LIMITS.moves
+    assert len(plan_moves(loads, requests_at("a", 32), NOW)) == MOVES
 
 
 def test_the_cheapest_and_longest_lived_goes_first() -> None:
@@ -55,8 +55,8 @@ def test_the_cheapest_and_longest_lived_goes_first() -> None:
         Movable("light", "a", 100, 200, 0.0),
         Movable("nearly done", "a", 100, 10, 0.0),
     ]
-    moves = plan_moves([load("a", 12), load("b", 0)], movables, dataclasses.replace(LIMITS, moves=1), NOW)
-    assert [move.request_id for move in moves] == ["light"]
+    moves = plan_moves([load("a", 12), load("b", 0)], movables, NOW)
+    assert moves[0].request_id == "light"
 
 
 names = st.sampled_from(["a", "b", "c", "d"])
@@ -88,17 +88,17 @@ def wait(loads: list[BalancingLoad], moves: list[Move]) -> float:
 
 @given(fleets, st.lists(movable, max_size=30, unique_by=lambda each: each.id), st.randoms(use_true_random=False))
 def test_what_always_holds(loads: list[BalancingLoad], movables: list[Movable], rng: random.Random) -> None:
-    moves = plan_moves(loads, movables, LIMITS, NOW)
+    moves = plan_moves(loads, movables, NOW)
     by_id = {each.id: each for each in movables}
     fleet = {each.id: each for each in loads}
-    assert len(moves) <= LIMITS.moves
+    assert len(moves) <= MOVES
     assert len({move.request_id for move in moves}) == len(moves)
     assert len({(move.source, move.target) for move in moves}) <= 1
     for move in moves:
         request = by_id[move.request_id]
         assert request.verifier_id == move.source != move.target
-        assert NOW - request.placed_at >= LIMITS.dwell_s
-        assert move.gain_s > LIMITS.gain * move.cost_s >= 0
+        assert NOW - request.placed_at >= DWELL_S
+        assert move.gain_s > GAIN * move.cost_s >= 0
         assert fleet[move.target].takes_requests
     if moves:
         brought = sum(by_id[move.request_id].tokens for move in moves)
@@ -107,19 +107,19 @@ def test_what_always_holds(loads: list[BalancingLoad], movables: list[Movable], 
         assert wait(loads, moves) <= slow.seconds_per_token(slow.requests)
     rng.shuffle(loads)
     rng.shuffle(movables)
-    assert plan_moves(loads, movables, LIMITS, NOW) == moves
+    assert plan_moves(loads, movables, NOW) == moves
 
 
+@patch.object(balance, "DWELL_S", 0.0)
 @given(st.integers(0, 40), st.integers(0, 40))
 def test_it_comes_to_rest(at_a: int, at_b: int) -> None:
     """Even without dwell, moves never go in circles."""
-    limits = dataclasses.replace(LIMITS, dwell_s=0.0)
     where = {f"r{i}": "a" if i < at_a else "b" for i in range(at_a + at_b)}
     moved: set[str] = set()
     for _ in range(40):
         counts = {name: list(where.values()).count(name) for name in ("a", "b")}
-        movables = [Movable(request, name, 50, 500, 0.0) for request, name in where.items()]
-        moves = plan_moves([load("a", counts["a"]), load("b", counts["b"])], movables, limits, NOW)
+        movables = [Movable(request, name, 50, 500, NOW) for request, name in where.items()]
+        moves = plan_moves([load("a", counts["a"]), load("b", counts["b"])], movables, NOW)
         if not moves:
             break
         for move in moves:

@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from backend.config.settings import Affinity
 from backend.fleet import VerifierStats
 from backend.routing import choosing
-from backend.routing.affinity import BLOCK_TOKENS, PrefixMap, RecentMap
-from backend.routing.choosing import Choosing, RoutingRequest
+from backend.routing.choosing import BLOCK_TOKENS, Choosing, RoutingRequest, Seen
 from tests.support.properties import examples
 
 loads = st.dictionaries(st.text("abc", min_size=1, max_size=2), st.tuples(st.integers(0, 5), st.integers(0, 12)), max_size=5)
@@ -80,29 +79,19 @@ def test_a_verifier_that_lost_its_cache_is_no_longer_preferred(lost):
     assert router.choose(ask, SWAPPED) == "a"
 
 
-@given(st.integers(1, 5), st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab"), st.booleans()), max_size=60))
-def test_recent_map_remembers_the_latest_keys_within_its_bound(entries, uses):
-    memory: RecentMap[int] = RecentMap(entries)
-    model: dict[int, str] = {}
-    for key, verifier_id, forget in uses:
+@given(st.integers(1, 7), st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=9), st.sampled_from("ab"), st.booleans())))
+def test_the_keys_used_last_are_remembered_within_the_bound(entries, uses):
+    seen, model = Seen(entries), dict[int, str]()
+    for keys, verifier_id, forget in uses:
         if forget:
-            memory.forget(verifier_id)
+            seen.forget(verifier_id)
             model = {k: v for k, v in model.items() if v != verifier_id}
         else:
-            memory.put(key, verifier_id)
-            model.pop(key, None)
-            model[key] = verifier_id
-            model = dict(list(model.items())[-entries:])
-        assert len(memory) <= entries
+            seen.put(keys, verifier_id)
+            for key in reversed(keys):
+                model.pop(key, None)
+                model = dict([*model.items(), (key, verifier_id)][-entries:])
+            assert not keys or seen.longest(keys) == verifier_id
+        assert len(seen) <= entries
     for key in range(10):
-        assert memory.get(key) == model.get(key)
-
-
-@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=200), st.sampled_from("ab")), max_size=20))
-def test_prefix_map_is_bounded(prompts):
-    memory = PrefixMap(7)
-    for prompt, verifier_id in prompts:
-        memory.put_prompt("", prompt, verifier_id)
-        assert len(memory) <= 7
-        if len(prompt) >= BLOCK_TOKENS:
-            assert memory.longest("", prompt[:BLOCK_TOKENS]) == verifier_id
+        assert seen.longest([key]) == model.get(key)
