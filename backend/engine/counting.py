@@ -84,19 +84,6 @@ class Counters:
         dropped = self.drafter(drafter_id).dropped
         dropped[reason] = dropped.get(reason, 0) + n
 
-    def step(self, busy_s: float, *, ran: bool) -> None:
-        """Counts an engine step.  Only one that `ran` the target counts: vLLM also steps when it can schedule nothing."""
-        self.stats.steps += ran
-        self.stats.busy_s += busy_s
-
-    def busy(self, seconds: float) -> None:
-        """Counts work outside of steps: messages, bookkeeping."""
-        self.stats.busy_s += seconds
-
-    def idle(self, cause: str, seconds: float) -> None:
-        """Counts time in which the engine could have computed and did not."""
-        self.stats.idle_s[cause] += seconds
-
 
 class CountingScheduler:
     """Mixin over a vLLM scheduler that counts, records and traces."""
@@ -195,9 +182,13 @@ class CountingScheduler:
         return Plan(self.num_spec_tokens)  # type: ignore[attr-defined]
 
     def count_step(self, seconds: float, *, ran: bool) -> None:
-        """Counts and records the step that just ended; `seconds` includes bookkeeping and sending."""
-        self.counters.step(seconds, ran=ran)
+        """Counts and records the step that just ended; `seconds` includes bookkeeping and sending.
+
+        Only a step that `ran` the target counts: vLLM also steps when it can schedule nothing.
+        """
+        self.counters.stats.busy_s += seconds
         if ran:
+            self.counters.stats.steps += 1
             self.note_step(seconds)
         if self.records is not None:
             scheduler: Any = self

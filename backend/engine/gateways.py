@@ -107,8 +107,9 @@ class GatewayPort:
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._plain = MsgpackDecoder()
 
-    def receive(self, now: float) -> None:
-        """Takes every message that has arrived."""
+    def receive(self, now: float) -> float:
+        """Takes every message that has arrived.  Returns the seconds spent on sleeping, waking and loading weights."""
+        self._swapping_s = 0.0
         while (message := self._router.receive()) is not None:
             identity, frames = message
             kind, payload = (frames[0], frames[1:]) if frames else (b"", [])
@@ -125,6 +126,7 @@ class GatewayPort:
             except (msgspec.DecodeError, ValueError, IndexError, TypeError) as error:
                 logger.warning("gateway message refused: %s", error)
                 self._refuse(identity, "unreadable", "a message could not be read")
+        return self._swapping_s
 
     def send_outputs(self, outputs: dict[int, EngineCoreOutputs] | None) -> None:
         """Sends one step's outputs to the gateways they belong to."""
@@ -153,11 +155,6 @@ class GatewayPort:
         payload = msgspec.msgpack.encode(stats)
         for gateway in self._by_identity.values():
             self._router.send(gateway.identity, STATS, payload)
-
-    def take_swapping_s(self) -> float:
-        """Seconds spent on sleeping, waking and loading weights since the last call."""
-        taken, self._swapping_s = self._swapping_s, 0.0
-        return taken
 
     def expire(self, now: float) -> None:
         """Aborts the requests of gateways whose lease has run out."""
