@@ -37,7 +37,7 @@ from backend.config import Settings
 from backend.engine.front import any_model  # noqa: F401  (registers itself)
 from backend.engine.front.client import FleetClient, submissions
 from backend.engine.front.deferred import Deferred, deferred
-from backend.engine.front.logprobs import ChatLogprobs, Marked, TokensLogprobs, Unshown, likeliest, with_prompt_logprobs
+from backend.engine.front.logprobs import ChatLogprobs, TokensLogprobs, likeliest, with_prompt_logprobs
 from backend.engine.front.messages import Messages, StreamFailed
 from backend.engine.front.pooling import Pooling
 from backend.engine.front.reading import ReadsChats, read_contexts, reading
@@ -204,15 +204,8 @@ class ServingResponses(OpenAIServingResponses):
     def _process_simple_streaming_events(
         self, request: Any, sampling_params: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        unshown, contexts = Unshown(), read_contexts(result_generator, request, sampling_params)
-        marked = unshown.contexts(contexts)
-        made = super()._process_simple_streaming_events(request, sampling_params, marked, *args, **kwargs)
-        return unshown.events(made)
-
-    def _create_response_logprobs(self, token_ids: Any, logprobs: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(logprobs, Marked):
-            token_ids, logprobs = logprobs.unshown.take(token_ids, logprobs)
-        return super()._create_response_logprobs(token_ids, logprobs, *args, **kwargs)
+        contexts = read_contexts(result_generator, request, sampling_params)
+        return super()._process_simple_streaming_events(request, sampling_params, contexts, *args, **kwargs)
 
     def _topk_logprobs(self, logprobs: Any, top_logprobs: int, *args: Any, **kwargs: Any) -> Any:
         return super()._topk_logprobs(likeliest(logprobs, top_logprobs), top_logprobs, *args, **kwargs)
