@@ -1,6 +1,32 @@
 """Accounts of speculation, for traced requests and those that ask for one.  Engine process, engine thread."""
 
+from typing import NamedTuple
+
 from backend.wire.engine import Account, Tally
+
+
+class DraftOrigin(NamedTuple):
+    """Where the draft of a verification came from."""
+
+    drafter_id: str
+    ahead: bool = False
+    draft_s: float = 0.0
+    """Seconds that the drafter computed for the round."""
+    source: str = "native"
+    """See `Tally.source`."""
+
+
+UNDRAFTED = DraftOrigin("")
+
+
+class Verification(NamedTuple):
+    """What the target made of one request in the step that ends."""
+
+    base_len: int
+    drafted: int
+    """Draft tokens; 0: there was no draft."""
+    accepted: int
+    by: DraftOrigin
 
 
 class Accounts:
@@ -9,51 +35,37 @@ class Accounts:
     def __init__(self) -> None:
         self._open: dict[str, tuple[int | None, Account]] = {}
         self._ended: dict[int, list[Account]] = {}
-        self._last: dict[str, tuple[Tally, int]] = {}
-        """Of each request whose last verification had a draft: where that counts, and how many tokens of it were accepted."""
 
     def began(self, request_id: str, gateway: int | None, rule: str) -> None:
         """Opens an account.  `gateway`: vLLM's index of the client that gets it at the end; None: no gateway has asked."""
         self._open[request_id] = gateway, Account(request_id, rule=rule)
 
-    def verified(self, request_id: str, source: str, drafter: str, drafted: int, accepted: int, waited_s: float) -> None:
-        """Counts a verification (`drafted` 0: without a draft).  Its step had waited `waited_s` for drafts."""
+    def verified(self, request_id: str, verification: Verification, tokens: int, waited_s: float) -> None:
+        """Counts a verification of which `tokens` tokens go to the gateway, and whose step had waited `waited_s` for drafts.
+
+        Draft tokens behind the request's end are not accepted.
+        """
         if request_id not in self._open:
             return
-        self._last.pop(request_id, None)
         _, account = self._open[request_id]
+        account.tokens += tokens
         account.verifications += 1
         account.waited_s += waited_s
-        if not drafted:
+        if not verification.drafted:
             return
+        accepted, where = min(verification.accepted, tokens), (verification.by.source, verification.by.drafter_id)
         account.accepted_lengths.extend([0] * (accepted + 1 - len(account.accepted_lengths)))
         account.accepted_lengths[accepted] += 1
-        tally = next((each for each in account.tallies if (each.source, each.drafter) == (source, drafter)), None)
+        tally = next((each for each in account.tallies if (each.source, each.drafter) == where), None)
         if tally is None:
-            tally = Tally(source, drafter)
+            tally = Tally(*where)
             account.tallies.append(tally)
         tally.drafts += 1
-        tally.drafted += drafted
+        tally.drafted += verification.drafted
         tally.accepted += accepted
-        self._last[request_id] = tally, accepted
-
-    def emitted(self, request_id: str, tokens: int) -> None:
-        """Counts the tokens that the last verification sent to the gateway; draft tokens behind the end are not accepted."""
-        if request_id not in self._open:
-            return
-        account = self._open[request_id][1]
-        account.tokens += tokens
-        tally, accepted = self._last.pop(request_id, (None, 0))
-        if tally is not None and accepted > tokens:
-            tally.accepted -= accepted - tokens
-            account.accepted_lengths[accepted] -= 1
-            account.accepted_lengths[tokens] += 1
-            while not account.accepted_lengths[-1]:
-                account.accepted_lengths.pop()
 
     def ended(self, request_id: str) -> Account | None:
         """Closes and returns the account; None if the request has none."""
-        self._last.pop(request_id, None)
         gateway, account = self._open.pop(request_id, (None, None))
         if gateway is not None and account is not None:
             self._ended.setdefault(gateway, []).append(account)

@@ -19,7 +19,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from backend.fleet import VerifierStats
-from backend.fleet.stats import Weights
 from backend.records.kept import RowBatch
 from backend.transport import Buffer, Hub, Wire
 from backend.wire.engine import (
@@ -217,12 +216,6 @@ class EngineClient:
 
     def abort(self, request_id: str) -> None:
         self.dealer.send(*self._codec.abort([request_id]))
-
-    @property
-    def weights(self) -> Weights:
-        """The target's weights that the verifier runs, as it last reported them."""
-        report = self.stats or self.welcome
-        return report.weights if report is not None else Weights()
 
     def run_until(self, condition: Callable[[], bool], timeout_s: float = 120.0) -> None:
         """Receives until `condition()` is true.

@@ -7,16 +7,16 @@ where vLLM decides it.  So all modes are measured with the same code.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from backend.engine.accounts import Accounts
+from backend.engine.accounts import UNDRAFTED, Accounts, DraftOrigin, Verification
 from backend.engine.recording import Recording
 from backend.engine.resume import rule_of
 from backend.engine.spans import EngineSpans
 from backend.engine.worker.fixed import fixed_response
 from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
 from backend.fleet.speed import Line
-from backend.records.rows import Row, name_for_records
+from backend.records.rows import Row
 from backend.speculation.chances import RULE_NAMES
 from backend.speculation.pairing import Pairing
 from backend.speculation.proposals import Proposal
@@ -44,20 +44,6 @@ class StepOrders:
     """Whether the step begins before the outcome of the one before is known (`early.py`)."""
     settled: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
     """In the first step that does not, again: how many output tokens each request has, and the last ones."""
-
-
-class DraftOrigin(NamedTuple):
-    """Where the draft of a verification came from."""
-
-    drafter_id: str
-    ahead: bool = False
-    draft_s: float = 0.0
-    """Seconds that the drafter computed for the round."""
-    source: str = "native"
-    """See `Tally.source`."""
-
-
-UNDRAFTED = DraftOrigin("")
 
 
 class Counters:
@@ -98,19 +84,6 @@ class Counters:
         dropped = self.drafter(drafter_id).dropped
         dropped[reason] = dropped.get(reason, 0) + n
 
-    def step(self, busy_s: float, *, ran: bool) -> None:
-        """Counts an engine step.  Only one that `ran` the target counts: vLLM also steps when it can schedule nothing."""
-        self.stats.steps += ran
-        self.stats.busy_s += busy_s
-
-    def busy(self, seconds: float) -> None:
-        """Counts work outside of steps: messages, bookkeeping."""
-        self.stats.busy_s += seconds
-
-    def idle(self, cause: str, seconds: float) -> None:
-        """Counts time in which the engine could have computed and did not."""
-        self.stats.idle_s[cause] += seconds
-
 
 class CountingScheduler:
     """Mixin over a vLLM scheduler that counts, records and traces."""
@@ -140,6 +113,8 @@ class CountingScheduler:
         self.counters = Counters(VerifierStats("", 0.0, "off", 0))
         """Counters of the warm-up; `VerifierProcess` replaces them."""
         self.accounts = Accounts()
+        self._verified: dict[str, Verification] = {}
+        """In the step whose outcome is known: what the target made of each request."""
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name; from its end to `update_from_output` the target computes."""
@@ -183,15 +158,7 @@ class CountingScheduler:
     def add_request(self, request: Any) -> None:
         """vLLM's method of the same name."""
         if self.records is not None and request.request_id not in self.requests:  # type: ignore[attr-defined]
-            params = request.sampling_params
-            self.records.began(
-                request.request_id,
-                name_for_records(request.request_id, params.extra_args if params is not None else None),
-                request.arrival_time,
-                request.num_prompt_tokens,
-                brought_tokens=request.num_output_tokens,
-                teacher_forced=fixed_response(params) is not None,
-            )
+            self.records.began(request)
         is_traced = self.spans is not None and self.spans.began(request)
         options: RequestOptions | None = getattr(request, "outrider", None)
         asks = options is not None and options.account
@@ -217,9 +184,13 @@ class CountingScheduler:
         return Plan(self.num_spec_tokens)  # type: ignore[attr-defined]
 
     def count_step(self, seconds: float, *, ran: bool) -> None:
-        """Counts and records the step that just ended; `seconds` includes bookkeeping and sending."""
-        self.counters.step(seconds, ran=ran)
+        """Counts and records the step that just ended; `seconds` includes bookkeeping and sending.
+
+        Only a step that `ran` the target counts: vLLM also steps when it can schedule nothing.
+        """
+        self.counters.stats.busy_s += seconds
         if ran:
+            self.counters.stats.steps += 1
             self.note_step(seconds)
         if self.records is not None:
             scheduler: Any = self
@@ -248,8 +219,8 @@ class CountingScheduler:
     def _count_verifications(self, scheduler_output: Any, model_runner_output: Any) -> None:
         sampled = model_runner_output.sampled_token_ids
         index = model_runner_output.req_id_to_index
-        stats, records, prefilled = self.counters.stats, self.records, 0
-        waited_s = stats.idle_s["awaiting_draft"] - self._awaited_s
+        stats, prefilled = self.counters.stats, 0
+        self._verified = {}
         for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
             request = self.requests.get(request_id)  # type: ignore[attr-defined]
             if request is None:
@@ -267,21 +238,21 @@ class CountingScheduler:
             if by is not UNDRAFTED:
                 is_forced = fixed_response(request.sampling_params) is not None
                 self.counters.verification(by.drafter_id, drafted, accepted, is_forced)
-            self.accounts.verified(request_id, by.source, by.drafter_id, drafted, accepted, waited_s)
-            if records is not None:
-                records.verified(request_id, base_len, drafted, accepted, by.drafter_id, by.ahead, by.draft_s)
-        if records is not None and scheduler_output.num_scheduled_tokens:
-            records.prefilled(prefilled)
+            self._verified[request_id] = Verification(base_len, drafted, accepted, by)
+        if self.records is not None and scheduler_output.num_scheduled_tokens:
+            self.records.prefilled(prefilled)
 
     def _count_outputs(self, stats: VerifierStats, outputs: Any) -> None:
+        waited_s = stats.idle_s["awaiting_draft"] - self._awaited_s
         for client_outputs in outputs.values():
             for output in client_outputs.outputs:
                 if tokens := len(output.new_token_ids):
                     stats.tokens += tokens
                     self._emitted += tokens
-                    self.accounts.emitted(output.request_id, tokens)
-                    if self.records is not None:
-                        self.records.emitted(output.request_id, tokens)
+                    if (verification := self._verified.get(output.request_id)) is not None:
+                        self.accounts.verified(output.request_id, verification, tokens, waited_s)
+                        if self.records is not None:
+                            self.records.verified(output.request_id, verification, tokens)
                     if self.spans is not None:
                         self.spans.emitted(output.request_id)
                 if output.prefill_stats is not None:

@@ -107,8 +107,9 @@ class GatewayPort:
         self._requests = MsgpackDecoder(EngineCoreRequest)
         self._plain = MsgpackDecoder()
 
-    def receive(self, now: float) -> None:
-        """Takes every message that has arrived."""
+    def receive(self, now: float) -> float:
+        """Takes every message that has arrived.  Returns the seconds spent on sleeping, waking and loading weights."""
+        self._swapping_s = 0.0
         while (message := self._router.receive()) is not None:
             identity, frames = message
             kind, payload = (frames[0], frames[1:]) if frames else (b"", [])
@@ -125,6 +126,7 @@ class GatewayPort:
             except (msgspec.DecodeError, ValueError, IndexError, TypeError) as error:
                 logger.warning("gateway message refused: %s", error)
                 self._refuse(identity, "unreadable", "a message could not be read")
+        return self._swapping_s
 
     def send_outputs(self, outputs: dict[int, EngineCoreOutputs] | None) -> None:
         """Sends one step's outputs to the gateways they belong to."""
@@ -153,11 +155,6 @@ class GatewayPort:
         payload = msgspec.msgpack.encode(stats)
         for gateway in self._by_identity.values():
             self._router.send(gateway.identity, STATS, payload)
-
-    def take_swapping_s(self) -> float:
-        """Seconds spent on sleeping, waking and loading weights since the last call."""
-        taken, self._swapping_s = self._swapping_s, 0.0
-        return taken
 
     def expire(self, now: float) -> None:
         """Aborts the requests of gateways whose lease has run out."""
@@ -228,41 +225,37 @@ class GatewayPort:
             self.send_outputs({gateway.index: EngineCoreOutputs(outputs=[output])})
 
     def _utility(self, gateway: _Gateway, call_id: int, method: str, arguments: list[Any]) -> None:
-        output = UtilityOutput(call_id)
-        swapping = method in SWAPPING
-        if not swapping and method not in UTILITIES:
-            output.failure_message = f"{method} cannot be called on a verifier"
-        else:
-            began = time.monotonic()
-            try:
-                if method in LORA:
-                    self._weights.refuse_unless_whole()
-                # vLLM's own method says which types the arguments have.
-                typed = getattr(self._weights if swapping else self._core, method)
-                function = getattr(self._weights, method) if method in LORA else typed
-                result = function(*EngineCoreProc._convert_msgspec_args(typed, arguments))
-                if isinstance(result, Future):
-                    # The gateway gets the answer when the call is done.
-                    result.add_done_callback(lambda done: self._answer_late(gateway, call_id, done))
-                    return
-                output.result = UtilityResult(result)
-            except Exception as error:
-                # The caller gets the error; the engine goes on.
-                output.failure_message = f"{type(error).__name__}: {error}"
-            if swapping:
-                ended = time.monotonic()
-                self._swapping_s += ended - began
-                # No gateway could renew its lease meanwhile.
-                for each in self._by_identity.values():
-                    each.last_heard = ended
-        self.send_outputs({gateway.index: EngineCoreOutputs(utility_output=output)})
+        began = time.monotonic()
+        self._answer(gateway, call_id, lambda: self._call(method, arguments))
+        if method in SWAPPING:
+            ended = time.monotonic()
+            self._swapping_s += ended - began
+            # No gateway could renew its lease meanwhile.
+            for each in self._by_identity.values():
+                each.last_heard = ended
 
-    def _answer_late(self, gateway: _Gateway, call_id: int, done: Future[Any]) -> None:
+    def _call(self, method: str, arguments: list[Any]) -> Any:
+        if method not in SWAPPING | UTILITIES:
+            raise LookupError(f"{method} cannot be called on a verifier")
+        if method in LORA:
+            self._weights.refuse_unless_whole()
+        # vLLM's own method says which types the arguments have.
+        typed = getattr(self._weights if method in SWAPPING else self._core, method)
+        function = getattr(self._weights, method) if method in LORA else typed
+        return function(*EngineCoreProc._convert_msgspec_args(typed, arguments))
+
+    def _answer(self, gateway: _Gateway, call_id: int, get: Callable[[], Any]) -> None:
+        """Sends what `get` returns or raises; if that is a future, when it is done."""
         output = UtilityOutput(call_id)
-        if error := done.exception():
+        try:
+            result = get()
+            if isinstance(result, Future):
+                result.add_done_callback(lambda done: self._answer(gateway, call_id, done.result))
+                return
+            output.result = UtilityResult(result)
+        except Exception as error:
+            # The caller gets the error; the engine goes on.
             output.failure_message = f"{type(error).__name__}: {error}"
-        else:
-            output.result = UtilityResult(done.result())
         self.send_outputs({gateway.index: EngineCoreOutputs(utility_output=output)})
 
     def _forget(self, gateway: _Gateway) -> None:

@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 from vllm.v1.engine.core import EngineCore
 
-from backend.engine.counting import Counters
 from backend.engine.draft_links import DraftLinks
 from backend.engine.gateways import GatewayPort
 from backend.engine.weights import WeightControl
-from backend.fleet import DrafterRef
+from backend.fleet import DrafterRef, VerifierStats
 from backend.transport import Hub
 
 if TYPE_CHECKING:
@@ -45,8 +44,8 @@ class EngineLoop:
         hub: Hub,
         gateways: GatewayPort,
         drafters: DraftLinks | None,
+        weights: WeightControl,
         files: FileRecorder | None = None,
-        weights: WeightControl | None = None,
     ) -> None:
         self._weights = weights
         self._core = core
@@ -54,14 +53,14 @@ class EngineLoop:
         self._hub = hub
         self._gateways = gateways
         self._drafters = drafters
-        self._counters: Counters = core.scheduler.counters
+        self._stats: VerifierStats = core.scheduler.counters.stats
         self._files = files
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._mark = time.monotonic()
         self._next_tick = 0.0
         self._stalled = False
-        self.published = msgspec.msgpack.encode(self._counters.stats)
+        self.published = msgspec.msgpack.encode(self._stats)
 
     # -- other threads -------------------------------------------------------------------------------------------------
 
@@ -93,16 +92,14 @@ class EngineLoop:
     def _receive(self) -> None:
         now = time.monotonic()
         while not self._orders.empty():
-            self._counters.busy(self._lap())
+            self._stats.busy_s += self._lap()
             self._orders.get_nowait()()
             # A new drafter's head may have a projection that must be loaded.
-            self._counters.idle("swap", self._lap())
-        self._gateways.receive(now)
-        if swapping_s := self._gateways.take_swapping_s():
-            self._counters.busy(self._lap() - swapping_s)
-            self._counters.idle("swap", swapping_s)
-        if self._weights is not None:
-            self._weights.look()
+            self._stats.idle_s["swap"] += self._lap()
+        if swapping_s := self._gateways.receive(now):
+            self._stats.busy_s += self._lap() - swapping_s
+            self._stats.idle_s["swap"] += swapping_s
+        self._weights.look()
         self._ask(now)
         if now >= self._next_tick:
             self._next_tick = now + TICK_S
@@ -111,7 +108,7 @@ class EngineLoop:
     def _wait(self) -> tuple[str, float] | None:
         """Idle cause and seconds for which not to step; None: step now."""
         now = time.monotonic()
-        if self._weights is not None and self._weights.is_paused:
+        if self._weights.is_paused:
             return "swap", self._next_tick - now
         if not (self._scheduler.has_requests() or self._core.batch_queue):
             return "no_work", self._next_tick - now
@@ -127,9 +124,9 @@ class EngineLoop:
         return None
 
     def _idle(self, cause: str, seconds: float) -> None:
-        self._counters.busy(self._lap())
+        self._stats.busy_s += self._lap()
         self._hub.poll(max(seconds, 0.0))
-        self._counters.idle(cause, self._lap())
+        self._stats.idle_s[cause] += self._lap()
 
     def _step(self) -> None:
         outputs, executed = self._core.step_fn()
@@ -149,8 +146,8 @@ class EngineLoop:
             self._drafters.ask(now)
 
     def _tick(self, now: float) -> None:
-        stats = self._counters.stats
-        self._counters.busy(self._lap())
+        stats = self._stats
+        stats.busy_s += self._lap()
         self._scheduler.read_load(stats)
         if self._drafters is not None:
             self._drafters.read_counters(stats)

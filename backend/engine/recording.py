@@ -1,29 +1,19 @@
 """Makes a verifier's records: rows of steps, verifications, requests and decisions.  Engine process, engine thread.
 
 `counting.CountingScheduler` calls the methods in the order of events.  `began` is called once per request.  In each step,
-`verified` and `prefilled` follow the target's outcome, `emitted` follows vLLM's decision on what the client gets, and `stepped`
-follows the loop's count of the step's time.  Times are differences of `VerifierStats`, so rows add up to the counters.
+`prefilled` follows the target's outcome, `verified` follows vLLM's decision on what the client gets, and `stepped` follows the
+loop's count of the step's time.  Times are differences of `VerifierStats`, so rows add up to the counters.
 """
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
-from msgspec.structs import replace
-
+from backend.engine.accounts import Verification
+from backend.engine.worker.fixed import fixed_response
 from backend.fleet import VerifierStats
-from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow
+from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow, name_for_records
 from backend.speculation.waiting import Choice, Plan, StepLoad
-
-
-@dataclass(slots=True)
-class _Request:
-    """A request that has not ended."""
-
-    row: RequestRow
-    """As far as it has come."""
-    outcome: VerificationRow | None = None
-    """A verification whose tokens vLLM has not yet cut at the request's stop."""
 
 
 class Recording:
@@ -36,7 +26,8 @@ class Recording:
     def __init__(self, put: Callable[[Row], None], stats: VerifierStats) -> None:
         """`stats`: the counters of the time before, which no row contains."""
         self.put = put
-        self._requests: dict[str, _Request] = {}
+        self._requests: dict[str, RequestRow] = {}
+        """Rows of requests that have not ended, as far as they have come."""
         self._steps = stats.steps
         self._began_s: float | None = None
         self._await_step(stats)
@@ -45,43 +36,37 @@ class Recording:
         self._busy_s, self._verify_s, self._idle_s = stats.busy_s, stats.verify_s, dict(stats.idle_s)
         self._ran = False
         self._now = 0.0
-        self._emitting = self._tokens = self._prefill = self._drafted = self._drafted_tokens = 0
-        self._draft_s = 0.0
+        self._prefill, self._draft_s = 0, 0.0
+        self._verified: list[VerificationRow] = []
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def began(
-        self,
-        request_id: str,
-        name: str,
-        arrived_at: float,
-        prompt_tokens: int,
-        *,
-        teacher_forced: bool = False,
-        brought_tokens: int = 0,
-    ) -> None:
-        """Notes a new request; its rows will carry `name`."""
-        row = RequestRow(name, arrived_at, 0.0, 0.0, prompt_tokens, 0, 0, 0, 0, "", teacher_forced, brought_tokens)
-        self._requests[request_id] = _Request(row)
+    def began(self, request: Any) -> None:
+        """Notes a request that vLLM's scheduler has taken in."""
+        params = request.sampling_params
+        self._requests[request.request_id] = RequestRow(
+            name_for_records(request.request_id, params.extra_args if params is not None else None),
+            request.arrival_time,
+            first_token_at=0.0,
+            ended_at=0.0,
+            prompt_tokens=request.num_prompt_tokens,
+            tokens=0,
+            verifications=0,
+            draft_tokens=0,
+            accepted=0,
+            finish_reason="",
+            teacher_forced=fixed_response(params) is not None,
+            brought_tokens=request.num_output_tokens,
+        )
 
     def ended(self, request_id: str, reason: str) -> None:
         """Makes the row of a request that has finished or was aborted."""
-        request = self._requests.pop(request_id, None)
-        if request is not None:
-            request.row.ended_at, request.row.finish_reason = time.time(), reason
-            self.put(request.row)
+        row = self._requests.pop(request_id, None)
+        if row is not None:
+            row.ended_at, row.finish_reason = time.time(), reason
+            self.put(row)
 
     # -- one step ------------------------------------------------------------------------------------------------------
-
-    def verified(
-        self, request_id: str, base_len: int, draft_tokens: int, accepted: int, drafter: str, ahead: bool, draft_s: float = 0.0
-    ) -> None:
-        """Notes a verification: `accepted` of `draft_tokens` (0: no draft).  `draft_s`: seconds that drafting took."""
-        self._draft_s = max(self._draft_s, draft_s)
-        request = self._requests.get(request_id)
-        if request is not None:
-            name, forced = request.row.request_id, request.row.teacher_forced
-            request.outcome = VerificationRow(self._steps, name, base_len, draft_tokens, accepted, 0, drafter, ahead, forced)
 
     def prefilled(self, tokens: int) -> None:
         """Notes that the step has run and computed `tokens` prompt tokens."""
@@ -89,23 +74,22 @@ class Recording:
         self._prefill += tokens
         self._now = time.time()
 
-    def emitted(self, request_id: str, tokens: int) -> None:
+    def verified(self, request_id: str, verification: Verification, tokens: int) -> None:
         """Makes the row of a verification of which `tokens` tokens go to the client."""
+        self._draft_s = max(self._draft_s, verification.by.draft_s)
         request = self._requests.get(request_id)
-        if request is None or request.outcome is None or request.outcome.step != self._steps:
+        if request is None:
             return
-        row, request.outcome, whole = replace(request.outcome, tokens=tokens), None, request.row
-        if not whole.tokens:
-            whole.first_token_at = self._now
-        whole.tokens += tokens
-        whole.verifications += 1
-        self._emitting += 1
-        self._tokens += tokens
-        if row.draft_tokens:
-            whole.draft_tokens += row.draft_tokens
-            whole.accepted += row.accepted
-            self._drafted += 1
-            self._drafted_tokens += tokens
+        base_len, drafted, accepted, by = verification
+        if not request.tokens:
+            request.first_token_at = self._now
+        request.tokens += tokens
+        request.verifications += 1
+        request.draft_tokens += drafted
+        request.accepted += accepted if drafted else 0
+        name, is_forced = request.request_id, request.teacher_forced
+        row = VerificationRow(self._steps, name, base_len, drafted, accepted, tokens, by.drafter_id, by.ahead, is_forced)
+        self._verified.append(row)
         self.put(row)
 
     def stepped(self, stats: VerifierStats, seconds: float, plan: Plan, waiting: int, kv_usage: float) -> None:
@@ -113,17 +97,17 @@ class Recording:
         if not self._ran:
             return
         began_s = stats.busy_s + sum(stats.idle_s.values()) - seconds
-        before = self._idle_s
+        before, drafted = self._idle_s, [each for each in self._verified if each.draft_tokens]
         idle_ms = {cause: 1e3 * (idle - before[cause]) for cause, idle in stats.idle_s.items() if idle != before[cause]}
         row = StepRow(
             step=self._steps,
             began_at=time.time() - seconds,
             interval_ms=1e3 * (began_s - self._began_s) if self._began_s is not None else 0.0,
-            requests=self._emitting,
+            requests=len(self._verified),
             prefill_tokens=self._prefill,
-            tokens=self._tokens,
-            drafted=self._drafted,
-            drafted_tokens=self._drafted_tokens,
+            tokens=sum(each.tokens for each in self._verified),
+            drafted=len(drafted),
+            drafted_tokens=sum(each.tokens for each in drafted),
             plan_k=plan.k,
             plan_outcomes=plan.outcomes,
             draft_ms=1e3 * self._draft_s,

@@ -28,7 +28,6 @@ from backend.wire.engine import NOT_BEGUN, PAUSED
 
 logger = logging.getLogger(__name__)
 
-PAUSE_MODES = ("abort", "wait", "keep")
 UPDATE_PATIENCE_S = 300.0
 """An update by tensors is given up when so long none has come: a trainer that died must not stop the fleet for ever."""
 
@@ -84,8 +83,6 @@ class WeightControl:
         The future of `wait` is done when all have finished.  `clear_cache` empties the prefix cache, except with `keep`.
         During an update by tensors, `wait` is `keep`.
         """
-        if mode not in PAUSE_MODES:
-            raise ValueError(f"mode must be one of {', '.join(PAUSE_MODES)}")
         if self._update is not None:
             self._update.ends_paused = True
         elif mode == "wait":
@@ -134,8 +131,6 @@ class WeightControl:
         """
         if level not in (0, 1, 2):
             raise ValueError("level must be 0, 1 or 2")
-        if mode not in ("abort", "keep"):
-            raise ValueError("mode must be abort or keep")
         if level and not self.can_sleep:
             raise NotImplementedError(
                 "this verifier was not started with vLLM's sleep mode: it needs CUDA and verifier.engine_args.enable_sleep_mode"

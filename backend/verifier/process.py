@@ -180,7 +180,7 @@ class VerifierProcess:
         weights.on_changed = changed
         if links is not None:
             weights.on_renewed = lambda: links.renew(weights.loaded)
-        return EngineLoop(core, hub, gateways, links, files, weights)
+        return EngineLoop(core, hub, gateways, links, weights, files)
 
 
 def _segments_of_ranks(executor: Any) -> set[Path]:

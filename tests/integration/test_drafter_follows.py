@@ -57,7 +57,8 @@ def test_it_drafts_as_well_for_the_same_model_with_its_tokens_in_another_order(v
     name = next(name for name in tensors if name.endswith("embed_tokens.weight"))
     save_file(tensors | {name: tensors[name][order]}, folder / WEIGHTS, metadata={"format": "pt"})
     verifier.client.dealer.send(*EngineCodec().call(1, "reload_weights", [str(folder), "other", 1]))
-    verifier.client.run_until(lambda: verifier.client.weights == Weights(1, "other", str(folder)))
+    client, loaded = verifier.client, Weights(1, "other", str(folder))
+    client.run_until(lambda: client.stats is not None and client.stats.weights == loaded)
     prompts = [[places[token] for token in prompt] for prompt in PROMPTS]
     share = 0.0
     while share < 0.8 * usual:

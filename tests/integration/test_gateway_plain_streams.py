@@ -37,12 +37,6 @@ MATRIX = {
     "one token in all": ({"max_tokens": 1}, steps(1, tokens=TOKENS[:1])),
     "ends within a character": ({}, steps(1, tokens=TOKENS[:6])),
     "usage": (USAGE, BY_FOUR),
-    "usage all the time": (CONTINUOUS, BY_FOUR),
-    "usage all the time, n": (CONTINUOUS | {"n": 3}, BY_FOUR),
-    "n": ({"n": 3}, BY_FOUR),
-    "n with seed and usage": (USAGE | {"n": 2, "seed": 7}, BY_FOUR),
-    "token ids": ({"return_token_ids": True}, BY_FOUR),
-    "token ids, n, usage": (CONTINUOUS | {"return_token_ids": True, "n": 2}, BY_FOUR),
     "a stop token": ({"stop_token_ids": [TOKENS[-1]]}, steps(1, STOP, TOKENS[-1])),
     "a stop token that is said": (
         {"stop_token_ids": [TOKENS[-1]], "include_stop_str_in_output": True},
@@ -55,32 +49,21 @@ MATRIX = {
     "a stop string over steps": ({"stop": ["字 🙂", "x)!"]}, BY_ONE),
     "a stop string that is said": ({"stop": ["🙂"], "include_stop_str_in_output": True}, steps(3)),
     "a stop string that never comes": ({"stop": ["nowhere to be found"]}, BY_FOUR),
-    "a stop string, n, usage": (CONTINUOUS | {"stop": ["return"], "n": 2, "return_token_ids": True}, BY_FOUR),
+    "a stop string, usage": (USAGE | {"stop": ["return"]}, BY_FOUR),
     "a stop string after so many tokens": ({"stop": ["x"], "min_tokens": 9}, BY_FOUR),
     "a step without text": ({}, [([], None, None), *BY_FOUR]),
     "nothing at all": (USAGE, [([], STOP, None)]),
     "an error": ({}, [*BY_FOUR[:2], ([], ERROR, None)]),
-    "an error, n, usage": (USAGE | {"n": 3}, [*BY_FOUR[:2], ([], ERROR, None)]),
-}
-PROMPTS = {
-    "two prompts": ({"prompt": ["def f(", "class A:"]}, BY_FOUR),
-    "two prompts of tokens, n, usage": (
-        CONTINUOUS | {"prompt": [[5, 6], [7, 8, 9]], "n": 2, "return_token_ids": True},
-        BY_FOUR,
-    ),
+    "an error, usage": (USAGE, [*BY_FOUR[:2], ([], ERROR, None)]),
 }
 
 
-class Turns:
-    """All sequences emit a step in turn, then the next; each step comes when the one before has been dealt with.
+class Steps:
+    """Each step comes when the one before has been dealt with."""
 
-    None begins before all `count` have come, so that they take turns in the same order every time.
-    """
-
-    def __init__(self, script, core, count: int) -> None:
-        self.script, self.count = script, count
-        self.sequences: list = []
-        self.arrived, self.over = asyncio.Event(), asyncio.Event()
+    def __init__(self, script, core) -> None:
+        self.script = script
+        self.arrived = asyncio.Event()
         take = type(core).on_outputs
 
         def on_outputs(link, outputs) -> None:
@@ -90,30 +73,20 @@ class Turns:
         core.on_outputs = on_outputs
 
     async def __call__(self, verifier, sequence) -> None:
-        self.sequences.append(sequence)
-        if len(self.sequences) == self.count:
-            await self._play(sorted(self.sequences, key=lambda each: each.request_id))
-            self.over.set()
-        await self.over.wait()
-
-    async def _play(self, sequences) -> None:
         for tokens, finish, stop_reason in self.script:
-            for each in sequences:
-                if each.aborted.is_set():
-                    continue
-                self.arrived.clear()
-                each.emit(list(tokens), finish, stop_reason)
-                await self.arrived.wait()
-                for _ in range(20):
-                    # All is one loop: each of the tasks that it passes gets its turn.
-                    await asyncio.sleep(0)
+            if sequence.aborted.is_set():
+                continue
+            self.arrived.clear()
+            sequence.emit(list(tokens), finish, stop_reason)
+            await self.arrived.wait()
+            for _ in range(20):
+                # All is one loop: each of the tasks that it passes gets its turn.
+                await asyncio.sleep(0)
 
 
 async def events(running, path: str, body: dict, script) -> list:
     """The stream's events without what differs from one request to the next."""
-    prompts = body.get("prompt")
-    count = body.get("n", 1) * (len(prompts) if isinstance(prompts, list) else 1)
-    running.verifier.behaviour = Turns(script, running.core, count)
+    running.verifier.behaviour = Steps(script, running.core)
     found: list = []
     rest = b""
     async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
@@ -149,7 +122,7 @@ COMPLETION = {"model": "demo", "max_tokens": 99, "prompt": "def f("}
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "matrix"), [("/v1/chat/completions", CHAT, MATRIX), ("/v1/completions", COMPLETION, MATRIX | PROMPTS)]
+    ("path", "body", "matrix"), [("/v1/chat/completions", CHAT, MATRIX), ("/v1/completions", COMPLETION, MATRIX)]
 )
 async def test_what_vllm_would_say(running, path, body, matrix, plain, monkeypatch):
     for name, (fields, script) in matrix.items():
@@ -207,13 +180,17 @@ async def test_answers_have_the_shape_of_openais(running, stream):
         ("/v1/chat/completions", CHAT | {"logprobs": True}),
         ("/v1/chat/completions", CHAT | {"echo": True}),
         ("/v1/chat/completions", CHAT | {"return_prompt_text": True}),
+        ("/v1/chat/completions", CHAT | {"return_token_ids": True}),
+        ("/v1/completions", COMPLETION | CONTINUOUS),
+        ("/v1/completions", COMPLETION | {"prompt": ["def f(", "class A:"]}),
+        ("/v1/chat/completions", CHAT | {"n": 2}),
         ("/v1/completions", COMPLETION | {"logprobs": 0}),
         ("/v1/completions", COMPLETION | {"echo": True}),
         ("/v1/completions", COMPLETION | {"stream_interval": 3}),
     ],
 )
 async def test_what_is_more_than_text_is_left_to_vllm(running, path, body, plain):
-    running.verifier.behaviour = Turns([([], STOP, None)], running.core, 1)
+    running.verifier.behaviour = Steps([([], STOP, None)], running.core)
     async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
         await response.aread()
     assert not plain
@@ -222,9 +199,9 @@ async def test_what_is_more_than_text_is_left_to_vllm(running, path, body, plain
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
 async def test_what_cannot_begin_is_refused_as_ever(running, path, body, plain, monkeypatch):
     monkeypatch.setattr(running.core, "_choose", lambda *_, **__: None)
-    ours = await running.http.post(path, json={**body, "stream": True, "n": 2})
+    ours = await running.http.post(path, json={**body, "stream": True})
     monkeypatch.setattr(generate, "offer_plain", lambda: None)
-    theirs = await running.http.post(path, json={**body, "stream": True, "n": 2})
+    theirs = await running.http.post(path, json={**body, "stream": True})
     assert len(plain) == 1
     assert (ours.status_code, ours.json()) == (theirs.status_code, theirs.json())
     assert ours.status_code == 503

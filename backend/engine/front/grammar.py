@@ -17,7 +17,6 @@ import re
 import resource
 import signal
 import threading
-from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from functools import partial
@@ -70,13 +69,12 @@ class GrammarChecks:
         self._busy: set[_Worker] = set()
         # More threads than workers: a thread whose check was cancelled needs a moment to end.
         self._threads = ThreadPoolExecutor(4 * WORKERS, thread_name_prefix="grammar")
-        self._verdicts: OrderedDict[bytes, StructuredOutputsParams | str] = OrderedDict()
+        self._verdicts: dict[bytes, StructuredOutputsParams | str] = {}
 
     async def checked(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams:
         """Returns `constraint` as a verifier should get it.  Raises `VLLMValidationError`.  Cancelling ends the check."""
         key = hashlib.sha256(pickle.dumps(constraint)).digest()
         if (verdict := self._verdicts.get(key)) is None:
-            await self._slots.acquire()
             work = asyncio.ensure_future(self._decide(key, constraint))
             # After a cancellation nothing awaits `work`; reading its exception avoids a warning.
             work.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -110,15 +108,15 @@ class GrammarChecks:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _decide(self, key: bytes, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
-        """The caller has acquired a slot; releases it."""
-        try:
+        async with self._slots:
             # Another sequence of the request may have been checked meanwhile.
             if (verdict := self._verdicts.get(key)) is None:
                 verdict = await self._ask(constraint)
-                self._keep(key, verdict)
+                if isinstance(verdict, str) or len(repr(verdict)) <= KEPT_CHARS:
+                    self._verdicts[key] = verdict
+                if len(self._verdicts) > KEPT:
+                    del self._verdicts[next(iter(self._verdicts))]
             return verdict
-        finally:
-            self._slots.release()
 
     async def _ask(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
         run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
@@ -137,13 +135,6 @@ class GrammarChecks:
             self._busy.discard(worker)
         self._idle.append(worker)
         return verdict
-
-    def _keep(self, key: bytes, verdict: StructuredOutputsParams | str) -> None:
-        if isinstance(verdict, StructuredOutputsParams) and len(repr(verdict)) > KEPT_CHARS:
-            return
-        self._verdicts[key] = verdict
-        while len(self._verdicts) > KEPT:
-            self._verdicts.popitem(last=False)
 
 
 class _Worker:

@@ -1,7 +1,6 @@
 """Log probabilities in vLLM's answers: repairs of what its serving classes show of them."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, TypeVar
 
 from vllm.logprobs import Logprob
@@ -60,53 +59,3 @@ async def with_prompt_logprobs(
     async for prompt, result in results:
         kept[prompt] = result.prompt_logprobs = result.prompt_logprobs or kept.get(prompt)
         yield prompt, result
-
-
-class Unshown:
-    """A response's stream: log probabilities of tokens without text wait for the next text.  vLLM drops them."""
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._logprobs: list[Any] = []
-        self._has_event = False
-        """Whether vLLM has made an event of the present output."""
-
-    async def contexts(self, contexts: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """The contexts, their log probabilities marked."""
-        async with aclosing(contexts):
-            async for context in contexts:
-                outputs = context.last_output.outputs if context.last_output is not None else []
-                found = outputs[0].logprobs if outputs else None
-                if found is None:
-                    yield context
-                    continue
-                marked = outputs[0].logprobs = Marked(found, self)
-                self._has_event = False
-                yield context
-                if self._has_event:
-                    # What was no text has had its event.
-                    self._tokens, self._logprobs = [], []
-                else:
-                    self._tokens += outputs[0].token_ids
-                    self._logprobs += marked
-
-    async def events(self, made: AsyncGenerator[Any, None]) -> AsyncGenerator[Any, None]:
-        """vLLM's events."""
-        async with aclosing(made) as events:
-            async for each in events:
-                self._has_event = True
-                yield each
-
-    def take(self, tokens: Sequence[int], logprobs: list[Any]) -> tuple[list[int], list[Any]]:
-        """Those of a text, and of what was not shown before it."""
-        taken = [*self._tokens, *tokens], [*self._logprobs, *logprobs]
-        self._tokens, self._logprobs = [], []
-        return taken
-
-
-class Marked(list[Any]):
-    """An output's log probabilities, which know what was not shown before it."""
-
-    def __init__(self, logprobs: list[Any], unshown: Unshown) -> None:
-        super().__init__(logprobs)
-        self.unshown = unshown

@@ -77,6 +77,11 @@ class Reading(Parser):
         ends[max(1, len(tokens)) :] = [len(text)]
         return [text[begin:end] for begin, end in pairwise(ends)]
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether the part that `read` has yielded last adds to no text."""
+        return self._handed is not None and not _parts(self._handed[0])
+
     def parse_delta(self, *args: Any, **kwargs: Any) -> DeltaMessage | None:
         """The message of the part that `read` has yielded last."""
         if self._handed is None:
@@ -204,14 +209,27 @@ async def _read_all(results: AsyncGenerator[Any, None], parsers: list[Reading], 
 
 
 async def read_contexts(contexts: AsyncGenerator[Any, None], request: Any, params: Any) -> AsyncGenerator[Any, None]:
-    """A response's contexts, each once for every part of its last output."""
+    """A response's contexts, each once for every part of its last output.
+
+    Log probabilities of tokens without text, which vLLM drops, come with the next text.
+    """
+    tokens: list[int] = []
+    logprobs: list[Any] = []
     async with aclosing(contexts):
         async for context in contexts:
-            result = context.last_output
-            if context.response_parser is None or result is None or not result.outputs:
+            result, parser = context.last_output, context.response_parser
+            if result is None or not result.outputs:
                 yield context
                 continue
-            for part in context.response_parser.read(result.outputs[0], result.prompt_token_ids, request, params):
+            output = result.outputs[0]
+            parts = [output] if parser is None else parser.read(output, result.prompt_token_ids, request, params)
+            for part in parts:
+                if part.logprobs is not None:
+                    tokens += part.token_ids
+                    logprobs += part.logprobs
+                    if part.text if parser is None else not parser.is_silent:
+                        part = copy(part)
+                        part.token_ids, part.logprobs, tokens, logprobs = tokens, logprobs, [], []
                 context.last_output = copy(result)
                 context.last_output.outputs = [part]
                 yield context

@@ -37,7 +37,7 @@ from backend.config import Settings
 from backend.engine.front import any_model  # noqa: F401  (registers itself)
 from backend.engine.front.client import FleetClient, submissions
 from backend.engine.front.deferred import Deferred, deferred
-from backend.engine.front.logprobs import ChatLogprobs, Marked, TokensLogprobs, Unshown, likeliest, with_prompt_logprobs
+from backend.engine.front.logprobs import ChatLogprobs, TokensLogprobs, likeliest, with_prompt_logprobs
 from backend.engine.front.messages import Messages, StreamFailed
 from backend.engine.front.pooling import Pooling
 from backend.engine.front.reading import ReadsChats, read_contexts, reading
@@ -77,9 +77,13 @@ def _asks_logprobs(request: Any) -> bool:
 
 
 def is_plain(serving: Any, request: Any) -> bool:
-    """Whether, with this server's configuration, a request's stream holds nothing but text."""
+    """Whether, with this server's configuration, a request's stream holds nothing but the text of one answer to each prompt."""
+    _, counts_always = should_include_usage(request.stream_options, False)
     return not (
-        _asks_logprobs(request)
+        counts_always
+        or request.n not in (None, 1)
+        or _asks_logprobs(request)
+        or request.return_token_ids
         or request.echo
         or request.use_beam_search
         or request.stream_interval not in (None, 1)
@@ -93,9 +97,8 @@ def is_plain(serving: Any, request: Any) -> bool:
 def _form(
     serving: Any, request: Any, request_id: str, created: int, model: str, role: str | None = None, sparse: bool = False
 ) -> Form:
-    include_usage, usage = should_include_usage(request.stream_options, False)
-    common = request_id, created, model, serving.system_fingerprint
-    return Form(*common, role, request.n or 1, bool(request.return_token_ids), include_usage, usage, sparse)
+    include_usage, _ = should_include_usage(request.stream_options, False)
+    return Form(request_id, created, model, serving.system_fingerprint, role, include_usage, sparse)
 
 
 class ChatOfMany(ChatLogprobs, ReadsChats, OpenAIServingChatBatch):
@@ -131,7 +134,7 @@ class Chat(ChatLogprobs, ReadsChats, OpenAIServingChat):
         # If there is no text, vLLM with a parser sends no chunk, or one without content.
         role, sparse = self.get_chat_request_role(request), self.parser_cls is not None
         return PlainStream(
-            self.engine_client, submit, _form(self, request, request_id, int(time.time()), model_name, role, sparse)
+            self.engine_client, submit[0], _form(self, request, request_id, int(time.time()), model_name, role, sparse)
         )
 
     async def chat_completion_full_generator(self, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +166,7 @@ class Completion(OpenAIServingCompletion):
     ) -> PlainStream | AsyncGenerator[str, None]:
         """vLLM's stream, or a plain one."""
         submit = submissions()
-        if submit is None or not is_plain(self, request):
+        if submit is None or len(submit) > 1 or not is_plain(self, request):
             if request.echo:
                 result_generator = with_prompt_logprobs(result_generator)
             stream: AsyncGenerator[str, None] = super().completion_stream_generator(
@@ -171,7 +174,7 @@ class Completion(OpenAIServingCompletion):
             )
             return streamed(stream)
 
-        return PlainStream(self.engine_client, submit, _form(self, request, request_id, created_time, model_name))
+        return PlainStream(self.engine_client, submit[0], _form(self, request, request_id, created_time, model_name))
 
 
 FEW_LOGPROBS = 5_000
@@ -204,15 +207,8 @@ class ServingResponses(OpenAIServingResponses):
     def _process_simple_streaming_events(
         self, request: Any, sampling_params: Any, result_generator: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        unshown, contexts = Unshown(), read_contexts(result_generator, request, sampling_params)
-        marked = unshown.contexts(contexts)
-        made = super()._process_simple_streaming_events(request, sampling_params, marked, *args, **kwargs)
-        return unshown.events(made)
-
-    def _create_response_logprobs(self, token_ids: Any, logprobs: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(logprobs, Marked):
-            token_ids, logprobs = logprobs.unshown.take(token_ids, logprobs)
-        return super()._create_response_logprobs(token_ids, logprobs, *args, **kwargs)
+        contexts = read_contexts(result_generator, request, sampling_params)
+        return super()._process_simple_streaming_events(request, sampling_params, contexts, *args, **kwargs)
 
     def _topk_logprobs(self, logprobs: Any, top_logprobs: int, *args: Any, **kwargs: Any) -> Any:
         return super()._topk_logprobs(likeliest(logprobs, top_logprobs), top_logprobs, *args, **kwargs)

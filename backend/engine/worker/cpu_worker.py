@@ -6,8 +6,7 @@ Never to be imported where there is a GPU: vLLM's module replaces torch's stream
 The CPU stand-in for that kernel converts every tensor to int64 and drops the copy it wrote to.  The caller then divides logits
 by uninitialised memory: at temperature 1, tokens that vLLM's rejection sampler verifies on the CPU do not follow the target's
 distribution.  (vllm/utils/cpu_triton_utils.py, `_expand_kernel_impl`; upstream report: vllm-project/vllm pull request 42638.)
-Only sampled requests in mode `native` use this kernel.  The replacement goes where vLLM's registry of platform kernels would
-put it.  The registry itself is not used: it searches every loaded module for references, and fails on some of them.
+Only sampled requests in mode `native` use this kernel.
 
 `count_at_least`: vLLM compiles its own kernel when a request first asks for log probabilities, which stops the verifier for
 seconds.
@@ -27,8 +26,6 @@ import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.triton_utils import HAS_TRITON
-from vllm.triton_utils.dispatcher import KernelOverride
 from vllm.v1.sample import rejection_sampler, sampler
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -39,20 +36,15 @@ _shrink = lora_ops.bgmv_shrink
 
 
 def expand(
-    output: torch.Tensor,
-    per_request: torch.Tensor,
-    cu_num_tokens: torch.Tensor,
-    replace_from: int,
-    replace_to: int,
-    max_num_tokens: int = 0,
-) -> None:
-    """Writes each request's value once per token: `per_request` `[requests]` to `output` `[tokens]`.
+    per_request: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> torch.Tensor:
+    """Each request's value once per token: `per_request` `[requests]` as `[num_tokens]`; in place of vLLM's function.
 
     `cu_num_tokens` `[requests]` is the cumulative number of tokens, up to and including each request.
     """
     counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
     values = torch.where(per_request == replace_from, replace_to, per_request)
-    output.copy_(torch.repeat_interleave(values, counts))
+    return torch.repeat_interleave(values, counts, output_size=num_tokens)
 
 
 def count_at_least(rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -69,15 +61,10 @@ def shrink(
 
 
 def repair_cpu_kernels() -> None:
-    """Replaces the kernels, after vLLM has registered its own.  Where Triton runs on the CPU, `expand` stays vLLM's."""
+    """Replaces the kernels, after vLLM has registered its own."""
     sampler.batched_count_greater_than = count_at_least
     lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = shrink
-    if HAS_TRITON:
-        return
-    launcher = rejection_sampler._expand
-    launcher.kernel = KernelOverride(rejection_sampler.expand_kernel, expand)
-    # The launcher caches its kernel's argument names.
-    vars(launcher).pop("_kernel_arg_names", None)
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 def repack_output_matrix(model: torch.nn.Module) -> None:

@@ -8,8 +8,6 @@
 `gpu_worker.py` mixes them into the runner class that vLLM chose.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -37,16 +35,11 @@ class SeededPrefill:
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """vLLM's method of the same name."""
-        with self._discarded_generators_aside():
-            return super().sample_tokens(grammar_output)  # type: ignore[misc]
-
-    @contextmanager
-    def _discarded_generators_aside(self) -> Iterator[None]:
         batch: Any = self.input_batch  # type: ignore[attr-defined]
         discarded = np.nonzero(self.discard_request_mask.np[: batch.num_reqs])[0]  # type: ignore[attr-defined]
         aside = {int(i): batch.generators.pop(int(i)) for i in discarded if int(i) in batch.generators}
         try:
-            yield
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
         finally:
             batch.generators.update(aside)
 
@@ -75,8 +68,7 @@ class ResumedOutputs:
     """
 
     def _update_states(self, scheduler_output: Any) -> Any:
-        orders: StepOrders | None = getattr(scheduler_output, "outrider", None)
-        resumed = orders.resumed if orders is not None else {}
+        resumed = scheduler_output.outrider.resumed
         if not resumed:
             return super()._update_states(scheduler_output)  # type: ignore[misc]
         batch: Any = self.input_batch  # type: ignore[attr-defined]

@@ -248,7 +248,7 @@ class SimulatedVerifier:
         hub: Any = SimulatedHub(network)
         core: Any = self.core
         self.links = DraftLinks(hub, core, "v")
-        self.loop = EngineLoop(core, hub, self, self.links)  # type: ignore[arg-type]
+        self.loop = EngineLoop(core, hub, self, self.links, self)  # type: ignore[arg-type]
         self.answers: dict[str, list[int]] = {}
         self.finished: set[str] = set()
         self.heard: dict[str, float] = {}
@@ -271,11 +271,12 @@ class SimulatedVerifier:
 
     # The methods that the loop calls on its gateway port.
 
-    def receive(self, now: float) -> None:
+    def receive(self, now: float) -> float:
         self.check()
         if self.finished >= self.answers.keys() and not self.core.scheduler.has_requests():
             self.loop.stop()
         assert now < self._deadline, f"stuck: {sorted(self.answers.keys() - self.finished)}"
+        return 0.0
 
     def send_outputs(self, outputs: Any) -> None:
         now = self.world.now
@@ -295,8 +296,12 @@ class SimulatedVerifier:
     def expire(self, now: float) -> None:
         pass
 
-    def take_swapping_s(self) -> float:
-        return 0.0
+    # The loop's weight control.
+
+    is_paused = False
+
+    def look(self) -> None:
+        pass
 
     def check(self) -> None:
         """Asserts that the speculator's tables and the counters agree with vLLM's scheduler."""

@@ -2,29 +2,28 @@
 
 import pytest
 
-from backend.engine.accounts import Accounts
+from backend.engine.accounts import UNDRAFTED, Accounts, DraftOrigin, Verification
 from backend.wire.engine import Account, Tally
+
+
+def of(source: str, drafted: int, accepted: int, drafter: str = "d") -> Verification:
+    return Verification(9, drafted, accepted, DraftOrigin(drafter, source=source))
 
 
 def test_only_who_asked_is_counted_and_told_once():
     accounts = Accounts()
-    accounts.verified("other", "fresh", "d", 3, 2, 0.1)
-    accounts.emitted("other", 3)
+    accounts.verified("other", of("fresh", 3, 2), 3, 0.1)
     assert accounts.ended("other") is None
     assert accounts.take() == {}
     accounts.began("r", 4, "greedy")
     accounts.began("s", 5, "shared_noise")
-    accounts.verified("r", "", "", 0, 0, 0.0)
-    accounts.emitted("r", 1)
-    accounts.verified("r", "fresh", "d", 3, 2, 0.5)
-    accounts.emitted("r", 3)
-    accounts.verified("r", "ahead", "d", 2, 0, 0.25)
-    accounts.emitted("r", 1)
-    accounts.verified("r", "fresh", "d", 4, 2, 0.0)
-    accounts.emitted("r", 2)
+    accounts.verified("r", Verification(9, 0, 0, UNDRAFTED), 1, 0.0)
+    accounts.verified("r", of("fresh", 3, 2), 3, 0.5)
+    accounts.verified("r", of("ahead", 2, 0), 1, 0.25)
+    accounts.verified("r", of("fresh", 4, 2), 3, 0.0)
     accounts.ended("r")
     tallies = [Tally("fresh", "d", 2, 7, 4), Tally("ahead", "d", 1, 2, 0)]
-    assert accounts.take() == {4: [Account("r", 7, 4, [1, 0, 2], tallies, 0.75, "greedy")]}
+    assert accounts.take() == {4: [Account("r", 8, 4, [1, 0, 2], tallies, 0.75, "greedy")]}
     assert accounts.take() == {}
     accounts.ended("s")
     assert accounts.take() == {5: [Account("s", rule="shared_noise")]}
@@ -33,8 +32,8 @@ def test_only_who_asked_is_counted_and_told_once():
 def test_a_traced_requests_account_is_told_to_no_gateway():
     accounts = Accounts()
     accounts.began("r", None, "greedy")
-    accounts.verified("r", "fresh", "d", 3, 2, 0.1)
-    assert accounts.ended("r") == Account("r", 0, 1, [0, 0, 1], [Tally("fresh", "d", 1, 3, 2)], 0.1, "greedy")
+    accounts.verified("r", of("fresh", 3, 2), 3, 0.1)
+    assert accounts.ended("r") == Account("r", 3, 1, [0, 0, 1], [Tally("fresh", "d", 1, 3, 2)], 0.1, "greedy")
     assert accounts.take() == {}
 
 
@@ -42,12 +41,6 @@ def test_a_traced_requests_account_is_told_to_no_gateway():
 def test_draft_tokens_behind_the_requests_end_are_not_accepted(emitted: int, accepted: int):
     accounts = Accounts()
     accounts.began("r", 0, "greedy")
-    accounts.verified("r", "prediction", "", 3, 1, 0.0)
-    accounts.emitted("r", 2)
-    accounts.verified("r", "prediction", "", 8, 8, 0.0)
-    accounts.emitted("r", emitted)
-    lengths = [0] * (accepted + 1)
-    lengths[1] += 1
-    lengths[accepted] += 1
-    tallies = [Tally("prediction", "", 2, 11, 1 + accepted)]
-    assert accounts.ended("r") == Account("r", 2 + emitted, 2, lengths, tallies, 0.0, "greedy")
+    accounts.verified("r", of("prediction", 8, 8, ""), emitted, 0.0)
+    lengths = [0] * accepted + [1]
+    assert accounts.ended("r") == Account("r", emitted, 1, lengths, [Tally("prediction", "", 1, 8, accepted)], 0.0, "greedy")

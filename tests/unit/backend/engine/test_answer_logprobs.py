@@ -63,11 +63,12 @@ class Thinking:
     is_thinking = False
 
     def read(self, output: Any, *others: Any) -> list[Any]:
+        self.is_thinking = output.text == "<" or (self.is_thinking and output.text != ">")
+        self.is_silent = output.text in ("<", ">", "")
         return [output]
 
     def parse_delta(self, delta_text: str, **others: Any) -> DeltaMessage | None:
-        self.is_thinking = delta_text == "<" or (self.is_thinking and delta_text != ">")
-        if delta_text in ("<", ">", ""):
+        if self.is_silent:
             return None
         return DeltaMessage(reasoning=delta_text) if self.is_thinking else DeltaMessage(content=delta_text)
 

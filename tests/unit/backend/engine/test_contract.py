@@ -181,11 +181,11 @@ def test_the_search_for_kernels_gets_past_the_noise() -> None:
     _rebind_kernels([])
 
 
-def test_the_kernel_we_replace_still_has_its_place() -> None:
-    source = inspect.getsource(rejection_sampler.expand_batch_to_tokens)
-    assert "_expand(" in source
-    assert "new_empty" in source
-    assert hasattr(rejection_sampler._expand, "kernel")
+def test_parameters_are_expanded_by_the_function_we_replace() -> None:
+    parameters = ["cu_num_tokens", "num_tokens", "replace_from", "replace_to"]
+    for function in (rejection_sampler.expand_batch_to_tokens, expand):
+        assert list(inspect.signature(function).parameters)[1:] == parameters
+    assert "temperature = expand_batch_to_tokens(" in inspect.getsource(rejection_sampler.apply_sampling_constraints)
 
 
 def test_counting_without_a_compiler_is_what_vllm_compiles() -> None:
@@ -208,6 +208,6 @@ def test_rows_without_an_adapter_get_nothing_of_the_adapter_of_others() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])
 def test_expand_repeats_each_value_and_replaces(dtype: torch.dtype) -> None:
-    output = torch.full((6,), 99, dtype=dtype)
-    expand(output, torch.tensor([3, 0, 5, 7], dtype=dtype), torch.tensor([2, 5, 5, 6], dtype=torch.int32), 0, 1)
+    output = expand(torch.tensor([3, 0, 5, 7], dtype=dtype), torch.tensor([2, 5, 5, 6], dtype=torch.int32), 6, 0, 1)
+    assert output.dtype == dtype
     assert output.tolist() == [3, 3, 1, 1, 1, 7]

@@ -16,7 +16,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from backend.engine.front.client import FleetClient
 from backend.engine.front.serving import Chat, Completion
-from backend.engine.front.stream import ChoiceStream
+from backend.engine.front.stream import PlainStream
 from gateway.fleet.core import FleetCore
 
 USED_BY_REQUESTS = (
@@ -79,7 +79,7 @@ def test_where_plain_streams_stand_between():
         assert "req_state.make_request_output(" in source
         assert "req_state.queue.put(" in source
     given = list(inspect.signature(RequestState.make_request_output).parameters)
-    assert given[1:5] == list(inspect.signature(ChoiceStream.take).parameters)[1:5]
+    assert given[1:5] == list(inspect.signature(PlainStream.take).parameters)[1:5]
     assert inspect.isasyncgenfunction(AsyncLLM.generate), "it must not submit before it is asked for an output"
     for ours, theirs in ((Chat, OpenAIServingChat), (Completion, OpenAIServingCompletion)):
         for name in ("chat_completion_stream_generator", "completion_stream_generator"):

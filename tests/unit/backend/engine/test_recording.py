@@ -1,8 +1,10 @@
-"""Rows made from what a scheduler reports.  (That they add up to the counters: `tests/integration/test_records.py`.)"""
+"""Rows made from what a scheduler reports.  (That they add up to the stats: `tests/integration/test_records.py`.)"""
+
+from types import SimpleNamespace
 
 import pytest
 
-from backend.engine.counting import Counters
+from backend.engine.accounts import UNDRAFTED, DraftOrigin, Verification
 from backend.engine.recording import Recording
 from backend.fleet import VerifierStats
 from backend.records.rows import (
@@ -28,33 +30,43 @@ class Kept:
         return [row for row in self.rows if isinstance(row, kind)]
 
 
-def step(recording: Recording, counters: Counters, busy_s: float = 0.01, plan: Plan = Plan(4)) -> None:  # noqa: B008
-    counters.stats.verify_s += busy_s / 2
-    counters.step(busy_s, ran=True)
-    recording.stepped(counters.stats, busy_s, plan, 3, 0.25)
+def asked(name: str, arrived_at: float, prompt_tokens: int, **arguments: object) -> SimpleNamespace:
+    params = SimpleNamespace(extra_args=arguments)
+    return SimpleNamespace(
+        request_id=name,
+        sampling_params=params,
+        arrival_time=arrived_at,
+        num_prompt_tokens=prompt_tokens,
+        num_output_tokens=0,
+    )
 
 
-def made() -> tuple[Kept, Recording, Counters]:
+def step(recording: Recording, stats: VerifierStats, busy_s: float = 0.01, plan: Plan = Plan(4)) -> None:  # noqa: B008
+    stats.verify_s += busy_s / 2
+    stats.busy_s += busy_s
+    stats.steps += 1
+    recording.stepped(stats, busy_s, plan, 3, 0.25)
+
+
+def made() -> tuple[Kept, Recording, VerifierStats]:
     kept = Kept()
     stats = VerifierStats("v0", 0.0, "sync", 4)
-    return kept, Recording(kept.rows.append, stats), Counters(stats)
+    return kept, Recording(kept.rows.append, stats), stats
 
 
 def test_a_request_from_prefill_to_its_end() -> None:
-    kept, recording, counters = made()
-    recording.began("r-suffix", "r", 5.0, prompt_tokens=7)
-    counters.idle("no_work", 1.5)
+    kept, recording, stats = made()
+    recording.began(asked("r-suffix", 5.0, 7, **{REQUEST_ID_KEY: "r"}))
+    stats.idle_s["no_work"] += 1.5
     recording.prefilled(7)
-    recording.verified("r-suffix", 7, 0, 0, "", False)
-    recording.emitted("r-suffix", 1)
-    step(recording, counters)
-    counters.busy(0.002)
-    counters.idle("awaiting_draft", 0.25)
+    recording.verified("r-suffix", Verification(7, 0, 0, UNDRAFTED), 1)
+    step(recording, stats)
+    stats.busy_s += 0.002
+    stats.idle_s["awaiting_draft"] += 0.25
     recording.prefilled(0)
-    recording.verified("r-suffix", 8, 4, 4, "d0", True, 0.004)
-    recording.emitted("r-suffix", 3)
+    recording.verified("r-suffix", Verification(8, 4, 4, DraftOrigin("d0", True, 0.004)), 3)
     recording.ended("r-suffix", "stop")
-    step(recording, counters)
+    step(recording, stats)
 
     first, drafted = kept.of(VerificationRow)
     assert (first.request_id, first.base_len, first.draft_tokens, first.tokens, first.drafter) == ("r", 7, 0, 1, "")
@@ -77,25 +89,26 @@ def test_a_request_from_prefill_to_its_end() -> None:
 
 
 def test_a_step_without_an_outcome_makes_no_row_and_loses_no_time() -> None:
-    kept, recording, counters = made()
-    counters.busy(0.5)
-    recording.stepped(counters.stats, 0.5, Plan(0), 0, 0.0)
+    kept, recording, stats = made()
+    stats.busy_s += 0.5
+    recording.stepped(stats, 0.5, Plan(0), 0, 0.0)
     assert kept.rows == []
     recording.prefilled(3)
-    step(recording, counters)
+    step(recording, stats)
     assert kept.of(StepRow)[0].busy_ms == pytest.approx(510)
 
 
 def test_rows_that_begin_late_leave_out_what_was_before() -> None:
-    kept, _, counters = made()
-    counters.stats.verify_s += 1.0
-    counters.step(3.0, ran=True)
-    counters.idle("no_work", 2.0)
-    late = Recording(kept.rows.append, counters.stats)
+    kept, _, stats = made()
+    stats.verify_s += 1.0
+    stats.busy_s += 3.0
+    stats.steps += 1
+    stats.idle_s["no_work"] += 2.0
+    late = Recording(kept.rows.append, stats)
     for _ in range(2):
-        counters.idle("no_work", 0.5)
+        stats.idle_s["no_work"] += 0.5
         late.prefilled(1)
-        step(late, counters)
+        step(late, stats)
     first, second = kept.of(StepRow)
     assert (first.step, second.step) == (1, 2)
     assert (first.interval_ms, first.idle_ms) == (0, {"no_work": 500.0})
@@ -105,7 +118,7 @@ def test_rows_that_begin_late_leave_out_what_was_before() -> None:
 
 def test_a_request_aborted_before_its_first_token() -> None:
     kept, recording, _ = made()
-    recording.began("r", "r", 1.0, 3)
+    recording.began(asked("r", 1.0, 3))
     recording.ended("r", "abort")
     recording.ended("r", "abort")
     recording.ended("unknown", "abort")
@@ -114,20 +127,10 @@ def test_a_request_aborted_before_its_first_token() -> None:
     assert (row.tokens, row.first_token_at, row.finish_reason) == (0, 0.0, "abort")
 
 
-def test_tokens_nobody_gets_are_not_carried_into_the_next_step() -> None:
-    kept, recording, counters = made()
-    recording.began("r", "r", 1.0, 3)
-    recording.prefilled(0)
-    recording.verified("r", 3, 4, 2, "d0", False)
-    step(recording, counters)
-    recording.emitted("r", 1)
-    assert kept.of(VerificationRow) == []
-
-
 def test_a_change_of_plan_belongs_to_the_step_that_comes() -> None:
-    kept, recording, counters = made()
+    kept, recording, stats = made()
     recording.prefilled(1)
-    step(recording, counters)
+    step(recording, stats)
     alone, drafted = Prospect((0.0, 0.5, 0.6), (0.0, 0.1, 0.2)), Prospect((0.0, 1.0, 1.8), (0.0, 0.9, 1.5))
     load = StepLoad(3, alone, drafted, Foresight(8, 2))
     recording.decided(Plan(2, outcomes=8), load, Choice(Ask.AHEAD, 2, 200.0), 0.01)
