@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 from backend.config import REMOTE_MODES, Settings
 from backend.config.sources import CommandError
@@ -121,7 +121,7 @@ def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime
     notes: list[str] = []
     filled, verifier_gpus = _fill(settings, models, hardware, verifiers, drafters, notes)
     fleet = FleetPlan(filled, models, hardware, runtime_dir, verifier_gpus, notes)
-    kinds: list[MemberKind] = ["verifier"] * verifiers + ["drafter"] * drafters
+    kinds = cast(list[MemberKind], ["verifier"] * verifiers + ["drafter"] * drafters)
     for kind in kinds:
         fleet.members.append(fleet.further(kind, fleet.members))
     bound = [f"{each.member_id} {','.join(map(str, each.cores))}" for each in fleet.members if each.cores]
