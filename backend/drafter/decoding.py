@@ -125,7 +125,7 @@ class Lanes:
             self._step.zero_()
             self.graphs[step.__name__] = captured(pool, step)
 
-    def kept(self, steps: int) -> Tensor:
+    def outputs_of(self, steps: int) -> Tensor:
         """The head's outputs after each of the first `steps` tokens: `[count, steps, hidden]`."""
         return self._outputs[:steps, : self.count].transpose(0, 1).clone()
 
@@ -137,7 +137,7 @@ class Lanes:
             self._forced[:steps, self.count :] = 0
         for _ in range(steps):
             self.run(self.follow)
-        return self.kept(steps)
+        return self.outputs_of(steps)
 
     def decode(self, steps: int, ends: Callable[[], Ends], picks_first: bool) -> list[Drafted]:
         """Drafts at most `steps` tokens per row.  With `picks_first`, the first tokens follow from the outputs loaded.

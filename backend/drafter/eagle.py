@@ -196,7 +196,7 @@ class EagleProposer:
         rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
         lanes = self._decoder.lanes(depth, rules, rows, columns, tips(sequences))
         drafts = lanes.decode(depth, lambda: ends, picks_first=True)
-        for sequence, drafted, outputs in zip(sequences, drafts, lanes.kept(lanes.taken - 1), strict=True):
+        for sequence, drafted, outputs in zip(sequences, drafts, lanes.outputs_of(lanes.taken - 1), strict=True):
             sequence.drafted = sequence.start, drafted.tokens, outputs
         return drafts
 

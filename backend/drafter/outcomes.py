@@ -115,7 +115,7 @@ class Imagination:
             ]
             for i, premise in enumerate(premises)
         ]
-        for sequence, own, outputs in zip(sequences, found, torch.split(lanes.kept(lanes.taken - 1), width), strict=True):
+        for sequence, own, outputs in zip(sequences, found, torch.split(lanes.outputs_of(lanes.taken - 1), width), strict=True):
             sequence.imagined = len(sequence.tokens), own, outputs
         return found
 

@@ -111,7 +111,7 @@ def build_config(settings: Settings, paths: ResolvedModels) -> VllmConfig:
             """--verifier-engine-args '{"enforce_eager": true}', or take --mode off or native"""
         )
     if settings.mode not in REMOTE_MODES:
-        name = "PlainAsyncScheduler" if config.scheduler_config.async_scheduling else "PlainScheduler"
+        name = "StockAsyncScheduler" if config.scheduler_config.async_scheduling else "StockScheduler"
         config.scheduler_config.scheduler_cls = f"backend.engine.scheduler.{name}"
     return config
 

@@ -32,11 +32,11 @@ MOST_EARLY_TOKENS = 4096
 """Computed since the last step that did not begin early.  Their features stay on the device until then."""
 
 
-class PlainScheduler(CountingScheduler, DeadEnds, Scheduler):
+class StockScheduler(CountingScheduler, DeadEnds, Scheduler):
     """Modes `off` and `native`: vLLM's own scheduling, counted."""
 
 
-class PlainAsyncScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
+class StockAsyncScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
     """Modes `off` and `native` with vLLM's asynchronous scheduling, counted."""
 
 

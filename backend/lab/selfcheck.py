@@ -157,7 +157,7 @@ class Requests:
             # A draft model reads a long prompt in several batches.
             self.proposer.draft([DraftRequest(key, len(tokens), 0, None, Until(1))])
 
-    def confirm(self, k: int) -> list[Drafted]:
+    def commit_and_draft(self, k: int) -> list[Drafted]:
         """Adds `NEW_ROWS` tokens to every text; drafts `k` tokens for each."""
         asks = []
         for key in range(self.count):
@@ -228,7 +228,7 @@ def check_drafts(device: str, configs: dict[str, HeadConfig], requests: int, len
             proposers = [proposer_of(weights, 16 * 1024, where) for where in ("cpu", device)]
             for rule, sampling in SAMPLINGS.items():
                 here, there = (Requests(proposer, requests, length, [sampling]) for proposer in proposers)
-                drafts, found = here.confirm(K), there.confirm(K)
+                drafts, found = here.commit_and_draft(K), there.commit_and_draft(K)
                 same = _likeliest if sampling.independent else _tokens
                 row: Row = {"weights": name, "type": dtype, "rule": rule}
                 row["same"] = sum(same(a) == same(b) for a, b in zip(drafts, found, strict=True)) / requests
@@ -274,7 +274,7 @@ def time_drafts(device: str, configs: dict[str, HeadConfig], batches: Sequence[t
                 for key in range(most):
                     proposer.close(key)
                 held = Requests(proposer, count, length, [SAMPLINGS[rule]])
-                confirm = median_ms(device, partial(held.confirm, 0))
+                confirm = median_ms(device, partial(held.commit_and_draft, 0))
                 enumerate_all = partial(held.enumerate, held.draft())
                 yield {
                     "weights": name,

@@ -13,7 +13,7 @@ from backend.rollout.trace import Case, TraceError, shown
 # Importing vLLM takes seconds, and errors in the trace should be shown before.
 if TYPE_CHECKING:
     from backend.engine.front import SamplingParams
-    from backend.engine.front.offline import Front
+    from backend.engine.front.offline import OfflineProcessor
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Tokenizer:
 
 
 def make_requests(
-    cases: Sequence[Case], tokenizer: Tokenizer, file: Path, options: RolloutOptions, front: Front
+    cases: Sequence[Case], tokenizer: Tokenizer, file: Path, options: RolloutOptions, front: OfflineProcessor
 ) -> list[RolloutRequest]:
     """Requests for one round.  Raises `TraceError`, which names the first row of `file` that cannot be run.
 

@@ -12,7 +12,7 @@ from backend.fleet import LOOKUP
 from backend.speculation.budget import survivals
 from backend.speculation.chances import Rule
 from backend.speculation.proposals import Proposal
-from backend.speculation.texts import TextSource
+from backend.speculation.texts import LookupSource
 from backend.speculation.waiting import Ask
 from backend.wire.drafting import Block
 
@@ -24,7 +24,7 @@ class Source(NamedTuple):
     """`LOOKUP` where no drafter made it."""
     rule: Rule
     kind: str = "fresh"
-    """A drafter's `fresh` or `ahead`, or `TextSource.kind`."""
+    """A drafter's `fresh` or `ahead`, or `LookupSource.kind`."""
 
 
 class Candidate(msgspec.Struct, frozen=True, eq=False):
@@ -56,7 +56,7 @@ class Request:
     """Its longest draft."""
     ask: Ask | None = None
     """What the client wants asked of its drafter; None: the verifier chooses."""
-    texts: list[TextSource] = field(default_factory=list)
+    texts: list[LookupSource] = field(default_factory=list)
     """The texts in which drafts are looked up."""
     candidate: Candidate | None = None
     """The best draft from a drafter."""

@@ -18,7 +18,7 @@ from backend.speculation.own_text import OwnText
 from backend.speculation.prediction import PredictedText
 from backend.speculation.proposals import Proposal, unpack
 from backend.speculation.shared import SharedTexts
-from backend.speculation.texts import TextSource
+from backend.speculation.texts import LookupSource
 from backend.speculation.waiting import Ask, Foresight, Outlook
 from backend.wire.drafting import Block, Draft, Outcome
 from backend.wire.engine import EmittedText, RequestOptions
@@ -248,7 +248,7 @@ class Candidates:
     def _made(self, request_id: str, text: list[int], rule: Rule) -> Request:
         asked, prompt_len = self._asked.get(request_id, _NOTHING_ASKED)
         longest = self._longest if asked.longest is None else min(asked.longest, self._longest)
-        texts: list[TextSource] = []
+        texts: list[LookupSource] = []
         if asked.prediction:
             texts.append(PredictedText(asked.prediction, prompt_len))
             self.predicted.add(request_id)

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from backend.speculation.lookup import LONGEST, SHORTEST, Lookup
-from backend.speculation.texts import TextSource
+from backend.speculation.texts import LookupSource
 
 WINDOW = 4096
 """Only the last 4096 tokens of a prompt are indexed: bounds the memory of a request to about a megabyte."""
 
 
-class OwnText(TextSource):
+class OwnText(LookupSource):
     """The own text of one request.  Nothing is found before the first `advance`."""
 
     kind = "lookup"
@@ -19,7 +19,7 @@ class OwnText(TextSource):
         self._lookup: Lookup | None = None
 
     def propose(self, text: Sequence[int], k: int) -> tuple[list[int], list[float]]:
-        """As in `TextSource`."""
+        """As in `LookupSource`."""
         lookup = self._lookup
         if lookup is None:
             return [], []
@@ -28,7 +28,7 @@ class OwnText(TextSource):
         return tokens, self._signs(lookup.found, len(tokens))
 
     def advance(self, text: Sequence[int], most: int) -> int:
-        """As in `TextSource`."""
+        """As in `LookupSource`."""
         if self._lookup is None:
             self._lookup = Lookup([], SHORTEST, LONGEST, max(len(text) - WINDOW, 0))
         self._lookup.tokens.extend(text[len(self._lookup.tokens) :])

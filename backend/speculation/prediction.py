@@ -9,7 +9,7 @@ from bisect import bisect
 from collections.abc import Sequence
 
 from backend.speculation.lookup import LONGEST, SHORTEST
-from backend.speculation.texts import TextSource
+from backend.speculation.texts import LookupSource
 
 SURE = 8
 """Agreeing tokens that count in a sign; more say nothing new."""
@@ -17,7 +17,7 @@ NEAREST = 64
 """Places compared in one search, so that a repetitive prediction does not slow the engine."""
 
 
-class PredictedText(TextSource):
+class PredictedText(LookupSource):
     """The predicted answer of one request."""
 
     kind = "prediction"
@@ -35,7 +35,7 @@ class PredictedText(TextSource):
         """Where each pair of tokens ends in the prediction.  Made when answer and prediction first part."""
 
     def propose(self, text: Sequence[int], k: int) -> tuple[list[int], list[float]]:
-        """As in `TextSource`."""
+        """As in `LookupSource`."""
         self._follow(text)
         tokens = list(self._tokens[self._at : self._at + k]) if self._agreed else []
         return tokens, self._signs(min(self._agreed, SURE), len(tokens))

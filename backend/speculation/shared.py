@@ -16,7 +16,7 @@ import secrets
 from collections import deque
 from collections.abc import Sequence
 
-from backend.speculation.texts import TextSource
+from backend.speculation.texts import LookupSource
 from backend.wire.engine import SHARED_SUFFIX
 
 SIZES = (4, SHARED_SUFFIX)
@@ -98,7 +98,7 @@ class SharedTexts:
         return self._own.find(suffix) or self._others.find(suffix)
 
 
-class SharedText(TextSource):
+class SharedText(LookupSource):
     """One request's view of the outputs; its own tokens go into `index`."""
 
     kind = "shared"
@@ -115,7 +115,7 @@ class SharedText(TextSource):
         self._agreed = 0
 
     def propose(self, text: Sequence[int], k: int) -> tuple[list[int], list[float]]:
-        """As in `TextSource`."""
+        """As in `LookupSource`."""
         self._follow(text)
         if self._at is None:
             return [], []
@@ -124,7 +124,7 @@ class SharedText(TextSource):
         return tokens, self._signs(min(self._agreed, SURE), len(tokens))
 
     def advance(self, text: Sequence[int], most: int) -> int:
-        """As in `TextSource`."""
+        """As in `LookupSource`."""
         end = min(len(text), self._shared + most)
         for place in range(self._shared, end):
             self._output.append(text[place])

@@ -12,7 +12,7 @@ FORGET = 0.9
 """Weight of a draft's score after each newer draft: text may begin or cease to repeat itself within a sentence."""
 
 
-class TextSource(ABC):
+class LookupSource(ABC):
     """One text, as one request sees it."""
 
     kind: str

@@ -295,7 +295,7 @@ class Promises:
     def __init__(self) -> None:
         self._logs: dict[Ask, float] = {}
 
-    def kept(self, ask: Ask) -> float:
+    def correction(self, ask: Ask) -> float:
         """Mean of measured over predicted tokens per second for a kind; 1 while nothing is known."""
         return math.exp(self._logs.get(ask, 0.0))
 
@@ -336,7 +336,7 @@ class Asking:
             self.choice = offers[only]
             return self.choice
         worth = {
-            ask: offer.tokens_per_s * self.promises.kept(ask) / (GAIN if ask != Ask.PLAIN else 1.0)
+            ask: offer.tokens_per_s * self.promises.correction(ask) / (GAIN if ask != Ask.PLAIN else 1.0)
             for ask, offer in offers.items()
         }
         best, present = max(worth, key=lambda ask: worth[ask]), self.choice.ask

@@ -36,7 +36,7 @@ class SharedCounters(Database):
         super().__init__(path, _SCHEMA)
 
     @exclusive
-    def exchange(
+    def sync_usage(
         self, db: sqlite3.Connection, gateway: str, uses: list[Use], counted: dict[str, int], since: float
     ) -> tuple[float, list[SharedUse], dict[str, int]]:
         """Adds what was used at this gateway, and sets its counts of open requests, by key.  Raises `sqlite3.Error`.
@@ -128,7 +128,7 @@ class Quotas:
         uses = take(self._accounts)
         counted = {name: each.open for name, each in self._accounts.items() if each.open and each.concurrent is not None}
         try:
-            at, shared, elsewhere = await store.exchange(self._gateway_id, uses, counted, self._exchanged_at)
+            at, shared, elsewhere = await store.sync_usage(self._gateway_id, uses, counted, self._exchanged_at)
         except sqlite3.Error as error:
             if not self._failing:
                 what = "quotas are not shared for now, every gateway counts for itself: the file of shared quotas: %s"

@@ -92,7 +92,7 @@ class FleetCore(Verifiers, EngineCoreClient):
 
     def _room(self) -> float:
         """How many more sequences the routable verifiers can take."""
-        return sum(self._rooms.left(link.member.id, self.sequences.placed(link.member.id)) for link in self.routable())
+        return sum(self._rooms.left(link.member.id, self.sequences.placed(link.member.id)) for link in self.routable_links())
 
     # What the directory and the links report
 
@@ -296,7 +296,7 @@ class FleetCore(Verifiers, EngineCoreClient):
     def _choose(self, record: InFlight, without: VerifierLink | None = None, target: str | None = None) -> VerifierLink | None:
         links = {
             link.member.id: link
-            for link in self.routable()
+            for link in self.routable_links()
             if link is not without and target in (None, link.member.id) and record.fits(link)
         }
         chosen = self.choosing.choose(record.ask, {each: self.sequences.load(each) for each in links})

@@ -90,7 +90,7 @@ class Verifiers(LinkListener):
         lengths = [stats.response_tokens for stats in self.stats()]
         return sum(lengths) / len(lengths) if lengths else RESPONSE_TOKENS
 
-    def routable(self) -> list[VerifierLink]:
+    def routable_links(self) -> list[VerifierLink]:
         """The verifiers for new requests: with the newest weights, not draining, and awake unless all sleep."""
         ready = [link for link in self.ready_links if link.member.state == "ready" and not self.weights.is_behind(link)]
         running = [link for link in ready if not self.pauses.holds(link.member.id)]
@@ -118,7 +118,7 @@ class Verifiers(LinkListener):
         Long ago is more than `HOLD_S` or `patience_s`, whichever is less.
         """
         until = self._served_at + min(patience_s, HOLD_S)
-        while not self.routable():
+        while not self.routable_links():
             try:
                 async with asyncio.timeout(until - time.monotonic()):
                     await self._arrival.wait()
@@ -148,7 +148,7 @@ class Verifiers(LinkListener):
                 current.member = member
             if member.id not in self.links and member.state == "ready":
                 self._connect(member)
-        if self.routable():
+        if self.routable_links():
             self._served_at = time.monotonic()
             self._tell_arrival()
 

@@ -96,7 +96,7 @@ class RolloutCore(FleetCore):
 
     def has_room(self) -> bool:
         """Whether some verifier runs fewer requests than it may."""
-        return any(self.sequences.placed(link.member.id) < self._window for link in self.routable())
+        return any(self.sequences.placed(link.member.id) < self._window for link in self.routable_links())
 
     async def submit(self, request: EngineCoreRequest, expected: int) -> InFlight:
         """Sends a request whose response probably has `expected` tokens; there must be room."""
@@ -108,7 +108,7 @@ class RolloutCore(FleetCore):
         return record
 
     def _choose(self, record: InFlight, without: VerifierLink | None = None, target: str | None = None) -> VerifierLink | None:
-        links = [link for link in self.routable() if link is not without and record.fits(link)]
+        links = [link for link in self.routable_links() if link is not without and record.fits(link)]
         return min(links, key=self._load, default=None)
 
     def _load(self, link: VerifierLink) -> tuple[bool, int, str]:

@@ -30,7 +30,7 @@ from backend.transport.sockets import Wire
 # vLLM and Ray are imported where they are used, so that help and errors in the input are shown at once.
 if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
-    from backend.engine.front.offline import Front
+    from backend.engine.front.offline import OfflineProcessor
     from backend.launch.cluster import RayCluster
 
 Say = Callable[[str], None]
@@ -41,7 +41,7 @@ class _Work(NamedTuple):
 
     step: int
     rounds: list[list[RolloutRequest]]
-    front: Front
+    front: OfflineProcessor
 
 
 def rollout(arguments: Sequence[str], say: Say) -> None:
@@ -112,12 +112,12 @@ def _method(models: ResolvedModels) -> str:
     return models.drafter_kind
 
 
-def _front(options: RolloutOptions, settings: Settings, models: ResolvedModels) -> Front:
+def _front(options: RolloutOptions, settings: Settings, models: ResolvedModels) -> OfflineProcessor:
     """Checks what all requests share: engine arguments and sampling parameters."""
-    from backend.engine.front.offline import Front
+    from backend.engine.front.offline import OfflineProcessor
 
     try:
-        front = Front(settings, models.target_dir)
+        front = OfflineProcessor(settings, models.target_dir)
     except ValueError as error:
         raise ConfigError(" ".join(str(error).split())) from error
     try:

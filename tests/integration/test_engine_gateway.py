@@ -37,7 +37,7 @@ BODY = {"model": "demo", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": T
 
 async def only_at(fleet: EngineFleet, *serving: Verifier) -> None:
     fleet.route_only_to(*serving)
-    await eventually(lambda: {link.member.id for link in fleet.core.routable()} == {each.name for each in serving})
+    await eventually(lambda: {link.member.id for link in fleet.core.routable_links()} == {each.name for each in serving})
 
 
 async def accounted(fleet: EngineFleet, options: dict[str, Any], **fields: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:

@@ -144,7 +144,7 @@ async def test_a_draining_verifier_gets_no_new_requests_and_its_own_finish_or_mo
             return msgspec.structs.replace(whole, members=[view, *whole.members[1:]])
 
         running.directory.snapshot = drained  # type: ignore[method-assign]
-        await eventually(lambda: [link.member.id for link in running.core.routable()] == ["verifier-1"])
+        await eventually(lambda: [link.member.id for link in running.core.routable_links()] == ["verifier-1"])
         second.behaviour = count_up
         for _ in range(3):
             assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200

@@ -22,7 +22,7 @@ async def test_members_come_restart_and_drain(tmp_path):
         draining = msgspec.structs.replace(running.verifier.member, state="draining")
         restarted = FakeVerifier(tmp_path, "verifier-1").start()
         running.directory.set_members([draining, restarted.member])
-        await eventually(lambda: [link.member.incarnation for link in running.core.routable()] == [restarted.incarnation])
+        await eventually(lambda: [link.member.incarnation for link in running.core.routable_links()] == [restarted.incarnation])
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
         assert len(restarted.sequences) == 1
         second.close()

@@ -29,7 +29,7 @@ async def post(running: Running, path: str, status: int = 200, **options: Any) -
 
 
 def routable(running: Running) -> list[str]:
-    return sorted(link.member.id for link in running.core.routable())
+    return sorted(link.member.id for link in running.core.routable_links())
 
 
 async def restarted(running: Running, number: int) -> FakeVerifier:

@@ -49,7 +49,7 @@ class Core(Protocol):
     @property
     def ready_links(self) -> Sequence[Link]: ...
 
-    def routable(self) -> Sequence[Link]: ...
+    def routable_links(self) -> Sequence[Link]: ...
 
     async def admit(self) -> None:
         """Waits until the request of this task may be submitted."""
@@ -164,7 +164,7 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
     @property
     def ready(self) -> bool:
         """Whether a request could be served now."""
-        return bool(self.core.routable()) and not self.errored
+        return bool(self.core.routable_links()) and not self.errored
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """vLLM's method of the same name.  Verifiers identify adapters by number, so all gateways must use the same."""

@@ -30,7 +30,7 @@ LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have, as in vLLM's own answers."""
 
 
-class Front:
+class OfflineProcessor:
     """Checks requests as a gateway with these settings does.  Raises `ValueError` for engine arguments that are wrong."""
 
     def __init__(self, settings: Settings, model_dir: str) -> None:

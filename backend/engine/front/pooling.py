@@ -41,7 +41,7 @@ class Embedding(ServingEmbedding):
         return in_turns(b"".join([before, data, *vectors, after]))
 
 
-class Pooling:
+class PoolingServing:
     """The serving objects, each made at its first use: a model's tasks are known only after a verifier has loaded it."""
 
     def __init__(self, client: FleetClient[Any], models: OpenAIServingModels, chat_template: str | None) -> None:
@@ -77,5 +77,5 @@ class Pooling:
     @property
     def _tasks(self) -> tuple[Any, ...]:
         """The tasks that the verifiers support; empty if there is no verifier."""
-        links = self._client.core.routable()
+        links = self._client.core.routable_links()
         return tuple(links[0].welcome.supported_tasks) if links and links[0].welcome is not None else ()

@@ -39,7 +39,7 @@ from backend.engine.front.client import FleetClient, submissions
 from backend.engine.front.deferred import Deferred, deferred
 from backend.engine.front.logprobs import ChatLogprobs, TokensLogprobs, likeliest, with_prompt_logprobs
 from backend.engine.front.messages import Messages, StreamFailed
-from backend.engine.front.pooling import Pooling
+from backend.engine.front.pooling import PoolingServing
 from backend.engine.front.reading import ReadsChats, read_contexts, reading
 from backend.engine.front.stream import Form, PlainStream, streamed
 from backend.engine.parsers import tool_parser
@@ -273,7 +273,7 @@ class Services:
     tokens: ServingTokens
     tokenization: ServingTokenization
     renderer: OnlineRenderer
-    pooling: Pooling
+    pooling: PoolingServing
 
 
 def build_services(
@@ -322,7 +322,7 @@ def build_services(
         tokens=Tokens(client, models, renderer, request_logger=None, **counted, **derendering),
         tokenization=ServingTokenization(models, renderer, **common),
         renderer=renderer,
-        pooling=Pooling(client, models, template),
+        pooling=PoolingServing(client, models, template),
     )
     if (limit := settings.gateway.default_max_tokens) is not None:
         for serving in (services.chat, services.chat_of_many, services.responses):

@@ -60,7 +60,7 @@ class Processes:
         whole = {**settings, "verifier": {"cores": len(cores), **settings["verifier"]}}
         return self._child(name, partial(build_verifier, name, whole, self.models, self.pace), cores, 0)
 
-    def client(self, verifier: Child) -> EngineClient:
+    def connect(self, verifier: Child) -> EngineClient:
         """Waits until a verifier serves; returns a client of it."""
         client = EngineClient(verifier.wait_ready(), "bench", verifier.check)
         self._clients.append(client)
@@ -110,7 +110,7 @@ class TargetFleet:
                 settings = {"mode": each.served, "num_speculative_tokens": each.k or 4, "verifier": own}
                 loading.append(processes.verifier(each.label, settings))
             for configuration, child in zip(batch, loading, strict=True):
-                self._verifiers[configuration] = child, processes.client(child)
+                self._verifiers[configuration] = child, processes.connect(child)
                 if configuration.is_remote:
                     child.ask(refs)
 

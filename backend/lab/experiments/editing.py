@@ -63,7 +63,7 @@ def clients(processes: Processes) -> dict[str, EngineClient]:
     for mode, lookup in (("off", True), ("auto", False), ("auto", True)):
         settings = {"mode": mode, "verifier": {"lookup": lookup, "engine_args": {"async_scheduling": False}}}
         verifier = processes.verifier(f"{mode}-{lookup}", settings)
-        found.append(processes.client(verifier))
+        found.append(processes.connect(verifier))
         if mode == "auto":
             verifier.ask([drafter])
     plain, alone, helped = found

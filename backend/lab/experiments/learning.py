@@ -48,7 +48,7 @@ def measure(processes: Processes, phases: Sequence[Phase]) -> None:
     """Runs all phases; prints a line for each window."""
     make = Prompts(processes.models.target_dir, PROMPT)
     verifier = processes.verifier("verifier", {"mode": "sync", "verifier": {"lookup": False}})
-    client = processes.client(verifier)
+    client = processes.connect(verifier)
     drafter, ref = processes.drafter("drafter-0", processes.models.drafter_dir)
     verifier.ask([ref])
     began, turn = time.monotonic(), 0

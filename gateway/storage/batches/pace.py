@@ -102,7 +102,7 @@ class BatchPace:
         batched, own = core.sequences.batched, len(core.sequences) - core.sequences.batched - core.sequences.held
         reported = sum(stats.running + stats.waiting for stats in core.stats()) - batched
         speed = mean_speed([stats.speed for stats in core.stats() if stats.speed is not None])
-        return room(max(own, reported), self.quiet, len(core.routable()), self._slots, speed)
+        return room(max(own, reported), self.quiet, len(core.routable_links()), self._slots, speed)
 
     def _tell(self) -> None:
         self._changed.set()

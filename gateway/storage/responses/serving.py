@@ -102,9 +102,9 @@ class ResponseService:
         if turn.conversation is not None and body["status"] in ("completed", "incomplete"):
             await self.store.add_items(turn.conversation, turn.owner, [*turn.input, *body["output"]], most=None)
         if turn.background:
-            await self.store.advance(turn.kept(body), events())
+            await self.store.advance(turn.stored_response(body), events())
         elif turn.store:
-            await self.store.put(turn.kept(body))
+            await self.store.put(turn.stored_response(body))
         return body
 
     # In the background
@@ -125,7 +125,7 @@ class ResponseService:
         claim.in_background = True
         task.add_done_callback(lambda done: claim.close())
         # Only now, because a burst could pass the check above while it is awaited.  The task's own writes come after it.
-        await self.store.put(turn.kept(body))
+        await self.store.put(turn.stored_response(body))
         return body
 
     async def _make(self, turn: Turn, made: AsyncGenerator[Any, None], queued: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ class ResponseService:
         try:
             async with self._turns:
                 # Any gateway may have ended it, here and below.
-                if not await self.store.advance(turn.kept({**queued, "status": "in_progress"})):
+                if not await self.store.advance(turn.stored_response({**queued, "status": "in_progress"})):
                     return
                 # Its HTTP status was sent long ago, and its client waits for the id.
                 async for each in complete(made, turn.shown, held=0):
@@ -148,7 +148,7 @@ class ResponseService:
                         waiting.clear()
                         written = now
         except Exception as error:
-            await self.store.advance(turn.kept(failed(queued, translate(error))))
+            await self.store.advance(turn.stored_response(failed(queued, translate(error))))
         finally:
             await made.aclose()
 

@@ -54,7 +54,7 @@ END;
 
 
 @dataclass(frozen=True)
-class KeptResponse:
+class StoredResponse:
     """A stored response: `body` is the object that clients get, `input` the items of its own request."""
 
     id: str
@@ -83,7 +83,7 @@ class ResponseStore(Database):
     # Responses
 
     @transaction
-    def put(self, db: sqlite3.Connection, kept: KeptResponse) -> None:
+    def put(self, db: sqlite3.Connection, kept: StoredResponse) -> None:
         """Stores a new response.  Drops what is too old, or too much for the file."""
         items, body = json.dumps(kept.input), json.dumps(kept.body)
         insert = "INSERT INTO responses (id, owner, created, previous, input, body, maker) VALUES (?,?,?,?,?,?,?)"
@@ -91,7 +91,7 @@ class ResponseStore(Database):
         self._add_outputs(db, kept)
 
     @transaction
-    def advance(self, db: sqlite3.Connection, kept: KeptResponse, events: Sequence[Row] = ()) -> bool:
+    def advance(self, db: sqlite3.Connection, kept: StoredResponse, events: Sequence[Row] = ()) -> bool:
         """Stores the new state of a response, with `events`; False if it has ended, by a cancellation say."""
         update = f"UPDATE responses SET body = ? WHERE id = ? AND {_IS_UNFINISHED}"
         if not db.execute(update, (json.dumps(kept.body), kept.id)).rowcount:
@@ -101,7 +101,7 @@ class ResponseStore(Database):
         return True
 
     @transaction
-    def get(self, db: sqlite3.Connection, response_id: str, owner: str) -> KeptResponse:
+    def get(self, db: sqlite3.Connection, response_id: str, owner: str) -> StoredResponse:
         """The response as it is now: one that a gateway left unfinished when it ended has failed.  Raises `NotFound`."""
         return self._response(db, response_id, owner)
 
@@ -214,7 +214,7 @@ class ResponseStore(Database):
         if not gone.rowcount:
             raise NotFound("There is no such item in this conversation.", param="item_id")
 
-    def _add_outputs(self, db: sqlite3.Connection, kept: KeptResponse) -> None:
+    def _add_outputs(self, db: sqlite3.Connection, kept: StoredResponse) -> None:
         outputs = [(item["id"], kept.id, kept.owner, json.dumps(item)) for item in kept.body["output"]]
         db.executemany("INSERT OR REPLACE INTO outputs VALUES (?,?,?,?)", outputs)
         self._make_room(db, time.time())
@@ -224,7 +224,7 @@ class ResponseStore(Database):
         found = fcntl.fcntl(self._makers, fcntl.F_OFD_GETLK, _byte_of(maker))
         return maker != self._maker and struct.unpack_from("h", found) == (fcntl.F_UNLCK,)
 
-    def _response(self, db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> KeptResponse:
+    def _response(self, db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> StoredResponse:
         query = "SELECT previous, input, body, maker FROM responses WHERE id = ? AND owner = ?"
         row = db.execute(query, (response_id, owner)).fetchone()
         if row is None:
@@ -233,7 +233,7 @@ class ResponseStore(Database):
         body = json.loads(text)
         if body["status"] in UNFINISHED and self._is_over(maker):
             body |= {"status": "failed", "error": INTERRUPTED}
-        return KeptResponse(response_id, owner, previous, json.loads(items), body)
+        return StoredResponse(response_id, owner, previous, json.loads(items), body)
 
     def _make_room(self, db: sqlite3.Connection, now: float) -> None:
         """Drops what is too old.  Then drops the oldest tenth, again and again, while the file uses more bytes than allowed."""

@@ -9,7 +9,7 @@ from typing import Any
 from backend.engine.front import ResponseRequest, decode_custom_tool_input_prefix
 from gateway.fleet.statistics import SpeculationOptions
 from gateway.http.errors import BadRequest
-from gateway.storage.responses.store import Item, KeptResponse
+from gateway.storage.responses.store import Item, StoredResponse
 
 _PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 MAX_ID = 256
@@ -76,8 +76,8 @@ class Turn:
             "usage": usage,
         }
 
-    def kept(self, body: dict[str, Any]) -> KeptResponse:
-        return KeptResponse(self.id, self.owner, self.previous, self.input, body)
+    def stored_response(self, body: dict[str, Any]) -> StoredResponse:
+        return StoredResponse(self.id, self.owner, self.previous, self.input, body)
 
 
 def as_items(value: Any) -> list[Item]:

@@ -13,7 +13,7 @@ from vllm.sampling_params import SamplingParams
 from backend.config import Settings
 from backend.engine.arguments import adapter_number
 from backend.engine.client import Answer
-from backend.engine.front.offline import OFFERED, Front
+from backend.engine.front.offline import OFFERED, OfflineProcessor
 from backend.models.demo import TARGET_DIR
 from tests.support.processes import Verifier
 
@@ -79,16 +79,16 @@ def asks(seed: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def front() -> Front:
+def front() -> OfflineProcessor:
     settings = {"mode": "off", "verifier": {"engine_args": {"max_logprobs": -1}}}
-    return Front(Settings.model_validate(settings), str(TARGET_DIR))
+    return OfflineProcessor(Settings.model_validate(settings), str(TARGET_DIR))
 
 
 Request = tuple[list[int], SamplingParams, LoRARequest | None]
 
 
 @pytest.fixture(scope="module")
-def batches(front: Front, adapter: Path) -> list[list[Request]]:
+def batches(front: OfflineProcessor, adapter: Path) -> list[list[Request]]:
     tokenizer = AutoTokenizer.from_pretrained(str(TARGET_DIR))
     asked = LoRARequest("a", adapter_number("a", str(adapter)), str(adapter))
     made = []
@@ -148,7 +148,9 @@ def logprobs(answer: Answer, params: SamplingParams) -> list[dict[int, float]]:
     return found
 
 
-def test_where_a_grammar_and_other_rules_leave_no_token_the_answer_ends(front: Front, engines: dict[str, Verifier]) -> None:
+def test_where_a_grammar_and_other_rules_leave_no_token_the_answer_ends(
+    front: OfflineProcessor, engines: dict[str, Verifier]
+) -> None:
     """What the grammar could end with is whole."""
     tokenizer = AutoTokenizer.from_pretrained(str(TARGET_DIR))
     cases: list[tuple[dict[str, Any], str]] = [

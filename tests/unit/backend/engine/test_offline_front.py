@@ -8,18 +8,18 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind
 
 from backend.config import Settings
-from backend.engine.front.offline import Front, response_row
+from backend.engine.front.offline import OfflineProcessor, response_row
 from backend.models.demo import TARGET_DIR
 
 PROMPT = [0, 5, 6]
 
 
 @pytest.fixture(scope="module")
-def front() -> Front:
-    return Front(Settings(), str(TARGET_DIR))
+def front() -> OfflineProcessor:
+    return OfflineProcessor(Settings(), str(TARGET_DIR))
 
 
-def test_parameters_come_as_json_has_them(front: Front) -> None:
+def test_parameters_come_as_json_has_them(front: OfflineProcessor) -> None:
     given = {
         "temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "seed": 4, "min_tokens": 2, "max_tokens": 9, "logprobs": 3,
         "logit_bias": {"5": -1}, "stop_token_ids": [7], "stop": "\n", "bad_words": ["import"], "presence_penalty": 1,
@@ -38,7 +38,7 @@ def test_parameters_come_as_json_has_them(front: Front) -> None:
     assert front.params(PROMPT, {"ignore_eos": True}).eos_token_id is None
 
 
-def test_without_a_limit_a_response_may_fill_the_context(front: Front) -> None:
+def test_without_a_limit_a_response_may_fill_the_context(front: OfflineProcessor) -> None:
     assert front.max_model_len == 4096
     assert front.params(PROMPT, {}).max_tokens == 4096 - len(PROMPT)
 
@@ -58,7 +58,7 @@ def test_without_a_limit_a_response_may_fill_the_context(front: Front) -> None:
         ({"extra_args": {"outrider_fixed_response": [1]}}, "extra_args: names that begin with outrider_"),
     ],
 )
-def test_a_wrong_parameter_is_named(front: Front, given: dict[str, Any], complaint: str) -> None:
+def test_a_wrong_parameter_is_named(front: OfflineProcessor, given: dict[str, Any], complaint: str) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=complaint):
             front.params(PROMPT, given)
@@ -66,7 +66,7 @@ def test_a_wrong_parameter_is_named(front: Front, given: dict[str, Any], complai
 
 def test_native_drafting_has_its_own_limits() -> None:
     """vLLM's rejection sampler supports less."""
-    front = Front(Settings(mode="native"), str(TARGET_DIR))
+    front = OfflineProcessor(Settings(mode="native"), str(TARGET_DIR))
     with pytest.raises(ValueError, match="min_p"):
         front.params(PROMPT, {"min_p": 0.5})
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from backend.config import Settings
-from backend.engine.front.offline import Front
+from backend.engine.front.offline import OfflineProcessor
 from backend.models.demo import TARGET_DIR
 from backend.rollout.make import make_trace
 from backend.rollout.options import rollout_options, trace_options
@@ -18,12 +18,12 @@ from backend.rollout.trace import Case, TraceError, match, read_prompts, read_tr
 
 
 @pytest.fixture(scope="module")
-def front() -> Front:
-    return Front(Settings(verifier={"max_model_len": 64}), str(TARGET_DIR))
+def front() -> OfflineProcessor:
+    return OfflineProcessor(Settings(verifier={"max_model_len": 64}), str(TARGET_DIR))
 
 
 @pytest.fixture
-def make_of(tokenizer: Tokenizer, front: Front) -> Callable[..., list[RolloutRequest]]:
+def make_of(tokenizer: Tokenizer, front: OfflineProcessor) -> Callable[..., list[RolloutRequest]]:
     """Makes requests of cases for a context of 64 tokens, with these options."""
 
     def made(cases: list[Case], *arguments: str) -> list[RolloutRequest]:

@@ -242,13 +242,13 @@ def test_what_was_promised_to_many_is_not_asked_of_few() -> None:
     asking, times = Asking(), Times(flat, flat, draft_s, lambda rows, k: 1.0)
     ask = asking.choose(StepLoad(16, NONE, GOOD, seeing(0.0)), times).ask
     asking.choose(StepLoad(1, NONE, GOOD, seeing(0.0)), times, None, 1.0, 1000)
-    assert asking.promises.kept(ask) == 1.0
+    assert asking.promises.correction(ask) == 1.0
 
 
 def test_a_few_tokens_say_little_of_a_kind() -> None:
     few = Promises()
     few.observe(Ask.DRAFT, 100, 50, 20)
-    assert 0.9 < few.kept(Ask.DRAFT) < 1
+    assert 0.9 < few.correction(Ask.DRAFT) < 1
 
 
 @given(

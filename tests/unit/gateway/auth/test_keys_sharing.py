@@ -30,23 +30,23 @@ def left(quotas):
 
 
 async def used(store, kind="requests"):
-    return {each.kind: each.used for each in (await store.exchange("nobody", [], {}, 0.0))[1]}.get(kind)
+    return {each.kind: each.used for each in (await store.sync_usage("nobody", [], {}, 0.0))[1]}.get(kind)
 
 
 async def test_what_is_used_is_shared_given_back_and_told_to_those_who_have_not_heard(store):
     shared = store()
-    at, (first,), _ = await shared.exchange("g1", [Use("a", "tokens", 900.0, 60)], {"a": 2}, 0.0)
+    at, (first,), _ = await shared.sync_usage("g1", [Use("a", "tokens", 900.0, 60)], {"a": 2}, 0.0)
     assert (first.used, first.age_s) == (900, 0)
-    again, (second,), elsewhere = await shared.exchange("g2", [Use("a", "tokens", -500.0, 60)], {}, at)
+    again, (second,), elsewhere = await shared.sync_usage("g2", [Use("a", "tokens", -500.0, 60)], {}, at)
     assert second.used == pytest.approx(400, abs=2)
     assert elsewhere == {"a": 2}
-    assert (await shared.exchange("g1", [], {}, again + 1))[1:] == ([], {})
+    assert (await shared.sync_usage("g1", [], {}, again + 1))[1:] == ([], {})
 
 
 async def test_exchanges_at_once_lose_nothing(store):
     several = [store() for _ in range(4)]
     use = Use("a", "requests", 1.0, 1)
-    asked = (each.exchange(f"g{number}", [use], {}, 0.0) for number, each in enumerate(several) for _ in range(25))
+    asked = (each.sync_usage(f"g{number}", [use], {}, 0.0) for number, each in enumerate(several) for _ in range(25))
     await asyncio.gather(*asked)
     assert await used(several[0]) == pytest.approx(100, abs=1)
 
@@ -58,9 +58,9 @@ class Slow(SharedCounters):
         super().__init__(path)
         self.released, self.broken, self.begun = asyncio.Event(), broken, 0
 
-    async def exchange(self, *asked):
+    async def sync_usage(self, *asked):
         self.begun += 1
-        shared = None if self.broken else await super().exchange(*asked)
+        shared = None if self.broken else await super().sync_usage(*asked)
         await self.released.wait()
         if self.broken:
             raise sqlite3.OperationalError("no")

@@ -5,7 +5,7 @@ import pytest
 from vllm.v1.outputs import LogprobsLists
 
 from backend.config import Settings
-from backend.engine.front.offline import Front, response_row
+from backend.engine.front.offline import OfflineProcessor, response_row
 from backend.models.demo import TARGET_DIR
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest, Tokenizer
@@ -15,8 +15,8 @@ from tests.support.rollout_fleet import Fleet, run
 
 
 @pytest.fixture(scope="module")
-def front() -> Front:
-    return Front(Settings(), str(TARGET_DIR))
+def front() -> OfflineProcessor:
+    return OfflineProcessor(Settings(), str(TARGET_DIR))
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,14 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(str(TARGET_DIR))
 
 
-async def play(fleet: Fleet, front: Front, asked: list[RolloutRequest], seed: int | None = None) -> RoundResult:
+async def play(fleet: Fleet, front: OfflineProcessor, asked: list[RolloutRequest], seed: int | None = None) -> RoundResult:
     async with fleet.joined() as core:
         return await run(core, asked, front.outputs(core), seed)
 
 
-async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fleet, front: Front, tokenizer: Tokenizer) -> None:
+async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(
+    fleet: Fleet, front: OfflineProcessor, tokenizer: Tokenizer
+) -> None:
     """The first one dies between the two halves of the stop string; the second one has emitted more than it."""
     written = tokenizer.response("    return value + other\n\n\nclass Other:\n")
     prompt = tokenizer.prompt("def add(value, other):\n")
@@ -73,7 +75,7 @@ async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(fleet: Fle
 
 
 async def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
-    fleet: Fleet, front: Front, tokenizer: Tokenizer
+    fleet: Fleet, front: OfflineProcessor, tokenizer: Tokenizer
 ) -> None:
     prompt, written = tokenizer.prompt("def add(value, other):\n"), tokenizer.response("    return value + other\n\n\n")
     params = front.params(prompt, {"stop": ["other"], "max_tokens": 200})
@@ -94,7 +96,7 @@ async def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
     assert [(left.reason, left.requests_resumed) for left in finished.deaths] == [("was drained", 0)]
 
 
-async def test_a_seed_makes_a_seed_of_every_free_response(fleet: Fleet, front: Front) -> None:
+async def test_a_seed_makes_a_seed_of_every_free_response(fleet: Fleet, front: OfflineProcessor) -> None:
     verifier = fleet.start("verifier-0", count_up)
     params = front.params([1, 2], {"max_tokens": 2})
     asked = [RolloutRequest(n, Case(n, "p", ""), [1, 2], None, params, 2, seed) for n, seed in ((0, None), (1, None), (2, 7))]

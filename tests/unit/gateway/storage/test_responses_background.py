@@ -15,7 +15,7 @@ from gateway.auth.caller import Caller, KeyLimits
 from gateway.http.errors import RateLimited
 from gateway.storage.responses import serving
 from gateway.storage.responses.serving import ResponseService
-from gateway.storage.responses.store import KeptResponse, ResponseStore
+from gateway.storage.responses.store import ResponseStore, StoredResponse
 
 
 class Made(pydantic.BaseModel, extra="allow"):
@@ -31,8 +31,8 @@ async def made() -> AsyncGenerator[Made, None]:
 
 
 def turn(name: str, owner: str) -> Any:
-    def kept(body: dict[str, Any]) -> KeptResponse:
-        return KeptResponse(name, owner, None, [], body)
+    def kept(body: dict[str, Any]) -> StoredResponse:
+        return StoredResponse(name, owner, None, [], body)
 
     return SimpleNamespace(id=name, owner=owner, shown=dict, kept=kept, speculation=None, conversation=None, background=True)
 
@@ -43,7 +43,7 @@ async def test_a_follower_in_another_process_gets_the_last_event_however_late_it
     followed: list[list[str]] = []
     advance = opened[0].advance
 
-    async def advance_and_look(kept: KeptResponse, *events: Any) -> bool:
+    async def advance_and_look(kept: StoredResponse, *events: Any) -> bool:
         goes_on = await advance(kept, *events)
         if kept.body["status"] == "completed":
             followed.append([each async for each in other.follow("r", -1)])
@@ -93,7 +93,7 @@ async def test_what_was_cancelled_elsewhere_adds_nothing_to_its_conversation(tmp
     async def cancelled() -> AsyncGenerator[Made, None]:
         async for each in made():
             if each.type == "response.completed":
-                assert await theirs.advance(begun.kept({"status": "cancelled", "output": []}))
+                assert await theirs.advance(begun.stored_response({"status": "cancelled", "output": []}))
             yield each
 
     responses = ResponseService(ours, 4096)

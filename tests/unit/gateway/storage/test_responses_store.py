@@ -4,7 +4,7 @@ import pytest
 
 from gateway.http.errors import BadRequest, NotFound
 from gateway.requests.limits import MAX_ITEMS
-from gateway.storage.responses.store import INTERRUPTED, LIFETIME_S, KeptResponse, ResponseStore
+from gateway.storage.responses.store import INTERRUPTED, LIFETIME_S, ResponseStore, StoredResponse
 
 DAY = 86400.0
 
@@ -23,8 +23,8 @@ def store(tmp_path):
     opened.close()
 
 
-def kept(name: str, status: str = "completed") -> KeptResponse:
-    return KeptResponse(name, "me", None, [], {"id": name, "status": status, "output": []})
+def kept(name: str, status: str = "completed") -> StoredResponse:
+    return StoredResponse(name, "me", None, [], {"id": name, "status": status, "output": []})
 
 
 def items(count: int, first: int = 0) -> list[dict]:
@@ -77,7 +77,7 @@ async def test_what_every_continuation_would_read_is_bounded(store, monkeypatch)
     assert len(await store.items("c", "me")) == 1
     for name, previous in (("r1", None), ("r2", "r1"), ("r3", "r2")):
         body = {"id": name, "status": "completed", "output": []}
-        await store.put(KeptResponse(name, "me", previous, [{"id": name, "text": "x" * 350}], body))
+        await store.put(StoredResponse(name, "me", previous, [{"id": name, "text": "x" * 350}], body))
     assert len(await store.history("r2", "me")) == 2
     with pytest.raises(BadRequest, match="larger than 1000 bytes") as caught:
         await store.history("r3", "me")
