@@ -16,8 +16,8 @@ def keep_steady(token_s: float | None = None) -> None:
     """For the whole process.  `token_s`: another time per token."""
     stepped, observe = Speculator.stepped, DraftTimes.observe
 
-    def steady_step(self: Speculator, tokens: int, seconds: float, drafted: int) -> None:
-        stepped(self, tokens, STEP_S + (token_s or TOKEN_S) * tokens, drafted)
+    def steady_step(self: Speculator, base: int, drafted: int, seconds: float | None, between_s: float) -> None:
+        stepped(self, base, drafted, seconds and STEP_S + (token_s or TOKEN_S) * (base + drafted), between_s)
 
     def steady_draft(self: DraftTimes, rows: int, k: int, computed_s: float, waited_s: float) -> None:
         observe(self, rows, k, PASS_S * (k + 1), PASS_S * (k + 1))
