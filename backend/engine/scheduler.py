@@ -14,7 +14,8 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from backend.engine.counting import UNDRAFTED, CountingScheduler, DraftOrigin
+from backend.engine.accounts import UNDRAFTED, DraftOrigin
+from backend.engine.counting import CountingScheduler
 from backend.engine.grammar_repairs import DeadEnds
 from backend.engine.resume import rule_of
 from backend.engine.worker.fixed import fixed_response

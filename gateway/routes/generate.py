@@ -97,7 +97,7 @@ async def respond(
         answer = Generated(answer if speculation is None else speculation.add_to_stream(answer))
     if isinstance(answer, Generated | PlainStream):
         return await stream_response(request, answer, dialect)
-    return await whole_response(answer, shown, speculation and speculation.add_to)
+    return await whole_response(answer, shown, None if speculation is None else speculation.add_to)
 
 
 async def whole_response(answer: Any, shown: Callable[[Any], dict[str, Any]], finish: Finish | None = None) -> Response:

@@ -2,6 +2,7 @@
 
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -9,7 +10,6 @@ import pytest
 from backend.fleet import VerifierStats
 from backend.fleet.speed import Speed
 from backend.routing import balance
-from gateway.fleet import balancing
 from tests.support.fake_verifier import FakeVerifier, eventually, stall
 from tests.support.running_gateway import running_gateway
 
@@ -63,8 +63,13 @@ async def test_a_gateway_balances_by_itself(tmp_path):
 
 @pytest.mark.parametrize(("interval_s", "dwell_s"), [(0, 0), (0.02, 1000)])
 async def test_nothing_moves_when_switched_off_or_just_placed(tmp_path, monkeypatch, interval_s, dwell_s):
-    plan, plans = balancing.plan_moves, []
-    monkeypatch.setattr(balancing, "plan_moves", lambda *given: plans.append(plan(*given)) or plans[-1])
+    plans: list[Any] = []
+
+    def planned(*given: Any) -> Any:
+        plans.append(balance.plan_moves(*given))
+        return plans[-1]
+
+    monkeypatch.setattr("gateway.fleet.balancing.plan_moves", planned)
     async with crowded(tmp_path, interval_s, dwell_s) as (running, idle):
         for looks in range(1, 10):
             await reports(running, idle, looks)

@@ -1,7 +1,7 @@
 """The tables of request fields: what they do, and that the docs say the same."""
 
 import re
-from typing import get_args
+from typing import Any, get_args
 
 import pydantic
 import pytest
@@ -148,7 +148,7 @@ def test_null_means_absent_at_any_depth_but_not_in_what_clients_define():
 
 
 def test_what_asks_for_nothing_is_absent():
-    asked = {"suffix": "", "mcp_servers": [], "prompt": "", "tools": None}
+    asked: dict[str, Any] = {"suffix": "", "mcp_servers": [], "prompt": "", "tools": None}
     assert check_fields(CompletionRequest, asked, NO_EFFECT) == {"prompt": ""}
     with pytest.raises(BadRequest, match="mcp_servers"):
         check_fields(CompletionRequest, {"mcp_servers": [1]}, NO_EFFECT)
