@@ -52,13 +52,13 @@ class Choosing:
         """
         if not load:
             return None
-        asked = [(seen, keys(ask)) for keys, seen in self._seen]
-        before = next((found for seen, keys in asked if (found := seen.longest(keys)) is not None), None)
+        keyed = [(seen, keys(ask)) for keys, seen in self._seen]
+        before = next((found for seen, keys in keyed if (found := seen.longest(keys)) is not None), None)
         if before is not None and self._has_slack(before, load):
             chosen = before
         else:
             chosen = min(load, key=lambda each: (*load[each], self._routed[each], each))
-        for seen, keys in asked:
+        for seen, keys in keyed:
             seen.put(keys, chosen)
         return chosen
 
