@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal
 
 from backend.config import REMOTE_MODES, Settings
 from backend.config.sources import CommandError
@@ -121,12 +121,13 @@ def plan(settings: Settings, models: ResolvedModels, hardware: Hardware, runtime
     notes: list[str] = []
     filled, verifier_gpus = _fill(settings, models, hardware, verifiers, drafters, notes)
     fleet = FleetPlan(filled, models, hardware, runtime_dir, verifier_gpus, notes)
-    kinds = cast(list[MemberKind], ["verifier"] * verifiers + ["drafter"] * drafters)
-    for kind in kinds:
-        fleet.members.append(fleet.further(kind, fleet.members))
+    numbers: dict[MemberKind, int] = {"verifier": verifiers, "drafter": drafters}
+    for kind, number in numbers.items():
+        for _ in range(number):
+            fleet.members.append(fleet.further(kind, fleet.members))
     bound = [f"{each.member_id} {','.join(map(str, each.cores))}" for each in fleet.members if each.cores]
     if bound:
-        wanted = sum(_cores_wanted(filled, models, hardware, kind) for kind in kinds)
+        wanted = sum(number * _cores_wanted(filled, models, hardware, kind) for kind, number in numbers.items())
         there = len(hardware.cores)
         shared = f" (shared: {wanted} wanted, {there} available)" if wanted > there else ""
         notes.append(f"CPU cores: {'; '.join(bound)}{shared}")
