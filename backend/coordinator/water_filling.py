@@ -116,11 +116,15 @@ class Assigning:
         return [slowest, may] if len(may) > 1 else [may] if may else []
 
     def _gain(self, giver: str, taker: str, leaving: list[str]) -> tuple[float, float]:
-        """The gain of a move, and the present speed of both verifiers."""
-        now = self._total((giver, taker))
-        less = self._held[giver] - sum(self._part(giver, each) for each in leaving)
-        more = self._held[taker] + sum(self._capacity[each] for each in leaving)
-        return self._worth(giver, less) + self._worth(taker, more) - now, now
+        """The gain of a move, and the present speed of both verifiers.  A giver of its last drafter will share the taker's."""
+        giver_held, taker_held = self._held[giver], self._held[taker] + sum(self._capacity[each] for each in leaving)
+        now = self._worth(giver, giver_held) + self._worth(taker, self._held[taker])
+        less = giver_held - sum(self._part(giver, each) for each in leaving)
+        if len(leaving) == len(self.of_verifier[giver]):
+            busy = self._loads[taker].requests / (self._loads[taker].requests + self._loads[giver].requests)
+            less = 1 / (1 + busy) if self._worth(giver, 1 / (1 + busy)) > self._worth(giver, 0.0) else 0.0
+            taker_held -= 1 - 1 / (2 - busy) if less else 0.0
+        return self._worth(giver, less) + self._worth(taker, taker_held) - now, now
 
     def share(self, most_lost: float) -> None:
         """Has verifiers without a drafter share one, those with the most requests first."""
