@@ -21,8 +21,8 @@ from backend.noise import cpu
 
 _JUDGING = 1
 """The domain of `uniforms`."""
-_OWN_NUMBERS = np.empty(0, np.int64)
-"""The token ids if a column's number is its token id: empty."""
+_OWN_NUMBERS = np.empty((0, cpu.TILE), np.uint64), np.empty(0, np.int64), np.empty(0, np.int64)
+"""The layout if a column's number is its token id: empty."""
 
 
 class Chosen(NamedTuple):
@@ -101,10 +101,15 @@ def rank(
         from backend.noise import cuda
 
         return cuda.rank(logits, seeds, positions, betas, scales, count, token_ids)
-    ids = _OWN_NUMBERS if token_ids is None else _int64(token_ids)
+    layout = _OWN_NUMBERS
+    if token_ids is not None:
+        ids = _int64(token_ids)
+        tiles = -(-len(ids) // cpu.TILE)
+        layout = np.empty((tiles, cpu.TILE), np.uint64), np.empty(tiles, np.int64), np.empty(len(ids), np.int64)
+        cpu.lay_out(ids, *layout)
     given = _float32(logits), _int64(seeds), _int64(positions), _float32(betas), _float32(scales)
     columns, scores = np.empty((len(logits), count), np.int64), np.empty((len(logits), count), np.float32)
-    cpu.rank(*given, ids, columns, scores)
+    cpu.rank(*given, layout, columns, scores)
     return torch.from_numpy(columns), torch.from_numpy(scores)
 
 

@@ -91,6 +91,24 @@ def gumbel(seeds: Any, positions: Any, tokens: Any, domain: int, noise: Any) -> 
 
 
 @compiled
+def lay_out(ids: Any, counters: Any, counts: Any, slots: Any) -> None:
+    """Writes the counters that each tile of `ids` needs, and where each column's word will be.
+
+    Neighbouring ids of one counter share it.  `counters` `[tiles, TILE]`; `counts` `[tiles]`: how many per tile; `slots` `[V]`:
+    indices into the tile's words.
+    """
+    for tile in range(counts.shape[0]):
+        count = 0
+        for column in range(tile * TILE, min((tile + 1) * TILE, ids.shape[0])):
+            counter = np.uint64(ids[column] >> 2)
+            if count == 0 or counters[tile, count - 1] != counter:
+                counters[tile, count] = counter
+                count += 1
+            slots[column] = 4 * (count - 1) + (ids[column] & 3)
+        counts[tile] = count
+
+
+@compiled
 def tile_maxima(logits: Any, maxima: Any) -> int:
     """Writes every tile's largest logit; returns the tile with the largest of all."""
     best = 0
@@ -120,11 +138,12 @@ def fill_bounds(logits: Any, beta: Any, scale: Any, words: Any, bounds: Any, lea
 
 
 @compiled
-def rank(logits: Any, seeds: Any, positions: Any, betas: Any, scales: Any, ids: Any, columns: Any, scores: Any) -> None:
+def rank(logits: Any, seeds: Any, positions: Any, betas: Any, scales: Any, layout: Any, columns: Any, scores: Any) -> None:
     """Writes each row's F largest scores, in descending order, and their columns, `[R, F]`; ranks beyond V get minus infinity.
 
-    `ids`: the columns' tokens; if it is empty, a column's number is its token.
+    `layout` has `counters`, `counts` and `slots` of `lay_out`; if `slots` is empty, a column's number is its token id.
     """
+    all_counters, counts, slots = layout
     size, worst = logits.shape[1], columns.shape[1] - 1
     tiles = (size + TILE - 1) // TILE
     words = np.empty(4 * TILE, np.uint32)
@@ -148,12 +167,10 @@ def rank(logits: Any, seeds: Any, positions: Any, betas: Any, scales: Any, ids: 
             here = logits[row, start : start + TILE]
             used = words
             if scale > 0:
-                if ids.shape[0]:
+                if slots.shape[0]:
+                    fill_words(all_counters[tile], counts[tile], position, SHARED, seed, words)
                     for i in range(here.shape[0]):
-                        counters[i] = np.uint64(ids[start + i] >> 2)
-                    fill_words(counters, here.shape[0], position, SHARED, seed, words)
-                    for i in range(here.shape[0]):
-                        drawn[i] = words[4 * i + (ids[start + i] & 3)]
+                        drawn[i] = words[slots[start + i]]
                     used = drawn
                 else:
                     for i in range(TILE // 4):
