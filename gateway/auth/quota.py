@@ -65,12 +65,12 @@ class Bucket:
         if self.limit is None:
             return []
         level = self.level(now)
-        told = {
+        values = {
             "limit": str(self.limit),
             "remaining": str(max(0, math.floor(self.limit - level + 1e-6))),
             "reset": duration(level * MINUTE_S / self.limit),
         }
-        return [(f"x-ratelimit-{what}-{self.kind}".encode(), value.encode()) for what, value in told.items()]
+        return [(f"x-ratelimit-{what}-{self.kind}".encode(), value.encode()) for what, value in values.items()]
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ import json
 import logging
 import ssl
 import subprocess
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,7 @@ async def test_a_key_opens_its_models_and_no_others(keys):
 @pytest.fixture
 def stopped_clock(monkeypatch):
     """No time passes for quotas."""
-    monkeypatch.setattr("gateway.auth.quotas.time", SimpleNamespace(monotonic=lambda: 1000.0))
+    monkeypatch.setattr("gateway.auth.quotas.time", SimpleNamespace(monotonic=lambda: 1000.0, time=time.time))
 
 
 async def test_requests_are_counted_and_refused_as_openai_does(keys, stopped_clock):

@@ -177,7 +177,7 @@ def test_a_verifier_counts_prompt_tokens_and_those_its_cache_had():
         prefill_stats=SimpleNamespace(num_prompt_tokens=9, num_cached_tokens=4),
     )
     for _ in range(2):
-        CountingScheduler._count_outputs(Mock(), counted, {0: SimpleNamespace(outputs=[output])})
+        CountingScheduler._count_outputs(Mock(_awaited_s=0.0), counted, {0: SimpleNamespace(outputs=[output])})
     assert (counted.prompt_tokens, counted.cached_tokens) == (18, 8)
 
 

@@ -31,10 +31,12 @@ async def made() -> AsyncGenerator[Made, None]:
 
 
 def turn(name: str, owner: str) -> Any:
-    def kept(body: dict[str, Any]) -> StoredResponse:
+    def stored_response(body: dict[str, Any]) -> StoredResponse:
         return StoredResponse(name, owner, None, [], body)
 
-    return SimpleNamespace(id=name, owner=owner, shown=dict, kept=kept, speculation=None, conversation=None, background=True)
+    return SimpleNamespace(
+        id=name, owner=owner, shown=dict, stored_response=stored_response, speculation=None, conversation=None, background=True
+    )
 
 
 async def test_a_follower_in_another_process_gets_the_last_event_however_late_it_looks(tmp_path: Path) -> None:
