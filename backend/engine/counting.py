@@ -99,7 +99,7 @@ class CountingScheduler:
     _awaited_s: float = 0.0
     """Total seconds that steps have waited for drafts."""
     _spent_s: float = 0.0
-    """Total seconds that steps have taken, with what lay between them except for want of work."""
+    """Total seconds of work and of waiting for drafts, until the last step ended or there was nothing to do."""
     _between_s: float = 0.0
     """Seconds between the last step and the one before it: waiting for drafts, and work meanwhile."""
     _emitted: int = 0
@@ -196,6 +196,10 @@ class CountingScheduler:
             scheduler: Any = self
             _, waiting = scheduler.get_request_counts()
             self.records.stepped(self.counters.stats, seconds, self.plan_in_force(), waiting, scheduler.get_kv_cache_usage())
+
+    def rested(self) -> None:
+        """There was nothing to do, or weights were exchanged: what was done since the last step lies between no two steps."""
+        self._spent_s = self.counters.stats.busy_s + self.counters.stats.idle_s["awaiting_draft"]
 
     def note_step(self, seconds: float) -> None:
         """Learns the duration of a step that ran the target."""

@@ -127,6 +127,8 @@ class EngineLoop:
         self._stats.busy_s += self._lap()
         self._hub.poll(max(seconds, 0.0))
         self._stats.idle_s[cause] += self._lap()
+        if cause != "awaiting_draft":
+            self._scheduler.rested()
 
     def _step(self) -> None:
         outputs, executed = self._core.step_fn()
