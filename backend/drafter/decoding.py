@@ -27,7 +27,7 @@ NUMBERS = 8
 """Integers per row that decoding begins with: token, position, place, start, bound, tail, stride, seed."""
 
 
-class Lanes:
+class DecodeBatch:
     """The state of `size` rows while at most `steps` tokens are decoded for each."""
 
     def __init__(self, head: Head, size: int, steps: int, rules: Rules) -> None:
@@ -99,7 +99,7 @@ class Lanes:
         self._outputs.index_copy_(0, (self._step - 1).clamp(min=0), self.output.unsqueeze(0))
         self.pick()
 
-    def follow(self) -> None:
+    def advance_forced(self) -> None:
         """Computes the next of the tokens that are given, and keeps its output."""
         self._ids.copy_(self._forced.index_select(0, self._step).squeeze(0))
         self.advance()
@@ -136,7 +136,7 @@ class Lanes:
         if self.count < self.size:
             self._forced[:steps, self.count :] = 0
         for _ in range(steps):
-            self.run(self.follow)
+            self.run(self.advance_forced)
         return self.outputs_of(steps)
 
     def decode(self, steps: int, ends: Callable[[], Ends], picks_first: bool) -> list[Drafted]:
@@ -171,22 +171,22 @@ class Lanes:
 
 
 class Decoder:
-    """Gives out lanes for any number of rows.  With `graphs`, captures their steps on a GPU."""
+    """Gives out decode batches for any number of rows.  With `graphs`, captures their steps on a GPU."""
 
     def __init__(self, head: Head, graphs: bool) -> None:
         self._head = head
         self._fresh = fresh_noise(head.device)
-        self._captured: dict[tuple[int, Rules], Lanes] = {}
+        self._captured: dict[tuple[int, Rules], DecodeBatch] = {}
         if graphs and head.is_asynchronous:
             self._capture()
 
-    def lanes(self, steps: int, rules: Rules, numbers: Tensor, columns: Tensor, output: Tensor) -> Lanes:
-        """Lanes with these rows; they serve until the next call."""
+    def batch(self, steps: int, rules: Rules, numbers: Tensor, columns: Tensor, output: Tensor) -> DecodeBatch:
+        """A decode batch with these rows; it serves until the next call."""
         count = numbers.shape[1]
         found = self._fitting(count, rules) if steps <= GRAPH_STEPS else None
-        lanes = Lanes(self._head, count, steps, rules) if found is None else found
-        lanes.load(numbers, columns, output, self._fresh)
-        return lanes
+        batch = DecodeBatch(self._head, count, steps, rules) if found is None else found
+        batch.load(numbers, columns, output, self._fresh)
+        return batch
 
     def extend(
         self, numbers: Tensor, features: Tensor | None, last: Tensor | None, stretches: Sequence[Stretch] = ()
@@ -195,15 +195,15 @@ class Decoder:
 
         With `stretches`, the rows are those of long texts, and no graph is used.  The outputs serve until the next call.
         """
-        lanes = None if stretches else self._fitting(numbers.shape[1], SHARED)
-        if lanes is None:
+        batch = None if stretches else self._fitting(numbers.shape[1], SHARED)
+        if batch is None:
             rows = Rows(numbers[0], numbers[1], Reach(*numbers[2:7]), stretches)
             return self._head.forward(rows, features, last)
-        lanes.load(numbers, 1.0, 0.0 if features is None else features, self._fresh)
-        lanes.run(lanes.extend)
-        return lanes.output[: lanes.count] if last is None else lanes.output.index_select(0, last)
+        batch.load(numbers, 1.0, 0.0 if features is None else features, self._fresh)
+        batch.run(batch.extend)
+        return batch.output[: batch.count] if last is None else batch.output.index_select(0, last)
 
-    def _fitting(self, count: int, rules: Rules) -> Lanes | None:
+    def _fitting(self, count: int, rules: Rules) -> DecodeBatch | None:
         size = next((size for size in SIZES if size >= count), 0)
         return self._captured.get((size, rules.captured()))
 
@@ -211,10 +211,10 @@ class Decoder:
         pool = torch.cuda.graph_pool_handle()
         # The largest first: the others then fit into its memory.
         for size, rules in product(reversed(SIZES), CAPTURED):
-            lanes = Lanes(self._head, size, GRAPH_STEPS, rules)
-            undrawn = [lanes.follow, lanes.extend] if rules == SHARED else []
-            lanes.capture(pool, [lanes.pick, lanes.advance_and_pick, *undrawn])
-            self._captured[size, rules] = lanes
+            batch = DecodeBatch(self._head, size, GRAPH_STEPS, rules)
+            undrawn = [batch.advance_forced, batch.extend] if rules == SHARED else []
+            batch.capture(pool, [batch.pick, batch.advance_and_pick, *undrawn])
+            self._captured[size, rules] = batch
 
 
 def captured(pool: Any, step: Callable[[], None]) -> torch.cuda.CUDAGraph:

@@ -73,7 +73,7 @@ DEPTHS = 4, 8, 16
 class Blocks:
     """The state of `size` blocks, by which `depth` tokens each are drafted.
 
-    All lies in tensors that change in place, as in `decoding.Lanes`, so that on a GPU the pass is a CUDA graph.
+    All lies in tensors that change in place, as in `decoding.DecodeBatch`, so that on a GPU the pass is a CUDA graph.
     """
 
     def __init__(self, head: BlockHead, drafting: OnePassDrafting, size: int, depth: int, rules: Rules) -> None:

@@ -194,9 +194,9 @@ class EagleProposer:
         device = self._head.device
         rules = Rules.of([s.sampling for s in sequences])
         rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
-        lanes = self._decoder.lanes(depth, rules, rows, columns, tips(sequences))
-        drafts = lanes.decode(depth, lambda: ends, picks_first=True)
-        for sequence, drafted, outputs in zip(sequences, drafts, lanes.outputs_of(lanes.taken - 1), strict=True):
+        batch = self._decoder.batch(depth, rules, rows, columns, tips(sequences))
+        drafts = batch.decode(depth, lambda: ends, picks_first=True)
+        for sequence, drafted, outputs in zip(sequences, drafts, batch.outputs_of(batch.taken - 1), strict=True):
             sequence.drafted = sequence.start, drafted.tokens, outputs
         return drafts
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from backend.drafter.cache import Sequence
-from backend.drafter.decoding import Decoder, Lanes, columns_behind, rows_behind, tips
+from backend.drafter.decoding import DecodeBatch, Decoder, columns_behind, rows_behind, tips
 from backend.drafter.draws import SHARED, Draws, Ends, Rules
 from backend.drafter.head import Head
 from backend.drafter.proposer import MAX_DRAFT, MAX_OUTCOMES, Premise
@@ -103,9 +103,9 @@ class Imagination:
         width = branches.stops.shape[1]
         samplings = [s.sampling for s in sequences for _ in range(width)]
         untils = [p.until for p in premises for _ in range(width)]
-        lanes = self._branch(rules, rows, columns, outputs, branches, shape)
+        batch = self._branch(rules, rows, columns, outputs, branches, shape)
         read: Callable[[], list[Any]] = cache(lambda: [each.tolist() for each in branches])
-        drafted = lanes.decode(shape.steps, lambda: Ends(self._limits(premises, *read()), untils, samplings), picks_first=False)
+        drafted = batch.decode(shape.steps, lambda: Ends(self._limits(premises, *read()), untils, samplings), picks_first=False)
         stopped, tokens, scores = read()
         found = [
             [
@@ -115,7 +115,7 @@ class Imagination:
             ]
             for i, premise in enumerate(premises)
         ]
-        for sequence, own, outputs in zip(sequences, found, torch.split(lanes.outputs_of(lanes.taken - 1), width), strict=True):
+        for sequence, own, outputs in zip(sequences, found, torch.split(batch.outputs_of(batch.taken - 1), width), strict=True):
             sequence.imagined = len(sequence.tokens), own, outputs
         return found
 
@@ -139,8 +139,8 @@ class Imagination:
             if known < depth:
                 tokens = _padded(premises, depth, rows.device)[:, known:]
                 begin = torch.tensor([0, known, known, 0, 0, 0, 0, 0], device=rows.device).unsqueeze(1)
-                lanes = self._decoder.lanes(depth - known, SHARED, rows + begin, columns, found[-1][:, -1])
-                found.append(lanes.forced(tokens))
+                batch = self._decoder.batch(depth - known, SHARED, rows + begin, columns, found[-1][:, -1])
+                found.append(batch.forced(tokens))
         for sequence in sequences:
             sequence.drafted = None
         return torch.cat(found, dim=1)
@@ -248,8 +248,8 @@ class Imagination:
 
     def _branch(
         self, rules: Rules, rows: Tensor, columns: Tensor, outputs: Tensor, branches: _Branches, shape: Padding
-    ) -> Lanes:
-        """Lanes for all outcomes, `width` per sequence.
+    ) -> DecodeBatch:
+        """A decode batch for all outcomes, `width` per sequence.
 
         In the cache, the rows of the draft under verification come first, then for each step one row per branch.
         """
@@ -270,7 +270,7 @@ class Imagination:
             seeds,
         )
         wide = columns.repeat_interleave(width, 1)
-        return self._decoder.lanes(shape.steps, rules, torch.stack(numbers).flatten(1), wide, output)
+        return self._decoder.batch(shape.steps, rules, torch.stack(numbers).flatten(1), wide, output)
 
 
 def _padded(premises: list[Premise], depth: int, device: torch.device) -> Tensor:

@@ -206,7 +206,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
             self.counters.dropped(drafter_id, "lost")
         self.features_needed = attached.features_needed
         output = super().schedule(throttle_prefills)
-        output.outrider.pairings.update(self._pair(output.scheduled_new_reqs))
+        output.outrider.pairings.update(self._pair_with_drafters(output.scheduled_new_reqs))
         output.outrider.proposals.update(attached.proposals)
         output.outrider.asks.update(attached.asks)
         output.outrider.chance_weights.update(self._chance_weights() if attached.asks else {})
@@ -226,7 +226,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
     def _chance_weights(self) -> dict[str, list[list[float]]]:
         return {drafter_id: self.speculator.chance_weights(drafter_id) for drafter_id in self._refs}
 
-    def _pair(self, new: list[Any]) -> dict[str, Pairing]:
+    def _pair_with_drafters(self, new: list[Any]) -> dict[str, Pairing]:
         pairings = {}
         for each in new:
             adapter = each.lora_request.lora_name if each.lora_request is not None else ""

@@ -201,7 +201,7 @@ class WeightControl:
 
         After bytes that do not fit, the update goes on.  If vLLM fails, the last weights from a directory are loaded again.
         """
-        update = self._begun()
+        update = self._require_update()
         if self._takes_bytes != isinstance(update_info, bytes):
             raise ValueError(
                 "tensors come as safetensors' bytes; verifier.engine_args.weight_transfer_config names no other way"
@@ -221,7 +221,7 @@ class WeightControl:
 
     def finish_weight_update(self, version: str | None = None, update: int | None = None) -> None:
         """Ends an update by tensors; resumes, unless paused before.  On failure, the last weights from a directory are back."""
-        done = self._begun()
+        done = self._require_update()
         missing = sorted(self._shapes.keys() - done.received) if self._takes_bytes else []
         if missing:
             self._give_up(done)
@@ -231,7 +231,7 @@ class WeightControl:
         self._update = None
         self._renewed(self._called(version, update, None), done.ends_paused)
 
-    def _begun(self) -> _Update:
+    def _require_update(self) -> _Update:
         if self._update is None:
             raise ValueError(NOT_BEGUN)
         return self._update

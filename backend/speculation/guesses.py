@@ -71,7 +71,7 @@ class Guesses:
             return [known]
         waiting = self._open.setdefault(request_id, [])
         waiting.append(guess)
-        return _partly([waiting.pop(0)]) if len(waiting) > KEPT else []
+        return _resolve_partial([waiting.pop(0)]) if len(waiting) > KEPT else []
 
     def advance(self, request_id: str, text: Sequence[int]) -> list[Resolved]:
         """Compares drafts with `text`, the request's tokens; returns those now fully compared."""
@@ -90,8 +90,8 @@ class Guesses:
 
     def forget(self, request_id: str) -> list[Resolved]:
         """The request is over.  Returns its remaining drafts, compared as far as the text goes."""
-        return _partly(self._open.pop(request_id, []))
+        return _resolve_partial(self._open.pop(request_id, []))
 
 
-def _partly(guesses: list[_Guess]) -> list[Resolved]:
+def _resolve_partial(guesses: list[_Guess]) -> list[Resolved]:
     return [guess.resolved(differs=False) for guess in guesses if guess.matched]

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backend.drafter.decoding import GRAPH_STEPS, SIZES, Lanes
+from backend.drafter.decoding import GRAPH_STEPS, SIZES, DecodeBatch
 from backend.drafter.draws import CAPTURED
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import GREEDY, Drafted, DraftRequest, Premise, Proposer, Sampling, Until
@@ -228,7 +228,7 @@ def make_proposer(
         proposer._head.is_asynchronous = True
         with torch.inference_mode():
             proposer._decoder._captured = {
-                (size, rules): Lanes(proposer._head, size, GRAPH_STEPS, rules) for size in SIZES for rules in CAPTURED
+                (size, rules): DecodeBatch(proposer._head, size, GRAPH_STEPS, rules) for size in SIZES for rules in CAPTURED
             }
     return proposer
 

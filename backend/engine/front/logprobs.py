@@ -48,7 +48,7 @@ def _likeliest_of_each(top_logprobs: Any, num_output_top_logprobs: int | None, *
     return {"top_logprobs": shown, "num_output_top_logprobs": num_output_top_logprobs, **others}
 
 
-async def with_prompt_logprobs(
+async def repeat_prompt_logprobs(
     results: AsyncIterator[tuple[int, RequestOutput]],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """Results by prompt.  Each has its prompt's log probabilities.

@@ -37,7 +37,7 @@ from backend.config import Settings
 from backend.engine.front import any_model  # noqa: F401  (registers itself)
 from backend.engine.front.client import FleetClient, submissions
 from backend.engine.front.deferred import Deferred, deferred
-from backend.engine.front.logprobs import ChatLogprobs, TokensLogprobs, likeliest, with_prompt_logprobs
+from backend.engine.front.logprobs import ChatLogprobs, TokensLogprobs, likeliest, repeat_prompt_logprobs
 from backend.engine.front.messages import Messages, StreamFailed
 from backend.engine.front.pooling import PoolingServing
 from backend.engine.front.reading import ReadsChats, read_contexts, reading
@@ -112,7 +112,7 @@ class ChatOfMany(ChatLogprobs, ReadsChats, OpenAIServingChatBatch):
         return await deferred(generators, lambda *results: full(request, list(results), *args, **kwargs))
 
 
-class Chat(ChatLogprobs, ReadsChats, OpenAIServingChat):
+class ServingChat(ChatLogprobs, ReadsChats, OpenAIServingChat):
     """vLLM's chat completions, with a `PlainStream` where one was offered (`client.offer_plain`) and suffices."""
 
     def chat_completion_stream_generator(
@@ -145,7 +145,7 @@ class Chat(ChatLogprobs, ReadsChats, OpenAIServingChat):
         return await deferred([result_generator], lambda results: full(request, results, *args, **kwargs))
 
 
-class Completion(OpenAIServingCompletion):
+class ServingCompletion(OpenAIServingCompletion):
     """vLLM's completions, with a `PlainStream` where one was offered and suffices."""
 
     def request_output_to_completion_response(self, outputs: Any, request: Any, *args: Any) -> Any:
@@ -168,7 +168,7 @@ class Completion(OpenAIServingCompletion):
         submit = submissions()
         if submit is None or len(submit) > 1 or not is_plain(self, request):
             if request.echo:
-                result_generator = with_prompt_logprobs(result_generator)
+                result_generator = repeat_prompt_logprobs(result_generator)
             stream: AsyncGenerator[str, None] = super().completion_stream_generator(
                 request, engine_inputs, result_generator, request_id, created_time, model_name, *args, **kwargs
             )
@@ -181,7 +181,7 @@ FEW_LOGPROBS = 5_000
 """Log probabilities, tokens times alternatives, that the event loop can make and serialize in some 50 ms."""
 
 
-class Tokens(TokensLogprobs, ServingTokens):
+class ServingTokensWithLogprobs(TokensLogprobs, ServingTokens):
     """vLLM's serving class, except that an answer with log probabilities is a `Deferred`."""
 
     async def serve_tokens_full_generator(self, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -314,12 +314,12 @@ def build_services(
     chatting: dict[str, Any] = {"online_renderer": renderer, **counted, **parsing, **common}
     services = Services(
         models=models,
-        chat=Chat(client, models, "assistant", **chatting),
+        chat=ServingChat(client, models, "assistant", **chatting),
         chat_of_many=ChatOfMany(client, models, "assistant", **chatting),
-        completion=Completion(client, models, online_renderer=renderer, request_logger=None, **counted),
+        completion=ServingCompletion(client, models, online_renderer=renderer, request_logger=None, **counted),
         responses=ServingResponses(client, models, **chatting),
         messages=Messages(client, models, "assistant", **chatting),
-        tokens=Tokens(client, models, renderer, request_logger=None, **counted, **derendering),
+        tokens=ServingTokensWithLogprobs(client, models, renderer, request_logger=None, **counted, **derendering),
         tokenization=ServingTokenization(models, renderer, **common),
         renderer=renderer,
         pooling=PoolingServing(client, models, template),

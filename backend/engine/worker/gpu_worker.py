@@ -75,15 +75,15 @@ class Mixed:
         from backend.models.tensor_files import written
 
         @lru_cache(maxsize=KEPT_PROJECTIONS)
-        def loaded(directory: str, files: object) -> Projection:
+        def load_projection(directory: str, files: object) -> Projection:
             # `fc` runs in the target's dtype: a bfloat16 model's features gain nothing from more.
             return load_fc(directory).to(self.model_runner.device, self.model_runner.dtype)
 
         # An unreadable head of the fleet's own must fail the start.
-        own = loaded(options["head_dir"], None)
+        own = load_projection(options["head_dir"], None)
 
         def projection(head: str) -> Projection:
-            return loaded(head, written(head)) if head else own
+            return load_projection(head, written(head)) if head else own
 
         return FeatureShipper(projection, options["ring_bytes"], HANDOVER_BYTES)
 

@@ -57,12 +57,12 @@ def pace_drafter(pace: Pace) -> Pacer:
 
     The choice of a token belongs to the pass that it follows, as in `LAUNCH_MS` and in mode `native`.
     """
-    from backend.drafter.decoding import Lanes
+    from backend.drafter.decoding import DecodeBatch
     from backend.drafter.dflash import BlockHead
     from backend.drafter.head import Head
 
     pacer, cost = Pacer(), pace.drafter
-    forward, store, pick, advance_and_pick = Head.forward, BlockHead.store, Lanes.pick, Lanes.advance_and_pick
+    forward, store, pick, advance_and_pick = Head.forward, BlockHead.store, DecodeBatch.pick, DecodeBatch.advance_and_pick
     chooses = False
 
     def paced_forward(head: Head, rows: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,18 +72,18 @@ def pace_drafter(pace: Pace) -> Pacer:
             pacer.finish()
         return output
 
-    def paced_pick(lanes: Lanes) -> None:
+    def paced_pick(batch: DecodeBatch) -> None:
         if not chooses:
             pacer.launch(cost.first.seconds(0))
-        if lanes.rules.independent:
-            pacer.extend(cost.draw.seconds(lanes.count))
-        pick(lanes)
+        if batch.rules.independent:
+            pacer.extend(cost.draw.seconds(batch.count))
+        pick(batch)
         pacer.finish()
 
-    def paced_advance(lanes: Lanes) -> None:
+    def paced_advance(batch: DecodeBatch) -> None:
         nonlocal chooses
         chooses = True
-        advance_and_pick(lanes)
+        advance_and_pick(batch)
         chooses = False
 
     def paced_store(head: BlockHead, positions: Any, *args: Any) -> None:
@@ -93,8 +93,8 @@ def pace_drafter(pace: Pace) -> Pacer:
 
     for owner, name, paced in (
         (Head, "forward", paced_forward),
-        (Lanes, "pick", paced_pick),
-        (Lanes, "advance_and_pick", paced_advance),
+        (DecodeBatch, "pick", paced_pick),
+        (DecodeBatch, "advance_and_pick", paced_advance),
         (BlockHead, "store", paced_store),
     ):
         setattr(owner, name, paced)

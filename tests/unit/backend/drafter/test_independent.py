@@ -44,8 +44,8 @@ def pick(samplings: Sequence[Sampling], logits: Tensor, token_ids: Tensor | None
     head.read.return_value, head.feature.return_value, head.forward.return_value = logits, output, output
     numbers, columns = torch.zeros(NUMBERS, rows, dtype=torch.int64), torch.tensor(columns_of(samplings))
     numbers[-1] = torch.tensor([sampling.seed for sampling in samplings])
-    lanes = Decoder(head, graphs=False).lanes(k, Rules.of(samplings), numbers, columns, output)
-    return lanes.decode(k, lambda: Ends([k] * rows, [Until(k)] * rows, samplings), picks_first=True)
+    batch = Decoder(head, graphs=False).batch(k, Rules.of(samplings), numbers, columns, output)
+    return batch.decode(k, lambda: Ends([k] * rows, [Until(k)] * rows, samplings), picks_first=True)
 
 
 def decode(tokens: Sequence[int], proposal: bytes) -> tuple[list[list[int]], list[list[float]]]:

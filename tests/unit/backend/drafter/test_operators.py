@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backend.drafter.decoding import Lanes
+from backend.drafter.decoding import DecodeBatch
 from backend.drafter.dflash import DFlashProposer
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import GREEDY, Sampling
@@ -86,14 +86,14 @@ def test_operators_of_a_pass_with_a_markov_head_do_not_grow_with_requests(tmp_pa
 def test_no_step_waits_for_a_result(tmp_path: Path, samplings: list[Sampling]) -> None:
     """What is captured as a graph: a step that read a result could not be."""
     proposer, requests = opened(tmp_path, TinyHead(draft_vocab=40), 6, samplings)
-    run, steps = Lanes.run, Counter[str]()
+    run, steps = DecodeBatch.run, Counter[str]()
 
-    def guarded(lanes: Lanes, step: Callable[[], None]) -> None:
+    def guarded(batch: DecodeBatch, step: Callable[[], None]) -> None:
         steps[step.__name__] += 1
         with mock.patch.multiple(torch.Tensor, **{name: mock.Mock(side_effect=AssertionError(name)) for name in READS}):
-            run(lanes, step)
+            run(batch, step)
 
-    with mock.patch.object(Lanes, "run", guarded):
+    with mock.patch.object(DecodeBatch, "run", guarded):
         drafts = proposer.draft([r.ask(4) for r in requests])
         proposer.draft_outcomes([r.premise(d.tokens, 4) for r, d in zip(requests, drafts, strict=True)])
     assert steps.keys() == {"pick", "advance_and_pick", "follow"}

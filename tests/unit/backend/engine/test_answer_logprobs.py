@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob, append_logprobs_for_next_position
 
 from backend.engine.front.client import FleetClient
-from backend.engine.front.logprobs import likeliest, with_prompt_logprobs
+from backend.engine.front.logprobs import likeliest, repeat_prompt_logprobs
 from backend.engine.front.serving import ServingResponses
 from tests.support.properties import examples
 
@@ -45,7 +45,7 @@ async def test_a_prompt_keeps_its_log_probabilities_when_results_are_joined() ->
         for prompt, logprobs in ((0, ["a"]), (1, ["b"]), (0, []), (1, None)):
             yield prompt, SimpleNamespace(prompt_logprobs=logprobs)
 
-    found = [(prompt, result.prompt_logprobs) async for prompt, result in with_prompt_logprobs(results())]
+    found = [(prompt, result.prompt_logprobs) async for prompt, result in repeat_prompt_logprobs(results())]
     assert found == [(0, ["a"]), (1, ["b"]), (0, ["a"]), (1, ["b"])]
 
 

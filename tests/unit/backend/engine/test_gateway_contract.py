@@ -15,7 +15,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.structured_output import StructuredOutputManager
 
 from backend.engine.front.client import FleetClient
-from backend.engine.front.serving import Chat, Completion
+from backend.engine.front.serving import ServingChat, ServingCompletion
 from backend.engine.front.stream import PlainStream
 from gateway.fleet.core import FleetCore
 
@@ -81,7 +81,7 @@ def test_where_plain_streams_stand_between():
     given = list(inspect.signature(RequestState.make_request_output).parameters)
     assert given[1:5] == list(inspect.signature(PlainStream.take).parameters)[1:5]
     assert inspect.isasyncgenfunction(AsyncLLM.generate), "it must not submit before it is asked for an output"
-    for ours, theirs in ((Chat, OpenAIServingChat), (Completion, OpenAIServingCompletion)):
+    for ours, theirs in ((ServingChat, OpenAIServingChat), (ServingCompletion, OpenAIServingCompletion)):
         for name in ("chat_completion_stream_generator", "completion_stream_generator"):
             if name in vars(ours):
                 named = [each for each in inspect.signature(getattr(ours, name)).parameters if each not in ("args", "kwargs")]

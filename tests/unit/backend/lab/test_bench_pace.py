@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from backend.drafter.decoding import Lanes
+from backend.drafter.decoding import DecodeBatch
 from backend.drafter.dflash import BlockHead
 from backend.drafter.draws import Rules
 from backend.drafter.head import Head
@@ -89,9 +89,9 @@ def heads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     seen: list[tuple[Any, ...]] = []
     monkeypatch.setattr(Head, "forward", lambda *given: seen.append(given))
     monkeypatch.setattr(BlockHead, "store", lambda *given: None)
-    monkeypatch.setattr(Lanes, "pick", lambda lanes: None)
-    monkeypatch.setattr(Lanes, "advance_and_pick", lambda lanes: (lanes.advance(), lanes.pick()))
-    monkeypatch.setattr(Lanes, "advance", lambda lanes: Head.forward("head", SimpleNamespace(ids=[0] * 3), None, None))  # type: ignore[arg-type]
+    monkeypatch.setattr(DecodeBatch, "pick", lambda batch: None)
+    monkeypatch.setattr(DecodeBatch, "advance_and_pick", lambda batch: (batch.advance(), batch.pick()))
+    monkeypatch.setattr(DecodeBatch, "advance", lambda batch: Head.forward("head", SimpleNamespace(ids=[0] * 3), None, None))  # type: ignore[arg-type]
     return seen
 
 
@@ -113,13 +113,13 @@ def test_every_pass_of_a_head_is_paced_by_its_rows(heads: list[tuple[Any, ...]])
 @pytest.mark.parametrize(("is_sampled", "paced_s"), [(False, 0.002 + 0.004), (True, 0.002 + 0.004 + 2 * 0.007)])
 def test_a_token_is_chosen_within_the_pass_before_it(monkeypatch: pytest.MonkeyPatch, is_sampled: bool, paced_s: float) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(Lanes, "pick", lambda lanes: seen.append("pick"))
+    monkeypatch.setattr(DecodeBatch, "pick", lambda batch: seen.append("pick"))
     monkeypatch.setattr(Pacer, "finish", lambda pacer: seen.append("finish"))
     cost = HeadCost(Cost(1, 1000), first=Cost(2, 0), draw=Cost(1, 2000))
-    pacer, lanes = pace_drafter(Pace("", Cost(1, 1), cost)), object.__new__(Lanes)
-    lanes.rules, lanes.count = Rules.of([Sampling(0, 1.0, is_sampled)]), 3
-    lanes.pick()
-    lanes.advance_and_pick()
+    pacer, batch = pace_drafter(Pace("", Cost(1, 1), cost)), object.__new__(DecodeBatch)
+    batch.rules, batch.count = Rules.of([Sampling(0, 1.0, is_sampled)]), 3
+    batch.pick()
+    batch.advance_and_pick()
     assert seen == ["pick", "finish", "pick", "finish"]
     assert pacer.counts.passes == 2
     assert pacer.counts.paced_s == pytest.approx(paced_s)
