@@ -5,7 +5,7 @@ import { describe, test } from "node:test";
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { APICallError, generateObject, generateText, Output, stepCountIs, streamObject, streamText, tool } from "ai";
+import { APICallError, generateText, Output, stepCountIs, streamText, tool } from "ai";
 import { adding, all, CHOICE, COLOURS, isColour, JSON_CHOICE, Paint, QUESTION, URL } from "./asked.mjs";
 
 const baseURL = `${URL}/v1`;
@@ -73,12 +73,6 @@ for (const [name, model] of Object.entries(MODELS)) {
     });
 
     const objects = {
-      generateObject: async () => (await generateObject({ ...free, schema: Paint })).object,
-      streamObject: async () => {
-        const stream = streamObject({ ...free, schema: Paint });
-        assert((await all(stream.partialObjectStream)).length > 0);
-        return stream.object;
-      },
       "Output.object": async () => (await generateText({ ...free, output: Output.object({ schema: Paint }) })).output,
       "Output.object, streamed": async () => {
         const stream = streamText({ ...free, output: Output.object({ schema: Paint }) });
