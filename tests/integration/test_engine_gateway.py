@@ -74,19 +74,13 @@ async def test_wishes_are_met_and_change_no_token(fleet: EngineFleet) -> None:
     assert details["accepted_prediction_tokens"] == sum(each["accepted"] for each in by_prediction) > TOKENS / 2
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0
 
-    wrong, usage = await same({}, prediction={"type": "content", "content": "no such words " * 40})
-    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] < TOKENS / 4
-
     fresh, _ = await same({"mode": "sync"})
     assert {each["source"] for each in fresh["sources"]} <= {"fresh", "lookup"}
     assert "drafter-0" in {each["drafter"] for each in fresh["sources"]}
 
     ahead, _ = await same({"mode": "ahead"})
-    short, _ = await same({"mode": "sync", "num_speculative_tokens": 1})
-    assert len(short["accepted_lengths"]) <= 2
-    assert short["drafted"] == sum(short["accepted_lengths"])
 
-    for told in (predicted, wrong, fresh, ahead, short):
+    for told in (predicted, fresh, ahead):
         assert told["rule"] == "shared_noise"
         assert told["tokens"] == TOKENS
         assert told["unaccounted_tokens"] == 0
