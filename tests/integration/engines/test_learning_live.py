@@ -80,6 +80,16 @@ class Traffic:
         return found
 
 
+def test_what_opts_out_is_not_recorded(fleet: tuple[Verifier, Verifier, Drafter]) -> None:
+    _, drafted, drafter = fleet
+    # The second batch's news tells the drafter that the first one is over.
+    for asked in (RequestOptions(learn=False), RequestOptions(), RequestOptions(learn=False), RequestOptions(learn=False)):
+        drafted.client.generate(prompts(0), GREEDY, options=asked)
+    while (found := learned(drafter)).sequences < 8:
+        drafted.client.generate(prompts(0)[:1], GREEDY, options=RequestOptions(learn=False))
+    assert found.sequences == 8
+
+
 def test_a_spoiled_head_is_taken_back(fleet: tuple[Verifier, Verifier, Drafter], paths: ResolvedModels) -> None:
     traffic = Traffic(*fleet)
     # What comes is compared with a head whose acceptance is known: of some hundred drafts.

@@ -1,4 +1,4 @@
-"""A real vLLM verifier against a drafter that speaks garbage: output never changes."""
+"""A real vLLM verifier against a drafter that speaks garbage, or nothing: output never changes."""
 
 import functools
 import itertools
@@ -20,7 +20,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 WRONG_TOKENS: list[list[int]] = [[-1, -1], [10**6], [2**40], [0] * 200, []]
 
 
-def test_garbage_changes_nothing(directory: Path, plain: Verifier) -> None:
+def test_garbage_and_silence_change_nothing(directory: Path, plain: Verifier) -> None:
     """Messages that cannot be read, silence, drafts for another length, and drafts of tokens that cannot be, by turns."""
     expected = [answer.tokens for answer in plain.client.generate(PROMPTS, GREEDY)]
 
@@ -47,4 +47,7 @@ def test_garbage_changes_nothing(directory: Path, plain: Verifier) -> None:
         for _ in range(2):
             assert [answer.tokens for answer in verifier.client.generate(PROMPTS, GREEDY)] == expected
         dropped = verifier.client.fresh_stats().drafters["drafter-0"].dropped
+        drafter.raw = lambda message: None
+        assert [answer.tokens for answer in verifier.client.generate(PROMPTS, GREEDY)] == expected
+        assert verifier.client.fresh_stats().drafters_down == ["drafter-0"], "it is not waited for any more"
     assert min(dropped["stale"], dropped["invalid"]) > 0
