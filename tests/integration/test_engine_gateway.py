@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 
 from tests.chaos.workload import Case, Outcome, ask, cases, what_is_wrong
@@ -36,7 +37,10 @@ BODY = {"model": "demo", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": T
 
 
 async def only_at(fleet: EngineFleet, *serving: Verifier) -> None:
-    fleet.route_only_to(*serving)
+    """The other verifiers get no new requests."""
+    states = {each.name: "ready" if each in serving else "draining" for each in fleet.verifiers}
+    members = fleet.directory.members
+    fleet.directory.set_members([msgspec.structs.replace(each, state=states[each.id]) for each in members])
     await eventually(lambda: {link.member.id for link in fleet.core.routable_links()} == {each.name for each in serving})
 
 

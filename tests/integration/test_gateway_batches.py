@@ -1,10 +1,10 @@
 """Files and batches, through OpenAI's client, in front of a fake verifier."""
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -182,19 +182,14 @@ async def test_cancelling_keeps_what_is_answered():
         await client.files.delete(batch.input_file_id)
 
 
-def expire(folder: Path, batch_id: str) -> None:
-    """A day passes."""
-    with sqlite3.connect(folder / "batches.sqlite") as db:
-        db.execute("UPDATE batches SET body = json_set(CAST(body AS TEXT), '$.expires_at', 1) WHERE id = ?", (batch_id,))
-    db.close()
-
-
 async def test_a_batch_expires(tmp_path):
     async with serving(tmp_path) as (running, client):
         running.verifier.behaviour = silence
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(3))))
         await eventually(lambda: bool(running.verifier.sequences))
-    expire(tmp_path, batch.id)
+    with contextlib.closing(sqlite3.connect(tmp_path / "batches.sqlite")) as db, db:
+        # A day passes.
+        db.execute("UPDATE batches SET body = json_set(CAST(body AS TEXT), '$.expires_at', 1) WHERE id = ?", (batch.id,))
     async with serving(tmp_path, verifiers=0) as (running, client):
         batch = await until(client, batch, "expired")
         assert batch.expired_at
