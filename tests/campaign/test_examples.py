@@ -1,4 +1,4 @@
-"""The examples run as a reader would run them; fleets that programs start: in a Ray actor, and by one that is killed."""
+"""The examples run as a reader would run them; a fleet that a Ray actor starts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 import pytest
 
 from tests.support.fleet_process import ROOT
-from tests.support.process_tree import wait_gone
 
 pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
@@ -26,16 +25,6 @@ class Trainer:
 
 ray.init(address="local", num_cpus=2, include_dashboard=False)
 print(ray.get(Trainer.remote().tokens.remote()))
-"""
-
-
-UNTIL_KILLED = """
-import signal
-from outrider import Fleet
-
-with Fleet("demo", mode="off", drafters=0) as fleet:
-    print(*(each["pid"] for each in fleet.stats()["verifiers"] + fleet.stats()["gateways"]), flush=True)
-    signal.pause()
 """
 
 
@@ -69,12 +58,3 @@ def test_the_readmes_fleet_in_python() -> None:
 
 def test_a_fleet_of_a_ray_actor() -> None:
     assert run("-c", IN_AN_ACTOR).splitlines()[-1] == "[4, 4]"
-
-
-def test_a_fleet_ends_with_the_program_that_started_it() -> None:
-    with subprocess.Popen([sys.executable, "-c", UNTIL_KILLED], cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
-        assert program.stdout is not None
-        pids = [int(pid) for pid in program.stdout.readline().split()]
-        assert len(pids) == 2
-        program.kill()
-    wait_gone(pids)

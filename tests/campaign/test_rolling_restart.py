@@ -24,13 +24,6 @@ def pids(fleet: ServedFleet) -> dict[str, int]:
     return {each["id"]: each["pid"] for each in (*shown["verifiers"], *shown["drafters"]) if each["state"] == "ready"}
 
 
-def terminate(fleet: ServedFleet, member: str) -> None:
-    """SIGTERM; returns when Ray has started it again and it serves."""
-    pid = pids(fleet)[member]
-    os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: pids(fleet).get(member, pid) != pid, 120, f"another {member}")
-
-
 def test_restarts_cost_no_request_and_no_token() -> None:
     settings = ("--mode", "auto", "--verifiers", "2", "--drafters", "2", "--ray-namespace", f"rolling-{os.getpid()}")
     with ServedFleet(*settings) as fleet:
@@ -51,7 +44,9 @@ def test_restarts_cost_no_request_and_no_token() -> None:
             try:
                 done = fleet.command("restart", "--rolling")
                 after = pids(fleet)
-                terminate(fleet, "verifier-0")
+                os.kill(after["verifier-0"], signal.SIGTERM)
+                # Ray starts it again.
+                wait_for(lambda: pids(fleet).get("verifier-0", after["verifier-0"]) != after["verifier-0"], 120, "another one")
             finally:
                 over.set()
             answers = [answer for each in clients for answer in each.result()]

@@ -51,11 +51,6 @@ def test_two_ranks_draft_as_one_does_and_answer_the_same(tmp_path: Path) -> None
         assert accepted == pytest.approx(alone, abs=0.1)
 
 
-def ranks_of(pid: int) -> list[int]:
-    """The processes of vLLM's ranks below a verifier's."""
-    return [child.pid for child in psutil.Process(pid).children() if "Worker_TP" in " ".join(child.cmdline())]
-
-
 def test_a_rank_that_dies_takes_its_verifier_along_and_the_request_goes_on() -> None:
     shared_before = set(os.listdir("/dev/shm"))
     settings = ("--mode", "sync", "--verifier-tensor-parallel", "2", "--verifier-cores", "2")
@@ -63,7 +58,8 @@ def test_a_rank_that_dies_takes_its_verifier_along_and_the_request_goes_on() -> 
         text = fleet.complete(PROMPT, max_tokens=TOKENS, ignore_eos=True)["choices"][0]["text"]
         wait_for(lambda: fleet.metric("outrider_accepted_tokens_total", drafter="drafter-0") > 0, what="drafts that count")
         pid = fleet.fleet()["verifiers"][0]["pid"]
-        ranks = ranks_of(pid)
+        below = psutil.Process(pid).children()
+        ranks = [child.pid for child in below if "Worker_TP" in " ".join(child.cmdline())]
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
         # Whether it is sent before or after the loss is noticed: it waits for the verifier that Ray starts.

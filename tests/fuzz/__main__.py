@@ -6,19 +6,16 @@ Other arguments go to `schemathesis run` (`--include-path /v1/files`).
 """
 
 import argparse
-import importlib
 import os
-import pkgutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-import gateway.routes
 from gateway.auth.rights import Right
 from tests.support.environments import python_environment
 from tests.support.fleet_process import ServedFleet
-from tests.support.rights import paths
+from tests.support.rights import ROUTES, paths
 
 HERE = Path(__file__).resolve().parent
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
@@ -35,15 +32,8 @@ def main(arguments: list[str]) -> int:
         # An answer without `max_tokens` is as long as the model's context.
         command += ["--max-time", str(asked.seconds), "--request-timeout", "60", "--checks", CHECKS]
         command += ["--continue-on-failure"]
-        command += [*(word for path in changing() for word in ("--exclude-path", path))]
+        command += [*(word for path in sorted(paths(ROUTES, Right.ADMINISTER)) for word in ("--exclude-path", path))]
         return subprocess.run([*command, *others], cwd=folder, check=False).returncode
-
-
-def changing() -> list[str]:
-    """The paths that only an administrator may call."""
-    modules = [importlib.import_module(f"gateway.routes.{each.name}") for each in pkgutil.iter_modules(gateway.routes.__path__)]
-    routes = [route for module in modules if hasattr(module, "router") for route in module.router.routes]
-    return sorted(paths(routes, Right.ADMINISTER))
 
 
 if __name__ == "__main__":

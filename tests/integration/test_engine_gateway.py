@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 from unittest import mock
 
+import msgspec
 import pytest
 
 from tests.chaos.workload import Case, Outcome, ask, cases, what_is_wrong
@@ -36,7 +37,10 @@ BODY = {"model": "demo", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": T
 
 
 async def only_at(fleet: EngineFleet, *serving: Verifier) -> None:
-    fleet.route_only_to(*serving)
+    """The other verifiers get no new requests."""
+    states = {each.name: "ready" if each in serving else "draining" for each in fleet.verifiers}
+    members = fleet.directory.members
+    fleet.directory.set_members([msgspec.structs.replace(each, state=states[each.id]) for each in members])
     await eventually(lambda: {link.member.id for link in fleet.core.routable_links()} == {each.name for each in serving})
 
 
@@ -74,19 +78,13 @@ async def test_wishes_are_met_and_change_no_token(fleet: EngineFleet) -> None:
     assert details["accepted_prediction_tokens"] == sum(each["accepted"] for each in by_prediction) > TOKENS / 2
     assert usage["prompt_tokens_details"]["cached_tokens"] > 0
 
-    wrong, usage = await same({}, prediction={"type": "content", "content": "no such words " * 40})
-    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] < TOKENS / 4
-
     fresh, _ = await same({"mode": "sync"})
     assert {each["source"] for each in fresh["sources"]} <= {"fresh", "lookup"}
     assert "drafter-0" in {each["drafter"] for each in fresh["sources"]}
 
     ahead, _ = await same({"mode": "ahead"})
-    short, _ = await same({"mode": "sync", "num_speculative_tokens": 1})
-    assert len(short["accepted_lengths"]) <= 2
-    assert short["drafted"] == sum(short["accepted_lengths"])
 
-    for told in (predicted, wrong, fresh, ahead, short):
+    for told in (predicted, fresh, ahead):
         assert told["rule"] == "shared_noise"
         assert told["tokens"] == TOKENS
         assert told["unaccounted_tokens"] == 0

@@ -37,10 +37,6 @@ def user(content: Any) -> Any:
     return chat(messages=[{"role": "user", "content": content}])
 
 
-def said(content: Any) -> Any:
-    return {"messages": [{"role": "user", "content": content}]}
-
-
 def made_from(given: Any, **fields: Any) -> Any:
     return {"model": "demo", "input": given, "max_output_tokens": 6, **fields}
 
@@ -199,20 +195,6 @@ async def test_a_grammar_is_given_up_when_its_client_leaves(gateway, monkeypatch
         assert (await running.http.post(COMPLETIONS, json=grammar(choice=["b", "c"]))).status_code == 200
 
 
-async def test_sequences_of_one_request_share_a_verdict(running, monkeypatch):
-    asked = []
-    ask = grammar_checks._Worker.ask
-
-    def noted(worker, params):
-        asked.append(params)
-        return ask(worker, params)
-
-    monkeypatch.setattr(grammar_checks._Worker, "ask", noted)
-    body = completion(prompt=["a"] * 8, n=2, max_tokens=2, structured_outputs={"choice": ["one", "two"]})
-    assert len((await running.http.post(COMPLETIONS, json=body)).json()["choices"]) == 16
-    assert len(asked) <= grammar_checks.WORKERS
-
-
 async def test_verifiers_get_what_was_checked(running):
     before = len(running.verifier.sequences)
     await running.http.post(COMPLETIONS, json=grammar(choice=["one", "two"]))
@@ -303,7 +285,7 @@ async def test_many_log_probabilities_of_a_response_hold_nobody_up_and_a_few_are
     ("path", "body", "serving", "name"),
     [
         ("/tokenize", {"prompt": "x"}, "tokenization", "create_tokenize"),
-        ("/v1/messages/count_tokens", {"model": "demo", **said("x")}, "messages", "count_tokens"),
+        ("/v1/messages/count_tokens", {"model": "demo", "messages": CHAT["messages"]}, "messages", "count_tokens"),
         ("/v1/responses/input_tokens", made_from("x"), "renderer", "render_responses"),
     ],
 )

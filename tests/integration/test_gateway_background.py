@@ -98,16 +98,6 @@ async def test_what_is_made_in_the_background_is_charged_from_the_start(tmp_path
             await asyncio.sleep(0.01)
 
 
-async def test_what_a_gateway_left_unfinished_has_failed(tmp_path):
-    async with running_gateway(state_dir=str(tmp_path)) as running:
-        running.verifier.behaviour = silence
-        begun = await running.client.responses.create(model="demo", input="hi", background=True)
-        await eventually(lambda: bool(running.verifier.sequences))
-    async with running_gateway(state_dir=str(tmp_path)) as running:
-        left = await running.client.responses.retrieve(begun.id)
-        assert (left.status, left.error and left.error.code) == ("failed", "server_error")
-
-
 async def test_a_background_stream_that_fails_at_once_says_so(running, monkeypatch):
     async def fail(*args, **kwargs):
         raise Overloaded

@@ -1,10 +1,10 @@
 """Files and batches, through OpenAI's client, in front of a fake verifier."""
 
 import asyncio
+import contextlib
 import json
 import sqlite3
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 import openai
@@ -12,7 +12,6 @@ import pytest
 
 from gateway.storage.batches import serving as batching
 from gateway.storage.batches.lines import LONGEST_ID
-from gateway.storage.batches.pace import BatchPace
 from gateway.storage.batches.store import BatchStore
 from tests.support.fake_verifier import count_up, eventually, silence
 from tests.support.running_gateway import CHAT, COMPLETION, Keys, running_gateway
@@ -183,19 +182,14 @@ async def test_cancelling_keeps_what_is_answered():
         await client.files.delete(batch.input_file_id)
 
 
-def expire(folder: Path, batch_id: str) -> None:
-    """A day passes."""
-    with sqlite3.connect(folder / "batches.sqlite") as db:
-        db.execute("UPDATE batches SET body = json_set(CAST(body AS TEXT), '$.expires_at', 1) WHERE id = ?", (batch_id,))
-    db.close()
-
-
 async def test_a_batch_expires(tmp_path):
     async with serving(tmp_path) as (running, client):
         running.verifier.behaviour = silence
         batch = await begin(client, jsonl(*(request(f"r{index}") for index in range(3))))
         await eventually(lambda: bool(running.verifier.sequences))
-    expire(tmp_path, batch.id)
+    with contextlib.closing(sqlite3.connect(tmp_path / "batches.sqlite")) as db, db:
+        # A day passes.
+        db.execute("UPDATE batches SET body = json_set(CAST(body AS TEXT), '$.expires_at', 1) WHERE id = ?", (batch.id,))
     async with serving(tmp_path, verifiers=0) as (running, client):
         batch = await until(client, batch, "expired")
         assert batch.expired_at
@@ -230,8 +224,6 @@ async def test_a_batch_that_cannot_go_on_holds_no_place_of_others_and_fails_with
 
 
 async def test_the_next_gateway_goes_on(tmp_path):
-    done: list[str] = []
-
     async def few(verifier, sequence):
         await (count_up if len(verifier.sequences) <= 4 else silence)(verifier, sequence)
 
@@ -327,30 +319,6 @@ async def test_keys_of_batches_go_last_without_a_folder_too(tmp_path, monkeypatc
         await eventually(lambda: running.core.sequences.held == 2)
         running.verifier.behaviour = count_up
         assert (await running.http.post(CHATS, json=CHAT, headers=other)).status_code == 200
-
-
-async def test_of_many_lines_that_wait_one_looks(monkeypatch):
-    looks = 0
-
-    def full(*_):
-        nonlocal looks
-        looks += 1
-        return 0 if looks < 20 else 100
-
-    monkeypatch.setattr("gateway.storage.batches.pace.room", full)
-    async with serving() as (running, _):
-        pace, taken = BatchPace(running.core, 64), []
-
-        async def wait():
-            async with pace.turn():
-                taken.append(looks)
-
-        waiting = [asyncio.ensure_future(wait()) for _ in range(100)]
-        while looks < 20:
-            pace.look()
-            await asyncio.sleep(0)
-        await asyncio.wait_for(asyncio.gather(*waiting), 120)
-        assert taken[0] < 50
 
 
 async def test_batches_take_no_places_of_others():

@@ -198,28 +198,6 @@ async def test_a_verifier_with_a_shorter_context_takes_no_request_that_would_out
         small.close()
 
 
-async def test_stop_strings_and_chat_streams_span_the_cut():
-    """The stop-string checker is the gateway's own: a string that begins before the cut and ends after it is found."""
-    async with running_gateway(verifiers=2) as running:
-        whole = (await running.http.post("/v1/completions", json={**COMPLETION, "max_tokens": 8})).json()["choices"][0]["text"]
-        middle = len(whole) // 2
-        stop = whole[middle - 2 : middle + 2]
-        for verifier in running.verifiers:
-            verifier.sequences.clear()
-            verifier.behaviour = stalling(4)
-        request = running.begin("/v1/chat/completions", max_tokens=40, stop=[stop], stream=True)
-        await running.until_emitted()
-        for verifier in running.verifiers:
-            verifier.behaviour = count_up
-        (record,) = running.core.sequences
-        assert running.core.migrate([record], None, "test") == 1
-        chunks = events((await asyncio.wait_for(request, 120)).content)
-        text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
-        assert text == whole[: whole.index(stop)]
-        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-        await eventually(lambda: running.idle)
-
-
 async def stop_for_a_moment(running: Running) -> None:
     """The verifier hears nothing until the coordinator has declared it lost, and its requests wait."""
     running.verifier.hung = True

@@ -81,15 +81,6 @@ async def test_a_lost_connection_comes_back_while_the_directory_hangs():
         assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
 
 
-async def test_a_verifier_that_never_answers_is_forgotten_with_the_directory_entry(running):
-    absent = msgspec.structs.replace(running.verifier.member, id="absent", address="ipc:///nonexistent/absent")
-    running.directory.set_members([running.verifier.member, absent])
-    await eventually(lambda: "absent" in running.core.links)
-    assert [link.member.id for link in running.core.ready_links] == ["verifier-0"]
-    running.directory.set_members([running.verifier.member])
-    await eventually(lambda: "absent" not in running.core.links)
-
-
 async def test_one_unreadable_message_leaves_the_connection_alone(running):
     (link,) = running.core.ready_links
     running.verifier.behaviour = stall

@@ -6,14 +6,13 @@ import pytest
 from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 
-from tests.support.running_gateway import CHAT, COMPLETION
+from tests.support.running_gateway import CHAT, COMPLETION, RESPONSE
 
 OUTRIDER = {"outrider": {"stats": True, "mode": "off"}}
 PREDICTION = {"prediction": {"type": "content", "content": "x = 1"}}
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
 CALLABLE = {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]}
 ALLOWED = {"type": "allowed_tools", "allowed_tools": CALLABLE}
-RESPONSE = {"model": "demo", "input": "hi", "max_output_tokens": 6}
 TAKEN: list[tuple[str, dict[str, Any]]] = [
     ("/v1/chat/completions", {**CHAT, **OUTRIDER, **PREDICTION, "store": True, "verbosity": "low", "temperature": None}),
     ("/v1/chat/completions", {**CHAT, "tools": TOOLS, "tool_choice": ALLOWED, "max_tokens": 200}),

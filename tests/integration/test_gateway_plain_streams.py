@@ -194,14 +194,3 @@ async def test_what_is_more_than_text_is_left_to_vllm(running, path, body, plain
     async with running.http.stream("POST", path, json={**body, "stream": True}) as response:
         await response.aread()
     assert not plain
-
-
-@pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)])
-async def test_what_cannot_begin_is_refused_as_ever(running, path, body, plain, monkeypatch):
-    monkeypatch.setattr(running.core, "_choose", lambda *_, **__: None)
-    ours = await running.http.post(path, json={**body, "stream": True})
-    monkeypatch.setattr(generate, "offer_plain", lambda: None)
-    theirs = await running.http.post(path, json={**body, "stream": True})
-    assert len(plain) == 1
-    assert (ours.status_code, ours.json()) == (theirs.status_code, theirs.json())
-    assert ours.status_code == 503

@@ -121,8 +121,6 @@ async def test_it_gives_up_on_a_gateway_that_is_gone(files, monkeypatch):
 @pytest.mark.parametrize(
     "arguments",
     [
-        [],
-        ["-i", "a"],
         ["-i", "a", "-o", "b", "--url", "host:1"],
         ["-i", "a", "-o", "b", "--url", "http://x", "--concurrency", "0"],
         ["-i", "a", "-o", "b", "--url", "http://x", "--nonsense", "1"],

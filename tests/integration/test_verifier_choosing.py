@@ -1,7 +1,6 @@
 """One verifier, an EAGLE head and a draft model that knows nothing: requests go where they are drafted for best."""
 
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -12,30 +11,11 @@ from vllm.sampling_params import SamplingParams
 
 from backend.models.demo import DRAFT_MODEL_DIR
 from backend.models.writing import WEIGHTS
-from backend.wire.engine import RequestOptions
 from tests.support.processes import Drafter, Verifier, together
 
 pytestmark = [pytest.mark.engine, pytest.mark.campaign]
 
 TOKENS = 32
-
-
-@pytest.fixture(scope="module")
-def verifier(directory: Path) -> Iterator[Verifier]:
-    settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False, "draft_deadline_ms": 2000}}
-    with Verifier(directory, settings) as child:
-        yield child
-
-
-@pytest.fixture(scope="module")
-def drafters(directory: Path) -> Iterator[tuple[Drafter, Drafter]]:
-    """A head that fits, and a random model."""
-    random = Path(shutil.copytree(DRAFT_MODEL_DIR, directory / "random"))
-    tensors = {name: torch.randn_like(tensor) for name, tensor in load_file(random / WEIGHTS).items()}
-    save_file(tensors, random / WEIGHTS, metadata={"format": "pt"})
-    starts = partial(Drafter, directory), partial(Drafter, directory, draft_model=str(random), name="drafter-1")
-    with together(*starts) as (fits, knows_nothing):
-        yield fits, knows_nothing
 
 
 def ask(verifier: Verifier, first: int, count: int) -> list[list[int]]:
@@ -49,25 +29,21 @@ def rounds(verifier: Verifier) -> dict[str, int]:
     return {name: stats.drafters[name].rounds for name in ("drafter-0", "drafter-1") if name in stats.drafters}
 
 
-def test_requests_go_to_the_drafter_that_brings_most(verifier: Verifier, drafters: tuple[Drafter, Drafter]) -> None:
-    expected = ask(verifier, 0, 64)
-    verifier.set_drafters(*(each.ref for each in drafters))
-    found = [text for first in range(0, 64, 8) for text in ask(verifier, first, 8)]
-    assert found == expected
-    before = rounds(verifier)
-    assert before["drafter-1"] > 0, "it had its chance"
-    assert [text for first in range(0, 64, 8) for text in ask(verifier, first, 8)] == expected
-    after = rounds(verifier)
-    # One request of sixteen still tries it, so that half of the rounds have one for it.
-    assert after["drafter-1"] - before["drafter-1"] <= 5 * TOKENS < 8 * TOKENS
-
-
-def test_a_session_keeps_its_drafter_where_nothing_is_known_yet(verifier: Verifier, drafters: tuple[Drafter, Drafter]) -> None:
-    verifier.set_drafters(*(each.ref for each in drafters))
-    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-    before = rounds(verifier)
-    for number in range(32):
-        verifier.client.generate([[*range(1000, 1020), number]], params, options=RequestOptions(tenant="t", session="s"))
-    asked = [count - before.get(each, 0) for each, count in rounds(verifier).items()]
-    # Without a session they would take turns.  One request of sixteen tries the other one.
-    assert max(asked) > 0.7 * sum(asked)
+def test_requests_go_to_the_drafter_that_brings_most(directory: Path) -> None:
+    """The verifier has a head that fits, and a random model."""
+    random = Path(shutil.copytree(DRAFT_MODEL_DIR, directory / "random"))
+    tensors = {name: torch.randn_like(tensor) for name, tensor in load_file(random / WEIGHTS).items()}
+    save_file(tensors, random / WEIGHTS, metadata={"format": "pt"})
+    settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False, "draft_deadline_ms": 2000}}
+    drafters = partial(Drafter, directory), partial(Drafter, directory, draft_model=str(random), name="drafter-1")
+    with together(partial(Verifier, directory, settings), *drafters) as (verifier, fits, knows_nothing):
+        expected = ask(verifier, 0, 64)
+        verifier.set_drafters(fits.ref, knows_nothing.ref)
+        found = [text for first in range(0, 64, 8) for text in ask(verifier, first, 8)]
+        assert found == expected
+        before = rounds(verifier)
+        assert before["drafter-1"] > 0, "it had its chance"
+        assert [text for first in range(0, 64, 8) for text in ask(verifier, first, 8)] == expected
+        after = rounds(verifier)
+        # One request of sixteen still tries it, so that half of the rounds have one for it.
+        assert after["drafter-1"] - before["drafter-1"] <= 5 * TOKENS < 8 * TOKENS

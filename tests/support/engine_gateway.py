@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from backend.config import REMOTE_MODES, Settings
 from backend.fleet import Member
 from backend.models.demo import TARGET_DIR
@@ -23,11 +21,6 @@ class EngineFleet(Running):
     """The gateway, with real verifiers."""
 
     verifiers: list[Verifier]
-
-    def route_only_to(self, *serving: Verifier) -> None:
-        """From the next look at the directory on, the other verifiers get no new requests."""
-        states = {each.name: "ready" if each in serving else "draining" for each in self.verifiers}
-        self.directory.set_members([msgspec.structs.replace(each, state=states[each.id]) for each in self.directory.members])
 
     async def quiet(self) -> None:
         """Waits until no request is in flight at the gateway or at any connected verifier."""

@@ -30,14 +30,8 @@ def model(request):
     return chat(use_responses_api=request.param == "responses")
 
 
-@pytest.fixture(params=["chat", "responses"])
-def colour(request):
-    """ChatOpenAI, either way; its answers are colours."""
-    return chat(use_responses_api=request.param == "responses", extra_body=CHOICE)
-
-
-def test_stream(colour):
-    chunks = list(colour.stream(QUESTION))
+def test_stream(model):
+    chunks = list(model.model_copy(update={"extra_body": CHOICE}).stream(QUESTION))
     whole = sum(chunks[1:], chunks[0])
     assert whole.text in COLOURS
     assert whole.usage_metadata["output_tokens"] > 0

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from openai import OpenAI
 
 from gateway.auth.key_ring import make_key
 from tests.support.collector import Collector
@@ -66,8 +65,3 @@ def fleet(collector: Collector, home: Path, keys: Path, first_key: str) -> Itera
         both = {"drafter": "drafter-0", "verifiers": ["verifier-0", "verifier-1"]}
         fleet.http.post("/admin/assign", json=both).raise_for_status()
         yield fleet
-
-
-@pytest.fixture(scope="package")
-def client(fleet: ServedFleet) -> OpenAI:
-    return OpenAI(base_url=f"{fleet.url}/v1", api_key=KEY, max_retries=0)

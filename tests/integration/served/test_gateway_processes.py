@@ -46,15 +46,12 @@ def gateway_pids(fleet: ServedFleet, key: str) -> dict[str, int]:
     return {each["id"]: each["pid"] for each in gateways if each["state"] == "ready"}
 
 
-def test_both_serve_and_use_both_verifiers(fleet: ServedFleet, first_key: str) -> None:
+def test_both_serve(fleet: ServedFleet, first_key: str) -> None:
     wait_for(lambda: len(gateway_pids(fleet, first_key)) == 2)
-    before = samples(fleet, "outrider_verifier_tokens_total", "verifier")
     made = samples(fleet, "outrider_generated_tokens_total", "gateway")
 
-    def ask(number: int) -> str:
-        answer = post(fleet, first_key, prompt=f"def f{number}(", max_tokens=16, ignore_eos=True)
-        assert answer.status_code == 200, answer.text
-        return answer.headers["x-request-id"]
+    def ask(number: int) -> None:
+        post(fleet, first_key, prompt=f"def f{number}(", max_tokens=16, ignore_eos=True).raise_for_status()
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(ask, range(96)))
@@ -66,27 +63,6 @@ def test_both_serve_and_use_both_verifiers(fleet: ServedFleet, first_key: str) -
     assert sum(by_gateway.values()) == 96 * 16
     # A fair hash gives one of the two fewer than 28 of 96 connections once in 25,000 runs.
     assert min(by_gateway.values()) >= 28 * 16
-    gained: list[float] = []
-
-    def counted() -> bool:
-        after = samples(fleet, "outrider_verifier_tokens_total", "verifier")
-        gained[:] = [after[name] - before.get(name, 0) for name in after]
-        return sum(gained) >= 96 * 16
-
-    wait_for(counted)
-    assert len(gained) == 2
-    # Of two with as much to do, the one used least is chosen.  A slow one has more to do.
-    assert min(gained) > 0, gained
-
-
-def test_counters_of_one_port_never_fall(fleet: ServedFleet, first_key: str) -> None:
-    last: dict[tuple[str, str], float] = {}
-    for number in range(12):
-        assert post(fleet, first_key, prompt=f"{number}", max_tokens=2).status_code == 200
-        families = text_string_to_metric_families(FRESH.get(f"{fleet.url}/metrics", headers=fleet.headers).text)
-        now = {(s.name, str(s.labels)): s.value for f in families if f.type == "counter" for s in f.samples}
-        assert all(now[series] >= value for series, value in last.items())
-        last = now
 
 
 def test_a_reload_reaches_all(fleet: ServedFleet, first_key: str, keys: Path) -> None:
@@ -99,23 +75,6 @@ def test_a_reload_reaches_all(fleet: ServedFleet, first_key: str, keys: Path) ->
     keys.write_text(old)
     os.kill(fleet.process.pid, signal.SIGHUP)
     wait_for(lambda: {post(fleet, second, prompt="x", max_tokens=1).status_code for _ in range(16)} == {401})
-
-
-def test_background_responses_are_cancelled_and_followed_through_any(fleet: ServedFleet, first_key: str) -> None:
-    """Either process is asked; which one makes a response does not matter."""
-    for _ in range(6):
-        made = post(fleet, first_key, "/v1/responses", input="hi", background=True, max_output_tokens=400).json()
-        url = f"{fleet.url}/v1/responses/{made['id']}"
-        assert FRESH.post(f"{url}/cancel", headers=bearer(first_key)).json()["status"] in (
-            "cancelled",
-            "completed",
-            "incomplete",
-        )
-    streamed = post(fleet, first_key, "/v1/responses", input="hi", background=True, stream=True, max_output_tokens=8).text
-    response_id = streamed.partition('"id":"')[2].partition('"')[0]
-    for _ in range(6):
-        url = f"{fleet.url}/v1/responses/{response_id}?stream=true"
-        assert FRESH.get(url, headers=bearer(first_key)).text == streamed.replace(": \n\n", "")
 
 
 def test_an_adapter_that_one_loads_all_have(fleet: ServedFleet, first_key: str, tmp_path: Path) -> None:

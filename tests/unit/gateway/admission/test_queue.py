@@ -18,10 +18,6 @@ def item(flow="a", tokens=100, weight=1.0, priority=1, sequences=1):
     return Item(flow, weight, priority, sequences, tokens)
 
 
-def fair_queue(max_sequences: int, max_tokens: int) -> FairQueue[Item]:
-    return FairQueue(max_sequences, max_tokens)
-
-
 items = st.builds(
     item,
     flow=st.sampled_from("abcd"),
@@ -35,7 +31,7 @@ steps = st.lists(st.one_of(items, st.sampled_from(["pop", "remove", "settle"])),
 
 @given(steps, st.integers(1, 12), st.integers(1, 1500))
 def test_bounds_order_and_counts_hold_whatever_happens(what, max_sequences, max_tokens):
-    queue = fair_queue(max_sequences, max_tokens)
+    queue: FairQueue[Item] = FairQueue(max_sequences, max_tokens)
     waiting: list[Item] = []
     for now, step in enumerate(what):
         if isinstance(step, Item):
@@ -72,7 +68,7 @@ sixty_sizes = st.lists(st.integers(1, 300), min_size=60, max_size=60)
 @given(st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0, 5.0]), sixty_sizes), min_size=2, max_size=4), st.integers(10, 60))
 def test_flows_that_wait_get_tokens_by_their_weights(flows, served):
     """Start-time fair queueing's bound: between any two backlogged flows, one longest request of each."""
-    queue = fair_queue(*WIDE)
+    queue: FairQueue[Item] = FairQueue(*WIDE)
     for number, (weight, sizes) in enumerate(flows):
         for tokens in sizes:
             queue.push(item(str(number), tokens, weight))
@@ -92,7 +88,7 @@ def test_flows_that_wait_get_tokens_by_their_weights(flows, served):
 @given(st.integers(1, 200), st.floats(0.01, 1.0), st.integers(1, 500))
 def test_nobody_starves_behind_a_flood(tokens, weight, flood):
     """However many come of another key, and go on coming: the wait is bounded by what is owed to the others until then."""
-    queue = fair_queue(*WIDE)
+    queue: FairQueue[Item] = FairQueue(*WIDE)
     for _ in range(50):
         queue.push(item("flood", flood, 1.0))
     mine = item("mine", tokens, weight)
@@ -108,7 +104,7 @@ def test_nobody_starves_behind_a_flood(tokens, weight, flood):
 
 
 def test_who_was_away_has_saved_nothing_up():
-    queue = fair_queue(*WIDE)
+    queue: FairQueue[Item] = FairQueue(*WIDE)
     for _ in range(40):
         queue.push(item("old"))
     for now in range(20):
@@ -120,7 +116,7 @@ def test_who_was_away_has_saved_nothing_up():
 
 
 def test_what_a_flow_gets_back_does_not_change_its_order():
-    queue = fair_queue(*WIDE)
+    queue: FairQueue[Item] = FairQueue(*WIDE)
     mine = [item("a"), item("a")]
     for each in mine:
         queue.push(each)
@@ -134,7 +130,7 @@ def test_what_a_flow_gets_back_does_not_change_its_order():
 
 
 def test_one_who_took_more_than_was_thought_pays_for_it():
-    queue = fair_queue(*WIDE)
+    queue: FairQueue[Item] = FairQueue(*WIDE)
     queue.bypass(item("greedy", 10))
     queue.bypass(item("modest", 10))
     queue.settle("greedy", 1.0, 1, 5000)
@@ -145,7 +141,7 @@ def test_one_who_took_more_than_was_thought_pays_for_it():
 
 
 def test_when_it_is_full_the_greediest_of_the_lowest_priority_lose_their_newest():
-    queue = fair_queue(4, 10**9)
+    queue: FairQueue[Item] = FairQueue(4, 10**9)
     few, many = [item("few")], [item("many") for _ in range(3)]
     batch = item("batch", tokens=1, priority=2)
     assert queue.push(batch) == []
@@ -159,7 +155,7 @@ def test_when_it_is_full_the_greediest_of_the_lowest_priority_lose_their_newest(
 
 
 def test_expected_waits_follow_the_measured_rate():
-    queue = fair_queue(*WIDE)
+    queue: FairQueue[Item] = FairQueue(*WIDE)
     assert queue.expected_wait_s("a", 1, 0.0) is None
     for _ in range(20):
         queue.push(item("a", 100))

@@ -4,10 +4,8 @@ No spelling of a path evades that: the right belongs to the route that is found.
 """
 
 import asyncio
-import importlib
 import itertools
 import logging
-import pkgutil
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
@@ -20,7 +18,6 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount
 
-import gateway.routes
 from backend.config import Settings
 from gateway.auth.access import Access
 from gateway.auth.key_ring import KeyEntry, KeyRing, make_key
@@ -30,40 +27,33 @@ from gateway.http.app import build_app
 from gateway.metrics.gateway import GatewayMetrics
 from gateway.routes import weights
 from gateway.state import Gateway
-
-MODULES = [importlib.import_module(f"gateway.routes.{each.name}") for each in pkgutil.iter_modules(gateway.routes.__path__)]
-ROUTES = [route for module in MODULES if hasattr(module, "router") for route in module.router.routes]
-
-
-def of(right: Right) -> set[str]:
-    return {route.path for route in ROUTES if right_of(route) is right}
+from tests.support.rights import ROUTES, paths
 
 
 def test_only_probes_metrics_pages_and_the_document_need_no_key() -> None:
     api = {"/livez", "/liveness", "/readyz", "/health", "/openapi.json"}
-    assert of(Right.NOTHING) - api == {"/", "/page/{name}"}
-    assert api <= of(Right.NOTHING)
-    assert of(Right.METRICS) == {"/metrics"}
+    assert paths(ROUTES, Right.NOTHING) - api == {"/", "/page/{name}"}
+    assert api <= paths(ROUTES, Right.NOTHING)
+    assert paths(ROUTES, Right.METRICS) == {"/metrics"}
 
 
 def test_what_changes_the_fleet_is_for_administrators() -> None:
     reads = {"/is_paused", "/is_sleeping", "/weight_info", "/get_world_size", "/server_info"}
     changes = {route.path for route in weights.router.routes} - reads  # type: ignore[attr-defined]
     adapters = {f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")}
-    assert of(Right.ADMINISTER) == changes | adapters | {route.path for route in ROUTES if route.path.startswith("/admin")}
+    assert paths(ROUTES, Right.ADMINISTER) == changes | adapters | {
+        route.path for route in ROUTES if route.path.startswith("/admin")
+    }
 
 
 def test_what_generates_is_limited() -> None:
     chat = {"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages", "/v1/responses"}
-    assert of(Right.GENERATE) == chat | {"/v1/embeddings", "/v1/score", "/v1/rerank", "/inference/v1/generate"}
-
-
-async def nothing() -> None: ...
+    assert paths(ROUTES, Right.GENERATE) == chat | {"/v1/embeddings", "/v1/score", "/v1/rerank", "/inference/v1/generate"}
 
 
 def test_a_route_that_does_not_say_who_may_call_it_is_not_served() -> None:
     router = APIRouter()
-    router.add_api_route("/things", nothing)
+    router.add_api_route("/things", lambda: None)
     mounts: list[BaseRoute] = [Mount("/files", app=router)]
     for routes in (router.routes, mounts):
         app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, routes=routes)

@@ -1,8 +1,12 @@
+"""What clients are told of errors, also where vLLM or pydantic would speak of their own affairs."""
+
 import inspect
 
+import pydantic
 import pytest
 import vllm.exceptions
 from starlette.exceptions import HTTPException
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -46,12 +50,8 @@ def test_every_exception_of_vllm_is_mapped():
     }
     # New in vLLM 0.33, and a `VLLMClientError`.
     assert found - {"ChatTemplateResolutionError"} == VLLM_ERRORS.keys()
-
-
-@pytest.mark.parametrize("name", VLLM_ERRORS)
-def test_vllm_exceptions_become_ours(name):
-    arguments, expected = VLLM_ERRORS[name]
-    assert type(errors.translate(getattr(vllm.exceptions, name)(*arguments))) is expected
+    for name, (arguments, expected) in VLLM_ERRORS.items():
+        assert type(errors.translate(getattr(vllm.exceptions, name)(*arguments))) is expected, name
 
 
 @pytest.mark.parametrize(
@@ -91,11 +91,7 @@ def test_bodies_have_the_four_fields_and_no_integer_code(error):
     assert list(error.anthropic_body()) == ["type", "error"]
     if error.status in (429, 503):
         assert int(error.headers()["retry-after"]) >= 1
-
-
-def test_the_tree_in_the_docstring_is_complete():
-    for error in every_error():
-        assert type(error).__name__ in (errors.__doc__ or "")
+    assert type(error).__name__ in (errors.__doc__ or ""), "the tree is complete"
 
 
 @pytest.mark.parametrize(
@@ -165,3 +161,54 @@ def test_an_overflow_is_said_in_the_words_that_clients_know(words):
 def test_too_many_log_probabilities_name_the_setting():
     error = errors.translate(ValueError("Requested prompt logprobs of 100, which is greater than max allowed: 20"))
     assert "`verifier.engine_args.max_logprobs`" in error.message
+
+
+def told(messages):
+    with pytest.raises(pydantic.ValidationError) as caught:
+        ChatCompletionRequest.model_validate({"model": "m", "messages": messages})
+    return errors.translate(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ({"content": "x"}, "messages.0.role: Field required"),
+        ({"role": "user", "content": 5}, "messages.0.content: Input should be a valid string"),
+        ({"role": "assistant", "content": 5}, "messages.0.content: Input should be a valid string"),
+        ({"role": 5, "content": "x"}, "messages.0.role: Input should be a valid string"),
+        ({"role": "tool", "content": "x", "tool_call_id": 5}, "messages.0.tool_call_id: Input should be a valid string"),
+        (5, "messages.0: Input should be a valid dictionary"),
+    ],
+)
+def test_of_a_message_the_nearest_kind_speaks(message, said):
+    error = told([message])
+    assert (error.param, error.message) == ("messages", said)
+
+
+@pytest.mark.parametrize(
+    ("message", "param", "said"),
+    [
+        ("presence_penalty must be in [-2, 2], got 5.0.", "presence_penalty", "presence_penalty must be in [-2, 2], got 5.0."),
+        ("stop cannot contain an empty string.", "stop", "stop cannot contain an empty string."),
+        ("You must pass at least one prompt", "prompt", "You must pass at least one prompt"),
+        (
+            '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set',
+            "tool_choice",
+            '"auto" tool choice requires the setting `gateway.tool_call_parser`',
+        ),
+        (
+            "You must set `--enable-prompt-embeds` to input `prompt_embeds`.",
+            None,
+            "You must set `verifier.engine_args.enable_prompt_embeds` to input `prompt_embeds`.",
+        ),
+        (
+            "Chat template is passed with request, but --trust-request-chat-template is not set. Refused.",
+            "chat_template",
+            "Chat templates of requests are not accepted.",
+        ),
+        ("something else", None, "something else"),
+    ],
+)
+def test_messages_name_fields_and_settings_that_exist(message, param, said):
+    error = errors.bad_request(message, None)
+    assert (error.param, error.message) == (param, said)

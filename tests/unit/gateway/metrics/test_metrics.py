@@ -6,7 +6,6 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from backend.engine.counting import CountingScheduler
 from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, Verified, VerifierStats
 from gateway.fleet.core import FleetCore
 from gateway.fleet.sequences import Cut, InFlight, Sequences
@@ -166,19 +165,6 @@ def test_vllm_names_carry_the_fleet_totals(metrics):
         assert (tokens.name, tokens.labels, tokens.value) == (f"vllm:prefix_cache_{name}_total", {"model_name": "demo"}, value)
     by_position = families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
     assert [(each.labels["position"], each.value) for each in by_position] == [("0", 10), ("1", 5), ("2", 0), ("3", 0)]
-
-
-def test_a_verifier_counts_prompt_tokens_and_those_its_cache_had():
-    counted = VerifierStats("v0", 1.0, "sync", 4)
-    output = SimpleNamespace(
-        request_id="r",
-        new_token_ids=[],
-        finish_reason=None,
-        prefill_stats=SimpleNamespace(num_prompt_tokens=9, num_cached_tokens=4),
-    )
-    for _ in range(2):
-        CountingScheduler._count_outputs(Mock(_awaited_s=0.0), counted, {0: SimpleNamespace(outputs=[output])})
-    assert (counted.prompt_tokens, counted.cached_tokens) == (18, 8)
 
 
 def test_latencies_have_vllms_names_too(metrics):

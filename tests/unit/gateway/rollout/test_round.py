@@ -49,22 +49,6 @@ def check(finished: RoundResult) -> None:
         assert emitted[number] == ended.tokens or (finished.deaths and emitted[number] < ended.tokens)
 
 
-async def test_a_worker_that_dies_is_replaced_by_the_others(fleet: Fleet) -> None:
-    fleet.start("verifier-0", respond)
-    doomed = fleet.start("verifier-1", stall)
-
-    def die_once_busy() -> None:
-        if "verifier-1" in fleet.verifiers and len(doomed.sequences) == 3:
-            fleet.kill("verifier-1")
-
-    fleet.on_look = die_once_busy
-    finished = await play(fleet)
-    check(finished)
-    (death,) = finished.deaths
-    assert (death.worker, death.reason, death.requests_resumed) == (1, "was lost", 3)
-    assert all(not part.requests for part in finished.parts if part.number == 1)
-
-
 async def test_a_drained_worker_gives_back_its_requests_and_all_its_rows_before_it_ends(fleet: Fleet) -> None:
     fleet.start("verifier-0", respond)
     drained = fleet.start("verifier-1", stall)
