@@ -75,14 +75,6 @@ def test_all_requests_of_a_step_share_an_answer(service: DrafterService) -> None
     assert [(b.request_id, len(b.outcomes)) for b in blocks_of(messages)] == [("a", 4), ("b", 6)]
 
 
-def test_a_newer_wish_replaces_an_older(service: DrafterService) -> None:
-    verifier = AheadVerifier(service)
-    verifier.round(opening())
-    verifier.receive_next(NextItem("a", 7, 4, [], 0))
-    verifier.receive_next(NextItem("a", 7, 4, [3, 4], 2))
-    assert [b.verifying for b in blocks_of(verifier.round(Commit("a", 7, [7], 1)))] == [[3, 4]]
-
-
 def test_a_repeated_round_takes_no_wish_back(service: DrafterService) -> None:
     verifier = AheadVerifier(service)
     verifier.round(opening())

@@ -1,7 +1,6 @@
 """The EAGLE proposer against the documented equations: batched, ragged, interrupted and resumed, the drafts are the same."""
 
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backend.drafter import eagle
-from backend.drafter import head as head_module
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import MAX_DRAFT, DraftRequest, Premise, Until
 from tests.support.drafter_heads import Reference, Session, TinyHead, make_proposer, rows_held, tokens_of
@@ -69,44 +67,18 @@ def test_ragged_batches_draft_by_the_book(
             session.commit(tokens_of(100 * step + i, 1 + (i + step) % 3))
 
 
-def test_without_a_table_of_rotations_drafts_are_the_same(tmp_path: Path) -> None:
-    head, found = TinyHead(layers=2, rope={"rope_type": "linear", "factor": 3.0}), []
-    for limit in (head_module.ROTATION_BYTES, 0):
-        with mock.patch.object(head_module, "ROTATION_BYTES", limit):
-            proposer = make_proposer(tmp_path / str(limit), head)
-        assert (proposer._head._rotations is None) == (limit == 0)
+def test_ten_million_positions_take_no_table_of_rotations_and_drafts_are_the_same(tmp_path: Path) -> None:
+    found = []
+    for positions in (512, 10_485_760):
+        head = TinyHead(layers=2, rope={"rope_type": "linear", "factor": 3.0}, max_position=positions)
+        proposer = make_proposer(tmp_path / str(positions), head)
+        sizes = [part.numel() * part.element_size() for part in vars(proposer._head).values() if isinstance(part, Tensor)]
+        assert sum(sizes) < 16 * 2**20
         drafts = proposer.draft([Session(proposer, "r", tokens_of(1, 400)).ask(6)])
         verifying = drafts[0].tokens[:4]
         found.append((drafts, proposer.draft_outcomes([Premise("r", 400, Until(4), verifying, 8)])))
     assert found[0] == found[1]
     assert len(found[0][1][0]) == 8
-
-
-def test_ten_million_positions_take_no_table(tmp_path: Path) -> None:
-    proposer = make_proposer(tmp_path, TinyHead(max_position=10_485_760))
-    sizes = [part.numel() * part.element_size() for part in vars(proposer._head).values() if isinstance(part, Tensor)]
-    assert sum(sizes) < 16 * 2**20
-
-
-def test_rows_sent_again_replace_those_held(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer, reference = make_proposer(tmp_path, head), Reference(head)
-    session = Session(proposer, 0, tokens_of(1, 30))
-    drafts_of(proposer, [session.ask(4)])
-    again = session.tokens[16:20]
-    session.tokens, session.seen = session.tokens[:16], {p: f for p, f in session.seen.items() if p < 15}
-    assert_drafts(reference, session, drafts_of(proposer, [session.commit(again).ask(4)])[0], 4)
-
-
-def test_a_lost_round_leaves_a_gap_and_right_positions(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer, reference = make_proposer(tmp_path, head), Reference(head)
-    session = Session(proposer, 0, tokens_of(1, 10))
-    drafts_of(proposer, [session.ask(3)])
-    session.tokens += [5, 6, 7]
-    drafts = drafts_of(proposer, [session.commit([8, 9]).ask(3)])[0]
-    assert sorted(session.seen) == [*range(9), 12, 13]
-    assert_drafts(reference, session, drafts, 3)
 
 
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "still open"])
@@ -127,6 +99,18 @@ def test_a_known_prefix_is_reused(tmp_path: Path, closed: bool) -> None:
         assert_drafts(reference, first, drafts_of(proposer, [first.commit([1, 2]).ask(4)])[0], 4)
 
 
+def commit_somehow(session: Session, data: st.DataObject) -> None:
+    """The next tokens, perhaps behind some that were lost; or the last ones again, which replace those held."""
+    again = data.draw(st.sampled_from([0, 0, 0, 1, 4]))
+    if 0 < again < len(session.tokens) - 1:
+        tokens, session.tokens = session.tokens[-again:], session.tokens[:-again]
+        session.seen = {p: f for p, f in session.seen.items() if p < len(session.tokens) - 1}
+    else:
+        session.tokens += tokens_of(7, data.draw(st.sampled_from([0, 0, 3])))
+        tokens = tokens_of(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 5)))
+    session.commit(tokens)
+
+
 @examples(40)
 @given(st.data())
 def test_any_interleaving_of_requests_drafts_by_the_book(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
@@ -143,7 +127,7 @@ def test_any_interleaving_of_requests_drafts_by_the_book(tmp_path_factory: pytes
                 prompt = tokens_of(data.draw(st.integers(0, 1)), data.draw(st.integers(2, 70)))
                 sessions[key] = Session(proposer, key, prompt)
             else:
-                sessions[key].commit(tokens_of(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 5))))
+                commit_somehow(sessions[key], data)
             asks.append(sessions[key].ask(k))
         for key, ask, drafts in zip(batch, asks, drafts_of(proposer, asks), strict=True):
             assert len(drafts) == ask.until.k

@@ -19,7 +19,6 @@ from backend.transport.hub import Dealer, Hub
 from backend.transport.sockets import Wire, new_server_keys
 from backend.wire.drafting import (
     PROTOCOL_VERSION,
-    Commit,
     Drafts,
     Hello,
     Next,
@@ -60,18 +59,6 @@ class Peer:
         frames = socket.receive()
         assert frames is not None
         return decode_to_verifier(frames[0])
-
-    def ask(self, seq: int, item: Open | Commit, k: int = 4) -> Drafts:
-        features = torch.randn(item.rows, HEAD.hidden, generator=torch.Generator().manual_seed(seq))
-        header = encode(Round("float32", HEAD.hidden, [item]))
-        assert self.features.send(header, features.numpy().tobytes())
-        return self.wish(item.request_id, item.base_len, k)
-
-    def wish(self, request_id: str, base_len: int, k: int) -> Drafts:
-        assert self.drafts.send(encode(Next([NextItem(request_id, base_len, k, [], 0)])))
-        answer = self.receive(self.drafts)
-        assert isinstance(answer, Drafts)
-        return answer
 
 
 @pytest.fixture
@@ -116,7 +103,6 @@ def test_the_fleets_keys_are_needed_over_tcp(model: DrafterModel, start: Any) ->
     friend = Peer(process.address, "friend", Wire(fleet), server.public)
     stranger = Peer(process.address, "stranger", Wire(new_server_keys()), server.public)
     friend.greet()
-    assert len(friend.ask(1, Open("r", 3, [1, 2, 3], 2)).items[0].tokens) == 4
     stranger.features.send(encode(Hello(PROTOCOL_VERSION, "stranger", "features", 1)))
     with pytest.raises(TimeoutError):
         stranger.receive(stranger.features, 0.3)
@@ -160,7 +146,10 @@ def test_a_draft_model_with_other_ids_drafts_the_same_once_loaded_and_one_with_o
     def drafted() -> list[int]:
         peer.greet()
         peer.features.send(encode(Round("float32", 0, [Open("r", 6, [0, 271, 300, 290, 310, 280], 0)])), b"")
-        return peer.wish("r", 6, 4).items[0].tokens
+        assert peer.drafts.send(encode(Next([NextItem("r", 6, 4, [], 0)])))
+        answer = peer.receive(peer.drafts)
+        assert isinstance(answer, Drafts)
+        return answer.items[0].tokens
 
     before = drafted()
     assert len(before) == 4
