@@ -43,14 +43,11 @@ def test_nonsense_is_refused_by_name(arguments: list[str], said: str, capsys: py
 
 
 def test_quick_asks_less_and_what_is_given_wins() -> None:
+    assert parsed("--model", "a/b", "--drafter", "ngram").targets == (options_module.OWN,)
     quick = parsed("--quick", "--tokens", "77")
     assert len(quick.targets) == 1
     assert quick.tokens == 77
     assert len(points(quick)) < len(points(parsed()))
-
-
-def test_own_model_is_the_only_target() -> None:
-    assert parsed("--model", "a/b", "--drafter", "ngram").targets == (options_module.OWN,)
 
 
 @given(st.sets(st.integers(0, 255), min_size=1, max_size=64))
