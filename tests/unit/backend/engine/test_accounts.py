@@ -29,18 +29,11 @@ def test_only_who_asked_is_counted_and_told_once():
     assert accounts.take() == {5: [Account("s", rule="shared_noise")]}
 
 
-def test_a_traced_requests_account_is_told_to_no_gateway():
-    accounts = Accounts()
-    accounts.began("r", None, "greedy")
-    accounts.verified("r", of("fresh", 3, 2), 3, 0.1)
-    assert accounts.ended("r") == Account("r", 3, 1, [0, 0, 1], [Tally("fresh", "d", 1, 3, 2)], 0.1, "greedy")
-    assert accounts.take() == {}
-
-
 @pytest.mark.parametrize(("emitted", "accepted"), [(9, 8), (8, 8), (2, 2), (1, 1)])
 def test_draft_tokens_behind_the_requests_end_are_not_accepted(emitted: int, accepted: int):
     accounts = Accounts()
-    accounts.began("r", 0, "greedy")
+    accounts.began("r", None, "greedy")
     accounts.verified("r", of("prediction", 8, 8, ""), emitted, 0.0)
     lengths = [0] * accepted + [1]
     assert accounts.ended("r") == Account("r", emitted, 1, lengths, [Tally("prediction", "", 1, 8, accepted)], 0.0, "greedy")
+    assert accounts.take() == {}, "no gateway has asked: it is a trace's"

@@ -38,11 +38,6 @@ def test_parameters_come_as_json_has_them(front: OfflineProcessor) -> None:
     assert front.params(PROMPT, {"ignore_eos": True}).eos_token_id is None
 
 
-def test_without_a_limit_a_response_may_fill_the_context(front: OfflineProcessor) -> None:
-    assert front.max_model_len == 4096
-    assert front.params(PROMPT, {}).max_tokens == 4096 - len(PROMPT)
-
-
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [
