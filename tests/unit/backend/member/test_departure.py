@@ -3,44 +3,32 @@
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet import Member, Orders
 from backend.member import departure
 from backend.member.departure import depart_on_sigterm
 from backend.member.membership import Membership
 
 
-class Coordinator:
-    def __init__(self) -> None:
-        self.states: list[str] = []
-        self.reported = threading.Condition()
-
-    def register(self, member: Member) -> None:
-        pass
-
-    def deregister(self, member_id: str, incarnation: str) -> None:
-        pass
-
-    def report(self, member_id: str, incarnation: str, stats: object, state: str) -> Orders:
-        with self.reported:
-            self.states.append(state)
-            self.reported.notify_all()
-        return Orders(known=True)
-
-
 @pytest.fixture
 def member(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(departure, "POLL_S", 0.005)
     monkeypatch.setattr(departure, "SETTLED_S", 0.05)
-    coordinator = Coordinator()
+    coordinator = Mock(states=[], reported=threading.Condition())
+
+    def report(member_id: str, incarnation: str, stats: object, state: str) -> Orders:
+        with coordinator.reported:
+            coordinator.states.append(state)
+            coordinator.reported.notify_all()
+        return Orders(known=True)
+
+    coordinator.report = report
     identity = Member("v0", "verifier", "i", "ipc:///x", "", "n", 1, "m", "ready")
-    membership = Membership(
-        cast(CoordinatorHandle, coordinator), identity, lambda: None, lambda orders: membership.drain(orders.drain), 0.005
-    )
+    membership = Membership(coordinator, identity, lambda: None, lambda orders: membership.drain(orders.drain), 0.005)
     membership.join_fleet()
     yield coordinator, membership
     membership.leave_fleet()
