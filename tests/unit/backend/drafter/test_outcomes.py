@@ -2,30 +2,24 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
 from backend.drafter.decoding import Lanes
 from backend.drafter.proposer import MAX_OUTCOMES, Premise, Sampling, Until
-from backend.speculation.chances import chance
+from backend.speculation.chances import chance, chances
 from backend.wire.drafting import Outcome
 from tests.support.attention_cases import attend_one_by_one
 from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer, tokens_of
-from tests.unit.backend.drafter.test_noise import GREEDY_JUDGE, SAMPLED_JUDGE, SEED, signs_of, survivals
+from tests.unit.backend.drafter.test_eagle import CLOSE_CALL, GREEDY_JUDGE, HEADS, SAMPLED_JUDGE, SEED, signs_of
 
-HEADS = {
-    "plain": TinyHead(),
-    "reduced vocabulary": TinyHead(draft_vocab=23),
-    "two layers": TinyHead(layers=2),
-    "norm output": TinyHead(norm_output=True),
-    "qwen3": TinyHead(model_type="qwen3", layers=2),
-    "wide heads": TinyHead(heads=2, kv_heads=2, head_dim=32),
-    "eagle 1, two layers": TinyHead(kind="eagle", layers=2),
-}
-CLOSE_CALL = 1e-3
+KINDS_OF_HEADS = "plain", "reduced vocabulary", "two layers", "norm output", "qwen3", "wide heads", "eagle 1, two layers"
 # Temperature, whether chances are judged, and whether it decodes as on a GPU.
 KINDS = {
     "greedy": (0.0, False, False),
@@ -33,11 +27,6 @@ KINDS = {
     "sampled, as on a GPU": (1.0, False, True),
     "sampled, judged": (1.0, True, False),
 }
-
-
-def logsum(values: list[float]) -> float:
-    most = max(values)
-    return most + math.log(sum(math.exp(value - most) for value in values))
 
 
 def scored(
@@ -52,7 +41,7 @@ def scored(
         top = sorted(values, key=lambda t: -values[t])[:size]
         rest = [t for t in top if t != token]
         value = -30.0 if token is None else values.get(token, -30.0)
-        total, accepted, ended = logsum([values[t] for t in rest]), 0.0, 0.0
+        total, accepted, ended = np.logaddexp.reduce([values[t] for t in rest]), 0.0, 0.0
         if judge is not None and token is not None:
             one = chance(judge, stop, value, value - max(values[t] for t in values if t != token))
             accepted, ended = math.log(one), math.log(1 - one)
@@ -60,7 +49,7 @@ def scored(
             if not book.temperature:
                 total = 0.0
             elif token is not None:
-                total = logsum([total, value])
+                total = np.logaddexp(total, value)
             accepted = value - total
         for t in rest:
             found[stop, t] = before + ended + values[t] - total
@@ -97,10 +86,11 @@ def check(
 
 
 @pytest.mark.parametrize(("temperature", "is_judged", "as_on_gpu"), KINDS.values(), ids=KINDS.keys())
-@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("name", KINDS_OF_HEADS)
 def test_outcomes_are_the_likeliest_and_each_is_drafted_by_the_book(
-    tmp_path: Path, head: TinyHead, temperature: float, is_judged: bool, as_on_gpu: bool
+    tmp_path: Path, name: str, temperature: float, is_judged: bool, as_on_gpu: bool
 ) -> None:
+    head = HEADS[name]
     proposer, book = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head, SEED, temperature)
     # One token is outside a reduced vocabulary, one draft is shorter than the others.
     requests = [begun(proposer, key, length, Sampling.of(SEED, temperature)) for key, length in enumerate((9, 2, 40))]
@@ -125,7 +115,7 @@ def test_drafts_of_outcomes_end_early_too(tmp_path: Path) -> None:
     )
     lengths = set()
     for full, cut in zip(whole, short, strict=True):
-        alive = [s >= floor for s in survivals(SAMPLED_JUDGE, full.signs)]
+        alive = [s >= floor for s in accumulate(chances(SAMPLED_JUDGE, full.signs), mul)]
         kept = alive.index(False) if False in alive else 5
         assert (cut.accepted, cut.token, cut.tokens) == (full.accepted, full.token, full.tokens[:kept])
         lengths.add(kept)

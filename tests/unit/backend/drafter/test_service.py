@@ -142,6 +142,7 @@ def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService, pr
     assert service.stats().sequences == 0
     assert new.drafts_after(Commit("a", 41, [1], 1)) == [Draft("a", 41, [])]
     assert refusal(handle(service, old.features, old.frames(Commit("a", 41, [1], 1)))) == HELLO_FIRST
+    assert service.stats().rejected == 1
     frames = old.frames(Open("a", 40, tokens, 39))
     features = torch.frombuffer(bytearray(frames[1]), dtype=torch.float32).view(39, HEAD.hidden)
     reopened = Open("a", 40, tokens, 7)
@@ -153,8 +154,9 @@ def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService, pr
     assert rows_held(proposer, ("v", 2, "a")) == 39
 
 
-def test_idle_requests_are_forgotten(service: DrafterService, clock: Clock) -> None:
+def test_idle_requests_and_wishes_that_nobody_comes_for_are_forgotten(service: DrafterService, clock: Clock) -> None:
     verifier = Verifier(service)
+    verifier.receive_next(NextItem("c", 3, 4, [], 8))
     verifier.drafts_after(Open("a", 3, [1, 2, 3], 2), Open("b", 3, [1, 2, 3], 2))
     clock.now += 40
     verifier.drafts_after(Commit("b", 4, [4], 1))
@@ -162,6 +164,7 @@ def test_idle_requests_are_forgotten(service: DrafterService, clock: Clock) -> N
     service.sweep()
     assert service.stats().sequences == 1
     assert verifier.drafts_after(Commit("a", 4, [4], 1)) == [Draft("a", 4, [])]
+    assert verifier.round(Open("c", 3, [1, 2, 3], 2)) == []
 
 
 def test_spans_and_lessons_end_with_their_requests(proposer: EagleProposer, clock: Clock) -> None:
