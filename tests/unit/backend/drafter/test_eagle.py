@@ -71,7 +71,7 @@ def test_ragged_batches_draft_by_the_book(
     proposer, clear = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), 0
     kinds = [(9, SEED, 0.0), (2, SEED - 7919, 0.6), (40, 7, 1.0), (5, SEED, 1.4)]
     books = [Reference(head, seed, temperature) for _, seed, temperature in kinds]
-    sessions = [Session(proposer, i, tokens_of(i, length), 0, Sampling.of(*of)) for i, (length, *of) in enumerate(kinds)]
+    sessions = [Session(proposer, i, tokens_of(i, n), 0, Sampling.of(seed, t)) for i, (n, seed, t) in enumerate(kinds)]
     for step in range(4):
         drafts = proposer.draft([session.ask(4) for session in sessions])
         clear += sum(check(*each, 4) for each in zip(books, sessions, drafts, strict=True))

@@ -239,7 +239,7 @@ def test_a_request_in_a_mixed_batch_is_as_alone() -> None:
         by_token = {i: list(names) for i in range(seed % 3, len(requests), 2)}
         wishes = [[None, "raw", "processed"][(seed + i) % 3] for i in range(len(requests))]
         for i, (request, wish) in enumerate(zip(requests, wishes, strict=True)):
-            own = {LOGPROBS_MODE: wish} if wish else {}
+            own: dict[str, Any] = {LOGPROBS_MODE: wish} if wish else {}
             own |= {INDEPENDENT: True} if request.params.temperature and (seed + i) % 2 else {}
             request.params.extra_args |= own
         together = sample(requests, 3, f"{default}_logprobs", by_token=by_token)

@@ -11,7 +11,7 @@ import pytest
 
 from backend.coordinator.messages import CoordinatorUnavailable
 from backend.fleet import Member, Orders
-from backend.member import departure, membership
+from backend.member import departure
 from backend.member.departure import depart_on_sigterm
 from backend.member.membership import Membership, enter
 from backend.transport import ServerKeys
@@ -86,7 +86,7 @@ MEMBER = Member("v0", "verifier", "one", "ipc://v0", "", "here", 1, "demo")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership, "RETRY_S", 0.0)
+    monkeypatch.setattr("backend.member.membership.RETRY_S", 0.0)
 
 
 def test_a_starting_member_waits_until_the_coordinator_is_back() -> None:
