@@ -108,12 +108,6 @@ def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, line: str) -> None:
     assert "hush" not in said
 
 
-def test_names_are_unique() -> None:
-    paths = [path for path, _ in leaves()]
-    assert len({flag(p) for p in paths} | set(ALIASES)) == len(paths) + len(ALIASES)
-    assert len({variable(p) for p in paths}) == len(paths)
-
-
 @given(st.sampled_from([(p, i) for p, i in leaves() if i.get_default(call_default_factory=True) not in (None, {})]))
 def test_every_default_survives_the_environment(leaf: Any) -> None:
     path, info = leaf

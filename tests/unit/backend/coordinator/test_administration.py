@@ -75,11 +75,8 @@ def test_requests_are_moved_at_once_or_after_the_deadline_or_never(command: Drai
     assert [drain is not None and drain.migrate for drain in drains] == moved
 
 
-def test_a_drain_outlives_the_process_and_its_own_draining_asks_to_be_relieved() -> None:
-    admin, policy = administration()
-    admin.submit(Drain(member="v0"), 0.0)
-    policy.register(member("v0", "verifier", "i1"), 0.1)
-    assert states(policy)["v0"] == "draining"
+def test_a_verifier_that_drains_of_itself_asks_to_be_relieved() -> None:
+    _, policy = administration()
     report(policy, "v1", 0.2, state="draining")
     assert view(policy, "v1", 0.2).drain == Draining(migrate=True, ordered=False)
 

@@ -10,7 +10,7 @@ import heapq
 import random
 import uuid
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import msgspec
 
 from backend.drafter.service import DrafterService
 from backend.transport import Wire
-from backend.wire.drafting import Ahead, Draft, Drafts, Outcome, decode_to_verifier, encode
+from backend.wire.drafting import Ahead, Drafts, decode_to_verifier, encode
 
 
 class World:
@@ -93,11 +93,9 @@ class SimulatedDealer:
     def __init__(self, network: Network, address: str) -> None:
         self._network, self._address, self.identity = network, address, uuid.uuid4().bytes
         self.inbox: deque[list[bytes]] = deque()
-        self.sent = 0
         network.dealers[address, self.identity] = self
 
     def send(self, *frames: bytes) -> bool:
-        self.sent += 1
         self._network.carry((self._address, self.identity, "to"), lambda: self._deliver(list(frames)))
         return True
 
@@ -163,7 +161,8 @@ class SimulatedDrafter:
             return
         self._busy = True
         replies = service.work()
-        takes_s = self.pass_s * (1 + max((_longest(payload) for _, payload in replies), default=0))
+        longest = max((len(tokens) for _, payload in replies for _, _, tokens in _drafts(payload)), default=0)
+        takes_s = self.pass_s * (1 + longest)
         self._send([(identity, _timed(payload, takes_s)) for identity, payload in replies], takes_s)
         self._network.world.at(self._network.world.now + takes_s, lambda: self._done(service))
 
@@ -174,7 +173,7 @@ class SimulatedDrafter:
 
     def _send(self, replies: list[tuple[bytes, bytes]], after: float) -> None:
         for identity, payload in replies:
-            self._note(payload)
+            self.drafted.update(_drafts(payload))
 
             def leave(identity: bytes = identity, payload: bytes = payload) -> None:
                 self._network.carry((self._address, identity, "from"), lambda: self._arrive(identity, payload))
@@ -186,25 +185,15 @@ class SimulatedDrafter:
         if dealer is not None:
             dealer.inbox.append([payload])
 
-    def _note(self, payload: bytes) -> None:
-        message = decode_to_verifier(payload)
-        if isinstance(message, Drafts):
-            self.drafted |= {(d.request_id, d.base_len, tuple(d.tokens)) for d in message.items}
-        elif isinstance(message, Ahead):
-            for block in message.items:
-                for o in block.outcomes:
-                    self.drafted.add((block.request_id, block.base_len + o.accepted + 1, tuple(o.tokens)))
 
-
-def _longest(payload: bytes) -> int:
-    """Tokens of the longest draft in an answer."""
+def _drafts(payload: bytes) -> Iterator[tuple[str, int, tuple[int, ...]]]:
+    """The drafts in an answer: request, base length, tokens."""
     message = decode_to_verifier(payload)
-    drafts: list[Draft | Outcome] = []
     if isinstance(message, Drafts):
-        drafts += message.items
+        yield from ((draft.request_id, draft.base_len, tuple(draft.tokens)) for draft in message.items)
     elif isinstance(message, Ahead):
-        drafts += (outcome for block in message.items for outcome in block.outcomes)
-    return max((len(draft.tokens) for draft in drafts), default=0)
+        for block in message.items:
+            yield from ((block.request_id, block.base_len + o.accepted + 1, tuple(o.tokens)) for o in block.outcomes)
 
 
 def _timed(payload: bytes, seconds: float) -> bytes:

@@ -33,7 +33,7 @@ from backend.engine.features import FeatureShipper
 from backend.engine.loop import EngineLoop
 from backend.engine.scheduler import DraftingScheduler
 from backend.engine.worker.runner import RemoteDrafting
-from backend.fleet import LOOKUP, DrafterRef, VerifierStats
+from backend.fleet import LOOKUP, VerifierStats
 from backend.lab.bench.load import APART
 from backend.wire.drafting import Draft
 from tests.support.processes import demo_models
@@ -265,9 +265,6 @@ class SimulatedVerifier:
         for request_id, text in texts.items():
             expected = text.tokens[text.prompt : len(text.tokens) - 8]
             assert self.answers[request_id] == expected, f"{request_id}: other tokens than the target's"
-
-    def drafters(self, *refs: DrafterRef) -> None:
-        self.links.set_drafters(list(refs))
 
     # The methods that the loop calls on its gateway port.
 

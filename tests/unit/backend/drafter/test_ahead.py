@@ -17,7 +17,9 @@ from backend.wire.drafting import (
     Drafts,
     Next,
     NextItem,
+    Open,
     Refused,
+    ToVerifier,
     decode_to_verifier,
     encode,
 )
@@ -28,28 +30,23 @@ from tests.support.properties import examples
 @pytest.mark.parametrize("first", ["round", "next"])
 def test_a_wish_is_granted_whichever_socket_is_first(service: DrafterService, proposer: EagleProposer, first: str) -> None:
     verifier = AheadVerifier(service)
-    fresh = NextItem("a", 6, 4, [], 8)
-    if first == "round":
-        assert verifier.round(opening()) == []
-        messages = verifier.next(fresh)
-    else:
-        assert verifier.next(fresh) == []
+
+    def granted(item: Open | Commit, wish: NextItem) -> list[ToVerifier]:
+        if first == "round":
+            assert verifier.round(item) == []
+            return verifier.next(wish)
+        assert verifier.next(wish) == []
         assert not service.has_work
-        messages = verifier.round(opening())
+        return verifier.round(item)
+
+    messages = granted(opening(), NextItem("a", 6, 4, [], 8))
     assert [type(m) for m in messages] == [Drafts, Ahead], "the draft is not kept waiting"
     draft, block = drafts_of(messages)[0], blocks_of(messages)[0]
     assert (draft.request_id, draft.base_len, len(draft.tokens)) == ("a", 6, 4)
     assert (block.request_id, block.base_len, block.verifying, len(block.outcomes)) == ("a", 6, draft.tokens, 8)
     assert len(draft.signs) == 2 * len(draft.tokens)
     assert all(len(outcome.signs) == 2 * len(outcome.tokens) for outcome in block.outcomes)
-    commit = Commit("a", 7, [block.outcomes[0].token], 1)
-    verifying = NextItem("a", 7, 3, [9, 8], 5)
-    if first == "round":
-        assert verifier.round(commit) == []
-        messages = verifier.next(verifying)
-    else:
-        assert verifier.next(verifying) == []
-        messages = verifier.round(commit)
+    messages = granted(Commit("a", 7, [block.outcomes[0].token], 1), NextItem("a", 7, 3, [9, 8], 5))
     assert [type(m) for m in messages] == [Ahead]
     assert [(b.base_len, b.verifying, len(b.outcomes)) for b in blocks_of(messages)] == [(7, [9, 8], 5)]
     assert all(len(o.tokens) == 3 for o in blocks_of(messages)[0].outcomes)
@@ -73,14 +70,6 @@ def test_all_requests_of_a_step_share_an_answer(service: DrafterService) -> None
     assert [d.request_id for d in drafts_of(messages)] == ["c"]
     assert [type(m) for m in messages] == [Drafts, Ahead]
     assert [(b.request_id, len(b.outcomes)) for b in blocks_of(messages)] == [("a", 4), ("b", 6)]
-
-
-def test_a_newer_wish_replaces_an_older(service: DrafterService) -> None:
-    verifier = AheadVerifier(service)
-    verifier.round(opening())
-    verifier.receive_next(NextItem("a", 7, 4, [], 0))
-    verifier.receive_next(NextItem("a", 7, 4, [3, 4], 2))
-    assert [b.verifying for b in blocks_of(verifier.round(Commit("a", 7, [7], 1)))] == [[3, 4]]
 
 
 def test_a_repeated_round_takes_no_wish_back(service: DrafterService) -> None:
@@ -116,14 +105,6 @@ def test_a_wish_for_an_unknown_request_is_answered_empty(service: DrafterService
     assert verifier.next(NextItem("ghost", 10, 4, [1], 8)) == []
     assert verifier.next(NextItem("ghost", 11, 4, [], 0)) == []
     assert len(drafts_of(verifier.round(opening("ghost", [1] * 11)))[0].tokens) == 4
-
-
-def test_wishes_nobody_comes_for_are_forgotten(service: DrafterService, clock: Clock) -> None:
-    verifier = AheadVerifier(service)
-    verifier.next(NextItem("a", 6, 4, [], 8))
-    clock.now += 61
-    service.sweep()
-    assert verifier.round(opening()) == []
 
 
 def test_outcomes_are_enumerated_in_bounded_batches(monkeypatch: pytest.MonkeyPatch, service: DrafterService) -> None:

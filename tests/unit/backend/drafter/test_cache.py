@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from backend.drafter.cache import BLOCK, UNIT, Extents, RowCache, Sequence
-from backend.speculation.tokens import UNKNOWN, common_prefix, splice
+from backend.speculation.tokens import UNKNOWN, common_prefix
 from tests.support.properties import examples
 
 Row = tuple[int, ...]
@@ -205,18 +205,6 @@ def test_common_prefix(a: list[int], b: list[int], shared: int) -> None:
     b = a[:shared] + b
     expected = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     assert common_prefix(a, b) == expected
-
-
-def test_splice_places_tokens_by_the_base_length() -> None:
-    known = [1, 2, 3, 4]
-    assert splice(known, 6, [5, 6]) == 4
-    assert known == [1, 2, 3, 4, 5, 6]
-    assert splice(known, 6, [5, 7]) == 5
-    assert known == [1, 2, 3, 4, 5, 7]
-    assert splice(known, 9, [8]) == 6
-    assert known == [1, 2, 3, 4, 5, 7, UNKNOWN, UNKNOWN, 8]
-    assert splice(known, 2, []) == 2
-    assert known == [1, 2]
 
 
 def test_rows_of_earlier_weights_serve_no_new_sequence() -> None:

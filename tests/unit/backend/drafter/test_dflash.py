@@ -15,7 +15,7 @@ from torch import Tensor
 
 from backend.drafter.dflash import Blocks, DFlashProposer
 from backend.drafter.draws import SHARED
-from backend.drafter.proposer import GREEDY, DraftRequest, Premise, Sampling, Until
+from backend.drafter.proposer import GREEDY, Drafted, DraftRequest, Premise, Sampling, Until
 from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import MASK_EMBEDDING, CheckpointError, OnePassDrafting, load_config
@@ -35,7 +35,6 @@ HEADS = {
     "Markov, causal with a window": TinyHead(kind="dspark", layers=2, dflash=SLIDING),
     "Markov, masks draw in their places": TinyHead(kind="dspark", dflash={"sample_from_anchor": False, "block_size": 9}),
 }
-KINDS = pytest.mark.parametrize("head", [HEADS["mixed"], HEADS["Markov, causal with a window"]], ids=["DFlash", "DSpark"])
 
 
 def make(directory: Path, head: TinyHead) -> DFlashProposer:
@@ -80,81 +79,51 @@ class BlockReference(Reference):
         return [own + int(offset) for own, offset in enumerate(offsets)]
 
 
-def check_draft(session: Session, reference: BlockReference, drafts: list[int], k: int) -> None:
-    """Compares a draft, token by token but for close calls."""
-    assert len(drafts) == k
-    logits, sampling = reference.logits(session.tokens, session.seen, drafts), session.sampling
+def check_draft(session: Session, reference: BlockReference, drafted: Drafted, k: int) -> None:
+    """Compares a draft, token by token but for close calls, and its signs."""
+    assert len(drafted.tokens) == k
+    logits, sampling = reference.logits(session.tokens, session.seen, drafted.tokens), session.sampling
     values = (logits / (sampling.temperature or 1.0)).log_softmax(-1)
-    ids = reference.ids()
-    for place, (own, draft) in enumerate(zip(values, drafts, strict=True)):
+    ids, signs = reference.ids(), []
+    for place, (own, draft) in enumerate(zip(values, drafted.tokens, strict=True)):
         if sampling.temperature:
             noise = [true_gumbel(sampling.seed, len(session.tokens) + place, token) for token in ids]
             own = own + torch.tensor(noise)
         best, second = own.topk(2).values.tolist()
         assert best - second < CLOSE_CALL or draft == ids[int(own.argmax())]
+        signs += [best, best - second]
+    assert drafted.signs == pytest.approx(signs, abs=CLOSE_CALL)
 
 
+@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["as on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead) -> None:
-    proposer, reference = make(tmp_path, head), BlockReference(head)
-    hot = Sampling.of(7, 0.8)
-    kinds = [(9, 0, GREEDY), (2, 0, GREEDY), (40, 11, GREEDY), (5, 0, hot)]
-    sessions = [Session(proposer, i, tokens_of(i, length), skip, each) for i, (length, skip, each) in enumerate(kinds)]
-    ks = [4, 1, 6, 8]
-    for step in range(4):
-        found = proposer.draft([session.ask(k) for session, k in zip(sessions, ks, strict=True)])
-        for session, drafted, k in zip(sessions, found, ks, strict=True):
-            check_draft(session, reference, drafted.tokens, k)
-        for i, session in enumerate(sessions):
-            session.commit(tokens_of(100 * step + i, 1 + (i + step) % 3))
-        ks = ks[1:] + ks[:1]
+def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead, as_on_gpu: bool) -> None:
+    """What a GPU replays has blocks and masks to spare, is used again and again, and reads no result.
 
-
-@KINDS
-def test_a_draft_in_a_batch_is_that_alone_and_that_after_a_hand_over(tmp_path: Path, head: TinyHead) -> None:
-    """The block of one request is seen by no other, and rows made one by one are those made at once."""
-    first, other = make(tmp_path / "first", head), make(tmp_path / "other", head)
-    sessions = [Session(first, i, tokens_of(i, 5 + 7 * i)) for i in range(5)]
-    first.draft([session.ask(6) for session in sessions])
-    together = first.draft([session.commit(tokens_of(i, 3)).ask(2 + i) for i, session in enumerate(sessions)])
-    for i, (session, drafted) in enumerate(zip(sessions, together, strict=True)):
-        (alone,) = other.draft([Session(other, i, session.tokens).ask(2 + i)])
-        assert alone.tokens == drafted.tokens
-        assert alone.signs == pytest.approx(drafted.signs, abs=1e-4)
-
-
-def test_a_block_takes_no_rows_of_its_neighbours(tmp_path: Path) -> None:
-    """A stretch of the cache has 64 rows, and each request has 62 of its own."""
-    head = HEADS["each sees all"]
-    proposer, reference = make(tmp_path, head), BlockReference(head)
-    sessions = [Session(proposer, i, tokens_of(i, 63)) for i in range(4)]
-    for session, drafted in zip(sessions, proposer.draft([session.ask(8) for session in sessions]), strict=True):
-        check_draft(session, reference, drafted.tokens, 8)
-
-
-@KINDS
-def test_a_captured_pass_drafts_what_a_pass_of_the_right_size_drafts(tmp_path: Path, head: TinyHead) -> None:
-    """What a GPU replays has blocks and masks to spare, is used again and again, and reads no result."""
-    plain, padded = make(tmp_path / "plain", head), make(tmp_path / "padded", head)
-    with torch.inference_mode():
-        padded._captured[4, 8, SHARED] = Blocks(padded._head, padded._block, 4, 8, SHARED)
-    pairs = [[Session(proposer, i, tokens_of(i, 5 + 7 * i)) for proposer in (plain, padded)] for i in range(3)]
-    computed = Blocks.compute
+    A stretch of the cache has 64 rows, of which two neighbours have 62 each: their blocks take no rows of the other.
+    """
+    proposer, reference, computed = make(tmp_path, head), BlockReference(head), Blocks.compute
+    if as_on_gpu:
+        with torch.inference_mode():
+            proposer._captured[4, 8, SHARED] = Blocks(proposer._head, proposer._block, 4, 8, SHARED)
 
     def watched(blocks: Blocks) -> None:
         with mock.patch.multiple(torch.Tensor, **{name: mock.Mock(side_effect=AssertionError(name)) for name in READS}):
             computed(blocks)
 
-    with mock.patch.object(Blocks, "compute", watched):
-        for step, k in enumerate((6, 8, 3)):
-            one, other = ([pair[i].ask(k) for pair in pairs] for i in range(2))
-            drafts = zip(plain.draft(one), padded.draft(other), strict=True)
-            for key, ((mine, theirs), pair) in enumerate(zip(drafts, pairs, strict=True)):
-                assert len(mine.tokens) == k
-                assert mine.tokens == theirs.tokens
-                assert mine.signs == pytest.approx(theirs.signs, abs=1e-4)
-                for session in pair:
-                    session.commit(tokens_of(10 * step + key, 2))
+    hot = Sampling.of(7, 0.8)
+    kinds = [(63, 0, GREEDY), (63, 0, GREEDY), (40, 11, GREEDY), (2, 0, hot)]
+    sessions = [Session(proposer, i, tokens_of(i, length), skip, each) for i, (length, skip, each) in enumerate(kinds)]
+    ks = [4, 1, 6, 8]
+    for step in range(4):
+        asked = list(zip(sessions, ks, strict=True))[step % 2 :]
+        with mock.patch.object(Blocks, "compute", watched):
+            found = proposer.draft([session.ask(k) for session, k in asked])
+        for (session, k), drafted in zip(asked, found, strict=True):
+            check_draft(session, reference, drafted, k)
+        for i, session in enumerate(sessions):
+            session.commit(tokens_of(100 * step + i, 1 + (i + step) % 3))
+        ks = ks[1:] + ks[:1]
 
 
 def test_a_draft_ends_at_the_floor_and_at_the_trained_length(tmp_path: Path) -> None:
@@ -167,7 +136,7 @@ def test_a_draft_ends_at_the_floor_and_at_the_trained_length(tmp_path: Path) -> 
     assert proposer.draft_outcomes([Premise(1, 12, Until(4), whole.tokens[:4], 8)]) == [[]]
 
 
-@KINDS
+@pytest.mark.parametrize("head", [HEADS["mixed"], HEADS["Markov, causal with a window"]], ids=["DFlash", "DSpark"])
 def test_independent_tokens_are_drawn_from_the_distributions_that_are_sent(tmp_path: Path, head: TinyHead) -> None:
     k, times, hot = 3, 300, 30.0
     proposer, reference = make(tmp_path, head), BlockReference(head)
@@ -263,7 +232,7 @@ def test_a_mask_outside_the_targets_vocabulary_is_read_and_never_drafted(tmp_pat
     proposer, reference = DFlashProposer(load_drafter(head_dir, target), 4096), BlockReference(plain)
     session = Session(proposer, 1, tokens_of(1, 12))
     (drafted,) = proposer.draft([session.ask(8)])
-    check_draft(session, reference, drafted.tokens, 8)
+    check_draft(session, reference, drafted, 8)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])

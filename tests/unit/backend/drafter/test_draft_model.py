@@ -80,13 +80,6 @@ def write_target(directory: Path, vocab: int = VOCAB, longest: int = 4096) -> st
     return str(directory)
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelProposer, PreTrainedModel]:
-    directory = tmp_path_factory.mktemp("models")
-    path, model = save(directory / "draft", request.param)
-    return make(path, write_target(directory / "target")), model
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, PreTrainedModel]:
     directory = tmp_path_factory.mktemp("llama")
@@ -114,8 +107,10 @@ def draft(proposer: ModelProposer, key: str, base_len: int, k: int) -> list[int]
     return proposer.draft([DraftRequest(key, base_len, 0, None, Until(k))])[0].tokens
 
 
-def test_every_family_drafts_what_transformers_would_say(pair: tuple[ModelProposer, PreTrainedModel]) -> None:
-    proposer, model = pair
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_drafts_what_transformers_would_say(tmp_path: Path, family: str) -> None:
+    path, model = save(tmp_path / "draft", family)
+    proposer = make(path, write_target(tmp_path / "target"))
     texts = {"a": tokens_of(1, 9), "b": tokens_of(2, 33), "c": tokens_of(3, 1)}
     for key, tokens in texts.items():
         proposer.open(key, list(tokens), 0)

@@ -1,5 +1,8 @@
-"""The EAGLE proposer against the documented equations: batched, ragged, interrupted and resumed, the drafts are the same."""
+"""The EAGLE proposer against the documented equations: batched, ragged, interrupted, resumed, and ended where unlikely."""
 
+import math
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from unittest import mock
 
@@ -10,10 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backend.drafter import eagle
-from backend.drafter import head as head_module
-from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import MAX_DRAFT, DraftRequest, Premise, Until
-from tests.support.drafter_heads import Reference, Session, TinyHead, make_proposer, rows_held, tokens_of
+from backend.drafter.proposer import MAX_DRAFT, Drafted, DraftRequest, Premise, Sampling, Until
+from backend.speculation.chances import CLIP, chance, chances
+from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer, rows_held, tokens_of
 from tests.support.properties import examples
 
 HEADS = {
@@ -30,6 +32,7 @@ HEADS = {
     "eagle 1, two layers": TinyHead(kind="eagle", layers=2),
 }
 CLOSE_CALL = 1e-3
+SEED = 2**64 - 12345
 
 
 def test_attention_needs_no_plan_per_number_of_rows(tmp_path: Path) -> None:
@@ -38,17 +41,23 @@ def test_attention_needs_no_plan_per_number_of_rows(tmp_path: Path) -> None:
     assert not torch.backends.cuda.cudnn_sdp_enabled()
 
 
-def drafts_of(proposer: EagleProposer, asks: list[DraftRequest]) -> list[list[int]]:
-    """The tokens; every one has its two signs."""
-    found = proposer.draft(asks)
-    assert all(len(drafted.signs) == 2 * len(drafted.tokens) for drafted in found)
-    return [drafted.tokens for drafted in found]
+def signs_of(book: Reference, tokens: list[int]) -> list[float]:
+    """Value and lead of each of `tokens`, which the equations have drafted last."""
+    signs = []
+    for values, token in zip(book.values[-len(tokens) :], tokens, strict=True):
+        signs += [values[token], values[token] - max(v for t, v in values.items() if t != token)]
+    return signs
 
 
-def assert_drafts(reference: Reference, session: Session, drafts: list[int], k: int) -> None:
-    expected = reference.draft(session.tokens, session.seen, k)
-    if reference.margin > CLOSE_CALL:
-        assert drafts == expected
+def check(book: Reference, session: Session, drafted: Drafted, k: int) -> bool:
+    """Asserts that a draft and its signs are by the book; returns whether it was no close call."""
+    expected = book.draft(session.tokens, session.seen, k)
+    assert len(drafted.tokens) == k
+    if book.margin <= CLOSE_CALL:
+        return False
+    assert drafted.tokens == expected
+    assert drafted.signs == pytest.approx(signs_of(book, expected), abs=1e-3, rel=1e-3)
+    return True
 
 
 @pytest.mark.parametrize("as_on_gpu", [False, True], ids=["as on a CPU", "as on a GPU"])
@@ -57,24 +66,28 @@ def assert_drafts(reference: Reference, session: Session, drafts: list[int], k: 
 def test_ragged_batches_draft_by_the_book(
     tmp_path: Path, head: TinyHead, long: int, as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """At any temperature: a target with the head's distribution would accept every token."""
     monkeypatch.setattr(eagle, "LONG", long)
-    proposer, reference = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), Reference(head)
-    sessions, k = [Session(proposer, i, tokens_of(i, length)) for i, length in enumerate((9, 2, 40, 5))], 4
+    proposer, clear = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), 0
+    kinds = [(9, SEED, 0.0), (2, SEED - 7919, 0.6), (40, 7, 1.0), (5, SEED, 1.4)]
+    books = [Reference(head, seed, temperature) for _, seed, temperature in kinds]
+    sessions = [Session(proposer, i, tokens_of(i, n), 0, Sampling.of(seed, t)) for i, (n, seed, t) in enumerate(kinds)]
     for step in range(4):
-        for session, drafts in zip(sessions, drafts_of(proposer, [session.ask(k) for session in sessions]), strict=True):
-            assert len(drafts) == k
-            assert_drafts(reference, session, drafts, k)
+        drafts = proposer.draft([session.ask(4) for session in sessions])
+        clear += sum(check(*each, 4) for each in zip(books, sessions, drafts, strict=True))
         # Between one and three tokens were decided, rarely those that were drafted: all else is rolled back.
         for i, session in enumerate(sessions):
             session.commit(tokens_of(100 * step + i, 1 + (i + step) % 3))
+    assert clear > 10
 
 
-def test_without_a_table_of_rotations_drafts_are_the_same(tmp_path: Path) -> None:
-    head, found = TinyHead(layers=2, rope={"rope_type": "linear", "factor": 3.0}), []
-    for limit in (head_module.ROTATION_BYTES, 0):
-        with mock.patch.object(head_module, "ROTATION_BYTES", limit):
-            proposer = make_proposer(tmp_path / str(limit), head)
-        assert (proposer._head._rotations is None) == (limit == 0)
+def test_ten_million_positions_take_no_table_of_rotations_and_drafts_are_the_same(tmp_path: Path) -> None:
+    found = []
+    for positions in (512, 10_485_760):
+        head = TinyHead(layers=2, rope={"rope_type": "linear", "factor": 3.0}, max_position=positions)
+        proposer = make_proposer(tmp_path / str(positions), head)
+        sizes = [part.numel() * part.element_size() for part in vars(proposer._head).values() if isinstance(part, Tensor)]
+        assert sum(sizes) < 16 * 2**20
         drafts = proposer.draft([Session(proposer, "r", tokens_of(1, 400)).ask(6)])
         verifying = drafts[0].tokens[:4]
         found.append((drafts, proposer.draft_outcomes([Premise("r", 400, Until(4), verifying, 8)])))
@@ -82,49 +95,34 @@ def test_without_a_table_of_rotations_drafts_are_the_same(tmp_path: Path) -> Non
     assert len(found[0][1][0]) == 8
 
 
-def test_ten_million_positions_take_no_table(tmp_path: Path) -> None:
-    proposer = make_proposer(tmp_path, TinyHead(max_position=10_485_760))
-    sizes = [part.numel() * part.element_size() for part in vars(proposer._head).values() if isinstance(part, Tensor)]
-    assert sum(sizes) < 16 * 2**20
-
-
-def test_rows_sent_again_replace_those_held(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer, reference = make_proposer(tmp_path, head), Reference(head)
-    session = Session(proposer, 0, tokens_of(1, 30))
-    drafts_of(proposer, [session.ask(4)])
-    again = session.tokens[16:20]
-    session.tokens, session.seen = session.tokens[:16], {p: f for p, f in session.seen.items() if p < 15}
-    assert_drafts(reference, session, drafts_of(proposer, [session.commit(again).ask(4)])[0], 4)
-
-
-def test_a_lost_round_leaves_a_gap_and_right_positions(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer, reference = make_proposer(tmp_path, head), Reference(head)
-    session = Session(proposer, 0, tokens_of(1, 10))
-    drafts_of(proposer, [session.ask(3)])
-    session.tokens += [5, 6, 7]
-    drafts = drafts_of(proposer, [session.commit([8, 9]).ask(3)])[0]
-    assert sorted(session.seen) == [*range(9), 12, 13]
-    assert_drafts(reference, session, drafts, 3)
-
-
 @pytest.mark.parametrize("closed", [True, False], ids=["closed", "still open"])
 def test_a_known_prefix_is_reused(tmp_path: Path, closed: bool) -> None:
     head = TinyHead(layers=2)
     proposer, reference, shared = make_proposer(tmp_path, head), Reference(head), tokens_of(4, 50)
     first = Session(proposer, "first", shared + tokens_of(5, 9))
-    drafts_of(proposer, [first.ask(4)])
+    first.draft()
     if closed:
         proposer.close("first")
     # The verifier's own prefix cache computed nothing for the first 45 positions.
     second = Session(proposer, "second", shared + tokens_of(6, 7), skip=45)
-    drafts = drafts_of(proposer, [second.ask(4)])[0]
+    drafted = second.draft()
     assert rows_held(proposer, "second") == 56
     second.seen |= {p: second.feature(p) for p in range(45)}
-    assert_drafts(reference, second, drafts, 4)
+    check(reference, second, drafted, 4)
     if not closed:
-        assert_drafts(reference, first, drafts_of(proposer, [first.commit([1, 2]).ask(4)])[0], 4)
+        check(reference, first, first.commit([1, 2]).draft(), 4)
+
+
+def commit_somehow(session: Session, data: st.DataObject) -> None:
+    """The next tokens, perhaps behind some that were lost; or the last ones again, which replace those held."""
+    again = data.draw(st.sampled_from([0, 0, 0, 1, 4]))
+    if 0 < again < len(session.tokens) - 1:
+        tokens, session.tokens = session.tokens[-again:], session.tokens[:-again]
+        session.seen = {p: f for p, f in session.seen.items() if p < len(session.tokens) - 1}
+    else:
+        session.tokens += tokens_of(7, data.draw(st.sampled_from([0, 0, 3])))
+        tokens = tokens_of(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 5)))
+    session.commit(tokens)
 
 
 @examples(40)
@@ -143,11 +141,10 @@ def test_any_interleaving_of_requests_drafts_by_the_book(tmp_path_factory: pytes
                 prompt = tokens_of(data.draw(st.integers(0, 1)), data.draw(st.integers(2, 70)))
                 sessions[key] = Session(proposer, key, prompt)
             else:
-                sessions[key].commit(tokens_of(data.draw(st.integers(0, 99)), data.draw(st.integers(1, 5))))
+                commit_somehow(sessions[key], data)
             asks.append(sessions[key].ask(k))
-        for key, ask, drafts in zip(batch, asks, drafts_of(proposer, asks), strict=True):
-            assert len(drafts) == ask.until.k
-            assert_drafts(reference, sessions[key], drafts, ask.until.k)
+        for key, ask, drafted in zip(batch, asks, proposer.draft(asks), strict=True):
+            check(reference, sessions[key], drafted, ask.until.k)
         for key in data.draw(st.lists(st.sampled_from(batch), unique=True, max_size=1)):
             proposer.close(key)
             del sessions[key]
@@ -155,7 +152,7 @@ def test_any_interleaving_of_requests_drafts_by_the_book(tmp_path_factory: pytes
 
 def test_more_drafts_than_anyone_needs_are_not_made(tmp_path: Path) -> None:
     proposer = make_proposer(tmp_path, TinyHead())
-    assert len(drafts_of(proposer, [Session(proposer, 0, tokens_of(1, 9)).ask(10_000)])[0]) == MAX_DRAFT
+    assert len(Session(proposer, 0, tokens_of(1, 9)).draft(10_000).tokens) == MAX_DRAFT
 
 
 def test_a_full_cache_costs_context_not_answers(tmp_path: Path) -> None:
@@ -164,29 +161,89 @@ def test_a_full_cache_costs_context_not_answers(tmp_path: Path) -> None:
     sessions = []
     for i in range(6):
         sessions.append(Session(proposer, i, tokens_of(i, 100)))
-        assert_drafts(reference, sessions[i], drafts_of(proposer, [sessions[i].ask(3)])[0], 3)
+        check(reference, sessions[i], sessions[i].draft(3), 3)
     assert proposer.usage().evictions > 0
     first = sessions[0]
     first.seen.clear()
-    assert_drafts(reference, first, drafts_of(proposer, [first.commit([1, 2, 3]).ask(3)])[0], 3)
+    check(reference, first, first.commit([1, 2, 3]).draft(3), 3)
     # A batch that cannot fit at once is answered as far as it does.
-    answers = drafts_of(proposer, [s.commit(tokens_of(i, 100)).ask(3) for i, s in enumerate(sessions)])
-    assert [len(a) for a in answers].count(3) >= 2
+    answers = proposer.draft([s.commit(tokens_of(i, 100)).ask(3) for i, s in enumerate(sessions)])
+    assert [len(each.tokens) for each in answers].count(3) >= 2
 
 
 def test_a_request_longer_than_the_cache_goes_on(tmp_path: Path) -> None:
     proposer = make_proposer(tmp_path, TinyHead(), cache_tokens=128)
     session = Session(proposer, 0, tokens_of(1, 60))
-    drafts_of(proposer, [session.ask(3)])
+    session.draft(3)
     for step in range(60):
-        assert len(drafts_of(proposer, [session.commit(tokens_of(step, 3)).ask(3)])[0]) == 3
+        assert len(session.commit(tokens_of(step, 3)).draft(3).tokens) == 3
 
 
 def test_asking_again_without_news_repeats_the_answer(tmp_path: Path) -> None:
     proposer = make_proposer(tmp_path, TinyHead())
-    drafts = drafts_of(proposer, [Session(proposer, 0, tokens_of(1, 20)).ask(4)])[0]
+    drafted = Session(proposer, 0, tokens_of(1, 20)).draft()
     # A preempted request is computed anew: chunks the drafter has already seen carry no rows.
     assert proposer.commit(0, 11, [], 0)
-    assert drafts_of(proposer, [DraftRequest(0, 11, 0, None)]) == [[]]
+    assert proposer.draft([DraftRequest(0, 11, 0, None)])[0].tokens == []
     assert proposer.commit(0, 20, [], 0)
-    assert drafts_of(proposer, [DraftRequest(0, 20, 0, None, Until(4))]) == [drafts]
+    assert proposer.draft([DraftRequest(0, 20, 0, None, Until(4))]) == [drafted]
+
+
+def test_a_temperature_that_vllm_takes_for_greedy_is_greedy(tmp_path: Path) -> None:
+    head = TinyHead()
+    proposer = make_proposer(tmp_path, head)
+    cool, greedy = (begun(proposer, 1, 10, Sampling.of(SEED, t)) for t in (1e-6, 0.0))
+    assert cool.draft() == greedy.draft()
+
+
+GREEDY_JUDGE, SAMPLED_JUDGE = [0.5, 0.5, -0.5, 0.2, 0.1], [0.3, 0.4, 0.6]
+
+
+@pytest.mark.parametrize("floor", [0.0, 0.05, 0.3, 0.6, 0.9, 1.0])
+def test_a_draft_ends_before_the_first_token_below_the_floor(tmp_path: Path, floor: float) -> None:
+    head = TinyHead()
+    proposer = make_proposer(tmp_path, head)
+    requests = [begun(proposer, key, 10 + key, Sampling.of(SEED, float(key % 2))) for key in range(8)]
+    whole = proposer.draft([r.ask(6) for r in requests])
+    until = Until(6, floor, [GREEDY_JUDGE, SAMPLED_JUDGE])
+    cut = proposer.draft([r.ask(until) for r in requests])
+    for key, (full, short) in enumerate(zip(whole, cut, strict=True)):
+        alive = [s >= floor for s in accumulate(chances(SAMPLED_JUDGE if key % 2 else GREEDY_JUDGE, full.signs), mul)]
+        kept = alive.index(False) if False in alive else 6
+        assert short.tokens == full.tokens[:kept]
+        assert short.signs == pytest.approx(full.signs[: 2 * kept])
+        assert list(short.first) == full.tokens[:1], "also where it is not sent"
+
+
+def test_nobody_computes_what_no_draft_needs(tmp_path: Path) -> None:
+    head = TinyHead()
+    proposer = make_proposer(tmp_path, head)
+    requests = [begun(proposer, key, 10 + key) for key in range(3)]
+    hopeless = [[0.0, 0.0, 2.0, -20.0]] * 2
+
+    def cost(*untils: Until) -> tuple[list[int], int]:
+        asks = [r.ask(u) for r, u in zip(requests, untils, strict=False)]
+        with mock.patch.object(proposer._head, "forward", wraps=proposer._head.forward) as forward:
+            return [len(drafted.tokens) for drafted in proposer.draft(asks)], forward.call_count
+
+    assert cost(*[Until(8, 0.5, hopeless)] * 3) == ([1, 1, 1], 1)
+    assert cost(*[Until(8, 1.0, hopeless)] * 3) == ([0, 0, 0], 0)
+    # One that nobody judges, and one that ends by its own k, go on as far as they would.
+    assert cost(Until(8, 0.5, hopeless), Until(4), Until(3, 0.0, hopeless)) == ([1, 4, 3], 3)
+    assert cost(Until(8), Until(2, 0.001, hopeless), Until(8, 0.5, hopeless)) == ([8, 1, 1], 7)
+
+
+@given(
+    st.lists(st.floats(-3, 3), min_size=3, max_size=6),
+    st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=12),
+)
+def test_a_chance_is_one_whatever_the_signs(weights: list[float], signs: list[float]) -> None:
+    found = chances(weights, signs)
+    assert len(found) == len(signs) // 2
+    assert all(0 <= one <= 1 for one in found)
+    for place, one in enumerate(found):
+        value, lead = (max(-CLIP, min(CLIP, -CLIP if math.isnan(s) else s)) for s in signs[2 * place : 2 * place + 2])
+        at = weights[0] * value + weights[1] * lead + weights[2:][min(place, len(weights) - 3)]
+        assert one == pytest.approx(1 / (1 + math.exp(-at)))
+    assert chance([1e9, 0.0, 0.0], 0, 8.0, 0.0) == 1.0
+    assert chance([1e9, 0.0, 0.0], 0, -8.0, 0.0) < 1e-9

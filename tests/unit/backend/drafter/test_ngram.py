@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from backend.drafter.ngram import NgramProposer
 from backend.drafter.proposer import DraftRequest, Until
-from backend.speculation.lookup import Lookup
+from backend.speculation.lookup import LONGEST, SHORTEST
 from backend.speculation.tokens import UNKNOWN
 
 
@@ -27,25 +27,6 @@ def opened(tokens: list[int], k: int) -> list[int]:
 
 def test_the_longest_suffix_wins_over_a_later_shorter_one() -> None:
     assert opened([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1) == [50]
-    assert Lookup([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 2, 2).draft(1) == [60]
-
-
-def test_commits_extend_and_take_back() -> None:
-    lookup = proposer()
-    lookup.open("r", [1, 2, 3, 4], 0)
-    assert lookup.commit("r", 6, [1, 2], 0)
-    assert drafts(lookup, "r", 6, 2) == [3, 4]
-    assert lookup.commit("r", 4, [8, 9], 0)
-    assert drafts(lookup, "r", 4, 2) == []
-    assert lookup.commit("r", 6, [1, 2], 0)
-    assert drafts(lookup, "r", 6, 2) == [8, 9]
-
-
-def test_a_hole_is_never_drafted() -> None:
-    lookup = proposer()
-    lookup.open("r", [1, 2], 0)
-    assert lookup.commit("r", 5, [1, 2], 0)
-    assert UNKNOWN not in drafts(lookup, "r", 5, 4)
 
 
 def test_unknown_requests_positions_and_room() -> None:
@@ -60,22 +41,32 @@ def test_unknown_requests_positions_and_room() -> None:
     assert opened([1, 2] * 31, 9) == [1, 2], "positions end at 64"
 
 
-@given(st.lists(st.integers(0, 1), min_size=1, max_size=50), st.integers(0, 8), st.integers(1, 3), st.integers(0, 3))
-def test_incremental_lookup_is_a_search_over_all_tokens(tokens: list[int], k: int, shortest: int, more: int) -> None:
-    longest = shortest + more
-    lookup = Lookup(tokens[:1], shortest, longest)
-    for n in range(2, len(tokens) + 1):
-        lookup.update(n, [tokens[n - 1]])
-        lookup.draft(1)
-    assert lookup.draft(k) == search(tokens, k, shortest, longest)
+commits = st.lists(st.tuples(st.integers(-4, 2), st.lists(st.integers(0, 1), min_size=1, max_size=5)), max_size=40)
 
 
-def search(tokens: list[int], k: int, shortest: int, longest: int) -> list[int]:
-    for size in range(longest, shortest - 1, -1):
+@given(commits, st.integers(1, 8))
+def test_however_its_text_comes_a_lookup_is_a_search_over_all_tokens(commits: list[tuple[int, list[int]]], k: int) -> None:
+    """Commits follow on the text, take back its end, or leave a hole, behind which no draft goes."""
+    lookup, text = proposer(), [0]
+    lookup.open("r", [0], 0)
+    for moved, tokens in commits:
+        kept = max(len(text) + moved, 0)
+        text = [*text[:kept], *[UNKNOWN] * (kept - len(text)), *tokens]
+        if len(text) + k > 64:
+            break
+        assert lookup.commit("r", len(text), list(tokens), 0)
+        assert drafts(lookup, "r", len(text), k) == search(text, k)
+
+
+def search(tokens: list[int], k: int) -> list[int]:
+    for size in range(LONGEST, SHORTEST - 1, -1):
         for start in range(len(tokens) - size - 1, -1, -1):
-            if tokens[start : start + size] == tokens[len(tokens) - size :]:
+            wanted = tokens[len(tokens) - size :]
+            if UNKNOWN not in wanted and tokens[start : start + size] == wanted:
                 grown = list(tokens)
                 for at in range(start + size, start + size + k):
+                    if grown[at] == UNKNOWN:
+                        break
                     grown.append(grown[at])
                 return grown[len(tokens) :]
     return []

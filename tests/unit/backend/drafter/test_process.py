@@ -1,25 +1,30 @@
-"""The drafting process over real sockets."""
+"""The drafting process over real sockets, and the kinds of drafters: a new one without weights is an entry and a file."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from backend.config.settings import DraftingSettings
+from backend.config import DraftingSettings, Settings
 from backend.drafter.loop import DrafterLoop
-from backend.drafter.process import DrafterModel, DrafterProcess
+from backend.drafter.ngram import NgramProposer
+from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
+from backend.drafter.proposer import DraftRequest, Until
+from backend.launch.plan import Hardware, plan
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.models.head_config import CheckpointError
+from backend.models.kinds import KINDS, WEIGHTLESS, Kind
+from backend.models.resolve import ModelError, resolve
 from backend.transport.hub import Dealer, Hub
 from backend.transport.sockets import Wire, new_server_keys
 from backend.wire.drafting import (
     PROTOCOL_VERSION,
-    Commit,
     Drafts,
     Hello,
     Next,
@@ -60,18 +65,6 @@ class Peer:
         frames = socket.receive()
         assert frames is not None
         return decode_to_verifier(frames[0])
-
-    def ask(self, seq: int, item: Open | Commit, k: int = 4) -> Drafts:
-        features = torch.randn(item.rows, HEAD.hidden, generator=torch.Generator().manual_seed(seq))
-        header = encode(Round("float32", HEAD.hidden, [item]))
-        assert self.features.send(header, features.numpy().tobytes())
-        return self.wish(item.request_id, item.base_len, k)
-
-    def wish(self, request_id: str, base_len: int, k: int) -> Drafts:
-        assert self.drafts.send(encode(Next([NextItem(request_id, base_len, k, [], 0)])))
-        answer = self.receive(self.drafts)
-        assert isinstance(answer, Drafts)
-        return answer
 
 
 @pytest.fixture
@@ -116,7 +109,6 @@ def test_the_fleets_keys_are_needed_over_tcp(model: DrafterModel, start: Any) ->
     friend = Peer(process.address, "friend", Wire(fleet), server.public)
     stranger = Peer(process.address, "stranger", Wire(new_server_keys()), server.public)
     friend.greet()
-    assert len(friend.ask(1, Open("r", 3, [1, 2, 3], 2)).items[0].tokens) == 4
     stranger.features.send(encode(Hello(PROTOCOL_VERSION, "stranger", "features", 1)))
     with pytest.raises(TimeoutError):
         stranger.receive(stranger.features, 0.3)
@@ -160,7 +152,10 @@ def test_a_draft_model_with_other_ids_drafts_the_same_once_loaded_and_one_with_o
     def drafted() -> list[int]:
         peer.greet()
         peer.features.send(encode(Round("float32", 0, [Open("r", 6, [0, 271, 300, 290, 310, 280], 0)])), b"")
-        return peer.wish("r", 6, 4).items[0].tokens
+        assert peer.drafts.send(encode(Next([NextItem("r", 6, 4, [], 0)])))
+        answer = peer.receive(peer.drafts)
+        assert isinstance(answer, Drafts)
+        return answer.items[0].tokens
 
     before = drafted()
     assert len(before) == 4
@@ -185,3 +180,48 @@ def test_without_features_a_head_is_refused(tmp_path: Path, model: DrafterModel,
     process = start(DrafterProcess("d", DrafterModel(model.target_dir, None), SETTINGS, f"ipc://{tmp_path}/n.sock"))
     with pytest.raises(CheckpointError, match="send no features"):
         process.swap_head(str(model.head_dir))
+
+
+class Silent(NgramProposer):
+    """A kind that the fleet does not know."""
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cast(dict[str, Kind], KINDS), "silent", Kind(f"{__name__}:Silent"))
+    monkeypatch.setitem(cast(dict[str, str], WEIGHTLESS), "silent", "silent")
+
+
+def given(**changes: Any) -> Settings:
+    return Settings.model_validate(changes)
+
+
+@pytest.mark.usefixtures("silent")
+def test_a_new_kind_is_resolved_placed_and_built(tmp_path: Path) -> None:
+    settings = given(mode="sync", drafter="silent")
+    models = resolve(settings, print)
+    assert (models.drafter_kind, models.drafter_dir) == ("silent", None)
+    decided = plan(settings, models, Hardware(cores=[0, 1], gpus=1.0, local=True), tmp_path)
+    assert [member.num_gpus for member in decided.members] == [1.0, 0.0], "it computes on no device"
+    own = models.drafter("drafter-0")
+    assert not own.takes_features
+    assert isinstance(build_proposer(DrafterModel(str(TARGET_DIR), own.directory, kind=own.kind), DraftingSettings()), Silent)
+
+
+@pytest.mark.usefixtures("silent")
+def test_mode_native_and_learning_refuse_a_kind_that_they_cannot_use() -> None:
+    for changes, line in (
+        ({"mode": "native", "drafter": "silent"}, "native cannot draft with silent"),
+        ({"drafter": "silent,ngram", "drafters": 2, "drafting": {"learning": "on"}}, "needs an EAGLE head"),
+    ):
+        with pytest.raises(ModelError, match=line):
+            resolve(given(**changes), print)
+
+
+def test_look_ups_need_no_sizes_of_the_target(tmp_path: Path) -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    proposer = build_proposer(DrafterModel(str(tmp_path), None), DraftingSettings())
+    assert (proposer.vocab_size, proposer.max_position) == (2**31, 2**31)
+    proposer.open("r", [262_207, 5, 6, 7, 262_207, 5, 6], 0)
+    assert proposer.draft([DraftRequest("r", 7, 0, None, Until(2))])[0].tokens == [7, 262_207]

@@ -26,7 +26,6 @@ from backend.wire.drafting import (
     NextItem,
     Open,
     Refused,
-    Role,
     Round,
     Welcome,
     decode_to_verifier,
@@ -57,12 +56,6 @@ class Verifier(AheadVerifier):
         return [encode(Round("float32", HEAD.hidden, list(items), None, following)), self.frames(*items)[1]]
 
 
-def greet(service: DrafterService, role: Role, identity: bytes) -> None:
-    ((whom, payload),) = handle(service, identity, [encode(Hello(PROTOCOL_VERSION, "v", role, 1))])
-    assert whom == identity
-    assert isinstance(decode_to_verifier(payload), Welcome)
-
-
 def refusal(replies: list[Reply]) -> str:
     assert len(replies) == 1
     message = decode_to_verifier(replies[0][1])
@@ -77,7 +70,10 @@ def test_wishes_are_answered_item_by_item(service: DrafterService) -> None:
     assert [(d.request_id, d.base_len, len(d.tokens)) for d in items] == [("a", 5, 4), ("c", 3, 2)]
     items = verifier.drafts_after(Commit("a", 7, [7, 8], 2), Close("c", "finished"), Commit("b", 4, [9], 1), k={"a": 3, "b": 1})
     assert [(d.request_id, d.base_len, len(d.tokens)) for d in items] == [("a", 7, 3), ("b", 4, 1)]
-    assert service.stats().sequences == 2
+    stats = service.stats()
+    assert (stats.sequences, stats.rounds, stats.rows, stats.draft_tokens, stats.rejected) == (2, 2, 11, 10, 0)
+    assert (stats.drafter_id, stats.verifiers) == ("drafter-0", ["v"])
+    assert 0 < stats.cache_usage < 1
 
 
 def test_what_a_round_asks_for_is_drafted_with_its_rows(service: DrafterService) -> None:
@@ -98,16 +94,6 @@ def test_a_round_that_asks_for_what_cannot_be_is_refused_whole(service: DrafterS
     assert "twice" in refusal(service.receive(verifier.features, frames))
     assert not service.has_work
     assert service.stats().sequences == 0
-
-
-def test_counters(service: DrafterService) -> None:
-    verifier = Verifier(service)
-    verifier.drafts_after(Open("a", 5, [1, 2, 3, 4, 5], 4), k=4)
-    verifier.drafts_after(Commit("a", 6, [6], 1), k=4)
-    stats = service.stats()
-    assert (stats.rounds, stats.rows, stats.draft_tokens, stats.rejected) == (2, 5, 8, 0)
-    assert (stats.drafter_id, stats.verifiers) == ("drafter-0", ["v"])
-    assert 0 < stats.cache_usage < 1
 
 
 def test_two_verifiers_share_a_batch_and_nothing_else(service: DrafterService, proposer: EagleProposer) -> None:
@@ -137,19 +123,13 @@ def test_rounds_about_the_same_request_keep_their_order(service: DrafterService)
     assert [d.tokens for d in drafts_of(verifier.step())] == [d.tokens for d in expected]
 
 
-def test_a_socket_greets_before_its_first_message(service: DrafterService) -> None:
-    verifier = Verifier(service)
-    stranger = handle(service, b"stranger", verifier.frames(Open("a", 3, [1, 2, 3], 2)))
-    assert (stranger[0][0], refusal(stranger)) == (b"stranger", HELLO_FIRST)
-    assert service.stats().rejected == 1
-
-
 def test_another_protocol_version_is_refused(service: DrafterService) -> None:
     assert "version" in refusal(handle(service, b"v", [encode(Hello(PROTOCOL_VERSION + 1, "v", "features", 1))]))
 
 
 def test_answers_wait_for_nobody_before_the_drafts_socket_greets(service: DrafterService) -> None:
-    greet(service, "features", b"v/f/1")
+    ((_, payload),) = handle(service, b"v/f/1", [encode(Hello(PROTOCOL_VERSION, "v", "features", 1))])
+    assert isinstance(decode_to_verifier(payload), Welcome)
     assert handle(service, b"v/f/1", Verifier(service, "w").frames(Open("a", 3, [1, 2, 3], 2))) == []
     assert len(Verifier(service).drafts_after(Commit("a", 4, [4], 1))[0].tokens) == 2
 
@@ -162,6 +142,7 @@ def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService, pr
     assert service.stats().sequences == 0
     assert new.drafts_after(Commit("a", 41, [1], 1)) == [Draft("a", 41, [])]
     assert refusal(handle(service, old.features, old.frames(Commit("a", 41, [1], 1)))) == HELLO_FIRST
+    assert service.stats().rejected == 1
     frames = old.frames(Open("a", 40, tokens, 39))
     features = torch.frombuffer(bytearray(frames[1]), dtype=torch.float32).view(39, HEAD.hidden)
     reopened = Open("a", 40, tokens, 7)
@@ -173,8 +154,9 @@ def test_a_new_epoch_forgets_requests_but_keeps_rows(service: DrafterService, pr
     assert rows_held(proposer, ("v", 2, "a")) == 39
 
 
-def test_idle_requests_are_forgotten(service: DrafterService, clock: Clock) -> None:
+def test_idle_requests_and_wishes_that_nobody_comes_for_are_forgotten(service: DrafterService, clock: Clock) -> None:
     verifier = Verifier(service)
+    verifier.receive_next(NextItem("c", 3, 4, [], 8))
     verifier.drafts_after(Open("a", 3, [1, 2, 3], 2), Open("b", 3, [1, 2, 3], 2))
     clock.now += 40
     verifier.drafts_after(Commit("b", 4, [4], 1))
@@ -182,6 +164,7 @@ def test_idle_requests_are_forgotten(service: DrafterService, clock: Clock) -> N
     service.sweep()
     assert service.stats().sequences == 1
     assert verifier.drafts_after(Commit("a", 4, [4], 1)) == [Draft("a", 4, [])]
+    assert verifier.round(Open("c", 3, [1, 2, 3], 2)) == []
 
 
 def test_spans_and_lessons_end_with_their_requests(proposer: EagleProposer, clock: Clock) -> None:

@@ -1,15 +1,21 @@
-"""A rollout's half of vLLM: which sampling parameters it takes, and what it says about wrong ones."""
+"""vLLM's front half: which sampling parameters a rollout's takes, and which prompts a gateway's tokenizes in the event loop."""
 
+import asyncio
 from typing import Any
+from unittest import mock
 
 import pytest
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.renderers import ChatParams, TokenizeParams, renderer_from_config
 from vllm.sampling_params import RequestOutputKind
 
 from backend.config import Settings
+from backend.engine.front.client import SHORT, short_prompts_at_once
+from backend.engine.front.config import build_vllm_config
 from backend.engine.front.offline import OfflineProcessor, response_row
 from backend.models.demo import TARGET_DIR
+from tests.support.processes import demo_models
 
 PROMPT = [0, 5, 6]
 
@@ -36,11 +42,6 @@ def test_parameters_come_as_json_has_them(front: OfflineProcessor) -> None:
     assert params.output_kind is RequestOutputKind.FINAL_ONLY
     assert params.eos_token_id is not None
     assert front.params(PROMPT, {"ignore_eos": True}).eos_token_id is None
-
-
-def test_without_a_limit_a_response_may_fill_the_context(front: OfflineProcessor) -> None:
-    assert front.max_model_len == 4096
-    assert front.params(PROMPT, {}).max_tokens == 4096 - len(PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -78,3 +79,46 @@ def test_the_first_token_of_a_prompt_has_no_log_probabilities() -> None:
     output = CompletionOutput(0, "", [7], None, None, finish_reason="length")
     row = response_row(RequestOutput("1", None, [4, 5], prompt, [output], True))
     assert row["prompt_logprobs"] == [None, [{"token_id": 5, "logprob": -0.5, "rank": 1}]]
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    made = renderer_from_config(build_vllm_config(Settings(), demo_models().target_dir))
+    yield made
+    made.shutdown()
+
+
+def tokens(renderer: Any, content: str, **arguments: Any) -> list[int]:
+    async def render() -> list[int]:
+        messages: list[Any] = [{"role": "user", "content": content}]
+        params = ChatParams(chat_template_kwargs={"tokenize": False} | arguments)
+        _, prompt = await renderer.render_messages_async(messages, params)
+        (made,) = await renderer.tokenize_prompts_async([prompt], TokenizeParams(max_total_tokens=None))
+        found: list[int] = made["prompt_token_ids"]
+        return found
+
+    return asyncio.run(render())
+
+
+def test_short_prompts_take_no_thread_and_long_ones_do(renderer: Any) -> None:
+    short, long = "def f(x):", "x" * (SHORT + 1)
+    before = [tokens(renderer, each) for each in (short, long)]
+    short_prompts_at_once(renderer)
+    with mock.patch.object(renderer._executor, "submit", wraps=renderer._executor.submit) as submit:
+        assert tokens(renderer, short) == before[0]
+        submit.assert_not_called()
+        assert tokens(renderer, long) == before[1]
+        assert submit.call_count == 2
+        tokens(renderer, short, documents=[{"title": "a", "text": "b"}])
+        assert submit.call_count == 3, "a list that came with the request went through the template in the event loop"
+
+
+def test_an_error_of_a_template_reaches_who_awaits_it(renderer: Any) -> None:
+    short_prompts_at_once(renderer)
+
+    async def render() -> None:
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        await renderer.render_messages_async(messages, ChatParams(chat_template="{{ raise_exception('no') }}"))
+
+    with pytest.raises(Exception, match="no"):
+        asyncio.run(render())

@@ -1,10 +1,14 @@
-"""Rows made from what a scheduler reports.  (That they add up to the stats: `tests/integration/test_records.py`.)"""
+"""Rows, accounts and times made from what a scheduler reports.
+
+That rows add up to the stats is shown in `tests/integration/engines/test_records.py`.
+"""
 
 from types import SimpleNamespace
 
 import pytest
 
-from backend.engine.accounts import UNDRAFTED, DraftOrigin, Verification
+from backend.engine.accounts import UNDRAFTED, Accounts, DraftOrigin, Verification
+from backend.engine.counting import CountingScheduler
 from backend.engine.recording import Recording
 from backend.fleet import VerifierStats
 from backend.records.rows import (
@@ -18,6 +22,7 @@ from backend.records.rows import (
     name_for_records,
 )
 from backend.speculation.waiting import Ask, Choice, Foresight, Plan, Prospect, StepLoad
+from backend.wire.engine import Account, Tally
 
 
 class Kept:
@@ -157,3 +162,58 @@ def test_a_change_of_plan_belongs_to_the_step_that_comes() -> None:
 )
 def test_rows_carry_the_clients_own_id(arguments: dict[str, object] | None, name: str) -> None:
     assert name_for_records("engine-id", arguments) == name
+
+
+def of(source: str, drafted: int, accepted: int, drafter: str = "d") -> Verification:
+    return Verification(9, drafted, accepted, DraftOrigin(drafter, source=source))
+
+
+def test_only_who_asked_is_counted_and_told_once():
+    accounts = Accounts()
+    accounts.verified("other", of("fresh", 3, 2), 3, 0.1)
+    assert accounts.ended("other") is None
+    assert accounts.take() == {}
+    accounts.began("r", 4, "greedy")
+    accounts.began("s", 5, "shared_noise")
+    accounts.verified("r", Verification(9, 0, 0, UNDRAFTED), 1, 0.0)
+    accounts.verified("r", of("fresh", 3, 2), 3, 0.5)
+    accounts.verified("r", of("ahead", 2, 0), 1, 0.25)
+    accounts.verified("r", of("fresh", 4, 2), 3, 0.0)
+    accounts.ended("r")
+    tallies = [Tally("fresh", "d", 2, 7, 4), Tally("ahead", "d", 1, 2, 0)]
+    assert accounts.take() == {4: [Account("r", 8, 4, [1, 0, 2], tallies, 0.75, "greedy")]}
+    assert accounts.take() == {}
+    accounts.ended("s")
+    assert accounts.take() == {5: [Account("s", rule="shared_noise")]}
+
+
+@pytest.mark.parametrize(("emitted", "accepted"), [(9, 8), (8, 8), (2, 2), (1, 1)])
+def test_draft_tokens_behind_the_requests_end_are_not_accepted(emitted: int, accepted: int):
+    accounts = Accounts()
+    accounts.began("r", None, "greedy")
+    accounts.verified("r", of("prediction", 8, 8, ""), emitted, 0.0)
+    lengths = [0] * accepted + [1]
+    assert accounts.ended("r") == Account("r", emitted, 1, lengths, [Tally("prediction", "", 1, 8, accepted)], 0.0, "greedy")
+    assert accounts.take() == {}, "no gateway has asked: it is a trace's"
+
+
+def test_a_wait_and_the_work_meanwhile_lie_between_two_steps_and_a_rest_does_not() -> None:
+    scheduler = CountingScheduler()
+    stats, between = scheduler.counters.stats, []
+
+    def step(seconds: float) -> None:
+        scheduler.count_step(seconds, ran=True)
+        between.append(scheduler._between_s)
+
+    step(0.5)
+    stats.busy_s += 0.25
+    stats.idle_s["awaiting_draft"] += 1.0
+    step(0.5)
+    # An hour of ticks, each a little work.
+    stats.busy_s += 60.0
+    stats.idle_s["no_work"] += 3540.0
+    scheduler.rested()
+    step(0.5)
+    stats.busy_s += 0.25
+    step(0.5)
+    assert between == pytest.approx([0.0, 1.25, 0.0, 0.25])

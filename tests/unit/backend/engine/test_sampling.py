@@ -22,6 +22,7 @@ from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
+from backend.engine.worker.runner import PlainUndraftedSteps, RemoteDrafting
 from backend.engine.worker.sampling import LogitRows, SharedNoise, _accepted
 from backend.wire.engine import INDEPENDENT, LOGPROBS_MODE, NOISE_SEED
 from tests.support.no_repeat import NoRepeat
@@ -215,43 +216,6 @@ def test_log_probabilities_are_those_of_plain_decoding(mode: str, wanted: int) -
                         torch.testing.assert_close(mine[i * width + depth], its[0], rtol=1e-5, atol=1e-5)
 
 
-def test_each_request_has_the_log_probabilities_it_asks_for() -> None:
-    for seed in range(8):
-        requests = batch(seed, ["penalties", "top"])
-        for mode in ("raw_logprobs", "processed_logprobs"):
-            of_all = {each: sample(requests, 2, f"{each}_logprobs").logprobs_tensors for each in ("raw", "processed")}
-            wishes = [[None, "raw", "processed"][(seed + i) % 3] for i in range(len(requests))]
-            for request, wish in zip(requests, wishes, strict=True):
-                request.params.extra_args[LOGPROBS_MODE] = wish or mode
-            output = sample(requests, 2, mode)
-            width = output.sampled_token_ids.shape[1]
-            for i, (request, wish) in enumerate(zip(requests, wishes, strict=True)):
-                mine = slice(i * width, (i + 1) * width)
-                expected = of_all[wish or mode.partition("_")[0]]
-                for found, wanted in zip(output.logprobs_tensors[:3], expected[:3], strict=True):
-                    assert torch.equal(found[mine], wanted[mine])
-                del request.params.extra_args[LOGPROBS_MODE]
-
-
-def test_tokens_that_one_request_names_do_not_replace_the_alternatives_of_others() -> None:
-    for seed in range(8):
-        requests = batch(seed, ["penalties", "top"])
-        for names in (7,), (7, 2, 9, 4, 11):
-            by_token = {i: list(names) for i in range(seed % 2, len(requests), 2)}
-            output = sample(requests, 3, by_token=by_token)
-            width = output.sampled_token_ids.shape[1]
-            wanted = {
-                True: sample(requests, None, by_token=by_token).logprobs_tensors,
-                False: sample(requests, 3).logprobs_tensors,
-            }
-            for i in range(len(requests)):
-                mine, alone = slice(i * width, (i + 1) * width), wanted[i in by_token]
-                columns = 1 + (len(names) if i in by_token else 3)
-                for found, its in zip(output.logprobs_tensors[:2], alone[:2], strict=True):
-                    assert torch.equal(found[mine, :columns], its[mine, :columns])
-                assert torch.equal(output.logprobs_tensors[2][mine], alone[2][mine])
-
-
 def test_seeds_and_positions_decide_and_greedy_requests_have_no_noise() -> None:
     logits = torch.zeros(DEEPEST + 1, VOCAB)
     logits[:, 7] = 0.1
@@ -266,25 +230,32 @@ def test_seeds_and_positions_decide_and_greedy_requests_have_no_noise() -> None:
     assert one(2**64 - 1, 3, 1.0) == one(2**64 - 1, 3, 1.0)
 
 
-def test_requests_with_different_rules_do_not_touch_each_other() -> None:
-    """A request emits the same, with the same log probabilities, alone and beside others."""
+def test_a_request_in_a_mixed_batch_is_as_alone() -> None:
+    """It emits the same by its own rule, with the log probabilities and the alternatives that it asks for."""
     mixed = 0
     for seed in range(20):
-        requests = batch(seed, ["penalties", "top"])
-        for i, request in enumerate(requests):
-            if request.params.temperature and (seed + i) % 2:
-                request.params.extra_args[INDEPENDENT] = True
-        together = sample(requests, 3)
-        width = together.sampled_token_ids.shape[1]
-        assert together.logprobs_tensors is not None
-        for i, (request, row) in enumerate(zip(requests, together.sampled_token_ids.tolist(), strict=True)):
-            alone = sample([request], 3)
+        requests, default = batch(seed, ["penalties", "top"]), ("raw", "processed")[seed % 2]
+        names = [(7,), (7, 2, 9, 4, 11)][seed // 2 % 2]
+        by_token = {i: list(names) for i in range(seed % 3, len(requests), 2)}
+        wishes = [[None, "raw", "processed"][(seed + i) % 3] for i in range(len(requests))]
+        for i, (request, wish) in enumerate(zip(requests, wishes, strict=True)):
+            own: dict[str, Any] = {LOGPROBS_MODE: wish} if wish else {}
+            own |= {INDEPENDENT: True} if request.params.temperature and (seed + i) % 2 else {}
+            request.params.extra_args |= own
+        together = sample(requests, 3, f"{default}_logprobs", by_token=by_token)
+        found, width = together.logprobs_tensors, together.sampled_token_ids.shape[1]
+        for i, (request, row, wish) in enumerate(zip(requests, together.sampled_token_ids.tolist(), wishes, strict=True)):
+            request.params.extra_args.pop(LOGPROBS_MODE, None)
+            named = {0: by_token[i]} if i in by_token else None
+            alone = sample([request], None if named else 3, f"{wish or default}_logprobs", by_token=named)
+            assert found is not None
             assert alone.logprobs_tensors is not None
-            own = alone.sampled_token_ids[0].tolist()
-            assert row == own + [-1] * (width - len(own))
-            told = sum(token >= 0 for token in own)
-            for mine, its in zip(together.logprobs_tensors[:3], alone.logprobs_tensors[:3], strict=True):
-                torch.testing.assert_close(mine[i * width : i * width + told], its[:told])
+            said = [token for token in alone.sampled_token_ids[0].tolist() if token >= 0]
+            assert row == said + [-1] * (width - len(said))
+            columns = 1 + (len(names) if named else 3)
+            for mine, its in zip(found[:2], alone.logprobs_tensors[:2], strict=True):
+                torch.testing.assert_close(mine[i * width :][: len(said), :columns], its[: len(said), :columns])
+            assert torch.equal(found[2][i * width :][: len(said)], alone.logprobs_tensors[2][: len(said)]), "ranks"
         rules = {bool(each.params.extra_args.get(INDEPENDENT)) for each in requests if each.draft}
         mixed += len(rules) == 2
     assert mixed > 3
@@ -338,3 +309,31 @@ def test_nothing_waits_for_the_device_before_all_of_the_sampling_is_launched(mon
     monkeypatch.setattr(torch, "tensor", None)
     monkeypatch.setattr(torch, "as_tensor", None)
     assert _accepted(chosen, drafts, rows).tolist() == [[5, 6, -1], [8, -1, -1]]
+
+
+@pytest.mark.parametrize(("drafts", "verified"), [([0, 0], False), ([], False), ([0, 2], True), ([4], True)])
+def test_the_rejection_sampler_sees_only_steps_with_drafts(drafts: list[int], verified: bool) -> None:
+    class Sampling:
+        def _sample(self, logits: Any, spec_decode_metadata: Any) -> Any:
+            return logits, spec_decode_metadata
+
+    class Mixed(PlainUndraftedSteps, Sampling):
+        pass
+
+    metadata = SimpleNamespace(num_draft_tokens=drafts)
+    assert Mixed()._sample("logits", metadata) == ("logits", metadata if verified else None)
+    assert Mixed()._sample("logits", None) == ("logits", None)
+
+
+def test_memory_is_measured_for_the_rows_of_all_draft_tokens() -> None:
+    class Sampling:
+        num_spec_tokens, max_num_tokens = 8, 30
+
+        def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> int:
+            return len(hidden_states)
+
+    class Drafting(RemoteDrafting, Sampling):  # type: ignore[misc]
+        pass
+
+    runner: Any = Drafting()
+    assert [runner._dummy_sampler_run(torch.zeros(requests, 2)) for requests in (2, 3, 4)] == [18, 27, 30]

@@ -198,11 +198,7 @@ def test_step_times_are_the_line_through_what_was_measured() -> None:
     assert found is not None
     assert found(10) == pytest.approx(0.02)
     assert step_times([(4, 0.014), (4.1, 0.015)]) is None, "one size says nothing of another"
-
-
-@pytest.mark.parametrize("steps", [[(1, 0.02), (9, 0.01)], [(1, 0.001), (10, 0.1)]])
-def test_neither_part_of_a_step_is_negative(steps: list[tuple[float, float]]) -> None:
-    found = step_times(steps)
-    assert found is not None
-    assert found(1) >= 0
-    assert found(9) >= found(1)
+    for steps in ([(1, 0.02), (9, 0.01)], [(1, 0.001), (10, 0.1)]):
+        found = step_times(steps)
+        assert found is not None
+        assert 0 <= found(1) <= found(9), "neither part is negative"

@@ -1,4 +1,4 @@
-"""The benchmark's options, cores, configurations and order."""
+"""The benchmark's options, cores, configurations, order and prompts."""
 
 from collections import Counter
 from typing import get_args
@@ -9,8 +9,11 @@ from hypothesis import strategies as st
 
 from backend.config.settings import Mode
 from backend.lab.bench import options as options_module
-from backend.lab.bench.options import MODES, PROBABILISTIC, BenchOptions
+from backend.lab.bench.options import DOMAINS, MODES, PROBABILISTIC, BenchOptions
 from backend.lab.bench.plan import cells, configurations, points, split_cores
+from backend.lab.bench.prompts import Prompts, docstrings
+from backend.lab.demo.tokenizer import save_tokenizer, train_tokenizer
+from backend.rollout.corpus import Document
 
 
 def parsed(*arguments: str) -> BenchOptions:
@@ -43,14 +46,11 @@ def test_nonsense_is_refused_by_name(arguments: list[str], said: str, capsys: py
 
 
 def test_quick_asks_less_and_what_is_given_wins() -> None:
+    assert parsed("--model", "a/b", "--drafter", "ngram").targets == (options_module.OWN,)
     quick = parsed("--quick", "--tokens", "77")
     assert len(quick.targets) == 1
     assert quick.tokens == 77
     assert len(points(quick)) < len(points(parsed()))
-
-
-def test_own_model_is_the_only_target() -> None:
-    assert parsed("--model", "a/b", "--drafter", "ngram").targets == (options_module.OWN,)
 
 
 @given(st.sets(st.integers(0, 255), min_size=1, max_size=64))
@@ -89,3 +89,29 @@ def test_rounds_alternate_and_everyone_is_first_in_turn() -> None:
         turn = order[at : at + len(configured)]
         assert {c.configuration for c in turn} == set(configured)
         assert len({(c.round, c.point) for c in turn}) == 1
+
+
+LENGTH = 64
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Prompts:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(train_tokenizer(["def f(x):\n    return x + 1\n"] * 50, 300, 512), directory)
+    return Prompts(str(directory), LENGTH)
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_prompts_are_reproducible_and_differ(prompts: Prompts, domain: str) -> None:
+    one, other = prompts.make(domain, "0/1"), prompts.make(domain, "0/2")
+    assert one == prompts.make(domain, "0/1")
+    assert one != other
+    assert 0 < len(one) <= LENGTH
+    assert all(0 <= token < 300 for token in one)
+    if domain != "chat":
+        assert len(one) == LENGTH
+
+
+def test_docstrings_come_from_what_parses() -> None:
+    text = 'def f():\n    """' + "Says something. " * 10 + '"""\n'
+    assert len(docstrings([Document("a.py", text), Document("b.py", "def ("), Document("c.py", "x = 1\n")])) == 1

@@ -1,9 +1,10 @@
-"""The demo models: the drafter's two forwards agree, files reload, training learns, the packaged pair is alive."""
+"""The demo models: training computes what drafters compute with what it writes, and learns; what is shipped fits."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,17 +12,29 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
+from backend.config import DraftingSettings, Settings
+from backend.drafter.dflash import DFlashProposer
+from backend.drafter.eagle import ModelProposer
+from backend.drafter.process import DrafterModel, build_proposer
+from backend.drafter.proposer import DraftRequest, Until
+from backend.lab.demo import dflash, draft_model, train, training
+from backend.lab.demo.__main__ import parse
 from backend.lab.demo.drafter import lesson, new_head, save_head
 from backend.lab.demo.evaluate import accepted
 from backend.lab.demo.heads import training_texts
 from backend.lab.demo.llama import config_of, features, generate, llama_config, load_llama, new_llama, save_llama
-from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
+from backend.lab.demo.options import DemoOptions, DrafterOptions, DraftModelOptions, TargetOptions
 from backend.lab.demo.target import train_target, validation_loss
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID
-from backend.lab.demo.training import train, windows
+from backend.lab.demo.training import windows
 from backend.learning.head import Drafter
-from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
+from backend.models.check import find_misfits
+from backend.models.checkpoint import load_drafter
+from backend.models.demo import DFLASH_DIR, DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
+from backend.models.resolve import resolve
 from backend.models.writing import DRAFT_LENGTH, WEIGHTS, replacing
+from backend.rollout.corpus import Corpus, Document
+from tests.support.drafter_heads import check
 
 CPU = torch.device("cpu")
 TINY = llama_config(vocab_size=97, hidden=128, layers=4, head_dim=64, positions=128)
@@ -173,7 +186,7 @@ def test_drafter_learns_its_target() -> None:
     torch.manual_seed(0)
     drafter = new_head(target, settings)
     before = accepted(target, drafter, prompt, 30)
-    progress = train("head", drafter, settings, 0, texts, lesson(drafter, target, settings, is_compiled=False))
+    progress = training.train("head", drafter, settings, 0, texts, lesson(drafter, target, settings, is_compiled=False))
     assert (progress.step, len(progress.hits)) == (30, settings.unroll)
     assert fmean(accepted(target, drafter.eval(), prompt, 30)) > fmean(before) + 0.5
 
@@ -194,10 +207,94 @@ def test_a_failed_write_leaves_the_old_directory(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_packaged_files_are_small_and_name_no_machine() -> None:
+def test_packaged_files_fit_are_small_and_name_no_machine() -> None:
+    assert check(str(DRAFT_MODEL_DIR), str(TARGET_DIR)) == []
+    assert sum(path.stat().st_size for path in DRAFT_MODEL_DIR.iterdir()) < 2.5e6
     files = [path for directory in (TARGET_DIR, DRAFTER_DIR) for path in directory.iterdir()]
     assert sum(path.stat().st_size for path in files) < 40e6
-    for path in files:
+    for path in [*files, *DRAFT_MODEL_DIR.iterdir()]:
         if path.suffix == ".json":
             text = path.read_text(encoding="utf-8")
             assert not any(root in text for root in ('"/home', '"/root', '"/work', '"/tmp'))
+
+
+CLOSE_CALL = 1e-3
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of a head after two steps on random text."""
+    directory = tmp_path_factory.mktemp("head") / "dflash"
+    settings = DrafterOptions(steps=2, tokens_per_step=64, length=64)
+    rows = torch.randint(3, 2048, (4, 64), generator=torch.Generator().manual_seed(1))
+    options = parse(["--head", "dflash", "--device", "cpu", "--drafter-dir", str(directory)])
+    with (
+        mock.patch.object(train, "load_corpus"),
+        mock.patch.object(train, "token_stream"),
+        mock.patch.object(train, "training_texts", return_value=lambda length, count, chance: rows[:count]),
+    ):
+        train.train_demo(replace(options, drafter=settings))
+    return directory
+
+
+@torch.no_grad()
+def test_a_drafter_drafts_what_the_training_predicts(trained: Path) -> None:
+    assert find_misfits(str(trained), str(TARGET_DIR)).errors == []
+    target = load_llama(TARGET_DIR)
+    head = dflash.new_head(target, DrafterOptions())
+    head.load_state_dict({name: each.float() for name, each in load_file(trained / WEIGHTS).items()})
+    tokens = torch.randint(3, 2048, (1, 40), generator=torch.Generator().manual_seed(2))
+    _, inputs = features(target, tokens, head.feature_layers)
+    anchors, lengths = [10, 25, 1], [8, 5, 2]
+    scores = head(tokens, inputs, torch.tensor([anchors]), torch.tensor([lengths]))[0]
+    proposer = DFlashProposer(load_drafter(str(trained), str(TARGET_DIR), raw=True), 1024)
+    compared = 0
+    for block, (anchor, length) in enumerate(zip(anchors, lengths, strict=True)):
+        proposer.open(block, tokens[0, : anchor + 1].tolist(), anchor)
+        (drafted,) = proposer.draft([DraftRequest(block, anchor + 1, anchor, inputs[0, :anchor], Until(length))])
+        best = scores[block, :length].log_softmax(-1).max(-1)
+        assert drafted.signs[::2] == pytest.approx(best.values.tolist(), abs=1e-3)
+        sure = [place for place, lead in enumerate(drafted.signs[1::2]) if lead > CLOSE_CALL]
+        assert [drafted.tokens[place] for place in sure] == best.indices[sure].tolist()
+        compared += len(sure)
+    assert compared > 10
+
+
+def test_the_head_is_made_by_one_command_and_found() -> None:
+    options = parse(["--head", "dflash", "--drafter-minutes", "2"])
+    assert (options.head, options.drafter_dir, options.drafter.minutes) == ("dflash", DFLASH_DIR, 2.0)
+    assert options.target.minutes == 0, "the target that is there stays"
+    found = resolve(Settings.model_validate({"drafter": "demo-dflash"}), print)
+    assert (found.drafter_kind, found.drafter_dir) == ("dflash", str(DFLASH_DIR))
+
+
+@pytest.mark.usefixtures("in_float32")
+def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:
+    lines = "".join(f"def double_{n}(x):\n    return 2 * x + {n}\n" for n in range(400))
+    monkeypatch.setattr(train, "load_corpus", lambda: Corpus((Document("a.py", lines),), ()))
+    few = DraftModelOptions(steps=2, layers=1, hidden=64, tokens_per_step=256, length=64)
+    options = replace(parse(["--draft-model", str(tmp_path / "model"), "--device", "cpu", "--no-compile"]), drafter=few)
+
+    def first_choices(options: DemoOptions) -> float:
+        """The share of the target's first choices that a training ends with, by its record."""
+        train.train_demo(options)
+        record = json.loads((tmp_path / "model" / train.RECORD).read_text(encoding="utf-8"))
+        (share,) = record["first_choices_of_the_target"]
+        return float(share)
+
+    assert options.target.minutes == 0, "the target that is there stays"
+    before = first_choices(options)
+    assert first_choices(replace(options, drafter=replace(few, steps=30))) > before + 0.1
+    assert check(str(tmp_path / "model"), str(TARGET_DIR)) == []
+    assert isinstance(
+        build_proposer(DrafterModel(str(TARGET_DIR), str(tmp_path / "model")), DraftingSettings(gpus=0)), ModelProposer
+    )
+
+
+def test_it_begins_with_the_targets_words() -> None:
+    target = load_llama(TARGET_DIR)
+    model = draft_model.new_head(target, DraftModelOptions())
+    own, theirs = (torch.nn.functional.normalize(each.model.embed_tokens.weight) for each in (model, target))
+    near = (own @ own.t()).fill_diagonal_(-1).argmax(1)
+    wanted = (theirs @ theirs.t()).fill_diagonal_(-1).argmax(1)
+    assert float((near == wanted).float().mean()) > 0.3

@@ -36,11 +36,6 @@ def test_too_few_cores_are_shared_and_said_so() -> None:
     assert "shared: 4 wanted, 2 available" in decided.notes[0]
 
 
-@pytest.mark.parametrize("mode", ["off", "native"])
-def test_only_remote_drafting_starts_drafters(mode: str) -> None:
-    assert [m.kind for m in decide({"mode": mode, "drafters": 3}).members] == ["verifier"]
-
-
 def test_with_gpus_nothing_is_bound_to_cores() -> None:
     decided = decide({}, gpus=2.0)
     assert [(m.cores, m.num_gpus, m.env) for m in decided.members] == [([], 1.0, {}), ([], 1.0, {})]
@@ -181,6 +176,7 @@ def test_resources_of_ones_own_put_members_somewhere() -> None:
     ("changes", "hardware", "counts"),
     [
         ({}, {}, (1, 1)),
+        ({"mode": "native", "drafters": 3}, {}, (2, 0)),
         ({}, {"cores": list(range(8))}, (7, 1)),
         ({"verifier": {"cores": 3}}, {"cores": list(range(8))}, (2, 2)),
         ({}, {"gpus": 8.0}, (7, 1)),
@@ -190,20 +186,17 @@ def test_resources_of_ones_own_put_members_somewhere() -> None:
         ({}, {"cores": list(range(8)), "local": False, "cpus": 16.0}, (15, 1)),
         ({}, {"cores": list(range(64)), "local": False, "cpus": 8.0}, (7, 1)),
         ({"drafter": "ngram"}, {"gpus": 8.0}, (8, 1)),
+        ({"drafter": "a,b"}, {"gpus": 8.0}, (6, 2)),
+        ({"drafter": "a,b", "verifiers": 7}, {"gpus": 8.0}, (7, 2)),
+        ({"drafter": "a,b"}, {"gpus": 1.0}, (1, 2)),
+        ({"drafter": "a,b"}, {}, (1, 2)),
     ],
 )
-def test_counts_follow_from_the_devices(changes: dict[str, Any], hardware: dict[str, Any], counts: tuple[int, int]) -> None:
-    models = ResolvedModels("/t", None, "ngram") if changes.get("drafter") == "ngram" else EAGLE
-    kinds = [m.kind for m in decide({"verifiers": "auto", "drafters": "auto", **changes}, models, **hardware).members]
-    assert (kinds.count("verifier"), kinds.count("drafter")) == counts
-
-
-@pytest.mark.parametrize(
-    ("verifiers", "hardware", "counts"),
-    [("auto", {"gpus": 8.0}, (6, 2)), (7, {"gpus": 8.0}, (7, 2)), ("auto", {"gpus": 1.0}, (1, 2)), ("auto", {}, (1, 2))],
-)
-def test_every_model_has_a_drafter(verifiers: Any, hardware: dict[str, Any], counts: tuple[int, int]) -> None:
+def test_counts_follow_from_the_devices_and_models(
+    changes: dict[str, Any], hardware: dict[str, Any], counts: tuple[int, int]
+) -> None:
     two = tuple(OwnDrafter(directory, "eagle", directory) for directory in ("/a", "/b"))
-    models = ResolvedModels("/t", "/a", "eagle", "demo", two)
-    kinds = [m.kind for m in decide({"verifiers": verifiers, "drafters": "auto"}, models, **hardware).members]
+    own = {"ngram": ResolvedModels("/t", None, "ngram"), "a,b": ResolvedModels("/t", "/a", "eagle", "demo", two)}
+    models = own.get(changes.get("drafter", ""), EAGLE)
+    kinds = [m.kind for m in decide({"verifiers": "auto", "drafters": "auto", **changes}, models, **hardware).members]
     assert (kinds.count("verifier"), kinds.count("drafter")) == counts

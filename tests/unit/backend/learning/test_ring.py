@@ -16,7 +16,6 @@ from backend.learning.trainable import LONGEST
 from backend.wire.drafting import Commit, Open, Outcome
 
 WIDTH = 6
-DEVICE = torch.device("cpu")
 
 
 def replay(rows: int = 20, seed: int = 0) -> Replay:

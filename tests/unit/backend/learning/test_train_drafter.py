@@ -59,6 +59,7 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: dict[str, object])
     [
         ([], "--data"),
         (["--minutes", "0"], "--minutes"),
+        (["--data", "gone.jsonl"], r"gone\.jsonl: cannot be read"),
         (["--drafting-ring-dir", "/x"], "--drafting-ring-dir: is not for this command"),
     ],
 )
@@ -109,11 +110,6 @@ def test_a_directory_of_records_is_refused_and_a_trace_is_not(tmp_path: Path) ->
     pq.write_table(to_table("request", []), tmp_path / "request-0.parquet")
     with pytest.raises(TraceError, match=r"request-0\.parquet: no column 'prompt'"):
         read_data(tmp_path / "request-0.parquet")
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"gone\.jsonl: cannot be read"):
-        main(["--data", str(tmp_path / "gone.jsonl"), "--output", str(tmp_path)], print)
 
 
 def test_a_given_head_goes_on_learning_and_any_other_model_gets_a_new_one(tmp_path: Path) -> None:

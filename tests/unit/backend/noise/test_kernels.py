@@ -59,19 +59,6 @@ print("same")
 """
 
 
-def test_the_gpu_kernels_interpreted_agree_with_the_cpu_and_the_definition() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-    )
-    if done.stderr.startswith("SKIP"):
-        pytest.skip(done.stderr.strip())
-    assert done.stdout.strip() == "same", done.stderr[-2000:]
-
-
 COMPILED = """
 try:
     from triton.backends.compiler import GPUTarget
@@ -105,11 +92,15 @@ print("compiled")
 """
 
 
-def test_the_gpu_kernels_compile() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILED], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize(("script", "interprets", "said"), [(INTERPRETED, "1", "same"), (COMPILED, "0", "compiled")])
+def test_the_gpu_kernels_interpreted_agree_with_the_definition_and_they_compile(
+    script: str, interprets: str, said: str
+) -> None:
+    environment = os.environ | {"TRITON_INTERPRET": interprets}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
     if "SKIP" in done.stderr:
         pytest.skip(done.stderr.strip())
-    assert done.stdout.strip() == "compiled", done.stderr[-2000:]
+    assert done.stdout.strip() == said, done.stderr[-2000:]
 
 
 def test_what_was_compiled_at_the_start_serves_all_sizes_and_addresses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def books(store: RecordStore) -> Books:
 
 
 @pytest.mark.parametrize("row", [STEP, verification(1), REQUEST, DECISION], ids=lambda row: type(row).__name__)
-def test_rows_survive_the_file(tmp_path: Path, row: Any) -> None:
+def test_rows_survive_the_file_which_says_whose_it_is(tmp_path: Path, row: Any) -> None:
     store = make_store(tmp_path)
     kind = next(kind for kind, of in KINDS.items() if isinstance(row, of))
     store.add([row], 0.0)
@@ -64,20 +64,12 @@ def test_rows_survive_the_file(tmp_path: Path, row: Any) -> None:
     if kind == "step":
         expected["idle_ms"] = {"no_work": 0.0, "awaiting_draft": 0.75, "transfer": 0.0, "swap": 0.0}
     assert read == expected
-
-
-def test_a_file_says_whose_it_is(tmp_path: Path) -> None:
-    store = make_store(tmp_path)
-    store.add([REQUEST], 0.0)
-    store.close()
-    (file,) = files(tmp_path)
     assert file.parent.parent.name == "verifier-0"
     metadata = pq.read_metadata(file).metadata
     assert metadata[VERSION_KEY] == b"4"
     assert msgspec.json.decode(metadata[ABOUT_KEY], type=About) == ABOUT_V0
-    assert books(store).about == ABOUT_V0
-    assert books(store).ended
-    assert books(store).written == {"step": 0, "verification": 0, "request": 1, "decision": 0}
+    assert (books(store).about, books(store).ended) == (ABOUT_V0, True)
+    assert books(store).written == {**dict.fromkeys(KINDS, 0), kind: 1}
 
 
 @pytest.mark.parametrize(("rows", "now"), [(1, 30.0), (20_000, 0.0)], ids=["age", "size"])

@@ -14,7 +14,12 @@ from backend.models.demo import TARGET_DIR
 from backend.rollout.make import make_trace
 from backend.rollout.options import rollout_options, trace_options
 from backend.rollout.requests import RolloutRequest, Tokenizer, make_requests
-from backend.rollout.trace import Case, TraceError, match, read_prompts, read_trace, trace_file, write_cases
+from backend.rollout.trace import Case, TraceError, match, read_prompts, read_trace, trace_file
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(str(TARGET_DIR))
 
 
 @pytest.fixture(scope="module")
@@ -108,15 +113,6 @@ def test_what_is_wrong_with_prompts_is_named(tmp_path: Path, text: str, complain
     file.write_text(text)
     with pytest.raises(TraceError, match=complaint):
         read_prompts(file)
-
-
-def test_cases_can_be_replayed(tmp_path: Path) -> None:
-    cases = [Case(0, "x", "a"), Case(1, "ü\n", "")]
-    file = tmp_path / "cases" / "train.1.parquet"
-    write_cases(file, cases)
-    assert pq.read_schema(file).names == ["id", "prompt", "gen"]
-    assert pq.read_table(file).column("id").to_pylist() == [0, 1]
-    assert read_trace(file) == cases
 
 
 def test_fixed_requests_carry_the_tokens_of_their_response(
