@@ -88,11 +88,6 @@ class GatewaySettings(Section):
         description="tokens of a chat's or response's answer where the request sets no limit; default: what the context holds",
     )
     max_sequences: int = Field(512, ge=1, description="sequences that one request may start: prompts times n")
-    max_prompt_logprobs: int = Field(
-        20_000,
-        ge=1,
-        description="log probabilities of one prompt: its tokens times 1 + prompt_logprobs; each holds up others for 10 us",
-    )
     max_body_mib: int = Field(20, ge=1, description="largest request body in MiB")
     drain_s: float = Field(
         30.0,

@@ -63,7 +63,7 @@ def build_gateway(
     metrics = GatewayMetrics() if tracing is None else TracedMetrics(tracing)
     vllm_config = build_vllm_config(settings, model_dir)
     core = FleetCore(directory, wire or Wire(), metrics, settings)
-    client = FleetClient(vllm_config, core, settings.gateway.max_prompt_logprobs)
+    client = FleetClient(vllm_config, core)
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
     services = build_services(client, settings, served_names, ApiError)
     metrics.fleet.register(FleetCollector(core, served_names[0]))
