@@ -87,8 +87,6 @@ class GatewaySettings(Section):
         ge=1,
         description="tokens of a chat's or response's answer where the request sets no limit; default: what the context holds",
     )
-    max_sequences: int = Field(512, ge=1, description="sequences that one request may start: prompts times n")
-    max_body_mib: int = Field(20, ge=1, description="largest request body in MiB")
     drain_s: float = Field(
         30.0,
         ge=0,

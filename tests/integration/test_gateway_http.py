@@ -23,7 +23,7 @@ ERRORS = [
     ("POST", "/v1/completions", b'{"prompt": "\xff"}', {"content-type": "application/json"}, 400, None, "invalid_json"),
     ("POST", "/v1/completions", b"{}", {"content-type": "text/plain"}, 415, None, "unsupported_media_type"),
     ("POST", "/v1/completions", b"{}", {}, 415, None, "unsupported_media_type"),
-    ("POST", "/v1/completions", b" " * ((1 << 20) + 1), {"content-type": "application/json"}, 413, None, "payload_too_large"),
+    ("POST", "/v1/completions", b" " * ((20 << 20) + 1), {"content-type": "application/json"}, 413, None, "payload_too_large"),
     ("POST", "/v1/completions", {**COMPLETION, "model": "nope"}, {}, 404, "model", "model_not_found"),
     ("POST", "/v1/completions", {**COMPLETION, "prompt": LONG, "stream": True}, {}, 400, None, "context_length_exceeded"),
     ("POST", "/v1/completions", {**COMPLETION, "max_tokens": 999}, {}, 400, "max_tokens", "context_length_exceeded"),
@@ -42,7 +42,7 @@ PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url
 
 
 async def test_errors_have_one_shape_on_every_status():
-    async with running_gateway(max_body_mib=1) as running:
+    async with running_gateway() as running:
         for method, path, body, headers, status, param, code in ERRORS:
             content = {"content": body} if isinstance(body, bytes) else {"json": body}
             response = await running.http.request(method, path, headers=headers, **content)
