@@ -93,9 +93,6 @@ class GatewaySettings(Section):
         description="seconds that open requests may go on after SIGINT or SIGTERM, and at a verifier before they are moved "
         "elsewhere when it is removed or restarted",
     )
-    balance_interval_s: float = Field(
-        2.0, ge=0, description="seconds between two looks at which requests to move to a faster verifier; 0: none are moved"
-    )
     state_dir: str = Field(
         "auto",
         description="folder of what is kept (responses, conversations, files, batches); auto: the user's state folder; none: "
