@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Affinity = Literal["none", "session", "prefix", "both"]
 Mode = Literal["off", "native", "sync", "ahead", "auto"]
@@ -62,7 +62,6 @@ class GatewaySettings(Section):
     )
     tls_cert: File = Field(None, description="certificate chain (PEM file): HTTPS is served")
     tls_key: File = Field(None, description="its private key (PEM file); default: in tls_cert")
-    uds: File = Field(None, description="path of a Unix socket to listen on instead of host and port")
     processes: int = Field(
         1, ge=1, le=64, description="gateway processes that share the port; max_in_flight and queues are of each of them"
     )
@@ -140,12 +139,6 @@ class GatewaySettings(Section):
             if each != "*" and (scheme not in ("http", "https") or not separator or not host or "/" in host):
                 raise ValueError("expected origins such as https://example.org, without a path, or *")
         return value
-
-    @model_validator(mode="after")
-    def _one_port(self) -> GatewaySettings:
-        if self.uds is not None and self.processes > 1:
-            raise ValueError("several processes share a port, and not a Unix socket (uds)")
-        return self
 
 
 class VerifierSettings(Section):

@@ -122,7 +122,6 @@ class GatewayServer:
             ws="none",
             ssl_certfile=self._settings.tls_cert,
             ssl_keyfile=self._settings.tls_key,
-            uds=self._settings.uds,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CANCEL_GRACE_S) + 1,
         )
@@ -171,17 +170,13 @@ class GatewayServer:
         """Serves until `stop()`.  Raises `OSError` when the address cannot be bound."""
         watchers = [asyncio.create_task(self._announce()), asyncio.create_task(self._drain())]
         try:
-            if self._settings.uds:
-                self.url = url_of(self._settings)
-                await self._server.serve()
-            else:
-                port = self._settings.port if self._peers.port is None else self._peers.port
-                listener = listen(self._settings.host, port, shared=not self._peers.alone)
-                host, port = listener.getsockname()[:2]
-                self.url = url_of(self._settings.model_copy(update={"host": host, "port": port}))
-                await self._peers.start(self.gateway, port)
-                with contextlib.closing(listener):
-                    await self._server.serve(sockets=[listener])
+            port = self._settings.port if self._peers.port is None else self._peers.port
+            listener = listen(self._settings.host, port, shared=not self._peers.alone)
+            host, port = listener.getsockname()[:2]
+            self.url = url_of(self._settings.model_copy(update={"host": host, "port": port}))
+            await self._peers.start(self.gateway, port)
+            with contextlib.closing(listener):
+                await self._server.serve(sockets=[listener])
         finally:
             await self._peers.close(self._settings.drain_s + 2 * CANCEL_GRACE_S)
             for watcher in watchers:

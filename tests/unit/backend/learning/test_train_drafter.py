@@ -136,7 +136,7 @@ def test_settings_of_a_fleet_that_serves_reach_the_training_fleet_only_as_far_as
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "fleet.yaml"
-    config.write_text("mode: auto\nverifiers: 2\ngateway: {api_key: secret, port: 443, uds: /run/x, chat_template: t}\n")
+    config.write_text("mode: auto\nverifiers: 2\ngateway: {api_key: secret, port: 443, chat_template: t}\n")
     monkeypatch.setenv("OUTRIDER_CONFIG", str(config))
     monkeypatch.setenv("OUTRIDER_DRAFTERS", "3")
     monkeypatch.setenv("OUTRIDER_GATEWAY__ADMIN_KEY", "secret")
@@ -147,7 +147,7 @@ def test_settings_of_a_fleet_that_serves_reach_the_training_fleet_only_as_far_as
     started = train.call_args.args[1]
     assert started.items() >= {"mode": "sync", "drafters": 1, "verifiers": 2, "gateway_chat_template": "t"}.items()
     assert "secret" not in repr(started)
-    assert not {"gateway_port", "gateway_uds"} & started.keys()
+    assert "gateway_port" not in started
     assert not outrider_variables(), "the fleet inherits them"
     monkeypatch.setenv("OUTRIDER_DRAFTING__LEARNING", "on")
     with pytest.raises(ConfigError, match="OUTRIDER_DRAFTING__LEARNING: is not for this command"):
