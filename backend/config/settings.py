@@ -153,9 +153,6 @@ class VerifierSettings(Section):
     )
     max_model_len: int | None = Field(None, ge=1, description="context length; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="requests in one step at most")
-    draft_deadline_ms: float = Field(
-        250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
-    )
     lookup: bool = Field(
         True,
         description="remote modes: the verifier also looks drafts up in each request's own text and in others' outputs; they "

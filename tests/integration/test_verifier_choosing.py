@@ -22,7 +22,7 @@ TOKENS = 32
 
 @pytest.fixture(scope="module")
 def verifier(directory: Path) -> Iterator[Verifier]:
-    settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False, "draft_deadline_ms": 2000}}
+    settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False}}
     with Verifier(directory, settings) as child:
         yield child
 

@@ -34,7 +34,6 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
     verifier = {
         "max_model_len": 512,
         "max_num_seqs": 16,
-        "draft_deadline_ms": 2000,
         "engine_args": engine_args,
     }
     starts = (partial(Verifier, directory, {"mode": mode, "verifier": verifier}) for mode in ("off", "sync"))

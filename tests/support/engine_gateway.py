@@ -47,7 +47,7 @@ async def engine_fleet(
     verifiers: int, mode: str = "sync", verifier: dict[str, Any] | None = None
 ) -> AsyncIterator[EngineFleet]:
     """Starts a fleet; in modes with remote drafting, one drafter serves all verifiers."""
-    sections = {"mode": mode, "verifier": {"draft_deadline_ms": 2000} | (verifier or {})}
+    sections = {"mode": mode, "verifier": verifier or {}}
     with ExitStack() as stack:
         stack.enter_context(mock.patch("gateway.fleet.balancing.INTERVAL_S", NEVER_S))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

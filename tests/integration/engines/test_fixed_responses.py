@@ -37,11 +37,7 @@ def forced(tokens: list[int], **changes: Any) -> SamplingParams:
 
 def start(directory: Path, mode: str) -> Verifier:
     # Without look-ups of its own a verifier drafts what the drafter says and nothing else: the arithmetic is exact.
-    engine = {
-        "engine_args": {"max_num_batched_tokens": 128},
-        "draft_deadline_ms": 2000,
-        "lookup": mode != "sync",
-    }
+    engine = {"engine_args": {"max_num_batched_tokens": 128}, "lookup": mode != "sync"}
     return Verifier(directory, {"mode": mode, "num_speculative_tokens": K, "verifier": engine})
 
 

@@ -26,9 +26,9 @@ def remote(directory: Path) -> Iterator[Verifier]:
     settings = {
         "mode": "sync",
         "num_speculative_tokens": K,
-        "verifier": {"max_num_seqs": 8, "draft_deadline_ms": 300, "engine_args": {"max_num_batched_tokens": 64}},
+        "verifier": {"max_num_seqs": 8, "engine_args": {"max_num_batched_tokens": 64}},
     }
-    with Verifier(directory, settings) as started:
+    with Verifier(directory, settings, deadline_s=0.3) as started:
         yield started
 
 
