@@ -271,7 +271,6 @@ class RaySettings(Section):
         description="members of a joined cluster. spread: over as many nodes as there are; near: each verifier on one node "
         "with its share of the drafters; free: as Ray likes",
     )
-    wait_s: float = Field(0.0, ge=0, description="seconds to wait until a joined cluster has the room that the fleet needs")
 
 
 class Settings(Section):

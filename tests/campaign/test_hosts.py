@@ -83,7 +83,7 @@ def hosts(expected: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
         with ServedFleet(
             *("--mode", "sync", "--verifier-lookup", "false"),
             *("--verifier-engine-args", '{"additional_config": {"outrider": {"draft_deadline_s": 1}}}'),
-            *("--ray-address", machines.ray_address, "--ray-wait-s", "60", "--ray-namespace", NAMESPACE),
+            *("--ray-address", machines.ray_address, "--ray-namespace", NAMESPACE),
             *("--host", machines.head.address, "--transport-ports", PORTS),
             *("--verifier-ray-resources", '{"verifying": 0.1}', "--drafting-ray-resources", '{"drafting": 0.1}'),
             prefix=machines.head.enter,
