@@ -193,9 +193,6 @@ class DraftingSettings(Section):
     learning_dir: Folder = Field(
         None, description="folder of heads that were learned, one per drafter; default: in the user's state folder, by model"
     )
-    ring_dir: Folder = Field(
-        None, description="folder of the sequences that drafters learn from; default: in memory, gone when the fleet ends"
-    )
 
     @field_validator("gpus")
     @classmethod

@@ -44,7 +44,7 @@ def verifiers(directory: Path) -> Iterator[dict[str, Verifier]]:
         partial(Verifier, directory, {"mode": "off"}),
         *(partial(Verifier, directory, {"mode": "native", **K}, paths) for paths in native.values()),
         partial(Verifier, directory, {"mode": "sync", **K}, given),
-        partial(Drafter, directory, given, gpus=0, cache_tokens=4096, ring_dir=str(directory / "ring")),
+        partial(Drafter, directory, given, gpus=0, cache_tokens=4096),
     ) as (*found, drafter):
         found[-1].set_drafters(drafter.ref)
         yield dict(zip(("off", *native, "sync"), found, strict=True))

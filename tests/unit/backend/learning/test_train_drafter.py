@@ -59,7 +59,7 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: dict[str, object])
     [
         ([], "--data"),
         (["--minutes", "0"], "--minutes"),
-        (["--drafting-ring-dir", "/x"], "--drafting-ring-dir: is not for this command"),
+        (["--drafting-learning-dir", "/x"], "--drafting-learning-dir: is not for this command"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_starts(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -125,7 +125,6 @@ def test_a_given_head_goes_on_learning_and_any_other_model_gets_a_new_one(tmp_pa
         "verifier_cores": 2,
         "drafter": "grow",
         "drafting_learning_dir": str(tmp_path),
-        "drafting_ring_dir": str(tmp_path / "ring"),
         "gateway_state_dir": "none",
     }
     given = fleet_settings(load(["--drafter", "/head"]), tmp_path)
