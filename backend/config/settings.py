@@ -81,11 +81,6 @@ class GatewaySettings(Section):
         description="seconds that a request waits at most: for room (one that would wait longer: 503 at once), or for another "
         "verifier where its own was lost",
     )
-    default_max_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="tokens of a chat's or response's answer where the request sets no limit; default: what the context holds",
-    )
     drain_s: float = Field(
         30.0,
         ge=0,
@@ -151,7 +146,6 @@ class VerifierSettings(Section):
     ray_resources: Resources = Field(
         default_factory=dict, description="further Ray resources that a verifier takes: puts verifiers on nodes that have them"
     )
-    max_model_len: int | None = Field(None, ge=1, description="context length; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="requests in one step at most")
     lookup: bool = Field(
         True,
@@ -169,7 +163,7 @@ class VerifierSettings(Section):
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="further vLLM engine arguments, by their names, as kv_cache_memory_bytes; of a dictionary what differs",
+        description="further vLLM engine arguments, by their names, as max_model_len; of a dictionary what differs",
     )
 
 

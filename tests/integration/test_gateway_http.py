@@ -171,12 +171,12 @@ def test_connections_do_not_wait_to_fill_packets():
         assert listener.proto == socket.IPPROTO_TCP
 
 
-async def test_an_answer_without_a_limit_of_its_own_has_the_default_one():
-    async with running_gateway(default_max_tokens=7) as running:
+async def test_answers_have_the_limit_of_the_generation_config():
+    async with running_gateway(engine_args={"override_generation_config": {"max_new_tokens": 7}}) as running:
         for path, said, limits in (
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "max_completion_tokens"),
             ("/v1/responses", {"input": "x"}, "max_output_tokens"),
         ):
-            for limit, tokens in (({}, 7), ({limits: 9}, 9)):
+            for limit, tokens in (({}, 7), ({limits: 5}, 5), ({limits: 9}, 7)):
                 usage = (await running.http.post(path, json={"model": "demo", **said, **limit})).json()["usage"]
                 assert usage.get("completion_tokens", usage.get("output_tokens")) == tokens

@@ -19,7 +19,7 @@ from backend.rollout.trace import Case, TraceError, match, read_prompts, read_tr
 
 @pytest.fixture(scope="module")
 def front() -> OfflineProcessor:
-    return OfflineProcessor(Settings(verifier={"max_model_len": 64}), str(TARGET_DIR))
+    return OfflineProcessor(Settings(verifier={"engine_args": {"max_model_len": 64}}), str(TARGET_DIR))
 
 
 @pytest.fixture
