@@ -24,7 +24,6 @@ RELOADABLE = frozenset(
         "affinity",
         "api_key",
         "keys_file",
-        "max_body_mib",
         "max_in_flight",
         "queue_wait_s",
     }

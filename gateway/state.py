@@ -75,10 +75,6 @@ class Gateway:
         self.client.core.finish(ended)
         return tokens
 
-    @property
-    def max_body_bytes(self) -> int:
-        return self.settings.gateway.max_body_mib << 20
-
 
 def _names(named: str) -> set[str]:
     """The ids by which a client may know a request.  vLLM adds a route's prefix and a prompt's number to the client's id."""

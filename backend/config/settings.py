@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator
 
 Affinity = Literal["none", "session", "prefix", "both"]
 Mode = Literal["off", "native", "sync", "ahead", "auto"]
@@ -62,7 +62,6 @@ class GatewaySettings(Section):
     )
     tls_cert: File = Field(None, description="certificate chain (PEM file): HTTPS is served")
     tls_key: File = Field(None, description="its private key (PEM file); default: in tls_cert")
-    uds: File = Field(None, description="path of a Unix socket to listen on instead of host and port")
     processes: int = Field(
         1, ge=1, le=64, description="gateway processes that share the port; max_in_flight and queues are of each of them"
     )
@@ -82,26 +81,11 @@ class GatewaySettings(Section):
         description="seconds that a request waits at most: for room (one that would wait longer: 503 at once), or for another "
         "verifier where its own was lost",
     )
-    default_max_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="tokens of a chat's or response's answer where the request sets no limit; default: what the context holds",
-    )
-    max_sequences: int = Field(512, ge=1, description="sequences that one request may start: prompts times n")
-    max_prompt_logprobs: int = Field(
-        20_000,
-        ge=1,
-        description="log probabilities of one prompt: its tokens times 1 + prompt_logprobs; each holds up others for 10 us",
-    )
-    max_body_mib: int = Field(20, ge=1, description="largest request body in MiB")
     drain_s: float = Field(
         30.0,
         ge=0,
         description="seconds that open requests may go on after SIGINT or SIGTERM, and at a verifier before they are moved "
         "elsewhere when it is removed or restarted",
-    )
-    balance_interval_s: float = Field(
-        2.0, ge=0, description="seconds between two looks at which requests to move to a faster verifier; 0: none are moved"
     )
     state_dir: str = Field(
         "auto",
@@ -151,12 +135,6 @@ class GatewaySettings(Section):
                 raise ValueError("expected origins such as https://example.org, without a path, or *")
         return value
 
-    @model_validator(mode="after")
-    def _one_port(self) -> GatewaySettings:
-        if self.uds is not None and self.processes > 1:
-            raise ValueError("several processes share a port, and not a Unix socket (uds)")
-        return self
-
 
 class VerifierSettings(Section):
     """A verifier replica: vLLM and the way it waits for drafts."""
@@ -168,11 +146,7 @@ class VerifierSettings(Section):
     ray_resources: Resources = Field(
         default_factory=dict, description="further Ray resources that a verifier takes: puts verifiers on nodes that have them"
     )
-    max_model_len: int | None = Field(None, ge=1, description="context length; default: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="requests in one step at most")
-    draft_deadline_ms: float = Field(
-        250.0, gt=0, description="longest wait for drafts, whatever the measured round trip suggests"
-    )
     lookup: bool = Field(
         True,
         description="remote modes: the verifier also looks drafts up in each request's own text and in others' outputs; they "
@@ -189,7 +163,7 @@ class VerifierSettings(Section):
     )
     engine_args: dict[str, Any] = Field(
         default_factory=dict,
-        description="further vLLM engine arguments, by their names, as kv_cache_memory_bytes; of a dictionary what differs",
+        description="further vLLM engine arguments, by their names, as max_model_len; of a dictionary what differs",
     )
 
 
@@ -212,9 +186,6 @@ class DraftingSettings(Section):
     )
     learning_dir: Folder = Field(
         None, description="folder of heads that were learned, one per drafter; default: in the user's state folder, by model"
-    )
-    ring_dir: Folder = Field(
-        None, description="folder of the sequences that drafters learn from; default: in memory, gone when the fleet ends"
     )
 
     @field_validator("gpus")
@@ -291,7 +262,6 @@ class RaySettings(Section):
         description="members of a joined cluster. spread: over as many nodes as there are; near: each verifier on one node "
         "with its share of the drafters; free: as Ray likes",
     )
-    wait_s: float = Field(0.0, ge=0, description="seconds to wait until a joined cluster has the room that the fleet needs")
 
 
 class Settings(Section):

@@ -67,8 +67,7 @@ class Learner:
         """Directory of the latest earlier head whose acceptance is known."""
         self._newer = ""
         """File of target tensors that replace those in the target's directory; empty: none."""
-        self._ring_dir = Path(settings.ring_dir) / directory.name if settings.ring_dir else _ring_in_memory(directory)
-        self._is_own_ring = settings.ring_dir is None
+        self._ring_dir = ring_of(directory)
         self._device = "cpu"
         self._trains = settings.learning != "on" or version > 0
         """A head that the user gave is trained from when its acceptance is low or has fallen."""
@@ -95,8 +94,7 @@ class Learner:
             self._thread.join(JOIN_S)
         self._end_trainer()
         self._writer.stop()
-        if self._is_own_ring:
-            shutil.rmtree(self._ring_dir, ignore_errors=True)
+        shutil.rmtree(self._ring_dir, ignore_errors=True)
         self._lock.close()
 
     def follow(self, newer: Mapping[str, Tensor]) -> None:
@@ -251,7 +249,7 @@ def _lock(directory: Path) -> IO[str]:
     return lock
 
 
-def _ring_in_memory(directory: Path) -> Path:
-    """A directory in shared memory, found again after a crash, and private to this user."""
+def ring_of(directory: Path) -> Path:
+    """The replay ring of a learner's directory: in shared memory, found again after a crash, and private to this user."""
     name = f"outrider-ring-{os.getuid()}-{hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]}"
     return SHARED_MEMORY / name if os.access(SHARED_MEMORY, os.W_OK) else directory / "ring"

@@ -50,7 +50,6 @@ def common_arguments(settings: Settings, model_dir: str) -> dict[str, Any]:
         # Prompts are text.  Otherwise the gateway would fetch any URL that a request names as a picture, and vLLM's cache of
         # pictures, which the gateway mirrors, assumes a single engine.
         "language_model_only": True,
-        "max_model_len": verifier.max_model_len,
         "max_num_seqs": verifier.max_num_seqs,
         "max_num_batched_tokens": MAX_NUM_BATCHED_TOKENS,
         "reasoning_parser": reasoning_parser(verifier.reasoning_parser, model_dir, settings.gateway.chat_template) or "",

@@ -36,6 +36,8 @@ SUPPORTED_VLLM = ("0.32.", "0.33.")
 CPU_KV_CACHE_BYTES = 256 << 20
 AHEAD_OUTCOMES = 16
 """Most outcomes drafted ahead per request and step."""
+DRAFT_DEADLINE_S = 0.25
+"""Longest wait for drafts, whatever the measured round trip suggests."""
 RING_BYTES = 64 << 20
 """Shared memory per verifier and drafter on one host, for large features."""
 WARM_UP_BATCHES = (1, 4, 16, 64)
@@ -172,7 +174,7 @@ def _worker_options(settings: Settings, paths: ResolvedModels) -> dict[str, Any]
         "raw_features": paths.learning_dir is not None,
         "one_pass": paths.drafter_kind == "dflash",
         "ahead_outcomes": AHEAD_OUTCOMES,
-        "draft_deadline_ms": settings.verifier.draft_deadline_ms,
+        "draft_deadline_s": DRAFT_DEADLINE_S,
         "shared_noise": settings.mode != "native",
         "lookup": settings.verifier.lookup,
         "ring_bytes": RING_BYTES,

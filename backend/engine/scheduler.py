@@ -53,7 +53,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
             options["ahead_outcomes"],
             options["lookup"],
             self.vllm_config.model_config.get_vocab_size(),
-            options["draft_deadline_ms"] / 1000,
+            options["draft_deadline_s"],
             options["one_pass"],
         )
         self._refs: dict[str, DrafterRef] = {}

@@ -27,7 +27,7 @@ from backend.launch.cluster import RayCluster
 from backend.launch.operator import Operator
 from backend.launch.plan import FleetPlan, Hardware, LaunchError, MemberPlan, plan
 from backend.launch.processes import Started, start, stop
-from backend.launch.rooms import RESERVE_TIMEOUT_S, ReservedBundles, arrange
+from backend.launch.rooms import ReservedBundles, arrange
 from backend.models.resolve import ResolvedModels, Say
 from backend.transport import new_server_keys
 
@@ -90,7 +90,7 @@ class LaunchedFleet:
             ending.callback(cluster.close)
             where = f"joined {cluster.address}" if not cluster.ours else "up"
             say(f"Ray {where} in {time.monotonic() - began:.1f} s")
-            decided = _plan_when_there_is_room(settings, models, cluster, runtime_dir, say)
+            decided = _plan_for(cluster, settings, models, runtime_dir)
             for note in decided.notes:
                 say(note)
             # Members listen on tcp, and need keys, where there may be further nodes.
@@ -102,8 +102,7 @@ class LaunchedFleet:
             fleet.announce("")
             ending.callback(fleet._end_members)
             if not cluster.ours:
-                patience_s = max(RESERVE_TIMEOUT_S, settings.ray.wait_s)
-                fleet.rooms.reserve(arrange(decided.members, settings.ray.placement), patience_s)
+                fleet.rooms.reserve(arrange(decided.members, settings.ray.placement))
             fleet._start_members(say)
             coordinator.wait_started()
             fleet._ending = ending.pop_all()
@@ -225,25 +224,11 @@ def gateway_member(model: str) -> Member:
     )
 
 
-def _plan_when_there_is_room(
-    settings: Settings, models: ResolvedModels, cluster: RayCluster, runtime_dir: Path, say: Say
-) -> FleetPlan:
-    """The plan.  A cluster that may still grow gets `ray.wait_s` seconds to be large enough, before GPUs are shared."""
-    deadline = time.monotonic() + (0.0 if cluster.ours else settings.ray.wait_s)
-    waiting = False
-    while True:
-        growing = time.monotonic() < deadline
-        try:
-            hardware = Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, cluster.ours, cluster.cpus, growing)
-            decided = plan(settings, models, hardware, runtime_dir)
-            need = sum(member.num_cpus for member in decided.members)
-            if need > hardware.cpus:
-                raise LaunchError(f"the fleet needs {need:g} CPUs and the Ray cluster has {hardware.cpus:g}")
-            return decided
-        except LaunchError as error:
-            if not growing:
-                raise
-            if not waiting:
-                say(f"waiting up to {settings.ray.wait_s:g} s for the cluster to grow: {error}")
-            waiting = True
-        time.sleep(POLL_S)
+def _plan_for(cluster: RayCluster, settings: Settings, models: ResolvedModels, runtime_dir: Path) -> FleetPlan:
+    """The plan.  Raises `LaunchError` if the cluster has too few devices for it."""
+    hardware = Hardware(sorted(os.sched_getaffinity(0)), cluster.gpus, cluster.ours, cluster.cpus)
+    decided = plan(settings, models, hardware, runtime_dir)
+    need = sum(member.num_cpus for member in decided.members)
+    if need > hardware.cpus:
+        raise LaunchError(f"the fleet needs {need:g} CPUs and the Ray cluster has {hardware.cpus:g}")
+    return decided

@@ -41,8 +41,6 @@ class Hardware:
     """True: the cluster is this host, and ours alone.  False: a joined cluster, whose nodes may come and go."""
     cpus: float = 0.0
     """CPUs of a joined cluster, on all its nodes."""
-    growing: bool = False
-    """True: further GPUs may join in time, so a plan that shares them is refused."""
 
 
 @dataclass(frozen=True)
@@ -216,7 +214,7 @@ def _fill(
     need = verifier * verifiers + _taken(drafters, drafter)
     engine_args = dict(settings.verifier.engine_args)
     if need > hardware.gpus:
-        if verifier > 1 or settings.drafting.gpus is not None or not hardware.gpus or hardware.growing:
+        if verifier > 1 or settings.drafting.gpus is not None or not hardware.gpus:
             raise LaunchError(f"the fleet needs {need:g} GPUs and the cluster has {hardware.gpus:g}")
         verifier, drafter = share_gpus(int(hardware.gpus), verifiers, drafters if drafter else 0)
         if min(verifier, drafter or 1) < SMALLEST_PART:

@@ -17,6 +17,8 @@ from gateway.state import Gateway
 
 BYTES_PER_TOKEN = 4
 """Bytes of a request's body per token, for the estimate.  About right for English text; corrected when the request ends."""
+MAX_SEQUENCES = 512
+"""Most sequences of one request, unless half of `gateway.max_in_flight` is more."""
 _MANY = ("prompt", "input", "messages", "documents", "items", "text_2")
 """Fields that may hold more than one prompt."""
 WAIT_HEADER = "x-outrider-max-wait-s"
@@ -43,9 +45,9 @@ def admit(gateway: Gateway, request: Request, body: Any) -> Claim:
     claim.choices = getattr(body, "n", None) or 1
     prompts, field = max((count_prompts(getattr(body, name, None)), name) for name in _MANY)
     claim.sequences = claim.choices * prompts
-    writes, most = not gateway.services.pooling.is_model, gateway.settings.gateway.max_sequences
+    writes, most = not gateway.services.pooling.is_model, max(MAX_SEQUENCES, gateway.settings.gateway.max_in_flight // 2)
     if writes and claim.sequences > most:
-        message = f"The request asks for more than {most} sequences, prompts times `n` (the setting `gateway.max_sequences`)."
+        message = f"The request asks for more than {most} sequences, prompts times `n`."
         raise BadRequest(message, param="n" if claim.choices >= prompts else field)
     context = gateway.client.model_config.max_model_len
     size = len(request.state.body)

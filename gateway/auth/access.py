@@ -24,7 +24,7 @@ from gateway.admission.claim import Claim
 from gateway.auth.caller import ANYBODY, Caller
 from gateway.auth.rights import Right, right_of
 from gateway.http.errors import Forbidden, TooManyRequests, Unauthorized
-from gateway.http.guard import MAX_ARRIVING_BYTES, host_of, is_local_origin, is_loopback, read_body
+from gateway.http.guard import MAX_ARRIVING_BYTES, MAX_BODY_BYTES, host_of, is_local_origin, is_loopback, read_body
 from gateway.requests.body import TENSORS, media_type
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class Access:
             return
         gateway, quotas = self._gateway, self._gateway.quotas
         if not to_disk:
-            await read_body(Request(scope, receive))
+            await read_body(Request(scope, receive), MAX_BODY_BYTES)
         most = gateway.settings.gateway.max_in_flight
         if (gateway.metrics.in_flight if right is Right.GENERATE else self._others) >= most:
             raise TooManyRequests(f"More than {most} requests are in flight. Try again.")
@@ -119,11 +119,13 @@ class Access:
         """Lets only administrators' requests pass.  Logs the caller, the command and its status."""
         known = self._gateway.ring.find(scope) or self._gateway.ring.find_administrator(scope)
         who, status = "nobody" if known is None else known.name or "anybody", 0
+        # One tensor of a large model is larger than any other body.
+        tensors = media_type(Request(scope)) == TENSORS
         try:
             caller = scope["state"]["caller"] = self._administrator(scope)
             who = caller.name or "this machine"
             if scope["method"] == "POST":
-                await read_body(Request(scope, receive))
+                await read_body(Request(scope, receive), MAX_ARRIVING_BYTES if tensors else MAX_BODY_BYTES)
             await app(scope, receive, send)
             status = scope["state"].get("status", 0)
         except Exception as error:
@@ -134,7 +136,7 @@ class Access:
                 query = scope["query_string"].decode("latin-1")
                 what = f"{scope['method']} {quote(scope['path'])}{'?' if query else ''}{query}"
                 body = scope["state"].get("body", b"")
-                fields = json.dumps(f"{len(body)} bytes") if media_type(Request(scope)) == TENSORS else _fields(body)
+                fields = json.dumps(f"{len(body)} bytes") if tensors else _fields(body)
                 entry = {"by": who, "what": what, "fields": fields, "status": status}
                 audit.info("%s", " ".join(f"{name}={value}" for name, value in entry.items()), extra={"fields": entry})
 

@@ -197,7 +197,7 @@ def reload(arguments: list[str]) -> None:
     loaded = sources.load(rest, "outrider reload", "Has a gateway read its keys, limits and routing again: [NAMESPACE or PID].")
     section = loaded.settings.gateway
     # A gateway named by its address may run anywhere.  Otherwise it is the one of an `outrider serve` on this host.
-    named = any(("gateway", each) in loaded.origins for each in ("host", "port", "uds"))
+    named = any(("gateway", each) in loaded.origins for each in ("host", "port"))
     url = here(url_of(section)) if named and name is None else state.find(name).url
     for line in reloading.reload(url, section):
         print(line)

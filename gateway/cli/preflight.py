@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 def check_gateway(settings: Settings) -> None:
     """Makes all checks now, not only after the models are loaded.  Raises `ConfigError`."""
     check_files(settings)
-    if settings.gateway.uds:
-        return
     host, port = settings.gateway.host, settings.gateway.port
     try:
         listen(host, port).close()
@@ -49,8 +47,6 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
 
 def url_of(settings: GatewaySettings) -> str:
     """The URL of a gateway with these settings."""
-    if settings.uds:
-        return f"unix:{settings.uds}"
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     return f"{'https' if settings.tls_cert else 'http'}://{host}:{settings.port}"
 

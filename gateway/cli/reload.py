@@ -16,12 +16,10 @@ def reload(url: str, settings: GatewaySettings) -> list[str]:
     """Has the gateway at `url` reload, and returns its answer as lines of text.  Raises `CommandError`."""
     key = settings.admin_key or settings.api_key
     headers = {"authorization": f"Bearer {key}"} if key else {}
-    uds = url.removeprefix("unix:") if url.startswith("unix:") else None
     try:
         verify = trusting(settings.tls_cert) if url.startswith("https:") and settings.tls_cert else True
-        with httpx.Client(transport=httpx.HTTPTransport(verify=verify, uds=uds), timeout=TIMEOUT_S) as http:
-            base = url if uds is None else "http://localhost"
-            response = http.post(f"{base}/admin/reload", json={}, headers=headers)
+        with httpx.Client(transport=httpx.HTTPTransport(verify=verify), timeout=TIMEOUT_S) as http:
+            response = http.post(f"{url}/admin/reload", json={}, headers=headers)
             status, body = response.status_code, response.json()
     except (OSError, httpx.HTTPError, ValueError) as error:
         raise CommandError(f"{url}: {str(error) or type(error).__name__}") from None

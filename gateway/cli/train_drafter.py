@@ -23,7 +23,7 @@ from outrider.asynchronous import AsyncFleet, Prompt
 from outrider.types import OutriderError
 
 Say = Callable[[str], None]
-OWN: tuple[KeyPath, ...] = (("drafting", "learning_dir"), ("drafting", "ring_dir"), ("drafting", "learning"))
+OWN: tuple[KeyPath, ...] = (("drafting", "learning_dir"), ("drafting", "learning"))
 """Settings that this command sets itself and nobody may give."""
 TEMPERATURES = (0.0, 0.8)
 """Temperatures of answers, drawn at random: the head must draft for greedy and sampled requests."""
@@ -182,7 +182,7 @@ def fleet_settings(loaded: Loaded, output: Path) -> dict[str, object]:
     """
     given = [path for path in loaded.origins if path[0] != "gateway" or path[1] == "chat_template"]
     found = {"_".join(path): reduce(getattr, path, loaded.settings) for path in given}
-    where = {"drafting_learning_dir": str(output.absolute()), "drafting_ring_dir": str((output / "ring").absolute())}
+    where = {"drafting_learning_dir": str(output.absolute())}
     kind = {"drafting_learning": "always"} if found.get("drafter", "grow") != "grow" else {"drafter": "grow"}
     # Mode `sync`, because in other modes drafters that do not pay get no features.
     return found | {"mode": "sync", "drafters": 1, "gateway_state_dir": "none"} | where | kind

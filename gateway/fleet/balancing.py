@@ -20,11 +20,14 @@ from gateway.fleet.sequences import InFlight
 
 logger = logging.getLogger(__name__)
 
+INTERVAL_S = 2.0
+"""Seconds between two looks at which requests to move."""
+
 
 async def keep_balanced(core: FleetCore, settings: Settings) -> None:
-    """Balances until it is cancelled; not at all if the setting `gateway.balance_interval_s` is 0."""
-    while settings.gateway.balance_interval_s > 0:
-        await asyncio.sleep(settings.gateway.balance_interval_s)
+    """Balances until it is cancelled."""
+    while True:
+        await asyncio.sleep(INTERVAL_S)
         try:
             _balance(core, settings.verifier.max_num_seqs, time.monotonic())
         except Exception:

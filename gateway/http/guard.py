@@ -18,6 +18,8 @@ BODY_TIMEOUT_S = 60.0
 """Seconds for a request's body to arrive.  Long enough for a bad connection; other servers allow at least as much."""
 BODY_BYTES_PER_S = 1 << 14
 """Each so many bytes that have arrived prolong that time by a second.  So 16 MiB may take 18 minutes, a trickling body one."""
+MAX_BODY_BYTES = 20 << 20
+"""Most bytes of one body."""
 MAX_ARRIVING_BYTES = 1 << 29
 """Most bytes in memory of all incomplete bodies together; uploaded files are written to disk."""
 PROBES = frozenset({"/livez", "/liveness", "/readyz", "/health"})
@@ -73,16 +75,17 @@ async def parts_of(
         yield part, more
 
 
-async def read_body(request: Request) -> None:
-    """Waits for the whole body, so that no quota or slot is held for one that never arrives; puts it into the request's state.
+async def read_body(request: Request, most: int) -> None:
+    """Waits for the whole body, of at most `most` bytes, and puts it into the request's state.
+
+    Until it is there, no quota or slot is held for it.
 
     Raises what `parts_of` does, or `TooManyRequests`.
     """
     gateway, body = request.app.state.gateway, bytearray()
-    most = gateway.max_body_bytes
 
     def too_large() -> PayloadTooLarge:
-        return PayloadTooLarge(f"The request body is larger than {most} bytes (the setting `gateway.max_body_mib`).")
+        return PayloadTooLarge(f"The request body is larger than {most} bytes.")
 
     try:
         async for part, more in parts_of(request, most, too_large):

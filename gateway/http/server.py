@@ -63,7 +63,7 @@ def build_gateway(
     metrics = GatewayMetrics() if tracing is None else TracedMetrics(tracing)
     vllm_config = build_vllm_config(settings, model_dir)
     core = FleetCore(directory, wire or Wire(), metrics, settings)
-    client = FleetClient(vllm_config, core, settings.gateway.max_prompt_logprobs)
+    client = FleetClient(vllm_config, core)
     served_names = settings.gateway.served_model_name or [model_name or Path(model_dir).name]
     services = build_services(client, settings, served_names, ApiError)
     metrics.fleet.register(FleetCollector(core, served_names[0]))
@@ -122,7 +122,6 @@ class GatewayServer:
             ws="none",
             ssl_certfile=self._settings.tls_cert,
             ssl_keyfile=self._settings.tls_key,
-            uds=self._settings.uds,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=int(CANCEL_GRACE_S) + 1,
         )
@@ -171,17 +170,13 @@ class GatewayServer:
         """Serves until `stop()`.  Raises `OSError` when the address cannot be bound."""
         watchers = [asyncio.create_task(self._announce()), asyncio.create_task(self._drain())]
         try:
-            if self._settings.uds:
-                self.url = url_of(self._settings)
-                await self._server.serve()
-            else:
-                port = self._settings.port if self._peers.port is None else self._peers.port
-                listener = listen(self._settings.host, port, shared=not self._peers.alone)
-                host, port = listener.getsockname()[:2]
-                self.url = url_of(self._settings.model_copy(update={"host": host, "port": port}))
-                await self._peers.start(self.gateway, port)
-                with contextlib.closing(listener):
-                    await self._server.serve(sockets=[listener])
+            port = self._settings.port if self._peers.port is None else self._peers.port
+            listener = listen(self._settings.host, port, shared=not self._peers.alone)
+            host, port = listener.getsockname()[:2]
+            self.url = url_of(self._settings.model_copy(update={"host": host, "port": port}))
+            await self._peers.start(self.gateway, port)
+            with contextlib.closing(listener):
+                await self._server.serve(sockets=[listener])
         finally:
             await self._peers.close(self._settings.drain_s + 2 * CANCEL_GRACE_S)
             for watcher in watchers:

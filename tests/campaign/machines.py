@@ -32,6 +32,7 @@ sys.stdin.read()
 ETH_P_ALL = 3
 """All protocols: with a single protocol, Linux shows a packet socket only incoming packets."""
 IPV4 = b"\x08\x00"
+RAY = str(Path(sys.executable).with_name("ray"))
 UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 
@@ -194,6 +195,9 @@ class RayMachines:
         self._ray(self.head, "--head", "--port=6379", "--include-dashboard=false", '--resources={"verifying": 1}')
         wait_for(lambda: self._listens(self.head.address, 6379), 60, "Ray's head")
         self.worker = self.join("drafting")
+        wait_for(
+            lambda: "drafting" in self.head.run(RAY, "status", f"--address={self.ray_address}", env=self.env), 60, "the worker"
+        )
 
     def join(self, resource: str) -> Machine:
         machine = self.network.machine()
@@ -202,8 +206,7 @@ class RayMachines:
 
     def _ray(self, machine: Machine, *options: str) -> None:
         common = ("--num-cpus=2", f"--node-ip-address={machine.address}", "--object-store-memory=80000000")
-        ray = str(Path(sys.executable).with_name("ray"))
-        machine.start(ray, "start", *options, *common, "--disable-usage-stats", "--block", env=self.env)
+        machine.start(RAY, "start", *options, *common, "--disable-usage-stats", "--block", env=self.env)
 
     def _listens(self, host: str, port: int) -> bool:
         with socket.socket() as probe:

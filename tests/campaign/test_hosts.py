@@ -81,8 +81,9 @@ def hosts(expected: dict[str, str], tmp_path_factory: pytest.TempPathFactory) ->
     with log.open("w") as stream, closing(Network(stream)) as made:
         machines = RayMachines(made)
         with ServedFleet(
-            *("--mode", "sync", "--verifier-lookup", "false", "--verifier-draft-deadline-ms", "1000"),
-            *("--ray-address", machines.ray_address, "--ray-wait-s", "60", "--ray-namespace", NAMESPACE),
+            *("--mode", "sync", "--verifier-lookup", "false"),
+            *("--verifier-engine-args", '{"additional_config": {"outrider": {"draft_deadline_s": 1}}}'),
+            *("--ray-address", machines.ray_address, "--ray-namespace", NAMESPACE),
             *("--host", machines.head.address, "--transport-ports", PORTS),
             *("--verifier-ray-resources", '{"verifying": 0.1}', "--drafting-ray-resources", '{"drafting": 0.1}'),
             prefix=machines.head.enter,

@@ -30,8 +30,8 @@ def prompts() -> list[list[int]]:
 
 def answers(directory: Path, mode: str, ranks: int) -> tuple[list[list[int]], float]:
     """What is answered greedily; the share of drafts whose first token was accepted."""
-    settings = {"draft_deadline_ms": 5000, "lookup": False, "tensor_parallel": ranks}
-    with Verifier(directory, {"mode": mode, "verifier": settings}) as verifier, Drafter(directory) as drafter:
+    settings = {"mode": mode, "verifier": {"lookup": False, "tensor_parallel": ranks}}
+    with Verifier(directory, settings, deadline_s=5.0) as verifier, Drafter(directory) as drafter:
         verifier.set_drafters(*([] if mode == "off" else [drafter.ref]))
         params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
         tokens = [answer.tokens for answer in verifier.client.generate(prompts(), params)]

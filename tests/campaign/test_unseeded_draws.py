@@ -62,7 +62,7 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Drafter]:
 
 
 def start(directory: Path, mode: str, token_s: float = TOKEN_S) -> Verifier:
-    verifier = {"draft_deadline_ms": 2000, "max_num_seqs": 64, "engine_args": {"max_logprobs": -1}}
+    verifier = {"max_num_seqs": 64, "engine_args": {"max_logprobs": -1}}
     return Verifier(directory, {"mode": mode, "num_speculative_tokens": K, "verifier": verifier}, token_s=token_s)
 
 

@@ -178,10 +178,9 @@ def settings_for(arguments: list[str], environment: dict[str, str]) -> list[str]
         if name not in ENVIRONMENT:
             raise NotOffered(name)
         settings += ENVIRONMENT[name]
-    settings += ["--verifier-max-model-len", str(context)]
     if adapters:
         settings += ["--verifier-adapters", json.dumps(adapters)]
-    return [*settings, "--verifier-engine-args", json.dumps(engine)]
+    return [*settings, "--verifier-engine-args", json.dumps(engine | {"max_model_len": context})]
 
 
 def _adapter(text: str) -> dict[str, str]:

@@ -113,7 +113,8 @@ async def disturbed(options: argparse.Namespace) -> Result:
         ServedFleet,
         *("--mode", options.mode, "--verifiers=2", "--drafters=2", "--gateway-queue-wait-s=90"),
         '--verifier-engine-args={"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": true}}',
-        module="tests.chaos.serving",
+        # The campaign kills verifiers under innocent requests.
+        constants={"gateway.fleet.core.POISON_AFTER": 50},
     )
     try:
         await _under_load(fleet, options, result)

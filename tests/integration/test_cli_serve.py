@@ -57,7 +57,7 @@ def test_a_killed_fleet_ends_and_the_next_command_cleans_up(home: Path) -> None:
 
 @pytest.mark.campaign
 def test_an_engine_that_cannot_start_is_one_line_and_exit_1(home: Path) -> None:
-    process = outrider("serve", "--port", "0", "--mode", "off", "--verifier-max-model-len", "1000000")
+    process = outrider("serve", "--port", "0", "--mode", "off", "--verifier-engine-args", '{"max_model_len": 1000000}')
     try:
         output = process.communicate(timeout=START_S)[0]
     finally:

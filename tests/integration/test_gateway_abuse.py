@@ -213,7 +213,7 @@ async def test_patterns_and_schemas_are_not_logged(running, caplog, capfd):
 
 
 async def test_log_probabilities_of_a_prompt_are_bounded(running, monkeypatch):
-    monkeypatch.setattr(running.server.gateway.client, "max_prompt_logprobs", 60)
+    monkeypatch.setattr("backend.engine.front.client.MAX_PROMPT_LOGPROBS", 60)
     for fields in ({"prompt_logprobs": 5}, {"echo": True, "logprobs": 5}):
         body = completion(prompt=[5] * 11, **fields)
         error = (await running.http.post(COMPLETIONS, json=body)).json()["error"]

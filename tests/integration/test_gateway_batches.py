@@ -134,8 +134,9 @@ BAD_LINES = [
 ]
 
 
-async def test_bad_lines_fail_the_batch_before_anything_is_carried_out():
-    async with serving(max_body_mib=1) as (running, client):
+async def test_bad_lines_fail_the_batch_before_anything_is_carried_out(monkeypatch):
+    monkeypatch.setattr("gateway.storage.batches.serving.MAX_BODY_BYTES", 1 << 20)
+    async with serving() as (running, client):
         content = jsonl(request("good"), *(line for line, _, _ in BAD_LINES), request("last"))
         batch = await until(client, await begin(client, content), "failed")
         told = [(each.line, each.code, each.param) for each in batch.errors.data]

@@ -23,7 +23,7 @@ ERRORS = [
     ("POST", "/v1/completions", b'{"prompt": "\xff"}', {"content-type": "application/json"}, 400, None, "invalid_json"),
     ("POST", "/v1/completions", b"{}", {"content-type": "text/plain"}, 415, None, "unsupported_media_type"),
     ("POST", "/v1/completions", b"{}", {}, 415, None, "unsupported_media_type"),
-    ("POST", "/v1/completions", b" " * ((1 << 20) + 1), {"content-type": "application/json"}, 413, None, "payload_too_large"),
+    ("POST", "/v1/completions", b" " * ((20 << 20) + 1), {"content-type": "application/json"}, 413, None, "payload_too_large"),
     ("POST", "/v1/completions", {**COMPLETION, "model": "nope"}, {}, 404, "model", "model_not_found"),
     ("POST", "/v1/completions", {**COMPLETION, "prompt": LONG, "stream": True}, {}, 400, None, "context_length_exceeded"),
     ("POST", "/v1/completions", {**COMPLETION, "max_tokens": 999}, {}, 400, "max_tokens", "context_length_exceeded"),
@@ -42,7 +42,7 @@ PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url
 
 
 async def test_errors_have_one_shape_on_every_status():
-    async with running_gateway(max_body_mib=1) as running:
+    async with running_gateway() as running:
         for method, path, body, headers, status, param, code in ERRORS:
             content = {"content": body} if isinstance(body, bytes) else {"json": body}
             response = await running.http.request(method, path, headers=headers, **content)
@@ -171,12 +171,12 @@ def test_connections_do_not_wait_to_fill_packets():
         assert listener.proto == socket.IPPROTO_TCP
 
 
-async def test_an_answer_without_a_limit_of_its_own_has_the_default_one():
-    async with running_gateway(default_max_tokens=7) as running:
+async def test_answers_have_the_limit_of_the_generation_config():
+    async with running_gateway(engine_args={"override_generation_config": {"max_new_tokens": 7}}) as running:
         for path, said, limits in (
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "max_completion_tokens"),
             ("/v1/responses", {"input": "x"}, "max_output_tokens"),
         ):
-            for limit, tokens in (({}, 7), ({limits: 9}, 9)):
+            for limit, tokens in (({}, 7), ({limits: 5}, 5), ({limits: 9}, 7)):
                 usage = (await running.http.post(path, json={"model": "demo", **said, **limit})).json()["usage"]
                 assert usage.get("completion_tokens", usage.get("output_tokens")) == tokens

@@ -178,20 +178,13 @@ def signed(folder: Path, name: str, by: str | None = None, *options: str) -> Pat
     return file
 
 
-async def test_https_and_a_unix_socket(tmp_path):
+async def test_https(tmp_path):
     signed(tmp_path, "own", None, "-addext", "subjectAltName=IP:127.0.0.1")
     cert, key = (str(tmp_path / f"own.{kind}") for kind in ("cert", "key"))
     async with running_gateway(tls_cert=cert, tls_key=key) as running:
         assert running.server.url.startswith("https://")
         async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=cert)) as http:
             assert (await http.get(f"{running.server.url}/livez")).status_code == 200
-    socket = tmp_path / "gateway.sock"
-    async with running_gateway(uds=str(socket)) as running:
-        await eventually(socket.exists)
-        async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=str(socket)), base_url="http://localhost") as http:
-            assert (await http.post("/v1/completions", json=COMPLETION)).status_code == 200
-            # A proxy may stand in front of it: being called through it proves nothing.
-            assert (await http.post("/sleep", json={})).status_code == 403
 
 
 async def test_reload_trusts_the_certificate_that_is_in_its_settings_and_no_other(tmp_path):

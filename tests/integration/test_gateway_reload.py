@@ -54,17 +54,16 @@ async def test_all_of_it_or_nothing(tmp_path, caplog, monkeypatch):
         open_request = asyncio.ensure_future(opens(old))
         await eventually(lambda: len(running.verifier.sequences) == 2)
 
-        files.write([new_entry], affinity="both", max_in_flight=7, queue_wait_s=3, max_body_mib=3, served_model_name="other")
+        files.write([new_entry], affinity="both", max_in_flight=7, queue_wait_s=3, served_model_name="other")
         assert (await http.post("/admin/reload", json={})).status_code == 401
         done = await http.post("/admin/reload", json={}, headers=ADMIN)
         assert done.json() == {
-            "changed": ["gateway.max_in_flight", "gateway.queue_wait_s", "gateway.max_body_mib", "gateway.affinity"],
+            "changed": ["gateway.max_in_flight", "gateway.queue_wait_s", "gateway.affinity"],
             "needs_restart": ["gateway.served_model_name"],
             "keys": 1,
         }
         assert preferred.pop() == "both"
         assert (gateway.settings.gateway.max_in_flight, core.gate.wait_s) == (7, 3)
-        assert gateway.max_body_bytes == 3 << 20
         gate.set()
         assert await open_request, "what was open goes on"
         assert not await opens(old)

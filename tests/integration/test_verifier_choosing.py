@@ -34,7 +34,7 @@ def test_requests_go_to_the_drafter_that_brings_most(directory: Path) -> None:
     random = Path(shutil.copytree(DRAFT_MODEL_DIR, directory / "random"))
     tensors = {name: torch.randn_like(tensor) for name, tensor in load_file(random / WEIGHTS).items()}
     save_file(tensors, random / WEIGHTS, metadata={"format": "pt"})
-    settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False, "draft_deadline_ms": 2000}}
+    settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": {"lookup": False}}
     drafters = partial(Drafter, directory), partial(Drafter, directory, draft_model=str(random), name="drafter-1")
     with together(partial(Verifier, directory, settings), *drafters) as (verifier, fits, knows_nothing):
         expected = ask(verifier, 0, 64)

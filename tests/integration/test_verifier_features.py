@@ -29,11 +29,10 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
         "max_cpu_loras": 4,
         "block_size": 32,
         "kv_cache_memory_bytes": 3 << 20,
+        "max_model_len": 512,
     }
     verifier = {
-        "max_model_len": 512,
         "max_num_seqs": 16,
-        "draft_deadline_ms": 2000,
         "engine_args": engine_args,
     }
     starts = (partial(Verifier, directory, {"mode": mode, "verifier": verifier}) for mode in ("off", "sync"))

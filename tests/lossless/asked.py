@@ -53,7 +53,7 @@ def start(
         "logits_processors": ["tests.support.no_repeat:NoRepeat"] if mode != "native" else [],
         **(engine_args or {}),
     }
-    settings = {"draft_deadline_ms": 2000, "engine_args": engine, **verifier}
+    settings = {"engine_args": engine, **verifier}
     return Verifier(directory, {"mode": mode, "num_speculative_tokens": K, "verifier": settings}, paths)
 
 

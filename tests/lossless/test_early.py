@@ -26,13 +26,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "T = 0.0": {"temperature": 0.0},
     **{name: {"temperature": 1.0} | VARIANTS[name] for name in ("penalties", "schema", "logprobs", "custom processor")},
 }
-SMALL: dict[str, Any] = {"max_num_seqs": 32, "max_model_len": 512}
-EARLY: dict[str, Any] = {"async_scheduling": True, "kv_cache_memory_bytes": 6 << 20}
+SMALL: dict[str, Any] = {"max_model_len": 512}
+EARLY: dict[str, Any] = SMALL | {"async_scheduling": True, "kv_cache_memory_bytes": 6 << 20}
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
-    with start(tmp_path_factory.mktemp("p"), "off", lookup=False, **SMALL) as started:
+    with start(tmp_path_factory.mktemp("p"), "off", engine_args=SMALL, lookup=False, max_num_seqs=32) as started:
         yield started
 
 
@@ -44,7 +44,7 @@ def expected(plain: Verifier) -> list[Answer]:
 @pytest.fixture(scope="module", params=[False, True], ids=["", "with look-ups"])
 def early(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
     """Its steps may begin early; its KV cache is too small for all requests."""
-    with start(tmp_path_factory.mktemp("e"), "sync", engine_args=EARLY, lookup=request.param, **SMALL) as started:
+    with start(tmp_path_factory.mktemp("e"), "sync", engine_args=EARLY, lookup=request.param, max_num_seqs=32) as started:
         started.looks_up = request.param  # type: ignore[attr-defined]
         yield started
 

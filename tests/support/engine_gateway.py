@@ -7,6 +7,7 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from backend.config import REMOTE_MODES, Settings
 from backend.fleet import Member
@@ -16,9 +17,11 @@ from tests.support.fake_verifier import StaticDirectory, eventually
 from tests.support.processes import Drafter, Verifier, together
 from tests.support.running_gateway import Running, serving
 
+NEVER_S = 1e6
+
 
 class EngineFleet(Running):
-    """The gateway, with real verifiers."""
+    """The gateway, with real verifiers.  It moves no requests by itself."""
 
     verifiers: list[Verifier]
 
@@ -37,8 +40,9 @@ async def engine_fleet(
     verifiers: int, mode: str = "sync", verifier: dict[str, Any] | None = None
 ) -> AsyncIterator[EngineFleet]:
     """Starts a fleet; in modes with remote drafting, one drafter serves all verifiers."""
-    sections = {"mode": mode, "verifier": {"draft_deadline_ms": 2000} | (verifier or {})}
+    sections = {"mode": mode, "verifier": verifier or {}}
     with ExitStack() as stack:
+        stack.enter_context(mock.patch("gateway.fleet.balancing.INTERVAL_S", NEVER_S))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         starts: list[Any] = [partial(Verifier, folder, sections)] * verifiers
         if mode in REMOTE_MODES:
@@ -50,7 +54,7 @@ async def engine_fleet(
         directory = StaticDirectory(
             [Member(each.name, "verifier", "incarnation", each.address, "", "n", each.pid, "demo", "ready") for each in real]
         )
-        settings = Settings.model_validate(sections | {"gateway": {"port": 0, "balance_interval_s": 0}})
+        settings = Settings.model_validate(sections | {"gateway": {"port": 0}})
         server = GatewayServer(settings, directory, str(TARGET_DIR), model_name="demo")
         async with serving(server, verifiers) as (http, task):
             yield EngineFleet(server, directory, real, http, task)

@@ -35,16 +35,19 @@ class ServedFleet:
         self,
         *arguments: str,
         command: str = "serve",
-        module: str = "outrider.child",
+        constants: Mapping[str, Any] | None = None,
         prefix: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         key: str = "",
     ) -> None:
         """`prefix` is put before the command, to run it in another machine (`Machine.enter`); `http` sends the `key`.
 
+        `constants` are other values of module constants in the gateway's process.
         A fleet of this machine ends with the test's process, one of another machine with that machine.
         """
-        entry = ["gateway.cli"] if prefix else [module, str(os.getpid())]
+        entry = ["gateway.cli"] if prefix else ["outrider.child", str(os.getpid())]
+        if constants is not None:
+            entry = ["tests.support.patched", str(os.getpid()), json.dumps(constants)]
         self.output: list[str] = []
         self._url = threading.Event()
         self.url = ""

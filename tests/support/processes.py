@@ -137,14 +137,22 @@ class Verifier(Child):
     """A running verifier and a client of it."""
 
     def __init__(
-        self, directory: Path, settings: dict[str, Any], paths: ResolvedModels | None = None, token_s: float | None = None
+        self,
+        directory: Path,
+        settings: dict[str, Any],
+        paths: ResolvedModels | None = None,
+        token_s: float | None = None,
+        deadline_s: float = 2.0,
     ) -> None:
-        """`token_s`: how long a token of a step takes, of the times by which drafts are decided (`steady.py`)."""
+        """`token_s`: how long a token of a step takes, of the times by which drafts are decided (`steady.py`).
+
+        `deadline_s`: the longest wait for drafts, which may take long on a busy machine.
+        """
         address = f"ipc://{directory}/v{os.urandom(3).hex()}.sock"
         # The name must be unique: drafters identify verifiers by name, and a second of that name would replace the first.
         self.name = f"verifier-{os.urandom(3).hex()}"
         job = {"verifier_id": self.name, "settings": settings, "paths": paths or demo_models(), "address": address}
-        job["token_s"] = token_s
+        job |= {"token_s": token_s, "deadline_s": deadline_s}
         super().__init__(run_verifier.main, job, directory)
         self.client = Apart(self.address)
 

@@ -16,6 +16,7 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
     import vllm  # noqa: F401  (must be the first of vLLM's modules)
 
     from backend.config import Settings
+    from backend.engine import build
     from backend.engine.early import EarlySteps
     from backend.verifier.process import VerifierProcess
     from tests.support.steady import keep_steady
@@ -30,7 +31,8 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
         return outcome
 
     EarlySteps.__call__ = counted  # type: ignore[method-assign]
-    keep_steady(job.get("token_s"))
+    keep_steady(job["token_s"])
+    build.DRAFT_DEADLINE_S = job["deadline_s"]
     settings = Settings.model_validate(job["settings"])
     process = VerifierProcess(job["verifier_id"], "incarnation", settings, job["paths"], job["address"])
     process.start()

@@ -96,6 +96,7 @@ async def running_gateway(
     tracing: dict[str, Any] | None = None,
     slots: int = 64,
     read_settings: Any = None,
+    engine_args: dict[str, Any] | None = None,
     **gateway: Any,
 ) -> AsyncIterator[Running]:
     """A gateway with `gateway` settings and `verifiers` connected fake verifiers, each of which runs `slots` sequences."""
@@ -103,7 +104,8 @@ async def running_gateway(
         fakes = [FakeVerifier(Path(folder), f"verifier-{index}").start() for index in range(verifiers)]
         directory = StaticDirectory([fake.member for fake in fakes])
         gateway = {"port": 0, "state_dir": folder, **gateway}
-        sections = {"gateway": gateway, "tracing": tracing or {}, "verifier": {"max_num_seqs": slots}}
+        verifier = {"max_num_seqs": slots, "engine_args": engine_args or {}}
+        sections = {"gateway": gateway, "tracing": tracing or {}, "verifier": verifier}
         settings = Settings.model_validate({"mode": mode, **sections})
         server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo", read_settings=read_settings)
         try:

@@ -28,6 +28,9 @@ from backend.engine.arguments import adapter_number
 from backend.engine.front.grammar import GrammarChecks
 from backend.wire.engine import EngineWelcome
 
+MAX_PROMPT_LOGPROBS = 20_000
+"""Of one prompt: its tokens times 1 + `prompt_logprobs`.  Each holds up other requests for 10 us."""
+
 
 class Link(Protocol):
     """A connection to one verifier."""
@@ -110,10 +113,9 @@ class Outputs(OutputProcessor):
 class FleetClient(AsyncLLM, Generic[CoreT]):
     """The engine client that vLLM's OpenAI layer talks to.  `start` needs the running event loop."""
 
-    def __init__(self, vllm_config: VllmConfig, core: CoreT, max_prompt_logprobs: int = 20_000) -> None:
+    def __init__(self, vllm_config: VllmConfig, core: CoreT) -> None:
         # Deliberately no super().__init__(): it would start an engine process.
         self.vllm_config = vllm_config
-        self.max_prompt_logprobs = max_prompt_logprobs
         self.model_config = vllm_config.model_config
         self.scheduler_config = vllm_config.scheduler_config
         self.observability_config = vllm_config.observability_config
@@ -179,14 +181,9 @@ class FleetClient(AsyncLLM, Generic[CoreT]):
         wanted = getattr(params, "prompt_logprobs", None)
         if wanted == -1:
             wanted = self.model_config.get_vocab_size()
-        if (
-            wanted
-            and isinstance(prompt, dict)
-            and len(prompt.get("prompt_token_ids", ())) * (1 + wanted) > self.max_prompt_logprobs
-        ):
+        if wanted and isinstance(prompt, dict) and len(prompt.get("prompt_token_ids", ())) * (1 + wanted) > MAX_PROMPT_LOGPROBS:
             raise VLLMValidationError(
-                f"The prompt's tokens have more than {self.max_prompt_logprobs} log probabilities together "
-                "(the setting `gateway.max_prompt_logprobs`).",
+                f"The prompt's tokens have more than {MAX_PROMPT_LOGPROBS} log probabilities together.",
                 parameter="prompt_logprobs",
             )
         if getattr(params, "structured_outputs", None) is not None:

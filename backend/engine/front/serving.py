@@ -312,7 +312,7 @@ def build_services(
         derenderer = OnlineDerenderer(model_config=client.model_config, renderer=client.renderer, **parsing, **common)
         derendering = {"online_derenderer": derenderer}
     chatting: dict[str, Any] = {"online_renderer": renderer, **counted, **parsing, **common}
-    services = Services(
+    return Services(
         models=models,
         chat=ServingChat(client, models, "assistant", **chatting),
         chat_of_many=ChatOfMany(client, models, "assistant", **chatting),
@@ -324,7 +324,3 @@ def build_services(
         renderer=renderer,
         pooling=PoolingServing(client, models, template),
     )
-    if (limit := settings.gateway.default_max_tokens) is not None:
-        for serving in (services.chat, services.chat_of_many, services.responses):
-            serving.default_sampling_params = {**serving.default_sampling_params, "max_tokens": limit}
-    return services

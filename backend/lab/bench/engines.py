@@ -98,15 +98,16 @@ class TargetFleet:
         if any(each.is_remote for each in configurations):
             self._drafter, ref = processes.drafter(DRAFTER_ID, processes.models.drafter_dir)
             refs.append(ref)
-        shared = {"max_num_seqs": max(64, most), "max_model_len": longest}
-        # On a GPU, all verifiers are up at once and share its memory evenly.
-        memory = {"gpu_memory_utilization": GPU_MEMORY_USABLE / (len(configurations) + 1)} if processes.gpus else {}
+        shared: dict[str, Any] = {"max_model_len": longest}
+        if processes.gpus:
+            # All verifiers are up at once and share a GPU's memory evenly.
+            shared["gpu_memory_utilization"] = GPU_MEMORY_USABLE / (len(configurations) + 1)
         for at in range(0, len(configurations), LOADING_AT_ONCE):
             batch = configurations[at : at + LOADING_AT_ONCE]
             say(f"loading {', '.join(c.label for c in batch)}")
             loading = []
             for each in batch:
-                own = {**shared, "engine_args": memory | engine_args(each, processes.pace)}
+                own = {"max_num_seqs": max(64, most), "engine_args": shared | engine_args(each, processes.pace)}
                 settings = {"mode": each.served, "num_speculative_tokens": each.k or 4, "verifier": own}
                 loading.append(processes.verifier(each.label, settings))
             for configuration, child in zip(batch, loading, strict=True):

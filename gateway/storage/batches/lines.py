@@ -35,7 +35,7 @@ class Checked(NamedTuple):
 def read(path: Path, max_body_bytes: int | None = None) -> Iterator[tuple[int, bytes]]:
     """Number (from 1) and text of each line that is not blank; no text for a line that is too long.
 
-    Lines that were checked have no bound: a reload may have lowered the one they had.
+    Lines that were checked need no bound.
     """
     most = sys.maxsize - 1 if max_body_bytes is None else max_body_bytes + ENVELOPE_BYTES
     with path.open("rb") as file:

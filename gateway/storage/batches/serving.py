@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from backend.config import Settings
 from gateway.http.errors import BadRequest
+from gateway.http.guard import MAX_BODY_BYTES
 from gateway.storage.batches import lines
 from gateway.storage.batches.calls import carry_out
 from gateway.storage.batches.objects import Batch, Counts, Errors, LineAnswer, LineError, Status
@@ -176,7 +177,7 @@ class Batches:
 
     async def _check(self, batch: Batch) -> Batch:
         path = self.store.path(batch.input_file_id)
-        checked = await asyncio.to_thread(lines.check, path, batch.endpoint, self._gateway.max_body_bytes)
+        checked = await asyncio.to_thread(lines.check, path, batch.endpoint, MAX_BODY_BYTES)
         if checked.errors:
             return await self._advance(batch.id, "validating", "failed", errors=Errors(checked.errors))
         counts = Counts(checked.total)

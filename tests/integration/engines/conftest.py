@@ -25,7 +25,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory, adapter: Path) -> Iterator
         "num_speculative_tokens": 4,
         "verifier": {
             "max_num_seqs": 16,
-            "draft_deadline_ms": 2000,
             "adapters": {"a": str(adapter)},
             # Prompts, and tokens that were emitted elsewhere, take several chunks of prefill.
             "engine_args": {"max_num_batched_tokens": 80, "max_logprobs": -1},

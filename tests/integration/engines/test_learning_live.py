@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from vllm.sampling_params import SamplingParams
 
 from backend.config import Settings
+from backend.drafter.learner import ring_of
 from backend.fleet import Learning
 from backend.learning.ring import SUFFIX
 from backend.models.head_config import read_config
@@ -50,7 +51,7 @@ def fleet(directory: Path, paths: ResolvedModels, plain: Verifier) -> Iterator[t
 
 
 def start_drafter(directory: Path, paths: ResolvedModels) -> Drafter:
-    return Drafter(directory, paths, gpus=0, cache_tokens=8192, ring_dir=str(directory / "ring"))
+    return Drafter(directory, paths, gpus=0, cache_tokens=8192)
 
 
 def learned(drafter: Drafter, message: str = "") -> Learning:
@@ -124,7 +125,9 @@ def test_a_killed_drafter_goes_on(fleet: tuple[Verifier, Verifier, Drafter], dir
     """What was published, recorded and saved is there again; requests that run meanwhile lose nothing."""
     plain, drafted, drafter = fleet
     before = learned(drafter)
-    recorded = sorted((directory / "ring").rglob(f"*{SUFFIX}"))
+    assert paths.learning_dir is not None
+    ring = ring_of(Path(paths.learning_dir) / "drafter-0")
+    recorded = sorted(ring.rglob(f"*{SUFFIX}"))
     running = [drafted.client.add(prompt, PARAMS, options=RequestOptions()) for prompt in prompts(90)]
     drafter.process.kill()
     drafter.process.join()
@@ -132,7 +135,7 @@ def test_a_killed_drafter_goes_on(fleet: tuple[Verifier, Verifier, Drafter], dir
     asked = [answer.tokens for answer in plain.client.generate(prompts(90), PARAMS)]
     assert [drafted.client.answers.pop(each).tokens for each in running] == asked
     with start_drafter(directory, paths) as again:
-        assert set(recorded) <= set((directory / "ring").rglob(f"*{SUFFIX}"))
+        assert set(recorded) <= set(ring.rglob(f"*{SUFFIX}"))
         assert learned(again).version == before.version > 0
         drafted.set_drafters(again.ref)
         assert Traffic(plain, drafted, again).until("steps").steps >= 40, "it goes on from its checkpoint"

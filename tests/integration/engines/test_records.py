@@ -64,7 +64,7 @@ def run(plain: Verifier, directory: Path) -> Run:
         draft = text[len(tokens) : len(tokens) + k]
         return [(token + (i == 2)) % 900 for i, token in enumerate(draft)]
 
-    limits = {"engine_args": {"max_num_batched_tokens": 64}, "max_num_seqs": 8, "draft_deadline_ms": 2000, "lookup": False}
+    limits = {"engine_args": {"max_num_batched_tokens": 64}, "max_num_seqs": 8, "lookup": False}
     settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": limits, "records": {"dir": str(directory)}}
     address = f"ipc://{directory}/d{os.urandom(3).hex()}.sock"
     with ScriptedDrafter(address, oracle) as drafter, Verifier(directory, settings) as verifier:

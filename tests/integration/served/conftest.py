@@ -51,7 +51,6 @@ def fleet(collector: Collector, home: Path, keys: Path, first_key: str) -> Itera
         "drafters": 1,
         "verifier-adapters-loadable": "true",
         "verifier-engine-args": json.dumps({"logits_processors": ["tests.support.standing:Standing"]}),
-        "gateway-balance-interval-s": 0,
         "gateway-keys-file": keys,
         "gateway-state-dir": keys.parent,
         # Only requests that come with a trace are traced.

@@ -11,7 +11,7 @@ from unittest.mock import AsyncMock, Mock
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from backend.config.sources import ConfigError, load
+from backend.config.sources import ConfigError
 from gateway.http.errors import NotFound
 from gateway.peers import _CALLS, Peers
 from tests.support.fake_verifier import eventually
@@ -62,8 +62,3 @@ async def test_a_call_that_fails_has_no_result(tmp_path: Path, monkeypatch: pyte
     large = ["x" * (1 << 20)]
     assert await asking._ask("ready", large) == {1: [large]}
     await asked.close(0)
-
-
-def test_a_unix_socket_is_not_shared() -> None:
-    with pytest.raises(ConfigError, match="uds"):
-        load(["--gateways", "2", "--gateway-uds", "/tmp/x"])

@@ -26,16 +26,16 @@ def refusal(*arguments: str) -> str:
 
 
 def test_each_source_beats_the_next_key_by_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = write(tmp_path, "gateway: {port: 1, max_body_mib: 2, host: file}\nverifiers: 3\n")
+    file = write(tmp_path, "gateway: {port: 1, max_in_flight: 2, host: file}\nverifiers: 3\n")
     monkeypatch.setenv("OUTRIDER_GATEWAY__PORT", "10")
-    monkeypatch.setenv("OUTRIDER_GATEWAY__MAX_BODY_MIB", "20")
+    monkeypatch.setenv("OUTRIDER_GATEWAY__MAX_IN_FLIGHT", "20")
     loaded = load(["--config", file, "--gateway-port", "100"])
     settings, asked = loaded.settings, loaded.settings.gateway
-    assert (asked.port, asked.max_body_mib, asked.host, settings.verifiers) == (100, 20, "file", 3)
+    assert (asked.port, asked.max_in_flight, asked.host, settings.verifiers) == (100, 20, "file", 3)
     assert settings.drafters == Settings().drafters
     assert loaded.origins == {
         ("gateway", "port"): "--gateway-port",
-        ("gateway", "max_body_mib"): "OUTRIDER_GATEWAY__MAX_BODY_MIB",
+        ("gateway", "max_in_flight"): "OUTRIDER_GATEWAY__MAX_IN_FLIGHT",
         ("gateway", "host"): f"{file}: gateway.host",
         ("verifiers",): f"{file}: verifiers",
     }

@@ -78,14 +78,14 @@ def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int) -> 
 
 @functools.cache
 def _vllm(mode: str, lookup: bool) -> tuple[Any, StructuredOutputManager]:
+    options = {"ahead_outcomes": 4, "draft_deadline_s": 0.1}
     settings = Settings.model_validate(
         {
             "mode": mode,
             "num_speculative_tokens": K,
             "verifier": {
-                "draft_deadline_ms": 100,
                 "max_num_seqs": 8,
-                "engine_args": {"max_num_batched_tokens": 96, "additional_config": {"outrider": {"ahead_outcomes": 4}}},
+                "engine_args": {"max_num_batched_tokens": 96, "additional_config": {"outrider": options}},
                 "lookup": lookup,
             },
         }

@@ -154,7 +154,9 @@ def test_one_pass_over_a_draft_on_its_true_features_is_as_good_as_one_for_each_t
     for _ in range(2):
         verifying = [request.draft(2 + i).tokens for i, request in enumerate(requests)]
         premises = [r.premise(v, 6) for r, v in zip(requests, verifying, strict=True)]
-        follow = mock.patch.object(DecodeBatch, "follow", autospec=True, side_effect=AssertionError, __name__="follow")
+        follow = mock.patch.object(
+            DecodeBatch, "advance_forced", autospec=True, side_effect=AssertionError, __name__="advance_forced"
+        )
         with mock.patch("backend.drafter.outcomes._known", return_value=0), follow:
             found = proposer.draft_outcomes(premises)
     assert sum(check(book, r, v, o, 6) for r, v, o in zip(requests, verifying, found, strict=True)) > 8
@@ -173,7 +175,9 @@ def test_a_draft_for_an_outcome_that_came_takes_one_pass_to_enumerate(tmp_path: 
         for request, draft, outcome in zip(requests, drafts, came, strict=True):
             request.commit([*draft[: outcome.accepted], outcome.token]).draft(0)
         premises = [r.premise(o.tokens[: 4 - turn % 2], 6) for r, o in zip(requests, came, strict=True)]
-        with mock.patch.object(DecodeBatch, "follow", autospec=True, side_effect=AssertionError, __name__="follow"):
+        with mock.patch.object(
+            DecodeBatch, "advance_forced", autospec=True, side_effect=AssertionError, __name__="advance_forced"
+        ):
             found = proposer.draft_outcomes(premises)
         for request, premise, own in zip(requests, premises, found, strict=True):
             # Up to the second stop all features are true ones.

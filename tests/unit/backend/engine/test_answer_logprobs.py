@@ -50,10 +50,11 @@ async def test_a_prompt_keeps_its_log_probabilities_when_results_are_joined() ->
 
 
 @pytest.mark.parametrize("asked", [-1, 500])
-async def test_all_of_the_vocabulary_counts_as_many(asked: int) -> None:
-    client: Any = SimpleNamespace(max_prompt_logprobs=1000, model_config=SimpleNamespace(get_vocab_size=lambda: 500))
+async def test_all_of_the_vocabulary_counts_as_many(asked: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("backend.engine.front.client.MAX_PROMPT_LOGPROBS", 1000)
+    client: Any = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 500))
     params = SamplingParams(prompt_logprobs=asked, max_tokens=1)
-    with pytest.raises(VLLMValidationError, match="max_prompt_logprobs"):
+    with pytest.raises(VLLMValidationError, match="more than 1000 log probabilities"):
         await FleetClient.add_request(client, "a", {"prompt_token_ids": [1, 2]}, params)
 
 

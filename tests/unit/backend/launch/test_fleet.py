@@ -1,10 +1,10 @@
-"""Members that start together, one that is added, and a fleet that joins a cluster which is still growing."""
+"""Members that start together, one that is added, and a fleet that joins a cluster."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock, patch
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +12,7 @@ from backend.config import Settings
 from backend.config.sources import load
 from backend.launch import fleet
 from backend.launch.cluster import RayCluster
-from backend.launch.fleet import LaunchedFleet, _plan_when_there_is_room
+from backend.launch.fleet import LaunchedFleet, _plan_for
 from backend.launch.plan import Hardware, LaunchError, MemberPlan, plan
 from backend.models.resolve import ResolvedModels
 
@@ -100,65 +100,19 @@ def test_the_program_that_started_it_is_told_once_it_serves(monkeypatch: pytest.
     assert ready.read_text() == "http://127.0.0.1:8000"
 
 
-class Growing:
-    """A cluster that has a CPU more every time somebody looks, and the next of `gpus` until the last one stays."""
-
-    def __init__(self, ours: bool = False, gpus: Sequence[float] = (0.0,)) -> None:
-        self.ours, self._gpus = ours, gpus
-        self.looks = 0
-
-    @property
-    def gpus(self) -> float:
-        self.looks += 1
-        return self._gpus[min(self.looks, len(self._gpus)) - 1]
-
-    @property
-    def cpus(self) -> float:
-        return float(self.looks - 1)
+def planned(cpus: float, gpus: float = 0.0, **changes: Any) -> Any:
+    cluster = SimpleNamespace(ours=False, cpus=cpus, gpus=gpus)
+    return _plan_for(cast(Any, cluster), Settings.model_validate(changes), MODELS, Path("/run/x"))
 
 
-def attempt(cluster: Any, wait_s: float, told: list[str], **changes: Any) -> Any:
-    """Plans under a clock that goes on by a second with each look."""
-    now = iter(range(1000))
-    clock = SimpleNamespace(monotonic=lambda: float(next(now)), sleep=lambda seconds: None)
-    settings = Settings.model_validate({"ray": {"wait_s": wait_s}, **changes})
-    with patch.object(fleet, "time", clock):
-        return _plan_when_there_is_room(settings, MODELS, cluster, Path("/run/x"), told.append)
-
-
-def test_it_waits_until_there_is_room_and_plans_for_what_is_there_then() -> None:
-    told: list[str] = []
-    decided = attempt(Growing(), 60, told)
-    assert len(decided.members) == 2
-    assert told == ["waiting up to 60 s for the cluster to grow: the fleet needs 2 CPUs and the Ray cluster has 0"]
-
-
-def test_without_patience_it_says_what_is_missing_at_once() -> None:
-    with pytest.raises(LaunchError, match="needs 2 CPUs"):
-        attempt(Growing(), 0, [])
-    with pytest.raises(LaunchError, match="needs 40 CPUs"):
-        attempt(Growing(), 5, [], verifiers=20, drafters=20)
-    with pytest.raises(LaunchError, match="GPUs and the cluster has 0"):
-        attempt(Growing(), 5, [], drafting={"gpus": 2})
-
-
-def test_gpus_are_shared_only_when_the_wait_is_over() -> None:
-    told: list[str] = []
-    decided = attempt(Growing(gpus=[1, 1, 2]), 60, told)
-    assert [member.num_gpus for member in decided.members] == [1, 1]
-    assert told == ["waiting up to 60 s for the cluster to grow: the fleet needs 2 GPUs and the cluster has 1"]
-    waited = Growing(gpus=[1])
-    assert [member.num_gpus for member in attempt(waited, 5, []).members] == [0.501, 0.499]
-    assert waited.looks > 1
-
-
-@pytest.mark.parametrize(("ours", "wait_s"), [(False, 0), (True, 60)])
-def test_without_patience_gpus_are_shared_at_once(ours: bool, wait_s: float) -> None:
-    cluster = Growing(ours, gpus=[1, 2])
-    assert [member.num_gpus for member in attempt(cluster, wait_s, []).members] == [0.501, 0.499]
+def test_a_joined_cluster_with_too_few_devices_is_refused_and_gpus_are_shared() -> None:
+    assert len(planned(2).members) == 2
+    with pytest.raises(LaunchError, match="needs 2 CPUs and the Ray cluster has 1"):
+        planned(1)
+    with pytest.raises(LaunchError, match="needs 2 GPUs and the cluster has 0"):
+        planned(2, drafting={"gpus": 2})
+    assert [member.num_gpus for member in planned(0, gpus=1).members] == [0.501, 0.499]
 
 
 def test_auto_counts_the_cpus_of_all_nodes() -> None:
-    cluster = Growing()
-    cluster.looks = 16
-    assert len(attempt(cluster, 0, [], verifiers="auto").members) == 16
+    assert len(planned(16, verifiers="auto").members) == 16

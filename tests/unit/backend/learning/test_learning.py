@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 from backend.config import Settings
 from backend.config.settings import DraftingSettings
 from backend.drafter import learner as learner_module
-from backend.drafter.learner import Learner
+from backend.drafter.learner import Learner, ring_of
 from backend.drafter.process import DrafterModel, DrafterProcess, build_proposer
 from backend.drafter.proposer import DraftRequest, Until
 from backend.learning import trainer as trainer_module
@@ -235,8 +235,7 @@ def test_a_trainer_keeps_what_it_learned_when_the_target_has_other_weights(start
 
 @contextmanager
 def learner(start: str, directory: Path, swap: Any = lambda head: None, learning: str = "always") -> Iterator[Learner]:
-    settings = DraftingSettings(ring_dir=str(directory / "rings"), learning=learning)
-    made = Learner(directory / "drafter-0", str(TARGET_DIR), start, settings, swap)
+    made = Learner(directory / "drafter-0", str(TARGET_DIR), start, DraftingSettings(learning=learning), swap)
     try:
         yield made
     finally:
@@ -251,8 +250,9 @@ def test_a_learners_ring_has_room_for_a_comparison_however_wide_rows_are(
     with learner(start, tmp_path) as own:
         for _ in range(200):
             own._writer._queue.put(replay)
-    assert own.stats().sequences == 200
-    assert sum(map(is_held_out, ReplayRing(tmp_path / "rings" / "drafter-0", 0).numbers())) >= FEWEST
+        wait_for(lambda: own.stats().sequences == 200)
+        assert sum(map(is_held_out, ReplayRing(ring_of(tmp_path / "drafter-0"), 0).numbers())) >= FEWEST
+    assert not ring_of(tmp_path / "drafter-0").exists()
 
 
 def in_place_of_trainers(monkeypatch: pytest.MonkeyPatch, *said: list[News]) -> list[subprocess.Popen[bytes]]:
@@ -295,7 +295,7 @@ def test_steps_are_counted_from_each_trainers_first_report(start: str, tmp_path:
 def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started = in_place_of_trainers(monkeypatch)
     model = DrafterModel(str(TARGET_DIR), start, start, str(tmp_path))
-    settings = DraftingSettings(gpus=0, cache_tokens=512, ring_dir=str(tmp_path / "rings"))
+    settings = DraftingSettings(gpus=0, cache_tokens=512)
     process = DrafterProcess("drafter-0", model, settings, f"ipc://{tmp_path}/d.sock")
     process.start()
     try:

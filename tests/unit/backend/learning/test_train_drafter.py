@@ -60,7 +60,7 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path, row: dict[str, object])
         ([], "--data"),
         (["--minutes", "0"], "--minutes"),
         (["--data", "gone.jsonl"], r"gone\.jsonl: cannot be read"),
-        (["--drafting-ring-dir", "/x"], "--drafting-ring-dir: is not for this command"),
+        (["--drafting-learning-dir", "/x"], "--drafting-learning-dir: is not for this command"),
     ],
 )
 def test_what_is_wrong_is_told_before_anything_starts(tmp_path: Path, arguments: list[str], message: str) -> None:
@@ -121,7 +121,6 @@ def test_a_given_head_goes_on_learning_and_any_other_model_gets_a_new_one(tmp_pa
         "verifier_cores": 2,
         "drafter": "grow",
         "drafting_learning_dir": str(tmp_path),
-        "drafting_ring_dir": str(tmp_path / "ring"),
         "gateway_state_dir": "none",
     }
     given = fleet_settings(load(["--drafter", "/head"]), tmp_path)
@@ -132,7 +131,7 @@ def test_settings_of_a_fleet_that_serves_reach_the_training_fleet_only_as_far_as
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "fleet.yaml"
-    config.write_text("mode: auto\nverifiers: 2\ngateway: {api_key: secret, port: 443, uds: /run/x, chat_template: t}\n")
+    config.write_text("mode: auto\nverifiers: 2\ngateway: {api_key: secret, port: 443, chat_template: t}\n")
     monkeypatch.setenv("OUTRIDER_CONFIG", str(config))
     monkeypatch.setenv("OUTRIDER_DRAFTERS", "3")
     monkeypatch.setenv("OUTRIDER_GATEWAY__ADMIN_KEY", "secret")
@@ -143,7 +142,7 @@ def test_settings_of_a_fleet_that_serves_reach_the_training_fleet_only_as_far_as
     started = train.call_args.args[1]
     assert started.items() >= {"mode": "sync", "drafters": 1, "verifiers": 2, "gateway_chat_template": "t"}.items()
     assert "secret" not in repr(started)
-    assert not {"gateway_port", "gateway_uds"} & started.keys()
+    assert "gateway_port" not in started
     assert not outrider_variables(), "the fleet inherits them"
     monkeypatch.setenv("OUTRIDER_DRAFTING__LEARNING", "on")
     with pytest.raises(ConfigError, match="OUTRIDER_DRAFTING__LEARNING: is not for this command"):

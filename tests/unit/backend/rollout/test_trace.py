@@ -24,7 +24,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def front() -> OfflineProcessor:
-    return OfflineProcessor(Settings(verifier={"max_model_len": 64}), str(TARGET_DIR))
+    return OfflineProcessor(Settings(verifier={"engine_args": {"max_model_len": 64}}), str(TARGET_DIR))
 
 
 @pytest.fixture

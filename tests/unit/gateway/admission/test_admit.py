@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 from starlette.requests import Request
 
 from gateway.admission.admit import admit
@@ -12,11 +13,11 @@ from gateway.auth.quotas import Quotas
 from tests.support.refused import refused
 
 
-def admitted(claim: Claim, asked: dict[str, Any], size: int = 400) -> Claim:
+def admitted(claim: Claim, asked: dict[str, Any], size: int = 400, max_in_flight: int = 1) -> Claim:
     gateway = SimpleNamespace(
         services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo"), pooling=SimpleNamespace(is_model=False)),
         quotas=Quotas("", None),
-        settings=SimpleNamespace(gateway=SimpleNamespace(queue_wait_s=60.0, max_sequences=64)),
+        settings=SimpleNamespace(gateway=SimpleNamespace(queue_wait_s=60.0, max_in_flight=max_in_flight)),
         client=SimpleNamespace(model_config=SimpleNamespace(max_model_len=256), core=SimpleNamespace(response_tokens=32.0)),
     )
     state = {"caller": claim.caller, "claim": claim, "body": bytes(size)}
@@ -37,7 +38,9 @@ def test_one_who_has_time_keeps_it():
     assert admitted(Claim(priority=Priority.BATCH, wait_s=None), {}).wait_s is None
 
 
-def test_sequences_are_bounded():
+@pytest.mark.parametrize(("most", "max_in_flight"), [(64, 1), (1, 128)])
+def test_sequences_are_bounded(most, max_in_flight, monkeypatch):
+    monkeypatch.setattr("gateway.admission.admit.MAX_SEQUENCES", most)
     chat = [{"role": "user", "content": "x"}]
     for fits in (
         {"prompt": ["a"] * 8, "n": 8},
@@ -45,12 +48,12 @@ def test_sequences_are_bounded():
         {"messages": chat * 65, "n": 64},
         {"prompt": "a" * 65},
     ):
-        admitted(Claim(), fits)
+        admitted(Claim(), fits, max_in_flight=max_in_flight)
     for many, param in (
         ({"prompt": ["a"] * 8, "n": 9}, "n"),
         ({"prompt": ["a"] * 33, "n": 2}, "prompt"),
         ({"messages": [chat] * 65}, "messages"),
     ):
-        error = refused(admitted, Claim(), many)
+        error = refused(admitted, Claim(), many, max_in_flight=max_in_flight)
         assert error.param == param
-        assert "setting `gateway" in error.message
+        assert "more than 64 sequences" in error.message

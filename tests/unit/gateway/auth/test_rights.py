@@ -124,7 +124,6 @@ class Walk:
             ring=KeyRing(),
             quotas=Quotas("", None),
             tracing=None,
-            max_body_bytes=1024,
             arriving_bytes=0,
         )
         self._app = build_app(cast(Gateway, self.gateway))

@@ -24,7 +24,7 @@ from backend.models.resolve import ResolvedModels
 from gateway.auth.key_ring import read_entries
 from gateway.cli import console
 from gateway.cli import main as cli
-from gateway.cli.preflight import here, url_of
+from gateway.cli.preflight import here
 
 DEMO = ResolvedModels("/t", "/d", "eagle", "demo")
 
@@ -205,10 +205,9 @@ def test_a_further_gateway_needs_the_keys_that_its_fleet_has(
     assert (f"served with {refused}:" if refused else "keys are right") in capsys.readouterr().err
 
 
-def test_a_gateway_is_found_at_a_socket_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_may_be_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/me")
-    settings = Settings.model_validate({"gateway": {"uds": "~/a.sock", "tls_cert": "~/a.pem"}}).gateway
-    assert (url_of(settings), settings.tls_cert) == ("unix:/home/me/a.sock", "/home/me/a.pem")
+    assert Settings.model_validate({"gateway": {"tls_cert": "~/a.pem"}}).gateway.tls_cert == "/home/me/a.pem"
 
 
 def test_fleets_are_found_by_namespace_or_pid(runtime: Path) -> None:
