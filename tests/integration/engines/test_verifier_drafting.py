@@ -37,7 +37,10 @@ def test_garbage_and_silence_change_nothing(directory: Path, plain: Verifier) ->
     limits = {"max_num_seqs": 8, "engine_args": {"max_num_batched_tokens": 64}}
     settings = {"mode": "sync", "num_speculative_tokens": 4, "verifier": limits}
     address = f"ipc://{directory}/d{os.urandom(3).hex()}.sock"
-    with Verifier(directory, settings, deadline_s=0.3) as verifier, ScriptedDrafter(address, lambda tokens, k: [3] * k) as drafter:
+    with (
+        Verifier(directory, settings, deadline_s=0.3) as verifier,
+        ScriptedDrafter(address, lambda tokens, k: [3] * k) as drafter,
+    ):
         verifier.set_drafters(drafter.ref)
         verifier.client.run_until(lambda: drafter.is_listened_to)
         while not drafter.answers:
