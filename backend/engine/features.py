@@ -15,7 +15,7 @@ has forgotten are opened again.
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -36,8 +36,7 @@ HANDOVER_ROWS = 8192
 class FeatureShipper:
     """The `features` sockets to all drafters, and the rows that go there."""
 
-    features_needed: bool = True
-    """Whether drafters need the rows now, not later."""
+    features_of: Collection[str] | None = None
     asks: Mapping[str, tuple[int, float]] = {}
     chance_weights: Mapping[str, list[list[float]]] = {}
     """See `StepOrders`."""
@@ -108,17 +107,22 @@ class FeatureShipper:
         self._logs.add(step, layers)
 
     def ship(self, step: StepRows, layers: Sequence[torch.Tensor] | None) -> None:
-        """Logs a step's rows and sends each drafter what it lacks of these requests, or waits if drafters are in no hurry.
+        """Logs a step's rows and sends each drafter what it lacks of the requests in `features_of`.
 
+        Others are sent what they lack once the logs are half full, before `RowLogs.trim` drops any of it.
         `layers`: each `[num_tokens, width]`; side by side they are the features before `fc`.  None: drafters need no features.
         """
         fresh: dict[str, int] | None = None
+        of = self.features_of
+        is_needed = of is None or bool(of)
         if layers is not None:
             self._logs.add(step, layers)
-            if not self.features_needed and self._logs.waiting < MOST_WAITING:
+            if not is_needed and self._logs.waiting < MOST_WAITING:
                 return
-            fresh = self._logs.settle(self._projection_of, 0 if self.features_needed else MOST_WAITING - AT_ONCE)
-        drafters = [self._drafter_of(request_id) for request_id in step.request_ids]
+            fresh = self._logs.settle(self._projection_of, 0 if is_needed else MOST_WAITING - AT_ONCE)
+            if self._logs.held > self._handover_bytes // 2:
+                of = None
+        drafters = [self._drafter_of(each) if of is None or each in of else None for each in step.request_ids]
         for drafter_id, link in self._links.items():
             link.receive_answers()
             places = [i for i, chosen in enumerate(drafters) if chosen == drafter_id]
