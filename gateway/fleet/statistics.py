@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -154,15 +154,10 @@ class SpeculationOptions:
             body["outrider"] = {"choices": [each.body(index, mode) for index, each in sorted(self.statistics.items())]}
         return body
 
-    async def add_to_stream(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """A stream's chunks, with the statistics in that with the usage."""
-        try:
-            async for chunk in chunks:
-                if not any(last in chunk for last in _LAST):
-                    yield chunk
-                    continue
-                name, _, data = chunk.partition("data: ")
-                body = await self.add_to(json.loads(data))
-                yield f"{name}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
-        finally:
-            await chunks.aclose()
+    async def add_to_chunk(self, chunk: str) -> str:
+        """A stream's chunk; that with the usage gets the statistics."""
+        if not any(last in chunk for last in _LAST):
+            return chunk
+        name, _, data = chunk.partition("data: ")
+        body = await self.add_to(json.loads(data))
+        return f"{name}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
