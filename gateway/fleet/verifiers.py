@@ -54,7 +54,6 @@ class Verifiers(LinkListener):
         self.pauses = Pauses()
         self.standing: set[str] = set()
         """Incarnations of verifiers that were paused from here, and whose pause was not ended from here."""
-        self.first_ready = asyncio.Event()
         self.on_welcome: Callable[[VerifierLink], None] = lambda link: None
         self._wire = wire
         self._poller: asyncio.Task[None] | None = None
@@ -181,7 +180,6 @@ class Verifiers(LinkListener):
             link.call("wake_up").add_done_callback(_tell_of_failure)
         self.weights.compare(link)
         self.on_welcome(link)
-        self.first_ready.set()
         self._tell_arrival()
 
     def on_lost(self, link: VerifierLink, loss: Loss) -> None:
