@@ -117,8 +117,6 @@ class SpeculationOptions:
     stats: bool
     mode: str
     """The fleet's mode."""
-    choices: int = 1
-    """Choices of each prompt (`n`)."""
     statistics: dict[int, SequenceStatistics] = field(default_factory=dict)
 
     def follow(self, record: InFlight) -> None:
@@ -128,9 +126,9 @@ class SpeculationOptions:
 
     def _index(self, record: InFlight) -> int:
         """The index of a sequence's choice.  vLLM's ids begin with the choice's number, and may end with the prompt's."""
-        request_id, prompt = record.request.request_id, record.request.external_req_id or ""
-        choice = int(request_id.partition("_")[0]) if self.choices > 1 else 0
-        return (int(prompt.rpartition("-")[2]) * self.choices if prompt.startswith("cmpl-") else 0) + choice
+        request_id, prompt, choices = record.request.request_id, record.request.external_req_id or "", record.claim.choices
+        choice = int(request_id.partition("_")[0]) if choices > 1 else 0
+        return (int(prompt.rpartition("-")[2]) * choices if prompt.startswith("cmpl-") else 0) + choice
 
     async def add_to(self, body: dict[str, Any]) -> dict[str, Any]:
         """Waits for accounts, then puts the statistics into an answer or a stream's last chunk."""

@@ -70,10 +70,7 @@ async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tupl
     """The body as `model`, and its options for speculation."""
     data = await read_json(request)
     speculation = await read_options(gateway, request, data)
-    body = parse(model, only_allowed(with_usage(data, speculation)), GENERATING)
-    if speculation is not None:
-        speculation.choices = getattr(body, "n", None) or 1
-    return body, speculation
+    return parse(model, only_allowed(with_usage(data, speculation)), GENERATING), speculation
 
 
 async def respond(
