@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from gateway.http.errors import BadRequest
+from gateway.http.sse import event
 
 CLIENTS = ("function", "custom", "namespace")
 """Kinds of tools that clients run themselves; tools of other kinds would run on the server."""
@@ -77,9 +78,5 @@ async def ended_apart(chunk: str) -> str:
         return chunk
     last = json.loads(chunk.removeprefix("data: "))
     choices = last["choices"]
-    calls = _written({**last, "choices": [{**each, "finish_reason": None} for each in choices]})
-    return calls + _written({**last, "choices": [{**each, "delta": {}, "logprobs": None} for each in choices]})
-
-
-def _written(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+    calls = event({**last, "choices": [{**each, "finish_reason": None} for each in choices]})
+    return (calls + event({**last, "choices": [{**each, "delta": {}, "logprobs": None} for each in choices]})).decode()
