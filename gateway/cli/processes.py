@@ -105,6 +105,7 @@ def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peer
 
         def command(number: int, port: int) -> list[str]:
             address, namespace = cluster_address()
+            # It drains when this process has ended.
             own = [sys.executable, "-m", "outrider.child", str(os.getpid()), GATEWAY_PROCESS, folder, str(number), str(port)]
             return [*own, *arguments, "--ray-address", address, "--ray-namespace", namespace]
 
