@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 1.0
-LOOK_S = 0.1
 BACKOFF_S = (0.5, 30.0)
 """Seconds before a process that died is started again: first and longest wait."""
 LIVED_S = 60.0
@@ -114,10 +113,6 @@ class Peers:
         """Whether all other processes could serve a request now."""
         answers = await self._ask("ready", timeout_s=READY_TIMEOUT_S)
         return len(answers) == len(self._others) and all(answers.values())
-
-    async def wait_ready(self) -> None:
-        while not await self.ready():
-            await asyncio.sleep(LOOK_S)
 
     async def metrics(self, gateway: Gateway) -> str:
         """Every process's metrics, labelled by process, and the fleet's metrics as the first process sees them.

@@ -4,22 +4,17 @@ A context variable carries the claim from the route through vLLM's pipeline to `
 own, and tasks inherit the context of the task that started them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from backend.wire.engine import RequestOptions
 from gateway.auth.caller import ANYBODY, Caller, Priority
-
-if TYPE_CHECKING:
-    from gateway.auth.quotas import Quotas
-    from gateway.fleet.statistics import SpeculationOptions
+from gateway.auth.quotas import Quotas
+from gateway.fleet.statistics import SpeculationOptions
 
 
 @dataclass(eq=False, slots=True)

@@ -14,8 +14,6 @@ LONGEST_MEMORY_S = 30.0
 """Seconds after which a grant no longer counts for the measured rate."""
 GRANTS = 64
 """Most grants that count for the measured rate."""
-KEPT_FLOWS = 256
-"""With more flows, those that do not differ from new ones are forgotten."""
 
 
 @dataclass(eq=False, slots=True)
@@ -164,11 +162,8 @@ class FairQueue(Generic[ItemT]):
         return flow
 
     def _serve(self, item: Item) -> None:
-        """Advances the clock to a request that is served, and forgets flows that it has overtaken."""
+        """Advances the clock to a request that is served."""
         self._clocks[item.priority] = max(self._clocks[item.priority], item.start)
-        if len(self._flows) > KEPT_FLOWS:
-            flows = self._flows.items()
-            self._flows = {key: flow for key, flow in flows if flow.items or flow.finish > self._clocks[key[0]]}
 
     def _take_out(self, item: ItemT) -> None:
         flow = self._flows[item.priority, item.flow]

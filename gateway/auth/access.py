@@ -5,13 +5,10 @@ The route that was found decides who may call it, so no spelling of a path can e
 `scope["state"]["claim"]` (`gateway.admission.claim`).  The routes fill in the claim.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from contextlib import closing
 from functools import partial
-from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 from fastapi import FastAPI
@@ -26,9 +23,7 @@ from gateway.auth.rights import Right, right_of
 from gateway.http.errors import Forbidden, TooManyRequests, Unauthorized
 from gateway.http.guard import MAX_ARRIVING_BYTES, MAX_BODY_BYTES, host_of, is_local_origin, is_loopback, read_body
 from gateway.requests.body import TENSORS, media_type
-
-if TYPE_CHECKING:
-    from gateway.state import Gateway
+from gateway.state import Gateway
 
 audit = logging.getLogger("outrider.audit")
 

@@ -9,11 +9,9 @@ In between they may together admit too much.  The excess stays in the bucket, an
 """
 
 import math
-from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from gateway.auth.caller import KeyLimits
 from gateway.http.errors import RateLimited
 
 MINUTE_S = 60.0
@@ -73,42 +71,15 @@ class Bucket:
         return [(f"x-ratelimit-{what}-{self.kind}".encode(), value.encode()) for what, value in values.items()]
 
 
-@dataclass(slots=True)
-class KeyAccount:
-    """What one key has used, here and at other gateways."""
+class Buckets(dict[tuple[str, Kind], Bucket]):
+    """One gateway's buckets, by the names of keys and what they limit."""
 
-    requests: Bucket = field(default_factory=lambda: Bucket("requests"))
-    tokens: Bucket = field(default_factory=lambda: Bucket("tokens"))
-    concurrent: int | None = None
-    """Limit on requests at a time."""
-    open: int = 0
-    """Requests being served here."""
-    open_elsewhere: int = 0
-
-    def limit(self, limits: KeyLimits) -> None:
-        """Puts the key's present limits in force."""
-        self.requests.limit, self.tokens.limit = limits.requests_per_minute, limits.tokens_per_minute
-        self.concurrent = limits.concurrent_requests
-
-    def begin(self, now: float) -> None:
-        """Counts one more request; `end` ends it.  Raises `RateLimited`."""
-        if self.concurrent is not None and self.open + self.open_elsewhere >= self.concurrent:
-            message = f"This key's limit on concurrent requests is {self.concurrent}. Try again when one has ended."
-            raise RateLimited(message)
-        self.requests.spend(1, now)
-        self.open += 1
-
-    def end(self, now: float, *, refused: bool = False) -> None:
-        """Ends a request; one that was refused after `begin` does not count."""
-        self.open -= 1
-        if refused:
-            self.requests.add(-1, now)
+    def __missing__(self, key: tuple[str, Kind]) -> Bucket:
+        bucket = self[key] = Bucket(key[1])
+        return bucket
 
 
 # Several gateways
-
-Accounts = defaultdict[str, KeyAccount]
-"""The accounts of one gateway, by the names of keys."""
 
 
 class Use(NamedTuple):
@@ -129,26 +100,21 @@ class SharedUse(NamedTuple):
     age_s: float
 
 
-def take(accounts: Accounts) -> list[Use]:
+def take(buckets: Buckets) -> list[Use]:
     """What was used here since the last exchange."""
-    buckets = ((name, bucket) for name, account in accounts.items() for bucket in (account.requests, account.tokens))
-    return [Use(name, each.kind, each.since, each.limit) for name, each in buckets if each.since and each.limit is not None]
+    used = ((name, kind, each.since, each.limit) for (name, kind), each in buckets.items() if each.since)
+    return [Use(name, kind, amount, limit) for name, kind, amount, limit in used if limit is not None]
 
 
-def absorb(accounts: Accounts, uses: list[Use], shared: list[SharedUse], now: float) -> None:
+def absorb(buckets: Buckets, uses: list[Use], shared: list[SharedUse], now: float) -> None:
     """Takes over the use of all gateways, with these `uses` of this one's, and adds what was used here since `take`."""
     for use in uses:
-        _bucket(accounts, use).since -= use.amount
+        buckets[use.name, use.kind].since -= use.amount
     for theirs in shared:
-        bucket = _bucket(accounts, theirs)
+        bucket = buckets[theirs.name, theirs.kind]
         bucket.used, bucket.at = theirs.used, now - theirs.age_s
         here, bucket.since = bucket.since, 0.0
         bucket.add(here, now)
-
-
-def _bucket(accounts: Accounts, use: Use | SharedUse) -> Bucket:
-    account = accounts[use.name]
-    return account.requests if use.kind == "requests" else account.tokens
 
 
 def duration(seconds: float) -> str:

@@ -8,11 +8,12 @@ import contextlib
 import logging
 import sqlite3
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from gateway.auth.caller import Caller
-from gateway.auth.quota import Accounts, Bucket, KeyAccount, SharedUse, Use, absorb, take
+from gateway.auth.quota import Bucket, Buckets, Kind, SharedUse, Use, absorb, take
 from gateway.http.errors import RateLimited
 from gateway.storage.sqlite import Database, exclusive
 
@@ -63,7 +64,10 @@ class Quotas:
     def __init__(self, gateway_id: str, store: SharedCounters | None) -> None:
         self._gateway_id = gateway_id
         self._store = store
-        self._accounts = Accounts(KeyAccount)
+        self._buckets = Buckets()
+        self._open: Counter[str] = Counter()
+        """Requests being served here, by the names of keys."""
+        self._open_elsewhere: dict[str, int] = {}
         self._exchanged_at = 0.0
         """When (the store's time): what was used before is known here."""
         self._task: asyncio.Task[None] | None = None
@@ -90,32 +94,37 @@ class Quotas:
 
         Raises `RateLimited`.
         """
-        account, refused = self._account(caller), False
-        account.begin(time.monotonic())
+        name, most = caller.name, caller.limits.concurrent_requests
+        if most is not None and self._open[name] + self._open_elsewhere.get(name, 0) >= most:
+            raise RateLimited(f"This key's limit on concurrent requests is {most}. Try again when one has ended.")
+        requests = self._bucket(caller, "requests")
+        requests.spend(1, time.monotonic())
+        self._open[name] += 1
         try:
             yield
         except RateLimited:
-            refused = True
+            requests.add(-1, time.monotonic())
             raise
         finally:
-            account.end(time.monotonic(), refused=refused)
+            self._open[name] -= 1
 
     def spend(self, caller: Caller, tokens: int) -> None:
         """Counts the tokens that a request will probably use.  Raises `RateLimited`."""
-        self._account(caller).tokens.spend(tokens, time.monotonic())
+        self._bucket(caller, "tokens").spend(tokens, time.monotonic())
 
     def correct(self, caller: Caller, tokens: int) -> None:
         """Counts tokens that a request used beyond its estimate; negative: gives tokens back."""
-        self._account(caller).tokens.add(tokens, time.monotonic())
+        self._bucket(caller, "tokens").add(tokens, time.monotonic())
 
     def headers(self, caller: Caller) -> list[tuple[bytes, bytes]]:
-        account, now = self._account(caller), time.monotonic()
-        return account.requests.headers(now) + account.tokens.headers(now)
+        now = time.monotonic()
+        return self._bucket(caller, "requests").headers(now) + self._bucket(caller, "tokens").headers(now)
 
-    def _account(self, caller: Caller) -> KeyAccount:
-        account = self._accounts[caller.name]
-        account.limit(caller.limits)
-        return account
+    def _bucket(self, caller: Caller, kind: Kind) -> Bucket:
+        """A key's bucket, with the key's present limit."""
+        bucket, limits = self._buckets[caller.name, kind], caller.limits
+        bucket.limit = limits.requests_per_minute if kind == "requests" else limits.tokens_per_minute
+        return bucket
 
     async def _exchange_forever(self, store: SharedCounters) -> None:
         while not self._closing.is_set():
@@ -125,10 +134,9 @@ class Quotas:
         await self._exchange(store)
 
     async def _exchange(self, store: SharedCounters) -> None:
-        uses = take(self._accounts)
-        counted = {name: each.open for name, each in self._accounts.items() if each.open and each.concurrent is not None}
+        uses = take(self._buckets)
         try:
-            at, shared, elsewhere = await store.sync_usage(self._gateway_id, uses, counted, self._exchanged_at)
+            at, shared, elsewhere = await store.sync_usage(self._gateway_id, uses, +self._open, self._exchanged_at)
         except sqlite3.Error as error:
             if not self._failing:
                 what = "quotas are not shared for now, every gateway counts for itself: the file of shared quotas: %s"
@@ -137,7 +145,5 @@ class Quotas:
             return
         if self._failing:
             logger.info("quotas are shared again")
-        self._failing, self._exchanged_at = False, at
-        absorb(self._accounts, uses, shared, time.monotonic())
-        for name in self._accounts.keys() | elsewhere.keys():
-            self._accounts[name].open_elsewhere = elsewhere.get(name, 0)
+        self._failing, self._exchanged_at, self._open_elsewhere = False, at, elsewhere
+        absorb(self._buckets, uses, shared, time.monotonic())

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,7 +105,8 @@ def further_processes(settings: Settings, arguments: list[str]) -> Iterator[Peer
 
         def command(number: int, port: int) -> list[str]:
             address, namespace = cluster_address()
-            own = [sys.executable, "-m", "gateway.cli", GATEWAY_PROCESS, folder, str(number), str(port)]
+            # It drains when this process has ended.
+            own = [sys.executable, "-m", "outrider.child", str(os.getpid()), GATEWAY_PROCESS, folder, str(number), str(port)]
             return [*own, *arguments, "--ray-address", address, "--ray-namespace", namespace]
 
         yield Peers(Path(folder), 0, count, command=command)
@@ -121,15 +120,8 @@ def gateway_process(arguments: list[str]) -> None:
     folder, number, port, *rest = arguments
     loaded = sources.load(rest, GATEWAY_PROCESS)
     configure_logging(loaded.settings.log_level, loaded.settings.log_format)
-    threading.Thread(target=_end_with_input, name="first process", daemon=True).start()
     with joined_fleet(loaded) as (settings, info, coordinator):
         from gateway.peers import Peers
 
         peers = Peers(Path(folder), int(number), settings.gateway.processes, port=int(port))
         run_gateway(settings, info, coordinator, None, rest, peers)
-
-
-def _end_with_input() -> None:
-    """Drains this process when its input closes, because its parent has ended."""
-    sys.stdin.buffer.read()
-    os.kill(os.getpid(), signal.SIGTERM)

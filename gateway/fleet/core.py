@@ -29,7 +29,7 @@ from gateway.admission.claim import current_claim
 from gateway.admission.gate import Gate
 from gateway.admission.room import Rooms
 from gateway.fleet.directory import Directory
-from gateway.fleet.engine_link import Loss, VerifierLink
+from gateway.fleet.engine_link import Cause, VerifierLink
 from gateway.fleet.sequences import Cut, InFlight, Sequences
 from gateway.fleet.statistics import AwaitedAccounts
 from gateway.fleet.verifiers import Verifiers
@@ -141,8 +141,8 @@ class FleetCore(Verifiers, EngineCoreClient):
         self._accounts.lost(link)
         self._fail_over(self.sequences.at(link), "forgotten")
 
-    def on_lost(self, link: VerifierLink, loss: Loss) -> None:
-        super().on_lost(link, loss)
+    def on_lost(self, link: VerifierLink, cause: Cause, died: bool) -> None:
+        super().on_lost(link, cause, died)
         self._accounts.lost(link)
         if link.member.id not in self.links:
             self.choosing.gone(link.member.id)
@@ -150,9 +150,9 @@ class FleetCore(Verifiers, EngineCoreClient):
         orphans = self.sequences.at(link)
         level = logging.WARNING if orphans else logging.INFO
         what = f"; its {len(orphans)} sequences go on at another, or wait for one" if orphans else ""
-        logger.log(level, "verifier %s gone (%s)%s", link.member.id, loss.cause, what)
+        logger.log(level, "verifier %s gone (%s)%s", link.member.id, cause, what)
         self._orphans[link.member.id] = link.member.incarnation, [record.place_id for record in orphans]
-        self._fail_over(orphans, loss.cause, died=loss.blames_verifier)
+        self._fail_over(orphans, cause, died)
 
     def _take(self, link: VerifierLink, output: EngineCoreOutput, now: float) -> bool:
         """Records one output in its sequence.  False if it is out of date or must not reach the client."""

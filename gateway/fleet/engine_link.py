@@ -10,7 +10,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -33,22 +32,8 @@ STALL_S = 2 * PING_INTERVAL_S
 EXCUSE_S = 5 * PING_INTERVAL_S
 """Seconds after such a stall in which a lost connection is not blamed on the verifier."""
 LinkState = Literal["connecting", "ready", "lost"]
-
-
-@dataclass(frozen=True)
-class Loss:
-    """Why a link has ended."""
-
-    cause: str
-    """One word for metrics: `disconnected`, `silent`, `declared_lost`, `restarted`, `incompatible` or `closed`."""
-    blames_verifier: bool
-    """Whether the verifier has probably died or hangs."""
-
-
-CLOSED = Loss("closed", False)
-INCOMPATIBLE = Loss("incompatible", False)
-DECLARED_LOST = Loss("declared_lost", True)
-RESTARTED = Loss("restarted", True)
+Cause = Literal["disconnected", "silent", "declared_lost", "restarted", "incompatible", "closed"]
+"""Why a link has ended; a word for metrics."""
 
 
 class UtilityError(Exception):
@@ -86,7 +71,9 @@ class LinkListener(Protocol):
         """The verifier lives but has forgotten this gateway.  This gateway's sequences there have ended."""
         ...
 
-    def on_lost(self, link: VerifierLink, loss: Loss) -> None: ...
+    def on_lost(self, link: VerifierLink, cause: Cause, died: bool) -> None:
+        """The link has ended; `died`: the verifier has probably died or hangs."""
+        ...
 
 
 class VerifierLink:
@@ -160,7 +147,7 @@ class VerifierLink:
         """Whether the link is ready and has received something in the last `within_s` seconds."""
         return self.state == "ready" and time.monotonic() - self._heard_at <= within_s
 
-    def close(self, loss: Loss = CLOSED) -> None:
+    def close(self, cause: Cause = "closed", *, died: bool = False) -> None:
         """Ends the connection and tells the listener why.  A second call has no effect."""
         if self.state == "lost":
             return
@@ -171,7 +158,7 @@ class VerifierLink:
                 task.cancel()
         self._dealer.close()
         self._drop_calls(VerifierGone)
-        self._listener.on_lost(self, loss)
+        self._listener.on_lost(self, cause, died)
 
     def _drop_calls(self, error: type[UtilityError]) -> None:
         for future in self._calls.values():
@@ -186,7 +173,7 @@ class VerifierLink:
                 self._handle(frames)
             except (msgspec.DecodeError, msgspec.ValidationError, IndexError, UnicodeError) as error:
                 logger.warning("verifier %s sent what we cannot read: %s", self.member.id, type(error).__name__)
-                self.close(INCOMPATIBLE)
+                self.close("incompatible")
 
     def _handle(self, frames: list[bytes]) -> None:
         heard = self._speech.hear(frames)
@@ -211,7 +198,7 @@ class VerifierLink:
 
     def _welcomed(self, welcome: EngineWelcome) -> None:
         if welcome.version != ENGINE_WIRE_VERSION or welcome.incarnation != self.member.incarnation:
-            self.close(INCOMPATIBLE)
+            self.close("incompatible")
         elif self.state == "connecting":
             self.welcome = welcome
             self.state = "ready"
@@ -223,7 +210,7 @@ class VerifierLink:
             logger.error("verifier %s could not read a message", self.member.id)
         elif refusal.reason == "incompatible":
             logger.error("verifier %s refused us: %s", self.member.id, refusal.message)
-            self.close(INCOMPATIBLE)
+            self.close("incompatible")
         elif self.state == "ready":
             # The verifier has dropped this gateway, or was restarted behind the same address.  More refusals may follow.
             self.state = "connecting"
@@ -264,7 +251,7 @@ class VerifierLink:
             self._awake_at = now
             paused = self.stats is not None and self.stats.paused
             if self.state == "ready" and not paused and now - self._heard_at > self._silence_limit_s:
-                self.close(Loss("silent", True))
+                self.close("silent", died=True)
 
     def _stalled(self, now: float) -> bool:
         """Whether this process was stopped or starved within `EXCUSE_S`."""
@@ -274,4 +261,4 @@ class VerifierLink:
 
     async def _watch(self) -> None:
         await self._dealer.disconnected()
-        self.close(Loss("disconnected", not self._stalled(time.monotonic())))
+        self.close("disconnected", died=not self._stalled(time.monotonic()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -117,8 +117,6 @@ class SpeculationOptions:
     stats: bool
     mode: str
     """The fleet's mode."""
-    choices: int = 1
-    """Choices of each prompt (`n`)."""
     statistics: dict[int, SequenceStatistics] = field(default_factory=dict)
 
     def follow(self, record: InFlight) -> None:
@@ -128,9 +126,9 @@ class SpeculationOptions:
 
     def _index(self, record: InFlight) -> int:
         """The index of a sequence's choice.  vLLM's ids begin with the choice's number, and may end with the prompt's."""
-        request_id, prompt = record.request.request_id, record.request.external_req_id or ""
-        choice = int(request_id.partition("_")[0]) if self.choices > 1 else 0
-        return (int(prompt.rpartition("-")[2]) * self.choices if prompt.startswith("cmpl-") else 0) + choice
+        request_id, prompt, choices = record.request.request_id, record.request.external_req_id or "", record.claim.choices
+        choice = int(request_id.partition("_")[0]) if choices > 1 else 0
+        return (int(prompt.rpartition("-")[2]) * choices if prompt.startswith("cmpl-") else 0) + choice
 
     async def add_to(self, body: dict[str, Any]) -> dict[str, Any]:
         """Waits for accounts, then puts the statistics into an answer or a stream's last chunk."""
@@ -154,15 +152,10 @@ class SpeculationOptions:
             body["outrider"] = {"choices": [each.body(index, mode) for index, each in sorted(self.statistics.items())]}
         return body
 
-    async def add_to_stream(self, chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-        """A stream's chunks, with the statistics in that with the usage."""
-        try:
-            async for chunk in chunks:
-                if not any(last in chunk for last in _LAST):
-                    yield chunk
-                    continue
-                name, _, data = chunk.partition("data: ")
-                body = await self.add_to(json.loads(data))
-                yield f"{name}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
-        finally:
-            await chunks.aclose()
+    async def add_to_chunk(self, chunk: str) -> str:
+        """A stream's chunk; that with the usage gets the statistics."""
+        if not any(last in chunk for last in _LAST):
+            return chunk
+        name, _, data = chunk.partition("data: ")
+        body = await self.add_to(json.loads(data))
+        return f"{name}data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -16,7 +16,7 @@ from backend.fleet.speed import RESPONSE_TOKENS
 from backend.transport.sockets import Wire
 from backend.wire.engine import GATEWAY_LEASE_S
 from gateway.fleet.directory import Directory, follow
-from gateway.fleet.engine_link import DECLARED_LOST, RESTARTED, LinkListener, Loss, VerifierLink
+from gateway.fleet.engine_link import Cause, LinkListener, VerifierLink
 from gateway.fleet.pauses import Pauses
 from gateway.fleet.sequences import InFlight
 from gateway.fleet.weights import WeightsInForce
@@ -54,7 +54,6 @@ class Verifiers(LinkListener):
         self.pauses = Pauses()
         self.standing: set[str] = set()
         """Incarnations of verifiers that were paused from here, and whose pause was not ended from here."""
-        self.first_ready = asyncio.Event()
         self.on_welcome: Callable[[VerifierLink], None] = lambda link: None
         self._wire = wire
         self._poller: asyncio.Task[None] | None = None
@@ -139,11 +138,11 @@ class Verifiers(LinkListener):
         for member in members:
             current = self.links.get(member.id)
             if current is not None and member.incarnation != current.member.incarnation:
-                current.close(RESTARTED)
+                current.close("restarted", died=True)
             elif current is not None and member.state == "lost":
                 # A verifier that answers is not lost: only the connection between coordinator and verifier is broken.
                 if not self.is_fresh(current):
-                    current.close(DECLARED_LOST)
+                    current.close("declared_lost", died=True)
             elif current is not None:
                 current.member = member
             if member.id not in self.links and member.state == "ready":
@@ -181,10 +180,9 @@ class Verifiers(LinkListener):
             link.call("wake_up").add_done_callback(_tell_of_failure)
         self.weights.compare(link)
         self.on_welcome(link)
-        self.first_ready.set()
         self._tell_arrival()
 
-    def on_lost(self, link: VerifierLink, loss: Loss) -> None:
+    def on_lost(self, link: VerifierLink, cause: Cause, died: bool) -> None:
         self.weights.gone(link)
         if link.welcome is not None:
             self._served_at = time.monotonic()

@@ -187,8 +187,8 @@ class GatewayServer:
         while not self._server.started:
             await asyncio.sleep(LOOK_S)
         logger.info("listening on %s", self.url)
-        await self.gateway.client.core.first_ready.wait()
-        await self._peers.wait_ready()
+        while not (self.gateway.client.ready and await self._peers.ready()):
+            await asyncio.sleep(LOOK_S)
         if self._on_ready is not None:
             self._on_ready(self.url)
 

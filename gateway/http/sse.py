@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,6 +24,8 @@ from backend.engine.front.stream import PlainStream
 from gateway.http.errors import ApiError, from_vllm, translate
 
 T = TypeVar("T")
+Change = Callable[[str], Awaitable[str]]
+"""Makes one or more whole events of an event."""
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n"
 """A comment.  A blank line would end an event without data, at which some clients (openai-go) end the stream."""
@@ -85,14 +87,16 @@ async def _disconnect(request: Request) -> None:
 
 
 class Generated:
-    """Events from strings that vLLM's serving classes yield."""
+    """Events from strings that vLLM's serving classes yield; each passes through `changes`."""
 
-    def __init__(self, chunks: AsyncGenerator[str, None]) -> None:
-        self._chunks = chunks
+    def __init__(self, chunks: AsyncGenerator[str, None], changes: Sequence[Change] = ()) -> None:
+        self._chunks, self._changes = chunks, changes
 
     async def start(self, stream: EventStream) -> None:
         """Puts all events, and returns at the end."""
         async for chunk in self._chunks:
+            for change in self._changes:
+                chunk = await change(chunk)
             if chunk.startswith(_ERROR_PREFIX):
                 raise from_vllm(json.loads(chunk.removeprefix("data: "))["error"])
             stream.put(chunk.encode())

@@ -153,10 +153,10 @@ def _wrong_field(model: type[pydantic.BaseModel], kept: dict[str, Any]) -> str |
     return None
 
 
-def read_object(model: type[ModelT], value: Any, name: str) -> ModelT:
-    """The request's field `name` as a `model`.  Raises `ApiError`, which names it and the inner field."""
+def read_object(model: type[ModelT], value: Any, name: str) -> ModelT | None:
+    """The request's field `name` as a `model`; None without it.  Raises `ApiError`, which names it and the inner field."""
     try:
-        return model.model_validate(value)
+        return None if value is None else model.model_validate(value)
     except pydantic.ValidationError as error:
         raise from_pydantic(error, name) from None
 

@@ -1,10 +1,10 @@
 """What vLLM lacks of OpenAI's tool calling: kinds of tools, `allowed_tools`, grammars, the chunk that ends a call.  Pure."""
 
 import json
-from collections.abc import AsyncGenerator
 from typing import Any
 
 from gateway.http.errors import BadRequest
+from gateway.http.sse import event
 
 CLIENTS = ("function", "custom", "namespace")
 """Kinds of tools that clients run themselves; tools of other kinds would run on the server."""
@@ -69,23 +69,14 @@ def _name(tool: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-async def ended_apart(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
-    """Chat chunks, with `finish_reason` moved from a chunk with tool calls into a chunk of its own, as OpenAI sends it.
+async def ended_apart(chunk: str) -> str:
+    """A chat's chunk, with `finish_reason` moved from one with tool calls into a chunk of its own, as OpenAI sends it.
 
     OpenAI's clients consider the tool calls of earlier chunks complete when such a chunk comes.
     """
-    try:
-        async for chunk in chunks:
-            if '"finish_reason":"' not in chunk or '"tool_calls":[{' not in chunk:
-                yield chunk
-                continue
-            last = json.loads(chunk.removeprefix("data: "))
-            choices = last["choices"]
-            yield _written({**last, "choices": [{**each, "finish_reason": None} for each in choices]})
-            yield _written({**last, "choices": [{**each, "delta": {}, "logprobs": None} for each in choices]})
-    finally:
-        await chunks.aclose()
-
-
-def _written(chunk: dict[str, Any]) -> str:
-    return f"data: {json.dumps(chunk, separators=(',', ':'))}\n\n"
+    if '"finish_reason":"' not in chunk or '"tool_calls":[{' not in chunk:
+        return chunk
+    last = json.loads(chunk.removeprefix("data: "))
+    choices = last["choices"]
+    calls = event({**last, "choices": [{**each, "finish_reason": None} for each in choices]})
+    return (calls + event({**last, "choices": [{**each, "delta": {}, "logprobs": None} for each in choices]})).decode()

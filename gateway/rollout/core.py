@@ -23,7 +23,7 @@ from backend.wire.engine import PAUSED
 from gateway.admission.claim import Claim, enter_claim
 from gateway.fleet.core import FleetCore
 from gateway.fleet.directory import Directory
-from gateway.fleet.engine_link import CLOSED, Loss, VerifierLink
+from gateway.fleet.engine_link import Cause, VerifierLink
 from gateway.fleet.sequences import InFlight
 from gateway.metrics.gateway import GatewayMetrics
 
@@ -147,12 +147,12 @@ class RolloutCore(FleetCore):
                 self._drained.add(link.member.incarnation)
         self._drained -= {incarnation for incarnation, state in states.items() if state == "ready"}
 
-    def on_lost(self, link: VerifierLink, loss: Loss) -> None:
+    def on_lost(self, link: VerifierLink, cause: Cause, died: bool) -> None:
         self._answered(link)
-        if link.welcome is not None and loss is not CLOSED and link.member.incarnation not in self._drained:
+        if link.welcome is not None and cause != "closed" and link.member.incarnation not in self._drained:
             silent = f"was silent for {self.silence_limit_s:g} s"
-            self._note_death(link, silent if loss.cause == "silent" else "was lost", len(self.sequences.at(link)))
-        super().on_lost(link, loss)
+            self._note_death(link, silent if cause == "silent" else "was lost", len(self.sequences.at(link)))
+        super().on_lost(link, cause, died)
 
     def on_forgotten(self, link: VerifierLink) -> None:
         self._answered(link)

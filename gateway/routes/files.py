@@ -117,7 +117,8 @@ async def delete_file(request: Request, file_id: str) -> Response:
 
 def lifetime_of(after: Any, param: str) -> float:
     """Seconds that a file is kept, by the `expires_after` object in the field `param`.  Raises `BadRequest`."""
-    return FILE_LIFETIME_S if after is None else read_object(ExpiresAfter, after, param).seconds
+    read = read_object(ExpiresAfter, after, param)
+    return FILE_LIFETIME_S if read is None else read.seconds
 
 
 def _lifetime(form: Any) -> float:

@@ -1,6 +1,6 @@
 """POST /v1/chat/completions and /v1/completions.  Reads and checks the request; vLLM's serving classes make the answer."""
 
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -23,7 +23,7 @@ from gateway.fleet.statistics import SpeculationOptions
 from gateway.http import json_answers
 from gateway.http.errors import BadRequest, ContextTooLong, checked
 from gateway.http.openapi import described
-from gateway.http.sse import CHAT, Dialect, Generated, stream_response, unless_disconnected
+from gateway.http.sse import CHAT, Change, Dialect, Generated, stream_response, unless_disconnected
 from gateway.requests.body import ModelT, check_generation, parse, read_json
 from gateway.requests.fields import GENERATING
 from gateway.requests.options import read_options, with_usage
@@ -43,12 +43,8 @@ async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     gateway = gateway_of(request)
     body, speculation = await _read(gateway, request, ChatCompletionRequest)
-
-    async def create(body: Any, request: Request) -> Any:
-        made = await gateway.services.chat.create_chat_completion(body, request)
-        return ended_apart(made) if body.tools and isinstance(made, AsyncGenerator) else made
-
-    return await respond(gateway, request, body, create, CHAT, speculation=speculation)
+    create, changes = gateway.services.chat.create_chat_completion, [ended_apart] if body.tools else []
+    return await respond(gateway, request, body, create, CHAT, speculation=speculation, changes=changes)
 
 
 @router.post(
@@ -74,10 +70,7 @@ async def _read(gateway: Gateway, request: Request, model: type[ModelT]) -> tupl
     """The body as `model`, and its options for speculation."""
     data = await read_json(request)
     speculation = await read_options(gateway, request, data)
-    body = parse(model, only_allowed(with_usage(data, speculation)), GENERATING)
-    if speculation is not None:
-        speculation.choices = getattr(body, "n", None) or 1
-    return body, speculation
+    return parse(model, only_allowed(with_usage(data, speculation)), GENERATING), speculation
 
 
 async def respond(
@@ -88,13 +81,17 @@ async def respond(
     dialect: Dialect,
     shown: Callable[[Any], dict[str, Any]] = json_answers.body,
     speculation: SpeculationOptions | None = None,
+    changes: Sequence[Change] = (),
 ) -> Response:
-    """The response to `body`: a stream, or the JSON that `shown` makes of vLLM's answer; with `speculation`'s statistics."""
+    """The response to `body`, with `speculation`'s statistics: a stream whose events pass through `changes`, or JSON.
+
+    `shown` makes the JSON of vLLM's answer.
+    """
     if dialect is CHAT and speculation is None:
         offer_plain()
     answer = await generate(gateway, request, body, create, speculation)
     if isinstance(answer, AsyncGenerator):
-        answer = Generated(answer if speculation is None else speculation.add_to_stream(answer))
+        answer = Generated(answer, changes if speculation is None else [*changes, speculation.add_to_chunk])
     if isinstance(answer, Generated | PlainStream):
         return await stream_response(request, answer, dialect)
     return await whole_response(answer, shown, None if speculation is None else speculation.add_to)

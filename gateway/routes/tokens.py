@@ -43,8 +43,6 @@ async def generate_tokens(request: Request) -> Response:
     speculation = await read_options(gateway, request, data)
     body = parse(GenerateRequest, data, GENERATING)
     sampling = body.sampling_params
-    if speculation is not None:
-        speculation.choices = sampling.n
     # For checks and admission, the request looks like a text completion.
     view = SimpleNamespace(
         model=body.model,

@@ -12,7 +12,6 @@ import pytest
 from backend.config.sources import ConfigError
 from backend.fleet.stats import Weights
 from backend.wire.engine import NOT_BEGUN
-from gateway.fleet.engine_link import DECLARED_LOST
 from gateway.fleet.pauses import Change, Pauses
 from gateway.fleet.weights import WeightsInForce
 from gateway.peers import Peers
@@ -63,7 +62,7 @@ async def test_a_verifier_that_was_away_when_the_pause_ended_goes_on():
     async with running_gateway(verifiers=2) as running:
         await post(running, "/pause", params={"mode": "keep"})
         away = running.verifiers[0]
-        running.core.links[away.name].close(DECLARED_LOST)
+        running.core.links[away.name].close("declared_lost", died=True)
         running.directory.set_members([running.verifiers[1].member])
         await post(running, "/resume")
         assert [method for method, _ in away.utilities] == ["pause"]
@@ -128,7 +127,7 @@ async def test_when_an_update_has_failed_everywhere_the_fleet_serves_with_what_i
         await run(first, tensors, ["verifier-0"])
         await run(second, tensors, ["verifier-0", "verifier-1"])
         await run(second, Weights(), ["verifier-0"])
-        running.core.links["verifier-0"].close(DECLARED_LOST)
+        running.core.links["verifier-0"].close("declared_lost", died=True)
         running.directory.set_members([second.member])
         await eventually(lambda: routable(running) == [])
         first.weights = Weights()

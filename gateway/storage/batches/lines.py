@@ -22,7 +22,8 @@ ENVELOPE_BYTES = 1 << 12
 _EMPTY = LineError("empty_file", "The input file is empty. It must have at least one request.")
 _TOO_MANY = LineError("too_many_tasks", f"The input file has more than {MAX_LINES} requests.")
 _NOT_JSON = "This line is not parseable as valid JSON."
-_line = msgspec.json.Decoder(BatchLine)
+parsed = msgspec.json.Decoder(BatchLine).decode
+"""Decodes a line that was checked before."""
 
 
 class Checked(NamedTuple):
@@ -51,11 +52,6 @@ def read(path: Path, max_body_bytes: int | None = None) -> Iterator[tuple[int, b
             while text and not text.endswith(b"\n"):
                 text = file.readline(1 << 20)
             yield number, b""
-
-
-def parsed(text: bytes) -> BatchLine:
-    """Decodes a line that was checked before."""
-    return _line.decode(text)
 
 
 def check(path: Path, endpoint: str | None, max_body_bytes: int) -> Checked:

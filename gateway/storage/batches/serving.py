@@ -15,7 +15,6 @@ import logging
 import random
 import time
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -136,13 +135,7 @@ class Batches:
             if len(self._running) == BATCHES_AT_ONCE:
                 return
             if batch_id not in self._running and time.monotonic() >= self._again_at.get(batch_id, 0.0):
-                task = asyncio.create_task(self._carry_out(batch_id), name=batch_id)
-                self._running[batch_id] = task
-                task.add_done_callback(partial(self._ended, batch_id))
-
-    def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
-        del self._running[batch_id]
-        self._news.set()
+                self._running[batch_id] = asyncio.create_task(self._carry_out(batch_id), name=batch_id)
 
     # One batch
 
@@ -154,6 +147,9 @@ class Batches:
             # For example, the disk is full.  The batch stays open and is tried again.
             logger.exception("batch %s cannot go on", batch_id)
             self._again_at[batch_id] = time.monotonic() + TROUBLE_S
+        finally:
+            del self._running[batch_id]
+            self._news.set()
 
     async def _to_its_end(self, batch_id: str) -> None:
         """Carries out a batch from whatever state it is in."""

@@ -7,16 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.auth.caller import KeyLimits
-from gateway.auth.quota import Accounts, KeyAccount, SharedUse, absorb, duration, take
+from gateway.auth.caller import Caller, KeyLimits
+from gateway.auth.quota import Bucket, Buckets, SharedUse, absorb, duration, take
+from gateway.auth.quotas import Quotas
 from gateway.http.errors import RateLimited
-
-
-def account(*limits):
-    """An account with limits on requests per minute, tokens per minute and requests at a time."""
-    made = KeyAccount()
-    made.limit(KeyLimits(*limits))
-    return made
 
 
 def refused(call, *given):
@@ -27,21 +21,20 @@ def refused(call, *given):
 
 
 def test_a_minute_s_worth_at_once_and_then_as_it_drains():
-    mine = account(60)
+    mine = Bucket("requests", 60)
     for _ in range(60):
-        mine.begin(0.0)
+        mine.spend(1, 0.0)
     with pytest.raises(RateLimited, match=r"requests per min \(RPM\): limit 60\. Please try again in 1s") as caught:
-        mine.begin(0.0)
+        mine.spend(1, 0.0)
     assert (caught.value.type, caught.value.headers()["retry-after-ms"]) == ("requests", "1000")
-    mine.begin(1.0)
+    mine.spend(1, 1.0)
 
 
 def test_headers_are_openai_s():
-    mine = account(60, 600)
-    for _ in range(3):
-        mine.begin(10.0)
-    mine.tokens.spend(100, 10.0)
-    assert dict(mine.requests.headers(10.0) + mine.tokens.headers(10.0)) == {
+    requests, tokens = Bucket("requests", 60), Bucket("tokens", 600)
+    requests.spend(3, 10.0)
+    tokens.spend(100, 10.0)
+    assert dict(requests.headers(10.0) + tokens.headers(10.0)) == {
         b"x-ratelimit-limit-requests": b"60",
         b"x-ratelimit-remaining-requests": b"57",
         b"x-ratelimit-reset-requests": b"3s",
@@ -53,7 +46,7 @@ def test_headers_are_openai_s():
 
 
 def test_tokens_are_corrected_and_too_many_are_refused_for_good():
-    tokens = account(None, 100).tokens
+    tokens = Bucket("tokens", 100)
     tokens.spend(90, 0.0)
     refused(tokens.spend, 20, 0.0)
     tokens.add(-50, 0.0)
@@ -64,26 +57,27 @@ def test_tokens_are_corrected_and_too_many_are_refused_for_good():
 
 
 def test_what_was_refused_later_does_not_count():
-    mine = account(1)
+    quotas, caller = Quotas("g", None), Caller("team", limits=KeyLimits(1))
     for _ in range(3):
-        mine.begin(0.0)
-        mine.end(0.0, refused=True)
-    mine.begin(0.0)
-    mine.end(0.0)
-    refused(mine.begin, 0.0)
+        with pytest.raises(RateLimited, match="later"), quotas.counted(caller):
+            raise RateLimited("later")
+    with quotas.counted(caller):
+        pass
+    with pytest.raises(RateLimited, match="per min"), quotas.counted(caller):
+        pass
 
 
 def test_what_is_used_during_an_exchange_is_not_forgotten():
-    mine = account(None, 100)
-    accounts, tokens = Accounts(KeyAccount, a=mine), mine.tokens
+    tokens = Bucket("tokens", 100)
+    buckets = Buckets({("a", "tokens"): tokens})
     tokens.spend(40, 0.0)
-    (use,) = uses = take(accounts)
+    (use,) = uses = take(buckets)
     tokens.spend(30, 0.0)
-    absorb(accounts, uses, [SharedUse("a", "tokens", use.amount + 20, 0.0)], 0.0)
+    absorb(buckets, uses, [SharedUse("a", "tokens", use.amount + 20, 0.0)], 0.0)
     refused(tokens.spend, 11, 0.0)
     tokens.spend(10, 0.0)
     # Twice, as after an exchange that failed.
-    assert [take(accounts)[0].amount for _ in range(2)] == [40, 40]
+    assert [take(buckets)[0].amount for _ in range(2)] == [40, 40]
 
 
 arrivals = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.integers(1, 30)), min_size=1, max_size=80)
@@ -93,7 +87,7 @@ arrivals = st.lists(st.tuples(st.floats(0, 5), st.integers(0, 2), st.integers(1,
 def test_the_limit_holds_in_every_window_but_for_what_one_interval_lets_through(steps, limit, every):
     """Three gateways that exchange every so many arrivals: never more than a minute's worth, what drained meanwhile, and what
     the other two let through since the last exchange."""
-    gateways = [Accounts(KeyAccount, a=account(None, limit)) for _ in range(3)]
+    gateways = [Buckets({("a", "tokens"): Bucket("tokens", limit)}) for _ in range(3)]
     shared, shared_at, now = 0.0, 0.0, 0.0
     admitted: list[tuple[float, int]] = []
     unseen, excess = [0, 0, 0], 0.0
@@ -107,7 +101,7 @@ def test_the_limit_holds_in_every_window_but_for_what_one_interval_lets_through(
                 absorb(each, uses, [SharedUse("a", "tokens", shared, now - shared_at)], now)
             unseen = [0, 0, 0]
         with contextlib.suppress(RateLimited):
-            gateways[at]["a"].tokens.spend(tokens, now)
+            gateways[at]["a", "tokens"].spend(tokens, now)
             excess = max(excess, sum(unseen) - unseen[at])
             unseen[at] += tokens
             admitted.append((now, tokens))

@@ -89,12 +89,9 @@ def test_the_grammar_of_an_input_becomes_advice():
 
 
 async def said(*choices):
-    async def chunks():
-        for choice in choices:
-            yield f"data: {json.dumps({'id': 'c', 'choices': [choice]}, separators=(',', ':'))}\n\n"
-        yield "data: [DONE]\n\n"
-
-    return [chunk.removeprefix("data: ").strip() async for chunk in ended_apart(chunks())]
+    events = [f"data: {json.dumps({'id': 'c', 'choices': [choice]}, separators=(',', ':'))}\n\n" for choice in choices]
+    written = "".join([await ended_apart(each) for each in (*events, "data: [DONE]\n\n")])
+    return [each.removeprefix("data: ") for each in written.strip().split("\n\n")]
 
 
 async def test_the_end_of_a_call_comes_apart_and_other_chunks_stay():
