@@ -60,5 +60,5 @@ def configure_logging(level: str, kind: LogFormat = "text") -> None:
     handler.setFormatter(formatter(kind))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     logging.captureWarnings(True)  # Python's warnings become lines of the log
-    for noisy in ("ray", "urllib3", "httpx", "filelock", "asyncio", "uvicorn.error", "vllm"):
+    for noisy in ("ray", "urllib3", "httpx", "filelock", "asyncio", "uvicorn.error", "sse_starlette", "vllm"):
         logging.getLogger(noisy).setLevel(logging.ERROR)
