@@ -4,8 +4,6 @@
 are checked at every call, and members call several times a second.  Ray restarts it when it dies: constructor arguments bring
 the fleet's keys back, unknown members register again, and serving goes on meanwhile.  `CoordinatorHandle` is used by members,
 gateways and tools, from any thread.
-
-Calls carry MessagePack bytes, not pickles: both ends check the types of what they receive.
 """
 
 from __future__ import annotations
@@ -15,7 +13,6 @@ import time
 import uuid
 from typing import Any
 
-import msgspec
 import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -32,28 +29,24 @@ NAME = "outrider-coordinator"
 CALL_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 60.0
 
-_encode = msgspec.msgpack.Encoder().encode
-
 
 class CoordinatorActor:
-    """The policy with a real clock; see `CoordinatorHandle` for the methods.  Arguments and answers are MessagePack."""
+    """The policy with a real clock; see `CoordinatorHandle` for the methods."""
 
-    def __init__(self, info: bytes) -> None:
+    def __init__(self, info: FleetInfo) -> None:
         self._info = info
-        known = msgspec.msgpack.decode(info, type=FleetInfo)
-        self._fleet_keys = known.fleet_keys
-        settings = Settings.model_validate_json(known.settings_json)
+        settings = Settings.model_validate_json(info.settings_json)
         # The first version is the wall clock in milliseconds, so versions go on growing when Ray restarts this actor.
         self._policy = Coordinator(first_version=time.time_ns() // 1_000_000)
         drain_s = settings.gateway.drain_s
         self._administration = Administration(self._policy, drain_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)
 
-    def register(self, payload: bytes) -> bytes:
-        self._policy.register(msgspec.msgpack.decode(payload, type=Member), time.monotonic())
-        return _encode(self._fleet_keys)
+    def register(self, member: Member) -> ServerKeys | None:
+        self._policy.register(member, time.monotonic())
+        return self._info.fleet_keys
 
-    def report(self, payload: bytes) -> bytes:
-        return _encode(self._policy.report(msgspec.msgpack.decode(payload, type=Report), time.monotonic()))
+    def report(self, sent: Report) -> Orders:
+        return self._policy.report(sent, time.monotonic())
 
     def deregister(self, member_id: str, incarnation: str) -> None:
         self._policy.deregister(member_id, incarnation, time.monotonic())
@@ -64,19 +57,18 @@ class CoordinatorActor:
     def resume(self, member_id: str) -> None:
         self._policy.resume(member_id, time.monotonic())
 
-    def submit(self, payload: bytes) -> bytes:
-        command = msgspec.msgpack.decode(payload, type=AnyCommand)
-        return _encode(self._administration.submit(command, time.monotonic()))
+    def submit(self, command: AnyCommand) -> Answer:
+        return self._administration.submit(command, time.monotonic())
 
-    def progress(self, payload: bytes | None) -> bytes:
-        if payload is not None:
-            self._administration.progress(msgspec.msgpack.decode(payload, type=Operation))
-        return _encode(self._administration.next_operation())
+    def progress(self, report: Operation | None) -> Operation | None:
+        if report is not None:
+            self._administration.progress(report)
+        return self._administration.next_operation()
 
-    def snapshot(self) -> bytes:
-        return _encode(self._administration.snapshot(time.monotonic()))
+    def snapshot(self) -> FleetSnapshot:
+        return self._administration.snapshot(time.monotonic())
 
-    def info(self) -> bytes:
+    def info(self) -> FleetInfo:
         return self._info
 
 
@@ -99,7 +91,7 @@ class CoordinatorHandle:
             name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=0, scheduling_strategy=here
         )
         try:
-            actor = options.remote(_encode(info))
+            actor = options.remote(info)
         except ValueError as error:
             raise CoordinatorUnavailable(f"a fleet is already running in the Ray namespace {namespace!r}") from error
         return cls(namespace, actor, CALL_TIMEOUT_S)
@@ -125,7 +117,8 @@ class CoordinatorHandle:
 
     def register(self, member: Member) -> ServerKeys | None:
         """Joins the fleet, perhaps again; returns `FleetInfo.fleet_keys`."""
-        return msgspec.msgpack.decode(self._call("register", _encode(member)), type=ServerKeys | None)
+        keys: ServerKeys | None = self._call("register", member)
+        return keys
 
     def report(
         self,
@@ -139,10 +132,8 @@ class CoordinatorHandle:
 
         `seen_version`: from a gateway, the version of the snapshot that it acts on.
         """
-        verifier = stats if isinstance(stats, VerifierStats) else None
-        drafter = stats if isinstance(stats, DrafterStats) else None
-        payload = _encode(Report(member_id, incarnation, state, verifier, drafter, seen_version))
-        return msgspec.msgpack.decode(self._call("report", payload), type=Orders)
+        orders: Orders = self._call("report", Report(member_id, incarnation, state, stats, seen_version))
+        return orders
 
     def deregister(self, member_id: str, incarnation: str) -> None:
         """Leaves the fleet."""
@@ -158,21 +149,23 @@ class CoordinatorHandle:
 
     def submit(self, command: AnyCommand) -> Answer:
         """Has the coordinator check and take an administrator's command."""
-        answer: Answer = msgspec.msgpack.decode(self._call("submit", _encode(command)), type=Answer)
+        answer: Answer = self._call("submit", command)
         return answer
 
     def progress(self, report: Operation | None = None) -> Operation | None:
         """For the launcher: reports how an operation stands, if one is given, and returns the operation to work on."""
-        payload = None if report is None else _encode(report)
-        return msgspec.msgpack.decode(self._call("progress", payload), type=Operation | None)
+        operation: Operation | None = self._call("progress", report)
+        return operation
 
     def snapshot(self) -> FleetSnapshot:
         """The fleet as the coordinator sees it now."""
-        return msgspec.msgpack.decode(self._call("snapshot"), type=FleetSnapshot)
+        fleet: FleetSnapshot = self._call("snapshot")
+        return fleet
 
     def info(self) -> FleetInfo:
         """The settings, models and keys that the fleet was launched with."""
-        return msgspec.msgpack.decode(self._call("info"), type=FleetInfo)
+        info: FleetInfo = self._call("info")
+        return info
 
     def kill(self) -> None:
         """Ends the coordinator for good, if it is still there."""
