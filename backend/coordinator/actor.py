@@ -11,7 +11,8 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import ray
 import ray.exceptions
@@ -24,6 +25,9 @@ from backend.coordinator.messages import CoordinatorUnavailable, FleetInfo, Repo
 from backend.coordinator.policy import Coordinator
 from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Operation, Orders, VerifierStats
 from backend.transport import ServerKeys
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 NAME = "outrider-coordinator"
 CALL_TIMEOUT_S = 5.0
@@ -117,8 +121,7 @@ class CoordinatorHandle:
 
     def register(self, member: Member) -> ServerKeys | None:
         """Joins the fleet, perhaps again; returns `FleetInfo.fleet_keys`."""
-        keys: ServerKeys | None = self._call("register", member)
-        return keys
+        return self._call(CoordinatorActor.register, member)
 
     def report(
         self,
@@ -132,53 +135,50 @@ class CoordinatorHandle:
 
         `seen_version`: from a gateway, the version of the snapshot that it acts on.
         """
-        orders: Orders = self._call("report", Report(member_id, incarnation, state, stats, seen_version))
-        return orders
+        return self._call(CoordinatorActor.report, Report(member_id, incarnation, state, stats, seen_version))
 
     def deregister(self, member_id: str, incarnation: str) -> None:
         """Leaves the fleet."""
-        self._call("deregister", member_id, incarnation)
+        self._call(CoordinatorActor.deregister, member_id, incarnation)
 
     def drain(self, member_id: str, migrate_after_s: float) -> None:
         """Orders a drain, see `Coordinator.drain`.  For the launcher; administrators use `submit`."""
-        self._call("drain", member_id, migrate_after_s)
+        self._call(CoordinatorActor.drain, member_id, migrate_after_s)
 
     def resume(self, member_id: str) -> None:
         """Ends a drain.  For the launcher; administrators use `submit`."""
-        self._call("resume", member_id)
+        self._call(CoordinatorActor.resume, member_id)
 
     def submit(self, command: AnyCommand) -> Answer:
         """Has the coordinator check and take an administrator's command."""
-        answer: Answer = self._call("submit", command)
-        return answer
+        return self._call(CoordinatorActor.submit, command)
 
     def progress(self, report: Operation | None = None) -> Operation | None:
         """For the launcher: reports how an operation stands, if one is given, and returns the operation to work on."""
-        operation: Operation | None = self._call("progress", report)
-        return operation
+        return self._call(CoordinatorActor.progress, report)
 
     def snapshot(self) -> FleetSnapshot:
         """The fleet as the coordinator sees it now."""
-        fleet: FleetSnapshot = self._call("snapshot")
-        return fleet
+        return self._call(CoordinatorActor.snapshot)
 
     def info(self) -> FleetInfo:
         """The settings, models and keys that the fleet was launched with."""
-        info: FleetInfo = self._call("info")
-        return info
+        return self._call(CoordinatorActor.info)
 
     def kill(self) -> None:
         """Ends the coordinator for good, if it is still there."""
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._actor, no_restart=True)
 
-    def _call(self, method: str, *arguments: object) -> Any:
+    def _call(self, method: Callable[Concatenate[CoordinatorActor, P], T], *given: P.args, **named: P.kwargs) -> T:
+        name = method.__name__
         try:
             if self._actor is None:
                 self._actor = _find(self._namespace)
-            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=self._timeout_s)
+            answer: T = ray.get(getattr(self._actor, name).remote(*given, **named), timeout=self._timeout_s)
+            return answer
         except ray.exceptions.RayTaskError as error:
-            raise CoordinatorUnavailable(f"the coordinator failed at {method}: {error.cause}") from error
+            raise CoordinatorUnavailable(f"the coordinator failed at {name}: {error.cause}") from error
         except ray.exceptions.ActorDiedError as error:
             # It will not come back: a later coordinator of this name is another actor.
             self._actor = None
