@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from backend.lab.demo.heads import default_feature_layers
-from backend.lab.demo.llama import config_of, features
+from backend.lab.demo.llama import config_of, default_feature_layers, features
 from backend.lab.demo.options import DrafterOptions
 from backend.lab.demo.training import Lesson
 from backend.learning.head import Drafter

@@ -13,12 +13,11 @@ from transformers import LlamaForCausalLM
 
 from backend.lab.demo.drafter import lesson, new_head, save_head
 from backend.lab.demo.evaluate import accepted
-from backend.lab.demo.heads import training_texts
 from backend.lab.demo.llama import config_of, features, generate, llama_config, load_llama, new_llama, save_llama
 from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
-from backend.lab.demo.target import train_target, validation_loss
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID
-from backend.lab.demo.training import train, windows
+from backend.lab.demo.train import train_target, validation_loss
+from backend.lab.demo.training import train, training_texts, windows
 from backend.learning.head import Drafter
 from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
 from backend.models.writing import DRAFT_LENGTH, WEIGHTS, replacing
