@@ -18,7 +18,7 @@ import msgspec
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.lab.bench.options import BenchOptions
 from backend.lab.bench.pace import Paced
-from backend.lab.bench.plan import Configuration, CoreSplit, Point, label
+from backend.lab.bench.plan import Configuration, CoreSplit, Point
 
 if TYPE_CHECKING:
     from backend.lab.bench.load import MeasuredLoad
@@ -111,7 +111,7 @@ class Row(Figures, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        return label(self.mode, self.k)
+        return Configuration(self.mode, self.k).label
 
 
 def sample(
