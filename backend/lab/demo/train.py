@@ -19,7 +19,6 @@ from torch.nn import functional
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from backend.lab.demo import dflash, draft_model, drafter
-from backend.lab.demo.evaluate import evaluate
 from backend.lab.demo.llama import llama_config, load_llama, new_llama, save_llama
 from backend.lab.demo.options import DemoOptions, DrafterOptions, TrainingOptions
 from backend.lab.demo.tokenizer import BEGIN_ID, save_tokenizer, token_stream, train_tokenizer
@@ -53,7 +52,7 @@ def train_demo(options: DemoOptions) -> None:
     progress = train(options.head, head, settings, options.seed, draw, kind.lesson(head, target, settings, options.compile))
     record = _record(options, settings, progress)
     if options.head == "eagle3":
-        record |= {"measured": evaluate(target, head.eval(), token_stream(tokenizer, corpus.validation))}
+        record |= {"measured": drafter.evaluate(target, head.eval(), token_stream(tokenizer, corpus.validation))}
     with replacing(options.drafter_dir) as fresh:
         kind.save_head(head, target, fresh)
         if kind is draft_model:

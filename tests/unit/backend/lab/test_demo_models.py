@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
-from backend.lab.demo.drafter import lesson, new_head, save_head
-from backend.lab.demo.evaluate import accepted
+from backend.lab.demo.drafter import accepted, lesson, new_head, save_head
 from backend.lab.demo.llama import config_of, features, generate, llama_config, load_llama, new_llama, save_llama
 from backend.lab.demo.options import DemoOptions, DrafterOptions, TargetOptions
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID
