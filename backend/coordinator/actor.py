@@ -4,8 +4,6 @@
 are checked at every call, and members call several times a second.  Ray restarts it when it dies: constructor arguments bring
 the fleet's keys back, unknown members register again, and serving goes on meanwhile.  `CoordinatorHandle` is used by members,
 gateways and tools, from any thread.
-
-Calls carry MessagePack bytes, not pickles: both ends check the types of what they receive.
 """
 
 from __future__ import annotations
@@ -13,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-import msgspec
 import ray
 import ray.exceptions
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -28,32 +26,31 @@ from backend.coordinator.policy import Coordinator
 from backend.fleet import DrafterStats, FleetSnapshot, Member, MemberState, Operation, Orders, VerifierStats
 from backend.transport import ServerKeys
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 NAME = "outrider-coordinator"
 CALL_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 60.0
 
-_encode = msgspec.msgpack.Encoder().encode
-
 
 class CoordinatorActor:
-    """The policy with a real clock; see `CoordinatorHandle` for the methods.  Arguments and answers are MessagePack."""
+    """The policy with a real clock; see `CoordinatorHandle` for the methods."""
 
-    def __init__(self, info: bytes) -> None:
+    def __init__(self, info: FleetInfo) -> None:
         self._info = info
-        known = msgspec.msgpack.decode(info, type=FleetInfo)
-        self._fleet_keys = known.fleet_keys
-        settings = Settings.model_validate_json(known.settings_json)
+        settings = Settings.model_validate_json(info.settings_json)
         # The first version is the wall clock in milliseconds, so versions go on growing when Ray restarts this actor.
         self._policy = Coordinator(first_version=time.time_ns() // 1_000_000)
         drain_s = settings.gateway.drain_s
         self._administration = Administration(self._policy, drain_s, settings.mode in REMOTE_MODES, uuid.uuid4().hex)
 
-    def register(self, payload: bytes) -> bytes:
-        self._policy.register(msgspec.msgpack.decode(payload, type=Member), time.monotonic())
-        return _encode(self._fleet_keys)
+    def register(self, member: Member) -> ServerKeys | None:
+        self._policy.register(member, time.monotonic())
+        return self._info.fleet_keys
 
-    def report(self, payload: bytes) -> bytes:
-        return _encode(self._policy.report(msgspec.msgpack.decode(payload, type=Report), time.monotonic()))
+    def report(self, sent: Report) -> Orders:
+        return self._policy.report(sent, time.monotonic())
 
     def deregister(self, member_id: str, incarnation: str) -> None:
         self._policy.deregister(member_id, incarnation, time.monotonic())
@@ -64,19 +61,18 @@ class CoordinatorActor:
     def resume(self, member_id: str) -> None:
         self._policy.resume(member_id, time.monotonic())
 
-    def submit(self, payload: bytes) -> bytes:
-        command = msgspec.msgpack.decode(payload, type=AnyCommand)
-        return _encode(self._administration.submit(command, time.monotonic()))
+    def submit(self, command: AnyCommand) -> Answer:
+        return self._administration.submit(command, time.monotonic())
 
-    def progress(self, payload: bytes | None) -> bytes:
-        if payload is not None:
-            self._administration.progress(msgspec.msgpack.decode(payload, type=Operation))
-        return _encode(self._administration.next_operation())
+    def progress(self, report: Operation | None) -> Operation | None:
+        if report is not None:
+            self._administration.progress(report)
+        return self._administration.next_operation()
 
-    def snapshot(self) -> bytes:
-        return _encode(self._administration.snapshot(time.monotonic()))
+    def snapshot(self) -> FleetSnapshot:
+        return self._administration.snapshot(time.monotonic())
 
-    def info(self) -> bytes:
+    def info(self) -> FleetInfo:
         return self._info
 
 
@@ -99,7 +95,7 @@ class CoordinatorHandle:
             name=NAME, namespace=namespace, num_cpus=0, max_restarts=-1, max_task_retries=0, scheduling_strategy=here
         )
         try:
-            actor = options.remote(_encode(info))
+            actor = options.remote(info)
         except ValueError as error:
             raise CoordinatorUnavailable(f"a fleet is already running in the Ray namespace {namespace!r}") from error
         return cls(namespace, actor, CALL_TIMEOUT_S)
@@ -125,7 +121,7 @@ class CoordinatorHandle:
 
     def register(self, member: Member) -> ServerKeys | None:
         """Joins the fleet, perhaps again; returns `FleetInfo.fleet_keys`."""
-        return msgspec.msgpack.decode(self._call("register", _encode(member)), type=ServerKeys | None)
+        return self._call(CoordinatorActor.register, member)
 
     def report(
         self,
@@ -139,53 +135,50 @@ class CoordinatorHandle:
 
         `seen_version`: from a gateway, the version of the snapshot that it acts on.
         """
-        verifier = stats if isinstance(stats, VerifierStats) else None
-        drafter = stats if isinstance(stats, DrafterStats) else None
-        payload = _encode(Report(member_id, incarnation, state, verifier, drafter, seen_version))
-        return msgspec.msgpack.decode(self._call("report", payload), type=Orders)
+        return self._call(CoordinatorActor.report, Report(member_id, incarnation, state, stats, seen_version))
 
     def deregister(self, member_id: str, incarnation: str) -> None:
         """Leaves the fleet."""
-        self._call("deregister", member_id, incarnation)
+        self._call(CoordinatorActor.deregister, member_id, incarnation)
 
     def drain(self, member_id: str, migrate_after_s: float) -> None:
         """Orders a drain, see `Coordinator.drain`.  For the launcher; administrators use `submit`."""
-        self._call("drain", member_id, migrate_after_s)
+        self._call(CoordinatorActor.drain, member_id, migrate_after_s)
 
     def resume(self, member_id: str) -> None:
         """Ends a drain.  For the launcher; administrators use `submit`."""
-        self._call("resume", member_id)
+        self._call(CoordinatorActor.resume, member_id)
 
     def submit(self, command: AnyCommand) -> Answer:
         """Has the coordinator check and take an administrator's command."""
-        answer: Answer = msgspec.msgpack.decode(self._call("submit", _encode(command)), type=Answer)
-        return answer
+        return self._call(CoordinatorActor.submit, command)
 
     def progress(self, report: Operation | None = None) -> Operation | None:
         """For the launcher: reports how an operation stands, if one is given, and returns the operation to work on."""
-        payload = None if report is None else _encode(report)
-        return msgspec.msgpack.decode(self._call("progress", payload), type=Operation | None)
+        return self._call(CoordinatorActor.progress, report)
 
     def snapshot(self) -> FleetSnapshot:
         """The fleet as the coordinator sees it now."""
-        return msgspec.msgpack.decode(self._call("snapshot"), type=FleetSnapshot)
+        return self._call(CoordinatorActor.snapshot)
 
     def info(self) -> FleetInfo:
         """The settings, models and keys that the fleet was launched with."""
-        return msgspec.msgpack.decode(self._call("info"), type=FleetInfo)
+        return self._call(CoordinatorActor.info)
 
     def kill(self) -> None:
         """Ends the coordinator for good, if it is still there."""
         with contextlib.suppress(ray.exceptions.RayError, ValueError):
             ray.kill(self._actor, no_restart=True)
 
-    def _call(self, method: str, *arguments: object) -> Any:
+    def _call(self, method: Callable[Concatenate[CoordinatorActor, P], T], *given: P.args, **named: P.kwargs) -> T:
+        name = method.__name__
         try:
             if self._actor is None:
                 self._actor = _find(self._namespace)
-            return ray.get(getattr(self._actor, method).remote(*arguments), timeout=self._timeout_s)
+            answer: T = ray.get(getattr(self._actor, name).remote(*given, **named), timeout=self._timeout_s)
+            return answer
         except ray.exceptions.RayTaskError as error:
-            raise CoordinatorUnavailable(f"the coordinator failed at {method}: {error.cause}") from error
+            raise CoordinatorUnavailable(f"the coordinator failed at {name}: {error.cause}") from error
         except ray.exceptions.ActorDiedError as error:
             # It will not come back: a later coordinator of this name is another actor.
             self._actor = None

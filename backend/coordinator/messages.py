@@ -23,12 +23,11 @@ class FleetInfo(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """One member's report; at most one of `verifier` and `drafter` is set, by its kind."""
+    """One member's report."""
 
     member_id: str
     incarnation: str
     state: MemberState
-    verifier: VerifierStats | None = None
-    drafter: DrafterStats | None = None
+    stats: VerifierStats | DrafterStats | None = None
     seen_version: int = 0
     """From a gateway: the version of the snapshot that it acts on."""

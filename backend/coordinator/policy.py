@@ -135,11 +135,11 @@ class Coordinator:
             entry.state = sent.state
             self.changed()
             self._next_expiry = min(self._next_expiry, now + self._lease_of(entry))
-        if sent.verifier is not None:
-            entry.verifier = sent.verifier
-            entry.load.observe(sent.verifier, now)
-        if sent.drafter is not None:
-            entry.drafter = sent.drafter
+        if isinstance(sent.stats, VerifierStats):
+            entry.verifier = sent.stats
+            entry.load.observe(sent.stats, now)
+        elif sent.stats is not None:
+            entry.drafter = sent.stats
         self.tick(now)
         return Orders(known=True, drafters=self._drafters_of(entry.member), drain=sent.member_id in self._drains)
 

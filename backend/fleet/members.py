@@ -12,9 +12,6 @@ from backend.fleet.stats import DrafterStats, VerifierStats
 MemberKind = Literal["verifier", "drafter", "gateway"]
 MemberState = Literal["starting", "ready", "draining", "lost"]
 
-NODE_HOST = "node"
-"""Host part of a member's tcp address that stands for "the Ray address of the node you run on"."""
-
 
 class Member(msgspec.Struct, frozen=True):
     """One process of the fleet, as it registers with the coordinator."""

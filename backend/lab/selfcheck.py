@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -229,17 +230,13 @@ def check_drafts(device: str, configs: dict[str, HeadConfig], requests: int, len
             for rule, sampling in SAMPLINGS.items():
                 here, there = (Requests(proposer, requests, length, [sampling]) for proposer in proposers)
                 drafts, found = here.commit_and_draft(K), there.commit_and_draft(K)
-                same = _likeliest if sampling.independent else _tokens
+                same: Callable[[Drafted], Any] = _likeliest if sampling.independent else attrgetter("tokens")
                 row: Row = {"weights": name, "type": dtype, "rule": rule}
                 row["same"] = sum(same(a) == same(b) for a, b in zip(drafts, found, strict=True)) / requests
                 if not sampling.independent:
                     # Both enumerate behind the same draft.
                     row["same outcomes"] = _same_outcomes(here.enumerate(drafts), there.enumerate(drafts))
                 yield row
-
-
-def _tokens(drafted: Drafted) -> list[int]:
-    return drafted.tokens
 
 
 def _likeliest(drafted: Drafted) -> bytes:

@@ -16,7 +16,7 @@ from typing import Literal
 
 from backend.config import REMOTE_MODES, Settings
 from backend.config.sources import CommandError
-from backend.fleet.members import NODE_HOST, MemberKind
+from backend.fleet.members import MemberKind
 from backend.models.resolve import ResolvedModels
 
 GPU_MEMORY_USABLE = 0.9
@@ -54,6 +54,7 @@ class MemberPlan:
     num_cpus: float
     num_gpus: float
     address: str
+    """Its socket; empty: the member listens on tcp, at an address that it makes on its node."""
     env: dict[str, str] = field(default_factory=dict)
     resources: dict[str, float] = field(default_factory=dict)
     """Further Ray resources, by name."""
@@ -104,9 +105,7 @@ class FleetPlan:
 
     def _address(self, member_id: str) -> str:
         if not self.hardware.local:
-            transport = self.settings.transport
-            host = transport.host or NODE_HOST
-            return f"tcp://{f'[{host}]' if ':' in host else host}:{transport.ports or 0}"
+            return ""
         path = self.runtime_dir / f"{member_id}.sock"
         if len(str(path)) > LONGEST_IPC_PATH:
             raise LaunchError(f"{path}: too long for a socket (set TMPDIR to a shorter directory)")

@@ -21,12 +21,11 @@ class Optimizers:
             torch.optim.Muon(matrices, lr=matrix_rate, weight_decay=decay, momentum=0.95, adjust_lr_fn="original"),
             torch.optim.AdamW(others, lr=embedding_rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
-        self.full_rates = [part.defaults["lr"] for part in self.parts]
 
     def step(self, factor: float) -> None:
         """Apply the gradients at `factor` of the full rates, and clear them."""
-        for optimizer, rate in zip(self.parts, self.full_rates, strict=True):
+        for optimizer in self.parts:
             for group in optimizer.param_groups:
-                group["lr"] = rate * factor
+                group["lr"] = optimizer.defaults["lr"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -12,7 +12,6 @@ import random
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -99,16 +98,6 @@ class Followed(msgspec.Struct, frozen=True, tag="followed"):
     newer: str
 
 
-@dataclass(frozen=True)
-class Examined:
-    """Mean acceptance lengths of two heads on the same held-out sequences."""
-
-    present: float
-    candidate: float
-    is_better: bool
-    """Whether the candidate should be published: it surely gains more than `LEAST_GAIN`."""
-
-
 class Trainer:
     """The head in training, its optimizer, and its progress through the ring.  Used by one thread."""
 
@@ -190,8 +179,11 @@ class Trainer:
         self.seconds += time.monotonic() - began
         return True
 
-    def examine(self) -> Examined | None:
-        """Compares the candidate with the present head; None: too few held-out sequences."""
+    def examine(self) -> News | None:
+        """Compares the candidate with the present head; publishes it if it surely gains more than `LEAST_GAIN`.
+
+        None: too few held-out sequences.  Raises `OSError`.
+        """
         self._since = 0
         numbers = [number for number in sorted(self._sizes) if is_held_out(number)][-EXAMINED:]
         own = _copy(trained_tensors(self._pupil.drafter))
@@ -205,7 +197,7 @@ class Trainer:
         if bound is None:
             return None
         logger.info("step %d: candidate gains more than %.1f %%", self.steps, 100 * bound)
-        return Examined(fmean(present), fmean(proposed), bound > LEAST_GAIN)
+        return self.news(fmean(present), fmean(proposed), self.publish() if bound > LEAST_GAIN else "")
 
     def publish(self) -> str:
         """Writes the candidate, from now on the present head.  Returns its directory.  Raises `OSError`."""
@@ -231,9 +223,8 @@ class Trainer:
         torch.save(state, part)
         part.replace(path)
 
-    def news(self, examined: Examined | None, published: str) -> News:
+    def news(self, present: float | None = None, candidate: float | None = None, published: str = "") -> News:
         """The present progress."""
-        present, candidate = (examined.present, examined.candidate) if examined else (None, None)
         return News(self.steps, round(self.seconds, 3), int(self._credit), self._loss, present, candidate, published)
 
     @property
@@ -316,11 +307,10 @@ def _run(trainer: Trainer, orders: list[TakenBack | Followed]) -> None:
                 trainer.follow(order.newer)
         worked = trainer.step()
         examined = trainer.examine() if trainer.is_due else None
-        published = trainer.publish() if examined is not None and examined.is_better else ""
         now = time.monotonic()
         if examined is not None or now - reported_at > POLL_S:
             reported_at = now
-            _tell(trainer.news(examined, published))
+            _tell(examined or trainer.news())
         if worked and now - saved > CHECKPOINT_S:
             saved = now
             trainer.checkpoint()

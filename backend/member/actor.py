@@ -1,8 +1,8 @@
 """The base class of verifiers and drafters as Ray actors.  Ray restarts an actor that dies.
 
 The constructor registers the member, starts its process and its reports (`membership.py`), and returns when the member serves.
-The launcher does not know the node on which Ray will place the actor.  So two addresses are completed here: one whose host is
-`node`, and the socket for processes of the same node.
+In a cluster that the fleet joined, the launcher does not know the node on which Ray will place the actor.  So the addresses are
+made here: one for other nodes, and the socket for processes of the same node.
 """
 
 import os
@@ -17,8 +17,9 @@ import ray
 from backend.config import Settings
 from backend.config.logs import configure_logging
 from backend.config.runtime import member_socket
+from backend.config.settings import TransportSettings
 from backend.coordinator.actor import CoordinatorHandle
-from backend.fleet.members import NODE_HOST, Member, MemberKind, Orders
+from backend.fleet.members import Member, MemberKind, Orders
 from backend.fleet.stats import DrafterStats, VerifierStats
 from backend.member.departure import depart_on_sigterm
 from backend.member.membership import Membership, enter
@@ -42,7 +43,7 @@ class MemberProcess(Protocol):
 class MemberActor(ABC):
     """One member.  `settings` is `Settings.model_dump_json()`.
 
-    `address` is `ipc://...` or `tcp://host:port` (port 0: any); with tcp, processes of its node may reach it over ipc too.
+    `address` is `ipc://...`; without one the member listens on tcp, and processes of its node may reach it over ipc too.
     Raises what goes wrong at the start; Ray then gives it up.
     """
 
@@ -63,15 +64,16 @@ class MemberActor(ABC):
         check_models(paths)
         if cores:
             os.sched_setaffinity(0, cores)
-        server_keys = new_server_keys() if address.startswith("tcp://") else None
+        server_keys = None if address else new_server_keys()
+        node = str(ray.util.get_node_ip_address())
         head, takes_features = self._head(paths, member_id)
         member = Member(
             id=member_id,
             kind=self.kind,
             incarnation=uuid.uuid4().hex,
-            address=on_this_node(address),
+            address=address or tcp_address(loaded.transport, node),
             server_key=server_keys.public if server_keys else "",
-            node=ray.util.get_node_ip_address(),
+            node=node,
             pid=os.getpid(),
             model=self._model(loaded, paths, member_id),
             head=head,
@@ -130,10 +132,7 @@ def check_models(paths: ResolvedModels) -> None:
             raise FileNotFoundError(f"node {node} has no {directory}: every node needs the models at the same path")
 
 
-def on_this_node(address: str) -> str:
-    """Replaces the host `node` of a tcp address by this node's Ray address; returns other addresses unchanged."""
-    prefix = f"tcp://{NODE_HOST}:"
-    if not address.startswith(prefix):
-        return address
-    host = str(ray.util.get_node_ip_address())
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{address.removeprefix(prefix)}"
+def tcp_address(transport: TransportSettings, node: str) -> str:
+    """Where a member listens for other nodes: as set, else at any free port of its node's Ray address."""
+    host = transport.host or node
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{transport.ports or 0}"

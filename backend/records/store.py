@@ -54,8 +54,7 @@ class RecordStore:
         self._lost = dict.fromkeys(KINDS, 0)
         self.overflow = dict.fromkeys(KINDS, 0)
         """Rows dropped before `add`, by kind.  Only the thread that drops them writes here."""
-        self._removed = dict.fromkeys(KINDS, 0)
-        self._about = about
+        self._books = Books(SCHEMA_VERSION, about, self.written, {}, dict.fromkeys(KINDS, 0), ended=False)
         self._settings = settings
         self._pending: dict[str, list[pa.Table]] = {}
         """Rows that are in no file yet, by kind; the first ones came at `_since`."""
@@ -117,13 +116,13 @@ class RecordStore:
         final = self.directory / f"{kind}-{self._files:06d}.parquet"
         self.directory.mkdir(parents=True, exist_ok=True)
         with appearing(final) as part:
-            pq.write_table(table.replace_schema_metadata(metadata(self._about)), part, compression="zstd")
+            pq.write_table(table.replace_schema_metadata(metadata(self._books.about)), part, compression="zstd")
 
     def _write_about(self, ended: bool) -> None:
         if not self.directory.is_dir():
             return
-        books = Books(SCHEMA_VERSION, self._about, self.written, self.dropped(), self._removed, ended)
-        _write_books(self.directory, books)
+        self._books.dropped, self._books.ended = self.dropped(), ended
+        _write_books(self.directory, self._books)
 
     def _remove_oldest(self) -> None:
         """Deletes this verifier's oldest files, former incarnations included, until all fit in `records.max_mib`."""
@@ -137,17 +136,16 @@ class RecordStore:
             self._remove(file)
 
     def _remove(self, file: Path) -> None:
-        if file.parent == self.directory and file.suffix == ".parquet":
-            self._removed[file.name.partition("-")[0]] += pq.read_metadata(file).num_rows
-        elif file.suffix == ".parquet":
+        is_own = file.parent == self.directory
+        if file.suffix == ".parquet":
             # What an earlier process left may be damaged, and goes all the same.
             with suppress(OSError, pa.ArrowException, msgspec.MsgspecError):
-                books = msgspec.json.decode((file.parent / ABOUT).read_bytes(), type=Books)
+                books = self._books if is_own else msgspec.json.decode((file.parent / ABOUT).read_bytes(), type=Books)
                 books.removed[file.name.partition("-")[0]] += pq.read_metadata(file).num_rows
                 _write_books(file.parent, books)
         file.unlink()
         left = [each.name for each in file.parent.iterdir()]
-        if file.parent != self.directory and set(left) <= {ABOUT}:
+        if not is_own and set(left) <= {ABOUT}:
             (file.parent / ABOUT).unlink(missing_ok=True)
             file.parent.rmdir()
 

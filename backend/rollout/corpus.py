@@ -33,10 +33,6 @@ class Corpus:
     validation: tuple[Document, ...]
 
 
-def standard_library() -> Path:
-    return Path(sysconfig.get_path("stdlib"))
-
-
 def is_validation(name: str) -> bool:
     """Whether the file called `name` is left out of training (about 2 percent of names, by hash)."""
     digest = hashlib.sha256(name.encode()).digest()
@@ -59,7 +55,7 @@ def load_corpus(root: Path | None = None) -> Corpus:
     train: list[Document] = []
     validation: list[Document] = []
     seen: set[str] = set()
-    for document in _documents(root or standard_library()):
+    for document in _documents(root or Path(sysconfig.get_path("stdlib"))):
         if document.text in seen:
             continue
         seen.add(document.text)

@@ -1,7 +1,8 @@
 """Turns counters and times into rows.  Pure.
 
 A `Measurement` is one configuration at one point in one round.  A `Row` is all its rounds: medians, with minimum and maximum.
-Counters are subtracted, then divided; ratios are never averaged within a sample.
+Counters are subtracted, then divided; ratios are never averaged within a sample.  Greedy answers of all configurations are
+compared: they should be the same.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import msgspec
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.lab.bench.options import BenchOptions
 from backend.lab.bench.pace import Paced
-from backend.lab.bench.plan import Configuration, CoreSplit, Point, label
+from backend.lab.bench.plan import Configuration, CoreSplit, Point
 
 if TYPE_CHECKING:
     from backend.lab.bench.load import MeasuredLoad
 
+PLAIN = "off"
 GROWING = ("drafts", "draft_tokens", "accepted_tokens", "rounds", "draft_s", "bytes_sent", "ahead_hits", "ahead_misses")
 
 
@@ -109,7 +111,7 @@ class Row(Figures, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        return label(self.mode, self.k)
+        return Configuration(self.mode, self.k).label
 
 
 def sample(
@@ -208,6 +210,10 @@ def row(target: str, configuration: Configuration, point: Point, cores: int, sam
     )
 
 
+GreedyAnswers = dict[tuple[str, Point, int], dict[Configuration, list[list[int]]]]
+"""Greedy answers by target, point and round, and configuration: token ids, in the order of the prompts."""
+
+
 @dataclass
 class Results:
     """A run's origin and its measurements so far."""
@@ -216,13 +222,57 @@ class Results:
     options: BenchOptions
     split: CoreSplit
     samples: dict[tuple[str, Configuration, Point], list[Measurement]] = field(default_factory=dict)
-    greedy: dict[tuple[str, Point, int], dict[Configuration, list[list[int]]]] = field(default_factory=dict)
+    greedy: GreedyAnswers = field(default_factory=dict)
     targets: dict[str, dict[str, Any]] = field(default_factory=dict)
     complete: bool = False
 
     def rows(self) -> list[Row]:
         cores = len(self.split.verifier)
         return [row(*about, cores, samples) for about, samples in self.samples.items()]
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """The first token in which a configuration differs from the reference, at one point."""
+
+    target: str
+    configuration: str
+    point: str
+    round: int
+    request: int
+    """Index among the measurement's prompts."""
+    position: int
+    """Index among the answer's tokens."""
+    expected: int
+    got: int
+    reference: str
+
+
+def compared(answers: GreedyAnswers) -> int:
+    """Number of answers that are compared with a reference."""
+    return sum(len(texts) for each in answers.values() for texts in list(each.values())[1:])
+
+
+def differences(answers: GreedyAnswers) -> list[Difference]:
+    """The first difference of every configuration at every point from plain decoding, or else from the first configuration.
+
+    Another batch adds floats in another order, so near ties may be decided differently in any mode.
+    """
+    found = []
+    for (target, point, number), each in answers.items():
+        reference = next((c for c in each if c.mode == PLAIN), next(iter(each)))
+        for configuration, texts in each.items():
+            if (where := first_difference(each[reference], texts)) is not None:
+                found.append(Difference(target, configuration.label, point.name, number, *where, reference.label))
+    return found
+
+
+def first_difference(expected: Iterable[list[int]], got: Iterable[list[int]]) -> tuple[int, int, int, int] | None:
+    """(request, position, expected token, other token) of the first difference; None when there is none."""
+    for request, (one, other) in enumerate(zip(expected, got, strict=True)):
+        for position, (a, b) in enumerate(zip(one, other, strict=True)):
+            if a != b:
+                return request, position, a, b
+    return None
 
 
 def ratios(row: Row, base: Row | None, name: str = "tokens_per_s") -> list[float]:

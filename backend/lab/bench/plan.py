@@ -34,7 +34,7 @@ class Configuration:
     @property
     def label(self) -> str:
         """Mode and K: unique within a target, and a part of file names."""
-        return label(self.mode, self.k)
+        return self.mode + (f"-k{self.k}" if self.k else "")
 
     @property
     def served(self) -> str:
@@ -84,11 +84,6 @@ def configurations(options: BenchOptions, kind: DrafterKind) -> list[Configurati
     """Everything measured for one target, plain decoding first.  Drafters without weights give no probabilities."""
     modes = [mode for mode in options.modes if mode != PROBABILISTIC or KINDS[kind].has_weights]
     return [Configuration(mode, k) for mode in modes for k in (options.ks if mode != "off" else (0,))]
-
-
-def label(mode: str, k: int) -> str:
-    """The name of a configuration in tables."""
-    return mode + (f"-k{k}" if k else "")
 
 
 def points(options: BenchOptions) -> list[Point]:

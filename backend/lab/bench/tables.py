@@ -9,9 +9,8 @@ from typing import Any
 import msgspec
 
 from backend.lab.bench import plot
-from backend.lab.bench.identical import PLAIN, Difference, compared, differences
 from backend.lab.bench.markdown import NOTHING, number, spread, table
-from backend.lab.bench.measure import Results, Row, limit, ratios, step_times
+from backend.lab.bench.measure import PLAIN, Difference, Results, Row, compared, differences, limit, ratios, step_times
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, WARM_UP_TOKENS
 from backend.lab.bench.pace import Cost
 from backend.lab.bench.plan import Point

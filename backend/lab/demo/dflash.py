@@ -14,8 +14,7 @@ from torch.nn import functional
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedConfig, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from backend.lab.demo.heads import default_feature_layers
-from backend.lab.demo.llama import config_of, features
+from backend.lab.demo.llama import config_of, default_feature_layers, features
 from backend.lab.demo.options import DrafterOptions
 from backend.lab.demo.tokenizer import PAD_ID
 from backend.lab.demo.training import Lesson

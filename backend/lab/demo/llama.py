@@ -76,6 +76,11 @@ def load_llama(directory: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
+def default_feature_layers(layers: int) -> tuple[int, ...]:
+    """The last three layers of a target with `layers` layers: late features predict the next token best."""
+    return (layers - 3, layers - 2, layers - 1)
+
+
 def features(model: LlamaForCausalLM, tokens: Tensor, layers: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Scores `[batch, tokens, vocab]`, and the inputs of these n layers side by side, `[batch, tokens, n * hidden]`."""
     found = model(tokens, output_hidden_states=True, use_cache=False)

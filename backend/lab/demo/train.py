@@ -1,29 +1,35 @@
-"""`train_demo`: trains a target on Python source, and then a head or draft model for it.  Each is written with a record."""
+"""`train_demo`: trains a target on Python source, and then a head or draft model for it.  Each is written with a record.
+
+The target learns next-token prediction.  The learning rate follows the elapsed share of the budget, so the same call works on a
+slow CPU and on a fast GPU; only the number of tokens seen differs.  The last part of the run uses longer windows.
+"""
 
 import logging
 import math
 import platform
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
+from torch.nn import functional
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from backend.lab.demo import dflash, draft_model, drafter
-from backend.lab.demo.evaluate import evaluate
-from backend.lab.demo.heads import training_texts
-from backend.lab.demo.llama import load_llama, save_llama
+from backend.lab.demo.llama import llama_config, load_llama, new_llama, save_llama
 from backend.lab.demo.options import DemoOptions, DrafterOptions, TrainingOptions
-from backend.lab.demo.target import train_target, validation_loss
-from backend.lab.demo.tokenizer import save_tokenizer, token_stream, train_tokenizer
-from backend.lab.demo.training import Draw, TrainingProgress, train, windows
+from backend.lab.demo.tokenizer import BEGIN_ID, save_tokenizer, token_stream, train_tokenizer
+from backend.lab.demo.training import Draw, Stream, TrainingProgress, train, training_texts, windows
 from backend.models.writing import replacing, write_json
 from backend.rollout.corpus import Corpus, load_corpus
 
 LOGGER = logging.getLogger(__name__)
 RECORD = "training.json"
+BATCH = 8
+"""Windows of a validation batch."""
 HEADS: Mapping[str, ModuleType] = {"eagle3": drafter, "dflash": dflash, "draft-model": draft_model}
 """Each has `new_head`, `lesson` and `save_head`."""
 
@@ -46,7 +52,7 @@ def train_demo(options: DemoOptions) -> None:
     progress = train(options.head, head, settings, options.seed, draw, kind.lesson(head, target, settings, options.compile))
     record = _record(options, settings, progress)
     if options.head == "eagle3":
-        record |= {"measured": evaluate(target, head.eval(), token_stream(tokenizer, corpus.validation))}
+        record |= {"measured": drafter.evaluate(target, head.eval(), token_stream(tokenizer, corpus.validation))}
     with replacing(options.drafter_dir) as fresh:
         kind.save_head(head, target, fresh)
         if kind is draft_model:
@@ -66,6 +72,31 @@ def _train_target(options: DemoOptions, corpus: Corpus) -> None:
         save_llama(target, fresh)
         save_tokenizer(tokenizer, fresh)
         write_json(fresh / RECORD, _record(options, options.target, progress) | {"measured": measured})
+
+
+def next_token_loss(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
+    """Mean cross entropy in nats of each of `tokens[:, 1:]`, given the tokens before it; `tokens` is `[batch, length + 1]`."""
+    loss: Tensor = model(tokens, labels=tokens, use_cache=False).loss
+    return loss
+
+
+@torch.no_grad()
+def validation_loss(model: LlamaForCausalLM, stream: Stream, length: int) -> float:
+    """Mean loss per token over consecutive windows of `stream`, each after a `<|begin|>`.  Computed in float32."""
+    rows = torch.from_numpy(stream[: len(stream) // length * length]).long().view(-1, length).to(model.device)
+    parts = torch.split(functional.pad(rows, (1, 0), value=BEGIN_ID), BATCH)
+    return sum(float(next_token_loss(model, part)) * len(part) for part in parts) / len(rows)
+
+
+def train_target(options: DemoOptions, stream: Stream, device: torch.device) -> tuple[LlamaForCausalLM, TrainingProgress]:
+    """Trains until the budget is spent."""
+    settings = options.target
+    torch.manual_seed(options.seed)
+    config = llama_config(options.vocab_size, settings.hidden, settings.layers, 64, settings.positions)
+    model = new_llama(config).to(device)
+    loss_of = torch.compile(next_token_loss, dynamic=False) if options.compile else next_token_loss
+    draw = partial(windows, stream)
+    return model, train("target", model, settings, options.seed, draw, lambda tokens, *_: (loss_of(model, tokens), None))
 
 
 def _device(options: DemoOptions) -> torch.device:

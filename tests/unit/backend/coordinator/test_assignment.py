@@ -219,7 +219,7 @@ class Fleet:
                 number = int(name[1:])
                 verifier = self._verifier(number, noise) if name.startswith("v") else None
                 drafter = self._drafter(number, noise) if name.startswith("d") else None
-                assert self.policy.report(Report(name, "i", "ready", verifier, drafter), self.now).known
+                assert self.policy.report(Report(name, "i", "ready", verifier or drafter), self.now).known
 
     def _noisy(self, value: float, noise: float) -> float:
         return value * (1 + noise * self.dice.uniform(-1, 1))

@@ -98,7 +98,7 @@ def test_what_a_process_measured_is_forgotten_with_it() -> None:
         counted = {"d0": DraftCounters(drafts, accepted_tokens=2 * drafts)}
         stats = VerifierStats("v0", 0.0, "auto", 4, running=4, drafters=counted, drafters_down=["d0"])
         policy.report(Report("v0", "i0", "ready", stats), now)
-    policy.report(Report("d0", "i0", "ready", drafter=DrafterStats("d0", 0.0, speed=Speed(0.01, 0.001))), 0.2)
+    policy.report(Report("d0", "i0", "ready", DrafterStats("d0", 0.0, speed=Speed(0.01, 0.001))), 0.2)
     before = policy.situation(0.2)
     assert before.verifiers["v0"].length == 3
     assert before.verifiers["v0"].down == {"d0"}

@@ -11,9 +11,18 @@ from backend.engine.client import Answer
 from backend.fleet import DraftCounters, DrafterStats, VerifierStats
 from backend.lab.bench import options as options_module
 from backend.lab.bench import tables as report
-from backend.lab.bench.identical import compared, differences
 from backend.lab.bench.load import MeasuredLoad
-from backend.lab.bench.measure import Measurement, Results, Snapshot, ratios, row, sample, step_times
+from backend.lab.bench.measure import (
+    Measurement,
+    Results,
+    Snapshot,
+    compared,
+    differences,
+    ratios,
+    row,
+    sample,
+    step_times,
+)
 from backend.lab.bench.pace import Paced
 from backend.lab.bench.plan import Configuration, Point, split_cores
 

@@ -19,14 +19,12 @@ from backend.drafter.process import DrafterModel, build_proposer
 from backend.drafter.proposer import DraftRequest, Until
 from backend.lab.demo import dflash, draft_model, train, training
 from backend.lab.demo.__main__ import parse
-from backend.lab.demo.drafter import lesson, new_head, save_head
-from backend.lab.demo.evaluate import accepted
-from backend.lab.demo.heads import training_texts
+from backend.lab.demo.drafter import accepted, lesson, new_head, save_head
 from backend.lab.demo.llama import config_of, features, generate, llama_config, load_llama, new_llama, save_llama
 from backend.lab.demo.options import DemoOptions, DrafterOptions, DraftModelOptions, TargetOptions
-from backend.lab.demo.target import train_target, validation_loss
 from backend.lab.demo.tokenizer import BEGIN_ID, END_ID
-from backend.lab.demo.training import windows
+from backend.lab.demo.train import train_target, validation_loss
+from backend.lab.demo.training import training_texts, windows
 from backend.learning.head import Drafter
 from backend.models.check import find_misfits
 from backend.models.checkpoint import load_drafter

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 
 from backend.config import Settings
+from backend.config.settings import TransportSettings
 from backend.launch.plan import FleetPlan, Hardware, LaunchError, MemberPlan, plan
+from backend.member.actor import tcp_address
 from backend.models.resolve import OwnDrafter, ResolvedModels
 
 EAGLE = ResolvedModels("/t", "/d", "eagle", "demo")
@@ -119,7 +121,7 @@ def test_gpus_asked_for_and_not_there_are_refused(changes: dict[str, Any]) -> No
 def test_in_a_joined_cluster_members_talk_tcp() -> None:
     """Even if it has one node yet: it may grow at any time."""
     decided = decide({}, local=False)
-    assert {m.address for m in decided.members} == {"tcp://node:0"}
+    assert {m.address for m in decided.members} == {""}
     assert [(m.cores, m.num_cpus) for m in decided.members] == [([], 1), ([], 1)]
 
 
@@ -140,9 +142,9 @@ def test_cores_are_disjoint_while_they_last(available: set[int], verifiers: int,
 
 
 def test_ports_and_interfaces_are_the_members_own_to_find() -> None:
-    assert decide({"transport": {"host": "::1"}}, local=False).members[0].address == "tcp://[::1]:0"
-    transport = {"host": "eth1", "ports": "20000-20009"}
-    assert decide({"transport": transport}, local=False).members[0].address == "tcp://eth1:20000-20009"
+    assert tcp_address(TransportSettings(), "10.0.0.1") == "tcp://10.0.0.1:0"
+    assert tcp_address(TransportSettings(host="::1"), "10.0.0.1") == "tcp://[::1]:0"
+    assert tcp_address(TransportSettings(host="eth1", ports="20000-20009"), "10.0.0.1") == "tcp://eth1:20000-20009"
     for wrong in (
         {"host": "0.0.0.0"},
         {"host": "::"},
