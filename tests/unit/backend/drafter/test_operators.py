@@ -96,7 +96,7 @@ def test_no_step_waits_for_a_result(tmp_path: Path, samplings: list[Sampling]) -
     with mock.patch.object(DecodeBatch, "run", guarded):
         drafts = proposer.draft([r.ask(4) for r in requests])
         proposer.draft_outcomes([r.premise(d.tokens, 4) for r, d in zip(requests, drafts, strict=True)])
-    assert steps.keys() == {"pick", "advance_and_pick", "follow"}
+    assert steps.keys() == {"pick", "advance_and_pick", "advance_forced"}
 
 
 def test_longer_drafts_and_more_rows_than_were_captured_are_drafted_too(tmp_path: Path) -> None:
