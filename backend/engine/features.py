@@ -45,9 +45,18 @@ class FeatureShipper:
     )
     """Makes the message that opens a request on a drafter, with its tokens and number of rows."""
 
-    def __init__(self, projection: Callable[[str], Projection | None], ring_bytes: int = 0, handover_bytes: int = 0) -> None:
-        """`projection(head)` is applied to features for drafters with that head (`DrafterRef.head`)."""
-        self._projection = projection
+    def __init__(
+        self,
+        projection: Callable[[str], Projection | None],
+        ring_bytes: int = 0,
+        handover_bytes: int = 0,
+        teaches: bool = False,
+    ) -> None:
+        """`projection(head)` is applied to features for drafters with that head (`DrafterRef.head`).
+
+        `teaches`: drafters learn from what they are sent.
+        """
+        self._projection, self._teaches = projection, teaches
         self._ring_bytes, self._handover_bytes = ring_bytes, handover_bytes
         self._weights = 0
         self._assigned: dict[str, str] = {}
@@ -109,7 +118,8 @@ class FeatureShipper:
     def ship(self, step: StepRows, layers: Sequence[torch.Tensor] | None) -> None:
         """Logs a step's rows and sends each drafter what it lacks of the requests in `features_of`.
 
-        Others are sent what they lack once the logs are half full, before `RowLogs.trim` drops any of it.
+        Drafters that learn are sent what they lack of others, too; all drafters are once the logs are half full, before
+        `RowLogs.trim` drops any of it.
         `layers`: each `[num_tokens, width]`; side by side they are the features before `fc`.  None: drafters need no features.
         """
         fresh: dict[str, int] | None = None
@@ -120,7 +130,7 @@ class FeatureShipper:
             if not is_needed and self._logs.waiting < MOST_WAITING:
                 return
             fresh = self._logs.settle(self._projection_of, 0 if is_needed else MOST_WAITING - AT_ONCE)
-            if self._logs.held > self._handover_bytes // 2:
+            if self._teaches or self._logs.held > self._handover_bytes // 2:
                 of = None
         drafters = [self._drafter_of(each) if of is None or each in of else None for each in step.request_ids]
         for drafter_id, link in self._links.items():

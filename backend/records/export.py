@@ -22,16 +22,16 @@ def rows(records: Records, kind: str) -> pa.Table:
     return pa.concat_tables(_owned(records.table(each, kind), each) for each in records.incarnations)
 
 
-def joined(records: Records) -> pa.Table:
+def join_verifications(records: Records) -> pa.Table:
     """Verifications with the columns of their step (`step_*`) and of their request (`request_*`).
 
     Columns of an unrecorded step or request (dropped, or still running) are null.  If several requests have one id, the one
     that ended last is taken.
     """
-    return pa.concat_tables(_owned(_joined(records, each), each) for each in records.incarnations)
+    return pa.concat_tables(_owned(_join(records, each), each) for each in records.incarnations)
 
 
-def _joined(records: Records, incarnation: Incarnation) -> pa.Table:
+def _join(records: Records, incarnation: Incarnation) -> pa.Table:
     steps = _prefixed(records.table(incarnation, "step"), "step", keep="step")
     requests = _prefixed(_last_of_each(records.table(incarnation, "request")), "request", keep="request_id")
     table = records.table(incarnation, "verification").join(steps, "step", join_type="left outer")

@@ -95,7 +95,7 @@ def _join(records: Records, given: argparse.Namespace, say: Print, note: Print) 
     kind = _format(given, given.output)
     if given.output is None and kind == "parquet":
         raise RecordsError("parquet needs a file: --output FILE")
-    table = export.joined(records)
+    table = export.join_verifications(records)
     export.write(table, given.output or sys.stdout.buffer, kind)
     note(f"{table.num_rows} rows" + (f" in {given.output}" if given.output else ""))
 

@@ -34,7 +34,7 @@ def make_trace(options: TraceOptions) -> str:
     cases = [Case(number, *pair) for number, pair in enumerate(islice(pairs, options.limit))]
     if not cases:
         raise TraceError(f"{options.source}: no file gave a pair of a prompt and a response of {SHORTEST} tokens each")
-    lengths = sorted(len(tokenizer.response(case.gen)) for case in cases)
+    lengths = sorted(len(tokenizer.encode_response(case.gen)) for case in cases)
     try:
         write_cases(options.out, cases, with_ids=False)
     except OSError as error:
@@ -48,11 +48,11 @@ def cut(text: str, tokenizer: Tokenizer, options: TraceOptions, chance: random.R
     Lengths are drawn uniformly on a logarithmic scale: few long responses among many short ones.  The text is cut between
     tokens, but a rollout tokenizes both parts again.  So a pair whose response would then be too long or short is left out.
     """
-    tokens = tokenizer.response(text[chance.randrange(1 + len(text) // 2) :])
+    tokens = tokenizer.encode_response(text[chance.randrange(1 + len(text) // 2) :])
     middle = _draw(chance, options.max_prompt)
     end = middle + _draw(chance, options.max_gen)
-    prompt, gen = tokenizer.text(tokens[:middle]), tokenizer.text(tokens[middle:end])
-    fits = SHORTEST <= len(tokenizer.response(gen)) <= options.max_gen
+    prompt, gen = tokenizer.decode(tokens[:middle]), tokenizer.decode(tokens[middle:end])
+    fits = SHORTEST <= len(tokenizer.encode_response(gen)) <= options.max_gen
     return (prompt, gen) if prompt and fits and end <= len(tokens) else None
 
 

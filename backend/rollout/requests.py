@@ -42,15 +42,15 @@ class Tokenizer:
 
         self._hugging_face: Any = AutoTokenizer.from_pretrained(target_dir, trust_remote_code=trusts_code)
 
-    def prompt(self, text: str) -> list[int]:
+    def encode_prompt(self, text: str) -> list[int]:
         """A prompt's tokens, as the completions endpoint makes them."""
         return list(self._hugging_face(text, verbose=False)["input_ids"])
 
-    def response(self, text: str) -> list[int]:
+    def encode_response(self, text: str) -> list[int]:
         """A response's tokens, without a token for the beginning of a text, since a prompt precedes them."""
         return list(self._hugging_face(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def text(self, tokens: list[int]) -> str:
+    def decode(self, tokens: list[int]) -> str:
         """The text of a response, without end-of-text and other special tokens."""
         return str(self._hugging_face.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
@@ -69,7 +69,7 @@ def make_requests(
     requests = []
     room, samples = front.max_model_len, options.samples
     for case in cases:
-        prompt, response = tokenizer.prompt(case.prompt), tokenizer.response(case.gen)
+        prompt, response = tokenizer.encode_prompt(case.prompt), tokenizer.encode_response(case.gen)
         where = f"{file}: row {case.number}"
         if not prompt:
             raise TraceError(f"{where}: the prompt is empty, and the tokenizer puts no token in front")

@@ -17,7 +17,7 @@ def reload(url: str, settings: GatewaySettings) -> list[str]:
     key = settings.admin_key or settings.api_key
     headers = {"authorization": f"Bearer {key}"} if key else {}
     try:
-        verify = trusting(settings.tls_cert) if url.startswith("https:") and settings.tls_cert else True
+        verify = pinned_context(settings.tls_cert) if url.startswith("https:") and settings.tls_cert else True
         with httpx.Client(transport=httpx.HTTPTransport(verify=verify), timeout=TIMEOUT_S) as http:
             response = http.post(f"{url}/admin/reload", json={}, headers=headers)
             status, body = response.status_code, response.json()
@@ -31,7 +31,7 @@ def reload(url: str, settings: GatewaySettings) -> list[str]:
     return lines
 
 
-def trusting(file: str) -> ssl.SSLContext:
+def pinned_context(file: str) -> ssl.SSLContext:
     """Trusts the gateway that has the first certificate of `file`, under any name and from any issuer, and no other.
 
     Raises `OSError` or `ValueError`.

@@ -69,7 +69,7 @@ def _name(tool: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-async def ended_apart(chunk: str) -> str:
+async def split_off_finish(chunk: str) -> str:
     """A chat's chunk, with `finish_reason` moved from one with tool calls into a chunk of its own, as OpenAI sends it.
 
     OpenAI's clients consider the tool calls of earlier chunks complete when such a chunk comes.

@@ -27,7 +27,7 @@ from gateway.http.sse import CHAT, Change, Dialect, Generated, stream_response, 
 from gateway.requests.body import ModelT, check_generation, parse, read_json
 from gateway.requests.fields import GENERATING
 from gateway.requests.options import read_options, with_usage
-from gateway.requests.tools import ended_apart, only_allowed
+from gateway.requests.tools import only_allowed, split_off_finish
 from gateway.routes.lists import as_json
 from gateway.state import Gateway, gateway_of
 
@@ -43,7 +43,7 @@ async def chat_completions(request: Request) -> Response:
     """OpenAI's chat completions."""
     gateway = gateway_of(request)
     body, speculation = await _read(gateway, request, ChatCompletionRequest)
-    create, changes = gateway.services.chat.create_chat_completion, [ended_apart] if body.tools else []
+    create, changes = gateway.services.chat.create_chat_completion, [split_off_finish] if body.tools else []
     return await respond(gateway, request, body, create, CHAT, speculation=speculation, changes=changes)
 
 

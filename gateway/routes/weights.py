@@ -308,13 +308,13 @@ async def _gather(links: list[VerifierLink], method: str, arguments: Sequence[Se
         if isinstance(result, UtilityError) and results and str(result) == f"ValueError: {NOT_BEGUN}":
             continue
         if isinstance(result, UtilityError):
-            raise _translated(verifier_id, str(result), partly=bool(results))
+            raise _to_api_error(verifier_id, str(result), partly=bool(results))
         if isinstance(result, BaseException):
             raise result
     return results
 
 
-def _translated(verifier_id: str, message: str, partly: bool) -> ApiError:
+def _to_api_error(verifier_id: str, message: str, partly: bool) -> ApiError:
     """The error for a verifier's failure; `partly`: others have done what was asked."""
     kind, _, text = message.partition(": ")
     if kind == "NotImplementedError":

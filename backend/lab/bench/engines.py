@@ -58,7 +58,7 @@ class Processes:
         """Starts a verifier, and does not wait.  `settings` override the defaults here."""
         cores = self.split.verifier
         whole = {**settings, "verifier": {"cores": len(cores), **settings["verifier"]}}
-        return self._child(name, partial(build_verifier, name, whole, self.models, self.pace), cores, 0)
+        return self._start_child(name, partial(build_verifier, name, whole, self.models, self.pace), cores, 0)
 
     def connect(self, verifier: Child) -> EngineClient:
         """Waits until a verifier serves; returns a client of it."""
@@ -70,10 +70,10 @@ class Processes:
         """Starts a drafter, and waits until it serves."""
         cores = self.split.drafter
         build = partial(build_drafter, name, len(cores), self.models, head_dir, self.pace)
-        child = self._child(name, build, cores, self.gpus - 1)
+        child = self._start_child(name, build, cores, self.gpus - 1)
         return child, DrafterRef(name, "bench", child.wait_ready(), "", 1)
 
-    def _child(self, name: str, build: Callable[[str], Served], cores: Sequence[int], gpu: int) -> Child:
+    def _start_child(self, name: str, build: Callable[[str], Served], cores: Sequence[int], gpu: int) -> Child:
         address = f"ipc://{self.directory}/{len(self._children)}-{os.urandom(2).hex()}"
         variables = {"CUDA_VISIBLE_DEVICES": str(gpu)} if self.gpus else {}
         child = Child(name, partial(build, address), cores, self.directory / f"{name}.log", variables)

@@ -78,7 +78,7 @@ def test_tables_add_up(out: Path, number: int) -> None:
             number = int(row["req_id"])
             mine, length = by_request[number], int(row["response_length"])
             assert length == len(rows[number]["token_ids"]) == int(row["spec_accepted_total"])
-            assert int(row["prompt_length"]) == len(tokenizer.prompt(CASES[number // SAMPLES].prompt))
+            assert int(row["prompt_length"]) == len(tokenizer.encode_prompt(CASES[number // SAMPLES].prompt))
             emitted = sum(int(each["acc_token_num"]) for each in mine)
             # Tokens behind a stop string were emitted, and are no part of the response.
             assert emitted == length or (emitted > length and rows[number]["stop_reason"] == "e")

@@ -331,9 +331,10 @@ def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_
     assert {name: link.hello.epoch for name, link in bench.shipper._links.items()} == {"d0": 1, "d1": 1}
 
 
-def test_rows_that_no_drafter_needs_are_sent_before_the_logs_give_them_up() -> None:
+@pytest.mark.parametrize("teaches", [False, True])
+def test_rows_that_no_drafter_needs_are_sent_before_the_logs_give_them_up_or_to_teach(teaches: bool) -> None:
     drafter, size = Drafter(), 2 * torch.float32.itemsize
-    shipper, end = FeatureShipper(lambda head: None, handover_bytes=40 * size), 0
+    shipper, end = FeatureShipper(lambda head: None, handover_bytes=40 * size, teaches=teaches), 0
     with (
         mock.patch.object(feature_link, "connect_dealer"),
         mock.patch.object(feature_link, "Dealer", return_value=drafter),
@@ -345,6 +346,6 @@ def test_rows_that_no_drafter_needs_are_sent_before_the_logs_give_them_up() -> N
         for _ in range(300):
             shipper.ship(step_of([("a", end, 1, TEXTS["a"])]), [rows_of("a", end, 1)])
             end += 1
-            assert bool(drafter.rounds) == (end > 23), "half the capacity, and those that wait"
+            assert bool(drafter.rounds) == (end > (3 if teaches else 23)), "behind those that wait, and half the capacity"
     assert shipper._logs["a"].start > 0, "the logs have given up some"
     assert drafter.rows["a"] == list(range(shipper._logs["a"].end))

@@ -119,17 +119,17 @@ def test_fixed_requests_carry_the_tokens_of_their_response(
     tokenizer: Tokenizer, make_of: Callable[..., list[RolloutRequest]]
 ) -> None:
     (request,) = make_of([Case(4, "def f(x):\n", "    return x\n")], "--fixed-responses")
-    assert request.fixed == tokenizer.response("    return x\n")
+    assert request.fixed == tokenizer.encode_response("    return x\n")
     assert request.params.max_tokens == request.expected == len(request.fixed)
     assert request.prompt[0] == 0, "a prompt begins with the tokenizer's own first token"
-    assert tokenizer.text(request.fixed) == "    return x\n"
+    assert tokenizer.decode(request.fixed) == "    return x\n"
 
 
 def test_free_requests_know_what_to_expect(tokenizer: Tokenizer, make_of: Callable[..., list[RolloutRequest]]) -> None:
     cases = [Case(0, "def f(x):\n", "    return x\n"), Case(1, "class A:\n", "")]
     known, unknown = make_of(cases)
     assert known.fixed is None
-    assert known.expected == len(tokenizer.response("    return x\n"))
+    assert known.expected == len(tokenizer.encode_response("    return x\n"))
     assert known.params.max_tokens == 64 - len(known.prompt)
     assert unknown.expected == unknown.params.max_tokens
     several = make_of(cases, "--n", "3")
@@ -190,7 +190,7 @@ def test_source_code_is_cut_by_tokens(tmp_path: Path, tokenizer: Tokenizer) -> N
     cases = read_trace(out)
     assert f"{len(cases)} rows" in line
     assert len(cases) > 10
-    assert all(16 <= len(tokenizer.response(case.gen)) <= 40 for case in cases)
+    assert all(16 <= len(tokenizer.encode_response(case.gen)) <= 40 for case in cases)
     texts = [file.read_text() for file in tmp_path.glob("*.py")]
     assert all(any(case.prompt + case.gen in text for text in texts) for case in cases)
     first = out.read_bytes()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gateway.http.errors import BadRequest
-from gateway.requests.tools import callable_tools, ended_apart, only_allowed
+from gateway.requests.tools import callable_tools, only_allowed, split_off_finish
 from tests.support.refused import refused
 
 PAINT = {"type": "function", "function": {"name": "paint"}}
@@ -90,7 +90,7 @@ def test_the_grammar_of_an_input_becomes_advice():
 
 async def said(*choices):
     events = [f"data: {json.dumps({'id': 'c', 'choices': [choice]}, separators=(',', ':'))}\n\n" for choice in choices]
-    written = "".join([await ended_apart(each) for each in (*events, "data: [DONE]\n\n")])
+    written = "".join([await split_off_finish(each) for each in (*events, "data: [DONE]\n\n")])
     return [each.removeprefix("data: ") for each in written.strip().split("\n\n")]
 
 

@@ -33,10 +33,10 @@ async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(
     fleet: Fleet, front: OfflineProcessor, tokenizer: Tokenizer
 ) -> None:
     """The first one dies between the two halves of the stop string; the second one has emitted more than it."""
-    written = tokenizer.response("    return value + other\n\n\nclass Other:\n")
-    prompt = tokenizer.prompt("def add(value, other):\n")
-    text = tokenizer.text(written)
-    half = next(n for n in range(len(written)) if "return val" in tokenizer.text(written[:n]))
+    written = tokenizer.encode_response("    return value + other\n\n\nclass Other:\n")
+    prompt = tokenizer.encode_prompt("def add(value, other):\n")
+    text = tokenizer.decode(written)
+    half = next(n for n in range(len(written)) if "return val" in tokenizer.decode(written[:n]))
     params = front.params(prompt, {"stop": [text[text.index("val") :][:12]], "logprobs": 1, "max_tokens": 200})
 
     def emit(sequence: Sequence, tokens: list[int]) -> None:
@@ -77,7 +77,10 @@ async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(
 async def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
     fleet: Fleet, front: OfflineProcessor, tokenizer: Tokenizer
 ) -> None:
-    prompt, written = tokenizer.prompt("def add(value, other):\n"), tokenizer.response("    return value + other\n\n\n")
+    prompt, written = (
+        tokenizer.encode_prompt("def add(value, other):\n"),
+        tokenizer.encode_response("    return value + other\n\n\n"),
+    )
     params = front.params(prompt, {"stop": ["other"], "max_tokens": 200})
 
     async def begin(verifier: FakeVerifier, sequence: Sequence) -> None:
