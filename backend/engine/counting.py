@@ -5,7 +5,7 @@ where vLLM decides it.  So all modes are measured with the same code.
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,8 @@ class StepOrders:
 
     resumed: dict[str, list[int]]
     """Output tokens of requests that another verifier has begun (`runner.ResumedOutputs`)."""
-    features_of: Collection[str] | None
-    """See `Attached`."""
+    features_needed: bool
+    """Whether drafters need this step's features at once."""
     pairings: dict[str, Pairing] = field(default_factory=dict)
     """Of each new request."""
     asks: dict[str, tuple[int, float]] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class CountingScheduler:
     """Seconds between the last step and the one before it: waiting for drafts, and work meanwhile."""
     _emitted: int = 0
     """Tokens emitted since the last step that was noted."""
-    features_of: Collection[str] | None = None
+    features_needed: bool = True
     is_early: bool = False
     """See `StepOrders`."""
 
@@ -126,7 +126,7 @@ class CountingScheduler:
             for new in output.scheduled_new_reqs
             if requests[new.req_id].num_output_tokens
         }
-        output.outrider = StepOrders(resumed, self.features_of, is_early=self.is_early)
+        output.outrider = StepOrders(resumed, self.features_needed, is_early=self.is_early)
         self.counters.stats.resumed += len(resumed)
         if self.spans is not None:
             self.spans.scheduled(output.num_scheduled_tokens)

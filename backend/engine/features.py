@@ -15,7 +15,7 @@ has forgotten are opened again.
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -36,7 +36,8 @@ HANDOVER_ROWS = 8192
 class FeatureShipper:
     """The `features` sockets to all drafters, and the rows that go there."""
 
-    features_of: Collection[str] | None = None
+    features_needed: bool = True
+    """Whether drafters need the rows now, not later."""
     asks: Mapping[str, tuple[int, float]] = {}
     chance_weights: Mapping[str, list[list[float]]] = {}
     """See `StepOrders`."""
@@ -45,18 +46,9 @@ class FeatureShipper:
     )
     """Makes the message that opens a request on a drafter, with its tokens and number of rows."""
 
-    def __init__(
-        self,
-        projection: Callable[[str], Projection | None],
-        ring_bytes: int = 0,
-        handover_bytes: int = 0,
-        teaches: bool = False,
-    ) -> None:
-        """`projection(head)` is applied to features for drafters with that head (`DrafterRef.head`).
-
-        `teaches`: drafters learn from what they are sent.
-        """
-        self._projection, self._teaches = projection, teaches
+    def __init__(self, projection: Callable[[str], Projection | None], ring_bytes: int = 0, handover_bytes: int = 0) -> None:
+        """`projection(head)` is applied to features for drafters with that head (`DrafterRef.head`)."""
+        self._projection = projection
         self._ring_bytes, self._handover_bytes = ring_bytes, handover_bytes
         self._weights = 0
         self._assigned: dict[str, str] = {}
@@ -116,23 +108,17 @@ class FeatureShipper:
         self._logs.add(step, layers)
 
     def ship(self, step: StepRows, layers: Sequence[torch.Tensor] | None) -> None:
-        """Logs a step's rows and sends each drafter what it lacks of the requests in `features_of`.
+        """Logs a step's rows and sends each drafter what it lacks of these requests, or waits if drafters are in no hurry.
 
-        Drafters that learn are sent what they lack of others, too; all drafters are once the logs are half full, before
-        `RowLogs.trim` drops any of it.
         `layers`: each `[num_tokens, width]`; side by side they are the features before `fc`.  None: drafters need no features.
         """
         fresh: dict[str, int] | None = None
-        of = self.features_of
-        is_needed = of is None or bool(of)
         if layers is not None:
             self._logs.add(step, layers)
-            if not is_needed and self._logs.waiting < MOST_WAITING:
+            if not self.features_needed and self._logs.waiting < MOST_WAITING:
                 return
-            fresh = self._logs.settle(self._projection_of, 0 if is_needed else MOST_WAITING - AT_ONCE)
-            if self._teaches or self._logs.held > self._handover_bytes // 2:
-                of = None
-        drafters = [self._drafter_of(each) if of is None or each in of else None for each in step.request_ids]
+            fresh = self._logs.settle(self._projection_of, 0 if self.features_needed else MOST_WAITING - AT_ONCE)
+        drafters = [self._drafter_of(request_id) for request_id in step.request_ids]
         for drafter_id, link in self._links.items():
             link.receive_answers()
             places = [i for i, chosen in enumerate(drafters) if chosen == drafter_id]

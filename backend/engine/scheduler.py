@@ -156,8 +156,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         return DraftOrigin(draft.source.drafter_id, draft.source.kind == "ahead", draft.draft_s, draft.source.kind)
 
     def plan_in_force(self) -> Plan:
-        choice = self.speculator.choice
-        return Plan(choice.k, choice.outcomes)
+        return self.speculator.plan
 
     def note_step(self, seconds: float) -> None:
         """Notes the step that just ended; a step with prefill does not measure verifying."""
@@ -205,7 +204,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
             super().update_draft_token_ids(DraftTokenIds(list(drafts), list(drafts.values())))
         for drafter_id in attached.lost:
             self.counters.dropped(drafter_id, "lost")
-        self.features_of = attached.features_of
+        self.features_needed = attached.features_needed
         output = super().schedule(throttle_prefills)
         output.outrider.pairings.update(self._pair_with_drafters(output.scheduled_new_reqs))
         output.outrider.proposals.update(attached.proposals)

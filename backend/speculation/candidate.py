@@ -1,6 +1,6 @@
 """One available draft, where it comes from, the state of a request that is decoded, and what a step verifies.  Pure."""
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from operator import mul
@@ -89,8 +89,8 @@ class Attached:
     """What they were sampled from, if they were."""
     lost: list[str] = field(default_factory=list)
     """Drafters that missed a deadline, once for each draft that is no longer waited for."""
-    features_of: Collection[str] | None = ()
-    """Requests whose features of this step drafters need at once; None: of all."""
+    features_needed: bool = False
+    """Whether drafters need the features of this step at once."""
     asks: dict[str, tuple[int, float]] = field(default_factory=dict)
     """By request: K and floor of the fresh draft that its drafter is to make as soon as it has this step's rows."""
     is_quiet: bool = False
@@ -130,15 +130,16 @@ def rank_of(block: Block, emitted: Sequence[int]) -> int | None:
     return None
 
 
-def early_drafts(present: Iterable[tuple[str, Request]], k: int, floor: float) -> dict[str, tuple[int, float]]:
+def early_drafts(present: Sequence[tuple[str, Request]], k: int, floor: float, *, of_all: bool) -> dict[str, tuple[int, float]]:
     """The fresh drafts to ask for before a step's outcome is known, as `Attached.asks`, of at most `k` tokens.
 
-    Left out are requests whose own text may have a draft, and those whose outcomes are drafted for.
+    Left out are requests whose own text may have a draft, and those whose outcomes are drafted for.  With `of_all` the
+    verifier chooses for requests whose clients do not.
     """
     return {
         request_id: (min(k, request.longest), floor)
         for request_id, request in present
         if request.longest
-        and request.ask in (None, Ask.DRAFT)
+        and (request.ask == Ask.DRAFT or (of_all and request.ask is None))
         and (request.verified is None or request.verified.source.drafter_id != LOOKUP)
     }

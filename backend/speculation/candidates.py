@@ -27,8 +27,7 @@ _ASKS = {"off": Ask.PLAIN, "sync": Ask.DRAFT, "ahead": Ask.AHEAD, "auto": None}
 _NOTHING_ASKED = RequestOptions(), 0
 
 SAMPLED = 8
-"""Requests per step, on average, whose drafts are learned from: in larger batches, all would cost too much time.  A probe asks
-about so many at most: to draft for all of a large batch keeps a drafter busy for many steps, and whatever shares its cores."""
+"""Requests per step, on average, whose drafts are learned from: in larger batches, all would cost too much time."""
 INDEXED_PER_STEP = 512
 """Tokens indexed for look-ups per step, over all requests, so that a batch of long prompts does not stop the engine."""
 FOR_OTHERS = 64
@@ -52,12 +51,8 @@ class Candidates:
         self.drafted, self.alone = Outlook(longest, self._prior), Outlook(longest)
         """What drafts are expected to add: with drafters, and by look-ups alone."""
         self.steps = 0
-        self.forced: set[str] = set()
+        self.forced = 0
         """Requests whose client asks for drafts, whatever the verifier chooses for all."""
-        self._sample = frozenset[str]()
-        """The requests that a probe asks drafts for."""
-        self._asked_for = 1
-        """Requests that drafters were last asked about."""
         self.predicted: set[str] = set()
         """Requests whose client has predicted the answer."""
         self.asleep, self.every = False, 1
@@ -83,8 +78,7 @@ class Candidates:
     def asked(self, request_id: str, asked: RequestOptions, prompt_len: int) -> None:
         """Notes what a coming request, with a prompt of so many tokens, asks about drafting."""
         self._asked[request_id] = asked, prompt_len
-        if asked.mode in ("sync", "ahead"):
-            self.forced.add(request_id)
+        self.forced += asked.mode in ("sync", "ahead")
 
     def grown(self, request_id: str, text: list[int], rule: Rule) -> None:
         """A step added tokens to the request; `text` is all of them."""
@@ -108,8 +102,8 @@ class Candidates:
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
-        self._asked.pop(request_id, None)
-        self.forced.discard(request_id)
+        if (options := self._asked.pop(request_id, None)) is not None:
+            self.forced -= options[0].mode in ("sync", "ahead")
         self.predicted.discard(request_id)
         request = self.requests.pop(request_id, None)
         if request is not None:
@@ -127,24 +121,6 @@ class Candidates:
         """Takes the output of a request that has ended at another verifier."""
         if self._shared is not None:
             self._shared.take(emitted.tenant, [*emitted.before, *emitted.tokens], len(emitted.before))
-
-    def asked_in(self, decoding: list[str], probed: int, *, of_all: bool) -> frozenset[str] | None:
-        """Whom drafters are asked about in the coming step, which is number `probed` of a probe (0: of none); None: about all.
-
-        A probe asks about requests that are drawn by lot as it begins, of those whose clients do not say whether to draft.
-        """
-        if probed == 1:
-            free = [request_id for request_id, request in self.present(decoding) if request.ask is None]
-            self._sample = frozenset(self._lots.sample(free, min(SAMPLED, len(free))))
-        elif not probed:
-            self._sample = frozenset()
-        asked = None if of_all else self._sample | self.forced
-        self._asked_for = (len(decoding) if asked is None else len(asked)) or self._asked_for
-        return asked
-
-    def is_asked(self, request_id: str) -> bool:
-        """Whether drafters are asked about a request while they are not about all."""
-        return request_id in self._sample or self.requests[request_id].ask is not None
 
     # -- drafts that come ----------------------------------------------------------------------------------------------
 
@@ -252,7 +228,7 @@ class Candidates:
         if request.judged is not None:
             candidate, accepted, judged = request.judged
             request.judged = None
-            if self._is_sampled(len(self.requests)):
+            if self._is_sampled():
                 self._calibration(candidate.source).observe(request_id, candidate.signs, accepted, judged)
         for each in request.texts if not self.asleep or request_id in self.predicted else ():
             if self._room > 0:
@@ -297,7 +273,7 @@ class Candidates:
                 self._note(request_id, request, candidate, request.looked_up_at)
                 if request.looked_up is None or candidate.worth > request.looked_up.worth:
                     request.looked_up = candidate
-        if request.texts and self._is_sampled(len(self.requests)):
+        if request.texts and self._is_sampled():
             self.alone.note(request.looked_up.survivals if request.looked_up is not None else [], self.steps)
         return request.looked_up
 
@@ -325,21 +301,17 @@ class Candidates:
 
     def _compare(self, request_id: str, request: Request, drafted: list[float]) -> None:
         """Notes what a drafter's answer, with survivals `drafted`, adds; or the request's look-up, if that is better."""
-        if self._is_sampled(self._asked_for):
+        if self._is_sampled():
             looked_up = self._look_up(request_id, request)
             self.drafted.note(max(drafted, looked_up.survivals if looked_up is not None else [], key=sum), self.steps)
 
-    def _is_sampled(self, requests: int) -> bool:
-        """Whether to learn from this draft, one of those of so many requests.
-
-        By lot: turns could always fall on the same one of several drafts per request.
-        """
-        return self._lots.random() * requests < SAMPLED
+    def _is_sampled(self) -> bool:
+        """Whether this call is sampled.  By lot: turns could always fall on the same one of several calls per request."""
+        return self._lots.random() * len(self.requests) < SAMPLED
 
     def _note(self, request_id: str, request: Request, candidate: Candidate, base_len: int) -> None:
         # The text depends on a sampled draft: it is learned from where it was verified (`judged`).
-        of = len(self.requests) if candidate.source.drafter_id == LOOKUP else self._asked_for
-        if candidate.proposal is None and self._is_sampled(of):
+        if candidate.proposal is None and self._is_sampled():
             known = self._guesses.note(request_id, candidate.source, base_len, candidate.tokens, candidate.signs, request.text)
             self._learn_from(request_id, request, known)
 

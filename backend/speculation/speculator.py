@@ -21,7 +21,7 @@ from backend.speculation.deadlines import Questions
 from backend.speculation.pairing import Preference
 from backend.speculation.ranking import Ranking
 from backend.speculation.step_times import DraftTimes, StepTimes
-from backend.speculation.waiting import Ask, Asking, Choice, Pending, StepLoad, Times, waiting_pays
+from backend.speculation.waiting import Ask, Asking, Choice, Pending, Plan, StepLoad, Times, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
 
 RECONSIDER_EVERY = 16
@@ -179,6 +179,11 @@ class Speculator:
         return self.choice.ask != Ask.PLAIN or self._probed >= CAUGHT_UP
 
     @property
+    def plan(self) -> Plan:
+        """The choice, as records and metrics show it."""
+        return Plan(self.choice.k, self.choice.outcomes)
+
+    @property
     def outcomes(self) -> int:
         """Outcomes drafted ahead per request at present."""
         if self.choice.ask == Ask.PLAIN and self._probing:
@@ -205,16 +210,15 @@ class Speculator:
         self._probing = bool(self._drafter_ids) and self._fixed is None and self._asking.stepped(rests)
         self._probed = self._probed + 1 if self._probing else 0
         self._probes += self._probed == 1
-        decoding = list(decoding)
-        self._decoding = len(decoding)
-        of_all = self.choice.ask != Ask.PLAIN
-        attached.features_of = asked = self.candidates.asked_in(decoding, self._probed, of_all=of_all)
-        asks = asked is None or len(asked) > 0
-        self.step_times.asking = asked is None or (asks and asked.issuperset(decoding)) or self._asking.paused == 1
+        of_all = self._probing or self.choice.ask != Ask.PLAIN
+        attached.features_needed = of_all or self.candidates.forced > 0
+        self.step_times.asking = attached.features_needed or self._asking.paused == 1
         if self._asking.paused == 2:
             self.step_times.doubt()
+        decoding = list(decoding)
+        self._decoding = len(decoding)
         came, self._came = self._came, False
-        is_plain = self.candidates.rests and not asks and not came
+        is_plain = self.candidates.rests and not attached.features_needed and not came
         is_bare = is_early or (self._asking.paused > 1 and not self.candidates.forced)
         if is_bare or (is_plain and not self._pays(self.candidates.awake(decoding), prefill)):
             self._verifying, attached.is_quiet = set(), True
@@ -223,7 +227,7 @@ class Speculator:
             self.candidates.rest(self._decoding, is_fruitful=False)
             return attached
         present = self.candidates.present(decoding)
-        self._verifying = {each for each, _ in present} if self.preference.has_choice and asks else set()
+        self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
         candidates = self._best(present)
         spent = self._ranking.cut(candidates, prefill)
         for (_, request), candidate in zip(present, candidates, strict=True):
@@ -244,9 +248,8 @@ class Speculator:
         for _, request in present:
             request.candidate = None
         self._ranking.forget()
-        if asks and not self.outcomes:
-            due = (each for each in present if of_all or self.candidates.is_asked(each[0]))
-            attached.asks = early_drafts(due, self.choice.k or self._longest, self._least_survival)
+        if attached.features_needed and not self.outcomes:
+            attached.asks = early_drafts(present, self.choice.k or self._longest, self._least_survival, of_all=of_all)
         return attached
 
     def _pays(self, looked_up: list[tuple[str, Request]], prefill: int) -> bool:
@@ -264,12 +267,12 @@ class Speculator:
         """What each drafter, by id, is to draft for the requests whose step has ended."""
         asks: dict[str, list[NextItem]] = {}
         choice = self.choice
-        of_all = choice.ask != Ask.PLAIN
-        if self._drafter_ids and (of_all or self._probing or self.candidates.forced):
+        of_all = choice.ask != Ask.PLAIN or self._probing
+        if self._drafter_ids and (of_all or self.candidates.forced):
             k, outcomes = choice.k or self._longest, self.outcomes
             self._asked_ahead = outcomes > 0
             requests = self.candidates.requests
-            began = {each: n for each, n in self._ended.items() if of_all or self.candidates.is_asked(each)}
+            began = {each: n for each, n in self._ended.items() if of_all or requests[each].ask is not None}
             self.candidates.look_up(began, counts=self._is_telling)
             self._came = self._came or any(requests[each].candidate is not None for each in began)
             for request_id in began:

@@ -16,7 +16,6 @@ def assert_nothing_is_left(speculator: Speculator) -> None:
     tables: dict[str, Any] = {
         "requests": speculator.candidates.requests,
         "asked": speculator.candidates._asked,
-        "forced": speculator.candidates.forced,
         "ended": speculator._ended,
         "not learned from": speculator._unlearned,
         "pending": speculator.questions.pending,
@@ -25,5 +24,6 @@ def assert_nothing_is_left(speculator: Speculator) -> None:
     }
     for source, calibration in speculator.candidates._calibrations.items():
         tables[f"offsets of {source}"] = calibration._requests
+    assert speculator.candidates.forced == 0
     held = {name: set(table) for name, table in tables.items() if table}
     assert not held, held

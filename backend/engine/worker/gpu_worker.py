@@ -70,7 +70,7 @@ class Mixed:
             return None
 
         if options["raw_features"] or not (options["head_dir"] and options["aux_layers"]):
-            return FeatureShipper(lambda head: None, options["ring_bytes"], HANDOVER_BYTES, options["raw_features"])
+            return FeatureShipper(lambda head: None, options["ring_bytes"], HANDOVER_BYTES)
         from backend.models.checkpoint import load_fc
         from backend.models.tensor_files import written
 

@@ -184,7 +184,7 @@ class RemoteDrafting(EarlyRunner):
         """vLLM's method of the same name.  `hidden_states`, and the aux tensor of each layer, is `[num_tokens, hidden]`."""
         if self.shipper is not None:
             orders: StepOrders = scheduler_output.outrider
-            self.shipper.features_of = orders.features_of
+            self.shipper.features_needed = orders.features_needed
             self.shipper.asks, self.shipper.chance_weights = orders.asks, orders.chance_weights
             self.shipper.pairings.update(orders.pairings)
             layers = aux_hidden_states if aux_hidden_states is not None else [hidden_states]

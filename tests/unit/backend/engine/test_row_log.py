@@ -99,8 +99,7 @@ class Drafter:
 
 
 BOTH = st.sampled_from(["d0", "d1"])
-ROWS = st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9), min_size=1)
-STEPS = st.tuples(st.just("step"), ROWS, st.none() | st.sets(st.sampled_from(NAMES)))
+STEPS = st.tuples(st.just("step"), st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9), min_size=1), st.booleans())
 OTHERS = st.one_of(
     st.tuples(st.just("full"), BOTH, st.booleans()),
     st.tuples(st.just("forgets"), BOTH, st.sampled_from([*NAMES, "all"])),
@@ -126,8 +125,8 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
     shipper = FeatureShipper(lambda head: None, handover_bytes=capacity)
     log = shipper._logs
 
-    def step(counts: dict[str, int], of: set[str] | None) -> None:
-        shipper.features_of = of
+    def step(counts: dict[str, int], needed: bool) -> None:
+        shipper.features_needed = needed
         layer = torch.cat([rows_of(name, ends[name], count, rejected=1) for name, count in counts.items()])
         shipper.ship(step_of([(name, ends[name], count, TEXTS[name]) for name, count in counts.items()], rejected=1), [layer])
         for name, count in counts.items():
@@ -165,10 +164,10 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
         shipper.set_drafters(Wire(), "v", {refs["d0"]: 0})
         drafters["d0"].is_full = False
         # All are computed again as far as they were before.
-        step({name: max(log[name].end - end, 0) + 1 if name in log else 1 for name, end in ends.items()}, None)
+        step({name: max(log[name].end - end, 0) + 1 if name in log else 1 for name, end in ends.items()}, True)
         # What it forgot is known after the first; then one request's turn comes in each.
         for _ in range(2 + len(NAMES)):
-            step(dict.fromkeys(NAMES, 1), None)
+            step(dict.fromkeys(NAMES, 1), True)
         for name, end in ends.items():
             assert set(drafters["d0"].rows[name]) >= set(range(log[name].start, end))
             assert capacity < 1 << 20 or log[name].start == 0
@@ -206,7 +205,7 @@ def test_a_step_projects_a_bounded_number_of_rows_besides_its_own(steps: list[in
         return rows
 
     shipper = FeatureShipper(lambda head: project)
-    shipper.features_of = ()
+    shipper.features_needed = False
     at = 0
     for count in steps:
         before = sum(projected)
@@ -329,23 +328,3 @@ def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_
     bench.assign({"d0": "", "d1": "/other"})
     # It loads later: features come at the epoch of its other link.
     assert {name: link.hello.epoch for name, link in bench.shipper._links.items()} == {"d0": 1, "d1": 1}
-
-
-@pytest.mark.parametrize("teaches", [False, True])
-def test_rows_that_no_drafter_needs_are_sent_before_the_logs_give_them_up_or_to_teach(teaches: bool) -> None:
-    drafter, size = Drafter(), 2 * torch.float32.itemsize
-    shipper, end = FeatureShipper(lambda head: None, handover_bytes=40 * size, teaches=teaches), 0
-    with (
-        mock.patch.object(feature_link, "connect_dealer"),
-        mock.patch.object(feature_link, "Dealer", return_value=drafter),
-        mock.patch.object(features, "MOST_WAITING", 4),
-        mock.patch.object(features, "AT_ONCE", 1),
-    ):
-        shipper.set_drafters(Wire(), "v", {DrafterRef("d0", "i", "d0", "", 1): 0})
-        shipper.features_of = ()
-        for _ in range(300):
-            shipper.ship(step_of([("a", end, 1, TEXTS["a"])]), [rows_of("a", end, 1)])
-            end += 1
-            assert bool(drafter.rounds) == (end > (3 if teaches else 23)), "behind those that wait, and half the capacity"
-    assert shipper._logs["a"].start > 0, "the logs have given up some"
-    assert drafter.rows["a"] == list(range(shipper._logs["a"].end))

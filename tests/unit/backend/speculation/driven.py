@@ -116,7 +116,7 @@ class Driven:
         attached = self.speculator.attach(list(self.texts), 0, self.now, is_early=is_early)
         drafted = sum(len(tokens) for tokens in attached.tokens.values())
         step_s = STEP_S + self.token_s * (len(self.texts) + drafted)
-        step_s *= self.asking if attached.features_of is None or attached.features_of else 1.0
+        step_s *= self.asking if attached.features_needed else 1.0
         self.now += step_s
         self.speculator.stepped(len(self.texts), drafted, None if has_prompt else step_s, waited_s)
         accepted = 0

@@ -21,7 +21,6 @@ def test_in_a_batch_of_any_size_all_requests_are_learned_from(
     monkeypatch.setattr(Calibration, "observe", lambda self, request_id, signs, matched, seen: observed.append(seen))
     texts = {f"r{i}": [1, 2, 3] for i in range(requests)}
     for made.steps in range(STEPS):
-        made.asked_in(list(texts), 0, of_all=True)
         for name, text in texts.items():
             made.grown(name, text, Rule.GREEDY)
             made.take_fresh("d0", [Draft(name, len(text), [7], [0.5, 0.5])], 0.0, 0.0)

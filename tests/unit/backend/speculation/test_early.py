@@ -18,11 +18,11 @@ def test_steps_begin_early_while_nobody_is_asked_and_no_look_up_pays() -> None:
     turns = driven.run(4 * PROBE_EVERY)[2 * PROBE_EVERY :]
     assert driven.speculator.choice.ask == Ask.PLAIN
     for turn in turns:
-        assert not turn.is_early or (turn.attached.is_quiet and not turn.attached.features_of and not turn.asks)
+        assert not turn.is_early or (turn.attached.is_quiet and not turn.attached.features_needed and not turn.asks)
     runs = [sum(1 for _ in run) for is_early, run in itertools.groupby(turn.is_early for turn in turns) if is_early]
     assert max(runs) == RESTS_AFTER - 1
     assert sum(runs) > 0.8 * len(turns)
-    assert sum(bool(turn.attached.features_of) for turn in turns) == 2 * PROBE_STEPS
+    assert sum(turn.attached.features_needed for turn in turns) == 2 * PROBE_STEPS
 
 
 def test_after_early_steps_every_request_is_looked_up() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from backend.fleet import LOOKUP
 from backend.speculation.calibration import Calibration
 from backend.speculation.candidate import rank_of
-from backend.speculation.candidates import INDEXED_PER_STEP, SAMPLED
+from backend.speculation.candidates import INDEXED_PER_STEP
 from backend.speculation.chances import Rule
 from backend.speculation.speculator import RECONSIDER_EVERY
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask
@@ -226,14 +226,12 @@ def test_a_draft_that_comes_after_a_probe_is_used_though_look_ups_rest() -> None
             made.ended(name, text, len(text) - 1, Rule.GREEDY, 100.0)
         asks = all_asks(made, attached, 100.5 + step).get("d0", [])
         made.learn()
-    assert len(asks) == SAMPLED, "a probe asks about some"
-    assert {item.request_id for item in asks} == attached.features_of
-    name = asks[0].request_id
-    made.arrived("d0", [Draft(name, asks[0].base_len, [5, 6], [8.0] * 4)], 1e-3, 1000.0)
+    assert len(asks) == len(texts)
+    made.arrived("d0", [Draft("r0", asks[0].base_len, [5, 6], [8.0] * 4)], 1e-3, 1000.0)
     assert made.candidates.asleep
     attached = made.attach(texts, 0, 1000.0)
-    assert not attached.features_of, "the probe is over"
-    assert attached.tokens == {name: [5, 6]}
+    assert not attached.features_needed, "the probe is over"
+    assert attached.tokens == {"r0": [5, 6]}
 
 
 def test_a_draft_made_ahead_for_the_end_of_a_probe_is_used_at_once_or_never() -> None:
@@ -245,15 +243,14 @@ def test_a_draft_made_ahead_for_the_end_of_a_probe_is_used_at_once_or_never() ->
         attached = made.attach(texts, 0, 100.0 + step)
         for name, tokens in attached.tokens.items():
             assert tokens == [len(texts[name]) % VOCAB], "made for this length"
-        used += len(attached.tokens) * (not attached.features_of)
+        used += len(attached.tokens) * (not attached.features_needed)
         for name, text in texts.items():
             text.append(4)
             if not attached.is_quiet:
                 made.ended(name, text, len(text) - 1, Rule.GREEDY, 100.0)
         asks = all_asks(made, attached, 100.5 + step).get("d0", [])
         # One request's alone.
-        outcomes = [[Outcome(0, 4, [(each.base_len + 1) % VOCAB], [8.0] * 2)] for each in asks[:1]]
-        ahead = [Block(each.request_id, each.base_len, [], of) for each, of in zip(asks, outcomes, strict=False)]
+        ahead = [Block("r0", each.base_len, [], [Outcome(0, 4, [(each.base_len + 1) % VOCAB], [8.0] * 2)]) for each in asks[:1]]
         made.take_blocks("d0", ahead, 1e-3)
         made.learn()
         if attached.is_quiet:
