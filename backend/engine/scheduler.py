@@ -156,7 +156,8 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         return DraftOrigin(draft.source.drafter_id, draft.source.kind == "ahead", draft.draft_s, draft.source.kind)
 
     def plan_in_force(self) -> Plan:
-        return self.speculator.plan
+        choice = self.speculator.choice
+        return Plan(choice.k, choice.outcomes)
 
     def note_step(self, seconds: float) -> None:
         """Notes the step that just ended; a step with prefill does not measure verifying."""

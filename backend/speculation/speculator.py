@@ -21,11 +21,11 @@ from backend.speculation.deadlines import Questions
 from backend.speculation.pairing import Preference
 from backend.speculation.ranking import Ranking
 from backend.speculation.step_times import DraftTimes, StepTimes
-from backend.speculation.waiting import Ask, Asking, Choice, Pending, Plan, StepLoad, Times, waiting_pays
+from backend.speculation.waiting import Ask, Asking, Choice, Pending, StepLoad, Times, waiting_pays
 from backend.wire.drafting import Block, Draft, NextItem
 
 RECONSIDER_EVERY = 16
-"""Steps between two choices of what to ask for; a choice costs some hundred microseconds."""
+"""Steps between two choices of what to ask for, unless the load doubles or halves; a choice costs some hundred microseconds."""
 ROOM = 0.5
 """Drafters stop below this share of the survival that just paid in the last step.  At 1 the budget could not grow."""
 FEW = 4
@@ -177,11 +177,6 @@ class Speculator:
     def _is_telling(self) -> bool:
         """Whether times and hits are typical.  In a probe's first steps they are not: the drafter catches up."""
         return self.choice.ask != Ask.PLAIN or self._probed >= CAUGHT_UP
-
-    @property
-    def plan(self) -> Plan:
-        """The choice, as records and metrics show it."""
-        return Plan(self.choice.k, self.choice.outcomes)
 
     @property
     def outcomes(self) -> int:
@@ -371,7 +366,8 @@ class Speculator:
             self.candidates.index_shared()
         self._passed = 0
         self._unlearned.clear()
-        if self.candidates.steps >= self._reconsider_at and self._drafter_ids and self.candidates.requests:
+        changed = self._load is not None and not self._load.requests / 2 < self._requests < self._load.requests * 2
+        if (changed or self.candidates.steps >= self._reconsider_at) and self._drafter_ids and self.candidates.requests:
             self._reconsider_at = self.candidates.steps + RECONSIDER_EVERY
             self._reconsider()
 
@@ -382,8 +378,13 @@ class Speculator:
         self._load = load if self._drafter_ids else None
         return load
 
+    @property
+    def _requests(self) -> int:
+        """How many are decoding and known."""
+        return max(min(self._decoding, len(self.candidates.requests)), 1)
+
     def _new_load(self) -> StepLoad:
-        n, candidates = max(min(self._decoding, len(self.candidates.requests)), 1), self.candidates
+        n, candidates = self._requests, self.candidates
         times = self.step_times.row(n, n * self._longest + 2)
         return StepLoad(n, candidates.alone.prospect(n, times), candidates.drafted.prospect(n, times), candidates.foresight)
 

@@ -29,9 +29,13 @@ ROWS, FEWEST, RECENT_STEPS = 64, 8, 512
 FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
 """Weight of one look-up of an outcome after each newer one; hits and look-ups assumed at first, so that it is tried."""
 
-DOUBTFUL, TRUST, FADE = 256, 0.4, 0.99
-"""How fast `Promises` learns.  A window of n tokens gets weight n / (n + 256), at most 0.4, because the machine's speed drifts.
-A kind's value fades by 1 % per window, to half in some thousand steps, so that it is tried again."""
+SPREAD, FEW_TOKENS = 0.12**2, 256
+"""Variance of the logarithm of measured over predicted tokens per second, in a window of many tokens; it doubles at 256."""
+COMMON_DOUBT, KIND_DOUBT, WANDER = 0.1**2, 0.3**2, 0.02**2
+"""Variances of what `Promises` learns: at first, of what all kinds share and of a kind's own; and what both gain per window."""
+FADE, FAR = 0.99, 3.0
+"""What is known of a kind fades by 1 % per window of another one, to half in some thousand steps, so that it is tried again.
+Surprises are cut to 3 standard deviations."""
 
 StepSeconds = Callable[[float, float], float]
 """Seconds of a step, by its tokens without drafts and its draft tokens (`step_times.StepTimes.at`)."""
@@ -285,26 +289,45 @@ class Plan(NamedTuple):
     outcomes: int = 0
 
 
+@dataclass
+class _Level:
+    """A logarithm, and its variance."""
+
+    level: float
+    doubt: float
+
+
 class Promises:
-    """Learns which part of its predicted tokens per second each kind of asking reaches.
+    """Learns which part of its predicted tokens per second each kind of asking reaches, beside plain steps.
 
     Predictions combine steps, drafts and chances, each measured by itself.  Their effects on each other (a drafter asked for
-    more than it can make, cores that slow each other) show only in the tokens emitted.
+    more than it can make, cores that slow each other) show only in the tokens emitted.  What all kinds share, such as a slow
+    minute of the machine, must not count against the kind that is in force: as in `step_times`, a Kalman filter splits each
+    surprise between a level that all share and the kind's own.  Plain steps have the shared one alone.
     """
 
     def __init__(self) -> None:
-        self._logs: dict[Ask, float] = {}
+        self._common = _Level(0.0, COMMON_DOUBT)
+        self._kinds: dict[Ask, _Level] = {}
 
     def correction(self, ask: Ask) -> float:
-        """Mean of measured over predicted tokens per second for a kind; 1 while nothing is known."""
-        return math.exp(self._logs.get(ask, 0.0))
+        """Measured over predicted tokens per second for a kind, relative to plain steps; 1 while nothing is known."""
+        return math.exp(self._kinds[ask].level) if ask in self._kinds else 1.0
 
     def observe(self, ask: Ask, promised: float, brought: float, tokens: int) -> None:
         """Takes a window in which `ask` was asked for: its predicted and its measured rate, and its tokens."""
-        before = self._logs.get(ask, 0.0)
-        self._logs = {other: FADE * known for other, known in self._logs.items()}
-        weight = min(tokens / (tokens + DOUBTFUL), TRUST)
-        self._logs[ask] = before + weight * (math.log(brought / promised) - before)
+        for other, known in self._kinds.items():
+            if other != ask:
+                known.level, known.doubt = FADE * known.level, KIND_DOUBT + FADE * FADE * (known.doubt - KIND_DOUBT)
+        states = [self._common]
+        if ask != Ask.PLAIN:
+            states.append(self._kinds.setdefault(ask, _Level(0.0, KIND_DOUBT)))
+        total = SPREAD * (1 + FEW_TOKENS / max(tokens, 1)) + sum(state.doubt + WANDER for state in states)
+        surprise, most = math.log(brought / promised) - sum(state.level for state in states), FAR * math.sqrt(total)
+        for state in states:
+            gain = (state.doubt + WANDER) / total
+            state.level += gain * max(-most, min(most, surprise))
+            state.doubt = (state.doubt + WANDER) * (1 - gain)
 
 
 class Asking:
@@ -343,7 +366,8 @@ class Asking:
         if present not in offers or best == Ask.PLAIN or worth[best] > GAIN * worth[present]:
             present = best
         self._in_doubt = worth[present] < IN_DOUBT * load.requests / times.plain(load.requests, 0)
-        self._steps = self._steps if present == self.choice.ask else 0
+        # A kind that was just left needs no probe yet.
+        self._steps = self._steps if present == self.choice.ask else PROBE_STEPS
         self.choice = offers[present]
         return self.choice
 

@@ -27,7 +27,7 @@ def test_steps_begin_early_while_nobody_is_asked_and_no_look_up_pays() -> None:
 
 def test_after_early_steps_every_request_is_looked_up() -> None:
     driven = Driven(speculator("auto", lookups=True), Drafter(0.02), requests=24, early=True)
-    while not (driven.step().is_early and not driven.speculator.may_be_early() and not driven.speculator._asking.probes_next):
+    while not (driven.step().is_early and (driven.speculator.candidates.steps + 1) % RESTS_AFTER == 0):
         pass
     at = {name: len(text) for name, text in driven.texts.items()}
     assert not driven.step().is_early

@@ -248,7 +248,21 @@ def test_what_was_promised_to_many_is_not_asked_of_few() -> None:
 def test_a_few_tokens_say_little_of_a_kind() -> None:
     few = Promises()
     few.observe(Ask.DRAFT, 100, 50, 20)
-    assert 0.9 < few.correction(Ask.DRAFT) < 1
+    assert 0.8 < few.correction(Ask.DRAFT) < 1
+
+
+def test_a_slow_minute_counts_against_no_kind() -> None:
+    promises = Promises()
+    for _ in range(20):
+        promises.observe(Ask.PLAIN, 100, 100, 1000)
+        promises.observe(Ask.AHEAD, 100, 80, 1000)
+    assert promises.correction(Ask.AHEAD) == pytest.approx(0.8, abs=0.03)
+    for _ in range(3):
+        promises.observe(Ask.PLAIN, 100, 55, 1000)
+        assert promises.correction(Ask.PLAIN) == 1.0
+        assert promises.correction(Ask.AHEAD) == pytest.approx(0.8, abs=0.04)
+    promises.observe(Ask.AHEAD, 100, 0.8 * 55, 1000)
+    assert promises.correction(Ask.AHEAD) == pytest.approx(0.8, abs=0.1)
 
 
 @given(
