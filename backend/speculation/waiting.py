@@ -31,8 +31,8 @@ FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
 
 SPREAD, FEW_TOKENS = 0.12**2, 256
 """Variance of the logarithm of measured over predicted tokens per second, in a window of many tokens; it doubles at 256."""
-COMMON_DOUBT, KIND_DOUBT, WANDER = 0.1**2, 0.3**2, 0.02**2
-"""Variances of what `Promises` learns: at first, of what all kinds share and of a kind's own; and what both gain per window."""
+PLAIN_DOUBT, KIND_DOUBT, WANDER = 0.1**2, 0.3**2, 0.02**2
+"""Variances of what `Promises` learns: at first, of plain steps and of the other kinds; and what a kind in force gains per window."""
 FADE, FAR = 0.99, 3.0
 """What is known of a kind fades by 1 % per window of another one, to half in some thousand steps, so that it is tried again.
 Surprises are cut to 3 standard deviations."""
@@ -301,13 +301,12 @@ class Promises:
     """Learns which part of its predicted tokens per second each kind of asking reaches, beside plain steps.
 
     Predictions combine steps, drafts and chances, each measured by itself.  Their effects on each other (a drafter asked for
-    more than it can make, cores that slow each other) show only in the tokens emitted.  What all kinds share, such as a slow
-    minute of the machine, must not count against the kind that is in force: as in `step_times`, a Kalman filter splits each
-    surprise between a level that all share and the kind's own.  Plain steps have the shared one alone.
+    more than it can make, cores that slow each other) show only in the tokens emitted.  What plain steps fall short of is taken
+    to hold for all kinds.  A Kalman filter each: a new kind takes its first windows at their word, a known one averages many.
     """
 
     def __init__(self) -> None:
-        self._common = _Level(0.0, COMMON_DOUBT)
+        self._plain = _Level(0.0, PLAIN_DOUBT)
         self._kinds: dict[Ask, _Level] = {}
 
     def correction(self, ask: Ask) -> float:
@@ -319,15 +318,14 @@ class Promises:
         for other, known in self._kinds.items():
             if other != ask:
                 known.level, known.doubt = FADE * known.level, KIND_DOUBT + FADE * FADE * (known.doubt - KIND_DOUBT)
-        states = [self._common]
-        if ask != Ask.PLAIN:
-            states.append(self._kinds.setdefault(ask, _Level(0.0, KIND_DOUBT)))
-        total = SPREAD * (1 + FEW_TOKENS / max(tokens, 1)) + sum(state.doubt + WANDER for state in states)
-        surprise, most = math.log(brought / promised) - sum(state.level for state in states), FAR * math.sqrt(total)
-        for state in states:
-            gain = (state.doubt + WANDER) / total
-            state.level += gain * max(-most, min(most, surprise))
-            state.doubt = (state.doubt + WANDER) * (1 - gain)
+        is_plain = ask == Ask.PLAIN
+        of = self._plain if is_plain else self._kinds.setdefault(ask, _Level(0.0, KIND_DOUBT))
+        doubt = of.doubt + WANDER
+        total = doubt + SPREAD * (1 + FEW_TOKENS / max(tokens, 1))
+        surprise = math.log(brought / promised) - of.level - (0.0 if is_plain else self._plain.level)
+        most = FAR * math.sqrt(total)
+        of.level += doubt / total * max(-most, min(most, surprise))
+        of.doubt = doubt * (1 - doubt / total)
 
 
 class Asking:
