@@ -32,7 +32,7 @@ FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
 SPREAD, FEW_TOKENS = 0.12**2, 256
 """Variance of the logarithm of measured over predicted tokens per second, in a window of many tokens; it doubles at 256."""
 PLAIN_DOUBT, KIND_DOUBT, WANDER = 0.1**2, 0.3**2, 0.02**2
-"""Variances of what `Promises` learns: at first, of plain steps and of other kinds; and what one gains per window of its own."""
+"""Variances of what `Promises` learns: at first, of plain steps and of other kinds, and the gain in a window of its own."""
 FADE, FAR = 0.99, 3.0
 """What is known of a kind fades by 1 % per window of another one, to half in some thousand steps, so that it is tried again.
 Surprises are cut to 3 standard deviations."""
