@@ -31,11 +31,10 @@ FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
 
 SPREAD, FEW_TOKENS = 0.12**2, 256
 """Variance of the logarithm of measured over predicted tokens per second, in a window of many tokens; it doubles at 256."""
-PLAIN_DOUBT, KIND_DOUBT, WANDER = 0.1**2, 0.3**2, 0.02**2
-"""Variances of what `Promises` learns: at first, of plain steps and of other kinds, and the gain in a window of its own."""
-FADE, FAR = 0.99, 3.0
-"""What is known of a kind fades by 1 % per window of another one, to half in some thousand steps, so that it is tried again.
-Surprises are cut to 3 standard deviations."""
+DOUBT, WANDER = 0.1**2, 0.02**2
+"""Variances of what `Promises` learns of a kind: at first, and the gain in a window of its own."""
+FADE = 0.99
+"""What is known of a kind fades by 1 % per window of another one, to half in some thousand steps, so that it is tried again."""
 
 StepSeconds = Callable[[float, float], float]
 """Seconds of a step, by its tokens without drafts and its draft tokens (`step_times.StepTimes.at`)."""
@@ -302,11 +301,11 @@ class Promises:
 
     Predictions combine steps, drafts and chances, each measured by itself.  Their effects on each other (a drafter asked for
     more than it can make, cores that slow each other) show only in the tokens emitted.  What plain steps fall short of is taken
-    to hold for all kinds.  A Kalman filter each: a new kind takes its first windows at their word, a known one averages many.
+    to hold for all kinds.  A Kalman filter each: the first windows count most, later it averages many.
     """
 
     def __init__(self) -> None:
-        self._plain = _Level(0.0, PLAIN_DOUBT)
+        self._plain = _Level(0.0, DOUBT)
         self._kinds: dict[Ask, _Level] = {}
 
     def correction(self, ask: Ask) -> float:
@@ -317,15 +316,13 @@ class Promises:
         """Takes a window in which `ask` was asked for: its predicted and its measured rate, and its tokens."""
         for other, known in self._kinds.items():
             if other != ask:
-                known.level, known.doubt = FADE * known.level, KIND_DOUBT + FADE * FADE * (known.doubt - KIND_DOUBT)
+                known.level, known.doubt = FADE * known.level, DOUBT + FADE * FADE * (known.doubt - DOUBT)
         is_plain = ask == Ask.PLAIN
-        of = self._plain if is_plain else self._kinds.setdefault(ask, _Level(0.0, KIND_DOUBT))
+        of = self._plain if is_plain else self._kinds.setdefault(ask, _Level(0.0, DOUBT))
         doubt = of.doubt + WANDER
-        total = doubt + SPREAD * (1 + FEW_TOKENS / max(tokens, 1))
-        surprise = math.log(brought / promised) - of.level - (0.0 if is_plain else self._plain.level)
-        most = FAR * math.sqrt(total)
-        of.level += doubt / total * max(-most, min(most, surprise))
-        of.doubt = doubt * (1 - doubt / total)
+        gain = doubt / (doubt + SPREAD * (1 + FEW_TOKENS / max(tokens, 1)))
+        of.level += gain * (math.log(brought / promised) - of.level - (0.0 if is_plain else self._plain.level))
+        of.doubt = doubt * (1 - gain)
 
 
 class Asking:
