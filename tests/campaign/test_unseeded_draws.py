@@ -28,6 +28,8 @@ SIGNIFICANT = 1e-4
 PROMPT = "import os\nimport sys\n\n\ndef main(args):\n    "
 TOKEN_S = 5e-3
 """With up to 64 requests and steps of a second: draft tokens pay that are accepted one time in three, or so."""
+MODEST_TOKEN_S = 5e-4
+"""With steps of which about half grows with their tokens: two times in three, or so."""
 CHEAP_TOKEN_S = 1e-4
 """So whole drafts are verified, also where they are mostly rejected."""
 KINDS: dict[str, dict[str, Any]] = {
@@ -74,7 +76,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Verifier]:
 
 @pytest.fixture(params=sorted(REMOTE_MODES))
 def verifier(request: pytest.FixtureRequest, tmp_path: Path, drafter: Drafter) -> Iterator[Verifier]:
-    with start(tmp_path, request.param) as started:
+    # Where all of a step's time grows with its tokens, `auto` drafts next to nothing, and rightly so.
+    with start(tmp_path, request.param, MODEST_TOKEN_S if request.param == "auto" else TOKEN_S) as started:
         started.set_drafters(drafter.ref)
         yield started
 
