@@ -305,23 +305,21 @@ class Promises:
     """
 
     def __init__(self) -> None:
-        self._plain = _Level(0.0, DOUBT)
-        self._kinds: dict[Ask, _Level] = {}
+        self._levels = {ask: _Level(0.0, DOUBT) for ask in Ask}
 
     def correction(self, ask: Ask) -> float:
         """Measured over predicted tokens per second for a kind, relative to plain steps; 1 while nothing is known."""
-        return math.exp(self._kinds[ask].level) if ask in self._kinds else 1.0
+        return 1.0 if ask == Ask.PLAIN else math.exp(self._levels[ask].level)
 
     def observe(self, ask: Ask, promised: float, brought: float, tokens: int) -> None:
         """Takes a window in which `ask` was asked for: its predicted and its measured rate, and its tokens."""
-        for other, known in self._kinds.items():
-            if other != ask:
+        for other, known in self._levels.items():
+            if other not in (ask, Ask.PLAIN):
                 known.level, known.doubt = FADE * known.level, DOUBT + FADE * FADE * (known.doubt - DOUBT)
-        is_plain = ask == Ask.PLAIN
-        of = self._plain if is_plain else self._kinds.setdefault(ask, _Level(0.0, DOUBT))
+        of, plain = self._levels[ask], 0.0 if ask == Ask.PLAIN else self._levels[Ask.PLAIN].level
         doubt = of.doubt + WANDER
         gain = doubt / (doubt + SPREAD * (1 + FEW_TOKENS / max(tokens, 1)))
-        of.level += gain * (math.log(brought / promised) - of.level - (0.0 if is_plain else self._plain.level))
+        of.level += gain * (math.log(brought / promised) - plain - of.level)
         of.doubt = doubt * (1 - gain)
 
 
@@ -361,7 +359,7 @@ class Asking:
         if present not in offers or best == Ask.PLAIN or worth[best] > GAIN * worth[present]:
             present = best
         self._in_doubt = worth[present] < IN_DOUBT * load.requests / times.plain(load.requests, 0)
-        # A kind that was just left needs no probe yet.
+        # Right behind a change nothing needs a probe yet.
         self._steps = self._steps if present == self.choice.ask else PROBE_STEPS
         self.choice = offers[present]
         return self.choice
