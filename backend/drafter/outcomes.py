@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from backend import noise
 from backend.drafter.cache import Sequence
 from backend.drafter.decoding import DecodeBatch, Decoder, columns_behind, rows_behind, tips
 from backend.drafter.draws import SHARED, Draws, Ends, Rules
@@ -189,7 +190,8 @@ class Imagination:
         ]
         given = torch.tensor(first, device=device)
         stop = torch.arange(stops, device=device)
-        at, lengths, drafted = given[:, :1] + stop, given[:, 1:2], given[:, 2:]
+        begins, lengths, drafted = given[:, :1], given[:, 1:2], given[:, 2:]
+        at = torch.where(draws.independent.view(count, stops), noise.behind(begins, stop), begins + stop)
         # One token more than can be chosen, since the verified token is no outcome.
         size = min(max(shape.width, 1) + 1, self._draft_vocab)
         columns, values, verified = draws.survey(logits, at.flatten(), size, drafted.clamp(min=0).flatten())

@@ -4,7 +4,7 @@ A request has a seed of 64 bits.  `G(seed, t, v)` is Gumbel noise for token `v` 
 maximises `log p(v) + G` is a sample of p.  The noise comes from a counter-based generator, Philox 4x32-10 (Salmon et al.,
 SC11), so it can be computed from the seed for a single token.  The key is the seed's lower and upper half, the counter
 `(v >> 2, t, domain, 0)`.  Token `v` takes word `v & 3` of the result, called `x`.  The noise above has domain 0.  Other domains
-are independent of it: `uniforms` has domain 1.  Then
+are independent of it: `uniforms` has domain 1, and `behind` others.  A position has its domain in its upper 32 bits.  Then
 
     U = (x + 1/2) / 2**32,    E = -log U,    G = -log E.
 
@@ -21,6 +21,8 @@ from backend.noise import cpu
 
 _JUDGING = 1
 """The domain of `uniforms`."""
+_BITS = 32
+"""A position's domain lies this many bits higher."""
 _OWN_NUMBERS = np.empty((0, cpu.TILE), np.uint64), np.empty(0, np.int64), np.empty(0, np.int64)
 """The layout if a column's number is its token id: empty."""
 
@@ -43,14 +45,14 @@ def to_int64(seed: int) -> int:
     return seed - (1 << 64) if seed >> 63 else seed
 
 
-def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor, domain: int = 0) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """The noise of `tokens` int64 `[R, M]` at `positions` int64 `[R]` under `seeds` int64 `[R]`: float32 `[R, M]`."""
     if tokens.is_cuda:
         from backend.noise import cuda
 
-        return cuda.gumbel(seeds, positions, tokens, domain)
+        return cuda.gumbel(seeds, positions, tokens)
     noise = torch.empty(tokens.shape, dtype=torch.float32)
-    cpu.gumbel(_int64(seeds), _int64(positions), _int64(tokens), domain, noise.numpy())
+    cpu.gumbel(_int64(seeds), _int64(positions), _int64(tokens), noise.numpy())
     return noise
 
 
@@ -61,7 +63,16 @@ def uniforms(seeds: Tensor, lengths: Tensor, count: int) -> Tensor:
     it stops.  They are independent of the tokens' noise under the same `seeds` int64 `[R]`.  Float32 `[R, count]`.
     """
     places = torch.arange(count, device=seeds.device).expand(len(seeds), count).contiguous()
-    return torch.exp(-torch.exp(-gumbel(seeds, lengths, places, _JUDGING)))
+    return torch.exp(-torch.exp(-gumbel(seeds, lengths + (_JUDGING << _BITS), places)))
+
+
+def behind(lengths: Tensor, accepted: Tensor) -> Tensor:
+    """The positions whose noise draws the token behind `accepted` draft tokens, in verifications that begin at `lengths`.
+
+    Where draft tokens come before it, they have a domain by their number.  So no other verification reads this noise, and a
+    drafter may look at it for every possible `accepted`: what it does with it cannot bias a later token.  Int64, any shape.
+    """
+    return lengths + accepted + torch.where(accepted > 0, accepted + _JUDGING, 0).bitwise_left_shift(_BITS)
 
 
 def choose(

@@ -25,9 +25,6 @@ TILE = 256
 """Tokens handled together: enough for vector instructions, few enough that their words stay in the L1 cache."""
 
 _ONES = np.uint32(0xFFFFFFFF)
-SHARED = np.uint64(0)
-"""The domain of the noise that verifier and drafters share."""
-
 MOST_NOISE = np.float32(22.874)
 """Slightly more than 33 log 2, the largest possible noise."""
 _PER_BIT = np.float32(np.log(2.0) / 2**23)
@@ -53,14 +50,15 @@ def compiled(kernel: Kernel, loose: bool = False) -> Kernel:
 
 
 @compiled
-def fill_words(counters: Any, count: int, position: Any, domain: Any, seed: Any, words: Any) -> None:
+def fill_words(counters: Any, count: int, position: Any, seed: Any, words: Any) -> None:
     """Philox 4x32-10: writes the four `words` of each counter `(counters[i], position, domain, 0)`, `i` below `count`.
 
-    Unsigned 64-bit integers hold the 32-bit values, so that LLVM vectorizes the loop.
+    The upper half of `position` is the domain.  Unsigned 64-bit integers hold the 32-bit values, so that LLVM vectorizes the
+    loop.
     """
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     for i in range(count):
-        c0, c1, c2, c3 = counters[i], position, domain, np.uint64(0)
+        c0, c1, c2, c3 = counters[i], position & low, position >> half, np.uint64(0)
         k0, k1 = seed & low, seed >> half
         for _ in range(10):
             p0, p1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2
@@ -78,15 +76,15 @@ def noise_of(word: Any) -> Any:
 
 
 @compiled
-def gumbel(seeds: Any, positions: Any, tokens: Any, domain: int, noise: Any) -> None:
-    """Writes the noise of `tokens` `[R, M]` in a domain into `noise` `[R, M]`."""
+def gumbel(seeds: Any, positions: Any, tokens: Any, noise: Any) -> None:
+    """Writes the noise of `tokens` `[R, M]` into `noise` `[R, M]`."""
     words = np.empty(4, np.uint32)
     counter = np.empty(1, np.uint64)
     for row in range(tokens.shape[0]):
         for column in range(tokens.shape[1]):
             token = tokens[row, column]
             counter[0] = np.uint64(token >> 2)
-            fill_words(counter, 1, np.uint64(positions[row]), np.uint64(domain), np.uint64(seeds[row]), words)
+            fill_words(counter, 1, np.uint64(positions[row]), np.uint64(seeds[row]), words)
             noise[row, column] = noise_of(words[token & 3])
 
 
@@ -168,14 +166,14 @@ def rank(logits: Any, seeds: Any, positions: Any, betas: Any, scales: Any, layou
             used = words
             if scale > 0:
                 if slots.shape[0]:
-                    fill_words(all_counters[tile], counts[tile], position, SHARED, seed, words)
+                    fill_words(all_counters[tile], counts[tile], position, seed, words)
                     for i in range(here.shape[0]):
                         drawn[i] = words[slots[start + i]]
                     used = drawn
                 else:
                     for i in range(TILE // 4):
                         counters[i] = np.uint64(start // 4 + i)
-                    fill_words(counters, TILE // 4, position, SHARED, seed, words)
+                    fill_words(counters, TILE // 4, position, seed, words)
                 if not fill_bounds(here, beta, scale, used, bounds, scores[row, worst]):
                     continue
             else:

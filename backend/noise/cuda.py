@@ -25,13 +25,14 @@ _kernel = triton.jit(do_not_specialize=["size"], do_not_specialize_on_alignment=
 
 
 @triton.jit
-def noise_of(seed, position, token, domain):
-    """G of one token or of many, float32.
+def noise_of(seed, position, token):
+    """G of one token or of many, float32; the upper half of `position` is the domain.
 
     For U < 1/2 a GPU's logarithm is accurate.  Otherwise, with `w = 1 - U`, `-log U = 2 atanh(w / (2 - w))`, whose series is
     accurate even for U close to 1, where a GPU's logarithm is not.
     """
-    w0, w1, w2, w3 = tl.philox(seed.to(tl.uint64, bitcast=True), (token >> 2).to(tl.uint32), position.to(tl.uint32), domain, 0)
+    at, domain = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    w0, w1, w2, w3 = tl.philox(seed.to(tl.uint64, bitcast=True), (token >> 2).to(tl.uint32), at, domain, 0)
     place = token & 3
     word = tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3))).to(tl.uint32)
     lower = word < 2147483648
@@ -46,13 +47,13 @@ def noise_of(seed, position, token, domain):
 
 
 @_kernel
-def gumbel_kernel(seeds, positions, tokens, noise, size, DOMAIN: tl.constexpr, BLOCK: tl.constexpr):
+def gumbel_kernel(seeds, positions, tokens, noise, size, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < size
     places = row.to(tl.int64) * size + columns
     at = tl.load(tokens + places, mask=inside, other=0)
-    found = noise_of(tl.load(seeds + row), tl.load(positions + row), at, DOMAIN)
+    found = noise_of(tl.load(seeds + row), tl.load(positions + row), at)
     tl.store(noise + places, found, mask=inside)
 
 
@@ -65,7 +66,7 @@ def scores_of(logits, seeds, positions, betas, scales, ids, row, columns, size, 
     scale = tl.load(scales + row)
     if scale > 0:
         tokens = tl.load(ids + columns, mask=inside, other=0) if HAS_IDS else columns.to(tl.int64)
-        scores += scale * noise_of(tl.load(seeds + row), tl.load(positions + row), tokens, 0)
+        scores += scale * noise_of(tl.load(seeds + row), tl.load(positions + row), tokens)
     return scores
 
 
@@ -124,16 +125,14 @@ def join_kernel(
         tl.store(totals + row, safe + tl.log(tl.sum(parts, 0)))
 
 
-def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor, domain: int) -> Tensor:
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """See `backend.noise.gumbel`."""
     rows, size = tokens.shape
     noise = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
     if noise.numel():
         block = min(BLOCK, triton.next_power_of_2(size))
         grid = (rows, triton.cdiv(size, block))
-        gumbel_kernel[grid](
-            seeds.contiguous(), positions.contiguous(), tokens.contiguous(), noise, size, DOMAIN=domain, BLOCK=block
-        )
+        gumbel_kernel[grid](seeds.contiguous(), positions.contiguous(), tokens.contiguous(), noise, size, BLOCK=block)
     return noise
 
 

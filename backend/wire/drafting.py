@@ -15,7 +15,7 @@ equals the verifier's own.  So a drafter's use of the noise changes how many tok
 
 Independent drafts.  A request without a seed of its own is judged by rejection sampling.  Its draft tokens are samples of q,
 drawn afresh for each draft, and q travels with them over its likeliest tokens (`Draft.proposal`).  The verifier's last token
-still uses the seed's noise, so outcomes are ranked as for shared noise.
+still uses the seed's noise (`backend.noise.behind`), so outcomes are ranked as for shared noise.
 
 Signs.  A draft comes with two numbers per token, its value and its lead (`backend/speculation/chances.py`), or with none.
 

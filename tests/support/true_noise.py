@@ -15,9 +15,9 @@ def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> list[int
     return [c0, c1, c2, c3]
 
 
-def true_gumbel(seed: int, position: int, token: int) -> float:
-    """The Gumbel noise G of a token; `seed` is unsigned."""
-    word = philox((token >> 2, position, 0, 0), (seed % 2**32, seed >> 32))[token & 3]
+def true_gumbel(seed: int, position: int, token: int, domain: int = 0) -> float:
+    """The Gumbel noise of a token, G in domain 0; `seed` is unsigned."""
+    word = philox((token >> 2, position, domain, 0), (seed % 2**32, seed >> 32))[token & 3]
     return true_noise(word)
 
 

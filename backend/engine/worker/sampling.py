@@ -32,7 +32,7 @@ from vllm.v1.worker import gpu_model_runner
 
 from backend.engine.worker import thinking
 from backend.engine.worker.rejection import judge, table_of
-from backend.noise import choose, uniforms
+from backend.noise import behind, choose, uniforms
 from backend.speculation.proposals import Proposal
 from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, LOGPROBS_MODE, NOISE_SEED
 
@@ -189,7 +189,7 @@ def _judge(
     u, q = uniforms(seed, length, deepest), async_tensor_h2d(chances, device=device)
     judged = judge(logits, table, count, drawn, of, q, u)
     ones = torch.ones_like(u[:, 0])
-    last = choose(judged.last, seed, length + judged.accepted, ones, ones).columns
+    last = choose(judged.last, seed, behind(length, judged.accepted), ones, ones).columns
     accepted = judged.accepted.unsqueeze(1)
     emitted = functional.pad(drawn, (0, rows.deepest + 1 - deepest)).scatter(1, accepted, last.unsqueeze(1))
     return emitted.masked_fill(torch.arange(rows.deepest + 1, device=device) > accepted, -1)

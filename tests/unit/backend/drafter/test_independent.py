@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -18,9 +17,10 @@ from backend.drafter.decoding import NUMBERS, Decoder
 from backend.drafter.draws import INDEPENDENT, SHARED, SUPPORT, Draws, Ends, Rules, columns_of
 from backend.drafter.proposer import GREEDY, Drafted, Premise, Sampling, Until
 from backend.speculation.chances import CLIP
-from tests.support.drafter_heads import Session, TinyHead, begun, make_proposer
+from tests.support.drafter_heads import Reference, TinyHead, begun, make_proposer
 from tests.support.properties import examples
 from tests.support.statistics import chi_square
+from tests.support.true_noise import true_gumbel
 
 SEED = 2**63 + 5
 CPU = torch.device("cpu")
@@ -222,8 +222,9 @@ def test_the_floor_cuts_no_independent_draft(tmp_path: Path) -> None:
         decode(drafted.tokens, drafted.proposal)
 
 
-def test_outcomes_are_drafted_independently_and_ranked_with_the_shared_noise(tmp_path: Path) -> None:
+def test_outcomes_are_drafted_independently_and_ranked_with_the_noise_behind_their_tokens(tmp_path: Path) -> None:
     head = TinyHead(draft_vocab=40)
+    book = Reference(head, SEED, HOT)
     proposer = make_proposer(tmp_path, head)
     one, other = begun(proposer, 1, 20, own(HOT)), begun(proposer, 2, 20, Sampling.of(SEED, HOT))
     verifying = one.draft().tokens
@@ -238,12 +239,14 @@ def test_outcomes_are_drafted_independently_and_ranked_with_the_shared_noise(tmp
         assert all(len(o.tokens) == 3 for o in owned), "no floor"
         for outcome in owned:
             decode(outcome.tokens, outcome.proposal)
-        # The same text and seed with shared noise: the same tokens come, in the same order.
-        shared = Session(proposer, 3, one.tokens, 0, Sampling.of(SEED, HOT))
-        shared.draft(0)
-        twin = proposer.draft_outcomes([Premise(shared.key, 20, replace(until, floor=0.0), verifying, 6)])[0]
-        assert [(o.accepted, o.token) for o in twin] == [(o.accepted, o.token) for o in owned]
-        assert all(not o.proposal for o in twin)
+        (stop,) = stops
+        book.draft(one.tokens, one.seen, 1, verifying)
+        values = {
+            token: value - true_gumbel(SEED, 20 + stop, token) + true_gumbel(SEED, 20 + stop, token, stop and stop + 1)
+            for token, value in book.values[stop].items()
+            if token not in verifying[stop : stop + 1]
+        }
+        assert [o.token for o in owned] == sorted(values, key=lambda token: -values[token])[:6]
 
 
 def test_the_chance_of_an_outcome_depends_on_the_shape_alone(tmp_path: Path) -> None:

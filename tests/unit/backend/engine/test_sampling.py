@@ -26,6 +26,7 @@ from backend.engine.worker.runner import PlainUndraftedSteps, RemoteDrafting
 from backend.engine.worker.sampling import LogitRows, SharedNoise, _accepted
 from backend.wire.engine import INDEPENDENT, LOGPROBS_MODE, NOISE_SEED
 from tests.support.no_repeat import NoRepeat
+from tests.support.true_noise import true_gumbel
 
 VOCAB, DEEPEST = 24, 4
 THINK, THOUGHTS = 22, 20
@@ -228,6 +229,19 @@ def test_seeds_and_positions_decide_and_greedy_requests_have_no_noise() -> None:
     assert len({one(seed, 3, 1.0) for seed in range(20)}) > 5
     assert len({one(1, length, 1.0) for length in range(1, 20)}) > 5
     assert one(2**64 - 1, 3, 1.0) == one(2**64 - 1, 3, 1.0)
+
+
+@pytest.mark.parametrize("accepted", range(DEEPEST))
+def test_the_last_token_of_a_sampled_draft_has_noise_of_its_own(accepted: int) -> None:
+    """A drafter ranks outcomes by the same noise (`test_independent.py`)."""
+    for seed in range(8):
+        logits = torch.zeros(DEEPEST + 1, VOCAB)
+        logits[range(accepted), range(accepted)] = 50.0
+        params = SamplingParams(temperature=1.0, extra_args={NOISE_SEED: seed, INDEPENDENT: True})
+        draft = list(range(accepted))
+        row = sample([Request(params, [1, 2, 3], [], logits, draft=draft)]).sampled_token_ids[0].tolist()
+        noise = [true_gumbel(seed, 3 + accepted, token, accepted and accepted + 1) for token in range(VOCAB)]
+        assert row == [*draft, noise.index(max(noise))]
 
 
 def test_a_request_in_a_mixed_batch_is_as_alone() -> None:

@@ -26,7 +26,7 @@ for rows, size, ids in ((3, 1500, False), (4, 1100, True), (2, 1, False)):
     if rows == 4:
         logits[3] = -torch.inf
     seeds = torch.randint(-(2**63), 2**63 - 1, (rows,), generator=generator)
-    positions = torch.randint(0, 4096, (rows,), generator=generator)
+    positions = noise.behind(torch.randint(0, 4096, (rows,), generator=generator), torch.arange(rows))
     betas, scales = torch.rand(rows, generator=generator) + 0.5, torch.tensor([1.0, 0.0, 0.7, 1.0])[:rows]
     token_ids = torch.randperm(9000, generator=generator)[:size].sort().values if ids else None
     on_gpu = cuda.choose(logits, seeds, positions, betas, scales, token_ids, True)
@@ -40,7 +40,7 @@ for rows, size, ids in ((3, 1500, False), (4, 1100, True), (2, 1, False)):
         for one, other in zip(on_gpu, on_cpu, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     tokens = torch.randint(0, 150000, (rows, 30), generator=generator)
-    one, other = cuda.gumbel(seeds, positions, tokens, 0), noise.gumbel(seeds, positions, tokens)
+    one, other = cuda.gumbel(seeds, positions, tokens), noise.gumbel(seeds, positions, tokens)
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 logits = torch.zeros(1, 1500)
 none = torch.zeros(1, dtype=torch.int64)
@@ -79,7 +79,7 @@ for kernel, constants in (
     (attention.attend_kernel, {"KV": 8, "GROUP": 4, "DIM": 128, "PADDED": 16, "WIDE": 128, "SPLITS": 8, "BLOCK": 64}),
     (attention.join_kernel, {"DIM": 128, "WIDE": 128, "SPLITS": 8}),
     (cuda.scores_kernel, {"HAS_IDS": True, "BLOCK": 1024}),
-    (cuda.gumbel_kernel, {"DOMAIN": 1, "BLOCK": 1024}),
+    (cuda.gumbel_kernel, {"BLOCK": 1024}),
 ):
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     for capability in 90, 100:
@@ -122,7 +122,7 @@ def test_what_was_compiled_at_the_start_serves_all_sizes_and_addresses(monkeypat
         # With an odd number of rows, the positions' address is not divisible by 16.
         seeds, positions = torch.zeros(2, rows, dtype=torch.int64)
         asked = torch.zeros(rows, size), seeds, positions, torch.ones(rows), torch.ones(rows)
-        cuda.gumbel(seeds, positions, torch.zeros(rows, 1, dtype=torch.int64), 0)
+        cuda.gumbel(seeds, positions, torch.zeros(rows, 1, dtype=torch.int64))
         for ids in (None, torch.arange(size)):
             for totals in (False, True):
                 cuda.choose(*asked, ids, totals)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from backend.engine.worker.rejection import judge, table_of
-from backend.noise import choose, gumbel, uniforms
+from backend.noise import behind, choose, gumbel, uniforms
 from backend.speculation.budget import spend, spend_in_order, survivals
 from backend.speculation.proposals import Proposal, unpack
 
@@ -106,32 +106,77 @@ def test_a_cut_that_has_seen_the_token_is_found(cut: Cut) -> None:
     assert error(cut) > 0.01
 
 
-def generated(count: int, u_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> float:
-    """Chi-square of the texts of `count` requests, whose drafts are verified whole with `u_of(seeds, lengths)`."""
-    dice = np.random.default_rng(1)
-    drafts = np.zeros((count, D), np.int64)
-    logits, q = np.zeros((count, D + 1, V), np.float32), np.zeros((count, D, V), np.float32)
-    for i in range(D + 1):
-        for text in itertools.product(range(V), repeat=i):
-            mine = (drafts[:, :i] == text).all(axis=1)
+Uniforms = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+Places = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+START = 5
+
+
+def verified(
+    before: list[Text], depth: int, seeds: torch.Tensor, dice: np.random.Generator, u_of: Uniforms, place_of: Places = behind
+) -> list[Text]:
+    """Each text of `before`, all of one length, with what a verification of `depth` tokens emits behind it.
+
+    `u_of(seeds, lengths, depth)` and `place_of(lengths, accepted)` say which noise judges and draws.
+    """
+    count, known = len(before), np.array(before, np.int64).reshape(len(before), -1)
+    size = known.shape[1]
+    texts = np.concatenate((known, np.zeros((count, depth), np.int64)), axis=1)
+    logits, q = np.zeros((count, depth + 1, V), np.float32), np.zeros((count, max(depth, 1), V), np.float32)
+    for i in range(depth + 1):
+        for text in itertools.product(range(V), repeat=size + i):
+            mine = (texts[:, : size + i] == text).all(axis=1)
             logits[mine, i] = np.log(P[text])
-            if i < D:
+            if i < depth:
                 q[mine, i] = Q[text]
-                drafts[mine, i] = dice.choice(V, p=Q[text].astype(float) / Q[text].astype(float).sum(), size=mine.sum())
-    seeds, lengths = torch.arange(count), torch.full((count,), 5)
-    rows = torch.arange(count * (D + 1)).view(count, D + 1)
-    ids = torch.arange(V).expand(count, D, V)
-    flat, u = torch.from_numpy(logits).view(-1, V), u_of(seeds, lengths)
-    judged = judge(flat, rows, torch.full((count,), D), torch.from_numpy(drafts), ids, torch.from_numpy(q), u)
-    ones = torch.ones(count)
-    last = choose(judged.last.contiguous(), seeds, lengths + judged.accepted, ones, ones).columns
+                texts[mine, size + i] = dice.choice(V, p=Q[text].astype(float) / Q[text].astype(float).sum(), size=mine.sum())
+    lengths, ones, flat = torch.full((count,), START + size), torch.ones(count), torch.from_numpy(logits).view(-1, V)
+    if not depth:
+        tokens = choose(flat, seeds, lengths, ones, ones).columns.tolist()
+        return [(*text, token) for text, token in zip(before, tokens, strict=True)]
+    rows = torch.arange(count * (depth + 1)).view(count, depth + 1)
+    ids, drafts = torch.arange(V).expand(count, depth, V), torch.from_numpy(texts[:, size:])
+    u = u_of(seeds, lengths, depth)
+    judged = judge(flat, rows, torch.full((count,), depth), drafts, ids, torch.from_numpy(q), u)
+    last = choose(judged.last.contiguous(), seeds, place_of(lengths, judged.accepted), ones, ones).columns.tolist()
+    return [
+        (*text[: size + accepted], token)
+        for text, accepted, token in zip(texts.tolist(), judged.accepted.tolist(), last, strict=True)
+    ]
+
+
+def distance(texts: list[Text], dice: np.random.Generator) -> float:
+    """Chi-square of the texts, after plain decoding to `D` + 1 tokens."""
     got = dict.fromkeys(TEXTS, 0)
-    for draft, accepted, token in zip(drafts.tolist(), judged.accepted.tolist(), last.tolist(), strict=True):
-        said = [*draft[:accepted], token]
+    for text in texts:
+        said = text
         while len(said) < D + 1:
-            said.append(bisect(SUMS[tuple(said)], dice.random()))
-        got[tuple(said)] += 1
-    return sum((got[text] - count * TRUE[text]) ** 2 / (count * TRUE[text]) for text in TEXTS)
+            said = (*said, bisect(SUMS[said], dice.random()))
+        got[said] += 1
+    return sum((got[text] - len(texts) * TRUE[text]) ** 2 / (len(texts) * TRUE[text]) for text in TEXTS)
+
+
+def generated(count: int, u_of: Uniforms) -> float:
+    """Chi-square of the texts of `count` requests, whose drafts are verified whole."""
+    dice = np.random.default_rng(1)
+    return distance(verified([()] * count, D, torch.arange(count), dice, u_of), dice)
+
+
+def foreseen(count: int, place_of: Places) -> float:
+    """Chi-square if the second verification has a draft only where noise looked at for another outcome of the first says so.
+
+    A drafter that ranks outcomes knows the noise of each.  So whether it has drafted for the one that came depends on that of
+    the others.
+    """
+    dice, seeds = np.random.default_rng(1), torch.arange(count)
+    texts = verified([()] * count, D, seeds, dice, uniforms, place_of)
+    other = place_of(torch.full((count,), START), torch.ones(count, dtype=torch.int64))
+    has_draft = (gumbel(seeds, other, torch.arange(V).expand(count, V)).argmax(1) == 0).tolist()
+    for depth in (0, 1):
+        which = [i for i, text in enumerate(texts) if len(text) == 1 and has_draft[i] == bool(depth)]
+        more = verified([texts[i] for i in which], depth, seeds[which], dice, uniforms, place_of)
+        for i, text in zip(which, more, strict=True):
+            texts[i] = text
+    return distance(texts, dice)
 
 
 LIMIT = 58.0
@@ -139,20 +184,25 @@ LIMIT = 58.0
 
 
 def test_texts_have_the_targets_distribution() -> None:
-    assert generated(120_000, lambda seeds, lengths: uniforms(seeds, lengths, D)) < LIMIT
+    assert generated(120_000, uniforms) < LIMIT
+
+
+def test_noise_that_a_drafter_has_looked_at_biases_nothing() -> None:
+    assert foreseen(120_000, behind) < LIMIT
+    assert foreseen(120_000, torch.add) > LIMIT, "if the noise belonged to the position, it would"
 
 
 @pytest.mark.parametrize(
     "u_of",
     [
         pytest.param(
-            lambda s, n: torch.exp(-torch.exp(-gumbel(s, n, torch.arange(D).expand(len(s), D).contiguous()))),
+            lambda s, n, d: torch.exp(-torch.exp(-gumbel(s, n, torch.arange(d).expand(len(s), d).contiguous()))),
             id="without a domain",
         ),
-        pytest.param(lambda s, n: uniforms(s, n, D) ** 1.2, id="not uniform"),
+        pytest.param(lambda s, n, d: uniforms(s, n, d) ** 1.2, id="not uniform"),
     ],
 )
-def test_wrong_noise_is_found(u_of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+def test_wrong_noise_is_found(u_of: Uniforms) -> None:
     assert generated(120_000, u_of) > LIMIT
 
 
