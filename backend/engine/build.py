@@ -34,7 +34,7 @@ from backend.models.vocabulary import shared_tokens
 
 SUPPORTED_VLLM = ("0.32.", "0.33.")
 CPU_KV_CACHE_BYTES = 256 << 20
-AHEAD_OUTCOMES = 16
+AHEAD_OUTCOMES = 64
 """Most outcomes drafted ahead per request and step."""
 DRAFT_DEADLINE_S = 0.25
 """Longest wait for drafts, whatever the measured round trip suggests."""

@@ -104,8 +104,9 @@ class Foresight:
 
     def __init__(self, most: int, longest: int) -> None:
         """At most `most` outcomes are drafted per request, likeliest first; a draft has at most `longest` tokens."""
-        # At first each outcome is taken to be half as likely as the one before, and all together to cover most verifications.
-        self._hits: list[list[float]] = [[PRIOR_HITS / 2 ** (rank + 1) for rank in range(most)] for _ in range(longest + 1)]
+        # At first the chance of an outcome is taken to fall as 1, 1/2, 1/3, ..., so that many are tried too.
+        shares = [1 / (rank + 1) for rank in range(most)]
+        self._hits: list[list[float]] = [[PRIOR_HITS * each / sum(shares) for each in shares] for _ in range(longest + 1)]
         self._looks = [[PRIOR_LOOKS] * most for _ in range(longest + 1)]
 
     @property
