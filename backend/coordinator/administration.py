@@ -109,7 +109,7 @@ class Administration:
             effects.append(f"its requests are moved {'now' if not after_s else f'after {after_s:g} s'}")
         if not command.dry_run and effects:
             self._policy.drain(command.member, now, after_s)
-        return self._done(effects, now)
+        return self._done_answer(effects, now)
 
     def _resume(self, command: Resume, fleet: FleetSnapshot, now: float) -> Done:
         view = _member(fleet, command.member)
@@ -117,7 +117,7 @@ class Administration:
         if effects and not command.dry_run:
             self._check_idle([command.member])
             self._policy.resume(command.member, now)
-        return self._done(effects, now)
+        return self._done_answer(effects, now)
 
     def _remove(self, command: Remove, fleet: FleetSnapshot, now: float) -> Done:
         view = _member(fleet, command.member)
@@ -152,7 +152,7 @@ class Administration:
             effects = [f"{command.drafter} serves {' and '.join(wanted) or 'nobody'}, and stays there"]
         if not command.dry_run:
             self._policy.pin(command.drafter, wanted, now)
-        return self._done(effects, now)
+        return self._done_answer(effects, now)
 
     def _restart(self, command: Restart, fleet: FleetSnapshot, now: float) -> Done:
         present = [view.member for view in fleet.members if view.member.kind != "gateway" and view.member.state != "lost"]
@@ -179,7 +179,7 @@ class Administration:
 
     # Details.
 
-    def _done(self, effects: list[str], now: float) -> Done:
+    def _done_answer(self, effects: list[str], now: float) -> Done:
         return Done(self._policy.snapshot(now).version, effects)
 
     def _queue(self, command: AnyCommand, fleet: FleetSnapshot, effects: list[str], **fields: Any) -> Done:

@@ -190,7 +190,7 @@ class DFlashProposer(EagleProposer):
     def draft_outcomes(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
         return [[] for _ in batch]
 
-    def _scratch(self, depth: int) -> int:
+    def _scratch_rows(self, depth: int) -> int:
         return rows_of(self._block, self._depth(depth)) if depth else 0
 
     def _depth(self, depth: int) -> int:
@@ -213,7 +213,7 @@ class DFlashProposer(EagleProposer):
 
     def _decode(self, sequences: list[cache.Sequence], ends: Ends, depth: int) -> list[Drafted]:
         """Drafts for each sequence as many tokens as `ends` allows, in one pass."""
-        rules, depth = Rules.of([s.sampling for s in sequences]), self._depth(depth)
+        rules, depth = Rules.needed_by([s.sampling for s in sequences]), self._depth(depth)
         size = next((size for size in SIZES if size >= len(sequences)), 0)
         blocks = self._captured.get((size, depth, rules.captured()))
         if blocks is None:

@@ -58,7 +58,7 @@ class Rules(NamedTuple):
     """Some independent row has `min_p`, `top_k` or `top_p`."""
 
     @classmethod
-    def of(cls, samplings: Sequence[Sampling]) -> Rules:
+    def needed_by(cls, samplings: Sequence[Sampling]) -> Rules:
         own = [sampling for sampling in samplings if sampling.independent]
         restricted = any(each.min_p > 0 or 0 < each.top_k < SUPPORT or each.top_p < 1 for each in own)
         return cls(len(own) < len(samplings), bool(own), restricted)

@@ -93,7 +93,7 @@ class EagleProposer:
         """Extends all sequences in one pass, then decodes together those that are to be drafted for."""
         limits = [max(min(ask.until.k, self.longest, self.max_position - ask.base_len), 0) for ask in batch]
         depth = max(limits, default=0)
-        extended, drafting = self._reserve(batch, limits, self._scratch(depth))
+        extended, drafting = self._reserve(batch, limits, self._scratch_rows(depth))
         if extended:
             self._extend(batch, extended)
         drafts = [NOTHING for _ in batch]
@@ -124,7 +124,7 @@ class EagleProposer:
                 found[i] = outcomes
         return found
 
-    def _scratch(self, depth: int) -> int:
+    def _scratch_rows(self, depth: int) -> int:
         """Cache rows that a draft of `depth` tokens takes behind a sequence's last."""
         return max(depth - 1, 0)
 
@@ -192,7 +192,7 @@ class EagleProposer:
     def _decode(self, sequences: list[cache.Sequence], ends: Ends, depth: int) -> list[Drafted]:
         """Drafts at most `depth` tokens per sequence, starting from each sequence's tip."""
         device = self._head.device
-        rules = Rules.of([s.sampling for s in sequences])
+        rules = Rules.needed_by([s.sampling for s in sequences])
         rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
         batch = self._decoder.batch(depth, rules, rows, columns, tips(sequences))
         drafts = batch.decode(depth, lambda: ends, picks_first=True)

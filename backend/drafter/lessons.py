@@ -141,5 +141,5 @@ class Lessons:
             if len(text.tokens) <= at:
                 waiting.append((base_len, before, first))
                 continue
-            self.watch.note(key, text.tokens[at] == first)
+            self.watch.note_first_token(key, text.tokens[at] == first)
         text.pending = waiting

@@ -95,7 +95,7 @@ class Imagination:
     def outcomes(self, premises: list[Premise], sequences: list[Sequence], shape: Padding) -> list[list[Outcome]]:
         """Outcomes with drafts, likeliest first.  Sequences need their premise's length, and `shape.scratch` spare rows."""
         device = self._head.device
-        rules = Rules.of([s.sampling for s in sequences])
+        rules = Rules.needed_by([s.sampling for s in sequences])
         rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
         outputs = self._teacher_forced(premises, sequences, rows, columns, shape.depth)
         seeds, wide = (each.repeat_interleave(shape.depth + 1, -1) for each in (rows[-1], columns))

@@ -11,7 +11,7 @@ from typing import Any
 
 from backend.engine.accounts import UNDRAFTED, Accounts, DraftOrigin, Verification
 from backend.engine.recording import Recording
-from backend.engine.resume import rule_of
+from backend.engine.resume import acceptance_rule
 from backend.engine.spans import EngineSpans
 from backend.engine.worker.fixed import fixed_response
 from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
@@ -163,7 +163,7 @@ class CountingScheduler:
         options: RequestOptions | None = getattr(request, "outrider", None)
         asks = options is not None and options.account
         if asks or is_traced:
-            rule = RULE_NAMES[rule_of(request.sampling_params)]
+            rule = RULE_NAMES[acceptance_rule(request.sampling_params)]
             self.accounts.began(request.request_id, request.client_index if asks else None, rule)
         super().add_request(request)  # type: ignore[misc]
 

@@ -116,7 +116,7 @@ def _seed(params: Any) -> None:
     params.seed = None
 
 
-def rule_of(params: Any) -> Rule:
+def acceptance_rule(params: Any) -> Rule:
     """How a request's drafts are judged, by its parameters after `add_request`."""
     if params is None or params.sampling_type == SamplingType.GREEDY:
         return Rule.GREEDY

@@ -17,7 +17,7 @@ from vllm.v1.outputs import DraftTokenIds
 from backend.engine.accounts import UNDRAFTED, DraftOrigin
 from backend.engine.counting import CountingScheduler
 from backend.engine.grammar_repairs import DeadEnds
-from backend.engine.resume import rule_of
+from backend.engine.resume import acceptance_rule
 from backend.engine.worker.fixed import fixed_response
 from backend.fleet import DrafterRef, VerifierStats
 from backend.speculation.candidates import RESTS_AFTER
@@ -263,7 +263,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
                 and not request.is_finished()
                 and self.warm_up_drafts is None
             ):
-                rule = known[request_id].rule if request_id in known else rule_of(request.sampling_params)
+                rule = known[request_id].rule if request_id in known else acceptance_rule(request.sampling_params)
                 self.speculator.ended(request_id, request._all_token_ids, length, rule, now)
         return outputs
 

@@ -61,7 +61,7 @@ class Watch:
         shares = self._shares_right()
         return fmean(shares) if shares else None
 
-    def note(self, key: Hashable, is_right: bool) -> None:
+    def note_first_token(self, key: Hashable, is_right: bool) -> None:
         """Notes whether the first token of a draft for this sequence was right."""
         right, seen = self._counts.pop(key, (0, 0))
         self._counts[key] = right + is_right, seen + 1

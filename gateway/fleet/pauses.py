@@ -20,7 +20,7 @@ class Pauses(msgspec.Struct, frozen=True):
 
     changes: tuple[Change, ...] = ()
 
-    def holds(self, verifier_id: str) -> bool:
+    def should_pause(self, verifier_id: str) -> bool:
         """Whether this verifier is to be paused."""
         return next((each.paused for each in reversed(self.changes) if each.verifier_id in (None, verifier_id)), False)
 

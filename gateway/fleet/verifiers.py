@@ -92,12 +92,12 @@ class Verifiers(LinkListener):
     def routable_links(self) -> list[VerifierLink]:
         """The verifiers for new requests: with the newest weights, not draining, and awake unless all sleep."""
         ready = [link for link in self.ready_links if link.member.state == "ready" and not self.weights.is_behind(link)]
-        running = [link for link in ready if not self.pauses.holds(link.member.id)]
+        running = [link for link in ready if not self.pauses.should_pause(link.member.id)]
         awake = [link for link in running if link.stats is None or not link.stats.paused]
         return awake or ready
 
     def all_paused(self) -> bool:
-        return bool(ready := self.ready_links) and all(self.pauses.holds(link.member.id) for link in ready)
+        return bool(ready := self.ready_links) and all(self.pauses.should_pause(link.member.id) for link in ready)
 
     async def everywhere(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of every verifier's engine core.  Raises `UtilityError` when one fails."""
@@ -170,7 +170,7 @@ class Verifiers(LinkListener):
 
     def on_ready(self, link: VerifierLink) -> None:
         logger.info("verifier %s is ready", link.member.id)
-        if self.pauses.holds(link.member.id):
+        if self.pauses.should_pause(link.member.id):
             # Sent before any request is.
             self.standing.add(link.member.incarnation)
             link.call("pause", "keep", False).add_done_callback(_tell_of_failure)

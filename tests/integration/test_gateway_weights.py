@@ -85,17 +85,17 @@ async def test_one_verifier_that_is_paused_stays_so():
 async def test_a_sleep_is_a_pause_unless_it_is_refused(running: Running):
     running.verifier.failure = "NotImplementedError: it cannot"
     assert (await post(running, "/sleep", 501))["error"]["code"] == "not_supported"
-    assert not running.core.pauses.holds("verifier-0")
+    assert not running.core.pauses.should_pause("verifier-0")
     running.verifier.failure = None
     await post(running, "/sleep")
-    assert running.core.pauses.holds("verifier-0")
+    assert running.core.pauses.should_pause("verifier-0")
     running.verifier.failure = "ValueError: not now"
     await post(running, "/wake_up", 400)
     await post(running, "/resume", 400)
-    assert running.core.pauses.holds("verifier-0")
+    assert running.core.pauses.should_pause("verifier-0")
     running.verifier.failure = None
     await post(running, "/wake_up")
-    assert not running.core.pauses.holds("verifier-0")
+    assert not running.core.pauses.should_pause("verifier-0")
 
 
 async def test_a_pause_of_another_kind_or_of_nobody_is_refused(running: Running):
@@ -156,7 +156,7 @@ async def test_a_verifier_that_dies_during_an_update_is_left_out():
         assert (await update)["error"]["code"] in ("verifier_lost", "no_verifier_ready")
         await eventually(lambda: not running.core.ready_links)
         await post(running, "/pause", 503)
-        assert not running.core.pauses.holds("verifier-0")
+        assert not running.core.pauses.should_pause("verifier-0")
 
 
 async def test_a_verifier_that_comes_during_an_update_by_tensors_is_left_out():

@@ -44,7 +44,7 @@ def pick(samplings: Sequence[Sampling], logits: Tensor, token_ids: Tensor | None
     head.read.return_value, head.feature.return_value, head.forward.return_value = logits, output, output
     numbers, columns = torch.zeros(NUMBERS, rows, dtype=torch.int64), torch.tensor(columns_of(samplings))
     numbers[-1] = torch.tensor([sampling.seed for sampling in samplings])
-    batch = Decoder(head, graphs=False).batch(k, Rules.of(samplings), numbers, columns, output)
+    batch = Decoder(head, graphs=False).batch(k, Rules.needed_by(samplings), numbers, columns, output)
     return batch.decode(k, lambda: Ends([k] * rows, [Until(k)] * rows, samplings), picks_first=True)
 
 
@@ -200,7 +200,7 @@ def test_independent_rows_alone_compute_no_shared_noise(monkeypatch: pytest.Monk
 def test_a_batch_takes_the_captured_step_that_computes_no_more_than_it_needs(
     samplings: list[Sampling], captured: Rules
 ) -> None:
-    needs = Rules.of(samplings)
+    needs = Rules.needed_by(samplings)
     assert needs.captured() == captured
     logits, darts = torch.randn(len(samplings), 200), torch.rand(len(samplings), dtype=torch.float64)
     seeds, columns = torch.tensor([each.seed for each in samplings]), torch.tensor(columns_of(samplings))

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
-from backend.engine.resume import _advanced, _complete, continued_seed, rule_of
+from backend.engine.resume import _advanced, _complete, acceptance_rule, continued_seed
 from backend.engine.worker.fixed import fixed_response, forced_row, refuse_unfit
 from backend.speculation.chances import Rule
 from backend.wire.engine import FIXED_RESPONSE, RequestOptions
@@ -42,7 +42,7 @@ def test_the_rule_of_a_request(params: SamplingParams | None, remote: Rule, nati
         own = copy.deepcopy(params)
         if own is not None:
             _complete(own, shares_noise, 0, RequestOptions())
-        assert rule_of(own) == rule
+        assert acceptance_rule(own) == rule
 
 
 def advance(grammar: Any, start: int = 0) -> tuple[Any, SimpleNamespace]:

@@ -117,7 +117,7 @@ def test_a_token_is_chosen_within_the_pass_before_it(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Pacer, "finish", lambda pacer: seen.append("finish"))
     cost = HeadCost(Cost(1, 1000), first=Cost(2, 0), draw=Cost(1, 2000))
     pacer, batch = pace_drafter(Pace("", Cost(1, 1), cost)), object.__new__(DecodeBatch)
-    batch.rules, batch.count = Rules.of([Sampling(0, 1.0, is_sampled)]), 3
+    batch.rules, batch.count = Rules.needed_by([Sampling(0, 1.0, is_sampled)]), 3
     batch.pick()
     batch.advance_and_pick()
     assert seen == ["pick", "finish", "pick", "finish"]

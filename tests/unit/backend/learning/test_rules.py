@@ -29,7 +29,7 @@ def live(watch: Watch, right: int, sequences: int) -> None:
 def note(watch: Watch, key: object, right: int) -> None:
     """16 drafts of one sequence."""
     for i in range(16):
-        watch.note(key, i < right)
+        watch.note_first_token(key, i < right)
 
 
 def test_a_head_is_taken_back_when_its_drafts_are_accepted_less() -> None:
@@ -53,7 +53,7 @@ def test_acceptance_is_known_however_many_requests_are_drafted_for_at_a_time(tog
         for start in range(0, 2 * KEPT + together, together):
             for i in range(16):
                 for key in range(start, start + together):
-                    watch.note((right, key), 5 * i % 16 < right + key % 3 - 1)
+                    watch.note_first_token((right, key), 5 * i % 16 < right + key % 3 - 1)
         assert watch.acceptance == pytest.approx(right / 16, abs=0.05)
         if right == 15:
             assert not watch.needs_learning
@@ -113,7 +113,7 @@ def test_a_given_head_learns_once_its_drafts_are_accepted_less() -> None:
     assert not needs(10, 2 * KEPT), "what it has now is what it is compared with"
     watch.exchanged()
     for key in range(2 * KEPT):
-        watch.note(key, False)
+        watch.note_first_token(key, False)
     assert not watch.needs_learning, "of each too little to say"
     watch.exchanged()
     assert not needs(7, KEPT), "too few to say"

@@ -16,7 +16,7 @@ def test_the_last_change_of_a_verifier_holds() -> None:
         asked = pauses.plus(change)
         pauses = asked.settled(change)
         for each in (asked, pauses):
-            assert {name for name in "ab" if each.holds(name)} == holding
+            assert {name for name in "ab" if each.should_pause(name)} == holding
     assert pauses.changes == (change,)
 
 
