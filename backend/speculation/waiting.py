@@ -26,8 +26,9 @@ IN_DOUBT = 2.0
 """Pauses are made while drafts promise less than twice the tokens of steps without any."""
 ROWS, FEWEST, RECENT_STEPS = 64, 8, 512
 """An outlook is made from at most 64 drafts of the last 512 steps; the newest 8 count however old they are."""
-FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 6.0, 8.0
-"""Weight of one look-up of an outcome after each newer one; hits and look-ups assumed at first, so that it is tried."""
+FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 0.75, 8.0
+"""Weight of one look-up of an outcome after each newer one; share of hits assumed at first, so that it is tried, and its
+weight."""
 
 SPREAD, FEW_TOKENS = 0.12**2, 256
 """Variance of the logarithm of measured over predicted tokens per second, in a window of many tokens; it doubles at 256."""
@@ -99,27 +100,22 @@ class Outlook:
 class Foresight:
     """How often the actual outcome is among those drafted ahead, by their number and the tokens verified; decayed.
 
-    A long verification has more outcomes, so fewer of them cover less.
+    A long verification has more outcomes, so fewer of them cover less.  Outcomes are counted by octaves: the first, the second,
+    the next two, the next four, and so on.
     """
 
     def __init__(self, most: int, longest: int) -> None:
         """At most `most` outcomes are drafted per request, likeliest first; a draft has at most `longest` tokens."""
-        # At first the chance of an outcome is taken to fall as 1, 1/2, 1/3, ..., so that many are tried too.
-        shares = [1 / (rank + 1) for rank in range(most)]
-        self._hits: list[list[float]] = [[PRIOR_HITS * each / sum(shares) for each in shares] for _ in range(longest + 1)]
-        self._looks = [[PRIOR_LOOKS] * most for _ in range(longest + 1)]
-
-    @property
-    def choices(self) -> list[int]:
+        self.choices = [1 << octave for octave in range(most.bit_length())]
         """The numbers of outcomes that may be asked for: powers of two."""
-        return [1 << i for i in range(len(self._hits[0]).bit_length())]
+        self._hits, self._looks = ([[0.0] * len(self.choices) for _ in range(longest + 1)] for _ in range(2))
 
     def observe(self, rank: int | None, asked: int, tokens: int) -> None:
         """Of `asked` outcomes drafted in time for `tokens` tokens, the one at `rank` happened; None: none of them."""
-        hits, looks = self._hits[tokens], self._looks[tokens]
-        for i in range(min(asked, len(hits))):
-            hits[i] = FORGET * hits[i] + (i == rank)
-            looks[i] = FORGET * looks[i] + 1
+        hits, looks, hit = self._hits[tokens], self._looks[tokens], None if rank is None else rank.bit_length()
+        for octave in range(min(asked.bit_length(), len(hits))):
+            hits[octave] = FORGET * hits[octave] + (octave == hit)
+            looks[octave] = FORGET * looks[octave] + 1
 
     def rate(self, outcomes: int, tokens: float) -> float:
         """Share of verifications of `tokens` draft tokens whose outcome is among the first `outcomes`."""
@@ -128,8 +124,13 @@ class Foresight:
         return self._rate(outcomes, below) + (tokens - below) * (self._rate(outcomes, above) - self._rate(outcomes, below))
 
     def _rate(self, outcomes: int, tokens: int) -> float:
-        pairs = zip(self._hits[tokens][:outcomes], self._looks[tokens], strict=False)
-        return min(1.0, sum(hits / looks for hits, looks in pairs))
+        total, share = 0.0, PRIOR_HITS
+        for hits, looks in zip(self._hits[tokens][: outcomes.bit_length()], self._looks[tokens], strict=False):
+            # Before it is looked at, an octave is taken to be hit half as often as the one before: so it is tried if that pays.
+            prior = PRIOR_LOOKS * (1 - looks * (1 - FORGET))
+            share = (hits + prior * share / 2) / (looks + prior)
+            total += share
+        return min(1.0, total)
 
 
 @dataclass(frozen=True)
