@@ -29,6 +29,8 @@ ROWS, FEWEST, RECENT_STEPS = 64, 8, 512
 FORGET, PRIOR_HITS, PRIOR_LOOKS = 0.99, 0.75, 8.0
 """Weight of one look-up of an outcome after each newer one; share of hits assumed at first, so that it is tried, and its
 weight."""
+OCTAVES = 3
+"""At first, up to 8 outcomes may be asked for."""
 
 SPREAD, FEW_TOKENS = 0.12**2, 256
 """Variance of the logarithm of measured over predicted tokens per second, in a window of many tokens; it doubles at 256."""
@@ -106,14 +108,19 @@ class Foresight:
 
     def __init__(self, most: int, longest: int) -> None:
         """At most `most` outcomes are drafted per request, likeliest first; a draft has at most `longest` tokens."""
-        self.choices = [1 << octave for octave in range(most.bit_length())]
-        """The numbers of outcomes that may be asked for: powers of two."""
-        self._hits, self._looks = ([[0.0] * len(self.choices) for _ in range(longest + 1)] for _ in range(2))
+        self._octaves, self._looked_at = most.bit_length(), OCTAVES
+        self._hits, self._looks = ([[0.0] * self._octaves for _ in range(longest + 1)] for _ in range(2))
+
+    @property
+    def choices(self) -> list[int]:
+        """The numbers of outcomes that may be asked for: powers of two, up to twice as many as ever were."""
+        return [1 << octave for octave in range(min(self._looked_at + 1, self._octaves))]
 
     def observe(self, rank: int | None, asked: int, tokens: int) -> None:
         """Of `asked` outcomes drafted in time for `tokens` tokens, the one at `rank` happened; None: none of them."""
         hits, looks, hit = self._hits[tokens], self._looks[tokens], None if rank is None else rank.bit_length()
-        for octave in range(min(asked.bit_length(), len(hits))):
+        self._looked_at = max(self._looked_at, asked.bit_length())
+        for octave in range(min(asked.bit_length(), self._octaves)):
             hits[octave] = FORGET * hits[octave] + (octave == hit)
             looks[octave] = FORGET * looks[octave] + 1
 

@@ -73,8 +73,8 @@ def test_auto_is_near_the_best_of_the_fixed_ways(drafter: Drafter, load: dict[st
     def rate(mode: str) -> float:
         """Tokens per second, once enough has been seen."""
         driven = Driven(speculator(mode, lookups="period" in load), replace(drafter), **load)
-        driven.run(200)
-        began, turns = driven.now, driven.run(400)
+        driven.run(400)
+        began, turns = driven.now, driven.run(1000)
         return sum(turn.accepted + driven.requests for turn in turns) / (driven.now - began)
 
     requests = load.get("requests", 4)

@@ -177,6 +177,15 @@ def test_how_often_the_first_few_suffice_is_known_from_where_hits_were() -> None
     assert hits.rate(8, 1) <= hits.rate(4, 1) + 0.15, "what was not asked for is hoped for, a little"
 
 
+def test_twice_as_many_outcomes_may_be_asked_for_as_were_looked_at() -> None:
+    hits = Foresight(64, 2)
+    assert hits.choices == [1, 2, 4, 8]
+    hits.observe(None, 8, 2)
+    assert hits.choices == [1, 2, 4, 8, 16]
+    hits.observe(40, 64, 1)
+    assert hits.choices[-1] == 64
+
+
 def test_long_verifications_are_foreseen_less_often_than_short_ones() -> None:
     hits = Foresight(4, 4)
     for i in range(500):
