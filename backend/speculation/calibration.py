@@ -11,7 +11,7 @@ learn from near ones.  Each request adds another offset.
 
 from collections.abc import Sequence
 
-from backend.speculation.chances import chances, chances_of_many, clipped
+from backend.speculation.chances import Chances, chances, chances_of_many, clipped
 
 SIGN_WEIGHTS, OFFSET = (0.3, 0.5), 0.5
 """a, b and e at the start.  A token without a lead is right six times in ten: optimistic, so that a new drafter is tried."""
@@ -45,7 +45,7 @@ class Calibration:
         """The chances of a draft's tokens, with the request's own offset."""
         return chances(self._weights, signs, self._requests.get(request_id, (0.0,))[0])
 
-    def chances_of_many(self, request_ids: Sequence[str], drafts: Sequence[Sequence[float]]) -> list[list[float]]:
+    def chances_of_many(self, request_ids: Sequence[str], drafts: Sequence[Sequence[float]]) -> Chances:
         """`chances` of one draft of each request."""
         own = [self._requests.get(request_id, (0.0,))[0] for request_id in request_ids]
         return chances_of_many(self._weights, drafts, own)

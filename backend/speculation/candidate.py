@@ -7,10 +7,11 @@ from operator import mul
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from backend.fleet import LOOKUP
 from backend.speculation.budget import survivals
-from backend.speculation.chances import Rule
+from backend.speculation.chances import Chances, Rule
 from backend.speculation.proposals import Proposal
 from backend.speculation.texts import LookupSource
 from backend.speculation.waiting import Ask
@@ -25,6 +26,10 @@ class Source(NamedTuple):
     rule: Rule
     kind: str = "fresh"
     """A drafter's `fresh` or `ahead`, or `LookupSource.kind`."""
+
+
+Made = tuple[list[int], list[float], float, Proposal | None]
+"""A drafter's draft: tokens, signs, its compute time in seconds, and what it was drawn from."""
 
 
 class Candidate(msgspec.Struct, frozen=True, eq=False):
@@ -109,6 +114,22 @@ def candidate_of(
     found = survivals(of_each)
     expected = found if proposal is None else list(accumulate(repeat(found[0], len(found)), mul))
     return Candidate(source, tokens, signs, found, expected, sum(expected), draft_s, proposal)
+
+
+def candidates_of(source: Source, drafts: Sequence[Made], of_each: Chances) -> list[Candidate]:
+    """`candidate_of` of many drafts.  `of_each`: the chances of each one's tokens."""
+    if isinstance(of_each, list):
+        made = zip(drafts, of_each, strict=True)
+        return [candidate_of(source, tokens, signs, its, draft_s, drawn) for (tokens, signs, draft_s, drawn), its in made]
+    found = of_each.cumprod(axis=1)
+    is_sampled = np.array([drawn is not None for *_, drawn in drafts])[:, None]
+    expected = np.where(is_sampled, of_each[:, :1].repeat(of_each.shape[1], axis=1).cumprod(axis=1), found)
+    worth = expected.cumsum(axis=1)[np.arange(len(drafts)), [len(tokens) - 1 for tokens, *_ in drafts]]
+    rows = zip(drafts, found.tolist(), expected.tolist(), worth.tolist(), strict=True)
+    return [
+        Candidate(source, tokens, signs, its[: len(tokens)], hoped[: len(tokens)], sum_of, draft_s, drawn)
+        for (tokens, signs, draft_s, drawn), its, hoped, sum_of in rows
+    ]
 
 
 def has_rest(request: Request, verified: Candidate, emitted: int) -> bool:

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from backend.fleet import LOOKUP
 from backend.speculation.budget import survivals
 from backend.speculation.calibration import Calibration
-from backend.speculation.candidate import Candidate, Request, Source, candidate_of, has_rest, rank_of
+from backend.speculation.candidate import Candidate, Made, Request, Source, candidate_of, candidates_of, has_rest, rank_of
 from backend.speculation.chances import Rule, chances
 from backend.speculation.guesses import Guesses, Resolved
 from backend.speculation.own_text import OwnText
 from backend.speculation.prediction import PredictedText
-from backend.speculation.proposals import Proposal, unpack
+from backend.speculation.proposals import unpack
 from backend.speculation.shared import SharedTexts
 from backend.speculation.texts import LookupSource
 from backend.speculation.waiting import Ask, Foresight, Outlook
@@ -67,6 +67,9 @@ class Candidates:
         self._guesses = Guesses()
         self._calibrations: dict[Source, Calibration] = {}
         self._lots = random.Random(0)
+        unpack([bytes(8)], [[0]], vocab_size)  # Compiles it.
+        self._foreseen: list[tuple[int | None, int, int]] = []
+        """What `Foresight.observe` takes, of the step that ended."""
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -135,15 +138,15 @@ class Candidates:
             for i, draft in enumerate(drafts)
             if (request := self.requests.get(draft.request_id)) is not None and draft.base_len <= len(request.text)
         ]
+        sources = {rule: Source(drafter_id, rule) for rule in Rule}
         candidates = self._checked(
-            [(draft.request_id, request, Source(drafter_id, request.rule), draft, draft_s) for _, draft, request in current]
+            [(draft.request_id, request, sources[request.rule], draft, draft_s) for _, draft, request in current]
         )
         for (i, draft, request), candidate in zip(current, candidates, strict=True):
             in_time = draft.base_len == len(request.text)
             if candidate is not None:
                 self._take(draft.request_id, request, candidate, draft.base_len)
-                emitted = request.text[draft.base_len :]
-                in_time = in_time or self._go_on(draft.request_id, request, candidate, emitted)
+                in_time = in_time or self._go_on(draft.request_id, request, candidate, request.text[draft.base_len :])
             elif draft.tokens:
                 verdicts[i] = "invalid"
                 continue
@@ -182,15 +185,23 @@ class Candidates:
                     hits.append((request_id, request, source, outcomes.outcomes[rank], draft_s))
                 if counts:
                     tokens = request.verified_length if request.verified is not None else 0
-                    self.foresight.observe(rank, request.outcomes, tokens)
+                    self._foreseen.append((rank, request.outcomes, tokens))
         for (request_id, request, *_), candidate in zip(hits, self._checked(hits), strict=True):
             if candidate is not None:
                 self._take(request_id, request, candidate, len(request.text))
 
-    def best(self, request_id: str, request: Request) -> Candidate | None:
-        """The best draft for the request's present length, from a drafter or a look-up."""
-        candidate, looked_up = request.candidate, self._look_up(request_id, request)
-        return looked_up if looked_up is not None and (candidate is None or looked_up.worth > candidate.worth) else candidate
+    def best(self, present: Sequence[tuple[str, Request]]) -> list[Candidate | None]:
+        """The best draft for each request's present length, from a drafter or a look-up."""
+        found = []
+        for request_id, request in present:
+            candidate = request.candidate
+            # Written out for speed: most of the time no look-up is awake.
+            if not self.asleep or request.looked_up_at == len(request.text) or request_id in self.predicted:
+                looked_up = self._look_up(request_id, request)
+                if looked_up is not None and (candidate is None or looked_up.worth > candidate.worth):
+                    candidate = looked_up
+            found.append(candidate)
+        return found
 
     @property
     def rests(self) -> bool:
@@ -220,11 +231,15 @@ class Candidates:
 
     def begin_learning(self) -> None:
         """Call once per step, before `learn` for its requests."""
+        for rank, asked, tokens in self._foreseen:
+            self.foresight.observe(rank, asked, tokens)
+        self._foreseen.clear()
         self._room = (INDEXED_PER_STEP - FOR_OTHERS) * self.every
 
     def learn(self, request_id: str, request: Request) -> None:
         """Compares the request's drafts with its text, and indexes new text for look-ups."""
-        self._learn_from(request_id, request, self._guesses.advance(request_id, request.text))
+        if known := self._guesses.advance(request_id, request.text):
+            self._learn_from(request_id, request, known)
         if request.judged is not None:
             candidate, accepted, judged = request.judged
             request.judged = None
@@ -329,7 +344,7 @@ class Candidates:
         found: list[Candidate | None] = [None] * len(given)
         sound = [
             i
-            for i, (*_, draft, _) in enumerate(given)
+            for i, (_, _, _, draft, _) in enumerate(given)
             if (tokens := draft.tokens)
             and len(draft.signs) in (0, 2 * len(tokens))
             and min(tokens) >= 0
@@ -337,20 +352,21 @@ class Candidates:
         ]
         drafts = [given[i][3] for i in sound]
         proposals = unpack([each.proposal for each in drafts], [each.tokens for each in drafts], self._vocab_size)
-        of_source: dict[Source, list[tuple[int, list[float], Proposal | None]]] = {}
+        of_source: dict[Source, list[tuple[int, Made]]] = {}
         for i, proposal in zip(sound, proposals, strict=True):
-            _, request, source, draft, _ = given[i]
+            _, request, source, draft, draft_s = given[i]
             if draft.proposal and (proposal is None or request.rule != Rule.INDEPENDENT):
                 continue
-            count = min(len(draft.tokens), request.longest)
-            cut = proposal if proposal is None or count == len(draft.tokens) else proposal.part(0, count)
-            of_source.setdefault(source, []).append((i, draft.signs[: 2 * count] or [0.0] * (2 * count), cut))
-        for source, drafts_of in of_source.items():
-            names, signs = [given[i][0] for i, _, _ in drafts_of], [signs for _, signs, _ in drafts_of]
-            of_each = self._calibration(source).chances_of_many(names, signs)
-            for (i, known, proposal), its in zip(drafts_of, of_each, strict=True):
-                *_, draft, draft_s = given[i]
-                found[i] = candidate_of(source, draft.tokens[: len(its)], known, its, draft_s, proposal)
+            tokens, signs = draft.tokens, draft.signs or [0.0] * (2 * len(draft.tokens))
+            if len(tokens) > request.longest:
+                tokens, signs = tokens[: request.longest], signs[: 2 * request.longest]
+                proposal = proposal.part(0, request.longest) if proposal is not None else None
+            of_source.setdefault(source, []).append((i, (tokens, signs, draft_s, proposal)))
+        for source, numbered in of_source.items():
+            places, drafts_of = [i for i, _ in numbered], [each for _, each in numbered]
+            of_each = self._calibration(source).chances_of_many([given[i][0] for i in places], [each[1] for each in drafts_of])
+            for i, candidate in zip(places, candidates_of(source, drafts_of, of_each), strict=True):
+                found[i] = candidate
         return found
 
     def _calibration(self, source: Source) -> Calibration:

@@ -17,15 +17,17 @@ from itertools import chain
 from math import exp
 
 import numpy as np
+import numpy.typing as npt
 
 CLIP = 8.0
 """Signs are cut to +-8.  Beyond it they say nothing more, and a single far one would outweigh all that was learned."""
 STEEPEST = 30.0
 """Log-odds below -30 are cut there, so that `exp` does not overflow."""
-
-
 FEW = 8
 """Drafts from which on arrays are faster than loops."""
+
+Chances = list[list[float]] | npt.NDArray[np.float64]
+"""Of many drafts' tokens; in an array, 0 behind a draft's end."""
 
 
 class Rule(IntEnum):
@@ -68,18 +70,20 @@ def chances(weights: Sequence[float], signs: Sequence[float], offset: float = 0.
     return found
 
 
-def chances_of_many(weights: Sequence[float], drafts: Sequence[Sequence[float]], own: Sequence[float]) -> list[list[float]]:
+def chances_of_many(weights: Sequence[float], drafts: Sequence[Sequence[float]], own: Sequence[float]) -> Chances:
     """`chances` of many drafts, with their signs and each one's own offset, over arrays."""
     if len(drafts) < FEW:
         return [chances(weights, signs, offset) for signs, offset in zip(drafts, own, strict=True)]
     flat = np.fmin(CLIP, np.fmax(-CLIP, np.fromiter(chain.from_iterable(drafts), float)))
     counts = np.array([len(signs) // 2 for signs in drafts])
-    ends = counts.cumsum()
-    places = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-    offsets = np.array(weights[2:])[np.minimum(places, len(weights) - 3)] + np.repeat(own, counts)
-    odds = weights[0] * flat[::2] + weights[1] * flat[1::2] + offsets
-    found = (1 / (1 + np.exp(np.minimum(-odds, STEEPEST)))).tolist()
-    return [found[end - count : end] for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
+    places = np.arange(counts.max())
+    inside = places < counts[:, None]
+    value, lead = np.zeros(inside.shape), np.zeros(inside.shape)
+    value[inside], lead[inside] = flat[::2], flat[1::2]
+    offsets = np.array(weights)[np.minimum(places + 2, len(weights) - 1)] + np.array(own)[:, None]
+    odds = weights[0] * value + weights[1] * lead + offsets
+    found: npt.NDArray[np.float64] = inside / (1 + np.exp(np.minimum(-odds, STEEPEST)))
+    return found
 
 
 def clipped(sign: float) -> float:

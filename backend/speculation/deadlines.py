@@ -96,7 +96,7 @@ class Questions:
     def answered(self, drafter_id: str, request_id: str, base_len: int, now: float) -> float | None:
         """Takes an answer, which may close the breaker.  Returns seconds since its question; None if there was no question."""
         question = self.pending.get(request_id)
-        if question is not None and (question.drafter_id, question.base_len) == (drafter_id, base_len):
+        if question is not None and question.base_len == base_len and question.drafter_id == drafter_id:
             del self.pending[request_id]
         else:
             question = self._overdue.get(request_id, {}).get(base_len)

@@ -93,6 +93,8 @@ class Preference:
 
     def __init__(self) -> None:
         self._heads: dict[str, str] = {}
+        self._only: str | None = None
+        """The only drafter, or the first one."""
         self.has_choice = False
         """Whether the drafters have different heads."""
         self._scores: dict[str, dict[str, HeadScore]] = {}
@@ -108,6 +110,7 @@ class Preference:
     def set_drafters(self, heads: dict[str, str]) -> None:
         """The assignment changed.  `heads`: drafter to the name of its head."""
         self._heads = dict(sorted(heads.items()))
+        self._only = next(iter(self._heads), None)
         self.has_choice = len(set(heads.values())) > 1
 
     def begin(self, request_id: str, adapter: str, session: str = "") -> Pairing:
@@ -138,7 +141,7 @@ class Preference:
 
     def drafter_of(self, request_id: str) -> str | None:
         """The drafter of a request; None without drafters."""
-        return self._pairings[request_id].drafter(self._heads)
+        return self._only if len(self._heads) <= 1 else self._pairings[request_id].drafter(self._heads)
 
     def learn(self, request_id: str, tokens: int) -> None:
         """Takes one verification, for which the request's drafter had been asked: it emitted `tokens` tokens."""

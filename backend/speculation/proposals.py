@@ -12,8 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-ROUNDING = 1e-3
-"""By how much a row's sum may differ from 1."""
+from backend.speculation.kernels import find_sound
 
 
 class Proposal(NamedTuple):
@@ -44,13 +43,11 @@ def unpack(packed: Sequence[bytes], drafts: Sequence[Sequence[int]], vocab_size:
         width, rest = divmod(size, 8 * count) if count else (0, 0)
         if rest or not width:
             continue
-        both = np.frombuffer(b"".join([packed[i] for i in places]), "<i4").reshape(len(places), 2, count, width)
-        ids, chances = both[:, 0], both[:, 1].view("<f4")
-        drawn = (ids == np.array([drafts[i] for i in places], np.int32)[:, :, None]) & (chances > 0)
-        rows_are_sound = drawn.any(axis=2) & (np.abs(chances.sum(axis=2) - 1) < ROUNDING) & (chances.min(axis=2) >= 0)
-        rows_are_sound &= ids.view("<u4").max(axis=2) < vocab_size  # a negative id is a large one, unsigned
-        for i, place in enumerate(places):
-            found[place] = Proposal(ids[i], chances[i])
-        for i in np.nonzero(~rows_are_sound.all(axis=1))[0]:
-            found[places[i]] = None
+        both = np.frombuffer(b"".join([packed[i] for i in places]), "<u4").reshape(len(places), 2, count, width)
+        drawn = np.array([drafts[i] for i in places], np.uint32)
+        ids, chances, is_sound = both.view("<i4"), both.view("<f4"), np.empty(len(places), np.bool_)
+        find_sound(both, chances, drawn, np.uint32(vocab_size), is_sound)
+        for i, (place, fits) in enumerate(zip(places, is_sound.tolist(), strict=True)):
+            if fits:
+                found[place] = Proposal(ids[i, 0], chances[i, 1])
     return found

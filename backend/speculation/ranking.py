@@ -1,13 +1,10 @@
 """What of a step's available drafts should pay, remembered until a draft or the step's size changes.  Pure."""
 
-from collections.abc import Mapping
-
-from msgspec.structs import replace
+import numpy as np
 
 from backend.speculation.budget import Spent, spend, spend_in_order
 from backend.speculation.candidate import Candidate
 from backend.speculation.step_times import StepTimes
-from backend.wire.drafting import NextItem
 
 LOOKED_UP = 1 / 16
 """Gain in tokens per second that keeps look-ups awake, or wakes them: about what looking up all requests in each step costs."""
@@ -17,11 +14,12 @@ class Ranking:
     """The budget of the next step, for each request's best draft."""
 
     def __init__(self, step_times: StepTimes) -> None:
+        spend_in_order([[0.5]], spend([[0.5]], [1.0] * 3), [1.0] * 3)  # Compiles both.
         self._step_times = step_times
         self._of: tuple[int, list[Candidate | None]] = (-1, [])
         """What `_expected` was computed for; no step has so few prompt tokens."""
         self._expected = self._cut = Spent([], 1.0, 0, 0.0, 0.0)
-        self._is_cut, self._times = False, [0.0]
+        self._is_cut, self._times = False, np.zeros(1)
 
     def forget(self) -> None:
         """The drafts of the next step are others, and step times may have changed."""
@@ -54,15 +52,3 @@ class Ranking:
             return False
         requests = len(spent.lengths)
         return (requests + spent.gained) / spent.seconds > (1 + LOOKED_UP) * requests / self._step_times.at(requests)
-
-    def cut_outcomes(self, asks: Mapping[str, list[NextItem]], names: list[str], of: list[Candidate | None], k: int) -> None:
-        """Cuts each `verifying` to what will be verified, at most `k` tokens: no verification ends behind these.
-
-        `of`: the best drafts of the requests `names`.
-        """
-        spent = self.cut(of)
-        cuts = dict(zip(names, spent.lengths, strict=True)) if spent is not None else {}
-        for items in asks.values():
-            for i, item in enumerate(items):
-                if len(item.verifying) > (cut := min(max(cuts.get(item.request_id, 0), 1), k)):
-                    items[i] = replace(item, verifying=item.verifying[:cut])

@@ -223,25 +223,20 @@ class Speculator:
             return attached
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
-        candidates = self._best(present)
-        spent = self._ranking.cut(candidates, prefill)
-        for (_, request), candidate in zip(present, candidates, strict=True):
-            request.verified = candidate
+        candidates = self.candidates.best(present)
+        spent, has_looked_up = self._ranking.cut(candidates, prefill), False
         if spent is not None:
             self._floor = ROOM * spent.threshold
-            for (request_id, request), length in zip(present, spent.lengths, strict=True):
-                if length and request.verified is not None:
-                    request.verified_length = length
-                    attached.tokens[request_id] = request.verified.tokens[:length]
-                    if request.verified.proposal is not None:
-                        attached.proposals[request_id] = request.verified.proposal.part(0, length)
-                else:
-                    request.verified = None
-        verified = [request.verified for _, request in present if request.verified is not None]
-        has_looked_up = any(each.source.drafter_id == LOOKUP for each in verified)
+        lengths = spent.lengths if spent is not None else [0] * len(present)
+        for (request_id, request), candidate, length in zip(present, candidates, lengths, strict=True):
+            request.candidate = request.verified = None
+            if length and candidate is not None:
+                request.verified, request.verified_length = candidate, length
+                attached.tokens[request_id] = candidate.tokens[:length]
+                if candidate.proposal is not None:
+                    attached.proposals[request_id] = candidate.proposal.part(0, length)
+                has_looked_up = has_looked_up or candidate.source.drafter_id == LOOKUP
         self.candidates.rest(self._decoding, is_fruitful=has_looked_up and self._ranking.is_worth_it(spent))
-        for _, request in present:
-            request.candidate = None
         self._ranking.forget()
         if attached.features_needed and not self.outcomes:
             attached.asks = early_drafts(present, self.choice.k or self._longest, self._least_survival, of_all=of_all)
@@ -249,7 +244,7 @@ class Speculator:
 
     def _pays(self, looked_up: list[tuple[str, Request]], prefill: int) -> bool:
         """Whether look-ups should wake, if only these of the requests are looked up."""
-        spent = self._ranking.cut([*self._best(looked_up), *[None] * (self._decoding - len(looked_up))], prefill)
+        spent = self._ranking.cut([*self.candidates.best(looked_up), *[None] * (self._decoding - len(looked_up))], prefill)
         self._ranking.forget()
         return self._ranking.is_worth_it(spent)
 
@@ -260,54 +255,53 @@ class Speculator:
 
     def ask(self, now: float) -> dict[str, list[NextItem]]:
         """What each drafter, by id, is to draft for the requests whose step has ended."""
-        asks: dict[str, list[NextItem]] = {}
-        choice = self.choice
+        choice, asks = self.choice, dict[str, list[NextItem]]()
         of_all = choice.ask != Ask.PLAIN or self._probing
         if self._drafter_ids and (of_all or self.candidates.forced):
-            k, outcomes = choice.k or self._longest, self.outcomes
-            self._asked_ahead = outcomes > 0
+            self._asked_ahead = self.outcomes > 0
             requests = self.candidates.requests
-            began = {each: n for each, n in self._ended.items() if of_all or requests[each].ask is not None}
+            began = self._ended if of_all else {each: n for each, n in self._ended.items() if requests[each].ask is not None}
             self.candidates.look_up(began, counts=self._is_telling)
             self._came = self._came or any(requests[each].candidate is not None for each in began)
-            for request_id in began:
-                self._ask_for(request_id, k, outcomes, asks, now)
-            if outcomes or self.candidates.forced:
-                present = self.candidates.present(self._ended)
-                self._ranking.cut_outcomes(asks, [request_id for request_id, _ in present], self._best(present), k)
+            asks = self._ask_for(began, now)
         if choice.ask == Ask.PLAIN and not self.candidates.forced:
             self.questions.stop_waiting()
         self._unlearned.update(self._ended)
         self._ended.clear()
         return asks
 
-    def _ask_for(self, request_id: str, k: int, outcomes: int, asks: dict[str, list[NextItem]], now: float) -> None:
-        request, drafter_id = self.candidates.requests[request_id], self.preference.drafter_of(request_id)
-        if drafter_id is None:
-            return
-        k = min(k, request.longest)
-        if not k:
-            return
-        is_asked = request_id in self._attached.asks
-        if request.ask is not None or is_asked:
-            outcomes = (outcomes or self._few) if request.ask == Ask.AHEAD else 0
-        request.outcomes, request.outcomes_at = outcomes, len(request.text)
-        best, length = self.candidates.best(request_id, request), len(request.text)
-        if best is not None and request.candidate is None and best.worth < self.load.drafted.gains[k]:
-            # The request's own text has a draft, but a drafter's is expected to be better.
-            best = None
-        request.outcomes_of = best if outcomes else None
-        if best is not None and not outcomes:
-            self.questions.stop_waiting([request_id])
-            return
-        if is_asked:
-            return
-        verifying = best.tokens if best is not None else []
-        fresh_k = min(k, self.choice.miss_k) if outcomes else 0
-        item = NextItem(request_id, length, k, verifying, outcomes, self._least_survival, fresh_k)
-        asks.setdefault(drafter_id, []).append(item)
-        if not verifying:
-            self.questions.asked(request_id, length, drafter_id, now)
+    def _ask_for(self, began: Mapping[str, int], now: float) -> dict[str, list[NextItem]]:
+        """Asks drafters for drafts of the requests `began`."""
+        asks: dict[str, list[NextItem]] = {}
+        choice, of_each, early, floor = self.choice, self.outcomes, self._attached.asks, self._least_survival
+        longest = choice.k or self._longest
+        present = self.candidates.present(self._ended)
+        candidates = self.candidates.best(present)
+        # A verification ends at the latest behind what will be verified of a draft.
+        spent = self._ranking.cut(candidates) if of_each or self.candidates.forced else None
+        lengths = spent.lengths if spent is not None else [0] * len(present)
+        for (request_id, request), best, cut in zip(present, candidates, lengths, strict=True):
+            k, drafter_id = min(longest, request.longest), self.preference.drafter_of(request_id)
+            if not k or drafter_id is None or request_id not in began:
+                continue
+            is_asked, outcomes, length = request_id in early, of_each, len(request.text)
+            if request.ask is not None or is_asked:
+                outcomes = (outcomes or self._few) if request.ask == Ask.AHEAD else 0
+            request.outcomes, request.outcomes_at = outcomes, length
+            if best is not None and request.candidate is None and best.worth < self.load.drafted.gains[k]:
+                # The request's own text has a draft, but a drafter's is expected to be better.
+                best = None
+            request.outcomes_of = best if outcomes else None
+            if best is not None and not outcomes:
+                self.questions.stop_waiting([request_id])
+            elif not is_asked:
+                verifying = best.tokens[: min(max(cut, 1), longest)] if best is not None else []
+                fresh_k = min(k, choice.miss_k) if outcomes else 0
+                item = NextItem(request_id, length, k, verifying, outcomes, floor, fresh_k)
+                asks.setdefault(drafter_id, []).append(item)
+                if not verifying:
+                    self.questions.asked(request_id, length, drafter_id, now)
+        return asks
 
     @property
     def _least_survival(self) -> float:
@@ -332,7 +326,7 @@ class Speculator:
         at, k = partial(self.step_times.at, prefill=prefill), self.choice.miss_k or self.choice.k or self._longest
         draft_s = self._draft_times.at(len(missing), k)
         waited_s = now - min(self.questions.pending[present[i][0]].asked_at for i in missing)
-        candidates = self._best(present)
+        candidates = self.candidates.best(present)
         rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
         pending = Pending(missing, k, draft_s, waited_s)
         if not waiting_pays(self._ranking.expected(candidates, prefill), rows, pending, self.load.drafted, at):
@@ -385,7 +379,7 @@ class Speculator:
 
     def _new_load(self) -> StepLoad:
         n, candidates = self._requests, self.candidates
-        times = self.step_times.row(n, n * self._longest + 2)
+        times = self.step_times.row(n, n * self._longest + 2).tolist()
         return StepLoad(n, candidates.alone.prospect(n, times), candidates.drafted.prospect(n, times), candidates.foresight)
 
     def _reconsider(self) -> None:
@@ -395,6 +389,3 @@ class Speculator:
         tokens, self._emitted, self._request_s = self._emitted, 0, 0.0
         self._asking.choose(load, self._times, self._fixed, brought, tokens)
         self.changes += self._asking.choice.ask != before
-
-    def _best(self, present: list[tuple[str, Request]]) -> list[Candidate | None]:
-        return [self.candidates.best(*each) for each in present]

@@ -11,6 +11,9 @@ import math
 from bisect import bisect_right
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 NOISE = 0.1**2
 """Variance of one measurement.  On a quieter machine the estimates are no better than this allows, which is enough."""
 WANDER = 0.03**2
@@ -130,19 +133,16 @@ class StepTimes:
     def _factor(self, asking: bool) -> float:
         return self._speed_factor * (self._asking_factor if asking else 1.0)
 
-    def row(self, base: int, count: int, prefill: int = 0) -> list[float]:
+    def row(self, base: int, count: int, prefill: int = 0) -> npt.NDArray[np.float64]:
         """The predictions of `at` for 0, 1, ... draft tokens: `count` of them."""
         if self._stale:
             self._draw()
-        found: list[float] = []
-        tokens, end, prompt = base + prefill, base + prefill + count, self._prompt(base, prefill)
-        i, factor = bisect_right(self._xs, tokens) - 1, self._factor(self.asking) * self._verifying_factor
-        while tokens < end:
-            stop = min(math.ceil(self._xs[i + 1]), end) if i + 1 < len(self._xs) else end
-            start, slope = factor * (self._ys[i] - self._slopes[i] * self._xs[i] - prompt), factor * self._slopes[i]
-            found += [start + slope * n for n in range(tokens, stop)]
-            i, tokens = i + 1, max(stop, tokens)
-        found[:1] = [self.at(base)]
+        end = base + prefill + count
+        xs, ys = [*self._xs, max(self._xs[-1], end) + 1.0], [*self._ys, self._level(max(self._xs[-1], end) + 1.0)]
+        levels = np.interp(np.arange(base + prefill, end), xs, ys)
+        factor = self._factor(self.asking) * self._verifying_factor
+        found: npt.NDArray[np.float64] = factor * (levels - self._prompt(base, prefill))
+        found[:1] = self.at(base)
         return found
 
     def _draw(self) -> None:

@@ -116,4 +116,4 @@ def test_the_chances_of_many_drafts_are_those_of_each(values: list[list[float]],
     own = data.draw(st.lists(st.floats(-2, 2), min_size=len(drafts), max_size=len(drafts)))
     found = chances_of_many(weights, drafts, own)
     for each, signs, offset in zip(found, drafts, own, strict=True):
-        assert each == pytest.approx(chances(weights, signs, offset))
+        assert each[: len(signs) // 2] == pytest.approx(chances(weights, signs, offset))

@@ -188,12 +188,14 @@ def test_a_block_that_comes_a_step_too_late_says_nothing_of_hits() -> None:
         made.ended("r", text, length, Rule.GREEDY, 100.0)
         made.ask(100.0 + length)
         made.take_blocks("d0", [Block("r", 6, [7], [Outcome(1, 7, [1])])], 1e-3)
+    made.learn()
     assert rates() == before
     assert made.attach(["r"], 0, 110.0).tokens == {}
     text.append(7)
     made.ended("r", text, 8, Rule.GREEDY, 100.0)
     made.take_blocks("d0", [Block("r", 8, [], [Outcome(0, 7, [1])])], 1e-3)
     made.ask(111.0)
+    made.learn()
     assert rates() != before
     assert made.attach(["r"], 0, 111.0).tokens == {"r": [1]}
 
