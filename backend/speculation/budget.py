@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from backend.speculation import kernels
+from backend.noise.cpu import compiled
 
 Floats = npt.NDArray[np.float64]
 
@@ -52,7 +52,7 @@ def spend_in_order(survivals: Sequence[Sequence[float]], expected: Spent, times:
     chance lets expect.  It decides whether any token is verified.  `times` as in `spend`; the token after n pays if it does
     along the greatest convex curve below `times`.
     """
-    return _spent(kernels.spend_in_order, survivals, times) if expected.tokens else expected
+    return _spent(_spend_in_order, survivals, times) if expected.tokens else expected
 
 
 def spend(survivals: Sequence[Sequence[float]], times: Sequence[float] | Floats) -> Spent:
@@ -61,7 +61,7 @@ def spend(survivals: Sequence[Sequence[float]], times: Sequence[float] | Floats)
     `survivals`: those of each decoding request's draft; empty without a draft.  `times`: T(B), T(B + 1), ... in seconds,
     at least two entries more than there are draft tokens.
     """
-    return _spent(kernels.spend, survivals, times)
+    return _spent(_spend, survivals, times)
 
 
 def _spent(kernel: Callable[..., Any], survivals: Sequence[Sequence[float]], times: Sequence[float] | Floats) -> Spent:
@@ -74,3 +74,54 @@ def _spent(kernel: Callable[..., Any], survivals: Sequence[Sequence[float]], tim
     left_out = float(ranked[taken]) if taken < len(ranked) else 0.0
     threshold = max(left_out, min(price, float(ranked[taken - 1]) if taken else 1.0))
     return Spent(lengths.tolist(), threshold, taken, emitted - len(counts), float(ys[taken]))
+
+
+@compiled
+def _spend(ranked: Any, owners: Any, times: Any, lengths: Any) -> Any:
+    """`spend` of survivals that fall: adds to `lengths`; returns N, the tokens emitted, and the price of one more."""
+    emitted = best_emitted = float(len(lengths))
+    best, best_rate = 0, emitted / times[0]
+    for n in range(len(ranked)):
+        emitted += ranked[n]
+        if emitted > best_rate * times[n + 1]:
+            best, best_rate, best_emitted = n + 1, emitted / times[n + 1], emitted
+    for n in range(best):
+        lengths[owners[n]] += 1
+    # The first draft token's time has the cost of verifying any.
+    at = max(best, min(len(ranked), 1))
+    return best, best_emitted, best_rate * (times[at + 1] - times[at])
+
+
+@compiled
+def _spend_in_order(ranked: Any, owners: Any, times: Any, lengths: Any) -> Any:
+    """`spend_in_order`, as `_spend`."""
+    curve = _convex(times)
+    emitted, taken = float(len(lengths)), 0
+    for n in range(len(ranked)):
+        if n and (emitted + ranked[n]) * curve[n] <= emitted * curve[n + 1]:
+            break
+        emitted, taken = emitted + ranked[n], n + 1
+        lengths[owners[n]] += 1
+    return taken, emitted, emitted / curve[taken] * (curve[taken + 1] - curve[taken])
+
+
+@compiled
+def _convex(times: Any) -> Any:
+    """The greatest convex curve that is nowhere above `times[1:]`; entry 0 is that of 1.  Verifying any draft has been paid."""
+    corners = np.empty(len(times), np.int64)
+    count = 0
+    for n in range(1, len(times)):
+        while count > 1:
+            a, b = corners[count - 2], corners[count - 1]
+            if (times[b] - times[a]) * (n - b) < (times[n] - times[b]) * (b - a):
+                break
+            count -= 1
+        corners[count] = n
+        count += 1
+    curve = np.empty(len(times))
+    curve[0] = curve[1] = times[1]
+    for i in range(1, count):
+        a, b = corners[i - 1], corners[i]
+        for n in range(a + 1, b + 1):
+            curve[n] = times[a] + (times[b] - times[a]) / (b - a) * (n - a)
+    return curve
