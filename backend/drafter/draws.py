@@ -112,7 +112,9 @@ class Draws:
         """
         picked = []
         if self._rules.shared:
-            given = self._seeds, positions, self._betas, self.scales, self._token_ids
+            # Noise that may still draw an independent row's later tokens is not read, not even in vain: that would take time.
+            scales = self.scales * ~self.independent if self._rules.independent else self.scales
+            given = self._seeds, positions, self._betas, scales, self._token_ids
             columns, scores, leads, totals = noise.choose(logits, *given, totals=True)
             assert totals is not None
             picked.append((columns, scores - totals, leads))

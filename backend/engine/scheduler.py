@@ -20,6 +20,7 @@ from backend.engine.grammar_repairs import DeadEnds
 from backend.engine.resume import acceptance_rule
 from backend.engine.worker.fixed import fixed_response
 from backend.fleet import DrafterRef, VerifierStats
+from backend.speculation.budget import KvBlocks, rooms
 from backend.speculation.candidates import RESTS_AFTER
 from backend.speculation.pairing import Pairing
 from backend.speculation.speculator import Speculator
@@ -73,6 +74,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         self.warm_up_drafts: int | None = None
         """During warm-up: number of meaningless draft tokens per request.  Then only step times are learned."""
         self._changes = 0
+        self._block_sizes = [group.kv_cache_spec.block_size for group in self.kv_cache_config.kv_cache_groups]
         # A constant table stops vLLM from padding resumed requests with K placeholder draft tokens, which would count as
         # drafted.  The padding keeps batches uniform; here drafts differ in length anyway.
         self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
@@ -195,7 +197,9 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         """vLLM's method of the same name: attach what is worth verifying, then schedule."""
         decoding = [request for request in self.running if not request.is_prefill_chunk]
         self._decoding = [request.request_id for request in decoding]
-        attached = self.speculator.attach(self._decoding, self._prefill_ahead(), time.monotonic(), is_early=self.is_early)
+        prefill = self._prefill_ahead()
+        room = self._draft_room(decoding, prefill)
+        attached = self.speculator.attach(self._decoding, prefill, time.monotonic(), is_early=self.is_early, room=room)
         for request in decoding if self._gave_drafts else ():
             # Drafts of the last step, which had no room for the request.
             request.spec_token_ids = []
@@ -290,6 +294,14 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         self._held_back = None
         self._fixed.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
+
+    def _draft_room(self, decoding: list[Any], prefill: int) -> dict[str, int] | None:
+        """The most draft tokens of each decoding request in the next step (`budget.rooms`); None: any number."""
+        free, others = self.kv_cache_manager.block_pool.get_num_free_blocks(), len(self.running) - len(decoding)
+        blocks = KvBlocks(free, self._block_sizes, self.num_lookahead_tokens)
+        lengths = [request.num_tokens for request in decoding]
+        found = rooms(lengths, self.num_spec_tokens, self.max_num_scheduled_tokens, blocks, others, prefill)
+        return None if found is None else dict(zip(self._decoding, found, strict=True))
 
     def _prefill_ahead(self) -> int:
         """Estimate of the prompt tokens that the next step will compute."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from operator import mul
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,34 @@ def _spent(kernel: Callable[..., Any], survivals: Sequence[Sequence[float]], tim
     left_out = float(ranked[taken]) if taken < len(ranked) else 0.0
     threshold = max(left_out, min(price, float(ranked[taken - 1]) if taken else 1.0))
     return Spent(lengths.tolist(), threshold, taken, emitted - len(counts), float(ys[taken]))
+
+
+class KvBlocks(NamedTuple):
+    """The KV cache's memory, which several groups of layers may share."""
+
+    free: int
+    sizes: Sequence[int]
+    """Tokens per block, of each group."""
+    behind: int = 0
+    """Tokens behind a request's last for which it also needs room."""
+
+
+def rooms(
+    lengths: Sequence[int], longest: int, step_tokens: int, blocks: KvBlocks, others: int = 0, prefill: int = 0
+) -> list[int] | None:
+    """The most draft tokens that each decoding request, of so many tokens, may have in the next step; None: any number.
+
+    If a request is preempted or its draft is cut because drafts need room, that depends on the drafts' lengths, and so on
+    sampled tokens.  Where there might not be room for all drafts of `longest` tokens, they get only what changes nothing: the
+    rest of the block that the request's own token takes anyway, and equal parts of the step's `step_tokens`.  `others` requests
+    compute at most `prefill` prompt tokens.
+    """
+    most = min(longest, step_tokens // max(len(lengths), 1) - 1)
+    # A request that computes n tokens needs n / size + 1 blocks at most, or n / size, rounded up, if the first is its own.
+    own = [len(lengths) * -(-(1 + longest + blocks.behind) // size) for size in blocks.sizes]
+    if sum(own) + sum(prefill // size + 2 * (others + 1) for size in blocks.sizes) <= blocks.free:
+        return None if most == longest else [most] * len(lengths)
+    return [min(most, *(-(length + blocks.behind) % size for size in blocks.sizes)) for length in lengths]
 
 
 @compiled

@@ -1,6 +1,6 @@
 """One available draft, where it comes from, the state of a request that is decoded, and what a step verifies.  Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from operator import mul
@@ -64,7 +64,8 @@ class Request:
     texts: list[LookupSource] = field(default_factory=list)
     """The texts in which drafts are looked up."""
     candidate: Candidate | None = None
-    """The best draft from a drafter."""
+    """The best draft from a drafter, for the length `candidate_at`."""
+    candidate_at: int = 0
     looked_up: Candidate | None = None
     """The best draft from a text, looked up at the length `looked_up_at`."""
     looked_up_at: int = 0
@@ -82,6 +83,10 @@ class Request:
     """The draft under verification that these outcomes belong to."""
     outcomes_at: int = -1
     """The request's length when they were asked for."""
+
+
+Room = Mapping[str, int] | None
+"""The most draft tokens that requests may have in a step; None: any number."""
 
 
 @dataclass

@@ -101,7 +101,7 @@ class Candidates:
     def release(self, request_id: str) -> None:
         """The request is preempted: drops its available drafts."""
         if (request := self.requests.get(request_id)) is not None:
-            request.candidate = request.looked_up = request.block = None
+            request.candidate = request.looked_up = request.block = request.verified = None
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
@@ -152,7 +152,7 @@ class Candidates:
                 continue
             else:
                 # The drafter had no draft, or its first token was below the floor.
-                self._compare(draft.request_id, request, [floor])
+                self._compare(draft.request_id, request, [floor], floor)
             verdicts[i] = "ready" if in_time else "late"
         return verdicts
 
@@ -194,7 +194,8 @@ class Candidates:
         """The best draft for each request's present length, from a drafter or a look-up."""
         found = []
         for request_id, request in present:
-            candidate = request.candidate
+            # A draft that comes while a step runs that began early is for a length that will have passed.
+            candidate = request.candidate if request.candidate_at == len(request.text) else None
             # Written out for speed: most of the time no look-up is awake.
             if not self.asleep or request.looked_up_at == len(request.text) or request_id in self.predicted:
                 looked_up = self._look_up(request_id, request)
@@ -304,21 +305,34 @@ class Candidates:
         rest = candidate_of(candidate.source, tokens, signs, of_each, candidate.draft_s, proposal)
         if request.candidate is not None and request.candidate.worth >= rest.worth:
             return False
-        request.candidate = rest
+        request.candidate, request.candidate_at = rest, len(request.text)
         return True
 
     def _take(self, request_id: str, request: Request, candidate: Candidate, base_len: int) -> None:
         """Learns from a draft made at `base_len`; makes it available if the request still has that length."""
         self._note(request_id, request, candidate, base_len)
-        self._compare(request_id, request, candidate.survivals)
+        if candidate.proposal is None or base_len != len(request.text):
+            self._compare(
+                request_id, request, candidate.survivals if candidate.proposal is None else candidate.expected, candidate.worth
+            )
         if base_len == len(request.text):
-            request.candidate = candidate
+            request.candidate, request.candidate_at = candidate, base_len
 
-    def _compare(self, request_id: str, request: Request, drafted: list[float]) -> None:
+    def decided(self, request_id: str, request: Request, candidate: Candidate) -> None:
+        """A step has begun that verifies some of a draft, or none: notes what it promised.
+
+        A sampled draft's survivals count as far as they were read: later ones depend on tokens that may be verified yet.
+        """
+        if candidate.proposal is not None:
+            read = 1 + (request.verified_length if request.verified is candidate else 0)
+            self._compare(request_id, request, candidate.survivals[:read], candidate.worth)
+
+    def _compare(self, request_id: str, request: Request, drafted: list[float], worth: float) -> None:
         """Notes what a drafter's answer, with survivals `drafted`, adds; or the request's look-up, if that is better."""
         if self._is_sampled():
             looked_up = self._look_up(request_id, request)
-            self.drafted.note(max(drafted, looked_up.survivals if looked_up is not None else [], key=sum), self.steps)
+            is_better = looked_up is not None and looked_up.worth > worth
+            self.drafted.note(looked_up.survivals if looked_up is not None and is_better else drafted, self.steps)
 
     def _is_sampled(self) -> bool:
         """Whether this call is sampled.  By lot: turns could always fall on the same one of several calls per request."""

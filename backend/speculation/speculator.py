@@ -10,11 +10,11 @@ Scheduler's process and thread; `now` is in seconds of any monotonic clock.  A s
 Every source of drafts competes in one ranking: fresh drafts, drafts made ahead, and the request's own text.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from backend.fleet import LOOKUP
-from backend.speculation.candidate import Attached, Candidate, Request, early_drafts
+from backend.speculation.candidate import Attached, Candidate, Request, Room, early_drafts
 from backend.speculation.candidates import RESTS_AFTER, Candidates
 from backend.speculation.chances import Rule
 from backend.speculation.deadlines import Questions
@@ -193,10 +193,12 @@ class Speculator:
         looks_up = not self.candidates.rests or self.candidates.predicted or (self.candidates.steps + 1) % RESTS_AFTER == 0
         return is_plain and not (probes or looks_up or self._asking.paused)
 
-    def attach(self, decoding: Iterable[str], prefill: int, now: float, *, is_early: bool = False) -> Attached:
+    def attach(
+        self, decoding: Collection[str], prefill: int, now: float, *, is_early: bool = False, room: Room = None
+    ) -> Attached:
         """Chooses the draft tokens for the step that begins, over `decoding` requests and `prefill` prompt tokens.
 
-        There are none for a step that begins early (`may_be_early`).
+        There are none for a step that begins early (`may_be_early`).  `room`: the most of each.
         """
         attached = self._attached = Attached(lost=[question.drafter_id for question in self.questions.expire(now)])
         self.questions.stop_waiting()
@@ -210,7 +212,6 @@ class Speculator:
         self.step_times.asking = attached.features_needed or self._asking.paused == 1
         if self._asking.paused == 2:
             self.step_times.doubt()
-        decoding = list(decoding)
         self._decoding = len(decoding)
         came, self._came = self._came, False
         is_plain = self.candidates.rests and not attached.features_needed and not came
@@ -229,13 +230,16 @@ class Speculator:
             self._floor = ROOM * spent.threshold
         lengths = spent.lengths if spent is not None else [0] * len(present)
         for (request_id, request), candidate, length in zip(present, candidates, lengths, strict=True):
-            request.candidate = request.verified = None
+            drafted, request.candidate, request.verified = request.candidate, None, None
+            length = length if room is None else min(length, room[request_id])
             if length and candidate is not None:
                 request.verified, request.verified_length = candidate, length
                 attached.tokens[request_id] = candidate.tokens[:length]
                 if candidate.proposal is not None:
                     attached.proposals[request_id] = candidate.proposal.part(0, length)
                 has_looked_up = has_looked_up or candidate.source.drafter_id == LOOKUP
+            if drafted is not None:
+                self.candidates.decided(request_id, request, drafted)
         self.candidates.rest(self._decoding, is_fruitful=has_looked_up and self._ranking.is_worth_it(spent))
         self._ranking.forget()
         if attached.features_needed and not self.outcomes:

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from backend import noise
 from backend.drafter.decoding import NUMBERS, Decoder
 from backend.drafter.draws import INDEPENDENT, SHARED, SUPPORT, Draws, Ends, Rules, columns_of
 from backend.drafter.proposer import GREEDY, Drafted, Premise, Sampling, Until
@@ -208,6 +210,19 @@ def test_a_batch_takes_the_captured_step_that_computes_no_more_than_it_needs(
     assert exact.tokens.tolist() == padded.tokens.tolist()
     assert torch.allclose(exact.values, padded.values)
     assert torch.allclose(exact.leads, padded.leads)
+
+
+def test_noise_that_may_yet_draw_a_token_is_not_read_for_independent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales: list[list[float]] = []
+    choose = noise.choose
+
+    def noted(*given: Any, **more: Any) -> noise.Chosen:
+        scales.append(given[4].tolist())
+        return choose(*given, **more)
+
+    monkeypatch.setattr(noise, "choose", noted)
+    pick([own(), Sampling.of(SEED, 1.0), GREEDY], LOGITS.expand(3, -1))
+    assert scales == [[0.0, 1.0, 0.0]]
 
 
 def test_the_floor_cuts_no_independent_draft(tmp_path: Path) -> None:

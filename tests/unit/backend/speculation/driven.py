@@ -20,10 +20,10 @@ def speculator(mode: str = "auto", lookups: bool = False) -> Speculator:
     return made
 
 
-def one(mode: str = "sync", lookups: bool = False) -> tuple[Speculator, list[int]]:
+def one(mode: str = "sync", lookups: bool = False, rule: Rule = Rule.GREEDY) -> tuple[Speculator, list[int]]:
     """With a request of six tokens whose draft has been asked for."""
     made, text = speculator(mode, lookups), [1, 2, 3, 4, 5, 6]
-    made.ended("r", text, 5, Rule.GREEDY, 100.0)
+    made.ended("r", text, 5, rule, 100.0)
     assert [item.base_len for item in made.ask(100.0)["d0"]] == [6]
     return made, text
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.speculation.budget import spend, survivals
+from backend.speculation.budget import KvBlocks, rooms, spend, survivals
 from tests.support.speculator import spent_on
 
 ROWS = st.lists(st.lists(st.floats(0.01, 0.999), max_size=4).map(survivals), min_size=1, max_size=4)
@@ -48,3 +48,41 @@ def test_what_the_first_draft_token_costs_more_is_no_price_of_the_others() -> No
     assert spent.lengths == [0]
     assert spent.threshold == pytest.approx(0.3), "a drafter goes on below what does not pay by itself"
     assert spend([[]] * 4, times[:2]).lengths == [0] * 4
+
+
+@given(
+    st.lists(st.integers(1, 200), min_size=1, max_size=8),
+    st.integers(1, 16),
+    st.lists(st.sampled_from([4, 16, 24]), min_size=1, max_size=2),
+    st.integers(0, 80),
+    st.integers(0, 2),
+    st.integers(1, 60),
+    st.data(),
+)
+def test_no_draft_takes_room_that_another_request_might_need(
+    lengths: list[int], longest: int, sizes: list[int], free: int, behind: int, more: int, data: st.DataObject
+) -> None:
+    step_tokens = len(lengths) + more
+    found = rooms(lengths, longest, step_tokens, KvBlocks(free, sizes, behind))
+    drafts = [data.draw(st.integers(0, longest if found is None else found[i])) for i in range(len(lengths))]
+    assert sum(drafts) + len(lengths) <= step_tokens
+
+    def held(length: int, drafted: int) -> int:
+        """Blocks of a request while its last token and so many draft tokens are computed."""
+        return sum(-(-(length + drafted + behind) // size) for size in sizes)
+
+    new = sum(held(length, n) - held(length - 1, 0) for length, n in zip(lengths, drafts, strict=True))
+    assert (
+        new <= free
+        or drafts == [0] * len(drafts)
+        or all(held(*each) == held(each[0], 0) for each in zip(lengths, drafts, strict=True))
+    )
+
+
+def test_drafts_have_all_the_room_they_want_where_there_is_enough() -> None:
+    assert rooms([16, 20], 8, 2048, KvBlocks(6, [16])) is None
+    assert rooms([16, 20], 8, 2048, KvBlocks(3, [16])) == [0, 8]
+    assert rooms([16, 31], 8, 2048, KvBlocks(3, [16])) == [0, 1]
+    assert rooms([16, 20], 8, 2048, KvBlocks(6, [16]), others=1, prefill=64) == [0, 8]
+    assert rooms([16, 20], 8, 12, KvBlocks(60, [16])) == [5, 5]
+    assert rooms([], 8, 2048, KvBlocks(0, [16])) in (None, [])

@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 
 from backend.speculation.candidates import RESTS_AFTER
@@ -68,6 +69,38 @@ def test_the_drafts_behind_a_step_are_asked_for_with_it() -> None:
     assert made.ask(100.22) == {}
     assert made.hold(["r"], 0, 100.22) is None
     assert made.attach(["r"], 0, 100.22).tokens == {"r": [8, 9]}
+
+
+def test_a_draft_for_a_length_that_has_passed_is_not_verified() -> None:
+    """It came while a step ran that had begun before the text was known."""
+    made, text = one()
+    made.attach(["r"], 0, 100.2)
+    assert made.arrived("d0", [Draft("r", 6, [8, 9], [8.0] * 4)], 1e-3, 100.21)[0][0] == "ready"
+    text.append(7)
+    assert made.attach(["r"], 0, 100.22).tokens == {}
+
+
+def test_a_request_has_no_more_draft_tokens_than_there_is_room_for() -> None:
+    for room, expected in (({"r": 1}, {"r": [8]}), ({"r": 0}, {}), (None, {"r": [8, 9]})):
+        made, _ = one()
+        made.arrived("d0", [Draft("r", 6, [8, 9], [8.0] * 4)], 1e-3, 100.21)
+        assert made.attach(["r"], 0, 100.22, room=room).tokens == expected
+
+
+def test_nothing_is_decided_by_what_a_sampled_draft_says_of_its_later_tokens() -> None:
+    """Before it is verified; then what was read of it counts."""
+    promised = set()
+    for later in (-8.0, 8.0):
+        made, _ = one(rule=Rule.INDEPENDENT)
+        before = made.candidates.drafted.prospect(1, [1.0] * 20)
+        rows = np.array([[8, 9], [3, 3]], "<i4").T.tobytes() + np.full((2, 2), 0.5, "<f4").tobytes()
+        signs = [0.0, 0.0, later, later]
+        assert made.arrived("d0", [Draft("r", 6, [8, 9], signs, rows)], 1e-3, 100.21)[0][0] == "ready"
+        assert made.candidates.drafted.prospect(1, [1.0] * 20) == before
+        assert made.attach(["r"], 0, 100.22).tokens["r"][0] == 8
+        promised.add(made.candidates.drafted.prospect(1, [1.0] * 20))
+        assert before not in promised
+    assert len(promised) == 2
 
 
 def test_nothing_is_asked_early_where_the_outcome_decides() -> None:
