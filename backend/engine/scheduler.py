@@ -20,7 +20,7 @@ from backend.engine.grammar_repairs import DeadEnds
 from backend.engine.resume import acceptance_rule
 from backend.engine.worker.fixed import fixed_response
 from backend.fleet import DrafterRef, VerifierStats
-from backend.speculation.budget import KvBlocks, rooms
+from backend.speculation.budget import KvBlocks, draft_limits
 from backend.speculation.candidates import RESTS_AFTER
 from backend.speculation.pairing import Pairing
 from backend.speculation.speculator import Speculator
@@ -198,8 +198,8 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         decoding = [request for request in self.running if not request.is_prefill_chunk]
         self._decoding = [request.request_id for request in decoding]
         prefill = self._prefill_ahead()
-        room = self._draft_room(decoding, prefill)
-        attached = self.speculator.attach(self._decoding, prefill, time.monotonic(), is_early=self.is_early, room=room)
+        limits = self._draft_limits(decoding, prefill)
+        attached = self.speculator.attach(self._decoding, prefill, time.monotonic(), is_early=self.is_early, limits=limits)
         for request in decoding if self._gave_drafts else ():
             # Drafts of the last step, which had no room for the request.
             request.spec_token_ids = []
@@ -295,12 +295,12 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         self._fixed.discard(request.request_id)
         return super()._free_request(request, *args, **kwargs)
 
-    def _draft_room(self, decoding: list[Any], prefill: int) -> dict[str, int] | None:
-        """The most draft tokens of each decoding request in the next step (`budget.rooms`); None: any number."""
+    def _draft_limits(self, decoding: list[Any], prefill: int) -> dict[str, int] | None:
+        """The most draft tokens of each decoding request in the next step (`budget.draft_limits`); None: any number."""
         free, others = self.kv_cache_manager.block_pool.get_num_free_blocks(), len(self.running) - len(decoding)
         blocks = KvBlocks(free, self._block_sizes, self.num_lookahead_tokens)
         lengths = [request.num_tokens for request in decoding]
-        found = rooms(lengths, self.num_spec_tokens, self.max_num_scheduled_tokens, blocks, others, prefill)
+        found = draft_limits(lengths, self.num_spec_tokens, self.max_num_scheduled_tokens, blocks, others, prefill)
         return None if found is None else dict(zip(self._decoding, found, strict=True))
 
     def _prefill_ahead(self) -> int:

@@ -86,7 +86,7 @@ class KvBlocks(NamedTuple):
     """Tokens behind a request's last for which it also needs room."""
 
 
-def rooms(
+def draft_limits(
     lengths: Sequence[int], longest: int, step_tokens: int, blocks: KvBlocks, others: int = 0, prefill: int = 0
 ) -> list[int] | None:
     """The most draft tokens that each decoding request, of so many tokens, may have in the next step; None: any number.
@@ -97,9 +97,11 @@ def rooms(
     compute at most `prefill` prompt tokens.
     """
     most = min(longest, step_tokens // max(len(lengths), 1) - 1)
-    # A request that computes n tokens needs n / size + 1 blocks at most, or n / size, rounded up, if the first is its own.
-    own = [len(lengths) * -(-(1 + longest + blocks.behind) // size) for size in blocks.sizes]
-    if sum(own) + sum(prefill // size + 2 * (others + 1) for size in blocks.sizes) <= blocks.free:
+    # Of n more tokens, those of a decoding request touch n / size new blocks at most, rounded up; those of a prompt one more.
+    needed = sum(
+        len(lengths) * -(-(1 + longest + blocks.behind) // size) + prefill // size + 2 * (others + 1) for size in blocks.sizes
+    )
+    if needed <= blocks.free:
         return None if most == longest else [most] * len(lengths)
     return [min(most, *(-(length + blocks.behind) % size for size in blocks.sizes)) for length in lengths]
 

@@ -85,7 +85,7 @@ class Request:
     """The request's length when they were asked for."""
 
 
-Room = Mapping[str, int] | None
+DraftLimits = Mapping[str, int] | None
 """The most draft tokens that requests may have in a step; None: any number."""
 
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from backend.fleet import LOOKUP
-from backend.speculation.candidate import Attached, Candidate, Request, Room, early_drafts
+from backend.speculation.candidate import Attached, Candidate, DraftLimits, Request, early_drafts
 from backend.speculation.candidates import RESTS_AFTER, Candidates
 from backend.speculation.chances import Rule
 from backend.speculation.deadlines import Questions
@@ -194,11 +194,11 @@ class Speculator:
         return is_plain and not (probes or looks_up or self._asking.paused)
 
     def attach(
-        self, decoding: Collection[str], prefill: int, now: float, *, is_early: bool = False, room: Room = None
+        self, decoding: Collection[str], prefill: int, now: float, *, is_early: bool = False, limits: DraftLimits = None
     ) -> Attached:
         """Chooses the draft tokens for the step that begins, over `decoding` requests and `prefill` prompt tokens.
 
-        There are none for a step that begins early (`may_be_early`).  `room`: the most of each.
+        There are none for a step that begins early (`may_be_early`).  `limits`: the most of each.
         """
         attached = self._attached = Attached(lost=[question.drafter_id for question in self.questions.expire(now)])
         self.questions.stop_waiting()
@@ -231,7 +231,7 @@ class Speculator:
         lengths = spent.lengths if spent is not None else [0] * len(present)
         for (request_id, request), candidate, length in zip(present, candidates, lengths, strict=True):
             drafted, request.candidate, request.verified = request.candidate, None, None
-            length = length if room is None else min(length, room[request_id])
+            length = length if limits is None else min(length, limits[request_id])
             if length and candidate is not None:
                 request.verified, request.verified_length = candidate, length
                 attached.tokens[request_id] = candidate.tokens[:length]

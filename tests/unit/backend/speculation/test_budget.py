@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.speculation.budget import KvBlocks, rooms, spend, survivals
+from backend.speculation.budget import KvBlocks, draft_limits, spend, survivals
 from tests.support.speculator import spent_on
 
 ROWS = st.lists(st.lists(st.floats(0.01, 0.999), max_size=4).map(survivals), min_size=1, max_size=4)
@@ -63,7 +63,7 @@ def test_no_draft_takes_room_that_another_request_might_need(
     lengths: list[int], longest: int, sizes: list[int], free: int, behind: int, more: int, data: st.DataObject
 ) -> None:
     step_tokens = len(lengths) + more
-    found = rooms(lengths, longest, step_tokens, KvBlocks(free, sizes, behind))
+    found = draft_limits(lengths, longest, step_tokens, KvBlocks(free, sizes, behind))
     drafts = [data.draw(st.integers(0, longest if found is None else found[i])) for i in range(len(lengths))]
     assert sum(drafts) + len(lengths) <= step_tokens
 
@@ -80,9 +80,9 @@ def test_no_draft_takes_room_that_another_request_might_need(
 
 
 def test_drafts_have_all_the_room_they_want_where_there_is_enough() -> None:
-    assert rooms([16, 20], 8, 2048, KvBlocks(6, [16])) is None
-    assert rooms([16, 20], 8, 2048, KvBlocks(3, [16])) == [0, 8]
-    assert rooms([16, 31], 8, 2048, KvBlocks(3, [16])) == [0, 1]
-    assert rooms([16, 20], 8, 2048, KvBlocks(6, [16]), others=1, prefill=64) == [0, 8]
-    assert rooms([16, 20], 8, 12, KvBlocks(60, [16])) == [5, 5]
-    assert rooms([], 8, 2048, KvBlocks(0, [16])) in (None, [])
+    assert draft_limits([16, 20], 8, 2048, KvBlocks(6, [16])) is None
+    assert draft_limits([16, 20], 8, 2048, KvBlocks(3, [16])) == [0, 8]
+    assert draft_limits([16, 31], 8, 2048, KvBlocks(3, [16])) == [0, 1]
+    assert draft_limits([16, 20], 8, 2048, KvBlocks(6, [16]), others=1, prefill=64) == [0, 8]
+    assert draft_limits([16, 20], 8, 12, KvBlocks(60, [16])) == [5, 5]
+    assert draft_limits([], 8, 2048, KvBlocks(0, [16])) in (None, [])
