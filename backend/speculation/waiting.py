@@ -53,6 +53,13 @@ class Prospect:
     """Draft tokens verified."""
     gains: tuple[float, ...]
     """Draft tokens accepted."""
+    share: float = 1.0
+    """Share of steps that verify any draft token."""
+
+    def seconds(self, step_s: StepSeconds, requests: int, tokens: float) -> float:
+        """Mean seconds of steps that verify `tokens` draft tokens per request on average.  A step's first one costs most."""
+        verifying = step_s(requests, requests * tokens / self.share) if self.share else 0.0
+        return self.share * verifying + (1 - self.share) * step_s(requests, 0)
 
 
 class Outlook:
@@ -96,7 +103,7 @@ class Outlook:
         np.put_along_axis(spent, order, np.arange(requests * self._k) < taken[:, None], axis=1)
         verified = spent.reshape(-1, self._k)
         tokens, gains = (np.cumsum([0.0, *each.mean(axis=0)]).tolist() for each in (verified, verified * survivals))
-        return Prospect(tuple(tokens), tuple(gains))
+        return Prospect(tuple(tokens), tuple(gains), float((taken > 0).mean()))
 
 
 class Foresight:
@@ -236,9 +243,9 @@ class Times(NamedTuple):
 
 def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
     """The choice of each kind that emits the most tokens per second."""
-    n, alone, drafted, step_s = load.requests, load.alone, load.drafted, times.step
+    n, alone, drafted = load.requests, load.alone, load.drafted
     plain_tokens, plain_gain = alone.tokens[-1], alone.gains[-1]
-    plain = n * (1 + plain_gain) / times.plain(n, n * plain_tokens)
+    plain = n * (1 + plain_gain) / alone.seconds(times.plain, n, plain_tokens)
     best = {Ask.PLAIN: Choice(Ask.PLAIN, 0, plain)}
 
     def consider(ask: Ask, k: int, tokens_per_s: float, outcomes: int = 0, miss_k: int = 0) -> None:
@@ -247,7 +254,7 @@ def goodputs(load: StepLoad, times: Times) -> dict[Ask, Choice]:
 
     hits = {outcomes: [load.foresight.rate(outcomes, each) for each in drafted.tokens] for outcomes in load.foresight.choices}
     for k in range(1, len(drafted.tokens)):
-        emitted, seconds = n * (1 + drafted.gains[k]), step_s(n, n * drafted.tokens[k])
+        emitted, seconds = n * (1 + drafted.gains[k]), drafted.seconds(times.step, n, drafted.tokens[k])
         consider(Ask.DRAFT, k, emitted / (seconds + times.draft(n, k)))
         for outcomes, rates in hits.items():
             enumerated_s = times.enumerate(n * outcomes, k)
@@ -271,7 +278,7 @@ def _ahead(load: StepLoad, times: Times, k: int, miss_k: int, h: float, enumerat
     def step(h: float, gain: float, tokens: float) -> tuple[float, float]:
         """Tokens and seconds, if a share `h` has drafts of `k` tokens and the others gain `gain` with `tokens` tokens."""
         mean = tokens + h * (drafted.tokens[k] - tokens)
-        return n * (1 + gain + h * (drafted.gains[k] - gain)), times.step(n, n * mean)
+        return n * (1 + gain + h * (drafted.gains[k] - gain)), drafted.seconds(times.step, n, mean)
 
     missed = drafted.gains[miss_k], drafted.tokens[miss_k]
     emitted, seconds = step(h, *missed)

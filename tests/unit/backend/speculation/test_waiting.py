@@ -45,6 +45,22 @@ def test_outlooks_put_what_came_through_the_budget_of_the_load() -> None:
     assert outlook.prospect(4, [4.0 + n for n in range(18)]).tokens[4] == 0.0
 
 
+@given(st.lists(st.lists(st.floats(0.01, 0.99), max_size=4).map(survivals), min_size=1, max_size=32), st.integers(1, 6))
+def test_look_ups_that_seldom_pay_do_not_make_plain_steps_look_slow(rows: list[list[float]], requests: int) -> None:
+    """Verifying has a price of its own.  If steps without drafts were charged for it, drafters would be asked instead."""
+
+    def step_s(base: float, drafted: float) -> float:
+        return 5e-3 + 2e-3 * min(drafted, 1.0) + 1e-4 * (base + drafted)
+
+    outlook = Outlook(4)
+    for step, row in enumerate(rows):
+        outlook.note(row, step)
+    alone = outlook.prospect(requests, [step_s(requests, drafted) for drafted in range(4 * requests + 2)])
+    times = Times(step_s, step_s, lambda rows, k: 1.0, lambda rows, k: 1.0)
+    plain = goodputs(StepLoad(requests, alone, alone, seeing(0.0)), times)[Ask.PLAIN].tokens_per_s
+    assert plain >= requests / step_s(requests, 0) * (1 - 1e-9)
+
+
 def test_outlooks_begin_with_what_is_believed_and_forget_what_is_old() -> None:
     outlook = Outlook(2, [0.6, 0.3])
     assert outlook.prospect(3, [1.0] * 8).gains == pytest.approx((0.0, 0.6, 0.9))
