@@ -58,8 +58,9 @@ class Prospect:
 
     def seconds(self, step_s: StepSeconds, requests: int, tokens: float) -> float:
         """Mean seconds of steps that verify `tokens` draft tokens per request on average.  A step's first one costs most."""
-        verifying = step_s(requests, requests * tokens / self.share) if self.share else 0.0
-        return self.share * verifying + (1 - self.share) * step_s(requests, 0)
+        share = self.share or 1.0
+        verifying = step_s(requests, requests * tokens / share)
+        return verifying if share == 1 else share * verifying + (1 - share) * step_s(requests, 0)
 
 
 class Outlook:

@@ -59,6 +59,8 @@ def test_look_ups_that_seldom_pay_do_not_make_plain_steps_look_slow(rows: list[l
     times = Times(step_s, step_s, lambda rows, k: 1.0, lambda rows, k: 1.0)
     plain = goodputs(StepLoad(requests, alone, alone, seeing(0.0)), times)[Ask.PLAIN].tokens_per_s
     assert plain >= requests / step_s(requests, 0) * (1 - 1e-9)
+    # Tokens of look-ups cost their time also where no draft of a drafter would be verified.
+    assert Prospect((0.0, 0.0), (0.0, 0.0), 0.0).seconds(step_s, requests, 1.0) == step_s(requests, requests)
 
 
 def test_outlooks_begin_with_what_is_believed_and_forget_what_is_old() -> None:
