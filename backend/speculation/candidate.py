@@ -79,10 +79,10 @@ class Request:
     """Outcomes drafted ahead: drafter, outcomes, and its compute in seconds."""
     outcomes: int = 0
     """How many outcomes were asked for."""
-    outcomes_of: Candidate | None = None
-    """The draft under verification that these outcomes belong to."""
     outcomes_at: int = -1
     """The request's length when they were asked for."""
+    offered: Candidate | None = None
+    """The best draft when the running step began, verified or not; None until it has."""
 
 
 DraftLimits = Mapping[str, int] | None
@@ -137,12 +137,12 @@ def candidates_of(source: Source, drafts: Sequence[Made], of_each: Chances) -> l
     ]
 
 
-def has_rest(request: Request, verified: Candidate, emitted: int) -> bool:
+def has_rest(request: Request, offered: Candidate, emitted: int) -> bool:
     """Whether a draft's tokens behind the `emitted` ones may still be used.
 
-    Those of a sampled draft may if all that were verified were accepted: where it is rejected depends on all of them.
+    Those of a sampled draft may if all that were verified, if any, were accepted: where it is rejected depends on all of them.
     """
-    return verified.proposal is None or emitted == request.verified_length + 1
+    return offered.proposal is None or emitted == request.verified_length + 1
 
 
 def rank_of(block: Block, emitted: Sequence[int]) -> int | None:

@@ -14,12 +14,12 @@ from backend.speculation.calibration import Calibration
 from backend.speculation.candidate import Candidate, Made, Request, Source, candidate_of, candidates_of, has_rest, rank_of
 from backend.speculation.chances import Rule, chances
 from backend.speculation.guesses import Guesses, Resolved
-from backend.speculation.own_text import OwnText
+from backend.speculation.outlook import Foresight, Outlook
 from backend.speculation.prediction import PredictedText
 from backend.speculation.proposals import unpack
 from backend.speculation.shared import SharedTexts
-from backend.speculation.texts import LookupSource
-from backend.speculation.waiting import Ask, Foresight, Outlook
+from backend.speculation.texts import LookupSource, OwnText
+from backend.speculation.waiting import Ask
 from backend.wire.drafting import Block, Draft, Outcome
 from backend.wire.engine import EmittedText, RequestOptions
 
@@ -173,10 +173,10 @@ class Candidates:
             if not request.outcomes or request.outcomes_at != base_len:
                 continue
             block, request.block = request.block, None
-            verified, emitted = request.outcomes_of, request.text[base_len:]
-            if verified is not None and verified.source.drafter_id != LOOKUP and has_rest(request, verified, len(emitted)):
-                # The step verified only part of this draft: the rest may still be used.
-                self._go_on(request_id, request, verified, emitted)
+            offered, emitted = request.offered, request.text[base_len:]
+            if offered is not None and offered.source.drafter_id != LOOKUP and has_rest(request, offered, len(emitted)):
+                # The step verified only part of this draft, or nothing: the rest may still be used.
+                self._go_on(request_id, request, offered, emitted)
             if request.candidate is None and block is not None and block[1].base_len == base_len:
                 drafter_id, outcomes, draft_s = block
                 rank = rank_of(outcomes, emitted) if emitted else None

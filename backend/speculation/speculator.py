@@ -225,13 +225,14 @@ class Speculator:
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
         candidates = self.candidates.best(present)
-        spent, has_looked_up = self._ranking.cut(candidates, prefill), False
+        most = None if limits is None else [limits[request_id] for request_id, _ in present]
+        spent, has_looked_up = self._ranking.cut(candidates, prefill, most), False
         if spent is not None:
             self._floor = ROOM * spent.threshold
         lengths = spent.lengths if spent is not None else [0] * len(present)
         for (request_id, request), candidate, length in zip(present, candidates, lengths, strict=True):
-            drafted, request.candidate, request.verified = request.candidate, None, None
-            length = length if limits is None else min(length, limits[request_id])
+            drafted, request.candidate, request.verified, request.verified_length = request.candidate, None, None, 0
+            request.offered = candidate
             if length and candidate is not None:
                 request.verified, request.verified_length = candidate, length
                 attached.tokens[request_id] = candidate.tokens[:length]
@@ -281,8 +282,8 @@ class Speculator:
         longest = choice.k or self._longest
         present = self.candidates.present(self._ended)
         candidates = self.candidates.best(present)
-        # A verification ends at the latest behind what will be verified of a draft.
-        spent = self._ranking.cut(candidates) if of_each or self.candidates.forced else None
+        # A verification ends at the latest behind what will be verified of a draft.  Whether that is much nobody may know yet.
+        spent = self._ranking.expected(candidates) if of_each or self.candidates.forced else None
         lengths = spent.lengths if spent is not None else [0] * len(present)
         for (request_id, request), best, cut in zip(present, candidates, lengths, strict=True):
             k, drafter_id = min(longest, request.longest), self.preference.drafter_of(request_id)
@@ -295,7 +296,7 @@ class Speculator:
             if best is not None and request.candidate is None and best.worth < self.load.drafted.gains[k]:
                 # The request's own text has a draft, but a drafter's is expected to be better.
                 best = None
-            request.outcomes_of = best if outcomes else None
+            request.offered = None
             if best is not None and not outcomes:
                 self.questions.stop_waiting([request_id])
             elif not is_asked:
@@ -384,7 +385,8 @@ class Speculator:
     def _new_load(self) -> StepLoad:
         n, candidates = self._requests, self.candidates
         times = self.step_times.row(n, n * self._longest + 2).tolist()
-        return StepLoad(n, candidates.alone.prospect(n, times), candidates.drafted.prospect(n, times), candidates.foresight)
+        alone = candidates.alone.prospect(n, times, candidates.every)
+        return StepLoad(n, alone, candidates.drafted.prospect(n, times), candidates.foresight)
 
     def _reconsider(self) -> None:
         self._load = load = self._new_load()

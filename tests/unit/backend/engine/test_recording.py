@@ -21,7 +21,8 @@ from backend.records.rows import (
     VerificationRow,
     name_for_records,
 )
-from backend.speculation.waiting import Ask, Choice, Foresight, Plan, Prospect, StepLoad
+from backend.speculation.outlook import Foresight, Prospect
+from backend.speculation.waiting import Ask, Choice, Plan, StepLoad
 from backend.wire.engine import Account, Tally
 
 

@@ -3,6 +3,8 @@
 import random
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from backend.speculation.candidate import Attached
 from backend.speculation.chances import Rule
 from backend.speculation.speculator import Speculator
@@ -26,6 +28,12 @@ def one(mode: str = "sync", lookups: bool = False, rule: Rule = Rule.GREEDY) -> 
     made.ended("r", text, 5, rule, 100.0)
     assert [item.base_len for item in made.ask(100.0)["d0"]] == [6]
     return made, text
+
+
+def sampled(at: int, tokens: list[int], signs: list[float] | None = None) -> Draft:
+    """A draft for request `r` that may be judged by rejection, each token drawn from two."""
+    rows = np.array([[each, 3] for each in tokens], "<i4").tobytes() + np.full((len(tokens), 2), 0.5, "<f4").tobytes()
+    return Draft("r", at, tokens, signs or [8.0, 8.0] * len(tokens), rows)
 
 
 def all_asks(made: Speculator, attached: Attached, now: float) -> dict[str, list[NextItem]]:

@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 import pytest
 
 from backend.speculation.candidates import RESTS_AFTER
@@ -11,7 +10,7 @@ from backend.speculation.speculator import NOTHING
 from backend.speculation.waiting import PROBE_EVERY, PROBE_STEPS, Ask, Choice
 from backend.wire.drafting import Draft
 from backend.wire.engine import RequestOptions
-from tests.unit.backend.speculation.driven import LONGEST_WAIT_S, Drafter, Driven, K, one, speculator
+from tests.unit.backend.speculation.driven import LONGEST_WAIT_S, Drafter, Driven, K, one, sampled, speculator
 
 
 def test_steps_begin_early_while_nobody_is_asked_and_no_look_up_pays() -> None:
@@ -93,9 +92,7 @@ def test_nothing_is_decided_by_what_a_sampled_draft_says_of_its_later_tokens() -
     for later in (-8.0, 8.0):
         made, _ = one(rule=Rule.INDEPENDENT)
         before = made.candidates.drafted.prospect(1, [1.0] * 20)
-        rows = np.array([[8, 9], [3, 3]], "<i4").T.tobytes() + np.full((2, 2), 0.5, "<f4").tobytes()
-        signs = [0.0, 0.0, later, later]
-        assert made.arrived("d0", [Draft("r", 6, [8, 9], signs, rows)], 1e-3, 100.21)[0][0] == "ready"
+        assert made.arrived("d0", [sampled(6, [8, 9], [0.0, 0.0, later, later])], 1e-3, 100.21)[0][0] == "ready"
         assert made.candidates.drafted.prospect(1, [1.0] * 20) == before
         assert made.attach(["r"], 0, 100.22).tokens["r"][0] == 8
         promised.add(made.candidates.drafted.prospect(1, [1.0] * 20))

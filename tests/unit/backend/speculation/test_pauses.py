@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from backend.speculation.waiting import IN_DOUBT, PROBE_EVERY, PROBE_STEPS, Ask, Asking, Foresight, Prospect, StepLoad, Times
+from backend.speculation.outlook import Foresight, Prospect
+from backend.speculation.waiting import IN_DOUBT, PROBE_EVERY, PROBE_STEPS, Ask, Asking, StepLoad, Times
 from tests.unit.backend.speculation.driven import STEP_S, TOKEN_S, Drafter, Driven, speculator
 
 DRIFT = 200

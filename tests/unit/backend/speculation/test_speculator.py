@@ -25,6 +25,7 @@ from tests.unit.backend.speculation.driven import (
     Turn,
     all_asks,
     one,
+    sampled,
     speculator,
 )
 
@@ -272,6 +273,33 @@ def test_what_is_left_of_a_cut_draft_is_verified_next() -> None:
     made.ended("r", text, 7, Rule.GREEDY, 100.0)
     assert made.ask(100.02)["d0"][0].verifying == [10, 11]
     assert made.attach(["r"], 0, 100.02).tokens == {"r": [10, 11]}
+
+
+@pytest.mark.parametrize("room", [0, 1])
+def test_the_rest_of_a_sampled_draft_is_used_after_a_step_that_verified_a_part_or_nothing(room: int) -> None:
+    """Also of one that was asked for because no outcome had been foreseen, and whatever an earlier step verified."""
+    made, text = one("ahead", rule=Rule.INDEPENDENT)
+    made.arrived("d0", [sampled(6, [8, 9])], 1e-3, 100.21)
+    assert made.attach(["r"], 0, 100.22).tokens == {"r": [8, 9]}
+    text += [8, 9, 10]
+    made.ended("r", text, 6, Rule.INDEPENDENT, 100.23)
+    assert made.ask(100.23)["d0"][0].verifying == []
+    made.arrived("d0", [sampled(9, [11, 12, 13])], 1e-3, 100.24)
+    made.attach(["r"], 0, 100.25, limits={"r": room})
+    text += [11, 12][: room + 1]
+    made.ended("r", text, 9, Rule.INDEPENDENT, 100.26)
+    assert made.ask(100.26)["d0"][0].verifying, "drafts are made for what may come behind the rest"
+    assert made.attach(["r"], 0, 100.27).tokens == {"r": [12, 13][room:]}
+
+
+def test_the_rest_of_a_sampled_draft_is_dropped_where_a_token_was_rejected() -> None:
+    made, text = one("ahead", rule=Rule.INDEPENDENT)
+    made.arrived("d0", [sampled(6, [8, 9, 10])], 1e-3, 100.21)
+    assert made.attach(["r"], 0, 100.22, limits={"r": 2}).tokens == {"r": [8, 9]}
+    text += [8]  # The verifier's own token after the rejected first one is the same by chance.
+    made.ended("r", text, 6, Rule.INDEPENDENT, 100.23)
+    assert made.ask(100.23)["d0"][0].verifying == []
+    assert made.attach(["r"], 0, 100.24).tokens == {}
 
 
 def test_nothing_is_left_of_a_draft_of_long_ago() -> None:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from backend.speculation.candidates import INDEXED_PER_STEP
 from backend.speculation.lookup import Lookup
-from backend.speculation.own_text import OwnText
 from backend.speculation.shared import WAITING, SharedText, SharedTexts
+from backend.speculation.texts import OwnText
 
 ALL = 10_000
 

@@ -7,16 +7,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from backend.speculation.budget import spend, survivals
+from backend.speculation.outlook import Foresight, Outlook, Prospect
 from backend.speculation.waiting import (
     PROBE_EVERY,
     PROBE_STEPS,
     Ask,
     Asking,
-    Foresight,
-    Outlook,
     Pending,
     Promises,
-    Prospect,
     StepLoad,
     Times,
     goodputs,
@@ -43,6 +41,8 @@ def test_outlooks_put_what_came_through_the_budget_of_the_load() -> None:
     assert free.tokens == (0.0, 0.5, 1.0, 1.5, 2.0)
     assert free.gains[4] == pytest.approx((0.8 + 0.64 + 0.512 + 0.4096) / 2)
     assert outlook.prospect(4, [4.0 + n for n in range(18)]).tokens[4] == 0.0
+    seldom = outlook.prospect(4, [1.0] * 18, every=4)
+    assert (seldom.tokens[4], seldom.gains[4], seldom.share) == (0.5, free.gains[4] / 4, 0.25)
 
 
 @given(st.lists(st.lists(st.floats(0.01, 0.99), max_size=4).map(survivals), min_size=1, max_size=32), st.integers(1, 6))
