@@ -7,7 +7,7 @@ Tokens 0 to 2, drafts of two tokens.  q and p are far apart.  Whether and how fa
 import functools
 import itertools
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 
 import numpy as np
@@ -22,6 +22,8 @@ from backend.speculation.proposals import Proposal, unpack
 V, D = 3, 2
 Text = tuple[int, ...]
 Cut = Callable[[Text], int]
+GoesOn = Callable[[Text, int, Text], bool]
+"""Whether the rest of a draft is verified next, by the draft, how much of it was verified, and the text emitted."""
 DICE = np.random.default_rng(0)
 PREFIXES = [text for n in range(D + 2) for text in itertools.product(range(V), repeat=n)]
 P = {text: DICE.dirichlet(np.full(V, 0.7)) for text in PREFIXES}
@@ -32,16 +34,17 @@ TRUE = {text: prod(P[text[:i]][text[i]] for i in range(D + 1)) for text in TEXTS
 
 
 @functools.cache
-def outcomes(draft: Text, length: int) -> list[tuple[Text, float]]:
-    """What a verification of the first `length` tokens may emit, with its chance; from `judge`, at every u that matters."""
+def outcomes(draft: Text, length: int, before: Text = ()) -> list[tuple[Text, float]]:
+    """What a verification of the first `length` tokens behind `before` may emit, with its chance; from `judge`, at every u that
+    matters."""
     if not length:
-        return [((v,), P[()][v]) for v in range(V)]
+        return [((v,), P[before][v]) for v in range(V)]
     # The interval [0, 1) of each u is cut into equal cells; the midpoints are tried, so chances are right to 1 / CELLS.
-    logits = torch.tensor(np.log([P[draft[:i]] for i in range(length + 1)]), dtype=torch.float32)
+    logits = torch.tensor(np.log([P[before + draft[:i]] for i in range(length + 1)]), dtype=torch.float32)
     cells = 400
     u = (torch.arange(cells) + 0.5) / cells
     grid = torch.cartesian_prod(*[u] * length).view(-1, length)
-    tables = map(torch.from_numpy, table_of([draft[:length]], [proposal_of(draft)]))
+    tables = map(torch.from_numpy, table_of([draft[:length]], [proposal_of(draft, before)]))
     tokens, ids, q = (each.expand(len(grid), *each.shape[1:]) for each in tables)
     rows, lengths = torch.arange(length + 1).expand(len(grid), -1), torch.full((len(grid),), length)
     judged = judge(logits, rows, lengths, tokens, ids, q, grid)
@@ -50,17 +53,27 @@ def outcomes(draft: Text, length: int) -> list[tuple[Text, float]]:
     return [((*draft[:accepted], v), float(mass[v])) for accepted, mass in enumerate(masses) for v in range(V)]
 
 
-def proposal_of(draft: Text) -> Proposal:
-    rows = [Q[draft[:i]] for i in range(len(draft))]
+def proposal_of(draft: Text, before: Text = ()) -> Proposal:
+    rows = [Q[before + draft[:i]] for i in range(len(draft))]
     return Proposal(np.tile(np.arange(V, dtype=np.int32), (len(draft), 1)), np.stack(rows))
 
 
-def error(cut: Cut) -> float:
+def emitted(draft: Text, length: int, goes_on: GoesOn) -> Iterator[tuple[Text, float]]:
+    """What a verification emits, with its chance; where `goes_on`, a second one follows, of the draft's rest."""
+    for said, chance in outcomes(draft, length):
+        rest = draft[len(said) :]
+        if goes_on(draft, length, said) and rest:
+            yield from ((said + more, chance * its) for more, its in outcomes(rest, len(rest), said))
+        else:
+            yield said, chance
+
+
+def error(cut: Cut, goes_on: GoesOn = lambda draft, length, said: False) -> float:
     """Total variation between the first D + 1 tokens emitted and the target's."""
     got = dict.fromkeys(TEXTS, 0.0)
     for draft in itertools.product(range(V), repeat=D):
         weight = prod(float(Q[draft[:i]][draft[i]]) for i in range(D))
-        for said, chance in outcomes(draft, cut(draft)):
+        for said, chance in emitted(draft, cut(draft), goes_on):
             for tail in itertools.product(range(V), repeat=D + 1 - len(said)):
                 text = said + tail
                 got[text] += weight * chance * prod(P[text[:i]][text[i]] for i in range(len(said), D + 1))
@@ -104,6 +117,16 @@ def test_some_price_makes_the_budget_depend_on_the_draft() -> None:
 )
 def test_a_cut_that_has_seen_the_token_is_found(cut: Cut) -> None:
     assert error(cut) > 0.01
+
+
+def test_the_rest_of_a_draft_of_which_nothing_was_verified_biases_nothing() -> None:
+    def used(draft: Text, length: int, said: Text) -> bool:
+        return said == draft[: length + 1]
+
+    assert error(lambda draft: 0, used) < 0.004
+    assert error(lambda draft: 0, lambda *what: used(*what) and what[0][1] == 1) > 0.01, (
+        "but it must not say whether it is used"
+    )
 
 
 Uniforms = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
