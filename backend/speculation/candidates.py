@@ -5,6 +5,7 @@ the outcome that came, and look-ups in texts (`texts.py`).  `calibration.py` giv
 all drafts, verified or not, with the text later.
 """
 
+import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -33,7 +34,10 @@ INDEXED_PER_STEP = 512
 FOR_OTHERS = 64
 """Of these, the part that is kept for other verifiers' outputs."""
 RESTS_AFTER = 16
-"""Steps without a look-up that pays after which look-ups rest: then requests are looked up in one step of so many at most."""
+"""Steps over which the gain of look-ups is averaged, and after which they rest without any: then requests are looked up in one
+step of so many at most."""
+LOOKED_UP = 1 / 16
+"""Gain in tokens per second that keeps look-ups awake, or wakes them: about what looking up all requests in each step costs."""
 
 
 _Given = tuple[str, Request, Source, Draft | Outcome, float]
@@ -58,8 +62,8 @@ class Candidates:
         self.asleep, self.every = False, 1
         """Whether only requests with a prediction are looked up and indexed, until the next step's drafts are chosen; all are
         in one step of so many."""
-        self._fruitless = 0
-        """Steps since look-ups were worth their time."""
+        self._gain = LOOKED_UP * math.e
+        """Mean gain in tokens per second by look-ups, decayed; at first, what falls to `LOOKED_UP` in `RESTS_AFTER` steps."""
         self._asked: dict[str, tuple[RequestOptions, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
         self._shared = SharedTexts() if lookups else None
@@ -207,7 +211,7 @@ class Candidates:
     @property
     def rests(self) -> bool:
         """Whether look-ups rest."""
-        return self._fruitless >= RESTS_AFTER
+        return self._gain < LOOKED_UP
 
     def awake(self, request_ids: Iterable[str]) -> list[tuple[str, Request]]:
         """Those of the given requests that are looked up at present."""
@@ -218,13 +222,14 @@ class Candidates:
         for request in self.requests.values():
             request.candidate = None
 
-    def rest(self, requests: int, *, is_fruitful: bool) -> None:
-        """Counts a step over so many requests, in which look-ups were worth their time or not.
+    def rest(self, requests: int, gain: float | None) -> None:
+        """Counts a step over so many requests.  `gain`: in tokens per second, relative, by look-ups; None: none took place.
 
-        While they are not, all are looked up in one step of sixteen, or fewer where there are fewer requests.  In every step
+        While they gain little, all are looked up in one step of sixteen, or fewer where there are fewer requests.  In each step
         they would lengthen it, and so would a few of them by turns, whose data no cache has.
         """
-        self._fruitless = 0 if is_fruitful else self._fruitless + 1
+        if gain is not None and not self.asleep:
+            self._gain += (gain - self._gain) / RESTS_AFTER
         self.every = min(1 << max(requests, 1).bit_length() - 1, RESTS_AFTER) if self.rests else 1
         self.asleep = (self.steps + 1) % self.every > 0
 

@@ -8,9 +8,6 @@ from backend.speculation.budget import Spent, spend, spend_in_order
 from backend.speculation.candidate import Candidate
 from backend.speculation.step_times import StepTimes
 
-LOOKED_UP = 1 / 16
-"""Gain in tokens per second that keeps look-ups awake, or wakes them: about what looking up all requests in each step costs."""
-
 
 class Ranking:
     """The budget of the next step, for each request's best draft."""
@@ -55,12 +52,12 @@ class Ranking:
             self._cut, self._is_cut = spend_in_order(rows, expected, self._times), True
         return self._cut
 
-    def is_worth_it(self, spent: Spent | None) -> bool:
-        """Whether a step that verifies `spent` promises so much more than one without drafts that look-ups should go on."""
+    def gain(self, spent: Spent | None) -> float:
+        """How many more tokens per second a step that verifies `spent` promises than one without drafts, relative to these."""
         if spent is None or not spent.tokens:
-            return False
+            return 0.0
         requests = len(spent.lengths)
-        return (requests + spent.gained) / spent.seconds > (1 + LOOKED_UP) * requests / self._step_times.at(requests)
+        return (requests + spent.gained) / spent.seconds * self._step_times.at(requests) / requests - 1
 
 
 def _within(limits: Sequence[int] | None, rows: list[list[float]]) -> list[list[float]]:

@@ -15,7 +15,7 @@ from functools import partial
 
 from backend.fleet import LOOKUP
 from backend.speculation.candidate import Attached, Candidate, DraftLimits, Request, early_drafts
-from backend.speculation.candidates import RESTS_AFTER, Candidates
+from backend.speculation.candidates import LOOKED_UP, RESTS_AFTER, Candidates
 from backend.speculation.chances import Rule
 from backend.speculation.deadlines import Questions
 from backend.speculation.pairing import Preference
@@ -216,17 +216,18 @@ class Speculator:
         came, self._came = self._came, False
         is_plain = self.candidates.rests and not attached.features_needed and not came
         is_bare = is_early or (self._asking.paused > 1 and not self.candidates.forced)
-        if is_bare or (is_plain and not self._pays(self.candidates.awake(decoding), prefill)):
+        gain = self._gain(self.candidates.awake(decoding), prefill) if is_plain and not is_bare else None
+        if is_bare or (gain is not None and gain <= LOOKED_UP):
             self._verifying, attached.is_quiet = set(), True
             if came:
                 self.candidates.discard()
-            self.candidates.rest(self._decoding, is_fruitful=False)
+            self.candidates.rest(self._decoding, gain)
             return attached
         present = self.candidates.present(decoding)
         self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
         candidates = self.candidates.best(present)
         most = None if limits is None else [limits[request_id] for request_id, _ in present]
-        spent, has_looked_up = self._ranking.cut(candidates, prefill, most), False
+        spent, looked_up = self._ranking.cut(candidates, prefill, most), 0.0
         if spent is not None:
             self._floor = ROOM * spent.threshold
         lengths = spent.lengths if spent is not None else [0] * len(present)
@@ -238,20 +239,22 @@ class Speculator:
                 attached.tokens[request_id] = candidate.tokens[:length]
                 if candidate.proposal is not None:
                     attached.proposals[request_id] = candidate.proposal.part(0, length)
-                has_looked_up = has_looked_up or candidate.source.drafter_id == LOOKUP
+                looked_up += sum(candidate.survivals[:length]) if candidate.source.drafter_id == LOOKUP else 0.0
             if drafted is not None:
                 self.candidates.decided(request_id, request, drafted)
-        self.candidates.rest(self._decoding, is_fruitful=has_looked_up and self._ranking.is_worth_it(spent))
+        self.candidates.rest(
+            self._decoding, self._ranking.gain(spent) * looked_up / spent.gained if spent and looked_up else 0.0
+        )
         self._ranking.forget()
         if attached.features_needed and not self.outcomes:
             attached.asks = early_drafts(present, self.choice.k or self._longest, self._least_survival, of_all=of_all)
         return attached
 
-    def _pays(self, looked_up: list[tuple[str, Request]], prefill: int) -> bool:
-        """Whether look-ups should wake, if only these of the requests are looked up."""
+    def _gain(self, looked_up: list[tuple[str, Request]], prefill: int) -> float:
+        """What look-ups promise to gain, if only these of the requests are looked up."""
         spent = self._ranking.cut([*self.candidates.best(looked_up), *[None] * (self._decoding - len(looked_up))], prefill)
         self._ranking.forget()
-        return self._ranking.is_worth_it(spent)
+        return self._ranking.gain(spent)
 
     def verified(self, request_id: str) -> Candidate | None:
         """The draft that the running step verifies for a request, uncut."""

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from backend.speculation.candidates import RESTS_AFTER
+from backend.speculation.candidates import LOOKED_UP, RESTS_AFTER, Candidates
 from backend.speculation.chances import Rule
 from backend.speculation.speculator import Speculator
 from backend.wire.engine import RequestOptions
@@ -72,6 +72,15 @@ def test_a_step_whose_look_ups_do_not_pay_is_quiet() -> None:
     found = [request for request in made.candidates.requests.values() if request.looked_up_at == len(request.text)]
     assert len(found) == len(texts), "all were looked up"
     assert any(request.looked_up is not None for request in found)
+
+
+@pytest.mark.parametrize("every", [1, 16])
+def test_look_ups_stay_awake_by_what_they_gain_on_average(every: int) -> None:
+    """With many requests, some step in sixteen has a look-up that pays; looking all up in each step may cost more."""
+    candidates = Candidates(K, 4, True, 50)
+    for candidates.steps in range(20 * RESTS_AFTER):
+        candidates.rest(64, 2 * LOOKED_UP if candidates.steps % every == 0 else 0.0)
+    assert candidates.rests == (every > 1)
 
 
 @pytest.mark.parametrize(("requests", "wakes"), [(20, True), (100, False)])
