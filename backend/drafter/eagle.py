@@ -155,6 +155,8 @@ class EagleProposer:
 
     def _extend(self, batch: Sequence[DraftRequest], extended: dict[int, cache.Sequence]) -> None:
         """Computes the new rows in one pass, and lets other sequences find them."""
+        # Those with many come last, where `Rows` has stretches.
+        extended = dict(sorted(extended.items(), key=lambda item: batch[item[0]].rows >= LONG))
         ids: list[int] = []
         positions: list[int] = []
         places: list[int] = []
@@ -187,7 +189,7 @@ class EagleProposer:
         """Computes new rows, `[8, rows]` as in `decoding.NUMBERS`; the outputs of each sequence's last one."""
         counts = [stretch.new for stretch in stretches]
         last = torch.tensor([end - 1 for end in accumulate(counts)], device=self._head.device)
-        return self._decoder.extend(numbers, features, last, stretches if max(counts) >= LONG else ())
+        return self._decoder.extend(numbers, features, last, [stretch for stretch in stretches if stretch.new >= LONG])
 
     def _decode(self, sequences: list[cache.Sequence], ends: Ends, depth: int) -> list[Drafted]:
         """Drafts at most `depth` tokens per sequence, starting from each sequence's tip."""

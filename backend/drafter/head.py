@@ -32,7 +32,7 @@ TABLE_CHUNK = 8192
 QUERY_CHUNK = 512
 """Query rows per attention call of an inner layer over a long stretch; bounds the size of its mask."""
 LONG = 32
-"""New rows of one sequence from which on an inner layer attends by matrix products, sequence by sequence."""
+"""New rows of one sequence from which on an inner layer attends by matrix products, for this sequence alone."""
 SPARE_ROWS = MAX_DRAFT + 1
 """Rows at the cache's end for rows that only fill up a batch."""
 
@@ -49,7 +49,7 @@ class Stretch(NamedTuple):
 class Rows:
     """The input of a forward pass: new rows of several sequences, `[rows]` int64 each: token, position, and what it attends to.
 
-    `stretches`: the same of whole sequences, if one has `LONG` new rows or more.
+    `stretches`: the sequences with `LONG` new rows or more.  Theirs are the last rows.
     """
 
     ids: Tensor
@@ -146,10 +146,9 @@ class Head:
             if index == last and keep is not None:
                 queries, residual, reach = queries.index_select(0, keep), residual.index_select(0, keep), reach.of(keep)
             if rows.stretches and index < last:
-                attended = self._attend_stretches(index, queries, rows.stretches)
+                attended = self._attend_stretches(index, queries, reach, rows.stretches)
             else:
-                attended = attend(queries.reshape(-1, self.heads, self.head_dim), self._keyed[index], reach)
-                attended = attended.view(-1, self.query_width)
+                attended = self._attend(index, queries, reach)
             hidden = self._finish(layer, residual, attended)
         return hidden
 
@@ -190,12 +189,16 @@ class Head:
             keys.copy_(self._rms(keys, layer.k_norm))
         rotate_pairs(vectors, rotations)
 
-    def _attend_stretches(self, index: int, queries: Tensor, stretches: Sequence[Stretch]) -> Tensor:
-        """Attention of every row to its sequence's rows up to itself.  In and out: `[rows, query_width]`."""
-        attended = []
-        for piece, (start, length, count) in zip(
-            queries.split_with_sizes([each.new for each in stretches]), stretches, strict=True
-        ):
+    def _attend(self, index: int, queries: Tensor, reach: Reach) -> Tensor:
+        """Attention of all rows in one call.  In and out: `[rows, query_width]`."""
+        return attend(queries.reshape(-1, self.heads, self.head_dim), self._keyed[index], reach).view(-1, self.query_width)
+
+    def _attend_stretches(self, index: int, queries: Tensor, reach: Reach, stretches: Sequence[Stretch]) -> Tensor:
+        """Attention of `stretches` one by one, and of the rows before theirs in one call."""
+        counts = [each.new for each in stretches]
+        others, *pieces = queries.split_with_sizes([len(queries) - sum(counts), *counts])
+        attended = [self._attend(index, others, reach.first(len(others)))]
+        for piece, (start, length, count) in zip(pieces, stretches, strict=True):
             keys, values = self._keyed[index][start : start + length].permute(1, 2, 0, 3).unsqueeze(1)
             before = length - count
             for part in torch.split(piece, QUERY_CHUNK):

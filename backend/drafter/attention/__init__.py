@@ -34,6 +34,10 @@ class Reach:
         """That of some rows, by their indices."""
         return Reach(*(each.index_select(0, rows) for each in self.columns()))
 
+    def first(self, count: int) -> Reach:
+        """That of the first `count` rows."""
+        return Reach(*(each[:count] for each in self.columns()))
+
     def columns(self) -> list[Tensor]:
         """All five, as kernels read them: a number repeated for many rows is stored once, unless it is copied."""
         return [getattr(self, each.name).contiguous() for each in fields(self)]

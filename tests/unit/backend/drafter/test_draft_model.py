@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from backend.drafter.eagle import BATCH_ROWS, ModelProposer
+from backend.drafter.head import LONG
 from backend.drafter.proposer import DraftRequest, Premise, Sampling, Until
 from backend.models.checkpoint import load_drafter
 from backend.models.head_config import CheckpointError
@@ -191,6 +192,21 @@ def test_a_long_prompt_lets_others_draft_meanwhile(llama: tuple[str, str, PreTra
     first, second = proposer.draft(asks), proposer.draft(asks)
     assert [len(each.tokens) for each in (*first, *second)] == [2, 0, 2, 2]
     assert second[1].tokens == by_the_book(llama[2], long, 2)
+
+
+def test_a_prompt_read_with_requests_that_go_on_changes_no_draft(llama: tuple[str, str, PreTrainedModel]) -> None:
+    proposer = make(*llama[:2])
+    counts = {"a": 10, "bb": 11, "long": 40, "ccc": 12, "longer": 70}
+    texts = {key: tokens_of(len(key), count) for key, count in counts.items()}
+    for key, tokens in texts.items():
+        if len(tokens) < LONG:
+            proposer.open(key, tokens[:-2], 0)
+            draft(proposer, key, len(tokens) - 2, 1)
+            proposer.commit(key, len(tokens), tokens[-2:], 0)
+        else:
+            proposer.open(key, list(tokens), 0)
+    drafts = proposer.draft([DraftRequest(key, len(tokens), 0, None, Until(3)) for key, tokens in texts.items()])
+    assert [each.tokens for each in drafts] == [by_the_book(llama[2], tokens, 3) for tokens in texts.values()]
 
 
 def test_a_vocabulary_of_another_size_serves_its_common_part(tmp_path: Path) -> None:
