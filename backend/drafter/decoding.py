@@ -144,13 +144,13 @@ class DecodeBatch:
 
         A CPU looks after every step whether a draft goes on.  A GPU would have to be waited for, so it makes all steps.
         """
-        waits = self._head.is_asynchronous
-        found = None if waits else ends()
+        found = None if self._head.is_asynchronous else ends()
+        signs = self._marks[1:, :, : self.count].view(torch.float32)
         taken = 0
         while taken < steps:
             self.run(self.pick if picks_first and not taken else self.advance_and_pick)
             taken += 1
-            if found is not None and not found.take(self._signs(taken - 1) if found.needs_signs else []):
+            if found is not None and not found.take(signs[:, taken - 1 : taken].numpy()):
                 break
         self.taken = taken
         marks = self._marks[:, :taken, : self.count].cpu()
@@ -160,14 +160,8 @@ class DecodeBatch:
         both = marks[1:].view(torch.float32)
         if found is None:
             found = ends()
-            for own in both.permute(1, 2, 0).tolist():
-                if not found.take(own):
-                    break
+            found.take(both.numpy())
         return found.cut(marks[0].t().tolist(), both.permute(2, 1, 0).flatten(1).tolist(), proposals)
-
-    def _signs(self, step: int) -> list[list[float]]:
-        found: list[list[float]] = self._marks[1:, step, : self.count].view(torch.float32).t().tolist()
-        return found
 
 
 class Decoder:
@@ -193,7 +187,7 @@ class Decoder:
     ) -> Tensor:
         """Computes rows on given features, as a graph if there is one for so many.  Outputs of the rows `last`; None: of all.
 
-        With `stretches`, the rows are those of long texts, and no graph is used.  The outputs serve until the next call.
+        With `stretches`, long texts among the rows, no graph is used.  The outputs serve until the next call.
         """
         batch = None if stretches else self._fitting(numbers.shape[1], SHARED)
         if batch is None:

@@ -218,7 +218,7 @@ class DFlashProposer(EagleProposer):
         blocks = self._captured.get((size, depth, rules.captured()))
         if blocks is None:
             blocks = Blocks(self._head, self._block, len(sequences), depth, rules)
-        blocks.load(sequences, ends.kept, self._fresh)
+        blocks.load(sequences, ends.kept.tolist(), self._fresh)
         return _cut(blocks.run(), len(sequences), ends)
 
 
@@ -235,7 +235,5 @@ def _cut(picked: Picked, count: int, ends: Ends) -> list[Drafted]:
     if picked.ids is not None and picked.chances is not None:
         both = torch.stack((picked.ids[:count].to(torch.int32), picked.chances[:count].view(torch.int32)), dim=1)
         proposals = both.cpu().numpy()
-    for own in signs.transpose(0, 1).tolist():
-        if not ends.take(own):
-            break
+    ends.take(signs.permute(2, 1, 0).numpy())
     return ends.cut(picked.tokens[:count].tolist(), signs.flatten(1).tolist(), proposals)

@@ -25,9 +25,10 @@ from torch import Tensor
 
 from backend import noise
 from backend.drafter.proposer import Drafted, Sampling, Until
-from backend.speculation.chances import CLIP, chance
+from backend.speculation.chances import CLIP, chances_over
 
 Proposals = npt.NDArray[np.int32]
+Signs, Limits = npt.NDArray[np.float32], npt.NDArray[np.int64]
 SUPPORT = 64
 """Most tokens in the distribution of an independent token, by which it is sent and judged.  What the others have in common with
 the target's distribution is lost: at temperature 1, 3 % of a demo token's chance, with 32 of them 5 %."""
@@ -183,55 +184,48 @@ def _shape(chances: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Ends:
-    """Decides token by token where each draft of a batch ends.  `limits`: the most tokens of each draft.
+    """Decides where each draft of a batch ends.  `limits`: the most tokens of each draft.
 
-    An independent draft has as many as that: if its length depended on its tokens, so would the time it takes.
+    Each of `untils` and `samplings` is for equally many of the drafts.  An independent draft has as many tokens as its limit:
+    if its length depended on its tokens, so would the time it takes.
     """
 
-    def __init__(self, limits: Sequence[int], untils: Sequence[Until], samplings: Sequence[Sampling]) -> None:
-        self.kept = [max(limit, 0) for limit in limits]
-        self._own = {row for row, sampling in enumerate(samplings) if sampling.independent}
-        self._floors = [0.0 if sampling.independent else until.floor for until, sampling in zip(untils, samplings, strict=True)]
-        self._judges = [until.judge(sampling) for until, sampling in zip(untils, samplings, strict=True)]
-        self._survivals = {
-            row: 1.0 for row, kept in enumerate(self.kept) if kept and self._judges[row] and self._floors[row] > 0
-        }
-        self._longest = max((kept for row, kept in enumerate(self.kept) if row not in self._survivals), default=0)
+    def __init__(self, limits: Sequence[int] | Limits, untils: Sequence[Until], samplings: Sequence[Sampling]) -> None:
+        pairs, each = list(zip(untils, samplings, strict=True)), len(limits) // len(untils)
+        floors = [until.floor if until.chance_weights and not own.independent else 0.0 for until, own in pairs]
+        judges = [until.judge(own) or (0.0, 0.0, 0.0) for until, own in pairs]
+        longest = max(map(len, judges))
+        weights = [[*its, *[its[-1]] * (longest - len(its))] for its in judges]
+        self.kept: Limits = np.maximum(limits, 0)
+        """How many of its tokens each draft keeps, as far as these are known."""
+        self._own = np.repeat([own.independent for own in samplings], each)
+        self._floors, self._is_judged = np.repeat(floors, each), any(floors)
+        self._weights = np.repeat(weights, each, axis=0).T
+        self._survivals = np.ones(len(limits))
         self._taken = 0
 
-    def take(self, signs: Sequence[Sequence[float]]) -> bool:
-        """Takes every row's next token; whether any draft goes on.  `signs`: each row's value and lead, if `needs_signs`."""
-        place = self._taken
-        self._taken += 1
-        for row, survival in list(self._survivals.items()):
-            self._follow(row, place, survival, *signs[row])
-        return bool(self._survivals) or place + 1 < self._longest
-
-    @property
-    def needs_signs(self) -> bool:
-        """Whether a draft that still goes on may end by its signs."""
-        return bool(self._survivals)
-
-    def _follow(self, row: int, place: int, survival: float, value: float, lead: float) -> None:
-        weights = self._judges[row]
-        assert weights is not None
-        survival *= chance(weights, place, value, lead)
-        if survival < self._floors[row]:
-            self.kept[row] = place
-            del self._survivals[row]
-        elif place + 1 == self.kept[row]:
-            del self._survivals[row]
-        else:
-            self._survivals[row] = survival
+    def take(self, signs: Signs) -> bool:
+        """Takes every row's next tokens; whether any draft goes on.  `signs`: their values and leads, `[2, tokens, rows]`."""
+        before, self._taken = self._taken, self._taken + signs.shape[1]
+        if self._is_judged:
+            offsets = self._weights[np.minimum(np.arange(before, self._taken) + 2, len(self._weights) - 1)]
+            chances = chances_over(*self._weights[:2], offsets, signs)
+            chances[0] *= self._survivals
+            survivals = chances.cumprod(0)
+            self._survivals = survivals[-1]
+            # Survival never grows.
+            ends = before + (survivals >= self._floors).sum(0)
+            self.kept = np.where(ends < self._taken, np.minimum(self.kept, ends), self.kept)
+        return bool((self.kept > self._taken).any())
 
     def cut(self, tokens: list[list[int]], signs: list[list[float]], proposals: Proposals | None) -> list[Drafted]:
         """The drafts of all rows, of their tokens and signs; `proposals`: int32 `[rows, 2, tokens, M]`, as on the wire."""
-        triples = enumerate(zip(tokens, signs, self.kept, strict=True))
+        triples = enumerate(zip(tokens, signs, self.kept.tolist(), strict=True))
         return [
             Drafted(own[:kept], of[: 2 * kept], own[:1], self._proposal(proposals, row)) for row, (own, of, kept) in triples
         ]
 
     def _proposal(self, proposals: Proposals | None, row: int) -> bytes:
-        if proposals is None or row not in self._own:
+        if proposals is None or not self._own[row]:
             return b""
         return proposals[row, :, : self.kept[row]].tobytes()

@@ -27,6 +27,8 @@ from functools import cache
 from math import nan
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -41,7 +43,7 @@ from backend.speculation.chances import CLIP
 from backend.speculation.tokens import common_prefix
 from backend.wire.drafting import Outcome
 
-Table = list[list[int]]
+Table = npt.NDArray[np.int64]
 NEVER = float("-inf")
 UNLIKELY = -30.0
 """The value given to a token outside the draft vocabulary, for which the head has no probability."""
@@ -95,19 +97,18 @@ class Imagination:
     def outcomes(self, premises: list[Premise], sequences: list[Sequence], shape: Padding) -> list[list[Outcome]]:
         """Outcomes with drafts, likeliest first.  Sequences need their premise's length, and `shape.scratch` spare rows."""
         device = self._head.device
-        rules = Rules.needed_by([s.sampling for s in sequences])
+        samplings, untils = [s.sampling for s in sequences], [p.until for p in premises]
+        rules = Rules.needed_by(samplings)
         rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
         outputs = self._teacher_forced(premises, sequences, rows, columns, shape.depth)
         seeds, wide = (each.repeat_interleave(shape.depth + 1, -1) for each in (rows[-1], columns))
         draws = Draws(seeds, wide, self._head.draft_to_target, rules)
         branches = self._choose(premises, sequences, outputs, draws, shape)
         width = branches.stops.shape[1]
-        samplings = [s.sampling for s in sequences for _ in range(width)]
-        untils = [p.until for p in premises for _ in range(width)]
         batch = self._branch(rules, rows, columns, outputs, branches, shape)
-        read: Callable[[], list[Any]] = cache(lambda: [each.tolist() for each in branches])
+        read: Callable[[], list[Any]] = cache(lambda: [each.numpy(force=True) for each in branches])
         drafted = batch.decode(shape.steps, lambda: Ends(self._limits(premises, *read()), untils, samplings), picks_first=False)
-        stopped, tokens, scores = read()
+        stopped, tokens, scores = (each.tolist() for each in read())
         found = [
             [
                 Outcome(stopped[i][at], tokens[i][at], (draft := drafted[i * width + at]).tokens, draft.signs, draft.proposal)
@@ -171,13 +172,12 @@ class Imagination:
         outputs = self._decoder.extend(numbers.flatten(1), self._head.feature(features.flatten(0, 1)), None)
         return outputs.view(features.shape)
 
-    def _limits(self, premises: list[Premise], stops: Table, tokens: Table, scores: list[list[float]]) -> list[int]:
+    def _limits(self, premises: list[Premise], stops: Table, tokens: Table, scores: npt.NDArray[np.float32]) -> Table:
         """One limit per branch: 0 for padding beyond the outcomes asked for, and for impossible outcomes."""
-        return [
-            min(p.until.k, MAX_DRAFT, self._max_position - p.base_len - 1 - stop) if at < p.outcomes and score > NEVER else 0
-            for p, own_stops, own_scores in zip(premises, stops, scores, strict=True)
-            for at, (stop, score) in enumerate(zip(own_stops, own_scores, strict=True))
-        ]
+        given = [[p.outcomes, min(p.until.k, MAX_DRAFT), self._max_position - p.base_len - 1] for p in premises]
+        wanted, longest, room = np.array(given).T[..., None]
+        limits: Table = np.minimum(longest, room - stops) * (scores > NEVER) * (np.arange(stops.shape[1]) < wanted)
+        return limits.ravel()
 
     def _choose(
         self, premises: list[Premise], sequences: list[Sequence], outputs: Tensor, draws: Draws, shape: Padding

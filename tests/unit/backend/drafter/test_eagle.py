@@ -6,6 +6,7 @@ from operator import mul
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from backend.drafter import eagle
-from backend.drafter.proposer import MAX_DRAFT, Drafted, DraftRequest, Premise, Sampling, Until
-from backend.speculation.chances import CLIP, chance, chances
+from backend.drafter.draws import Ends
+from backend.drafter.proposer import GREEDY, MAX_DRAFT, Drafted, DraftRequest, Premise, Sampling, Until
+from backend.speculation.chances import CLIP, chances
 from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer, rows_held, tokens_of
 from tests.support.properties import examples
 
@@ -61,7 +63,7 @@ def check(book: Reference, session: Session, drafted: Drafted, k: int) -> bool:
 
 
 @pytest.mark.parametrize("as_on_gpu", [False, True], ids=["as on a CPU", "as on a GPU"])
-@pytest.mark.parametrize("long", [3, 1000], ids=["long stretches", "row by row"])
+@pytest.mark.parametrize("long", [3, 1000], ids=["long stretches among others", "row by row"])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 def test_ragged_batches_draft_by_the_book(
     tmp_path: Path, head: TinyHead, long: int, as_on_gpu: bool, monkeypatch: pytest.MonkeyPatch
@@ -215,6 +217,35 @@ def test_a_draft_ends_before_the_first_token_below_the_floor(tmp_path: Path, flo
         assert list(short.first) == full.tokens[:1], "also where it is not sent"
 
 
+KINDS = GREEDY, Sampling.of(SEED, 1.0), Sampling.of(SEED, 1.0, True)
+
+
+@examples(100)
+@given(st.data())
+def test_every_draft_ends_by_its_own_limit_floor_and_weights(data: st.DataObject) -> None:
+    """However many tokens are taken at a time."""
+    requests, each, steps = (data.draw(st.integers(1, most)) for most in (4, 3, 6))
+    weights = st.lists(st.lists(st.floats(-3, 3), min_size=3, max_size=6), min_size=len(KINDS), max_size=len(KINDS))
+    untils = [Until(steps, data.draw(st.floats(0, 1)), data.draw(st.just([]) | weights)) for _ in range(requests)]
+    samplings = data.draw(st.lists(st.sampled_from(KINDS), min_size=requests, max_size=requests))
+    random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    limits = random.integers(-1, steps + 1, requests * each)
+    signs = random.standard_cauchy((2, steps, requests * each)).astype(np.float32)
+    signs[tuple(random.integers(signs.shape))] = random.choice([np.nan, np.inf, -np.inf])
+    ends, taken, goes_on = Ends(limits, untils, samplings), 0, True
+    while goes_on and taken < steps:
+        before, taken = taken, data.draw(st.integers(taken + 1, steps))
+        goes_on = ends.take(signs[:, before:taken])
+    kept = []
+    for row, limit in enumerate(limits.tolist()):
+        until, sampling = untils[row // each], samplings[row // each]
+        judge = until.judge(sampling) if not sampling.independent else None
+        survivals = accumulate(chances(judge, signs[:, :, row].T.flatten().tolist()), mul) if judge else ()
+        kept.append(min([max(limit, 0), *(place for place, survival in enumerate(survivals) if survival < until.floor)]))
+    assert ends.kept.tolist() == kept
+    assert goes_on == (max(kept) > taken)
+
+
 def test_nobody_computes_what_no_draft_needs(tmp_path: Path) -> None:
     head = TinyHead()
     proposer = make_proposer(tmp_path, head)
@@ -245,5 +276,5 @@ def test_a_chance_is_one_whatever_the_signs(weights: list[float], signs: list[fl
         value, lead = (max(-CLIP, min(CLIP, -CLIP if math.isnan(s) else s)) for s in signs[2 * place : 2 * place + 2])
         at = weights[0] * value + weights[1] * lead + weights[2:][min(place, len(weights) - 3)]
         assert one == pytest.approx(1 / (1 + math.exp(-at)))
-    assert chance([1e9, 0.0, 0.0], 0, 8.0, 0.0) == 1.0
-    assert chance([1e9, 0.0, 0.0], 0, -8.0, 0.0) < 1e-9
+    assert chances([1e9, 0.0, 0.0], [8.0, 0.0]) == [1.0]
+    assert chances([1e9, 0.0, 0.0], [-8.0, 0.0])[0] < 1e-9
