@@ -42,7 +42,10 @@ class _Fetch:
 
 
 class Following:
-    """Fetches `names()`, the tensors that the present head shares with its target, and then passes all of them to `take`."""
+    """Fetches `names()`, the tensors that the present head shares with its target, and then passes all of them to `take`.
+
+    `take` returns at once, and sees to it that they are put in place.
+    """
 
     def __init__(self, names: Callable[[], Set[TargetTensor]], take: Callable[[dict[str, Tensor]], None]) -> None:
         self._names = names

@@ -21,6 +21,7 @@ from statistics import mean
 from typing import IO, Any
 
 import msgspec
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -47,7 +48,7 @@ RING_ROWS = 32768
 
 
 class Learner:
-    """Learning of one drafter.  `swap` puts a head in place; it raises `CheckpointError` or `TimeoutError`."""
+    """Learning of one drafter.  `swap` puts a head in place, or raises."""
 
     def __init__(
         self, directory: Path, target_dir: str, start_dir: str, settings: DraftingSettings, swap: Callable[[str], None]
@@ -104,7 +105,7 @@ class Learner:
             part = path.with_suffix(".part")
             save_file({name: tensor.contiguous() for name, tensor in newer.items()}, part)
             part.replace(path)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             logger.warning("the head is taught by the target's earlier weights: %s", error)
             return
         self._newer = str(path)
@@ -187,8 +188,8 @@ class Learner:
     def _put(self, head_dir: str, complaint: str) -> bool:
         try:
             self._swap(head_dir)
-        except (CheckpointError, TimeoutError) as error:
-            logger.warning("%s: %s", complaint, error)
+        except Exception as error:
+            logger.warning("%s: %r", complaint, error)
             return False
         self.head_dir = head_dir
         self._note(version=self._number(head_dir))
@@ -216,7 +217,12 @@ class Learner:
         job = Job(self._target_dir, self.head_dir, str(self._directory), str(self._ring_dir), self._device, self._newer)
         command = [sys.executable, "-m", "backend.learning.trainer", msgspec.json.encode(job).decode()]
         self._before = None
-        self._trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            self._trainer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            logger.warning("the trainer cannot be started: %s", error)
+            self._news.put(None)
+            return
         assert self._trainer.stdout is not None
         threading.Thread(target=self._read, args=(self._trainer.stdout,), name="trainer-news", daemon=True).start()
 

@@ -35,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 JOIN_S = 10.0
 SWAP_TIMEOUT_S = 60.0
+RETRY_S = 60.0
+"""Pause after the first failure to put the target's new weights in place; each further pause is twice as long."""
 UNLIMITED = 2**31
 """Vocabulary size and longest position of a target whose configuration leaves them to its class, as Gemma 3's does."""
 TAUGHT: frozenset[TargetTensor] = frozenset(("lm_head.weight", "norm.weight"))
@@ -137,6 +139,7 @@ class DrafterProcess:
             self._hub.close()
             raise
         self.address = router.address
+        self._stopping = threading.Event()
         self._closing = threading.Lock()
         self._is_closed = False
         self._loop = DrafterLoop(self._hub, router, self._service)
@@ -153,6 +156,7 @@ class DrafterProcess:
 
     def stop(self) -> None:
         """Ends serving; the socket is closed when this returns.  Does nothing after a crash or a stop."""
+        self._stopping.set()
         if self._learner is not None:
             self._learner.stop()
         with self._closing:
@@ -205,17 +209,24 @@ class DrafterProcess:
         threading.Thread(target=self._adopt, args=(newer,), name="following", daemon=True).start()
 
     def _adopt(self, newer: dict[str, Tensor]) -> None:
+        """Tries until the target's new weights are in place, newer ones have come, or the drafter stops."""
+        pause_s = RETRY_S
+        while not self._has_adopted(newer) and not self._stopping.wait(pause_s):
+            pause_s *= 2
+
+    def _has_adopted(self, newer: dict[str, Tensor]) -> bool:
         with self._exchanging:
             if newer is not self._newest:
-                return
+                return True
             try:
                 self._put(replace(self._model, newer=newer), retargeted=True)
-            except (CheckpointError, TimeoutError) as error:
-                logger.warning("drafter %s does not follow its target's new weights: %s", self._drafter_id, error)
-                return
+            except Exception as error:
+                logger.warning("drafter %s does not follow its target's new weights yet: %r", self._drafter_id, error)
+                return False
         logger.info("drafter %s drafts with %s of the target's new weights", self._drafter_id, ", ".join(sorted(newer)))
         if self._learner is not None:
             self._learner.follow(newer)
+        return True
 
     def stats(self) -> DrafterStats:
         stats = self._loop.stats()

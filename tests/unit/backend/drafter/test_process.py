@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 import torch
@@ -167,13 +167,29 @@ def test_a_draft_model_with_other_ids_drafts_the_same_once_loaded_and_one_with_o
 
 
 def test_what_does_not_fit_into_memory_beside_the_present_model_is_refused(
-    process: DrafterProcess, model: DrafterModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    process: DrafterProcess, model: DrafterModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("backend.drafter.process.build_proposer", Mock(side_effect=torch.OutOfMemoryError("CUDA")))
     with pytest.raises(CheckpointError, match="no memory"):
         process.swap_head(str(model.head_dir))
+
+
+def test_new_weights_are_tried_again_whatever_has_failed(
+    process: DrafterProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = [torch.OutOfMemoryError("CUDA"), RuntimeError("capture\nfailed"), OSError("gone")]
+    build = Mock(side_effect=[*faults, DEFAULT], wraps=build_proposer)
+    monkeypatch.setattr("backend.drafter.process.build_proposer", build)
+    monkeypatch.setattr("backend.drafter.process.RETRY_S", 0.0)
+    before = process._service.proposer
     process._adopt(process._newest)
-    assert "does not follow its target's new weights" in caplog.text
+    assert process._service.proposer is not before
+    lines = [record.getMessage() for record in caplog.records]
+    assert ["does not follow its target's new weights yet" in line and "\n" not in line for line in lines] == [True] * 3
+    build.side_effect = RuntimeError("capture")
+    process.stop()
+    process._adopt(process._newest)
+    assert len(caplog.records) == 4, "a drafter that stops gives up"
 
 
 def test_without_features_a_head_is_refused(tmp_path: Path, model: DrafterModel, start: Any) -> None:

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock, patch
+from unittest.mock import DEFAULT, Mock, patch
 
 import msgspec
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
@@ -268,8 +269,11 @@ def in_place_of_trainers(monkeypatch: pytest.MonkeyPatch, *said: list[News]) -> 
     return started
 
 
-def test_a_head_that_cannot_be_loaded_is_put_away(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse = Mock(side_effect=CheckpointError("spoiled"))
+@pytest.mark.parametrize("fault", [CheckpointError, RuntimeError, OSError])
+def test_a_head_that_cannot_be_loaded_is_put_away(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: type[Exception]
+) -> None:
+    refuse = Mock(side_effect=fault("spoiled"))
     spoiled = tmp_path / "drafter-0" / "versions" / "000001"
     in_place_of_trainers(monkeypatch, [News(1, 1.0, published=str(spoiled))])
     with learner(start, tmp_path, refuse) as own:
@@ -289,6 +293,23 @@ def test_steps_are_counted_from_each_trainers_first_report(start: str, tmp_path:
         own.start("cpu")
         wait_for(lambda: own.stats().steps == 120)
         assert (own.stats().new_steps, own.stats().new_training_s) == (70, 7)
+
+
+def test_a_trainer_that_cannot_be_started_is_tried_again(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "RESTART_S", 0.0)
+    started = in_place_of_trainers(monkeypatch)
+    popen = Mock(side_effect=[BlockingIOError("no process to be had"), DEFAULT], wraps=subprocess.Popen)
+    monkeypatch.setattr("backend.drafter.learner.subprocess.Popen", popen)
+    with learner(start, tmp_path) as own:
+        own.start("cpu")
+        wait_for(lambda: bool(started))
+
+
+def test_a_full_disk_keeps_the_targets_earlier_weights(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learner_module, "save_file", Mock(side_effect=SafetensorError("No space left on device")))
+    with learner(start, tmp_path) as own:
+        own.follow({"norm.weight": torch.ones(2)})
+        assert not own._newer
 
 
 def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
