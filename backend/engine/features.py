@@ -47,8 +47,13 @@ class FeatureShipper:
     """Makes the message that opens a request on a drafter, with its tokens and number of rows."""
 
     def __init__(self, projection: Callable[[str], Projection | None], ring_bytes: int = 0, handover_bytes: int = 0) -> None:
-        """`projection(head)` is applied to features for drafters with that head (`DrafterRef.head`)."""
+        """`projection(head)` is applied to features for drafters that connect with that head (`DrafterRef.head`).
+
+        Raises what it raises for the fleet's own head.
+        """
         self._projection = projection
+        self._own = projection("")
+        """Of the fleet's own head, as the latest drafter with it has read it."""
         self._ring_bytes, self._handover_bytes = ring_bytes, handover_bytes
         self._weights = 0
         self._assigned: dict[str, str] = {}
@@ -84,10 +89,12 @@ class FeatureShipper:
     def _connect(self, wire: Wire, verifier_id: str, ref: DrafterRef, epoch: int) -> None:
         try:
             project = self._projection(ref.head) if ref.takes_features else None
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             # Without its projection the drafter would get wrong features; no drafts are better.
             logger.error("drafter %s is not used: %s", ref.id, error)
             return
+        if ref.takes_features and not ref.head:
+            self._own = project
         hello = Hello(PROTOCOL_VERSION, verifier_id, "features", epoch, weights=self._weights)
         self._links[ref.id] = FeatureLink(wire, ref, project, hello, self._ring_bytes)
 
@@ -133,7 +140,7 @@ class FeatureShipper:
     def _projection_of(self, request_id: str) -> Projection | None:
         """That of the request's drafter; the fleet's own if there is none, or it takes no features."""
         link = self._links.get(self._drafter_of(request_id) or "")
-        return link.project if link is not None and link.ref.takes_features else self._projection("")
+        return link.project if link is not None and link.ref.takes_features else self._own
 
     def _ship_to(self, link: FeatureLink, step: StepRows, places: list[int], fresh: dict[str, int] | None) -> None:
         """Sends one drafter what it lacks of these requests.  `fresh`: see `RowLogs.settle`; None: it takes tokens only."""

@@ -74,8 +74,11 @@ class TensorFiles:
         found: dict[str, torch.Tensor] = {}
         for path, wanted in by_path.items():
             if path.suffix == ".safetensors":
-                with safe_open(path, framework="pt") as opened:
-                    found.update({name: opened.get_tensor(name) for name in wanted})
+                try:
+                    with safe_open(path, framework="pt") as opened:
+                        found.update({name: opened.get_tensor(name) for name in wanted})
+                except (OSError, SafetensorError) as error:
+                    raise CheckpointError(f"{path}: cannot be read ({error})") from error
             else:
                 state = _load_bin(path, "cpu")
                 found.update({name: state[name].clone() for name in wanted})

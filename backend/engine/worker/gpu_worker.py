@@ -79,11 +79,9 @@ class Mixed:
             # `fc` runs in the target's dtype: a bfloat16 model's features gain nothing from more.
             return load_fc(directory).to(self.model_runner.device, self.model_runner.dtype)
 
-        # An unreadable head of the fleet's own must fail the start.
-        own = load_projection(options["head_dir"], None)
-
         def projection(head: str) -> Projection:
-            return load_projection(head, written(head)) if head else own
+            directory = head or options["head_dir"]
+            return load_projection(directory, written(directory))
 
         return FeatureShipper(projection, options["ring_bytes"], HANDOVER_BYTES)
 

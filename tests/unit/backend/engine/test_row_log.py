@@ -311,12 +311,27 @@ def test_nothing_is_handed_over_to_another_head_nor_of_other_weights(monkeypatch
     assert gets_rows("d1", "", weights=1)
 
 
+def test_the_projection_of_the_fleets_own_head_is_read_where_drafters_connect_and_not_in_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    read = mock.Mock(side_effect=lambda head: lambda rows: rows.clone())
+    bench = Bench(monkeypatch, read, 1 << 20)
+    bench.live()
+    bench.assign({"d0": ""})
+    bench.live()
+    newest = bench.shipper._links["d0"].project
+    bench.assign({})
+    bench.live()
+    assert {log.project for log in bench.shipper._logs.values()} == {newest}
+    assert read.call_args_list == 2 * [mock.call("")]
+
+
 def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_elses_requests(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def projection(head: str) -> None:
-        if head and bench.epoch == 1:
-            raise CheckpointError(f"{head}: gone")
+        if head and bench.epoch < 3:
+            raise CheckpointError(f"{head}: gone") if bench.epoch == 1 else FileNotFoundError(head)
 
     bench = Bench(monkeypatch, projection)
     bench.assign({"d0": "", "d1": "/other"})
@@ -325,6 +340,7 @@ def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_
     assert 0 < len(mine) < len(NAMES)
     assert bench.drafters["d0"].texts.keys() == mine
     assert not bench.drafters["d1"].texts
-    bench.assign({"d0": "", "d1": "/other"})
+    for _ in range(2):
+        bench.assign({"d0": "", "d1": "/other"})
     # It loads later: features come at the epoch of its other link.
     assert {name: link.hello.epoch for name, link in bench.shipper._links.items()} == {"d0": 1, "d1": 1}

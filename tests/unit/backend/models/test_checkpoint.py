@@ -18,6 +18,7 @@ from backend.drafter.proposer import DraftRequest, Until
 from backend.models.check import find_misfits
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import CheckpointError, load_config
+from backend.models.tensor_files import TensorFiles
 from tests.support.drafter_heads import TinyHead, check, make_proposer, write_head, write_target
 
 
@@ -209,20 +210,35 @@ def test_imports_stay_light(module: str, absent: str) -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_weights_that_are_being_overwritten_are_refused(tmp_path: Path) -> None:
+    files = TensorFiles(write_head(tmp_path / "head", TinyHead()))
+    for info in files.tensors.values():
+        info.path.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        files.read_many(list(files.tensors))
+
+
 def test_a_head_written_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from backend.engine.worker import gpu_worker as worker
 
     load_fc = Mock(return_value=torch.nn.Identity())
+    own, other = (str(tmp_path / name) for name in ("own", "other"))
+
+    def write(at: int) -> None:
+        for path in (Path(own, "model.safetensors"), Path(other, "model.safetensors")):
+            path.parent.mkdir(exist_ok=True)
+            path.touch()
+            os.utime(path, ns=(at, at))
+
     runner = SimpleNamespace(device="cpu", dtype=torch.float32)
     monkeypatch.setattr(worker, "get_tensor_model_parallel_rank", lambda: 0)
     monkeypatch.setattr("backend.models.checkpoint.load_fc", load_fc)
-    options = {"raw_features": False, "head_dir": "own", "aux_layers": (1,), "ring_bytes": 0}
+    options = {"raw_features": False, "head_dir": own, "aux_layers": (1,), "ring_bytes": 0}
     mixed: Any = SimpleNamespace(model_runner=runner)
+    write(0)
     shipper: Any = worker.Mixed._make_shipper(mixed, options)
-    other = str(tmp_path)
-    for at, text in enumerate(("one", "two")):
-        (tmp_path / "model.safetensors").write_text(text)
-        os.utime(tmp_path / "model.safetensors", ns=(at, at))
-        for head in ("", other, other):
+    for at in (0, 1):
+        write(at)
+        for head in ("", "", other, other):
             shipper._projection(head)
-    assert load_fc.call_args_list == [call("own"), call(other), call(other)]
+    assert load_fc.call_args_list == 2 * [call(own), call(other)]
