@@ -3,9 +3,10 @@
 A row continues its sequence, or is one of several branches behind it; `attention/` says how their cache rows lie.  All that a
 step needs lies in tensors which it changes in place, and nothing waits for the device.  So on a GPU a step is a CUDA graph,
 captured at the start for a few numbers of rows; rows up to the next such number are padding.  More rows, or longer drafts,
-are decoded without graphs, as is everything on a CPU.
+are decoded without graphs, as is everything on a CPU or where a capture fails.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -18,6 +19,8 @@ from backend.drafter.attention import Reach
 from backend.drafter.draws import CAPTURED, SAMPLING_COLUMNS, SHARED, SUPPORT, Draws, Ends, Rules, columns_of, fresh_noise
 from backend.drafter.head import Head, Rows, Stretch
 from backend.drafter.proposer import Drafted
+
+logger = logging.getLogger(__name__)
 
 SIZES = 1, 2, 4, 8, 16, 32, 64, 128, 256
 """Numbers of rows for which steps are captured."""
@@ -114,8 +117,8 @@ class DecodeBatch:
         else:
             graph.replay()
 
-    def capture(self, pool: Any, steps: list[Callable[[], None]]) -> None:
-        """Captures methods as graphs; the rows are padding meanwhile."""
+    def capture(self, pool: Any, steps: list[Callable[[], None]]) -> bool:
+        """Captures methods as graphs; the rows are padding meanwhile.  Returns whether all could be captured."""
         self._numbers[:] = self._padding
         self._columns[:] = 1.0
         self.output.zero_()
@@ -123,7 +126,11 @@ class DecodeBatch:
         self._darts.zero_()
         for step in steps:
             self._step.zero_()
-            self.graphs[step.__name__] = captured(pool, step)
+            graph = captured(pool, step)
+            if graph is None:
+                return False
+            self.graphs[step.__name__] = graph
+        return True
 
     def outputs_of(self, steps: int) -> Tensor:
         """The head's outputs after each of the first `steps` tokens: `[count, steps, hidden]`."""
@@ -207,21 +214,29 @@ class Decoder:
         for size, rules in product(reversed(SIZES), CAPTURED):
             batch = DecodeBatch(self._head, size, GRAPH_STEPS, rules)
             undrawn = [batch.advance_forced, batch.extend] if rules == SHARED else []
-            batch.capture(pool, [batch.pick, batch.advance_and_pick, *undrawn])
+            if not batch.capture(pool, [batch.pick, batch.advance_and_pick, *undrawn]):
+                self._captured.clear()
+                return
             self._captured[size, rules] = batch
 
 
-def captured(pool: Any, step: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """A step as a graph, whose memory is the pool's."""
+def captured(pool: Any, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    """A step as a graph, whose memory is the pool's; None, and a line in the log, where it cannot be captured."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         step()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    # Another thread may be drafting: a head is put in place while the one before it still serves.
-    with torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
-        step()
+    # A capture that fails leaves its stream the current one: leaving the outer block puts ours back.
+    here = torch.cuda.stream(torch.cuda.current_stream())
+    try:
+        # Another thread may be drafting: a head is put in place while the one before it still serves.
+        with here, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
+            step()
+    except Exception as error:  # Mostly for want of memory, whatever it is called; the step itself has just run.
+        logger.warning("drafts are made without CUDA graphs, for one could not be captured: %r", error)
+        return None
     return graph
 
 

@@ -204,6 +204,9 @@ class DFlashProposer(EagleProposer):
             for size, rules in product(reversed(SIZES), CAPTURED):
                 blocks = Blocks(self._head, self._block, size, depth, rules)
                 blocks.capture(pool)
+                if blocks.graph is None:
+                    self._captured.clear()
+                    return
                 self._captured[size, depth, rules] = blocks
 
     def _compute(self, numbers: Tensor, features: Tensor | None, stretches: list[Stretch]) -> Tensor:

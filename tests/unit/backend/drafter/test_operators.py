@@ -1,7 +1,8 @@
 """What a draft costs on a GPU: operators started, and waits for results.  Neither may grow with requests."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -130,3 +131,48 @@ def test_longer_drafts_and_more_rows_than_were_captured_are_drafted_too(tmp_path
             ahead = each.draft_outcomes([r.premise(draft, outcomes, k) for r, draft in zip(its, drafts, strict=True)])
             found.append((drafts, [[(o.accepted, o.token, o.tokens) for o in of_one] for of_one in ahead]))
         assert found[0] == found[1]
+
+
+class Streams:
+    """In place of torch's, on a CPU.  A capture fails at its end, and leaves its stream the current one, as torch's do."""
+
+    def __init__(self) -> None:
+        self.current = mock.Mock()
+
+    @contextmanager
+    def stream(self, stream: mock.Mock) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    @contextmanager
+    def graph(self, *_: Any, **__: Any) -> Iterator[None]:
+        self.current = mock.Mock()
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
+
+def test_where_a_capture_fails_all_is_drafted_without_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    streams = Streams()
+    ours = streams.current
+    fakes: dict[str, Any] = dict.fromkeys(("Stream", "CUDAGraph", "graph_pool_handle"), mock.Mock)
+    fakes |= {"stream": streams.stream, "graph": streams.graph, "current_stream": lambda: streams.current}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    head = TinyHead("dflash", layers=2)
+    weights = load_drafter(write_head(tmp_path / "head", head), write_target(tmp_path / "target", head))
+    one_pass = DFlashProposer(weights, 16384)
+    proposer, (request,) = opened(tmp_path / "two", TinyHead(), 1, [GREEDY])
+    both: list[tuple[Any, Session]] = [(proposer._decoder, request), (one_pass, begun(one_pass, 0, 20))]
+    for capturing, session in both:
+        expected = session.draft(4).tokens
+        with torch.inference_mode():
+            capturing._capture()
+        assert streams.current is ours
+        assert not capturing._captured
+        assert session.draft(4).tokens == expected
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
