@@ -1,14 +1,11 @@
-"""`outrider selfcheck`: does the drafter compute the same on a GPU as on the CPU, and how long does each part take?
-
-Heads with random weights stand for published ones: what a pass computes and how long it takes does not depend on the weights.
-"""
+"""`outrider selfcheck`: does a GPU draft what a CPU drafts, are texts the same, and how long does each part of a draft take?"""
 
 import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
@@ -18,21 +15,27 @@ import torch
 from torch import Tensor
 
 from backend import noise
-from backend.drafter.dflash import DFlashProposer
-from backend.drafter.eagle import EagleProposer, ModelProposer
-from backend.drafter.proposer import Drafted, DraftRequest, Premise, Sampling, Until
+from backend.drafter.proposer import MAX_OUTCOMES, Drafted, Sampling, Until
 from backend.lab.bench.hardware import about
 from backend.lab.bench.markdown import table
-from backend.models.checkpoint import HeadWeights
-from backend.models.head_config import DFLASH, DRAFT_MODEL, DSPARK, HeadConfig, OnePassDrafting, Rope
-from backend.models.layout import required_tensors
+from backend.lab.random_heads import LARGE, NEW_ROWS, SMALL, TYPES, Requests, proposer_of, random_head
+from backend.models.head_config import HeadConfig
+from backend.speculation.calibration import Calibration
+from backend.speculation.chances import Rule
+from backend.wire.drafting import Outcome
+from outrider import Fleet, OutriderError, Sample
 
 Row = dict[str, Any]
-K = 8
-OUTCOMES = 4
-NEW_ROWS = 3
-"""Tokens that a verification confirms, in the measurements of time."""
-REPEATS = 15
+K, FLOOR = 8, 0.1
+WHOLE = Until(K)
+UNTIL = Until(K, FLOOR, [Calibration(K).weights for _ in Rule])
+"""As verifiers ask for drafts, with the weights that they begin with.  Greedy drafts of these heads have about six tokens."""
+FEW_OUTCOMES = 4
+REPEATS, MOST_S = 15, 2.0
+"""Runs of which a time is the median; fewer if they take so many seconds together."""
+REFERENCE = Path(__file__).parents[2] / "benchmarks/results/h200-drafter/selfcheck.json"
+"""Times on another machine, in a checkout."""
+SAME_PART = "vocabulary", "rows", "weights", "rule", "requests", "graphs"
 CALLS = (
     "cudaLaunchKernel",
     "cudaLaunchKernelExC",
@@ -43,152 +46,32 @@ CALLS = (
     "cudaStreamSynchronize",
 )
 """What is counted of CUDA's calls."""
-
-_HEAD = HeadConfig(
-    kind="eagle3",
-    model_type="llama",
-    hidden_size=512,
-    target_hidden_size=512,
-    intermediate_size=1024,
-    num_layers=1,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    vocab_size=32000,
-    draft_vocab_size=8000,
-    max_position=4096,
-    rms_norm_eps=1e-5,
-    rope=Rope(500000.0, "default", {}),
-    dtype="float32",
-    unsupported=(),
-)
-_ONE_PASS = replace(_HEAD, kind=DFLASH, model_type="qwen3", num_layers=2, block=OnePassDrafting(3, 0, (False, True), (0, 0)))
-SMALL = {
-    "head": _HEAD,
-    "one-pass head": _ONE_PASS,
-    "one-pass head with a Markov head": replace(
-        _ONE_PASS, kind=DSPARK, block=OnePassDrafting(3, 0, (False, True), (0, 0), anchored=True, markov_rank=64)
-    ),
-    "head of two layers": replace(_HEAD, kind="eagle", num_layers=2, draft_vocab_size=32000),
-    "draft model": replace(_HEAD, kind=DRAFT_MODEL, model_type="qwen3", num_layers=4, draft_vocab_size=32000),
-}
-_HEAD_OF_8B = replace(
-    _HEAD, hidden_size=4096, target_hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128, dtype="bfloat16"
-)
-_ONE_PASS_OF_8B = replace(
-    _HEAD_OF_8B,
-    kind=DFLASH,
-    model_type="qwen3",
-    intermediate_size=12288,
-    num_layers=5,
-    vocab_size=151936,
-    draft_vocab_size=151936,
-    block=OnePassDrafting(3, 15, (False,) * 5, (0,) * 5),
-)
-LARGE = {
-    "EAGLE-3 head of an 8B target": replace(_HEAD_OF_8B, intermediate_size=14336, vocab_size=128256, draft_vocab_size=32000),
-    "DFlash head of an 8B target, 5 layers": _ONE_PASS_OF_8B,
-    "DSpark head of an 8B target, 5 layers": replace(
-        _ONE_PASS_OF_8B, kind=DSPARK, block=OnePassDrafting(3, 15, (False,) * 5, (0,) * 5, anchored=True, markov_rank=256)
-    ),
-    "draft model of 0.6B, 28 layers": replace(
-        _HEAD_OF_8B,
-        kind=DRAFT_MODEL,
-        model_type="qwen3",
-        hidden_size=1024,
-        target_hidden_size=1024,
-        intermediate_size=3072,
-        num_layers=28,
-        num_heads=16,
-        vocab_size=151936,
-        draft_vocab_size=151936,
-    ),
-}
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SAMPLINGS = {
     "greedy": Sampling(1, 0.0),
     "shared noise": Sampling(2, 1.0),
     "independent": Sampling(3, 1.0, independent=True),
 }
+PROMPTS = ["def read(", "import os\n", "class Cache:\n", "for line in "]
+TEXTS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 1.0, "seed": 1}}
 
 
-def random_head(config: HeadConfig, device: str = "cpu") -> HeadWeights:
-    """A head or draft model with random weights, drawn on a device, whose logits have a standard deviation of about 4."""
-    generator = torch.Generator(device).manual_seed(0)
-    dtype = TYPES[config.dtype]
-
-    def draw(shape: tuple[int, ...], scale: float) -> Tensor:
-        return torch.empty(shape, device=device).normal_(0, scale, generator=generator).to("cpu", dtype)
-
-    shapes = required_tensors(config)
-    is_cut = shapes.pop("d2t", None) is not None
-    shapes.pop("lm_head.weight", None)
-    tensors = {n: draw(s, 2 * s[1] ** -0.5) if len(s) == 2 else 1 + draw(s, 0.1) for n, s in shapes.items()}
-    hidden = config.hidden_size
-    return HeadWeights(
-        config,
-        tensors,
-        draw((config.vocab_size, hidden), 1.0),
-        draw((config.draft_vocab_size, hidden), 4 * hidden**-0.5),
-        torch.arange(config.draft_vocab_size) * (config.vocab_size // config.draft_vocab_size) if is_cut else None,
-        config.max_position,
-        frozenset(),
-        None,
-    )
-
-
-@dataclass
-class Requests:
-    """Requests of one proposer, all with texts of one length; every text and feature is random but repeatable."""
-
-    proposer: EagleProposer
-    count: int
-    length: int
-    samplings: Sequence[Sampling]
-
-    def __post_init__(self) -> None:
-        self._random = torch.Generator().manual_seed(5)
-        self._rows = torch.randn(self.length + 40, self.proposer.hidden, generator=self._random).to(self.proposer.dtype)
-        self.lengths = [self.length + 7 * (i % 5) for i in range(self.count)]
-        for key in range(self.count):
-            tokens = self._tokens(self.lengths[key])
-            rows = len(tokens) - 1 if self.proposer.hidden else 0
-            self.proposer.open(key, tokens, rows, self.samplings[key % len(self.samplings)])
-            self.proposer.draft([DraftRequest(key, len(tokens), rows, self._features(rows))])
-            # A draft model reads a long prompt in several batches.
-            self.proposer.draft([DraftRequest(key, len(tokens), 0, None, Until(1))])
-
-    def commit_and_draft(self, k: int) -> list[Drafted]:
-        """Adds `NEW_ROWS` tokens to every text; drafts `k` tokens for each."""
-        asks = []
-        for key in range(self.count):
-            self.lengths[key] += NEW_ROWS
-            rows = NEW_ROWS if self.proposer.hidden else 0
-            self.proposer.commit(key, self.lengths[key], self._tokens(NEW_ROWS), rows)
-            asks.append(DraftRequest(key, self.lengths[key], rows, self._features(rows), Until(k)))
-        return self.proposer.draft(asks)
-
-    def draft(self) -> list[Drafted]:
-        """Drafts anew for all texts as they are: the same tokens, unless they are samples."""
-        return self.proposer.draft([DraftRequest(key, self.lengths[key], 0, None, Until(K)) for key in range(self.count)])
-
-    def enumerate(self, drafts: list[Drafted]) -> list[list[Any]]:
-        """Outcomes of the verification of `drafts`."""
-        return self.proposer.draft_outcomes(
-            [Premise(key, self.lengths[key], Until(K), drafts[key].tokens, OUTCOMES) for key in range(self.count)]
-        )
-
-    def _tokens(self, count: int) -> list[int]:
-        return torch.randint(0, 30000, (count,), generator=self._random).tolist()
-
-    def _features(self, rows: int) -> Tensor | None:
-        return self._rows[:rows] if self.proposer.hidden else None
-
-
-def proposer_of(weights: HeadWeights, cache_tokens: int, device: str, graphs: bool = True) -> EagleProposer:
-    """Drafts with these weights on a device."""
-    made = {DRAFT_MODEL: ModelProposer, DFLASH: DFlashProposer}.get(weights.config.drafter_kind, EagleProposer)
-    return made(weights, cache_tokens, device, graphs)
+def check_texts() -> Iterator[Row]:
+    """Texts of the demo model with and without drafts: the same?  In float32: bfloat16's rounding decides near ties."""
+    said: list[list[Sample]] = []
+    try:
+        for mode in ("off", "auto"):
+            settings: dict[str, Any] = {"drafters": int(mode != "off"), "verifier_engine_args": {"dtype": "float32"}}
+            with Fleet("demo", mode=mode, **settings) as fleet:
+                for rule in TEXTS.values():
+                    samples = fleet.generate(PROMPTS, {**rule, "max_tokens": 128, "ignore_eos": True}, n=4)
+                    said.append(sorted(samples, key=attrgetter("index", "sample")))
+    except OutriderError as error:
+        yield {"failed": error.message}
+        return
+    for rule_name, plain, drafted in zip(TEXTS, said[: len(TEXTS)], said[len(TEXTS) :], strict=True):
+        spent = [each.account["tokens_per_verification"] for each in drafted if each.account]
+        same = sum(a.token_ids == b.token_ids for a, b in zip(plain, drafted, strict=True))
+        yield {"texts": rule_name, "same": same / len(plain), "tokens per verification": statistics.fmean(spent)}
 
 
 def check_noise(device: str, vocabulary: int, rows: int) -> Iterator[Row]:
@@ -218,24 +101,32 @@ def _share(one: Tensor, two: Tensor) -> float:
     return (one == two).double().mean().item()
 
 
-def check_drafts(device: str, configs: dict[str, HeadConfig], requests: int, length: int) -> Iterator[Row]:
-    """Drafts and outcomes of small heads: on both devices the same?  The reference is float32 on the CPU.
+def check_drafts(device: str, configs: Mapping[str, HeadConfig], requests: int, length: int) -> Iterator[Row]:
+    """Drafts and outcomes of small heads: the same as in float32 on the CPU, and as on the GPU without graphs?
 
     Samples cannot be the same, so of independent drafts the likeliest first token is compared.
     """
     for name, config in configs.items():
         for dtype in TYPES:
             weights = random_head(replace(config, dtype=dtype))
-            proposers = [proposer_of(weights, 16 * 1024, where) for where in ("cpu", device)]
+            others = {"": proposer_of(weights, 16 * 1024, "cpu")}
+            if device == "cuda":
+                others[" without graphs"] = proposer_of(weights, 16 * 1024, device, graphs=False)
+            proposer = proposer_of(weights, 16 * 1024, device)
             for rule, sampling in SAMPLINGS.items():
-                here, there = (Requests(proposer, requests, length, [sampling]) for proposer in proposers)
-                drafts, found = here.commit_and_draft(K), there.commit_and_draft(K)
+                held = Requests(proposer, requests, length, [sampling])
+                drafts = held.commit_and_draft(UNTIL)
+                outcomes = held.enumerate(drafts, FEW_OUTCOMES, UNTIL)
                 same: Callable[[Drafted], Any] = _likeliest if sampling.independent else attrgetter("tokens")
                 row: Row = {"weights": name, "type": dtype, "rule": rule}
-                row["same"] = sum(same(a) == same(b) for a, b in zip(drafts, found, strict=True)) / requests
-                if not sampling.independent:
+                row["tokens"] = statistics.fmean(len(each.tokens) for each in drafts)
+                for where, other in others.items():
+                    its = Requests(other, requests, length, [sampling])
+                    found = its.commit_and_draft(UNTIL)
+                    row[f"same{where}"] = sum(same(a) == same(b) for a, b in zip(drafts, found, strict=True)) / requests
                     # Both enumerate behind the same draft.
-                    row["same outcomes"] = _same_outcomes(here.enumerate(drafts), there.enumerate(drafts))
+                    ahead = its.enumerate(drafts, FEW_OUTCOMES, UNTIL)
+                    row[f"same outcomes{where}"] = None if sampling.independent else _same_outcomes(outcomes, ahead)
                 yield row
 
 
@@ -244,7 +135,7 @@ def _likeliest(drafted: Drafted) -> bytes:
     return drafted.proposal[:4]
 
 
-def _same_outcomes(one: list[list[Any]], two: list[list[Any]]) -> float | None:
+def _same_outcomes(one: list[list[Outcome]], two: list[list[Outcome]]) -> float | None:
     pairs = [(a, b) for these, those in zip(one, two, strict=True) for a, b in zip(these, those, strict=True)]
     same = sum((a.accepted, a.token, list(a.tokens)) == (b.accepted, b.token, list(b.tokens)) for a, b in pairs)
     return same / len(pairs) if pairs else None
@@ -260,36 +151,37 @@ def time_noise(device: str, vocabulary: int, sizes: Sequence[int]) -> Iterator[R
         yield {"vocabulary": vocabulary, "rows": count, "ms": spent, "GB/s": logits.nbytes / spent / 1e6}
 
 
-def time_drafts(device: str, configs: dict[str, HeadConfig], batches: Sequence[tuple[str, int]], length: int) -> Iterator[Row]:
+def time_drafts(
+    device: str, configs: Mapping[str, HeadConfig], batches: Sequence[tuple[str, int]], length: int
+) -> Iterator[Row]:
     """Milliseconds of a draft's parts, and CUDA's calls in them."""
     most = max(count for _, count in batches)
     for name, config in configs.items():
         weights = random_head(config, device)
         for graphs in (True, False) if device == "cuda" else (False,):
-            proposer = proposer_of(weights, most * 2048, device, graphs)
+            # A text that outgrows its stretch of the cache needs the next one before it gives that back.
+            proposer = proposer_of(weights, (most + 1) * 2048, device, graphs)
             for rule, count in batches:
                 for key in range(most):
                     proposer.close(key)
                 held = Requests(proposer, count, length, [SAMPLINGS[rule]])
-                confirm = median_ms(device, partial(held.commit_and_draft, 0))
-                enumerate_all = partial(held.enumerate, held.draft())
-                yield {
-                    "weights": name,
-                    "rule": rule,
-                    "requests": count,
-                    "graphs": graphs,
-                    f"confirm {NEW_ROWS}, ms": confirm,
-                    f"draft {K}, ms": median_ms(device, held.draft),
-                    f"enumerate {OUTCOMES}, ms": median_ms(device, enumerate_all, held.draft),
-                    "calls to draft": calls(device, held.draft),
-                    "calls to enumerate": calls(device, enumerate_all),
-                }
+                row: Row = {"weights": name, "rule": rule, "requests": count, "graphs": graphs}
+                row[f"confirm {NEW_ROWS}, ms"] = median_ms(device, partial(held.commit_and_draft, Until(0)))
+                draft, whole = partial(held.draft, UNTIL), partial(held.draft, WHOLE)
+                row[f"draft {K}, ms"] = median_ms(device, draft)
+                row["calls to draft"] = calls(device, draft)
+                for outcomes in (FEW_OUTCOMES, MAX_OUTCOMES):
+                    enumerate_all = partial(held.enumerate, whole(), outcomes, UNTIL)
+                    row[f"enumerate {outcomes}, ms"] = median_ms(device, enumerate_all, whole)
+                    row[f"calls to enumerate {outcomes}"] = calls(device, enumerate_all)
+                yield row
 
 
 def median_ms(device: str, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
     """The median time of `run`, until the device is done; the time of `before`, which comes first, does not count."""
-    times = []
-    for _ in range(REPEATS + 3):
+    times: list[float] = []
+    end = time.perf_counter() + MOST_S
+    while len(times) < REPEATS + 3 and (len(times) < 6 or time.perf_counter() < end):
         before()
         if device == "cuda":
             torch.cuda.synchronize()
@@ -310,9 +202,15 @@ def calls(device: str, run: Callable[[], object]) -> dict[str, int]:
     return {event.key: event.count for event in seen.key_averages() if event.key in CALLS}
 
 
+def of_reference(reference: Mapping[str, Any], part: str, row: Row) -> dict[str, float]:
+    """The times that the file of reference has of what `row` measures; empty: none."""
+    same = (each for each in reference.get(part, ()) if all(each.get(key) == row.get(key) for key in SAME_PART))
+    return {name: value for name, value in next(same, {}).items() if name.endswith("ms") and name in row}
+
+
 def _text(value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{key} {count}" for key, count in value.items())
+        return ", ".join(f"{key} {_text(count)}" for key, count in value.items())
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -322,24 +220,33 @@ def main(arguments: list[str], say: Callable[[str], None]) -> None:
     """Runs all checks, prints their tables and writes them to a file."""
     parser = argparse.ArgumentParser(prog="outrider selfcheck", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("selfcheck.json"), help="file for the figures (%(default)s)")
-    parser.add_argument("--quick", action="store_true", help="small sizes: to see that it runs, on a machine without a GPU too")
+    parser.add_argument("--quick", action="store_true", help="small sizes, no fleets: to see that it runs, also without a GPU")
     options = parser.parse_args(arguments)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not options.quick:
         parser.error("torch sees no GPU here; with --quick the checks run on the CPU alone")
     found: dict[str, Any] = about(["outrider", "selfcheck", *arguments], [])
+    reference = json.loads(REFERENCE.read_text(encoding="utf-8")) if REFERENCE.exists() and not options.quick else {}
     quick = [("greedy", 1), ("independent", 2)]
     full = [("greedy", 1), ("greedy", 16), ("greedy", 64), ("shared noise", 64), ("independent", 1), ("independent", 64)]
+    # Fleets first, while they find the GPU's memory free.
+    texts = {} if options.quick else {"Texts": check_texts()}
     parts = {
+        **texts,
         "Noise": check_noise(device, 5000, 8) if options.quick else check_noise(device, 150_000, 256),
         "Drafts": check_drafts(device, SMALL, *((2, 20) if options.quick else (12, 200))),
         "Time of noise": time_noise(device, *((5000, [1, 2]) if options.quick else (150_000, [1, 64, 576]))),
         "Time of drafts": time_drafts(device, *((SMALL, quick, 20) if options.quick else (LARGE, full, 1000))),
     }
+    if reference:
+        found["reference"] = {"file": REFERENCE.name} | {key: reference[key] for key in ("commit", "date", "hardware")}
+        say(f"reference: {REFERENCE}, {', '.join(reference['hardware']['gpus'])}, drafts without a floor")
     for name, rows in parts.items():
         say(f"\n{name}\n")
         found[name] = []
         for row in rows:
+            if times := of_reference(reference, name, row):
+                row["reference"] = times
             lines = table(list(row), [[_text(value) for value in row.values()]])
             say("\n".join(lines[2:] if found[name] else lines))
             found[name].append(row)
