@@ -23,9 +23,6 @@ from tests.support.true_noise import true_gumbel
 
 Tensors = dict[str, Tensor]
 
-READS = "tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__", "__index__"
-"""Methods of a tensor that wait for its values."""
-
 
 @dataclass(frozen=True)
 class TinyHead:

@@ -362,11 +362,11 @@ def _logprobs(
 
 def _each_its_own(named: LogprobsTensors, of: list[int], likeliest: LogprobsTensors) -> LogprobsTensors:
     """The rows `of` of `named`, the others of `likeliest`.  vLLM reads as many columns of a row as its request asks for."""
-    joined = []
+    at, joined = async_tensor_h2d(of, device=likeliest.logprobs.device), []
     for ids, top in zip(named[:2], likeliest[:2], strict=True):
         both = top.new_zeros(len(top), max(ids.shape[1], top.shape[1]))
         both[:, : top.shape[1]] = top
-        both[of, : ids.shape[1]] = ids[of]
+        both[at, : ids.shape[1]] = ids[at]
         joined.append(both)
     return LogprobsTensors(*joined, likeliest.selected_token_ranks)
 

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.drafter.decoding import DecodeBatch
@@ -17,7 +16,8 @@ from backend.drafter.eagle import EagleProposer, ModelProposer
 from backend.drafter.head import LONG
 from backend.drafter.proposer import GREEDY, Sampling
 from backend.models.checkpoint import load_drafter
-from tests.support.drafter_heads import READS, Session, TinyHead, begun, make_proposer, tokens_of, write_head, write_target
+from tests.support.drafter_heads import Session, TinyHead, begun, make_proposer, tokens_of, write_head, write_target
+from tests.support.reads import nothing_read
 from tests.unit.backend.drafter.test_draft_model import save
 
 HEADS = {"head": TinyHead(draft_vocab=40), "two layers": TinyHead(layers=2)}
@@ -110,7 +110,7 @@ def test_no_step_waits_for_a_result(tmp_path: Path, samplings: list[Sampling]) -
 
     def guarded(batch: DecodeBatch, step: Callable[[], None]) -> None:
         steps[step.__name__] += 1
-        with mock.patch.multiple(torch.Tensor, **{name: mock.Mock(side_effect=AssertionError(name)) for name in READS}):
+        with nothing_read():
             run(batch, step)
 
     with mock.patch.object(DecodeBatch, "run", guarded):

@@ -23,9 +23,11 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
 
 from backend.engine.worker.runner import PlainUndraftedSteps, RemoteDrafting
-from backend.engine.worker.sampling import LogitRows, SharedNoise, _accepted
+from backend.engine.worker.sampling import SharedNoise
+from backend.speculation.proposals import Proposal
 from backend.wire.engine import INDEPENDENT, LOGPROBS_MODE, NOISE_SEED
 from tests.support.no_repeat import NoRepeat
+from tests.support.reads import ON_A_CPU, nothing_read
 from tests.support.true_noise import true_gumbel
 
 VOCAB, DEEPEST = 24, 4
@@ -316,13 +318,35 @@ def test_thinking_ends_where_its_budget_says(end: list[int]) -> None:
     assert ended > 5
 
 
-def test_nothing_waits_for_the_device_before_all_of_the_sampling_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, an ordinary copy to it ends only when all that was launched before has run."""
-    rows = LogitRows([2, 0], CPU)
-    chosen, drafts = torch.tensor([5, 6, 7, 8]), torch.tensor([5, 9])
-    monkeypatch.setattr(torch, "tensor", None)
-    monkeypatch.setattr(torch, "as_tensor", None)
-    assert _accepted(chosen, drafts, rows).tolist() == [[5, 6, -1], [8, -1, -1]]
+PINNED = {
+    "async_tensor_h2d": "copied from pinned memory, while the GPU works",
+    "make_tensor_with_pad": "likewise: outputs, for penalties",
+    "Sampler.gather_specific_token_logprobs": "likewise: tokens whose log probabilities are asked for",
+}
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafts", "no drafts"])
+@pytest.mark.parametrize("rules", [["greedy"], ["seeded"], ["unseeded"], ["greedy", "seeded", "unseeded"]], ids=" ".join)
+def test_sampling_waits_for_no_result(monkeypatch: pytest.MonkeyPatch, rules: list[str], drafts: bool) -> None:
+    dice, generator, sampling = random.Random(1), torch.Generator().manual_seed(1), Runner._sample
+    requests, proposals = [make(dice, ALL if i % 2 else [], generator) for i in range(9)], {}
+    for i, request in enumerate(requests):
+        rule = rules[i % len(rules)]
+        request.params.temperature = 0.0 if rule == "greedy" else 0.8
+        request.params.extra_args[INDEPENDENT] = rule == "unseeded"
+        request.draft = request.draft if drafts else []
+        if i < 5 and (own := request.draft):
+            ids = np.array([[token, (token + 1) % VOCAB] for token in own], np.int32)
+            proposals[f"r{i}"] = Proposal(ids, np.full(ids.shape, 0.5, np.float32))
+    monkeypatch.setattr(Runner, "proposals", proposals)
+    expected = sample(requests, 3, by_token={1: [7, 2]})
+
+    def guarded(runner: Runner, *given: Any) -> SamplerOutput:
+        with nothing_read(ON_A_CPU | PINNED):
+            return sampling(runner, *given)
+
+    monkeypatch.setattr(Runner, "_sample", guarded)
+    assert torch.equal(sample(requests, 3, by_token={1: [7, 2]}).sampled_token_ids, expected.sampled_token_ids)
 
 
 @pytest.mark.parametrize(("drafts", "verified"), [([0, 0], False), ([], False), ([0, 2], True), ([4], True)])
