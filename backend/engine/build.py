@@ -40,6 +40,8 @@ DRAFT_DEADLINE_S = 0.25
 """Longest wait for drafts, whatever the measured round trip suggests."""
 RING_BYTES = 64 << 20
 """Shared memory per verifier and drafter on one host, for large features."""
+GRAPH_TOKENS, MOST_GRAPH_TOKENS = 512, 1024
+"""The largest step that vLLM by itself captures as CUDA graphs: on most GPUs, and on Blackwell in data centers."""
 WARM_UP_BATCHES = (1, 4, 16, 64)
 WARM_UP_STEPS = 8
 WARM_UP_PROMPT = 8
@@ -65,7 +67,24 @@ def engine_arguments(settings: Settings, paths: ResolvedModels) -> dict[str, Any
     if settings.mode in REMOTE_MODES:
         # vLLM does not schedule asynchronously with drafters like ours; `can_be_early` decides.
         arguments |= {"async_scheduling": False, "scheduler_cls": "backend.engine.scheduler.DraftingScheduler"}
+        if not on_cpu:
+            arguments |= _captured(arguments, 1 + settings.num_speculative_tokens)
     return arguments
+
+
+def _captured(arguments: Mapping[str, Any], rows: int) -> dict[str, Any]:
+    """The argument by which vLLM captures as CUDA graphs steps of `rows` tokens for every request, too, if it would not.
+
+    Sizes that people name stay as they are.
+    """
+    most = arguments["max_num_seqs"] * rows
+    named = {*arguments, *(arguments.get("compilation_config") or ())}
+    if named & {"cudagraph_capture_sizes", "max_cudagraph_capture_size"}:
+        return {}
+    if most <= GRAPH_TOKENS or current_platform.is_device_capability_family(100):
+        return {}
+    # vLLM captures multiples of 16.
+    return {"max_cudagraph_capture_size": min(-(-most // 16) * 16, MOST_GRAPH_TOKENS)}
 
 
 def merged(ours: dict[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,10 +2,13 @@
 
 import inspect
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import vllm  # must be the first of vLLM's modules
+from vllm.config import CompilationConfig, VllmConfig
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper.utils import convert_mapping
 from vllm.triton_utils.dispatcher import _rebind_kernels
@@ -25,7 +28,8 @@ from vllm.v1.worker.gpu_input_batch import InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 import backend.noise  # noqa: F401
-from backend.engine.build import SUPPORTED_VLLM
+from backend.config.settings import MAX_NUM_BATCHED_TOKENS
+from backend.engine.build import GRAPH_TOKENS, SUPPORTED_VLLM
 from backend.engine.worker.cpu_worker import count_at_least, expand, shrink
 
 PARAMETERS = {
@@ -109,6 +113,20 @@ def test_whole_steps_are_captured_for_the_query_length_that_the_runner_names() -
     checked = inspect.getsource(GPUModelRunner._check_and_update_cudagraph_mode)
     assert checked.count("self.uniform_decode_query_len") == 2, "for the sizes and for the keys"
     assert "self.uniform_decode_query_len" in inspect.getsource(CudagraphDispatcher._create_padded_batch_descriptor)
+
+
+def test_steps_are_captured_up_to_the_size_that_is_named_or_to_vllms_own() -> None:
+    for named, largest in ((None, GRAPH_TOKENS), (576, 576)):
+        config: Any = SimpleNamespace(
+            model_config=SimpleNamespace(enforce_eager=False),
+            scheduler_config=SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS),
+            compilation_config=CompilationConfig(max_cudagraph_capture_size=named),
+            speculative_config=None,
+            performance_mode="balanced",
+            uniform_decode_query_len=9,
+        )
+        VllmConfig._set_cudagraph_sizes(config)
+        assert config.compilation_config.cudagraph_capture_sizes[-1] == largest
 
 
 def test_a_request_with_output_is_scheduled_and_run_as_resumed() -> None:

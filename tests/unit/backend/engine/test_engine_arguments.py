@@ -126,6 +126,31 @@ def test_fixed_responses_need_the_v1_runner_and_synchronous_scheduling(
 
 
 @pytest.mark.parametrize(
+    ("mode", "engine_args", "captured"),
+    [
+        ("auto", {}, 576),
+        ("auto", {"max_num_seqs": 58}, 528),
+        ("auto", {"max_num_seqs": 56}, None),
+        ("auto", {"max_num_seqs": 256}, 1024),
+        ("auto", {"cudagraph_capture_sizes": [1, 8]}, None),
+        ("auto", {"compilation_config": {"max_cudagraph_capture_size": 64}}, None),
+        ("native", {}, None),
+    ],
+)
+def test_full_steps_are_captured_unless_vllm_captures_them_or_people_name_sizes(
+    mode: str, engine_args: dict[str, object], captured: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings.model_validate(
+        {"mode": mode, "num_speculative_tokens": 8, "verifier": {"max_num_seqs": 64, "engine_args": engine_args}}
+    )
+    for is_cpu, is_blackwell in ((True, False), (False, True), (False, False)):
+        monkeypatch.setattr(type(current_platform), "is_cpu", lambda self, is_cpu=is_cpu: is_cpu)
+        monkeypatch.setattr(type(current_platform), "is_device_capability_family", lambda self, _, is_=is_blackwell: is_)
+        found = engine_arguments(settings, demo_models()).get("max_cudagraph_capture_size")
+        assert found == (None if is_cpu or is_blackwell else captured)
+
+
+@pytest.mark.parametrize(
     ("model", "given", "found"),
     [
         ("demo", {}, ("xgrammar", True)),
