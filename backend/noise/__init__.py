@@ -106,7 +106,7 @@ def rank(
 ) -> tuple[Tensor, Tensor]:
     """The columns of each row's `count` largest scores, int64 `[R, count]`, and the scores, float32, in descending order.
 
-    Scores and arguments as in `choose`; `count` is at most V.
+    Of equal scores, the first column leads.  Scores and arguments as in `choose`; `count` is at most V.
     """
     if logits.is_cuda:
         from backend.noise import cuda

@@ -71,11 +71,14 @@ def scores_of(logits, seeds, positions, betas, scales, ids, row, columns, size, 
 
 
 @_kernel
-def scores_kernel(logits, seeds, positions, betas, scales, ids, found, size, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr):
+def keys_kernel(logits, seeds, positions, betas, scales, ids, keys, size, HAS_IDS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     scores = scores_of(logits, seeds, positions, betas, scales, ids, row, columns, size, HAS_IDS)
-    tl.store(found + row.to(tl.int64) * size + columns, scores, mask=columns < size)
+    # As integers, scores have the same order, but for the two zeros.  Of equal scores, the first column has the largest key.
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    tl.store(keys + row.to(tl.int64) * size + columns, (order << 32) + (size - 1 - columns), mask=columns < size)
 
 
 @_kernel
@@ -169,7 +172,9 @@ def rank(
     logits: Tensor, seeds: Tensor, positions: Tensor, betas: Tensor, scales: Tensor, count: int, ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """See `backend.noise.rank`."""
-    found = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    _run(scores_kernel, (logits, seeds, positions, betas, scales), ids, (found,))
-    scores, columns = found.topk(count, dim=1)
-    return columns, scores
+    keys = torch.empty(logits.shape, dtype=torch.int64, device=logits.device)
+    _run(keys_kernel, (logits, seeds, positions, betas, scales), ids, (keys,))
+    best = keys.topk(count, dim=1).values
+    order = (best >> 32).int()
+    scores = (order ^ ((order >> 31) & 0x7FFFFFFF)).view(torch.float32)
+    return logits.shape[1] - 1 - (best & 0xFFFFFFFF), scores

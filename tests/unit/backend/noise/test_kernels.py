@@ -42,6 +42,11 @@ for rows, size, ids in ((3, 1500, False), (4, 1100, True), (2, 1, False)):
     tokens = torch.randint(0, 150000, (rows, 30), generator=generator)
     one, other = cuda.gumbel(seeds, positions, tokens), noise.gumbel(seeds, positions, tokens)
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+logits = torch.randn(2, 1500, generator=generator).round().clamp(max=0)
+zeros, ones = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+for logits in (logits, logits - 1, torch.full_like(logits, -torch.inf)):
+    on_gpu, on_cpu = (each.rank(logits, zeros, zeros, ones, 0 * ones, 900, None) for each in (cuda, noise))
+    assert on_gpu[0].equal(on_cpu[0]) and on_gpu[1].equal(on_cpu[1]), "of equal scores, the first column leads"
 logits = torch.zeros(1, 1500)
 none = torch.zeros(1, dtype=torch.int64)
 assert cuda.choose(logits, none, none, torch.ones(1), torch.zeros(1), None, False)[0].tolist() == [0]
@@ -68,7 +73,7 @@ try:
 except ImportError as error:
     raise SystemExit(f"SKIP no Triton here: {error}")
 types = {"logits": "*fp32", "seeds": "*i64", "positions": "*i64", "betas": "*fp32", "scales": "*fp32", "ids": "*i64"}
-types |= {"best": "*fp32", "second": "*fp32", "chosen": "*i64", "tokens": "*i64", "noise": "*fp32", "found": "*fp32"}
+types |= {"best": "*fp32", "second": "*fp32", "chosen": "*i64", "tokens": "*i64", "noise": "*fp32", "keys": "*i64"}
 types |= {"tops": "*fp32", "sums": "*fp32", "columns": "*i64", "scores": "*fp32", "leads": "*fp32", "totals": "*fp32"}
 types |= dict.fromkeys(("places", "starts", "bounds", "tails", "strides"), "*i64")
 types |= {"size": "i32", "scale": "fp32", "queries": "*bf16", "cache": "*bf16", "result": "*bf16"}
@@ -78,7 +83,7 @@ for kernel, constants in (
     (cuda.join_kernel, {"TOTALS": True, "BLOCKS": 256}),
     (attention.attend_kernel, {"KV": 8, "GROUP": 4, "DIM": 128, "PADDED": 16, "WIDE": 128, "SPLITS": 8, "BLOCK": 64}),
     (attention.join_kernel, {"DIM": 128, "WIDE": 128, "SPLITS": 8}),
-    (cuda.scores_kernel, {"HAS_IDS": True, "BLOCK": 1024}),
+    (cuda.keys_kernel, {"HAS_IDS": True, "BLOCK": 1024}),
     (cuda.gumbel_kernel, {"BLOCK": 1024}),
 ):
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
@@ -110,7 +115,7 @@ def test_what_was_compiled_at_the_start_serves_all_sizes_and_addresses(monkeypat
     from backend.noise import cuda
 
     target, variants = make_backend(compiler.GPUTarget("cuda", 90, 32)), set()
-    for kernel in (cuda.choose_kernel, cuda.join_kernel, cuda.scores_kernel, cuda.gumbel_kernel):
+    for kernel in (cuda.choose_kernel, cuda.join_kernel, cuda.keys_kernel, cuda.gumbel_kernel):
         bind = jit.create_function_from_signature(kernel.signature, kernel.params, target)
 
         def note(*inputs: Any, grid: Any, warmup: bool, kernel: Any = kernel, bind: Any = bind, **options: Any) -> None:
