@@ -44,7 +44,7 @@ class Piece(NamedTuple):
     """A message about one request, and its rows."""
 
     item: Open | Commit
-    rows: bytes
+    rows: list[memoryview]
     sent: range
     """See `FeatureLink.sent`, once it is sent."""
 
@@ -66,7 +66,7 @@ class FeatureLink:
 
     def send(self, pieces: list[Piece], row_format: RowFormat, following: Next | None) -> int | None:
         """Sends a round, pending `Close` items first.  Returns its bytes, or None if the drafter's queue is full."""
-        rows, at = [piece.rows for piece in pieces], None
+        rows, at = [view for piece in pieces for view in piece.rows], None
         size = sum(map(len, rows))
         if self._ring is not None and self._ring_is_read and size >= RING_FROM_BYTES:
             at = self._ring.write(*rows)

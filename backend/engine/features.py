@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 
 from backend.engine.feature_link import FeatureLink, Piece
-from backend.engine.row_log import AT_ONCE, MOST_WAITING, NO_ROWS, Log, Projection, RowFormat, RowLogs, StepRows, next_row
+from backend.engine.row_log import NO_ROWS, Log, Projection, RowFormat, RowLogs, StepRows, next_row
 from backend.fleet import DraftCounters, DrafterRef
 from backend.models.head_config import CheckpointError
 from backend.speculation.pairing import Pairings
@@ -63,7 +63,7 @@ class FeatureShipper:
         """By request, as the scheduler has decided."""
         self._drafters: dict[str, str | None] = {}
         """The drafter of each request under the present assignment."""
-        self._logs = RowLogs(handover_bytes)
+        self._logs = RowLogs(handover_bytes, self._projection_of)
         self._links: dict[str, FeatureLink] = {}
         self._counters = defaultdict[str, DraftCounters](DraftCounters)
 
@@ -77,7 +77,7 @@ class FeatureShipper:
                 link.close()
                 del self._links[drafter_id]
         if weights != self._weights:
-            self._weights, self._logs = weights, RowLogs(self._handover_bytes)
+            self._weights, self._logs = weights, RowLogs(self._handover_bytes, self._projection_of)
         self._assigned, self._drafters = {ref.id: ref.head for ref in epochs}, {}
         for ref, epoch in epochs.items():
             if ref.id not in self._links:
@@ -122,9 +122,11 @@ class FeatureShipper:
         fresh: dict[str, int] | None = None
         if layers is not None:
             self._logs.add(step, layers)
-            if not self.features_needed and self._logs.waiting < MOST_WAITING:
+            if self.features_needed:
+                self._logs.settle()
+            if not self._logs.fresh:
                 return
-            fresh = self._logs.settle(self._projection_of, 0 if self.features_needed else MOST_WAITING - AT_ONCE)
+            fresh, self._logs.fresh = self._logs.fresh, {}
         drafters = [self._drafter_of(request_id) for request_id in step.request_ids]
         for drafter_id, link in self._links.items():
             link.receive_answers()
@@ -143,7 +145,7 @@ class FeatureShipper:
         return link.project if link is not None and link.ref.takes_features else self._own
 
     def _ship_to(self, link: FeatureLink, step: StepRows, places: list[int], fresh: dict[str, int] | None) -> None:
-        """Sends one drafter what it lacks of these requests.  `fresh`: see `RowLogs.settle`; None: it takes tokens only."""
+        """Sends one drafter what it lacks of these requests.  `fresh`: see `RowLogs`; None: it takes tokens only."""
         counters, row_format, room = self._counters[link.ref.id], RowFormat(), HANDOVER_ROWS
         rounds: list[list[Piece]] = []
         last: list[Piece] = []
@@ -151,9 +153,10 @@ class FeatureShipper:
             request_id = step.request_ids[i]
             sent, end, log, own = link.sent.get(request_id), step.starts[i] + step.counts[i], NO_ROWS, 0
             if fresh is not None:
-                if request_id not in fresh:
+                log = self._logs.get(request_id, NO_ROWS)
+                # Rows of a step that began early may have been projected for another head: they begin anew with the next ones.
+                if request_id not in fresh or log.project is not link.project:
                     continue
-                log = self._logs[request_id]
                 end = min(end, log.end)  # Later rows may wait.
                 own = min(fresh[request_id], end)
             # One request may have more earlier rows than the limit, or they would never be sent.

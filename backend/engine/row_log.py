@@ -1,8 +1,8 @@
 """Keeps the feature rows of running requests: one log per request.  Pure bookkeeping of tensors and bytes.
 
 Worker process, on the thread that runs the model.  A step's rows first wait where the model left them, until drafters need rows
-or many wait.  Then they are projected, in one call for each head that serves their requests, and appended to the requests'
-logs in host memory.  So steps without drafts cost little, and rows of requests that end first are never projected.
+or many wait.  Then they are projected, piece by piece, with one call for each head that serves their requests, and appended to
+their logs in host memory.  So steps without drafts cost little, and rows of requests that end first are never projected.
 
 A drafter computes its KV cache from a request's rows.  One that is new to a request gets the whole log, and reaches the state
 of the drafter before it, even if that one is gone.  When memory is short, the longest log gives up its older half: the next
@@ -10,18 +10,20 @@ drafter then lacks distant context, nothing else.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from backend.wire.drafting import FeatureDtype
 
 MOST_WAITING, AT_ONCE = 4096, 512
-"""Fewer rows wait at any time.  If more would, the oldest are projected, at least so many at once.  Of 64 requests, those with
-outputs of 64 tokens end before that."""
+"""Fewer rows wait after any step.  If more would, the oldest are projected, at least so many.  Of 64 requests, those with
+outputs of 64 tokens end before that.  However many are projected, no more than so many are at once: their memory is no part of
+vLLM's plan."""
 
 DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
     torch.float32: "float32",
@@ -70,79 +72,86 @@ class Log:
     chunks: list[bytes] = field(default_factory=list)
     """The rows, as they came: one long array would be moved in memory again and again while it grows."""
 
-    def part(self, first: int, end: int) -> bytes:
-        """The rows of the positions `first .. end - 1`."""
+    def part(self, first: int, end: int) -> list[memoryview]:
+        """The rows of the positions `first .. end - 1`, one behind the other; nothing is copied."""
         size, at, found = self.format.row_bytes, self.end, []
         for chunk in reversed(self.chunks):
             if at <= first:
                 break
             at -= len(chunk) // size
-            found.append(chunk[max(first - at, 0) * size : max(end - at, 0) * size])
-        return b"".join(reversed(found))
+            found.append(memoryview(chunk)[max(first - at, 0) * size : max(end - at, 0) * size])
+        return found[::-1]
 
 
 NO_ROWS = Log(None, RowFormat(), 0, 0)
 """In place of a log, for drafters that take tokens only."""
 
 
-_WaitingStep = tuple[list[str], list[int], list[int], torch.Tensor]
-"""Request ids, positions of their first rows, numbers of rows, and the rows of all."""
+_Part = tuple[str, int, int, int]
+"""Some of a request's rows: request id, position of the first row, where that is in a tensor, and their number."""
+
+
+class _Piece(NamedTuple):
+    """At most `AT_ONCE` rows that are in no log yet, one part behind the other."""
+
+    parts: list[_Part]
+    rows: torch.Tensor
 
 
 class RowLogs(dict[str, Log]):
     """The logs by request.  `trim` keeps them within `capacity` bytes."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, projection_of: Callable[[str], Projection | None]) -> None:
+        """`projection_of(request_id)` is applied to a request's rows."""
         super().__init__()
-        self._capacity = capacity
+        self._capacity, self._projection_of = capacity, projection_of
         self.held = 0
         """Bytes of all logs."""
-        self._steps: deque[_WaitingStep] = deque()
+        self.fresh: dict[str, int] = {}
+        """By request whose log has grown since the sender took this last: the first position that is new there."""
+        self._pieces: deque[_Piece] = deque()
         self.waiting = 0
-        """Rows that are in no log yet."""
+        """Rows of all pieces."""
 
     def add(self, step: StepRows, layers: Sequence[torch.Tensor]) -> None:
         """Copies a step's final rows, those of all layers side by side.  A layer is `[num_tokens, width]`."""
-        if step.counts[:-1] == step.computed[:-1]:
-            rows = torch.cat([layer[: sum(step.counts)] for layer in layers], dim=-1)
-        else:
-            rows = _pick(layers, np.cumsum([0, *step.computed[:-1]]), np.array(step.counts))
-        self._steps.append((list(step.request_ids), step.starts, step.counts, rows))
-        self.waiting += len(rows)
+        for parts in _pieces(step):
+            places = _places(parts, layers[0].device)
+            rows = torch.cat([layer[places] for layer in layers], dim=-1)
+            self._pieces.append(_Piece(parts, rows))
+            self.waiting += len(rows)
+            if self.waiting >= MOST_WAITING:
+                self.settle(MOST_WAITING - AT_ONCE)
 
-    def settle(self, projection_of: Callable[[str], Projection | None], left: int = 0) -> dict[str, int]:
-        """Appends waiting rows to the logs, the oldest steps' first, until at most `left` wait.
+    def settle(self, left: int = 0) -> None:
+        """Appends waiting rows to the logs, the oldest first, until at most `left` wait.  `trim` must follow.
 
-        Returns the first position that is new there, of each request that has new rows.  Rows that a log has already were
-        computed anew after a preemption and are skipped.  A log begins anew where rows begin before it or behind a gap, and
-        for another projection.
+        Rows that a log has already were computed anew after a preemption and are skipped.  A log begins anew where rows begin
+        before it or behind a gap, and for another projection.
         """
-        steps: list[_WaitingStep] = []
         while self.waiting > left:
-            steps.append(self._steps.popleft())
-            self.waiting -= len(steps[-1][-1])
-        if not steps:
-            return {}
-        whole = torch.cat([rows for *_, rows in steps]) if len(steps) > 1 else steps[0][-1]
-        groups: dict[Projection | None, list[tuple[str, int, int, int]]] = {}
-        offset = 0
-        for request_ids, starts, counts, _ in steps:
-            for request_id, start, count in zip(request_ids, starts, counts, strict=True):
-                if request_id:
-                    groups.setdefault(projection_of(request_id), []).append((request_id, start, offset, count))
-                offset += count
-        fresh: dict[str, int] = {}
-        for project, parts in groups.items():
-            is_whole = sum(part[-1] for part in parts) == len(whole)
-            rows = whole if is_whole else _pick([whole], *np.array([part[2:] for part in parts]).T)
-            projected = rows if project is None else project(rows)
-            # vLLM has synchronised the stream to read the sampled tokens, so this copy waits for the projection only.
-            self._append(project, parts, projected.contiguous().cpu(), fresh)
-        return fresh
+            pieces = [self._pieces.popleft()]
+            size = len(pieces[0].rows)
+            while size < self.waiting - left and size + len(self._pieces[0].rows) <= AT_ONCE:
+                pieces.append(self._pieces.popleft())
+                size += len(pieces[-1].rows)
+            self.waiting -= size
+            self._project(pieces)
 
-    def _append(
-        self, project: Projection | None, parts: list[tuple[str, int, int, int]], rows: torch.Tensor, fresh: dict[str, int]
-    ) -> None:
+    def _project(self, pieces: list[_Piece]) -> None:
+        groups: dict[Projection | None, list[_Part]] = {}
+        offset = 0
+        for piece in pieces:
+            for request_id, start, _, count in piece.parts:
+                if request_id:
+                    groups.setdefault(self._projection_of(request_id), []).append((request_id, start, offset, count))
+                offset += count
+        whole = torch.cat([piece.rows for piece in pieces]) if len(pieces) > 1 else pieces[0].rows
+        for project, parts in groups.items():
+            rows = whole[_places(parts, whole.device)]
+            self._append(project, parts, (rows if project is None else project(rows)).contiguous().cpu())
+
+    def _append(self, project: Projection | None, parts: list[_Part], rows: torch.Tensor) -> None:
         size, at = rows.shape[-1] * rows.element_size(), 0
         row_format = RowFormat(DTYPE_NAMES[rows.dtype], rows.shape[-1], size)
         data = rows.view(torch.uint8).view(-1).numpy().data
@@ -151,8 +160,8 @@ class RowLogs(dict[str, Log]):
             if log is None or log.project is not project or not log.start <= start <= log.end:
                 self._drop(request_id)
                 log = self[request_id] = Log(project, row_format, start, start)
-                fresh[request_id] = start
-            fresh.setdefault(request_id, log.end)
+                self.fresh[request_id] = start
+            self.fresh.setdefault(request_id, log.end)
             new = data[at + (log.end - start) * size : at + count * size]
             if new:
                 log.chunks.append(bytes(new))
@@ -163,14 +172,15 @@ class RowLogs(dict[str, Log]):
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drops all rows of requests that have ended."""
         over = set(request_ids)
-        for waiting, *_ in self._steps:
-            waiting[:] = ["" if each in over else each for each in waiting]
+        for piece in self._pieces:
+            piece.parts[:] = [("", *part[1:]) if part[0] in over else part for part in piece.parts]
         for request_id in over:
             self._drop(request_id)
 
     def _drop(self, request_id: str) -> None:
         if request_id in self:
             self.held -= sum(map(len, self.pop(request_id).chunks))
+            self.fresh.pop(request_id, None)
 
     def trim(self) -> None:
         """Has the longest log give up its older half, in whole chunks, until all are within the bound."""
@@ -192,8 +202,29 @@ def next_row(sent: range | None, start: int, own: int, room: int | None) -> int:
     return at if room is None or own - at <= room else max(own, sent.stop if sent is not None else 0)
 
 
-def _pick(layers: Sequence[torch.Tensor], offsets: np.ndarray[Any, Any], counts: np.ndarray[Any, Any]) -> torch.Tensor:
-    """A copy of `counts[i]` rows from `offsets[i]` on, for each i; those of all layers side by side."""
-    at = np.repeat(offsets - (counts.cumsum() - counts), counts) + np.arange(counts.sum())
-    places = torch.from_numpy(at).to(layers[0].device)
-    return torch.cat([layer.index_select(0, places) for layer in layers], dim=-1)
+def _pieces(step: StepRows) -> Iterator[list[_Part]]:
+    """A step's final rows, at most `AT_ONCE` in a piece, by their places in the hidden states."""
+    piece, room, at = list[_Part](), AT_ONCE, 0
+    for request_id, start, count, computed in zip(step.request_ids, step.starts, step.counts, step.computed, strict=True):
+        done = 0
+        while done < count:
+            taken = min(count - done, room)
+            piece.append((request_id, start + done, at + done, taken))
+            done, room = done + taken, room - taken
+            if not room:
+                yield piece
+                piece, room = [], AT_ONCE
+        at += computed
+    if piece:
+        yield piece
+
+
+def _places(parts: list[_Part], device: torch.device) -> slice | torch.Tensor:
+    """An index of the rows of these parts in their tensor."""
+    first, total = parts[0][2], sum(part[3] for part in parts)
+    if parts[-1][2] + parts[-1][3] - first == total:
+        return slice(first, first + total)
+    offsets, counts = np.array([part[2:] for part in parts]).T
+    at = np.repeat(offsets - (counts.cumsum() - counts), counts) + np.arange(total)
+    places: torch.Tensor = async_tensor_h2d(at, device=device)
+    return places

@@ -31,7 +31,7 @@ from backend.wire.engine import RequestOptions
 logger = logging.getLogger(__name__)
 
 MOST_EARLY_TOKENS = 4096
-"""Computed since the last step that did not begin early.  Their features stay on the device until then."""
+"""Computed since the last step that did not begin early.  Their features are not sent until then."""
 
 
 class StockScheduler(CountingScheduler, DeadEnds, Scheduler):

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from backend.engine import feature_link, features
+from backend.engine import feature_link, features, row_log
 from backend.engine.features import FeatureShipper
 from backend.engine.row_log import AT_ONCE, MOST_WAITING, RowLogs
 from backend.fleet import DrafterRef
@@ -102,7 +102,11 @@ class Drafter:
 
 
 BOTH = st.sampled_from(["d0", "d1"])
-STEPS = st.tuples(st.just("step"), st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9), min_size=1), st.booleans())
+STEPS = st.tuples(
+    st.just("step"),
+    st.dictionaries(st.sampled_from(NAMES), st.integers(1, 9), min_size=1),
+    st.sampled_from(["early", "plain", "needed"]),
+)
 OTHERS = st.one_of(
     st.tuples(st.just("full"), BOTH, st.booleans()),
     st.tuples(st.just("forgets"), BOTH, st.sampled_from([*NAMES, "all"])),
@@ -116,11 +120,11 @@ OTHERS = st.one_of(
 @given(
     st.lists(st.one_of(STEPS, STEPS, OTHERS), min_size=9, max_size=30),
     st.sampled_from([0, 8 * 7, 1 << 20]),
-    st.sampled_from([1, 20]),
+    st.sampled_from([(1, 1), (20, 1), (20, 6)]),
     st.sampled_from([4, 64]),
 )
 def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
-    events: list[tuple[str, Any, Any]], capacity: int, most_waiting: int, most_rows: int
+    events: list[tuple[str, Any, Any]], capacity: int, bounds: tuple[int, int], most_rows: int
 ) -> None:
     drafters = {"d0": Drafter(), "d1": Drafter()}
     refs = {name: DrafterRef(name, "i", name, "", 1) for name in drafters}
@@ -128,22 +132,25 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
     shipper = FeatureShipper(lambda head: None, handover_bytes=capacity)
     log = shipper._logs
 
-    def step(counts: dict[str, int], needed: bool) -> None:
-        shipper.features_needed = needed
-        layer = torch.cat([rows_of(name, ends[name], count, rejected=1) for name, count in counts.items()])
-        shipper.ship(step_of([(name, ends[name], count, TEXTS[name]) for name, count in counts.items()], rejected=1), [layer])
+    def step(counts: dict[str, int], kind: str) -> None:
+        shipper.features_needed, rejected = kind == "needed", int(kind != "early")
+        layer = torch.cat([rows_of(name, ends[name], count, rejected) for name, count in counts.items()])
+        rows = step_of([(name, ends[name], count, TEXTS[name]) for name, count in counts.items()], rejected)
+        if kind == "early":
+            shipper.log(rows, [layer])
+        else:
+            shipper.ship(rows, [layer])
+            assert log.held <= capacity
         for name, count in counts.items():
             ends[name] += count
-        assert log.held <= capacity
-        assert log.waiting < most_waiting
+        assert log.waiting < bounds[0]
 
     with (
         mock.patch.object(feature_link, "connect_dealer", lambda _, address, *__: address),
         mock.patch.object(feature_link, "Dealer", drafters.__getitem__),
         mock.patch.object(feature_link, "GREET_EVERY_S", 0.0),
         mock.patch.object(features, "HANDOVER_ROWS", most_rows),
-        mock.patch.object(features, "MOST_WAITING", most_waiting),
-        mock.patch.object(features, "AT_ONCE", 1),
+        mock.patch.multiple(row_log, MOST_WAITING=bounds[0], AT_ONCE=bounds[1]),
     ):
         shipper.set_drafters(Wire(), "v", {refs["d0"]: 0})
         for number, (kind, what, more) in enumerate(events):
@@ -167,10 +174,10 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
         shipper.set_drafters(Wire(), "v", {refs["d0"]: 0})
         drafters["d0"].is_full = False
         # All are computed again as far as they were before.
-        step({name: max(log[name].end - end, 0) + 1 if name in log else 1 for name, end in ends.items()}, True)
+        step({name: max(log[name].end - end, 0) + 1 if name in log else 1 for name, end in ends.items()}, "needed")
         # What it forgot is known after the first; then one request's turn comes in each.
         for _ in range(2 + len(NAMES)):
-            step(dict.fromkeys(NAMES, 1), True)
+            step(dict.fromkeys(NAMES, 1), "needed")
         for name, end in ends.items():
             assert set(drafters["d0"].rows[name]) >= set(range(log[name].start, end))
             assert capacity < 1 << 20 or log[name].start == 0
@@ -190,55 +197,67 @@ def test_rows_of_requests_that_have_ended_are_never_projected() -> None:
         projected.extend(rows.tolist())
         return rows
 
-    log = RowLogs(1 << 20)
+    log = RowLogs(1 << 20, lambda name: project)
     log.add(step_of([(name, 0, 2, []) for name in "ab"]), [torch.cat([rows_of(name, 0, 2) for name in "ab"])])
     log.forget(["b", "stranger"])
     log.add(step_of([("a", 2, 1, []), ("b", 0, 1, [])]), [torch.cat([rows_of("a", 2, 1), rows_of("b", 0, 1)])])
-    assert log.settle(lambda name: project) == {"a": 0, "b": 0}
+    log.settle()
+    assert log.fresh == {"a": 0, "b": 0}
     assert projected == [*rows_of("a", 0, 3).tolist(), *rows_of("b", 0, 1).tolist()]
 
 
-@given(st.lists(st.integers(1, 2 * MOST_WAITING), min_size=1, max_size=30))
-@example([1, 3585, 3585])
-def test_a_step_projects_a_bounded_number_of_rows_besides_its_own(steps: list[int]) -> None:
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 2 * MOST_WAITING), st.sampled_from(["early", "plain", "needed"])), min_size=1, max_size=30
+    )
+)
+@example([(1, "plain"), (3585, "plain"), (3585, "plain")])
+@example([(MOST_WAITING - 1, "plain"), (MOST_WAITING, "early"), (1, "needed")])
+def test_few_rows_wait_and_fewer_are_projected_at_once(steps: list[tuple[int, str]]) -> None:
     projected: list[int] = []
 
     def project(rows: torch.Tensor) -> torch.Tensor:
         projected.append(len(rows))
+        assert len(rows) + shipper._logs.waiting < MOST_WAITING + AT_ONCE
         return rows
 
     shipper = FeatureShipper(lambda head: project)
-    shipper.features_needed = False
     at = 0
-    for count in steps:
+    for count, kind in steps:
         before = sum(projected)
-        shipper.ship(step_of([("r", at, count, [])]), [torch.zeros(count, 1)])
+        shipper.features_needed = kind == "needed"
+        (shipper.log if kind == "early" else shipper.ship)(step_of([("r", at, count, [])]), [torch.zeros(count, 1)])
         at += count
-        assert sum(projected) - before < max(steps) + count + AT_ONCE
-        assert sum(projected) == before or sum(projected) - before >= AT_ONCE, "seldom"
-        assert at - sum(projected) == shipper._logs.waiting < MOST_WAITING, "nothing is left out"
+        assert max(projected, default=0) <= AT_ONCE
+        assert at - sum(projected) == shipper._logs.waiting < (1 if shipper.features_needed else MOST_WAITING), (
+            "nothing is left out"
+        )
+        if not shipper.features_needed:
+            assert sum(projected) - before < count + 2 * AT_ONCE
+            assert sum(projected) == before or sum(projected) - before >= AT_ONCE, "seldom"
 
 
 def test_each_head_gets_rows_of_its_own_projection() -> None:
-    log, twice = RowLogs(1 << 20), {"a": lambda rows: rows * 2, "b": None}
+    log = RowLogs(1 << 20, {"a": lambda rows: rows * 2, "b": None}.__getitem__)
     for start in (0, 2):
         log.add(step_of([(name, start, 2, []) for name in "ab"]), [torch.cat([rows_of(name, start, 2) for name in "ab"])])
-    assert log.settle(twice.__getitem__) == {"a": 0, "b": 0}
-    assert log["a"].part(1, 4) == (rows_of("a", 1, 3) * 2).numpy().tobytes()
-    assert log["b"].part(0, 4) == rows_of("b", 0, 4).numpy().tobytes()
+    log.settle()
+    assert log.fresh == {"a": 0, "b": 0}
+    assert b"".join(log["a"].part(1, 4)) == (rows_of("a", 1, 3) * 2).numpy().tobytes()
+    assert b"".join(log["b"].part(0, 4)) == rows_of("b", 0, 4).numpy().tobytes()
 
 
 @pytest.mark.parametrize("rejected", [0, 1])
 def test_logged_rows_are_copies_of_all_layers_side_by_side(rejected: int) -> None:
     layers = [torch.arange(6.0).view(6, 1), torch.arange(6.0).view(6, 1) + 10]
-    log = RowLogs(1 << 20)
+    log = RowLogs(1 << 20, lambda name: None)
     log.add(step_of([("a", 0, 2, []), ("b", 5, 1, [])], rejected), layers)
     for layer in layers:
         layer.zero_()  # the runner reuses its memory
-    log.settle(lambda name: None)
+    log.settle()
     last = 2 + rejected
-    assert log["a"].part(0, 2) == torch.tensor([[0.0, 10.0], [1.0, 11.0]]).numpy().tobytes()
-    assert log["b"].part(5, 6) == torch.tensor([[last, 10.0 + last]]).numpy().tobytes()
+    assert b"".join(log["a"].part(0, 2)) == torch.tensor([[0.0, 10.0], [1.0, 11.0]]).numpy().tobytes()
+    assert b"".join(log["b"].part(5, 6)) == torch.tensor([[last, 10.0 + last]]).numpy().tobytes()
 
 
 class Bench:
@@ -389,3 +408,16 @@ def test_a_step_is_shipped_with_one_copy_from_the_device_and_two_in_host_memory(
         final = torch.arange(rows).tensor_split(np.cumsum(step.computed)[:-1].tolist())
         at = torch.cat([own[:count] for own, count in zip(final, counts, strict=True)])
         assert frames[-1] == project(torch.cat(layers, dim=1)[at]).numpy().tobytes()
+
+
+def test_rows_of_steps_that_began_early_never_reach_a_drafter_with_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_log, "MOST_WAITING", 10)
+    monkeypatch.setattr(row_log, "AT_ONCE", 8)
+    bench = Bench(monkeypatch, {"": lambda rows: rows + 1, "/other": lambda rows: rows.clone()}.__getitem__, 1 << 20)
+    bench.assign({"d0": ""})
+    bench.shipper.log(step_of([("a", 0, 10, TEXTS["a"])]), [rows_of("a", 0, 10)])
+    bench.assign({"d1": "/other"})
+    for position, needed in ((10, False), (11, True)):
+        bench.shipper.features_needed = needed
+        bench.shipper.ship(step_of([("a", position, 1, TEXTS["a"])]), [rows_of("a", position, 1)])
+    assert bench.drafters["d1"].rows == {"a": [8, 9, 10, 11]}, "the others were projected for another head"
