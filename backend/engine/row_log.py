@@ -11,7 +11,9 @@ drafter then lacks distant context, nothing else.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -96,6 +98,8 @@ class _Piece(NamedTuple):
 
     parts: list[_Part]
     rows: torch.Tensor
+    made: torch.cuda.Event | None
+    """Happens once they are computed; None except on CUDA."""
 
 
 class RowLogs(dict[str, Log]):
@@ -118,7 +122,8 @@ class RowLogs(dict[str, Log]):
         for parts in _pieces(step):
             places = _places(parts, layers[0].device)
             rows = torch.cat([layer[places] for layer in layers], dim=-1)
-            self._pieces.append(_Piece(parts, rows))
+            made = torch.cuda.current_stream().record_event() if rows.is_cuda else None
+            self._pieces.append(_Piece(parts, rows, made))
             self.waiting += len(rows)
             if self.waiting >= MOST_WAITING:
                 self.settle(MOST_WAITING - AT_ONCE)
@@ -146,10 +151,14 @@ class RowLogs(dict[str, Log]):
                 if request_id:
                     groups.setdefault(self._projection_of(request_id), []).append((request_id, start, offset, count))
                 offset += count
-        whole = torch.cat([piece.rows for piece in pieces]) if len(pieces) > 1 else pieces[0].rows
-        for project, parts in groups.items():
-            rows = whole[_places(parts, whole.device)]
-            self._append(project, parts, (rows if project is None else project(rows)).contiguous().cpu())
+        copies: list[torch.Tensor] = []
+        with _behind(pieces[-1].made):
+            whole = torch.cat([piece.rows for piece in pieces]) if len(pieces) > 1 else pieces[0].rows
+            for project, parts in groups.items():
+                rows = whole[_places(parts, whole.device)]
+                copies.append((rows if project is None else project(rows)).contiguous().to("cpu", non_blocking=True))
+        for (project, parts), rows in zip(groups.items(), copies, strict=True):
+            self._append(project, parts, rows)
 
     def _append(self, project: Projection | None, parts: list[_Part], rows: torch.Tensor) -> None:
         size, at = rows.shape[-1] * rows.element_size(), 0
@@ -200,6 +209,26 @@ def next_row(sent: range | None, start: int, own: int, room: int | None) -> int:
     """
     at = start if sent is None or start < sent.start else max(start, sent.stop)
     return at if room is None or own - at <= room else max(own, sent.stop if sent is not None else 0)
+
+
+@cache
+def _own_stream() -> torch.cuda.Stream:
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _behind(made: torch.cuda.Event | None) -> Iterator[None]:
+    """On CUDA, what is launched in this block begins once `made` has happened; the end of the block waits for it.
+
+    It has a stream of its own.  In the model's stream, it would also wait for a step that began early.
+    """
+    if made is None:
+        yield
+        return
+    with torch.cuda.stream(_own_stream()):
+        made.wait()
+        yield
+        _own_stream().synchronize()
 
 
 def _pieces(step: StepRows) -> Iterator[list[_Part]]:
