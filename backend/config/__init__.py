@@ -1,8 +1,3 @@
 """Settings: their types (`settings.py`), where they come from (`sources.py`) and the process environment (`environment.py`)."""
 
-from backend.config.settings import (
-    REMOTE_MODES,
-    DraftingSettings,
-    RecordsSettings,
-    Settings,
-)
+from backend.config.settings import REMOTE_MODES, DraftingSettings, RecordsSettings, Settings

@@ -51,8 +51,7 @@ class GatewaySettings(Section):
         None, description="bearer key that clients must send, or @FILE that holds it; none: open to all"
     )
     admin_key: str | None = Field(
-        None,
-        description="bearer key for /admin, where the fleet is changed, or @FILE with it; none: only from its own machine",
+        None, description="bearer key for /admin, where the fleet is changed, or @FILE with it; none: only from its own machine"
     )
     keys_file: File = Field(
         None, description="YAML file of hashed keys, with models, limits, weights and rights of each (see docs/operate/keys.md)"
@@ -290,7 +289,9 @@ class Settings(Section):
         1, description="drafters; auto: on the devices that verifiers leave"
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="our own log level")
-    log_format: Literal["text", "json"] = Field("text", description="of the gateway's log: lines of text, or JSON objects")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="of gateways', verifiers' and drafters' logs: lines of text, or JSON objects"
+    )
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
     verifier: VerifierSettings = Field(default_factory=VerifierSettings)
     drafting: DraftingSettings = Field(default_factory=DraftingSettings)

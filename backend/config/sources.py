@@ -24,6 +24,8 @@ from backend.config import environment
 from backend.config.settings import Settings
 
 KeyPath = tuple[str, ...]
+Say = Callable[[str], None]
+"""Shows the user one line of progress."""
 
 ALIASES = {
     "--host": ("gateway", "host"),

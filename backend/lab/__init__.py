@@ -1,1 +1,1 @@
-"""The laboratory: benchmarks and the training of the demo pair.  Nothing that serves imports it."""
+"""The laboratory: benchmarks, and the training of heads and of the demo models.  Nothing that serves imports it."""

@@ -19,16 +19,16 @@ from pathlib import Path
 import ray
 
 from backend.config import Settings, environment
+from backend.config.sources import Say
 from backend.coordinator import CoordinatorUnavailable, FleetInfo
 from backend.coordinator.actor import CoordinatorHandle
 from backend.fleet import Member, MemberKind
 from backend.launch import state
 from backend.launch.cluster import RayCluster
-from backend.launch.operator import Operator
 from backend.launch.plan import FleetPlan, Hardware, LaunchError, MemberPlan, plan
 from backend.launch.processes import Started, start, stop
 from backend.launch.rooms import ReservedBundles, arrange
-from backend.models.resolve import ResolvedModels, Say
+from backend.models.resolve import ResolvedModels
 from backend.transport import new_server_keys
 
 POLL_S = 0.2
@@ -68,8 +68,8 @@ class LaunchedFleet:
     """By member id; the operator's thread changes it once the fleet serves."""
     rooms: ReservedBundles = field(default_factory=ReservedBundles)
     """Reserved room; none in a cluster of our own, where all room is the fleet's."""
-    _operator: Operator | None = None
-    _ending: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    ending: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """What `stop` does, the last first."""
 
     @classmethod
     def launch(cls, settings: Settings, models: ResolvedModels, say: Say) -> LaunchedFleet:
@@ -105,7 +105,7 @@ class LaunchedFleet:
                 fleet.rooms.reserve(arrange(decided.members, settings.ray.placement))
             fleet._start_members(say)
             coordinator.wait_started()
-            fleet._ending = ending.pop_all()
+            fleet.ending = ending.pop_all()
         return fleet
 
     def _start_members(self, say: Say) -> None:
@@ -133,10 +133,7 @@ class LaunchedFleet:
             ready_file.write_text(url, encoding="utf-8")
 
     def wait_ready(
-        self,
-        say: Say,
-        members: Sequence[Started] | None = None,
-        unless: Callable[[], bool] = lambda: False,
+        self, say: Say, members: Sequence[Started] | None = None, unless: Callable[[], bool] = lambda: False
     ) -> None:
         """Returns when these members (by default all) serve, or when `unless()` is true.
 
@@ -164,11 +161,6 @@ class LaunchedFleet:
             logs = self.cluster.keep_logs()
             raise LaunchError(f"{error} (logs: {logs})" if logs is not None else str(error)) from error
 
-    def start_operator(self, say: Say) -> None:
-        """Starts the thread that carries out administrators' operations, until `stop`."""
-        self._operator = Operator(self, say)
-        self._operator.start()
-
     def add(self, kind: MemberKind) -> Started:
         """Starts one more member.  Raises `LaunchError` where there is no room for it."""
         member = self.plan.further(kind, [each.plan for each in self.members.values()])
@@ -191,9 +183,7 @@ class LaunchedFleet:
 
     def stop(self) -> None:
         """Ends every actor and our own Ray cluster, and removes the runtime directory.  May be called twice."""
-        if self._operator is not None:
-            self._operator.stop()
-        self._ending.close()
+        self.ending.close()
 
     def _end_members(self) -> None:
         stop(list(self.members.values()))

@@ -5,30 +5,26 @@ progress, then fetches the next: one change at a time.  It ends a member only wh
 member's own counters show no work left, so no request is lost.  Between operations it starts lost members again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import ray
 import ray.exceptions
 
+from backend.config.sources import Say
 from backend.coordinator import CoordinatorUnavailable
 from backend.fleet import FleetSnapshot, Operation, OperationState
 from backend.launch.emptying import Emptying
+from backend.launch.fleet import LaunchedFleet
 from backend.launch.plan import LaunchError
 from backend.launch.processes import Started, cause
 from backend.launch.standing import Standing
-from backend.models.resolve import Say
-
-if TYPE_CHECKING:
-    from backend.launch.fleet import LaunchedFleet
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -62,7 +58,9 @@ class Operator:
         self._thread = threading.Thread(target=self._run, name="operator", daemon=True)
 
     def start(self) -> None:
+        """Begins; the end of the fleet begins with `stop`."""
         self._thread.start()
+        self._fleet.ending.callback(self.stop)
 
     def stop(self) -> None:
         """Stops the thread, if need be in the middle of an operation; waits up to `JOIN_S`."""

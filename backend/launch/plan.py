@@ -21,7 +21,7 @@ from backend.models.resolve import ResolvedModels
 
 GPU_MEMORY_USABLE = 0.9
 SMALLEST_PART = 0.05
-"""Of a GPU; where a process would get less, the launch is refused."""
+"""Least share of a GPU; where a process would get less, the launch is refused."""
 LONGEST_IPC_PATH = 100
 """Bytes.  Linux allows 107 in a socket's path, and members may append a few."""
 

@@ -6,7 +6,7 @@ headers and JSON files are read here, and neither torch nor vLLM is imported.
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from backend.config import REMOTE_MODES, Settings, environment
-from backend.config.sources import ConfigError
+from backend.config.sources import ConfigError, Say
 from backend.models.check import find_misfits, reads_last_state, why_not_learning
 from backend.models.demo import DFLASH_DIR, DRAFTER_DIR, TARGET_DIR
 from backend.models.head_config import MASK_EMBEDDING, CheckpointError, load_config, read_config, same_features, text_config
@@ -24,8 +24,6 @@ from backend.models.kinds import KINDS, WEIGHTLESS, DrafterKind
 DEMO = "demo"
 DEMO_DFLASH = "demo-dflash"
 GROW = "grow"
-MTP = "mtp"
-"""vLLM's name for drafting with a target's own layers for multi-token prediction."""
 NEEDS_OWN_CODE = {"MiMoForCausalLM"}
 """Architectures whose configuration vLLM reads by the checkpoint's own code."""
 MODES_WITH_DRAFTS = REMOTE_MODES | {"native"}
@@ -34,8 +32,6 @@ DOWNLOADED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tikto
 OTHER_COPIES = ("original/*", "metal/*")
 """Weights once more, in formats that vLLM does not read (Llama's, gpt-oss's)."""
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-
-Say = Callable[[str], None]
 
 
 class ModelError(ConfigError):
@@ -143,10 +139,6 @@ def check_combination(settings: Settings) -> None:
     if settings.mode in REMOTE_MODES and settings.drafters == 0:
         raise ModelError(f"--mode {settings.mode} needs a drafter: give --drafters 1 or more, or --mode native or off")
     names = drafter_names(settings)
-    if MTP in names and settings.mode in MODES_WITH_DRAFTS:
-        raise ModelError(
-            "--drafter mtp: layers for multi-token prediction are not supported: give an EAGLE head, a model or ngram"
-        )
     if len(names) > 1 and settings.mode == "native":
         raise ModelError("--mode native drafts with one model: give --drafter one name")
     if len(names) > 1 and settings.mode in REMOTE_MODES and settings.drafters != "auto" and settings.drafters < len(names):

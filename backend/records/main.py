@@ -4,17 +4,17 @@ import argparse
 import dataclasses
 import datetime
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 import pyarrow.compute as pc
 
-from backend.config.sources import Parser
+from backend.config.sources import CommandError, Parser, Say
 from backend.records import export
 from backend.records.markdown import FORCED, sections
 from backend.records.plots import draw
-from backend.records.reading import EVERYTHING, Records, RecordsError, Selection, VerifierTables
+from backend.records.reading import EVERYTHING, Records, Selection, VerifierTables
 from backend.records.schema import KINDS
 from backend.records.summary import Summary, summarise
 
@@ -23,24 +23,23 @@ summary: lengths, speeds, acceptance, idle time; report: the summary with plots,
 join: every verification with its step and its request; export: the rows of each kind.
 """
 SUFFIXES: dict[str, export.Format] = {".csv": "csv", ".parquet": "parquet"}
-Print = Callable[[str], None]
 
 
-def main(arguments: Sequence[str], say: Print, note: Print) -> None:
-    """Runs one command; `say` gets its result, `note` gets remarks.  Raises `RecordsError`, `ConfigError`."""
+def main(arguments: Sequence[str], say: Say, note: Say) -> None:
+    """Runs one command; `say` gets its result, `note` gets remarks.  Raises `CommandError`, `ConfigError`."""
     given = _parser().parse_args(list(arguments))
     if given.since >= given.until:
-        raise RecordsError("--since must be before --until")
+        raise CommandError("--since must be before --until")
     records = Records(given.directory, Selection(frozenset(given.verifier), given.since, given.until))
     try:
         _COMMANDS[given.command](records, given, say, note)
     except BrokenPipeError:
         raise
     except OSError as error:
-        raise RecordsError(f"{error.filename or given.directory}: {error.strerror or error}") from error
+        raise CommandError(f"{error.filename or given.directory}: {error.strerror or error}") from error
 
 
-def _summary(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
+def _summary(records: Records, given: argparse.Namespace, say: Say, note: Say) -> None:
     result = summarise(records.workers())
     if given.json:
         say(msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(result) | _missing(records))).decode())
@@ -48,7 +47,7 @@ def _summary(records: Records, given: argparse.Namespace, say: Print, note: Prin
         say("\n".join(_markdown(records, result)))
 
 
-def _report(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
+def _report(records: Records, given: argparse.Namespace, say: Say, note: Say) -> None:
     workers = records.workers()
     summary = summarise(workers)
     output: Path = given.output or given.directory / "report"
@@ -91,18 +90,18 @@ def _missing(records: Records) -> dict[str, int]:
     return {name: sum(sum(getattr(each, name).values()) for each in books) for name in ("dropped", "removed")}
 
 
-def _join(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
+def _join(records: Records, given: argparse.Namespace, say: Say, note: Say) -> None:
     kind = _format(given, given.output)
     if given.output is None and kind == "parquet":
-        raise RecordsError("parquet needs a file: --output FILE")
+        raise CommandError("parquet needs a file: --output FILE")
     table = export.join_verifications(records)
     export.write(table, given.output or sys.stdout.buffer, kind)
     note(f"{table.num_rows} rows" + (f" in {given.output}" if given.output else ""))
 
 
-def _export(records: Records, given: argparse.Namespace, say: Print, note: Print) -> None:
+def _export(records: Records, given: argparse.Namespace, say: Say, note: Say) -> None:
     if given.output is None:
-        raise RecordsError("export needs --output DIRECTORY")
+        raise CommandError("export needs --output DIRECTORY")
     kind = _format(given, None)
     for name in given.kind or KINDS:
         table, file = export.rows(records, name), given.output / f"{name}.{kind}"
@@ -117,7 +116,7 @@ def _format(given: argparse.Namespace, output: Path | None) -> export.Format:
     if given.format is not None or output is None:
         return given.format or "csv"
     if output.suffix not in SUFFIXES:
-        raise RecordsError(f"{output}: --format is needed, or a name that ends in {' or '.join(SUFFIXES)}")
+        raise CommandError(f"{output}: --format is needed, or a name that ends in {' or '.join(SUFFIXES)}")
     return SUFFIXES[output.suffix]
 
 

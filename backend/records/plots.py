@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from backend.records.reading import Numbers, RecordsError, VerifierTables
+from backend.config.sources import CommandError
+from backend.records.reading import Numbers, VerifierTables
 from backend.records.summary import Summary, step_wall_ms
 
 COLOURS = {"busy": "#3b6ea5", "no_work": "#dddddd", "awaiting_draft": "#d98b3a", "swap": "#c44e52"}
@@ -162,11 +163,11 @@ PLOTS: dict[str, tuple[str, str, Plot]] = {
 
 
 def draw(workers: Workers, summary: Summary, output: Path) -> list[str]:
-    """Draws all plots into PNG files; returns lines of Markdown that show them.  Raises `RecordsError`, `OSError`."""
+    """Draws all plots into PNG files; returns lines of Markdown that show them.  Raises `CommandError`, `OSError`."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise RecordsError("a report needs matplotlib, which is not installed: pip install matplotlib") from error
+        raise CommandError("a report needs matplotlib, which is not installed: pip install matplotlib") from error
     output.mkdir(parents=True, exist_ok=True)
     lines = []
     for name, (title, text, plot) in PLOTS.items():

@@ -32,10 +32,6 @@ IDLE_COLUMNS = {cause: f"idle_{cause}_ms" for cause in schema.IDLE_COLUMNS}
 TIME_OF = {"step": "began_at", "request": "ended_at", "decision": "at"}
 
 
-class RecordsError(CommandError):
-    """Records cannot be read, or not as requested; the message is one line."""
-
-
 @dataclass(frozen=True)
 class Selection:
     """Selects rows by verifier (empty: all verifiers) and by time, from `since` to before `until`, in Unix seconds.
@@ -89,7 +85,7 @@ class Incarnation:
 
 
 class Records:
-    """All incarnations under a directory.  Raises `RecordsError` when there are none, or not the selected verifiers."""
+    """All incarnations under a directory.  Raises `CommandError` when there are none, or not the selected verifiers."""
 
     def __init__(self, directory: Path, selection: Selection = EVERYTHING) -> None:
         self.selection = selection
@@ -98,7 +94,7 @@ class Records:
         known = sorted({each.verifier_id for each in found})
         missing = selection.verifiers - set(known)
         if missing:
-            raise RecordsError(f"{directory} has no verifier {', '.join(sorted(missing))}; there are {', '.join(known)}")
+            raise CommandError(f"{directory} has no verifier {', '.join(sorted(missing))}; there are {', '.join(known)}")
         self.incarnations = [each for each in found if not selection.verifiers or each.verifier_id in selection.verifiers]
 
     def table(self, incarnation: Incarnation, kind: str) -> pa.Table:
@@ -113,11 +109,11 @@ class Records:
         return table.filter(pc.and_(pc.greater_equal(at, self.selection.since), pc.less(at, self.selection.until)))
 
     def workers(self) -> list[VerifierTables]:
-        """The selected rows by incarnation.  Raises `RecordsError` if there are no steps among them."""
+        """The selected rows by incarnation.  Raises `CommandError` if there are no steps among them."""
         gathered = [(each, self.table(each, "step")) for each in self.incarnations]
         gathered = [(each, steps) for each, steps in gathered if steps.num_rows]
         if not gathered:
-            raise RecordsError("nothing was recorded in this period")
+            raise CommandError("nothing was recorded in this period")
         restarted = len({each.verifier_id for each, _ in gathered}) < len(gathered)
         return [
             VerifierTables(
@@ -162,17 +158,17 @@ def _read(directory: Path, kind: str) -> pa.Table:
             continue
         version = (table.schema.metadata or {}).get(VERSION_KEY)
         if version != str(SCHEMA_VERSION).encode() or table.schema.names != SCHEMAS[kind].names:
-            raise RecordsError(f"{file} is not of version {SCHEMA_VERSION} of the records")
+            raise CommandError(f"{file} is not of version {SCHEMA_VERSION} of the records")
         tables.append(table.replace_schema_metadata(None))
     return _flat(pa.concat_tables(tables))
 
 
 def _find(directory: Path) -> list[Incarnation]:
     if not directory.is_dir():
-        raise RecordsError(f"{directory}: no such directory")
+        raise CommandError(f"{directory}: no such directory")
     found = [Incarnation(file.parent, _books(file)) for file in _about_files(directory)]
     if not found:
-        raise RecordsError(f"{directory} holds no records: verifiers write them with --records-dir, rollouts in round{{R}}/")
+        raise CommandError(f"{directory} holds no records: verifiers write them with --records-dir, rollouts in round{{R}}/")
     return sorted(found, key=lambda each: (each.verifier_id, each.books.about.started_at, each.books.about.incarnation))
 
 
@@ -187,10 +183,10 @@ def _books(file: Path) -> Books:
         text = file.read_bytes()
         version = msgspec.json.decode(text, type=dict[str, Any]).get("version")
         if version != SCHEMA_VERSION:
-            raise RecordsError(f"{file.parent}: records of version {version}; this release reads version {SCHEMA_VERSION}")
+            raise CommandError(f"{file.parent}: records of version {version}; this release reads version {SCHEMA_VERSION}")
         return msgspec.json.decode(text, type=Books)
     except (OSError, msgspec.DecodeError) as error:
-        raise RecordsError(f"{file} is not what a verifier writes: {' '.join(str(error).split())}") from error
+        raise CommandError(f"{file} is not what a verifier writes: {' '.join(str(error).split())}") from error
 
 
 def _flat(table: pa.Table) -> pa.Table:

@@ -17,12 +17,7 @@ ABOUT = "about.json"
 VERSION_KEY = b"outrider.records"
 ABOUT_KEY = b"outrider.about"
 
-KINDS: dict[str, type[Row]] = {
-    "step": StepRow,
-    "verification": VerificationRow,
-    "request": RequestRow,
-    "decision": DecisionRow,
-}
+KINDS: dict[str, type[Row]] = {"step": StepRow, "verification": VerificationRow, "request": RequestRow, "decision": DecisionRow}
 KIND_OF: dict[type[Any], str] = {row: kind for kind, row in KINDS.items()}
 IDLE_COLUMNS = ("no_work", "awaiting_draft", "transfer", "swap")
 """The causes of idle time, and `transfer`: it is always 0, and stays for programs that read this column."""

@@ -97,7 +97,7 @@ class Summary(msgspec.Struct, frozen=True):
     """Live verifications whose draft was made ahead."""
     teacher_forced: Drafting
     by_drafter: dict[str, Drafting]
-    """Of live verifications; of teacher-forced ones if there are no others."""
+    """Live verifications; teacher-forced ones if there are no others."""
     straggler: Straggler
     workers: list[WorkerSummary]
     summary: dict[str, Spread]
@@ -163,10 +163,7 @@ def request_speeds(requests: pa.Table) -> tuple[Numbers, Numbers]:
     Decode: (n - 1) / (last token - first token), over tokens emitted at this verifier.  End to end: n / (last token - arrival),
     tokens from earlier verifiers included.
     """
-    served = pc.and_(
-        pc.invert(pc.is_in(requests["finish_reason"], value_set=NOT_SERVED)),
-        pc.greater(requests["tokens"], 0),
-    )
+    served = pc.and_(pc.invert(pc.is_in(requests["finish_reason"], value_set=NOT_SERVED)), pc.greater(requests["tokens"], 0))
     requests = requests.filter(served)
     columns = ("tokens", "brought_tokens", "arrived_at", "first_token_at", "ended_at")
     tokens, brought, arrived, first, ended = (requests[name].to_numpy() for name in columns)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from backend.config.sources import CommandError, ConfigError, Parser, load
+from backend.config.sources import CommandError, ConfigError, Parser, Say, load
 from backend.coordinator.commands import COMMANDS, AnyCommand, CommandRefused
 from gateway.cli.signals import signals
 
@@ -56,9 +56,7 @@ def parse(name: str, arguments: Sequence[str]) -> tuple[AnyCommand, argparse.Nam
     return _command(name, given), given, rest
 
 
-def run(
-    coordinator: CoordinatorHandle, command: AnyCommand, wait: bool, say: Callable[[str], None], poll_s: float = POLL_S
-) -> None:
+def run(coordinator: CoordinatorHandle, command: AnyCommand, wait: bool, say: Say, poll_s: float = POLL_S) -> None:
     """Has `command` carried out.  Raises `CommandError`, or `CoordinatorUnavailable` (the fleet then goes on)."""
     answer = coordinator.submit(command)
     if isinstance(answer, CommandRefused):
@@ -75,7 +73,7 @@ def run(
     _follow(coordinator, answer.operation, say, poll_s)
 
 
-def _follow(coordinator: CoordinatorHandle, operation_id: int, say: Callable[[str], None], poll_s: float) -> None:
+def _follow(coordinator: CoordinatorHandle, operation_id: int, say: Say, poll_s: float) -> None:
     """Reports the progress of an operation until it has ended."""
     reported = ""
     while True:

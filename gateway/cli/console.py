@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Callable
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import yaml
 
 from backend.config import Settings
-from backend.config.sources import DEFAULT, SECRETS, Loaded, leaves
+from backend.config.sources import DEFAULT, SECRETS, Loaded, Say, leaves
 from backend.fleet import FleetSnapshot, MemberView
 from backend.models.resolve import ResolvedModels
 from gateway.cli.preflight import here
@@ -18,7 +17,7 @@ from gateway.cli.preflight import here
 SHOWN_OPERATIONS = 5
 
 
-def progress() -> Callable[[str], None]:
+def progress() -> Say:
     """A function that prints lines of progress with the seconds since now: one line, or several with equal indentation."""
     began = time.monotonic()
 

@@ -21,13 +21,7 @@ from backend.config.logs import configure_logging
 from backend.config.sources import CommandError, ConfigError
 from gateway.cli import administer, console
 from gateway.cli.preflight import check_gateway, check_keys, here, url_of
-from gateway.cli.processes import (
-    GATEWAY_PROCESS,
-    further_processes,
-    gateway_process,
-    joined_fleet,
-    run_gateway,
-)
+from gateway.cli.processes import GATEWAY_PROCESS, further_processes, gateway_process, joined_fleet, run_gateway
 from gateway.cli.signals import FAILED, INTERRUPTED, MISUSED, OK, signals
 
 
@@ -95,6 +89,7 @@ def serve(arguments: list[str]) -> int:
         check_gateway(settings)
         tracing.check(settings.tracing)
         from backend.launch.fleet import LaunchedFleet, prepare_process
+        from backend.launch.operator import Operator
 
         fleet: LaunchedFleet | None = None
         try:
@@ -104,7 +99,7 @@ def serve(arguments: list[str]) -> int:
             preparing = Thread(target=importlib.import_module, args=["gateway.http.server"], daemon=True)
             preparing.start()
             fleet.wait_ready(say)
-            fleet.start_operator(say)
+            Operator(fleet, say).start()
             preparing.join()
 
             def announce(url: str) -> None:
@@ -236,16 +231,13 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], int | None]]] = {
     "reload": ("have a running gateway read its keys, limits and routing again", reload),
     "records": ("sum up, draw, join or export what verifiers wrote down", records),
     "bench": (f"measure every mode on this machine {OWN}", partial(apart, "backend.lab.bench.main:main")),
-    "run-batch": (
-        f"carry out a file of OpenAI batch requests at a gateway {OWN}",
-        partial(apart, "gateway.cli.run_batch:main"),
-    ),
+    "run-batch": (f"carry out a file of OpenAI batch requests at a gateway {OWN}", partial(apart, "outrider.run_batch:main")),
     "rollout": (
         f"run a trace's prompts over a fleet of its own, with a row of every step {OWN}",
         partial(apart, "gateway.rollout.main:rollout"),
     ),
     "trace": (f"make traces {OWN}", trace),
-    "train-drafter": (f"train a head for a model from prompts {OWN}", partial(apart, "gateway.cli.train_drafter:main")),
+    "train-drafter": (f"train a head for a model from prompts {OWN}", partial(apart, "backend.lab.train_drafter:main")),
     "train-demo": ("train the built-in demo models again", partial(apart, "backend.lab.demo.__main__:main")),
     "selfcheck": ("check and time a drafter on this machine's GPU", partial(apart, "backend.lab.selfcheck:main")),
 }

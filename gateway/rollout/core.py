@@ -7,12 +7,12 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from msgspec.structs import replace
 
 from backend.config import Settings
-from backend.config.sources import ConfigError
+from backend.config.sources import ConfigError, Say
 from backend.engine.front import EngineCoreOutput, EngineCoreRequest
 from backend.fleet import FleetSnapshot
 from backend.records.kept import RowBatch
@@ -41,7 +41,7 @@ class RolloutCore(FleetCore):
     wants_rows = True
     silence_limit_s = 60.0
 
-    def __init__(self, directory: Directory, wire: Wire, settings: Settings, say: Callable[[str], None]) -> None:
+    def __init__(self, directory: Directory, wire: Wire, settings: Settings, say: Say) -> None:
         super().__init__(directory, wire, GatewayMetrics(), settings)
         # The round decides how long its requests wait for a verifier.
         self.gate.limit(1, math.inf)
@@ -55,7 +55,7 @@ class RolloutCore(FleetCore):
         """Incarnations."""
         self._next_step: dict[str, int] = {}
         self._first_step: dict[str, int] = {}
-        """By incarnation, what is added to its steps: a verifier's count goes on after that of the incarnation before."""
+        """What is added to an incarnation's step numbers, so that they go on after those of the incarnation before."""
         self.begin(0)
 
     def begin(self, number: int) -> None:

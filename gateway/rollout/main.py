@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from backend.config import REMOTE_MODES, Settings, sources
 from backend.config.logs import configure_logging
-from backend.config.sources import CommandError, ConfigError
+from backend.config.sources import CommandError, ConfigError, Say
 from backend.models.head_config import load_config
 from backend.models.resolve import ResolvedModels, resolve, trusts_code
 from backend.rollout.make import make_trace
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from backend.coordinator.actor import CoordinatorHandle
     from backend.engine.front.offline import OfflineProcessor
     from backend.launch.cluster import RayCluster
-
-Say = Callable[[str], None]
 
 
 class _Work(NamedTuple):
@@ -130,11 +128,12 @@ def _front(options: RolloutOptions, settings: Settings, models: ResolvedModels) 
 @contextmanager
 def _own_fleet(settings: Settings, models: ResolvedModels, say: Say) -> Iterator[tuple[CoordinatorHandle, RayCluster]]:
     from backend.launch.fleet import LaunchedFleet
+    from backend.launch.operator import Operator
 
     fleet = LaunchedFleet.launch(settings, models, say)
     try:
         fleet.wait_ready(say)
-        fleet.start_operator(say)
+        Operator(fleet, say).start()
         yield fleet.coordinator, fleet.cluster
     finally:
         say("stopping")

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 
 from tqdm import tqdm
 
-from backend.config.sources import CommandError
+from backend.config.sources import CommandError, Say
 from backend.engine.client import engine_request
 from backend.engine.front import EngineCoreOutputs, RequestOutput, SamplingParams
 from backend.engine.front.client import Outputs
@@ -34,10 +34,6 @@ NOBODY_S = 600.0
 """Seconds that a round waits when no verifier is left, for Ray to start another."""
 
 
-class RolloutError(CommandError):
-    """The rollout cannot go on; the message is one line."""
-
-
 class RoundRunner:
     """Runs one round; each round needs a new one."""
 
@@ -48,7 +44,7 @@ class RoundRunner:
         core: RolloutCore,
         responses: Outputs,
         bar: tqdm[None],
-        say: Callable[[str], None],
+        say: Say,
         seed: int | None = None,
     ) -> None:
         """`seed` is for free responses whose parameters have none; with None, they are not reproducible."""
@@ -68,7 +64,7 @@ class RoundRunner:
         self._next_tend = self._next_progress = self._busy_at = 0.0
 
     async def run(self) -> RoundResult:
-        """Returns when every request is complete.  Raises `RolloutError`."""
+        """Returns when every request is complete.  Raises `CommandError`."""
         core = self._core
         await core.gather_rows()  # of the time before: the round's begin now
         core.begin(self._round.number)
@@ -120,9 +116,9 @@ class RoundRunner:
         (output,), verifier = response.outputs, record.claim.verifier or ""
         where = f"row {request.case.number}: {verifier}"
         if output.finish_reason not in ENDS:
-            raise RolloutError(f"{where} refused the request ({output.finish_reason})")
+            raise CommandError(f"{where} refused the request ({output.finish_reason})")
         if request.fixed is not None and output.token_ids != request.fixed:
-            raise RolloutError(f"{where} did not keep to the response")
+            raise CommandError(f"{where} did not keep to the response")
         ids = [response.request_id, *(f"{response.request_id}~{place}" for place in range(2, record.places + 1))]
         self._numbers |= dict.fromkeys(ids, request.number)
         since, tokens, last_at = time.time() - time.monotonic(), len(output.token_ids), record.last_token or time.monotonic()
@@ -139,14 +135,14 @@ class RoundRunner:
         for part in self._core.parts.values():
             if part.rows.lost:
                 lost = f"verifier-{part.number} lost {part.rows.lost} rows"
-                raise RolloutError(f"{lost}: they came faster than they could be fetched")
+                raise CommandError(f"{lost}: they came faster than they could be fetched")
         if now >= self._next_tend:
             self._next_tend = now + TEND_S
             self._core.ask_rows()
         if self._core.ready_links:
             self._busy_at = now
         elif now - self._busy_at > NOBODY_S:
-            raise RolloutError(f"no verifier is left, and none has come back for {NOBODY_S:g} s")
+            raise CommandError(f"no verifier is left, and none has come back for {NOBODY_S:g} s")
         if now >= self._next_progress:
             self._show_progress(now)
 

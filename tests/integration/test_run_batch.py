@@ -6,8 +6,8 @@ import json
 import pytest
 
 from backend.config.sources import CommandError, ConfigError
-from gateway.cli import run_batch
-from gateway.cli.run_batch import GatewayAddress, carry_out
+from outrider import run_batch
+from outrider.run_batch import GatewayAddress, carry_out
 from tests.integration.test_gateway_batches import TEXTS, jsonl, request
 from tests.support.fake_verifier import count_up, eventually, silence
 from tests.support.running_gateway import CHAT, COMPLETION, running_gateway

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from backend.lab.train_drafter import CURVE, newest_head
 from backend.models.demo import TARGET_DIR
-from gateway.cli.train_drafter import CURVE, newest_head
 from tests.support.drafter_heads import check
 from tests.support.fleet_process import outrider, wait_for
 from tests.support.processes import ENGINE_ENV

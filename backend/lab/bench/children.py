@@ -16,7 +16,7 @@ from typing import Any
 
 from backend.config import environment
 from backend.lab.bench.pace import Pace
-from backend.lab.bench.pacing import pace_drafter, pace_verifier
+from backend.lab.bench.pacing import Pacer, pace_drafter
 from backend.models.resolve import ResolvedModels
 
 START_TIMEOUT_S = 900.0
@@ -118,7 +118,11 @@ def build_verifier(name: str, settings: Mapping[str, Any], models: ResolvedModel
     from backend.config import Settings
     from backend.verifier.process import VerifierProcess
 
-    pacer = pace_verifier(pace) if pace else None
+    pacer: Pacer | None = None
+    if pace:
+        from backend.lab.bench.paced_worker import pace_verifier
+
+        pacer = pace_verifier(pace)
     process = VerifierProcess(name, "bench", Settings.model_validate(settings), models, address)
 
     def answer(refs: Any) -> Any:

@@ -12,6 +12,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Self
 
+from backend.config.sources import Say
 from backend.engine.client import EngineClient
 from backend.fleet import DrafterRef
 from backend.lab.bench.children import Child, Served, build_drafter, build_verifier
@@ -21,7 +22,7 @@ from backend.lab.bench.options import PROBABILISTIC
 from backend.lab.bench.pace import Pace
 from backend.lab.bench.plan import Configuration, CoreSplit
 from backend.launch.fleet import prepare_process
-from backend.models.resolve import ResolvedModels, Say
+from backend.models.resolve import ResolvedModels
 
 LOADING_AT_ONCE = 2
 GPU_MEMORY_USABLE = 0.85
@@ -134,12 +135,7 @@ class TargetFleet:
             self._say(f"warning: {configuration.label} drafted nothing while warming up")
 
     def measure(
-        self,
-        configuration: Configuration,
-        prompts: Sequence[list[int]],
-        tokens: int,
-        temperature: float,
-        concurrency: int,
+        self, configuration: Configuration, prompts: Sequence[list[int]], tokens: int, temperature: float, concurrency: int
     ) -> tuple[MeasuredLoad, Snapshot, Snapshot]:
         """Runs a closed loop; returns the load and the counters before and after it."""
         before = self._read(configuration)

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from backend.config import environment
-from backend.config.sources import CommandError
+from backend.config.sources import CommandError, Say
 from backend.lab.bench import options as options_module
 from backend.lab.bench.children import ChildError
 from backend.lab.bench.plan import split_cores
 from backend.models.head_config import CheckpointError
-from backend.models.resolve import ModelError, Say
+from backend.models.resolve import ModelError
 
 RESULTS = Path("benchmarks") / "results"
 

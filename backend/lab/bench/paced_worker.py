@@ -65,3 +65,9 @@ class PacedCpuWorker(OutriderCpuWorker):
         drafts = drafting.num_speculative_tokens if drafting is not None and drafting.use_eagle() else 0
         in_one = drafts > 0 and drafting.parallel_drafting
         runner.draft_passes, runner.block = (0, 1 + drafts) if in_one else (drafts, 0)
+
+
+def pace_verifier(pace: Pace) -> Pacer:
+    """Paces the verifier of this process; call before it is built.  Its worker must be a `PacedCpuWorker`."""
+    PacedCpuWorker.pace, PacedCpuWorker.pacer = pace, Pacer()
+    return PacedCpuWorker.pacer

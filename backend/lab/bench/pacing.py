@@ -44,14 +44,6 @@ class Pacer:
                 self.counts.overrun_s -= left_s
 
 
-def pace_verifier(pace: Pace) -> Pacer:
-    """Paces the verifier of this process; call before it is built.  Its worker must be `paced_worker.PacedCpuWorker`."""
-    from backend.lab.bench.paced_worker import PacedCpuWorker
-
-    PacedCpuWorker.pace, PacedCpuWorker.pacer = pace, Pacer()
-    return PacedCpuWorker.pacer
-
-
 def pace_drafter(pace: Pace) -> Pacer:
     """Paces the drafter's head in this process; call before it is built.
 

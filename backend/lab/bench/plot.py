@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from backend.config.sources import Say
 from backend.lab.bench.measure import Row, ratios
-from backend.models.resolve import Say
 
 COLOURS = ("#8c8c8c", "#4878a8", "#d98b3a", "#5a9e6f", "#a05a9e", "#c44e52", "#7f7f2f", "#2f8f9f")
 GROUP_WIDTH = 0.82

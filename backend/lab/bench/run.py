@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from backend.config import Settings
+from backend.config.sources import Say
 from backend.lab.bench import tables
 from backend.lab.bench.engines import Processes, TargetFleet
 from backend.lab.bench.hardware import gpus
@@ -19,7 +20,7 @@ from backend.lab.bench.plan import Cell, cells, configurations, points
 from backend.lab.bench.prompts import Prompts
 from backend.lab.bench.widen import SIZES, widen
 from backend.models.head_config import read_config
-from backend.models.resolve import ResolvedModels, Say, resolve
+from backend.models.resolve import ResolvedModels, resolve
 from backend.models.tensor_files import TensorFiles
 
 SPARE_POSITIONS = 64

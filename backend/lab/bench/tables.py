@@ -8,13 +8,13 @@ from typing import Any
 
 import msgspec
 
+from backend.config.sources import Say
 from backend.lab.bench import plot
 from backend.lab.bench.markdown import NOTHING, number, spread, table
 from backend.lab.bench.measure import PLAIN, Difference, Results, Row, compared, differences, limit, ratios, step_times
 from backend.lab.bench.options import AUTO_LEARNS, PROBABILISTIC, WARM_UP_TOKENS
 from backend.lab.bench.pace import Cost
 from backend.lab.bench.plan import Point
-from backend.models.resolve import Say
 from backend.records.store import appearing
 
 NATIVES = ("native", PROBABILISTIC)
@@ -119,10 +119,7 @@ def _spread(name: str, digits: int) -> Callable[[Row], str]:
     return cell
 
 
-_WHAT: Columns = {
-    "point": lambda row: row.point.name,
-    "mode": lambda row: row.label,
-}
+_WHAT: Columns = {"point": lambda row: row.point.name, "mode": lambda row: row.label}
 CYCLES: Columns = {
     **_WHAT,
     "cycle ms": lambda row: number(row.paced["cycle_ms"], 2),

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from backend.config.sources import Say
 from backend.lab.demo.options import DemoOptions, DrafterOptions, DraftModelOptions, TargetOptions
 from backend.lab.demo.train import train_demo
 from backend.models.demo import DFLASH_DIR, DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
-from backend.models.resolve import Say
 
 DIRECTORIES = {"eagle3": DRAFTER_DIR, "dflash": DFLASH_DIR}
 

@@ -19,15 +19,13 @@ from fastapi.middleware.asyncexitstack import AsyncExitStackMiddleware
 from gateway.admission.claim import Claim
 from gateway.auth.caller import Caller, Priority
 from gateway.http.errors import ApiError, translate
-from gateway.storage.batches.objects import BatchLine, LineAnswer, new_id
+from gateway.storage.batches.objects import BatchLine, LineAnswer, again, new_id
 
 if TYPE_CHECKING:
     from gateway.state import Gateway
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 """OpenAI's endpoints for batches whose answers are JSON."""
-RETRIED = frozenset({429, 503})
-"""Statuses after which a line is tried again, because the fleet cannot serve it now; not if a header forbids it."""
 
 
 async def carry_out(line: BatchLine, owner: str, app: FastAPI, gateway: Gateway) -> LineAnswer | None:
@@ -66,11 +64,6 @@ async def _post(
         return answer.status_code, answer.headers, await answer.aread()
     finally:
         claim.close()
-
-
-def again(status: int, headers: Mapping[str, str]) -> bool:
-    """Whether a line with such an answer is tried again."""
-    return status in RETRIED and headers.get("x-should-retry") != "false"
 
 
 class _AnswerUsage(msgspec.Struct):

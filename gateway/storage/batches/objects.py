@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -13,6 +14,8 @@ Status = Literal["validating", "failed", "in_progress", "finalizing", "completed
 OPEN: frozenset[Status] = frozenset({"validating", "in_progress", "finalizing", "cancelling"})
 """States of batches that have not ended."""
 Purpose = Literal["batch", "batch_output"]
+RETRIED = frozenset({429, 503})
+"""Statuses after which a line is tried again, because the fleet cannot serve it now; not if a header forbids it."""
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
@@ -141,6 +144,11 @@ class LineAnswer(msgspec.Struct, frozen=True):
             response = {"status_code": self.status, "request_id": self.request_id, "body": self.body}
         shown = {"id": new_id("batch_req_"), "custom_id": self.custom_id, "response": response, "error": self.error}
         return msgspec.json.encode(shown)
+
+
+def again(status: int, headers: Mapping[str, str]) -> bool:
+    """Whether a line with such an answer is tried again."""
+    return status in RETRIED and headers.get("x-should-retry") != "false"
 
 
 def new_id(prefix: str) -> str:

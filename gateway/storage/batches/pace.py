@@ -53,7 +53,7 @@ class BatchPace:
         self._busy_at = float("-inf")
         self._changed = asyncio.Event()
         self._first = asyncio.Lock()
-        """Of all lines that wait, one looks for room: each look costs time."""
+        """Held by the one waiting line that looks for room: each look costs time."""
 
     async def keep(self) -> None:
         """Applies the limit again and again, until it is cancelled."""

@@ -82,7 +82,6 @@ def test_an_incomplete_directory_is_refused(tmp_path: Path, spoil: Any, line: st
     ("changes", "line"),
     [
         ({"mode": "sync", "drafters": 0}, "--mode sync needs a drafter"),
-        ({"drafter": "demo,mtp"}, "--drafter mtp: layers for multi-token prediction are not supported"),
         ({"model": "some/model"}, "--drafter demo fits only the demo model"),
         ({"model": "/nowhere", "drafter": "ngram"}, "--model /nowhere: no such directory"),
         ({"model": "a b", "mode": "off"}, "neither a directory nor a Hugging Face id"),

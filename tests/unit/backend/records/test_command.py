@@ -9,7 +9,8 @@ import msgspec
 import pyarrow.parquet as pq
 import pytest
 
-from backend.records.reading import Records, RecordsError, Selection
+from backend.config.sources import CommandError
+from backend.records.reading import Records, Selection
 from backend.records.rows import DecisionRow
 from backend.records.schema import ABOUT, KINDS
 from backend.records.summary import Summary, summarise
@@ -110,7 +111,7 @@ def test_only_a_period(tmp_path: Path) -> None:
     found = summary(tmp_path, since=START + 1.012, until=START + 1.02)
     assert (found.workers[0].steps, found.workers[0].verifications, found.live.drafts) == (1, 2, 2)
     assert found.finish_reasons == {}
-    with pytest.raises(RecordsError, match="nothing was recorded in this period"):
+    with pytest.raises(CommandError, match="nothing was recorded in this period"):
         summary(tmp_path, since=START + 100)
 
 

@@ -104,8 +104,10 @@ def test_a_tokenizers_own_code_runs_only_if_the_fleet_trusts_it(
 
 
 def test_a_fleet_of_its_own_carries_out_administrators_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    fleet, say = Mock(), Mock()
+    fleet, say, operator = Mock(), Mock(), Mock()
+    monkeypatch.setattr("backend.launch.operator.Operator", operator)
     monkeypatch.setattr(LaunchedFleet, "launch", lambda *given: fleet)
     with main._own_fleet(Settings(), Mock(), say):
-        assert fleet.method_calls == [call.wait_ready(say), call.start_operator(say)]
+        assert fleet.method_calls == [call.wait_ready(say)]
+        assert operator.mock_calls == [call(fleet, say), call().start()]
     assert fleet.method_calls[-1] == call.stop()

@@ -5,13 +5,12 @@ from collections import Counter
 import pytest
 from vllm.v1.engine import FinishReason
 
-from backend.config.sources import ConfigError
+from backend.config.sources import CommandError, ConfigError
 from backend.engine.client import fixed_sampling
 from backend.records.kept import RowBatch
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.trace import Case
-from gateway.rollout.run import RolloutError
 from tests.support.fake_verifier import FakeVerifier, Sequence, eventually
 from tests.support.rollout_fleet import Fleet, respond, run, stall, step_row
 
@@ -210,7 +209,7 @@ async def test_what_must_not_happen_ends_the_rollout(
         sequence.emit(tokens, reason)
 
     fleet.start("verifier-0", misbehave)
-    with pytest.raises(RolloutError, match=rf"row \d: {complaint}"):
+    with pytest.raises(CommandError, match=rf"row \d: {complaint}"):
         await play(fleet)
 
 
@@ -220,5 +219,5 @@ async def test_lost_rows_end_the_rollout(fleet: Fleet) -> None:
         await respond(verifier, sequence)
 
     fleet.start("verifier-0", lossy)
-    with pytest.raises(RolloutError, match="verifier-0 lost 3 rows"):
+    with pytest.raises(CommandError, match="verifier-0 lost 3 rows"):
         await play(fleet)

@@ -13,9 +13,7 @@ import pytest
 
 from backend.config.environment import outrider_variables
 from backend.config.sources import CommandError, ConfigError, load
-from backend.records.schema import to_table
-from backend.rollout.trace import Case, TraceError, write_cases
-from gateway.cli.train_drafter import (
+from backend.lab.train_drafter import (
     AT_A_TIME,
     COLUMNS,
     CURVE,
@@ -26,6 +24,8 @@ from gateway.cli.train_drafter import (
     newest_head,
     read_data,
 )
+from backend.records.schema import to_table
+from backend.rollout.trace import Case, TraceError, write_cases
 from outrider.asynchronous import AsyncFleet, Prompt
 from outrider.types import OutriderError, Sample
 
@@ -136,7 +136,7 @@ def test_settings_of_a_fleet_that_serves_reach_the_training_fleet_only_as_far_as
     monkeypatch.setenv("OUTRIDER_DRAFTERS", "3")
     monkeypatch.setenv("OUTRIDER_GATEWAY__ADMIN_KEY", "secret")
     train = AsyncMock()
-    monkeypatch.setattr("gateway.cli.train_drafter.train", train)
+    monkeypatch.setattr("backend.lab.train_drafter.train", train)
     given = ["--data", str(write(tmp_path, {"prompt": "x"})), "--output", str(tmp_path / "o")]
     main(given, print)
     started = train.call_args.args[1]
@@ -156,7 +156,7 @@ def test_a_run_that_ended_before_its_first_line_is_gone_on_with(tmp_path: Path) 
 
 
 def test_a_further_run_goes_on_with_the_curve_and_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gateway.cli.train_drafter.REPORT_S", 0.0)
+    monkeypatch.setattr("backend.lab.train_drafter.REPORT_S", 0.0)
     said: list[str] = []
     budget = argparse.Namespace(minutes=2.0, steps=None)
     learned: dict[str, Any] = dict.fromkeys(COLUMNS) | {"steps": 40, "version": 1, "loss": 2.5, "candidate_length": 1.5}

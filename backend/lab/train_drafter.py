@@ -10,19 +10,18 @@ import asyncio
 import csv
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from backend.config import environment
-from backend.config.sources import CommandError, ConfigError, KeyPath, Loaded, Parser, at_least, load
+from backend.config.sources import CommandError, ConfigError, KeyPath, Loaded, Parser, Say, at_least, load
 from backend.rollout.trace import TraceError, read_json_lines, read_prompts
 from outrider.asynchronous import AsyncFleet, Prompt
 from outrider.types import OutriderError
 
-Say = Callable[[str], None]
 OWN: tuple[KeyPath, ...] = (("drafting", "learning_dir"), ("drafting", "learning"))
 """Settings that this command sets itself and nobody may give."""
 TEMPERATURES = (0.0, 0.8)

@@ -7,7 +7,7 @@ import asyncio
 import random
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,11 +17,10 @@ import msgspec
 from backend.config import sources
 from backend.config.logs import configure_logging
 from backend.config.runtime import StateError
-from backend.config.sources import CommandError, ConfigError, Parser
+from backend.config.sources import CommandError, ConfigError, Parser, Say
 from backend.launch import state
 from gateway.storage.batches import lines
-from gateway.storage.batches.calls import again
-from gateway.storage.batches.objects import BatchLine, LineAnswer
+from gateway.storage.batches.objects import BatchLine, LineAnswer, again
 
 CONCURRENCY = 32
 """Less than a gateway's default `max_in_flight`, so that other clients are served too."""
@@ -33,8 +32,6 @@ RETRY_S = (0.5, 30.0)
 """Seconds between two attempts: first and longest wait."""
 REPORT_S = 5.0
 SHOWN_ERRORS = 5
-
-Say = Callable[[str], None]
 
 
 class GatewayAddress(NamedTuple):
