@@ -155,8 +155,7 @@ class Administration:
         return self._done_answer(effects, now)
 
     def _restart(self, command: Restart, fleet: FleetSnapshot, now: float) -> Done:
-        present = [view.member for view in fleet.members if view.member.kind != "gateway" and view.member.state != "lost"]
-        everyone = [member.id for member in present]
+        everyone = [v.member.id for v in fleet.members if v.member.kind != "gateway" and v.member.state != "lost"]
         members = everyone if command.members is None else command.members
         if not members:
             raise _Refusal("invalid", "there is nobody to restart")

@@ -66,9 +66,9 @@ class Assigning:
         self._capacity = {name: self._capacity_of(speed, requests) for name, speed in situation.drafters.items()}
         self.of_verifier: dict[str, set[str]] = {name: set() for name in situation.verifiers}
         self.of_drafter: dict[str, set[str]] = {name: set() for name in situation.drafters}
-        present = {pair for pair in situation.bindings if pair[1] not in situation.pins}
+        bound = {pair for pair in situation.bindings if pair[1] not in situation.pins}
         pinned = {(verifier, drafter) for drafter, wanted in situation.pins.items() for verifier in wanted}
-        for verifier, drafter in present | pinned:
+        for verifier, drafter in bound | pinned:
             if verifier in self.of_verifier and drafter in self.of_drafter:
                 self.of_verifier[verifier].add(drafter)
                 self.of_drafter[drafter].add(verifier)
@@ -89,8 +89,8 @@ class Assigning:
     def move(self, min_gain: float, bound_before: float) -> bool:
         """Makes the best move, of one drafter or of all drafters of a verifier.  False if no move pays."""
         offers = [(giver, leaving) for giver in self._held for leaving in self._leaving(giver, bound_before)]
-        present = {each: self._worth(each, held) for each, held in self._held.items()}
-        takers = {count: self._takers(count, present) for count in TOGETHER}
+        worth = {each: self._worth(each, held) for each, held in self._held.items()}
+        takers = {count: self._takers(count, worth) for count in TOGETHER}
         best: tuple[str, str, list[str]] | None = None
         best_gain = 0.0
         for giver, leaving in offers:
@@ -201,9 +201,9 @@ class Assigning:
         gain = max((self._worth(verifier, held + count) - now) / count for count in TOGETHER)
         return -gain, len(self.of_verifier[verifier]), -self._loads[verifier].requests
 
-    def _takers(self, count: int, present: Mapping[str, float]) -> list[str]:
-        """All verifiers, those first that gain the most by `count` more drafters; `present` is what they make now."""
-        gains = {each: self._worth(each, held + count) - present[each] for each, held in self._held.items()}
+    def _takers(self, count: int, worth: Mapping[str, float]) -> list[str]:
+        """All verifiers, those first that gain the most by `count` more drafters; `worth` is what they make now."""
+        gains = {each: self._worth(each, held + count) - worth[each] for each, held in self._held.items()}
         return sorted(gains, key=gains.__getitem__, reverse=True)
 
     def _capacity_of(self, speed: Speed | None, requests: float) -> float:

@@ -24,26 +24,7 @@ from backend.drafter.sessions import Malformed, Session, Waiting, check_next, fe
 from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
 from backend.fleet.speed import Line
-from backend.wire.drafting import (
-    HELLO_FIRST,
-    PROTOCOL_VERSION,
-    Ahead,
-    Block,
-    Close,
-    Draft,
-    Drafts,
-    Hello,
-    Next,
-    Open,
-    Part,
-    Refused,
-    Round,
-    Unknown,
-    Want,
-    Welcome,
-    decode_to_drafter,
-    encode,
-)
+from backend.wire import drafting as wire
 
 Reply = tuple[bytes, bytes]
 """The peer's identity and the message for it."""
@@ -95,19 +76,19 @@ class DrafterService:
         """Takes one message.  Rounds and drafts it asks for wait for `work`."""
         now = self._clock()
         try:
-            message = decode_to_drafter(frames[0])
-            if isinstance(message, Hello):
+            message = wire.decode_to_drafter(frames[0])
+            if isinstance(message, wire.Hello):
                 return self._greet(identity, message, now)
             session = self._peers.get(identity)
             if session is None:
-                raise Malformed(HELLO_FIRST)
+                raise Malformed(wire.HELLO_FIRST)
             session.last_heard = now
-            if isinstance(message, Part):
+            if isinstance(message, wire.Part):
                 return self._wish(identity, self._following.receive(session, message, frames[1:], now))
-            following = message.next if isinstance(message, Round) else message
+            following = message.next if isinstance(message, wire.Round) else message
             if following is not None:
                 check_next(following, self.proposer)
-            if isinstance(message, Round):
+            if isinstance(message, wire.Round):
                 features = features_of(message, frames[1:], self.proposer, session.ring)
                 self._waiting.append(Waiting(session, message, features, now))
         except (msgspec.MsgspecError, RecursionError):
@@ -133,7 +114,7 @@ class DrafterService:
         self._count(rounds, asks, drafts, finished - started)
         for ask, drafted in zip(asks, drafts, strict=True):
             self._spans.drafted(ask.key, len(drafted.tokens), finished - started)
-        unknown = [(listener, encode(Unknown(requests))) for listener, requests in lost.items()]
+        unknown = [(listener, wire.encode(wire.Unknown(requests))) for listener, requests in lost.items()]
         return self._answer(fresh, drafts, started, finished) + unknown
 
     def replace(self, proposer: Proposer, retargeted: bool = False) -> None:
@@ -176,9 +157,9 @@ class DrafterService:
             verifiers=sorted(s.verifier_id for s in self._sessions.values() if s.last_heard >= heard_after),
         )
 
-    def _greet(self, identity: bytes, hello: Hello, now: float) -> list[Reply]:
-        if hello.version != PROTOCOL_VERSION:
-            raise Malformed(f"protocol version {hello.version}; this drafter speaks {PROTOCOL_VERSION}")
+    def _greet(self, identity: bytes, hello: wire.Hello, now: float) -> list[Reply]:
+        if hello.version != wire.PROTOCOL_VERSION:
+            raise Malformed(f"protocol version {hello.version}; this drafter speaks {wire.PROTOCOL_VERSION}")
         if hello.weights != self._weights.get(hello.verifier_id, 0):
             self._weights[hello.verifier_id] = hello.weights
             self.proposer.invalidate()
@@ -205,11 +186,11 @@ class DrafterService:
         session.last_heard = now
         ring = hello.role == "features" and session.ring is not None
         wish = self._following.greeted(session, hello, now) if hello.role == "drafts" else None
-        return [(identity, encode(Welcome(ring, self._exchanges))), *self._wish(identity, wish)]
+        return [(identity, wire.encode(wire.Welcome(ring, self._exchanges))), *self._wish(identity, wish)]
 
     @staticmethod
-    def _wish(identity: bytes | None, wish: Want | None) -> list[Reply]:
-        return [] if wish is None or identity is None else [(identity, encode(wish))]
+    def _wish(identity: bytes | None, wish: wire.Want | None) -> list[Reply]:
+        return [] if wish is None or identity is None else [(identity, wire.encode(wish))]
 
     def _end(self, session: Session) -> None:
         """Ends the session of an old epoch: forgets its requests, sockets and waiting rounds."""
@@ -232,11 +213,11 @@ class DrafterService:
         self._counters.rejected += 1
         session = self._peers.get(identity)
         # A socket that has to greet again must get the refusal itself.
-        if session is not None and session.drafts is not None and reason != HELLO_FIRST:
+        if session is not None and session.drafts is not None and reason != wire.HELLO_FIRST:
             identity = session.drafts
-        return [(identity, encode(Refused(reason)))]
+        return [(identity, wire.encode(wire.Refused(reason)))]
 
-    def _take_next(self, session: Session, message: Next, now: float) -> None:
+    def _take_next(self, session: Session, message: wire.Next, now: float) -> None:
         for item in message.items:
             key = session.verifier_id, session.epoch, item.request_id
             self._heard[key] = now
@@ -245,16 +226,16 @@ class DrafterService:
     def _take_rounds(self, asks: list[DraftRequest], lost: dict[bytes, list[str]]) -> list[Waiting]:
         """Takes the rounds that waited longest, up to the first that repeats a request of the batch; see `_apply`."""
         rounds: list[Waiting] = []
-        asked: set[Key] = set()
+        taken: set[Key] = set()
         while self._waiting and len(rounds) < MAX_BATCH_ROUNDS:
             waiting = self._waiting[0]
             keys = {waiting.key(item.request_id) for item in waiting.message.items}
-            if keys & asked:
+            if keys & taken:
                 break
             self._waiting.popleft()
             rounds.append(waiting)
             self._apply(waiting, asks, lost)
-            asked |= keys
+            taken |= keys
         return rounds
 
     def _join_fresh(self, asks: list[DraftRequest]) -> list[tuple[Wanted, int | None]]:
@@ -285,11 +266,13 @@ class DrafterService:
             self._spans.imagined(wanted.key, len(outcomes), spent_s)
             if self._lessons is not None:
                 self._lessons.imagined(wanted.key, wanted.item.base_len, wanted.item.verifying, outcomes)
-        blocks = [Block(w.item.request_id, w.item.base_len, w.item.verifying, o) for w, o in zip(batch, found, strict=True)]
+        blocks = [
+            wire.Block(w.item.request_id, w.item.base_len, w.item.verifying, o) for w, o in zip(batch, found, strict=True)
+        ]
         replies: list[Reply] = []
         for listener, places in self._by_peer(batch):
-            message = Ahead(round(spent_s * 1e6), [blocks[place] for place in places])
-            replies.append((listener, encode(message)))
+            message = wire.Ahead(round(spent_s * 1e6), [blocks[place] for place in places])
+            replies.append((listener, wire.encode(message)))
         return replies
 
     def _by_peer(self, demands: Sequence[Wanted]) -> Iterable[tuple[bytes, list[int]]]:
@@ -309,7 +292,7 @@ class DrafterService:
         proposer, at = self.proposer, 0
         for item in waiting.message.items:
             key = waiting.key(item.request_id)
-            if isinstance(item, Close):
+            if isinstance(item, wire.Close):
                 if self._lessons is not None:
                     self._lessons.closed(key)
                 self._forget(key, item.reason)
@@ -319,7 +302,7 @@ class DrafterService:
             at += item.rows
             if item.base_len > proposer.max_position:
                 known = False
-            elif isinstance(item, Open):
+            elif isinstance(item, wire.Open):
                 known = True
                 restrictions = item.top_k, item.top_p, item.min_p
                 sampling = Sampling.of(item.seed, item.temperature, item.independent, *restrictions)
@@ -350,10 +333,10 @@ class DrafterService:
         for listener, places in self._by_peer(demands):
             queue_us = round(max(started - min(demands[place].since for place in places), 0.0) * 1e6)
             items = [
-                Draft(item.request_id, item.base_len, drafted.tokens, drafted.signs, drafted.proposal)
+                wire.Draft(item.request_id, item.base_len, drafted.tokens, drafted.signs, drafted.proposal)
                 for item, drafted in ((demands[place].item, found[place]) for place in places)
             ]
-            replies.append((listener, encode(Drafts(draft_us, queue_us, items))))
+            replies.append((listener, wire.encode(wire.Drafts(draft_us, queue_us, items))))
         for wanted, drafted in zip(demands, found, strict=True):
             self._nexts.drafted(wanted, drafted.tokens, finished)
             if self._lessons is not None:

@@ -21,41 +21,17 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from backend.fleet import VerifierStats
 from backend.records.kept import RowBatch
 from backend.transport import Buffer, Hub, Wire
-from backend.wire.engine import (
-    ABORT,
-    ACCOUNTS,
-    ADD,
-    ENGINE_WIRE_VERSION,
-    FIXED_RESPONSE,
-    GATEWAY_LEASE_S,
-    HELLO,
-    OUTPUTS,
-    PING,
-    REFUSED,
-    ROWS,
-    SHARE,
-    STATS,
-    TAKEN,
-    UTILITY,
-    WELCOME,
-    Account,
-    Addition,
-    EmittedText,
-    EngineHello,
-    EngineWelcome,
-    Refusal,
-    RequestOptions,
-)
+from backend.wire import engine as wire
 
 PING_EVERY_S = 1.0
 POLL_S = 0.2
 _pack = msgspec.msgpack.encode
 _DECODERS: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
-    ACCOUNTS: msgspec.msgpack.Decoder(list[Account]),
-    STATS: msgspec.msgpack.Decoder(VerifierStats),
-    WELCOME: msgspec.msgpack.Decoder(EngineWelcome),
-    REFUSED: msgspec.msgpack.Decoder(Refusal),
-    ROWS: msgspec.msgpack.Decoder(RowBatch),
+    wire.ACCOUNTS: msgspec.msgpack.Decoder(list[wire.Account]),
+    wire.STATS: msgspec.msgpack.Decoder(VerifierStats),
+    wire.WELCOME: msgspec.msgpack.Decoder(wire.EngineWelcome),
+    wire.REFUSED: msgspec.msgpack.Decoder(wire.Refusal),
+    wire.ROWS: msgspec.msgpack.Decoder(RowBatch),
 }
 """By kind: messages of one frame."""
 
@@ -73,39 +49,35 @@ class EngineCodec:
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
-    def hello(self, name: str, lease_s: float = GATEWAY_LEASE_S, rows: bool = False) -> list[Buffer]:
+    def hello(self, name: str, lease_s: float = wire.GATEWAY_LEASE_S, rows: bool = False) -> list[Buffer]:
         """The greeting of a client called `name`; for the rest see `EngineHello`."""
-        return [HELLO, _pack(EngineHello(ENGINE_WIRE_VERSION, vllm.__version__, name, lease_s, rows))]
+        return [wire.HELLO, _pack(wire.EngineHello(wire.ENGINE_WIRE_VERSION, vllm.__version__, name, lease_s, rows))]
 
     def add(
-        self,
-        request: EngineCoreRequest,
-        place_id: str,
-        emitted: Sequence[int] = (),
-        options: RequestOptions | None = None,
+        self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int] = (), options: wire.RequestOptions | None = None
     ) -> list[Buffer]:
         """A request, to be continued after its `emitted` tokens; its outputs will carry the id `place_id`."""
-        return [ADD, _pack(Addition(place_id, list(emitted), options)), *self._encoder.encode(request)]
+        return [wire.ADD, _pack(wire.Addition(place_id, list(emitted), options)), *self._encoder.encode(request)]
 
     def abort(self, place_ids: Sequence[str]) -> list[Buffer]:
         """Aborts these requests: they end without further outputs."""
-        return [ABORT, _pack(list(place_ids))]
+        return [wire.ABORT, _pack(list(place_ids))]
 
     @staticmethod
-    def share(shared: EmittedText) -> list[Buffer]:
+    def share(shared: wire.EmittedText) -> list[Buffer]:
         """A text that the verifier may look drafts up in."""
-        return [SHARE, _pack(shared)]
+        return [wire.SHARE, _pack(shared)]
 
     def call(self, call_id: int, method: str, args: Sequence[Any]) -> list[Buffer]:
         """Calls a method of the engine core; the result comes with `EngineCoreOutputs`."""
-        return [UTILITY, *self._encoder.encode([call_id, method, list(args)])]
+        return [wire.UTILITY, *self._encoder.encode([call_id, method, list(args)])]
 
     def ask_rows(self) -> list[Buffer]:
         """Asks for the rows that the verifier keeps."""
-        return [ROWS]
+        return [wire.ROWS]
 
     def ping(self) -> list[Buffer]:
-        return [PING]
+        return [wire.PING]
 
     def hear(self, frames: Sequence[Buffer]) -> Any:
         """Decodes vLLM's outputs, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`, `Refusal`, `RowBatch`; None
@@ -114,11 +86,11 @@ class EngineCodec:
         Raises `msgspec.DecodeError`, `IndexError` or `UnicodeError` for an unreadable message.
         """
         kind, rest = bytes(frames[0]), frames[1:]
-        if kind == OUTPUTS:
+        if kind == wire.OUTPUTS:
             return self._decoder.decode(rest)
-        if kind == TAKEN:
+        if kind == wire.TAKEN:
             return Taken(bytes(rest[0]).decode())
-        if kind == PING:
+        if kind == wire.PING:
             return None
         if kind not in _DECODERS:
             raise msgspec.DecodeError(f"unknown kind of message {kind!r}")
@@ -140,7 +112,7 @@ class Answer:
     first_at: float = 0.0
     """When the first token came; 0 until then."""
     last_at: float = 0.0
-    account: Account | None = None
+    account: wire.Account | None = None
     """None unless `RequestOptions.account` asked for it."""
 
 
@@ -165,7 +137,7 @@ def sampling(max_tokens: int, temperature: float) -> SamplingParams:
 def fixed_sampling(tokens: list[int], temperature: float) -> SamplingParams:
     """Parameters for a fixed response of these tokens; see `fixed.py`."""
     params = sampling(len(tokens), temperature)
-    params.extra_args = {FIXED_RESPONSE: tokens}
+    params.extra_args = {wire.FIXED_RESPONSE: tokens}
     params.output_kind, params.detokenize = RequestOutputKind.FINAL_ONLY, False
     return params
 
@@ -185,7 +157,7 @@ class EngineClient:
         self.stats: VerifierStats | None = None
         self.stats_at = 0.0
         """When `stats` arrived, in `time.monotonic()` seconds."""
-        self.welcome: EngineWelcome | None = None
+        self.welcome: wire.EngineWelcome | None = None
         self.refusals: list[str] = []
         self._watch = watch
         self.dealer.send(*self._codec.hello(name, math.inf))
@@ -204,7 +176,7 @@ class EngineClient:
         params: SamplingParams,
         request_id: str | None = None,
         emitted: Sequence[int] = (),
-        options: RequestOptions | None = None,
+        options: wire.RequestOptions | None = None,
         **fields: Any,
     ) -> str:
         """Sends an `engine_request`, to be continued after the `emitted` output tokens; returns its id."""
@@ -269,9 +241,9 @@ class EngineClient:
                     self.answers[account.request_id].account = account
         elif isinstance(heard, VerifierStats):
             self.stats, self.stats_at = heard, now
-        elif isinstance(heard, EngineWelcome):
+        elif isinstance(heard, wire.EngineWelcome):
             self.welcome = heard
-        elif isinstance(heard, Refusal):
+        elif isinstance(heard, wire.Refusal):
             self.refusals.append(heard.message)
 
     def _take_output(self, output: EngineCoreOutput, now: float) -> None:

@@ -12,20 +12,7 @@ from backend.engine.scheduler import DraftingScheduler
 from backend.fleet import DrafterRef, VerifierStats
 from backend.fleet.stats import Weights
 from backend.transport import Dealer, Hub
-from backend.wire.drafting import (
-    HELLO_FIRST,
-    PROTOCOL_VERSION,
-    Ahead,
-    Drafts,
-    Hello,
-    Next,
-    Part,
-    Refused,
-    Want,
-    Welcome,
-    decode_to_verifier,
-    encode,
-)
+from backend.wire import drafting as wire
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +76,10 @@ class DraftLinks:
         for ref in refs:
             if ref.id not in self._links:
                 dealer = self._hub.dealer(ref.address, ref.server_key)
-                hello = Hello(
-                    PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch, weights=self._weights, target=self._target
+                hello = wire.Hello(
+                    wire.PROTOCOL_VERSION, self._verifier_id, "drafts", self._epoch, weights=self._weights, target=self._target
                 )
-                self._links[ref.id] = _Link(ref, dealer, self._epoch, encode(hello))
+                self._links[ref.id] = _Link(ref, dealer, self._epoch, wire.encode(hello))
                 self._links[ref.id].greet(time.monotonic())
         epochs = {link.ref: link.epoch for link in self._links.values()}
         orders = self._verifier_id, epochs, self._hub.wire.fleet_keys, self._weights
@@ -105,34 +92,34 @@ class DraftLinks:
         for drafter_id, link in self._links.items():
             while (frames := link.dealer.receive()) is not None:
                 try:
-                    message = decode_to_verifier(frames[0])
+                    message = wire.decode_to_verifier(frames[0])
                 except msgspec.DecodeError:
                     self._counters.dropped(drafter_id, "invalid")
                     continue
-                if isinstance(message, Drafts):
+                if isinstance(message, wire.Drafts):
                     self._scheduler.take_drafts(drafter_id, message, now)
-                elif isinstance(message, Ahead):
+                elif isinstance(message, wire.Ahead):
                     self._scheduler.speculator.take_blocks(drafter_id, message.items, message.draft_us / 1e6)
-                elif isinstance(message, Want):
+                elif isinstance(message, wire.Want):
                     self._give(link, message)
-                elif isinstance(message, Welcome):
+                elif isinstance(message, wire.Welcome):
                     if link.exchanges not in (None, message.exchanges):
                         self._scheduler.speculator.renewed(drafter_id)
                     link.exchanges = message.exchanges
-                elif isinstance(message, Refused) and message.reason == HELLO_FIRST:
+                elif isinstance(message, wire.Refused) and message.reason == wire.HELLO_FIRST:
                     link.greet(now)
-                elif isinstance(message, Refused):
+                elif isinstance(message, wire.Refused):
                     logger.warning("drafter %s refuses: %s", drafter_id, message.reason)
                     self._counters.dropped(drafter_id, "invalid")
 
-    def _give(self, link: _Link, asked: Want) -> None:
+    def _give(self, link: _Link, want: wire.Want) -> None:
         """Answers `Want` with a part of one of the target's tensors, if all ranks can read it now."""
-        if asked.first < 0 or self._core.model_executor.is_sleeping:
+        if want.first < 0 or self._core.model_executor.is_sleeping:
             return
-        pieces: list[tuple[Part, bytes] | None] = self._core.collective_rpc("target_rows", args=(asked.name, asked.first))
+        pieces: list[tuple[wire.Part, bytes] | None] = self._core.collective_rpc("target_rows", args=(want.name, want.first))
         held = [piece for piece in pieces if piece is not None]
         if len(held) == len(pieces):
-            link.dealer.send(encode(held[0][0]), b"".join(data for _, data in held))
+            link.dealer.send(wire.encode(held[0][0]), b"".join(data for _, data in held))
 
     def ask(self, now: float) -> None:
         """Tells each drafter what to draft next for the requests whose step has ended."""
@@ -140,7 +127,7 @@ class DraftLinks:
             link = self._links.get(drafter_id)
             if link is not None:
                 chance_weights = self._scheduler.speculator.chance_weights(drafter_id)
-                link.dealer.send(encode(Next(items, chance_weights)))
+                link.dealer.send(wire.encode(wire.Next(items, chance_weights)))
 
     def read_counters(self, stats: VerifierStats) -> None:
         """Adds what the sending worker counted since the last call, and the plan in force.

@@ -23,27 +23,7 @@ from backend.fleet import VerifierStats
 from backend.records.kept import KEPT_ROWS, KeptRows, RowBatch
 from backend.records.rows import Row
 from backend.transport import Buffer, ServerSocket
-from backend.wire.engine import (
-    ABORT,
-    ACCOUNTS,
-    ADD,
-    ENGINE_WIRE_VERSION,
-    HELLO,
-    OUTPUTS,
-    PING,
-    REFUSED,
-    ROWS,
-    SHARE,
-    STATS,
-    TAKEN,
-    UTILITY,
-    WELCOME,
-    Addition,
-    EmittedText,
-    EngineHello,
-    EngineWelcome,
-    Refusal,
-)
+from backend.wire import engine as wire
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +67,7 @@ class GatewayPort:
         self,
         router: ServerSocket,
         core: EngineCore,
-        welcome: EngineWelcome,
+        welcome: wire.EngineWelcome,
         files: Callable[[Row], None] | None,
         weights: WeightControl,
     ) -> None:
@@ -113,7 +93,7 @@ class GatewayPort:
         while (message := self._router.receive()) is not None:
             identity, frames = message
             kind, payload = (frames[0], frames[1:]) if frames else (b"", [])
-            if kind == HELLO:
+            if kind == wire.HELLO:
                 self._hello(identity, payload, now)
                 continue
             gateway = self._by_identity.get(identity)
@@ -135,7 +115,7 @@ class GatewayPort:
             gateway = self._by_index.get(index)
             if gateway is None or not (its_outputs.outputs or its_outputs.utility_output):
                 continue
-            self._tell(gateway, OUTPUTS, *self._encoder.encode(its_outputs))
+            self._tell(gateway, wire.OUTPUTS, *self._encoder.encode(its_outputs))
 
     def _tell(self, gateway: _Gateway, kind: bytes, *payload: Buffer) -> None:
         """Sends a message that must not be missing between others; a gateway whose queue is full has to greet again."""
@@ -147,14 +127,14 @@ class GatewayPort:
         for index, accounts in self._core.scheduler.accounts.take().items():
             gateway = self._by_index.get(index)
             if gateway is not None:
-                self._tell(gateway, ACCOUNTS, msgspec.msgpack.encode(accounts))
+                self._tell(gateway, wire.ACCOUNTS, msgspec.msgpack.encode(accounts))
 
     def send_stats(self, stats: VerifierStats) -> None:
         """Sends the counters to every gateway whose queue has room."""
         stats.connections_refused = self._router.connections_refused()
         payload = msgspec.msgpack.encode(stats)
         for gateway in self._by_identity.values():
-            self._router.send(gateway.identity, STATS, payload)
+            self._router.send(gateway.identity, wire.STATS, payload)
 
     def expire(self, now: float) -> None:
         """Aborts the requests of gateways whose lease has run out."""
@@ -164,13 +144,13 @@ class GatewayPort:
 
     def _hello(self, identity: bytes, payload: list[bytes], now: float) -> None:
         try:
-            hello = msgspec.msgpack.decode(payload[0], type=EngineHello)
+            hello = msgspec.msgpack.decode(payload[0], type=wire.EngineHello)
         except (msgspec.DecodeError, IndexError):
             self._refuse(identity, "incompatible", "the greeting could not be read")
             return
         ours = vllm.__version__
-        if (hello.version, hello.vllm_version) != (ENGINE_WIRE_VERSION, ours):
-            self._refuse(identity, "incompatible", f"this verifier speaks wire {ENGINE_WIRE_VERSION} of vLLM {ours}")
+        if (hello.version, hello.vllm_version) != (wire.ENGINE_WIRE_VERSION, ours):
+            self._refuse(identity, "incompatible", f"this verifier speaks wire {wire.ENGINE_WIRE_VERSION} of vLLM {ours}")
             return
         if identity not in self._by_identity:
             gateway = _Gateway(identity, self._next_index, now, hello.lease_s, hello.rows)
@@ -179,7 +159,7 @@ class GatewayPort:
             self._keep_rows()
         self._by_identity[identity].last_heard = now
         welcome = msgspec.structs.replace(self._welcome, weights=self._weights.loaded)
-        self._router.send(identity, WELCOME, msgspec.msgpack.encode(welcome))
+        self._router.send(identity, wire.WELCOME, msgspec.msgpack.encode(welcome))
 
     def _keep_rows(self) -> None:
         """Begins to keep rows when the first client wants them, and ends with the last one."""
@@ -189,27 +169,27 @@ class GatewayPort:
             self._core.scheduler.record_to(self._files if self._kept is None else self._kept.put)
 
     def _refuse(self, identity: bytes, reason: Literal["unknown", "incompatible", "unreadable"], message: str) -> None:
-        self._router.send(identity, REFUSED, msgspec.msgpack.encode(Refusal(reason, message)))
+        self._router.send(identity, wire.REFUSED, msgspec.msgpack.encode(wire.Refusal(reason, message)))
 
     def _dispatch(self, gateway: _Gateway, kind: bytes, payload: list[bytes]) -> None:
-        if kind == ADD:
-            self._add(gateway, msgspec.msgpack.decode(payload[0], type=Addition), payload[1:])
-        elif kind == ABORT:
+        if kind == wire.ADD:
+            self._add(gateway, msgspec.msgpack.decode(payload[0], type=wire.Addition), payload[1:])
+        elif kind == wire.ABORT:
             self._core.abort_requests(msgspec.msgpack.decode(payload[0], type=list[str]))
             self._send_accounts()
-        elif kind == UTILITY:
+        elif kind == wire.UTILITY:
             call_id, method, arguments = self._plain.decode(payload)
             self._utility(gateway, call_id, method, arguments)
-        elif kind == SHARE and self._welcome.looks_up:
-            self._core.scheduler.speculator.candidates.share(msgspec.msgpack.decode(payload[0], type=EmittedText))
-        elif kind == ROWS:
-            self._tell(gateway, ROWS, msgspec.msgpack.encode(self._kept.take() if self._kept is not None else RowBatch()))
-        elif kind == PING:
-            self._router.send(gateway.identity, PING)
+        elif kind == wire.SHARE and self._welcome.looks_up:
+            self._core.scheduler.speculator.candidates.share(msgspec.msgpack.decode(payload[0], type=wire.EmittedText))
+        elif kind == wire.ROWS:
+            self._tell(gateway, wire.ROWS, msgspec.msgpack.encode(self._kept.take() if self._kept is not None else RowBatch()))
+        elif kind == wire.PING:
+            self._router.send(gateway.identity, wire.PING)
         else:
             raise ValueError("unknown kind of message")
 
-    def _add(self, gateway: _Gateway, addition: Addition, frames: list[bytes]) -> None:
+    def _add(self, gateway: _Gateway, addition: wire.Addition, frames: list[bytes]) -> None:
         try:
             request = self._requests.decode(frames)
             request.request_id, request.client_index = addition.request_id, gateway.index
@@ -217,7 +197,7 @@ class GatewayPort:
             if request.lora_request is not None:
                 self._weights.read_adapter(request.lora_request)
             add_request(self._core, request, addition.emitted, addition.options)
-            self._tell(gateway, TAKEN, addition.request_id.encode())
+            self._tell(gateway, wire.TAKEN, addition.request_id.encode())
         except Exception as error:
             # An error in one request, unreadable frames included, must not end the engine for the others.
             logger.warning("request refused: %s: %s", type(error).__name__, error)

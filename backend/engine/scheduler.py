@@ -60,13 +60,13 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         self._refs: dict[str, DrafterRef] = {}
         self._decoding: list[str] = []
         self._tokens = self._drafted = 0
-        """Of the step that just ended: all tokens, and draft tokens."""
+        """Tokens of the step that just ended, and how many of them are draft tokens."""
         self._launched: deque[set[str]] = deque()
         self._prefilling: set[str] = set()
         """Requests of each step under way, and of the one that just ended, that were not decoding before it."""
         self._gave_drafts = self._is_quiet = False
         self._early_tokens = 0
-        """Of all steps since the last one that did not begin early."""
+        """Tokens of all steps since the last one that did not begin early."""
         self._fixed: set[str] = set()
         """Requests with fixed responses: the runner must know how many tokens they have emitted."""
         self._held_back: Any = None
@@ -187,8 +187,8 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
 
     def add_request(self, request: Any) -> None:
         """vLLM's method of the same name."""
-        asked = (getattr(request, "outrider", None) or RequestOptions()).salted(request.cache_salt)
-        self.speculator.candidates.asked(request.request_id, asked, request.num_prompt_tokens)
+        options = (getattr(request, "outrider", None) or RequestOptions()).salted(request.cache_salt)
+        self.speculator.candidates.expect(request.request_id, options, request.num_prompt_tokens)
         if fixed_response(request.sampling_params) is not None:
             self._fixed.add(request.request_id)
         super().add_request(request)
@@ -235,8 +235,8 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         pairings = {}
         for each in new:
             adapter = each.lora_request.lora_name if each.lora_request is not None else ""
-            asked = getattr(self.requests[each.req_id], "outrider", None) or RequestOptions()
-            session = asked.session and f"{asked.tenant}/{asked.session}"
+            options = getattr(self.requests[each.req_id], "outrider", None) or RequestOptions()
+            session = options.session and f"{options.tenant}/{options.session}"
             pairings[each.req_id] = self.speculator.preference.begin(each.req_id, adapter, session)
         return pairings
 

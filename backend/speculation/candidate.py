@@ -156,7 +156,7 @@ def rank_of(block: Block, emitted: Sequence[int]) -> int | None:
     return None
 
 
-def early_drafts(present: Sequence[tuple[str, Request]], k: int, floor: float, *, of_all: bool) -> dict[str, tuple[int, float]]:
+def early_drafts(known: Sequence[tuple[str, Request]], k: int, floor: float, *, of_all: bool) -> dict[str, tuple[int, float]]:
     """The fresh drafts to ask for before a step's outcome is known, as `Attached.asks`, of at most `k` tokens.
 
     Left out are requests whose own text may have a draft, and those whose outcomes are drafted for.  With `of_all` the
@@ -164,7 +164,7 @@ def early_drafts(present: Sequence[tuple[str, Request]], k: int, floor: float, *
     """
     return {
         request_id: (min(k, request.longest), floor)
-        for request_id, request in present
+        for request_id, request in known
         if request.longest
         and (request.ask == Ask.DRAFT or (of_all and request.ask is None))
         and (request.verified is None or request.verified.source.drafter_id != LOOKUP)

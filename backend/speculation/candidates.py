@@ -25,14 +25,14 @@ from backend.wire.drafting import Block, Draft, Outcome
 from backend.wire.engine import EmittedText, RequestOptions
 
 _ASKS = {"off": Ask.PLAIN, "sync": Ask.DRAFT, "ahead": Ask.AHEAD, "auto": None}
-_NOTHING_ASKED = RequestOptions(), 0
+_NO_OPTIONS = RequestOptions(), 0
 
 SAMPLED = 8
 """Requests per step, on average, whose drafts are learned from: in larger batches, all would cost too much time."""
 INDEXED_PER_STEP = 512
 """Tokens indexed for look-ups per step, over all requests, so that a batch of long prompts does not stop the engine."""
 FOR_OTHERS = 64
-"""Of these, the part that is kept for other verifiers' outputs."""
+"""The part of `INDEXED_PER_STEP` that is kept for other verifiers' outputs."""
 RESTS_AFTER = 16
 """Steps over which the gain of look-ups is averaged, and after which they rest without any: then requests are looked up in one
 step of so many at most."""
@@ -64,7 +64,7 @@ class Candidates:
         in one step of so many."""
         self._gain = LOOKED_UP * math.e
         """Mean gain in tokens per second by look-ups, decayed; at first, what falls to `LOOKED_UP` in `RESTS_AFTER` steps."""
-        self._asked: dict[str, tuple[RequestOptions, int]] = {}
+        self._options: dict[str, tuple[RequestOptions, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
         self._shared = SharedTexts() if lookups else None
         self._room = 0
@@ -77,15 +77,15 @@ class Candidates:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def present(self, request_ids: Iterable[str]) -> list[tuple[str, Request]]:
+    def known(self, request_ids: Iterable[str]) -> list[tuple[str, Request]]:
         """The given requests that have been decoded before."""
         requests = self.requests
         return [(request_id, requests[request_id]) for request_id in request_ids if request_id in requests]
 
-    def asked(self, request_id: str, asked: RequestOptions, prompt_len: int) -> None:
-        """Notes what a coming request, with a prompt of so many tokens, asks about drafting."""
-        self._asked[request_id] = asked, prompt_len
-        self.forced += asked.mode in ("sync", "ahead")
+    def expect(self, request_id: str, options: RequestOptions, prompt_len: int) -> None:
+        """A request will come, with these options and a prompt of so many tokens."""
+        self._options[request_id] = options, prompt_len
+        self.forced += options.mode in ("sync", "ahead")
 
     def grown(self, request_id: str, text: list[int], rule: Rule) -> None:
         """A step added tokens to the request; `text` is all of them."""
@@ -109,7 +109,7 @@ class Candidates:
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
-        if (options := self._asked.pop(request_id, None)) is not None:
+        if (options := self._options.pop(request_id, None)) is not None:
             self.forced -= options[0].mode in ("sync", "ahead")
         self.predicted.discard(request_id)
         request = self.requests.pop(request_id, None)
@@ -194,10 +194,10 @@ class Candidates:
             if candidate is not None:
                 self._take(request_id, request, candidate, len(request.text))
 
-    def best(self, present: Sequence[tuple[str, Request]]) -> list[Candidate | None]:
+    def best(self, known: Sequence[tuple[str, Request]]) -> list[Candidate | None]:
         """The best draft for each request's present length, from a drafter or a look-up."""
         found = []
-        for request_id, request in present:
+        for request_id, request in known:
             # A draft that comes while a step runs that began early is for a length that will have passed.
             candidate = request.candidate if request.candidate_at == len(request.text) else None
             # Written out for speed: most of the time no look-up is awake.
@@ -215,7 +215,7 @@ class Candidates:
 
     def awake(self, request_ids: Iterable[str]) -> list[tuple[str, Request]]:
         """Those of the given requests that are looked up at present."""
-        return self.present(self.predicted if self.asleep else request_ids)
+        return self.known(self.predicted if self.asleep else request_ids)
 
     def discard(self) -> None:
         """No draft is verified in this step: drops drafters' drafts that are there."""
@@ -237,8 +237,8 @@ class Candidates:
 
     def begin_learning(self) -> None:
         """Call once per step, before `learn` for its requests."""
-        for rank, asked, tokens in self._foreseen:
-            self.foresight.observe(rank, asked, tokens)
+        for rank, outcomes, tokens in self._foreseen:
+            self.foresight.observe(rank, outcomes, tokens)
         self._foreseen.clear()
         self._room = (INDEXED_PER_STEP - FOR_OTHERS) * self.every
 
@@ -267,18 +267,18 @@ class Candidates:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _made(self, request_id: str, text: list[int], rule: Rule) -> Request:
-        asked, prompt_len = self._asked.get(request_id, _NOTHING_ASKED)
-        longest = self._longest if asked.longest is None else min(asked.longest, self._longest)
+        options, prompt_len = self._options.get(request_id, _NO_OPTIONS)
+        longest = self._longest if options.longest is None else min(options.longest, self._longest)
         texts: list[LookupSource] = []
-        if asked.prediction:
-            texts.append(PredictedText(asked.prediction, prompt_len))
+        if options.prediction:
+            texts.append(PredictedText(options.prediction, prompt_len))
             self.predicted.add(request_id)
         if self._shared is not None:
             texts.append(OwnText())
-            if asked.learn:
-                texts.append(self._shared.reader(asked.tenant, len(text)))
-        longest = 0 if asked.mode == "off" else longest
-        return Request(text, rule, longest, _ASKS[asked.mode], texts)
+            if options.learn:
+                texts.append(self._shared.reader(options.tenant, len(text)))
+        longest = 0 if options.mode == "off" else longest
+        return Request(text, rule, longest, _ASKS[options.mode], texts)
 
     def _look_up(self, request_id: str, request: Request) -> Candidate | None:
         if request.looked_up_at == len(request.text):

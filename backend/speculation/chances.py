@@ -28,7 +28,7 @@ FEW = 8
 
 Array = npt.NDArray[np.float64]
 Chances = list[list[float]] | Array
-"""Of many drafts' tokens; in an array, 0 behind a draft's end."""
+"""The chances of many drafts' tokens; in an array, 0 behind a draft's end."""
 
 
 class Rule(IntEnum):
@@ -43,7 +43,7 @@ class Rule(IntEnum):
 
 
 RULE_NAMES = {Rule.GREEDY: "greedy", Rule.SHARED: "shared_noise", Rule.INDEPENDENT: "rejection_sampling"}
-"""As clients read them."""
+"""The names of the rules in answers and records."""
 
 
 def chances(weights: Sequence[float], signs: Sequence[float], offset: float = 0.0) -> list[float]:

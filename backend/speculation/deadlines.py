@@ -146,7 +146,7 @@ class Questions:
         return sorted(drafter_id for drafter_id, health in self._health.items() if health.is_down)
 
     def _note_overdue(self, request_id: str, question: Question) -> None:
-        asked = self._overdue.setdefault(request_id, {})
-        asked[question.base_len] = question
-        while len(asked) > REMEMBERED:
-            del asked[next(iter(asked))]
+        overdue = self._overdue.setdefault(request_id, {})
+        overdue[question.base_len] = question
+        while len(overdue) > REMEMBERED:
+            del overdue[next(iter(overdue))]

@@ -64,14 +64,14 @@ class Speculator:
         if self._fixed is not None:
             self._asking.choice = Choice(self._fixed, longest, 0.0, self._few if self._fixed == Ask.AHEAD else 0)
         self._draft_times = DraftTimes(one_pass)
-        plain, asked = (partial(self.step_times.at, asking=asking) for asking in (False, True))
-        self._times = Times(plain, asked, self._draft_times.at, self._draft_times.ahead)
+        plain_s, asking_s = (partial(self.step_times.at, asking=asking) for asking in (False, True))
+        self._times = Times(plain_s, asking_s, self._draft_times.at, self._draft_times.ahead)
         self._load: StepLoad | None = None
-        """As at the last choice."""
+        """What drafts were expected to bring at the last choice; None: not computed yet."""
         self._unlearned: dict[str, int] = {}
         self._ended: dict[str, int] = {}
         self._attached = Attached()
-        """The running step's."""
+        """What was attached to the running step."""
         self._verifying: set[str] = set()
         """Requests of the running step, if drafters were asked and have different heads (`pairing.py`)."""
         self._drafter_ids: list[str] = []
@@ -82,7 +82,7 @@ class Speculator:
         """Requests that the running step decodes."""
         self._reconsider_at = 0
         self._step_s, self._emitted, self._request_s = 0.0, 0, 0.0
-        """Of the last step; and since the last choice: tokens emitted, and the sum over steps of seconds times requests."""
+        """Seconds of the last step; since the last choice: tokens emitted, and requests times seconds, summed over steps."""
         self._began = 0.0
         """When the latest step began."""
         self._came = False
@@ -223,15 +223,15 @@ class Speculator:
                 self.candidates.discard()
             self.candidates.rest(self._decoding, gain)
             return attached
-        present = self.candidates.present(decoding)
-        self._verifying = {each for each, _ in present} if self.preference.has_choice and attached.features_needed else set()
-        candidates = self.candidates.best(present)
-        most = None if limits is None else [limits[request_id] for request_id, _ in present]
+        known = self.candidates.known(decoding)
+        self._verifying = {each for each, _ in known} if self.preference.has_choice and attached.features_needed else set()
+        candidates = self.candidates.best(known)
+        most = None if limits is None else [limits[request_id] for request_id, _ in known]
         spent, looked_up = self._ranking.cut(candidates, prefill, most), 0.0
         if spent is not None:
             self._floor = ROOM * spent.threshold
-        lengths = spent.lengths if spent is not None else [0] * len(present)
-        for (request_id, request), candidate, length in zip(present, candidates, lengths, strict=True):
+        lengths = spent.lengths if spent is not None else [0] * len(known)
+        for (request_id, request), candidate, length in zip(known, candidates, lengths, strict=True):
             drafted, request.candidate, request.verified, request.verified_length = request.candidate, None, None, 0
             request.offered = candidate
             if length and candidate is not None:
@@ -247,7 +247,7 @@ class Speculator:
         )
         self._ranking.forget()
         if attached.features_needed and not self.outcomes:
-            attached.asks = early_drafts(present, self.choice.k or self._longest, self._least_survival, of_all=of_all)
+            attached.asks = early_drafts(known, self.choice.k or self._longest, self._least_survival, of_all=of_all)
         return attached
 
     def _gain(self, looked_up: list[tuple[str, Request]], prefill: int) -> float:
@@ -283,12 +283,12 @@ class Speculator:
         asks: dict[str, list[NextItem]] = {}
         choice, of_each, early, floor = self.choice, self.outcomes, self._attached.asks, self._least_survival
         longest = choice.k or self._longest
-        present = self.candidates.present(self._ended)
-        candidates = self.candidates.best(present)
+        known = self.candidates.known(self._ended)
+        candidates = self.candidates.best(known)
         # A verification ends at the latest behind what will be verified of a draft.  Whether that is much nobody may know yet.
         spent = self._ranking.expected(candidates) if of_each or self.candidates.forced else None
-        lengths = spent.lengths if spent is not None else [0] * len(present)
-        for (request_id, request), best, cut in zip(present, candidates, lengths, strict=True):
+        lengths = spent.lengths if spent is not None else [0] * len(known)
+        for (request_id, request), best, cut in zip(known, candidates, lengths, strict=True):
             k, drafter_id = min(longest, request.longest), self.preference.drafter_of(request_id)
             if not k or drafter_id is None or request_id not in began:
                 continue
@@ -327,14 +327,14 @@ class Speculator:
             return None
         if self._fixed == Ask.DRAFT:
             return deadline
-        present = self.candidates.present(decoding)
-        missing = [i for i, (request_id, _) in enumerate(present) if request_id in self.questions.pending]
+        known = self.candidates.known(decoding)
+        missing = [i for i, (request_id, _) in enumerate(known) if request_id in self.questions.pending]
         if not missing:
             return None
         at, k = partial(self.step_times.at, prefill=prefill), self.choice.miss_k or self.choice.k or self._longest
         draft_s = self._draft_times.at(len(missing), k)
-        waited_s = now - min(self.questions.pending[present[i][0]].asked_at for i in missing)
-        candidates = self.candidates.best(present)
+        waited_s = now - min(self.questions.pending[known[i][0]].asked_at for i in missing)
+        candidates = self.candidates.best(known)
         rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
         pending = Pending(missing, k, draft_s, waited_s)
         if not waiting_pays(self._ranking.expected(candidates, prefill), rows, pending, self.load.drafted, at):

@@ -53,14 +53,13 @@ class _Cost:
 class StepTimes:
     """T(tokens) in seconds: one point per half octave, straight lines between them.  T never falls."""
 
-    def __init__(self, unknown_s: float = 1e-3) -> None:
-        """`unknown_s`: the answer before anything was measured."""
+    def __init__(self) -> None:
         self.asking = False
         """Whether drafters are asked in the steps that are observed, and in those that are predicted."""
         self._points: dict[int, _Point] = {}
         self._asking, self._verifying = _Cost(), _Cost()
         self._speed, self._speed_doubt, self._clock = 0.0, NOISE, 0
-        self._xs, self._ys, self._slopes = [0.0], [unknown_s], [0.0]
+        self._xs, self._ys, self._slopes = [0.0], [1e-3], [0.0]  # Before anything was measured.
         self._speed_factor, self._asking_factor, self._verifying_factor, self._stale = 1.0, 1.0, 1.0, False
 
     @property

@@ -22,7 +22,8 @@ A pause: for as many steps nobody is asked, and from the second on nothing is ve
 IN_DOUBT = 2.0
 """Pauses are made while drafts promise less than twice the tokens of steps without any."""
 SPREAD, FEW_TOKENS = 0.12**2, 256
-"""Variance of the logarithm of measured over predicted tokens per second, in a window of many tokens; it doubles at 256."""
+"""Variance of the logarithm of measured over predicted tokens per second, in a window of many tokens; in one of 256
+tokens the variance is twice as large."""
 DOUBT, WANDER = 0.1**2, 0.02**2
 """Variances of what `Promises` learns of a kind: at first, and the gain in a window of its own."""
 FADE = 0.99
@@ -52,11 +53,7 @@ class Pending:
 
 
 def waiting_pays(
-    at_hand: Spent,
-    survivals: Sequence[Sequence[float]],
-    pending: Pending,
-    prospect: Prospect,
-    step_s: StepSeconds,
+    at_hand: Spent, survivals: Sequence[Sequence[float]], pending: Pending, prospect: Prospect, step_s: StepSeconds
 ) -> bool:
     """Whether a step should wait for `pending` drafts rather than begin with the available ones.
 
@@ -256,13 +253,13 @@ class Asking:
             ask: offer.tokens_per_s * self.promises.correction(ask) / (GAIN if ask != Ask.PLAIN else 1.0)
             for ask, offer in offers.items()
         }
-        best, present = max(worth, key=lambda ask: worth[ask]), self.choice.ask
-        if present not in offers or best == Ask.PLAIN or worth[best] > GAIN * worth[present]:
-            present = best
-        self._in_doubt = worth[present] < IN_DOUBT * load.requests / times.plain(load.requests, 0)
+        best, chosen = max(worth, key=lambda ask: worth[ask]), self.choice.ask
+        if chosen not in offers or best == Ask.PLAIN or worth[best] > GAIN * worth[chosen]:
+            chosen = best
+        self._in_doubt = worth[chosen] < IN_DOUBT * load.requests / times.plain(load.requests, 0)
         # Right behind a change nothing needs a probe yet.
-        self._steps = self._steps if present == self.choice.ask else PROBE_STEPS
-        self.choice = offers[present]
+        self._steps = self._steps if chosen == self.choice.ask else PROBE_STEPS
+        self.choice = offers[chosen]
         return self.choice
 
     def stepped(self, rests: bool = False) -> bool:

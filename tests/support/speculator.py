@@ -15,7 +15,7 @@ def spent_on(rows: Sequence[Sequence[float]], step_s: Callable[[int], float], ba
 def assert_nothing_is_left(speculator: Speculator) -> None:
     tables: dict[str, Any] = {
         "requests": speculator.candidates.requests,
-        "asked": speculator.candidates._asked,
+        "options": speculator.candidates._options,
         "ended": speculator._ended,
         "not learned from": speculator._unlearned,
         "pending": speculator.questions.pending,

@@ -67,7 +67,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.decoding.add(name)
         self.asked[name] = asked or RequestOptions()
         if asked is not None:
-            self.speculator.candidates.asked(name, asked, 5)
+            self.speculator.candidates.expect(name, asked, 5)
         self.speculator.ended(name, self.texts[name], 5, Rule.SHARED if sampled else Rule.GREEDY, self.now)
         self._ask(Attached())
 

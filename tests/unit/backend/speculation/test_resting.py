@@ -49,7 +49,7 @@ def plainly(made: Speculator, texts: dict[str, list[int]], steps: int, next_toke
 
 def test_look_ups_rest_while_none_pays_and_wake_when_one_does() -> None:
     made, dice = Speculator("auto", K, 4, True, 50, LONGEST_WAIT_S), random.Random(0)
-    made.candidates.asked("r0", RequestOptions(prediction=[51, 52, 53]), 0)
+    made.candidates.expect("r0", RequestOptions(prediction=[51, 52, 53]), 0)
     timed(made, 32, lambda tokens: 1e-3 * tokens)
     texts = decoding(made, 32, lambda: dice.randrange(50))
     found = plainly(made, texts, 100, lambda name: dice.randrange(50))
