@@ -33,7 +33,7 @@ class StepOrders:
     features_needed: bool
     """Whether drafters need this step's features at once."""
     pairings: dict[str, Pairing] = field(default_factory=dict)
-    """Of each new request."""
+    """The pairing of each new request."""
     asks: dict[str, tuple[int, float]] = field(default_factory=dict)
     """See `Attached`."""
     chance_weights: dict[str, list[list[float]]] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class StepOrders:
     is_early: bool = False
     """Whether the step begins before the outcome of the one before is known (`early.py`)."""
     settled: dict[str, tuple[int, list[int]]] = field(default_factory=dict)
-    """In the first step that does not, again: how many output tokens each request has, and the last ones."""
+    """In the first step that does not begin early again: each request's number of output tokens, and the last of them."""
 
 
 class Counters:
@@ -60,17 +60,14 @@ class Counters:
     def verification(self, drafter_id: str, drafted: int, accepted: int, teacher_forced: bool = False) -> None:
         """Counts a drafted verification.  Fixed responses have separate counters."""
         counters = self.stats.teacher_forced if teacher_forced else self.drafter(drafter_id)
-        counters.drafts += 1
-        counters.draft_tokens += drafted
-        counters.accepted_tokens += accepted
+        for each in (counters, self._of_version(counters)):
+            each.drafts += 1
+            each.draft_tokens += drafted
+            each.accepted_tokens += accepted
         for by_position, n in ((counters.drafted_by_position, drafted), (counters.accepted_by_position, accepted)):
             by_position.extend([0] * (drafted - len(by_position)))
             for position in range(n):
                 by_position[position] += 1
-        of_version = self._of_version(counters)
-        of_version.drafts += 1
-        of_version.draft_tokens += drafted
-        of_version.accepted_tokens += accepted
 
     def _of_version(self, counters: DraftCounters) -> Verified:
         """The counters for the current weights, in place of the oldest if needed."""
@@ -114,7 +111,7 @@ class CountingScheduler:
         """Counters of the warm-up; `VerifierProcess` replaces them."""
         self.accounts = Accounts()
         self._verified: dict[str, Verification] = {}
-        """In the step whose outcome is known: what the target made of each request."""
+        """What the target made of each request in the step whose outcome is known."""
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name; from its end to `update_from_output` the target computes."""

@@ -28,10 +28,7 @@ from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, LOGPROBS_MODE, NOISE_
 
 
 def add_request(
-    core: EngineCore,
-    request: EngineCoreRequest,
-    emitted: Sequence[int] = (),
-    options: RequestOptions | None = None,
+    core: EngineCore, request: EngineCoreRequest, emitted: Sequence[int] = (), options: RequestOptions | None = None
 ) -> None:
     """Adds `request` to the engine, to continue after its `emitted` output tokens; `options` as in `Addition`.
 

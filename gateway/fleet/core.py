@@ -13,14 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from backend.config import Settings
-from backend.engine.front import (
-    EngineCoreClient,
-    EngineCoreOutput,
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    FinishReason,
-    VLLMValidationError,
-)
+from backend.engine import front as vllm
 from backend.fleet import FleetSnapshot, VerifierStats
 from backend.routing.choosing import Choosing
 from backend.transport.sockets import Wire
@@ -30,8 +23,8 @@ from gateway.admission.gate import Gate
 from gateway.admission.room import Rooms
 from gateway.fleet.directory import Directory
 from gateway.fleet.engine_link import Cause, VerifierLink
-from gateway.fleet.sequences import Cut, InFlight, Sequences
-from gateway.fleet.statistics import AwaitedAccounts
+from gateway.fleet.sequences import AwaitedAccounts, InFlight, Sequences
+from gateway.fleet.statistics import Cut
 from gateway.fleet.verifiers import Verifiers
 from gateway.http.errors import Aborted, NoVerifier, Poisoned, ShuttingDown, Unavailable, VerifierLost
 from gateway.metrics.gateway import GatewayMetrics
@@ -41,10 +34,10 @@ logger = logging.getLogger(__name__)
 POISON_AFTER = 2
 """Number of verifiers lost under a request after which the request is refused instead of tried again."""
 _REASONS: dict[type[Unavailable], str] = {Poisoned: "poisoned", Aborted: "aborted"}
-"""Of failures other than `lost`."""
+"""How the metrics name failures; all others are `lost`."""
 
 
-class FleetCore(Verifiers, EngineCoreClient):
+class FleetCore(Verifiers, vllm.EngineCoreClient):
     """The fleet, with the interface of an engine core for vLLM's front half.
 
     It calls `on_failed(request_ids, error)` when requests fail without the client's fault, and `on_interactive()` before it
@@ -70,7 +63,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         # A lost verifier's incarnation, and the place ids of sequences that may still run there.  Aborted if it comes back.
         self._orphans: dict[str, tuple[str, list[str]]] = {}
         self._accounts = AwaitedAccounts()
-        self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._outputs: asyncio.Queue[vllm.EngineCoreOutputs] = asyncio.Queue()
 
     # New requests
 
@@ -119,7 +112,7 @@ class FleetCore(Verifiers, EngineCoreClient):
         if record is not None and record.link is link:
             record.taken = True
 
-    def on_outputs(self, link: VerifierLink, outputs: EngineCoreOutputs) -> None:
+    def on_outputs(self, link: VerifierLink, outputs: vllm.EngineCoreOutputs) -> None:
         now = time.monotonic()
         kept = [output for output in outputs.outputs if self._take(link, output, now)]
         if kept:
@@ -154,14 +147,14 @@ class FleetCore(Verifiers, EngineCoreClient):
         self._orphans[link.member.id] = link.member.incarnation, [record.place_id for record in orphans]
         self._fail_over(orphans, cause, died)
 
-    def _take(self, link: VerifierLink, output: EngineCoreOutput, now: float) -> bool:
+    def _take(self, link: VerifierLink, output: vllm.EngineCoreOutput, now: float) -> bool:
         """Records one output in its sequence.  False if it is out of date or must not reach the client."""
         record = self.sequences.running_as(output.request_id)
         if record is None or record.link is not link:
             return False
         if output.stop_reason == PAUSED:
             output.stop_reason = None
-        elif output.finish_reason == FinishReason.ABORT:
+        elif output.finish_reason == vllm.FinishReason.ABORT:
             # The verifier has given up on the sequence.  One that this gateway had aborted would not be found above.
             self._fail_over([record], "given_up", died=True)
             return False
@@ -322,14 +315,14 @@ class FleetCore(Verifiers, EngineCoreClient):
 
     # EngineCoreClient: requests
 
-    async def get_output_async(self) -> EngineCoreOutputs:
+    async def get_output_async(self) -> vllm.EngineCoreOutputs:
         return await self._outputs.get()
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         await self.wait_routable(self.gate.wait_s)
         return tuple(next(link.welcome.supported_tasks for link in self.ready_links if link.welcome is not None))
 
-    async def add_request_async(self, request: EngineCoreRequest) -> None:
+    async def add_request_async(self, request: vllm.EngineCoreRequest) -> None:
         """Routes and submits a sequence.  Raises `NoVerifier`, or `VLLMValidationError` if the request cannot be encoded."""
         arrived = time.monotonic() - max(0.0, time.time() - request.arrival_time)
         claim = current_claim()
@@ -339,7 +332,8 @@ class FleetCore(Verifiers, EngineCoreClient):
         if not record.batched:
             self.on_interactive()
         if claim.speculation is not None:
-            claim.speculation.follow(record)
+            prompt_id = request.external_req_id or ""
+            record.statistics = claim.speculation.follow(record, request.request_id, prompt_id, claim.choices)
         if claim.aborted:
             if request.pooling_params is not None:
                 raise Aborted
@@ -349,7 +343,7 @@ class FleetCore(Verifiers, EngineCoreClient):
             if not self._place(record):
                 raise NoVerifier
         except OverflowError:
-            raise VLLMValidationError("A number in the request is out of range.") from None
+            raise vllm.VLLMValidationError("A number in the request is out of range.") from None
         claim.began(len(request.prompt_token_ids or ()), record.placed_at)
         self.gate.placed(claim)
 
@@ -370,8 +364,8 @@ class FleetCore(Verifiers, EngineCoreClient):
         self._put_aborted(writing)
 
     def _put_aborted(self, records: Sequence[InFlight]) -> None:
-        ended = [EngineCoreOutput(each.request.request_id, [], finish_reason=FinishReason.ABORT) for each in records]
-        self._outputs.put_nowait(EngineCoreOutputs(outputs=ended))
+        ended = [vllm.EngineCoreOutput(each.request.request_id, [], finish_reason=vllm.FinishReason.ABORT) for each in records]
+        self._outputs.put_nowait(vllm.EngineCoreOutputs(outputs=ended))
 
     def _abort(self, records: Sequence[InFlight], over: Callable[[InFlight, str], None]) -> None:
         running: dict[VerifierLink, list[str]] = {}

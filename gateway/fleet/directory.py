@@ -43,8 +43,7 @@ class Directory:
         return await asyncio.to_thread(self._handle.submit, command)
 
     def _ask(self) -> FleetSnapshot:
-        if self._member is not None:
-            member = self._member
+        if (member := self._member) is not None:
             orders = self._handle.report(member.id, member.incarnation, None, "ready", self._seen_version)
             if not orders.known:
                 self._handle.register(member)

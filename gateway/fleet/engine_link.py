@@ -7,6 +7,7 @@ passes all messages to a `LinkListener`.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Sequence
@@ -91,11 +92,11 @@ class VerifierLink:
         self._silence_limit_s = silence_limit_s
         self._gateway_id, self._wants_rows = gateway_id, rows
         self._dealer = AsyncDealer(wire, wire.route(member), member.server_key)
-        self._speech = EngineCodec()
+        self._codec = EngineCodec()
         self._heard_at = self._awake_at = time.monotonic()
         self._excused_until = 0.0
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._next_call = 0
+        self._call_ids = itertools.count(1)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -104,23 +105,19 @@ class VerifierLink:
         self._tasks = [asyncio.create_task(loop, name=f"link-{self.member.id}") for loop in loops]
 
     def add(
-        self,
-        request: EngineCoreRequest,
-        place_id: str,
-        emitted: Sequence[int],
-        options: RequestOptions | None = None,
+        self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int], options: RequestOptions | None = None
     ) -> None:
         """Submits a sequence that goes on after its `emitted` tokens.  The listener gets outputs under the id `place_id`."""
-        self._dealer.send(self._speech.add(request, place_id, emitted, options))
+        self._dealer.send(self._codec.add(request, place_id, emitted, options))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Ends requests without further outputs.  Never waits."""
         if request_ids:
-            self._dealer.send(self._speech.abort(request_ids))
+            self._dealer.send(self._codec.abort(request_ids))
 
     def ask_rows(self) -> None:
         """Asks for the rows that the verifier has kept; the listener gets them."""
-        self._dealer.send(self._speech.ask_rows())
+        self._dealer.send(self._codec.ask_rows())
 
     def send(self, frames: Sequence[Buffer]) -> None:
         """Sends a message that needs no answer, and that is encoded already because other links send it too."""
@@ -128,12 +125,11 @@ class VerifierLink:
 
     def call(self, method: str, *args: Any) -> asyncio.Future[Any]:
         """Calls a method of the verifier's engine core, ahead of all that is sent later; `UtilityError` when it fails."""
-        self._next_call += 1
-        call_id = self._next_call
+        call_id = next(self._call_ids)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         future.add_done_callback(lambda _: self._calls.pop(call_id, None))
-        self._dealer.send(self._speech.call(call_id, method, args))
+        self._dealer.send(self._codec.call(call_id, method, args))
         return future
 
     @property
@@ -176,7 +172,7 @@ class VerifierLink:
                 self.close("incompatible")
 
     def _handle(self, frames: list[bytes]) -> None:
-        heard = self._speech.hear(frames)
+        heard = self._codec.hear(frames)
         if isinstance(heard, EngineCoreOutputs):
             if heard.utility_output is not None:
                 self._answer(heard)
@@ -229,14 +225,14 @@ class VerifierLink:
             future.set_result(answer.result.result if answer.result is not None else None)
 
     def _greet(self) -> None:
-        self._dealer.send(self._speech.hello(self._gateway_id, rows=self._wants_rows))
+        self._dealer.send(self._codec.hello(self._gateway_id, rows=self._wants_rows))
 
     async def _ping_loop(self) -> None:
         beats = 0
         while self.state != "lost":
             if self.state == "ready":
                 beats = 0
-                self._dealer.send(self._speech.ping())
+                self._dealer.send(self._codec.ping())
             else:
                 beats += 1
                 if beats & (beats - 1) == 0:

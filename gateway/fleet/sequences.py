@@ -4,27 +4,14 @@ import asyncio
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from backend.engine.front import EngineCoreRequest
 from backend.routing.choosing import RoutingRequest
-from backend.wire.engine import SHARED_SUFFIX, EmittedText
+from backend.wire.engine import SHARED_SUFFIX, Account, EmittedText
 from gateway.admission.claim import Claim
 from gateway.auth.caller import Priority
 from gateway.fleet.engine_link import VerifierLink
-from gateway.fleet.statistics import SequenceStatistics
-
-MoveKind = Literal["failover", "migration"]
-
-
-@dataclass
-class Cut:
-    """Why and when a sequence was taken from its verifier.  Kept until its next token."""
-
-    kind: MoveKind
-    cause: str
-    at: float
-    """Monotonic seconds."""
+from gateway.fleet.statistics import Cut, SequenceStatistics
 
 
 @dataclass
@@ -201,3 +188,38 @@ class Sequences:
         if self._by_place.pop(record.place_id, None) is not None and record.link is not None:
             self._placed[record.link.member.id] -= 1
             self._tokens[record.link.member.id] -= record.tokens
+
+
+class AwaitedAccounts:
+    """Accounts that have not come yet, by the sequence's id at its verifier.  Aborted sequences get one, too."""
+
+    def __init__(self) -> None:
+        self._places: dict[str, tuple[VerifierLink, SequenceStatistics, asyncio.Future[None]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def placed(self, record: InFlight, link: VerifierLink) -> None:
+        """Expects an account, if the sequence asks for one."""
+        if (statistics := record.statistics) is None:
+            return
+        if record.cut is not None:
+            statistics.moves.append(record.cut)
+        statistics.awaited.append(asyncio.get_running_loop().create_future())
+        self._places[record.place_id] = link, statistics, statistics.awaited[-1]
+
+    def came(self, accounts: Sequence[Account]) -> None:
+        for account in accounts:
+            if account.request_id in self._places:
+                self._places[account.request_id][1].accounts.append(account)
+                self.ended(account.request_id)
+
+    def ended(self, place_id: str) -> None:
+        """Expects no account for a sequence that has ended: it would have come first, if the verifier had the request."""
+        if place_id in self._places:
+            self._places.pop(place_id)[2].set_result(None)
+
+    def lost(self, link: VerifierLink) -> None:
+        """Expects no more accounts from this verifier."""
+        for place_id in [place_id for place_id, (at, _, _) in self._places.items() if at is link]:
+            self.ended(place_id)

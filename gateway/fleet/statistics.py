@@ -3,35 +3,47 @@
 Runs in the gateway's event loop.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal, Protocol
 
 import msgspec
 
 from backend.wire.engine import Account, RequestOptions, Tally
-
-if TYPE_CHECKING:
-    from gateway.fleet.engine_link import VerifierLink
-    from gateway.fleet.sequences import Cut, InFlight
 
 ACCOUNT_WAIT_S = 1.0
 """Seconds that an answer waits for missing accounts.  If the gateway ended a sequence at a stop string, its account comes only
 after the running step."""
 _LAST = ('"choices":[]', '"type":"message_delta"')
 """One of these occurs in the chunk with the usage and in no other: inside generated text the quotes would be escaped."""
+MoveKind = Literal["failover", "migration"]
+
+
+@dataclass
+class Cut:
+    """Why and when a sequence was taken from its verifier.  Kept until its next token."""
+
+    kind: MoveKind
+    cause: str
+    at: float
+    """Monotonic seconds."""
+
+
+class Timed(Protocol):
+    """A sequence, as far as its statistics show it; see `InFlight`."""
+
+    first_token: float | None
+    last_token: float | None
+    emitted_tokens: int
 
 
 @dataclass
 class SequenceStatistics:
     """The accounts and moves of one sequence."""
 
-    record: InFlight
+    record: Timed
     accounts: list[Account] = field(default_factory=list)
     moves: list[Cut] = field(default_factory=list)
     awaited: list[asyncio.Future[None]] = field(default_factory=list)
@@ -74,41 +86,6 @@ class SequenceStatistics:
         }
 
 
-class AwaitedAccounts:
-    """Accounts that have not come yet, by the sequence's id at its verifier.  Aborted sequences get one, too."""
-
-    def __init__(self) -> None:
-        self._places: dict[str, tuple[VerifierLink, SequenceStatistics, asyncio.Future[None]]] = {}
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def placed(self, record: InFlight, link: VerifierLink) -> None:
-        """Expects an account, if the sequence asks for one."""
-        if (statistics := record.statistics) is None:
-            return
-        if record.cut is not None:
-            statistics.moves.append(record.cut)
-        statistics.awaited.append(asyncio.get_running_loop().create_future())
-        self._places[record.place_id] = link, statistics, statistics.awaited[-1]
-
-    def came(self, accounts: Sequence[Account]) -> None:
-        for account in accounts:
-            if account.request_id in self._places:
-                self._places[account.request_id][1].accounts.append(account)
-                self.ended(account.request_id)
-
-    def ended(self, place_id: str) -> None:
-        """Expects no account for a sequence that has ended: it would have come first, if the verifier had the request."""
-        if place_id in self._places:
-            self._places.pop(place_id)[2].set_result(None)
-
-    def lost(self, link: VerifierLink) -> None:
-        """Expects no more accounts from this verifier."""
-        for place_id in [place_id for place_id, (at, _, _) in self._places.items() if at is link]:
-            self.ended(place_id)
-
-
 @dataclass
 class SpeculationOptions:
     """One request's options for speculation, and its sequences."""
@@ -119,16 +96,17 @@ class SpeculationOptions:
     """The fleet's mode."""
     statistics: dict[int, SequenceStatistics] = field(default_factory=dict)
 
-    def follow(self, record: InFlight) -> None:
-        """Begins the statistics of a sequence that is about to be submitted, if they were asked for."""
-        if self.options.account:
-            self.statistics[self._index(record)] = record.statistics = SequenceStatistics(record)
+    def follow(self, record: Timed, request_id: str, prompt_id: str, choices: int) -> SequenceStatistics | None:
+        """The statistics of a sequence that is about to be submitted, if they are needed.
 
-    def _index(self, record: InFlight) -> int:
-        """The index of a sequence's choice.  vLLM's ids begin with the choice's number, and may end with the prompt's."""
-        request_id, prompt, choices = record.request.request_id, record.request.external_req_id or "", record.claim.choices
-        choice = int(request_id.partition("_")[0]) if choices > 1 else 0
-        return (int(prompt.rpartition("-")[2]) * choices if prompt.startswith("cmpl-") else 0) + choice
+        vLLM's `request_id` begins with the choice's number if there are several; its `prompt_id` may end with the prompt's.
+        """
+        if not self.options.account:
+            return None
+        index = int(request_id.partition("_")[0]) if choices > 1 else 0
+        index += int(prompt_id.rpartition("-")[2]) * choices if prompt_id.startswith("cmpl-") else 0
+        self.statistics[index] = SequenceStatistics(record)
+        return self.statistics[index]
 
     async def add_to(self, body: dict[str, Any]) -> dict[str, Any]:
         """Waits for accounts, then puts the statistics into an answer or a stream's last chunk."""

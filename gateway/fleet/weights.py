@@ -22,7 +22,7 @@ class WeightsInForce:
         self._requested: dict[VerifierLink, tuple[Weights, asyncio.Task[None]]] = {}
 
     def next_number(self) -> int:
-        """Of an update: of two at once, neither of which a verifier has loaded yet, each has one of its own."""
+        """The number of the next update.  Two updates under way at once get different numbers."""
         self._last_number += 1
         return self._last_number
 

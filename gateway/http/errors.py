@@ -49,15 +49,7 @@ import starlette.exceptions
 from fastapi.exceptions import RequestValidationError
 
 from backend.coordinator import CoordinatorUnavailable
-from backend.engine.front import (
-    ErrorResponse,
-    GracefulHTTPError,
-    RetryableRequestError,
-    StreamFailed,
-    VLLMClientError,
-    VLLMNotFoundError,
-    sanitize_message,
-)
+from backend.engine import front as vllm
 from gateway.requests.vllm_errors import field_of, in_our_words, is_about_all, most_telling, path_of
 
 _VALUE_SUFFIX = re.compile(r" \((?:parameter|value)=.*\)$", re.DOTALL)
@@ -217,7 +209,7 @@ class EngineFailed(ServerError, code="engine_error"): ...
 
 class Unavailable(
     ServerError,
-    GracefulHTTPError,
+    vllm.GracefulHTTPError,
     status=503,
     code="unavailable",
     retry_after_s=1,
@@ -281,7 +273,7 @@ class ShuttingDown(Unavailable, code="shutting_down", text="This server is shutt
 def clean(message: str) -> str:
     """A message without paths, addresses, tracebacks or echoed values."""
     message = _VALUE_SUFFIX.sub("", message)
-    message = _ADDRESS.sub("<address>", str(sanitize_message(message)))
+    message = _ADDRESS.sub("<address>", str(vllm.sanitize_message(message)))
     # vLLM's `sanitize_message` knows only some directories.
     return _PATH.sub("<path>", message)[:_MAX_MESSAGE]
 
@@ -299,13 +291,13 @@ def translate(error: BaseException) -> ApiError:
         return from_pydantic(error)
     if isinstance(error, CoordinatorUnavailable):
         return NoCoordinator()
-    if isinstance(error, StreamFailed):
+    if isinstance(error, vllm.StreamFailed):
         return from_vllm(error.error)
-    if isinstance(error, GracefulHTTPError | RetryableRequestError):
+    if isinstance(error, vllm.GracefulHTTPError | vllm.RetryableRequestError):
         return Unavailable()
-    if isinstance(error, VLLMNotFoundError):
+    if isinstance(error, vllm.VLLMNotFoundError):
         return ModelNotFound(str(error), param="model")
-    if isinstance(error, VLLMClientError):
+    if isinstance(error, vllm.VLLMClientError):
         return bad_request(str(error.args[0] if error.args else error), getattr(error, "parameter", None))
     # vLLM's front half also raises these exceptions, and jinja's, for a wrong request.
     is_jinjas = any(kind.__name__ == "TemplateError" for kind in type(error).__mro__)
@@ -332,7 +324,7 @@ def from_vllm(error: dict[str, Any]) -> ApiError:
 
 def checked(answer: Any) -> Any:
     """`answer`, as vLLM's serving classes return it.  Raises `ApiError` if it is an error response."""
-    if isinstance(answer, ErrorResponse):
+    if isinstance(answer, vllm.ErrorResponse):
         raise from_vllm(answer.error.model_dump())
     return answer
 
@@ -366,7 +358,7 @@ def from_pydantic(error: pydantic.ValidationError, within: str | None = None) ->
     """The `ApiError` for a validation error.  `within` is the field whose value was validated; None: the whole body was."""
     first = most_telling(error.errors(include_url=False, include_input=False))
     inner = (first.get("ctx") or {}).get("error")
-    if isinstance(inner, VLLMClientError):
+    if isinstance(inner, vllm.VLLMClientError):
         return translate(inner)
     path = path_of(first)
     where = ".".join(path if within is None else [within, *path])

@@ -27,8 +27,7 @@ def shape(*required: str, **properties: Schema) -> Schema:
 STRING: Schema = {"type": "string"}
 _NULLABLE: Schema = {"type": ["string", "null"]}
 _ERROR = shape(
-    "error",
-    error=shape(*("message", "type", "param", "code"), message=STRING, type=STRING, param=_NULLABLE, code=_NULLABLE),
+    "error", error=shape(*("message", "type", "param", "code"), message=STRING, type=STRING, param=_NULLABLE, code=_NULLABLE)
 )
 _ANTHROPIC_ERROR = shape("type", "error", type={"const": "error"}, error=shape("type", "message", type=STRING, message=STRING))
 LIST = shape("object", "data", object={"const": "list"}, data={"type": "array", "items": {"type": "object"}})

@@ -7,7 +7,8 @@ from starlette.types import Scope
 
 from backend.tracing import Span, Tracing
 from gateway.auth.rights import Right, right_of
-from gateway.fleet.sequences import Cut, InFlight
+from gateway.fleet.sequences import InFlight
+from gateway.fleet.statistics import Cut
 from gateway.metrics.gateway import GatewayMetrics
 
 

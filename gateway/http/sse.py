@@ -20,8 +20,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from backend.engine.front import ERROR_PREFIX, StreamFailed
 from backend.engine.front.stream import PlainStream
-from gateway.http.errors import ApiError, from_vllm, translate
+from gateway.http.errors import ApiError, translate
 
 T = TypeVar("T")
 Change = Callable[[str], Awaitable[str]]
@@ -32,7 +33,6 @@ KEEP_ALIVE = b": keep-alive\n"
 KEEP_ALIVE_S = 15.0
 """Seconds of silence after which a stream gets a comment.  Proxies close connections that look dead."""
 HEADERS = {"cache-control": "no-store", "connection": "keep-alive", "x-accel-buffering": "no"}
-_ERROR_PREFIX = 'data: {"error"'
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +97,8 @@ class Generated:
         async for chunk in self._chunks:
             for change in self._changes:
                 chunk = await change(chunk)
-            if chunk.startswith(_ERROR_PREFIX):
-                raise from_vllm(json.loads(chunk.removeprefix("data: "))["error"])
+            if chunk.startswith(ERROR_PREFIX):
+                raise StreamFailed(chunk)
             stream.put(chunk.encode())
         stream.end()
 

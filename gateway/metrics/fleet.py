@@ -43,7 +43,7 @@ def acceptance_length(counters: DraftCounters | Verified) -> float | None:
 
 
 Sums = Counter[tuple[str, ...]]
-"""By a metric's name and its labels."""
+"""Values by a metric's name and its labels."""
 
 
 def _summed() -> dict[str, str]:
@@ -83,7 +83,7 @@ class FleetCollector(Collector):
         self._last[stats.verifier_id] = stats
 
     def _totals(self) -> Sums:
-        """Of every metric that is summed; 0 where nothing was reported and there is no label."""
+        """The sum of every summed metric; 0 where nothing was reported and there is no label."""
         total: Sums = Counter({(name,): 0 for name in _summed() if not {*DEFINITIONS[name].labels} - {MODEL}})
         for each in (self._gone, *map(_sums, self._last.values())):
             total.update(each)

@@ -3,6 +3,10 @@
 Metrics have two sources: this gateway's own observations (`GatewayMetrics`), and the members' reports
 (`gateway.metrics.fleet`).  Both use a registry of our own, because vLLM's loggers unregister collectors in the default one.
 Everything runs in the event loop.
+
+`FleetCore` calls the methods `on_...` about sequences; `Envelope` (`gateway/http/middleware.py`) counts requests, which it sees
+with every error but those of `protocol.py` and of streams that have begun.  A new metric needs its line in
+docs/reference/metrics.md and a panel in `dashboards/grafana/dashboards/`; tests fail without them.
 """
 
 from collections import Counter as TotalBy
@@ -10,7 +14,8 @@ from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
 
-from gateway.fleet.sequences import Cut, InFlight, MoveKind
+from gateway.fleet.sequences import InFlight
+from gateway.fleet.statistics import Cut, MoveKind
 
 
 class Definition(NamedTuple):
@@ -19,7 +24,7 @@ class Definition(NamedTuple):
     help: str
     labels: tuple[str, ...] = ()
     field: str = ""
-    """Of what members report (`backend.fleet.stats`), by the labels of a verifier, of a pair, or of a drafter that learns.
+    """The field of the members' reports (`backend.fleet.stats`); its labels tell whether a verifier's, a pair's or a drafter's.
 
     Without any of these labels, a counter of verifiers or of pairs is summed over the fleet.
     """

@@ -62,20 +62,20 @@ class _EngineOverTheWire(EngineCoreClient):
     def __init__(self, address: str) -> None:
         self.resources = SimpleNamespace(engine_dead=False)
         self._address = address
-        self._speech = EngineCodec()
+        self._codec = EngineCodec()
         self._outputs: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
         self._dealer: AsyncDealer | None = None
 
     def _connected(self) -> AsyncDealer:
         if self._dealer is None:
             self._dealer = AsyncDealer(Wire(), self._address)
-            self._dealer.send(self._speech.hello("vllm"))
+            self._dealer.send(self._codec.hello("vllm"))
             self._listening = asyncio.create_task(self._listen(self._dealer))
         return self._dealer
 
     async def _listen(self, dealer: AsyncDealer) -> None:
         while True:
-            heard = self._speech.hear(await dealer.receive())
+            heard = self._codec.hear(await dealer.receive())
             if isinstance(heard, EngineCoreOutputs):
                 self._outputs.put_nowait(heard)
 
@@ -83,11 +83,11 @@ class _EngineOverTheWire(EngineCoreClient):
         return await self._outputs.get()
 
     async def add_request_async(self, request: Any) -> None:
-        self._connected().send(self._speech.add(request, request.request_id))
+        self._connected().send(self._codec.add(request, request.request_id))
 
     async def abort_requests_async(self, request_ids: list[str]) -> None:
         if request_ids:
-            self._connected().send(self._speech.abort(request_ids))
+            self._connected().send(self._codec.abort(request_ids))
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         self._connected()

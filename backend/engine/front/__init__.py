@@ -32,19 +32,13 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeResponse,
     TokenizerInfoResponse,
 )
-from vllm.exceptions import (
-    GracefulHTTPError,
-    RetryableRequestError,
-    VLLMClientError,
-    VLLMNotFoundError,
-    VLLMValidationError,
-)
+from vllm.exceptions import GracefulHTTPError, RetryableRequestError, VLLMClientError, VLLMNotFoundError, VLLMValidationError
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from backend.engine.front.messages import StreamFailed
+from backend.engine.front.messages import ERROR_PREFIX, StreamFailed
 from backend.engine.front.responses import ResponseRequest
 
 VLLM_VERSION: str = vllm.__version__

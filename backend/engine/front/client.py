@@ -29,7 +29,7 @@ from backend.engine.front.grammar import GrammarChecks
 from backend.wire.engine import EngineWelcome
 
 MAX_PROMPT_LOGPROBS = 20_000
-"""Of one prompt: its tokens times 1 + `prompt_logprobs`.  Each holds up other requests for 10 us."""
+"""Most log probabilities of a prompt: tokens times 1 + `prompt_logprobs`.  Each holds up other requests for 10 us."""
 
 
 class Link(Protocol):

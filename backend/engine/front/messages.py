@@ -11,17 +11,18 @@ from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionReque
 
 from backend.engine.front.reading import ReadsChats
 
-_ERROR_PREFIX = 'data: {"error"'
+ERROR_PREFIX = 'data: {"error"'
+"""The event with which a failed stream of vLLM ends begins so."""
 _ARGUMENTS = '"type":"input_json_delta"'
 """Stands in the events with arguments of calls and in no others; in text, its quotes would be escaped."""
 
 
 class StreamFailed(Exception):
-    """A stream from vLLM ended with this error object (`message`, `code`, `param`, ...)."""
+    """A stream from vLLM ended with this event.  Its `error` has `message`, `code`, `param`, ..."""
 
-    def __init__(self, error: dict[str, Any]) -> None:
-        super().__init__(str(error.get("message", "")))
-        self.error = error
+    def __init__(self, event: str) -> None:
+        self.error: dict[str, Any] = json.loads(event.removeprefix("data: "))["error"]
+        super().__init__(str(self.error.get("message", "")))
 
 
 class Messages(ReadsChats, AnthropicServingMessages):
@@ -45,8 +46,8 @@ class Messages(ReadsChats, AnthropicServingMessages):
         async def watched() -> AsyncGenerator[str, None]:
             try:
                 async for chunk in generator:
-                    if chunk.startswith(_ERROR_PREFIX):
-                        failed.append(StreamFailed(json.loads(chunk.removeprefix("data: "))["error"]))
+                    if chunk.startswith(ERROR_PREFIX):
+                        failed.append(StreamFailed(chunk))
                         raise failed[0]
                     yield chunk
             finally:
@@ -63,7 +64,7 @@ class Messages(ReadsChats, AnthropicServingMessages):
                     continue
                 if held and event.startswith("event: content_block_stop"):
                     arguments = "".join(each["delta"]["partial_json"] for each in held)
-                    if _is_object(arguments):
+                    if is_object(arguments):
                         held[0]["delta"]["partial_json"] = arguments
                         yield f"event: content_block_delta\ndata: {json.dumps(held[0], ensure_ascii=False)}\n\n"
                     held.clear()
@@ -74,13 +75,14 @@ class Messages(ReadsChats, AnthropicServingMessages):
     def messages_full_converter(self, generator: ChatCompletionResponse) -> AnthropicMessagesResponse:
         """Drops arguments of a tool call that are no object, or that `max_tokens` cut off; vLLM's method would fail."""
         for call in generator.choices[0].message.tool_calls:
-            if not _is_object(call.function.arguments):
+            if not is_object(call.function.arguments):
                 call.function.arguments = "{}"
         answer: AnthropicMessagesResponse = super().messages_full_converter(generator)
         return answer
 
 
-def _is_object(text: str) -> bool:
+def is_object(text: str) -> bool:
+    """Whether the arguments of a call are a whole JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except ValueError:

@@ -67,11 +67,7 @@ class PoolingServing:
         if not enable_scoring_api(self._tasks, self._client.model_config):
             return None
         return ServingScores(
-            self._client,
-            self._models,
-            supported_tasks=self._tasks,
-            request_logger=None,
-            chat_template_config=self._template,
+            self._client, self._models, supported_tasks=self._tasks, request_logger=None, chat_template_config=self._template
         )
 
     @property

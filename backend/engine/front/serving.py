@@ -116,13 +116,7 @@ class ServingChat(ChatLogprobs, ReadsChats, OpenAIServingChat):
     """vLLM's chat completions, with a `PlainStream` where one was offered (`client.offer_plain`) and suffices."""
 
     def chat_completion_stream_generator(
-        self,
-        request: ChatCompletionRequest,
-        result_generator: Any,
-        request_id: str,
-        model_name: str,
-        *args: Any,
-        **kwargs: Any,
+        self, request: ChatCompletionRequest, result_generator: Any, request_id: str, model_name: str, *args: Any, **kwargs: Any
     ) -> PlainStream | AsyncGenerator[str, None]:
         """vLLM's stream, or a plain one."""
         submit = submissions()
@@ -294,11 +288,7 @@ def build_services(
     # Clients see `model_path` as a model's `root`.  It must not reveal the directory that holds the model.
     names = [BaseModelPath(name=name, model_path=served_names[0]) for name in served_names]
     models = OpenAIServingModels(client, names, lora_modules=adapters)
-    common: dict[str, Any] = {
-        "request_logger": None,
-        "chat_template": template,
-        "chat_template_content_format": "auto",
-    }
+    common: dict[str, Any] = {"request_logger": None, "chat_template": template, "chat_template_content_format": "auto"}
     parsing: dict[str, Any] = {
         "enable_auto_tools": tools is not None,
         "tool_parser": tools,

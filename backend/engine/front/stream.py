@@ -115,7 +115,7 @@ class PlainStream:
         self._client = client
         self._submit = submit
         self._id: str | None = None
-        """Of the sequence, while it runs or after it has failed."""
+        """The id of the sequence, while it runs or after it has failed."""
         self._form = form
         self._delta = _Delta()
         self._choice = _TextChoice(0, "") if form.role is None else _ChatChoice(0, self._delta, token_ids=None)

@@ -25,7 +25,7 @@ Row = tuple[int, str]
 """A number and an event as JSON."""
 
 LIFETIME_S = 30 * 86400
-"""As long as OpenAI keeps a response.  A conversation is kept as long after its last use."""
+"""Seconds that a response is kept, as with OpenAI; a conversation is kept as long after its last use."""
 INTERRUPTED = {"code": "server_error", "message": "The server was stopped while it made this response."}
 UNFINISHED = ("queued", "in_progress")
 _IS_UNFINISHED = f"json_extract(body, '$.status') IN {UNFINISHED}"

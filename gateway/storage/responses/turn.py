@@ -1,12 +1,12 @@
 """One request for a response: its place in a conversation, and its response object.  Pure, except that it draws ids."""
 
-import json
 import re
 import uuid
 from dataclasses import dataclass
 from typing import Any
 
 from backend.engine.front import ResponseRequest, decode_custom_tool_input_prefix
+from backend.engine.front.messages import is_object
 from gateway.fleet.statistics import SpeculationOptions
 from gateway.http.errors import BadRequest
 from gateway.storage.responses.store import Item, StoredResponse
@@ -111,7 +111,7 @@ def cut_off(item: Item) -> Item:
 
     vLLM shows the JSON around a custom tool's input where it is cut.
     """
-    if item["type"] == "function_call" and _is_whole(item["arguments"]):
+    if item["type"] == "function_call" and is_object(item["arguments"]):
         return item
     if item["type"] == "custom_tool_call":
         start = re.sub(r"\s", "", item["input"][:32])
@@ -122,13 +122,6 @@ def cut_off(item: Item) -> Item:
 
 
 _WRAPPED = '{"input"'
-
-
-def _is_whole(arguments: str) -> bool:
-    try:
-        return isinstance(json.loads(arguments), dict)
-    except ValueError:
-        return False
 
 
 def _only(details: dict[str, Any], name: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from backend.fleet import DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, Verified, VerifierStats
 from gateway.fleet.core import FleetCore
-from gateway.fleet.sequences import Cut, InFlight, Sequences
+from gateway.fleet.sequences import InFlight, Sequences
+from gateway.fleet.statistics import Cut
 from gateway.metrics.fleet import FleetCollector, GatewayCollector
 from gateway.metrics.gateway import DEFINITIONS, GatewayMetrics, kind_of
 from tests.support.processes import ROOT
