@@ -2,6 +2,9 @@
 
 Members report to the coordinator a few times a second.  A verifier also sends its `VerifierStats` directly to every connected
 gateway, so metrics do not depend on the coordinator.  Counters are cumulative since the process started (`started_at`).
+
+A field is exported by its line in `DEFINITIONS` (`gateway/metrics/gateway.py`): `_pair` for those of `DraftCounters`, which
+count per drafter (`counters.drafter(id).FIELD += n`, `backend/engine/counting.py`), `_verifier` and `_drafter` for the others.
 """
 
 import msgspec
@@ -130,7 +133,7 @@ class VerifierStats(msgspec.Struct):
     connections_refused: int = 0
     """Connections from peers without the fleet's keys."""
     speed: Speed | None = None
-    """Of steps without prefill; None before the first one."""
+    """The speed of steps without prefill; None before the first one."""
     plain_step_s: float = 0.0
     """Expected duration of a step over the running requests without drafts; 0: unknown."""
     drafted_step_s: float = 0.0
@@ -153,10 +156,10 @@ class Learning(msgspec.Struct, frozen=True):
     version: int = 0
     """The head's version; 0: the head at the start."""
     steps: int = 0
-    """In all, earlier processes of the drafter included."""
+    """All steps of training, those of earlier processes of the drafter included."""
     training_s: float = 0.0
     new_steps: int = 0
-    """Of this process: a counter."""
+    """Steps of this process: a counter."""
     new_training_s: float = 0.0
     owed: int = 0
     """Rows of the replay ring still to be trained on, each counted as often as it will be used."""

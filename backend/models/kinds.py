@@ -1,6 +1,8 @@
 """The kinds of drafters: one entry says all that the fleet must know of a kind.  Pure data, any process.
 
-A new kind without weights is a `Proposer` (`backend/drafter/proposer.py`) in a file of its own, and an entry here.
+A new kind without weights is a `Proposer` (`backend/drafter/proposer.py`) in a file of its own, and an entry here.  The setting
+`drafter` and docs/guide/drafters.md name it.  Of a kind that drafts in one pass the scheduler must know (`one_pass`,
+`backend/engine/build.py`).
 """
 
 from collections.abc import Mapping
@@ -34,8 +36,7 @@ KINDS: Mapping[DrafterKind, Kind] = {
     "draft_model": Kind("backend.drafter.eagle:ModelProposer", has_weights=True),
     # The suffixes are as long as those of the drafter (`backend/speculation/lookup.py`).
     "ngram": Kind(
-        "backend.drafter.ngram:NgramProposer",
-        native={"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2},
+        "backend.drafter.ngram:NgramProposer", native={"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
     ),
     "none": Kind(),
 }

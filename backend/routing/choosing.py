@@ -24,7 +24,7 @@ LONGEST_PREFIX_BLOCKS = 512
 
 
 class RoutingRequest(msgspec.Struct, frozen=True, gc=False):
-    """What routing may know of a request."""
+    """What routing may know of a request; `InFlight.ask` (`gateway/fleet/sequences.py`) fills it in."""
 
     prompt: Sequence[int] = ()
     scope: str = ""
@@ -138,4 +138,4 @@ def _prefix(ask: RoutingRequest) -> list[int]:
 
 
 _KEYS: dict[str, Callable[[RoutingRequest], list[int]]] = {"session": _session, "prefix": _prefix}
-"""What is remembered of a request by each affinity; a known session counts before a known prefix."""
+"""What is remembered of a request by each affinity; a known session counts before a known prefix.  `both` has all of these."""

@@ -7,17 +7,7 @@ import pydantic
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from backend.engine.front import (
-    DetokenizeRequest,
-    DetokenizeResponse,
-    ErrorResponse,
-    LoadLoRAAdapterRequest,
-    TokenizeChatRequest,
-    TokenizeCompletionRequest,
-    TokenizeResponse,
-    TokenizerInfoResponse,
-    UnloadLoRAAdapterRequest,
-)
+from backend.engine import front as vllm
 from gateway.admission.admit import check_model
 from gateway.auth.caller import caller_of
 from gateway.auth.rights import Right
@@ -78,14 +68,14 @@ def _card(gateway: Gateway, name: str, root: str, *, parent: str | None = None) 
     }
 
 
-@router.post("/v1/load_lora_adapter", **described(LoadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
-@router.post("/load_lora_adapter", **described(LoadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
+@router.post("/v1/load_lora_adapter", **described(vllm.LoadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
+@router.post("/load_lora_adapter", **described(vllm.LoadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
 async def load_adapter(request: Request) -> Response:
     """Loads a LoRA adapter under a name, from a directory that the verifiers can read.  For administrators.
 
     The route without `/v1` replaces an adapter of that name, as prime-rl expects.
     """
-    body, gateway = await _adapter(request, LoadLoRAAdapterRequest), gateway_of(request)
+    body, gateway = await _adapter(request, vllm.LoadLoRAAdapterRequest), gateway_of(request)
     known = gateway.services.models.lora_requests.get(body.lora_name)
     # An adapter that was unloaded may still be in verifiers, under the number that its name and directory give it.
     body.load_inplace |= known is None or not request.scope["route"].path.startswith("/v1")
@@ -97,11 +87,11 @@ async def load_adapter(request: Request) -> Response:
     return answer
 
 
-@router.post("/v1/unload_lora_adapter", **described(UnloadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
-@router.post("/unload_lora_adapter", **described(UnloadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
+@router.post("/v1/unload_lora_adapter", **described(vllm.UnloadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
+@router.post("/unload_lora_adapter", **described(vllm.UnloadLoRAAdapterRequest, shape("message"), right=Right.ADMINISTER))
 async def unload_adapter(request: Request) -> Response:
     """Unloads a LoRA adapter.  For administrators."""
-    body, gateway = await _adapter(request, UnloadLoRAAdapterRequest), gateway_of(request)
+    body, gateway = await _adapter(request, vllm.UnloadLoRAAdapterRequest), gateway_of(request)
     answer = _checked_answer(await gateway.services.models.unload_lora_adapter(body))
     await gateway.peers.tell(f"did not unload {body.lora_name}", "unload", body.model_dump(), timeout_s=ADAPTER_TIMEOUT_S)
     return answer
@@ -118,36 +108,39 @@ async def _adapter(request: Request, model: type[ModelT]) -> ModelT:
 
 
 def _checked_answer(result: Any) -> Response:
-    if isinstance(result, ErrorResponse) and result.error.code == 500:
+    if isinstance(result, vllm.ErrorResponse) and result.error.code == 500:
         # The client is an administrator, and requires vLLM's reason to find out what is wrong with the adapter.
         raise EngineFailed(result.error.message)
     return JSONResponse({"message": checked(result)})
 
 
-@router.post("/tokenize", **described((TokenizeCompletionRequest, TokenizeChatRequest), TokenizeResponse, right=Right.KEY))
-@router.post("/v1/tokenize", **described((TokenizeCompletionRequest, TokenizeChatRequest), TokenizeResponse, right=Right.KEY))
+_TOKENIZE = described((vllm.TokenizeCompletionRequest, vllm.TokenizeChatRequest), vllm.TokenizeResponse, right=Right.KEY)
+
+
+@router.post("/tokenize", **_TOKENIZE)
+@router.post("/v1/tokenize", **_TOKENIZE)
 async def tokenize(request: Request) -> Response:
     """Token ids of a prompt, or of messages through the chat template."""
     gateway = gateway_of(request)
     data = await read_json(request)
-    kind: type[pydantic.BaseModel] = TokenizeChatRequest if "messages" in data else TokenizeCompletionRequest
+    kind: type[pydantic.BaseModel] = vllm.TokenizeChatRequest if "messages" in data else vllm.TokenizeCompletionRequest
     body = parse(kind, data)
     check_model(gateway, request, body)
     async with gateway.tokenizing:
         return _answer(await unless_disconnected(request, gateway.services.tokenization.create_tokenize(body, request)))
 
 
-@router.post("/detokenize", **described(DetokenizeRequest, DetokenizeResponse, right=Right.KEY))
-@router.post("/v1/detokenize", **described(DetokenizeRequest, DetokenizeResponse, right=Right.KEY))
+@router.post("/detokenize", **described(vllm.DetokenizeRequest, vllm.DetokenizeResponse, right=Right.KEY))
+@router.post("/v1/detokenize", **described(vllm.DetokenizeRequest, vllm.DetokenizeResponse, right=Right.KEY))
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     gateway = gateway_of(request)
-    body = parse(DetokenizeRequest, await read_json(request))
+    body = parse(vllm.DetokenizeRequest, await read_json(request))
     check_model(gateway, request, body)
     return _answer(await gateway.services.tokenization.create_detokenize(body, request))
 
 
-@router.get("/tokenizer_info", **described(gives=TokenizerInfoResponse, right=Right.KEY))
+@router.get("/tokenizer_info", **described(gives=vllm.TokenizerInfoResponse, right=Right.KEY))
 async def tokenizer_info(request: Request) -> Response:
     """The tokenizer's configuration and the chat template, without the paths that they were read from."""
     info = json_answers.body(await gateway_of(request).services.tokenization.get_tokenizer_info())

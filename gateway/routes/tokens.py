@@ -24,7 +24,7 @@ from gateway.state import gateway_of
 router = APIRouter()
 
 TRANSFERS = frozenset({"ec_transfer_params", "kv_transfer_params", "kv_cache_report_mode"})
-"""Of `extra_args`, what vLLM's engine itself reads."""
+"""Keys of `extra_args` that vLLM's engine itself reads."""
 
 
 @router.post("/inference/v1/generate", **described(GenerateRequest, GenerateTokensResponse, streams=True, right=Right.GENERATE))

@@ -58,10 +58,7 @@ class AbortRequests(msgspec.Struct, forbid_unknown_fields=True):
 
 @router.post("/pause", **described(gives=shape("status", "verifiers"), right=Right.ADMINISTER))
 async def pause(
-    request: Request,
-    mode: Literal["abort", "wait", "keep"] = "abort",
-    clear_cache: bool = True,
-    verifier: str | None = None,
+    request: Request, mode: Literal["abort", "wait", "keep"] = "abort", clear_cache: bool = True, verifier: str | None = None
 ) -> Response:
     """Requests at hand end (`abort`), are waited for (`wait`), or stand still (`keep`); new ones wait."""
     gateway = gateway_of(request)
@@ -262,9 +259,9 @@ async def _set_pauses(gateway: Gateway, pauses: Pauses) -> None:
 
 
 def init_infos(init_info: dict[str, Any], verifiers: int, ranks: int) -> list[dict[str, Any]]:
-    """Of each verifier, which has so many ranks: where they are numbered (NCCL), those of one follow those of the one before.
+    """The `init_info` of each verifier, which has so many ranks.  With a `rank_offset` (NCCL) all ranks are numbered through.
 
-    vLLM adds a rank's number within its own engine alone.
+    vLLM adds a rank's number within its own engine.
     """
     offset = init_info.get("rank_offset")
     if not isinstance(offset, int):
