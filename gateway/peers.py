@@ -146,7 +146,7 @@ class Peers:
             logger.error("gateway processes that %s: %s", failed, ", ".join(behind))
 
     async def update_number(self, gateway: Gateway) -> int:
-        """Of the next update of the weights: the first process counts for all.  Raises `Unavailable`."""
+        """The number of the next update of the weights; the first process counts for all.  Raises `Unavailable`."""
         if self.is_first:
             return gateway.client.core.weights.next_number()
         answers = await self._ask("update_number", of=[0])

@@ -18,16 +18,7 @@ from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
 
-RELOADABLE = frozenset(
-    {
-        "admin_key",
-        "affinity",
-        "api_key",
-        "keys_file",
-        "max_in_flight",
-        "queue_wait_s",
-    }
-)
+RELOADABLE = frozenset({"admin_key", "affinity", "api_key", "keys_file", "max_in_flight", "queue_wait_s"})
 """Settings of the section `gateway`.  The keys file is read again in any case."""
 
 

@@ -48,9 +48,9 @@ class Gateway:
     started: float = field(default_factory=time.time)
     """Unix seconds; also when its models were "created"."""
     arriving_bytes: int = 0
-    """In memory, of request bodies that are not complete."""
+    """Bytes in memory of request bodies that are not complete."""
     uploading_bytes: int = 0
-    """On disk, of files that are not stored yet."""
+    """Bytes on disk of files that are not stored yet."""
     tokenizing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(2))
     """Bounds the texts that are tokenized, other than prompts, which use the same threads and would wait behind them."""
 

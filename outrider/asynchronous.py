@@ -77,7 +77,7 @@ class AsyncFleet:
         self._weights_dir = weights_dir and os.path.abspath(weights_dir)
         self._model = ""
         self._directories: list[str] = []
-        """Of state dicts: the last one that verifiers surely have loaded, and later ones."""
+        """Directories of state dicts: the last one that verifiers surely have loaded, and later ones."""
         self._tasks: dict[int, asyncio.Task[list[Sample]]] = {}
         self._ids = itertools.count()
 
@@ -269,13 +269,7 @@ class AsyncFleet:
         return tokens
 
     async def _sample(
-        self,
-        model: str | None,
-        prompt: list[int],
-        index: int,
-        sample: int,
-        fields: dict[str, Any],
-        session: str | None = None,
+        self, model: str | None, prompt: list[int], index: int, sample: int, fields: dict[str, Any], session: str | None = None
     ) -> Sample:
         fields = dict(fields)
         logprobs_mode = fields.pop("logprobs_mode", None)

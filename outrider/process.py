@@ -13,7 +13,7 @@ from outrider.types import OutriderError
 
 POLL_S = 0.05
 SHOWN_LINES, SHOWN_BYTES = 40, 16384
-"""Of the end of the fleet's output, in an error; whichever is less."""
+"""How much of the end of the fleet's output an error shows, whichever is less."""
 SECRETS = {
     "api_key": "OUTRIDER_GATEWAY__API_KEY",
     "gateway_api_key": "OUTRIDER_GATEWAY__API_KEY",

@@ -41,13 +41,7 @@ class Sampling:
 
     @classmethod
     def of(
-        cls,
-        seed: int,
-        temperature: float,
-        independent: bool = False,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
+        cls, seed: int, temperature: float, independent: bool = False, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
     ) -> Sampling:
         """From an unsigned seed.  A greedy request is never independent."""
         if temperature < COOLEST:

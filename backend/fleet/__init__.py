@@ -15,13 +15,4 @@ from backend.fleet.members import (
     Orders,
     reached_at,
 )
-from backend.fleet.stats import (
-    IDLE_CAUSES,
-    LOOKUP,
-    VERSIONS,
-    DraftCounters,
-    DrafterStats,
-    Learning,
-    Verified,
-    VerifierStats,
-)
+from backend.fleet.stats import IDLE_CAUSES, LOOKUP, VERSIONS, DraftCounters, DrafterStats, Learning, Verified, VerifierStats

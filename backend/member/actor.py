@@ -50,14 +50,7 @@ class MemberActor(ABC):
     kind: ClassVar[MemberKind]
 
     def __init__(
-        self,
-        *,
-        member_id: str,
-        settings: str,
-        paths: ResolvedModels,
-        address: str,
-        namespace: str,
-        cores: Sequence[int] = (),
+        self, *, member_id: str, settings: str, paths: ResolvedModels, address: str, namespace: str, cores: Sequence[int] = ()
     ) -> None:
         loaded = Settings.model_validate_json(settings)
         configure_logging(loaded.log_level, loaded.log_format)

@@ -14,14 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from backend.models.check import LM_HEAD, misshapen
-from backend.models.head_config import (
-    DRAFT_MODEL,
-    CheckpointError,
-    HeadConfig,
-    load_config,
-    read_config,
-    text_config,
-)
+from backend.models.head_config import DRAFT_MODEL, CheckpointError, HeadConfig, load_config, read_config, text_config
 from backend.models.layout import canonical_names, drafter_config, required_tensors
 from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.vocabulary import shared_tokens

@@ -112,12 +112,7 @@ def _rollout_parser() -> argparse.ArgumentParser:
     )
     say = parser.add_argument
     say("--trace", required=True, metavar="FILE", help="train.{S}.parquet with string columns prompt and gen")
-    say(
-        "--prompts",
-        type=Path,
-        metavar="FILE",
-        help="run only these (parquet or JSON Lines, prompt); all must be in the trace",
-    )
+    say("--prompts", type=Path, metavar="FILE", help="run only these (parquet or JSON Lines, prompt); all must be in the trace")
     say("--out", type=Path, required=True, metavar="DIR", help="where to write step{S}/round{R}/ and cases/train.{S}.parquet")
     say(
         "--join", nargs="?", const="", metavar="FLEET", help="use a running fleet (its namespace or pid; default: the only one)"

@@ -2,9 +2,4 @@
 
 from backend.transport.hub import Buffer, Dealer, Hub, ServerSocket
 from backend.transport.ring import RingReader, RingWriter
-from backend.transport.sockets import (
-    ServerKeys,
-    Wire,
-    connect_dealer,
-    new_server_keys,
-)
+from backend.transport.sockets import ServerKeys, Wire, connect_dealer, new_server_keys

@@ -104,7 +104,7 @@ class EmittedText(msgspec.Struct, frozen=True):
     """The output of a request that has ended."""
 
     tenant: str
-    """Of its `RequestOptions`, salted."""
+    """The tenant of its `RequestOptions`, salted."""
     before: list[int]
     """The last `SHARED_SUFFIX` tokens of its prompt."""
     tokens: list[int]

@@ -63,7 +63,7 @@ class FairQueue(Generic[ItemT]):
         self.sequences = 0
         self.tokens = 0
         self._flows: dict[tuple[int, str], _Flow[ItemT]] = {}
-        """By priority and name."""
+        """The flow of each key, by priority and the key's name."""
         self._clocks: defaultdict[int, float] = defaultdict(float)
         """Virtual time of each priority."""
         self._grants: deque[tuple[float, int]] = deque(maxlen=GRANTS)

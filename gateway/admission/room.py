@@ -13,7 +13,7 @@ class _Reported:
     others: int
     """Sequences of other gateways, by the lower of two reports: one may still count own sequences that have ended here."""
     latest: int
-    """As `others`, by the last report alone."""
+    """Sequences of other gateways, by the last report alone."""
     most: float
     """Most sequences that it runs now; fewer than its slots when its KV cache is full, or while it prefills."""
 

@@ -211,7 +211,7 @@ def _check_length(name: str, value: Any, context: int) -> None:
 
 
 def _bound(name: str, value: str | list[Any] | dict[str, Any]) -> Bound:
-    """Of the field with this value: `input` is what a response is made from, or what is to be embedded."""
+    """The bound of a field: `input` may be what a response is made from, or texts to embed."""
     is_items = name == "input" and isinstance(value, list) and dict in set(map(type, value))
     return TEXT if is_items else FIELDS.get(name, Bound())
 

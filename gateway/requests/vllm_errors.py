@@ -27,14 +27,8 @@ _WORDINGS: Sequence[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]]
     (re.compile(r"^Chat template is passed with request.*", re.DOTALL), "Chat templates of requests are not accepted."),
     (re.compile(r"jinja2\.\S+ |\w+\.<locals>\.\S+ |safe_apply_chat_template\(\) "), "The chat template "),
     # In this server's settings, engine arguments keep vLLM's names.
-    (
-        re.compile(r"`?--([a-z][a-z-]+[a-z])`?"),
-        lambda found: f"`verifier.engine_args.{found[1].replace('-', '_')}`",
-    ),
-    (
-        re.compile(r"(is greater than max allowed: \d+)"),
-        r"\1 (the setting `verifier.engine_args.max_logprobs`)",
-    ),
+    (re.compile(r"`?--([a-z][a-z-]+[a-z])`?"), lambda found: f"`verifier.engine_args.{found[1].replace('-', '_')}`"),
+    (re.compile(r"(is greater than max allowed: \d+)"), r"\1 (the setting `verifier.engine_args.max_logprobs`)"),
     (re.compile(r" but none are specified: \{.*\}| but multiple are specified: \{.*\}", re.DOTALL), ""),
 )
 
