@@ -38,8 +38,8 @@ def run(*arguments: str) -> str:
 
 @pytest.mark.parametrize("options", [(), ("--off-policy",), ("--mode", "off")], ids=["on-policy", "off-policy", "off"])
 def test_two_steps_of_grpo(options: tuple[str, ...]) -> None:
-    said = run("examples/grpo.py", "--steps", "2", "--max-tokens", "16", *options)
-    steps = re.findall(r"reward (\S+) .* acceptance length (\S+) +weights (\d+)-(\d+)", said)
+    output = run("examples/grpo.py", "--steps", "2", "--max-tokens", "16", *options)
+    steps = re.findall(r"reward (\S+) .* acceptance length (\S+) +weights (\d+)-(\d+)", output)
     assert len(steps) == 2
     assert all(0 < float(reward) <= 1 for reward, *_ in steps)
     assert all((float(length) > 1) == ("off" not in options) for _, length, *_ in steps)

@@ -56,8 +56,8 @@ class Hosts:
 
     def snapshot(self) -> FleetSnapshot:
         """As `outrider status` shows it on the head, which finds the fleet that runs there."""
-        said = self.machines.head.run(sys.executable, "-m", "gateway.cli", "status", "--json", env=self.machines.env)
-        return msgspec.json.decode(said, type=FleetSnapshot)
+        output = self.machines.head.run(sys.executable, "-m", "gateway.cli", "status", "--json", env=self.machines.env)
+        return msgspec.json.decode(output, type=FleetSnapshot)
 
     def drafts(self) -> float:
         """Drafts of the remote drafter that were verified, so far."""

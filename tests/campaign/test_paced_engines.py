@@ -25,10 +25,10 @@ def test_steps_and_drafts_of_real_engines_take_at_least_the_stated_time(tmp_path
     directory = tempfile.TemporaryDirectory(prefix="orpc")
     found: dict[str, tuple[float, Snapshot, Snapshot]] = {}
     with directory as name:
-        asked = [Configuration(mode, 2) for mode in ("off", PROBABILISTIC, "sync")]
+        configurations = [Configuration(mode, 2) for mode in ("off", PROBABILISTIC, "sync")]
         with Processes(demo_models(), split, Path(name), pace=pace) as processes:
-            fleet = TargetFleet(processes, asked, 256, 1, lambda _: None)
-            for each in asked:
+            fleet = TargetFleet(processes, configurations, 256, 1, lambda _: None)
+            for each in configurations:
                 fleet.warm_up(each, [[9] * 8], 8, (1,), 1)
                 load, before, after = fleet.measure(each, [[7] * 20], tokens, 0.0, 1)
                 found[each.mode] = load.wall_s, before, after

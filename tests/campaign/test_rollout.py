@@ -27,14 +27,14 @@ def test_a_killed_verifier_costs_time_and_no_token(tmp_path: Path) -> None:
         for name, kill in (("disturbed", True), ("left alone", False)):
             wait_for(lambda: [each["state"] for each in fleet.fleet()["verifiers"]] == ["ready", "ready"], 120, "two verifiers")
             out = tmp_path / name
-            asked = ["--trace", str(trace), "--out", str(out), "--n", str(SAMPLES), "--max-tokens", str(TOKENS), "--seed", "3"]
-            work = outrider("rollout", "--join", str(fleet.process.pid), *asked, "--sampling", '{"ignore_eos": true}')
+            flags = ["--trace", str(trace), "--out", str(out), "--n", str(SAMPLES), "--max-tokens", str(TOKENS), "--seed", "3"]
+            work = outrider("rollout", "--join", str(fleet.process.pid), *flags, "--sampling", '{"ignore_eos": true}')
             if kill:
                 doomed = fleet.fleet()["verifiers"][1]
                 wait_for(lambda doomed=doomed: fleet.metric("outrider_verifier_running", verifier=doomed["id"]) > 2, 60, "work")  # type: ignore[misc]
                 os.kill(doomed["pid"], signal.SIGKILL)
-            said, _ = work.communicate(timeout=300)
-            assert work.returncode == 0, said
+            output, _ = work.communicate(timeout=300)
+            assert work.returncode == 0, output
             directory = out / "step1" / "round0"
             report = json.loads((directory / "report.json").read_text())
             assert [each["worker"] for each in report["died"]] == ([1] if kill else [])
@@ -54,8 +54,8 @@ def test_a_fleet_of_its_own_replays_fixed_responses(tmp_path: Path) -> None:
         ("rollout", "--trace", str(trace), "--out", str(tmp_path), "--fixed-responses", "--verifiers", "1", "--mode", "sync"),
     ):
         work = outrider(*command)
-        said, _ = work.communicate(timeout=300)
-        assert work.returncode == 0, said
+        output, _ = work.communicate(timeout=300)
+        assert work.returncode == 0, output
     cases = pq.read_table(tmp_path / "cases" / "train.5.parquet").to_pylist()
     assert cases == [{"id": number, **row} for number, row in enumerate(pq.read_table(trace).to_pylist())]
     report = json.loads((tmp_path / "step5" / "round0" / "report.json").read_text())

@@ -39,10 +39,10 @@ async def test_who_came_first_does_not_matter(backend: str) -> None:
     orders = first, first[::-1], random.Random(1).sample(first, len(first))
     as_listed, *others = [await answers(backend, order) for order in orders]
     assert all(each == as_listed for each in others)
-    for asked, verdict in verdicts.items():
-        status, text = as_listed[asked]
-        assert status == (200 if verdict == "kept" else 400), (asked, text)
+    for constraint, verdict in verdicts.items():
+        status, text = as_listed[constraint]
+        assert status == (200 if verdict == "kept" else 400), (constraint, text)
         assert verdict == "kept" or verdict.removeprefix("refused: ").strip("`") in text
         if verdict == "kept" and len(text) < 30 and text.endswith(("}", "]", '"')):
-            is_valid = Draft202012Validator(json.loads(asked)["json"]).is_valid(json.loads(text))
-            assert is_valid or "exclusiveMinimum" in asked, text
+            is_valid = Draft202012Validator(json.loads(constraint)["json"]).is_valid(json.loads(text))
+            assert is_valid or "exclusiveMinimum" in constraint, text

@@ -41,7 +41,7 @@ def fleet() -> Iterator[ServedFleet]:
 
 def body(rng: random.Random) -> dict[str, Any]:
     """What clients ask: short and longer, streamed or not, some with a grammar, some wrong."""
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "model": "demo",
         "prompt": "def f" + "x" * rng.randrange(40) + "(",
         "max_tokens": rng.choice((2, 8, 16, 32)),
@@ -50,14 +50,14 @@ def body(rng: random.Random) -> dict[str, Any]:
     }
     kind = rng.random()
     if kind < 0.03:
-        asked["structured_outputs"] = {"choice": [f"v{rng.randrange(50)}", "w"]}
+        request["structured_outputs"] = {"choice": [f"v{rng.randrange(50)}", "w"]}
     elif kind < 0.04:
-        asked["structured_outputs"] = {
+        request["structured_outputs"] = {
             "json": {"type": "object", "properties": {f"p{i}": {} for i in range(600)}, "x": rng.random()}
         }
     elif kind < 0.06:
-        asked["temperature"] = -1
-    return asked
+        request["temperature"] = -1
+    return request
 
 
 class Clients:

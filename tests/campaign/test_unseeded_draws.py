@@ -106,8 +106,8 @@ def test_in_mixed_batches(verifier: Verifier, plain: Verifier, prompt: list[int]
     others = [{"temperature": 0}, {"seed": 1}]
     turns = [*KINDS.values(), *others]
     each = DRAWS // len(KINDS)
-    asked = [request(**({**fields, "seed": i} if "seed" in fields else fields)) for i in range(each) for fields in turns]
-    found = draw(verifier, prompt, asked)
+    params = [request(**({**fields, "seed": i} if "seed" in fields else fields)) for i in range(each) for fields in turns]
+    found = draw(verifier, prompt, params)
     p_values = {}
     for place, (name, fields) in enumerate(KINDS.items()):
         exact = Exact(plain, prompt, request(**fields), DEPTH, each)
@@ -123,13 +123,13 @@ def test_over_a_failover_in_mid_draft(plain: Verifier, drafter: Drafter, prompt:
     with together(*(partial(start, tmp_path, "sync") for _ in range(2))) as (first, second):
         for each in (first, second):
             each.set_drafters(drafter.ref)
-        said: list[list[int]] = []
+        drawn: list[list[int]] = []
         moved = 0
         for _ in range(DRAWS // 500):
             texts, movers = moved_texts(first, second, prompt, 500)
-            said, moved = said + texts, moved + movers
-        p_value = Exact(plain, prompt, request(), DEPTH, len(said)).p_value(said)
-        print(f"{len(said)} texts, {moved} of them moved: p = {p_value:.3g}")
+            drawn, moved = drawn + texts, moved + movers
+        p_value = Exact(plain, prompt, request(), DEPTH, len(drawn)).p_value(drawn)
+        print(f"{len(drawn)} texts, {moved} of them moved: p = {p_value:.3g}")
         assert moved > DRAWS / 4
         assert p_value > SIGNIFICANT
 

@@ -78,9 +78,9 @@ class Outcome(NamedTuple):
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="vllm_endpoint_tests", description=__doc__)
     parser.add_argument("--sdist", type=Path, help="vLLM's source distribution (vllm-*.tar.gz); default: it is downloaded")
-    asked, for_pytest = parser.parse_known_args(arguments)
+    options, for_pytest = parser.parse_known_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        root = unpack(asked.sdist or download(VLLM_VERSION.partition("+")[0], Path(folder)), Path(folder))
+        root = unpack(options.sdist or download(VLLM_VERSION.partition("+")[0], Path(folder)), Path(folder))
         outcomes = list(judged(run(root, Path(folder) / "run", for_pytest), tomllib.loads(EXPECTED.read_text())))
     return report(outcomes)
 

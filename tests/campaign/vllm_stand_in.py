@@ -186,8 +186,8 @@ def settings_for(arguments: list[str], environment: dict[str, str]) -> list[str]
 def _adapter(text: str) -> dict[str, str]:
     """`name=path`, or the JSON object that vLLM takes besides."""
     if text.startswith("{"):
-        said = json.loads(text)
-        return {said["name"]: said["path"]}
+        adapter = json.loads(text)
+        return {adapter["name"]: adapter["path"]}
     name, _, path = text.partition("=")
     return {name: path}
 
@@ -220,8 +220,8 @@ def _make_model(directory: Path) -> None:
     """The demo model with what tests take for granted: length, ids of many tokens, and answers that end."""
     shutil.copytree(lora.TARGET_DIR, directory)
     for file, changes in CHANGES.items():
-        said = json.loads((directory / file).read_text())
-        (directory / file).write_text(json.dumps(said | changes))
+        config = json.loads((directory / file).read_text())
+        (directory / file).write_text(json.dumps(config | changes))
     weights = load_file(directory / "model.safetensors")
     tokens = weights["model.embed_tokens.weight"]
     # The further ids are as unlikely as the padding, which no text has.

@@ -25,9 +25,9 @@ def main() -> int:
 
     result = asyncio.run(campaign.disturbed(options))
     options.output.mkdir(parents=True, exist_ok=True)
-    said = campaign.report(result, "python -m tests.chaos " + " ".join(sys.argv[1:]))
-    (options.output / "chaos.json").write_text(said)
-    print(said)
+    text = campaign.report(result, "python -m tests.chaos " + " ".join(sys.argv[1:]))
+    (options.output / "chaos.json").write_text(text)
+    print(text)
     return 1 if result.problems else 0
 
 

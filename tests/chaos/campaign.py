@@ -83,7 +83,7 @@ class Load:
 
     def abandon(self, count: int) -> None:
         """Up to `count` clients close their connections in the middle of an answer."""
-        leaving = [(task, outcome) for task, outcome in self._running.items() if outcome.told]
+        leaving = [(task, outcome) for task, outcome in self._running.items() if outcome.received]
         for task, outcome in leaving[:count]:
             outcome.abandoned = True
             task.cancel()

@@ -81,7 +81,7 @@ class Outcome:
     """One request from its client's side."""
 
     case: Case
-    told: dict[int, SequenceStatistics] = field(default_factory=dict)
+    received: dict[int, SequenceStatistics] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
     errors: list[dict[str, Any]] = field(default_factory=list)
     done: bool = False
@@ -126,24 +126,24 @@ def _hear(outcome: Outcome, chunk: dict[str, Any]) -> None:
         return
     outcome.usage = chunk.get("usage") or outcome.usage
     for choice in chunk.get("choices", []):
-        told = outcome.told.setdefault(choice["index"], SequenceStatistics())
+        received = outcome.received.setdefault(choice["index"], SequenceStatistics())
         message = choice.get("delta") or choice.get("message") or {}
-        told.text += choice.get("text") or message.get("content") or ""
+        received.text += choice.get("text") or message.get("content") or ""
         if choice.get("finish_reason"):
-            told.finish.append(choice["finish_reason"])
+            received.finish.append(choice["finish_reason"])
         logprobs = choice.get("logprobs") or {}
-        told.tokens += logprobs.get("tokens") or []
-        told.logprobs += logprobs.get("token_logprobs") or []
+        received.tokens += logprobs.get("tokens") or []
+        received.logprobs += logprobs.get("token_logprobs") or []
 
 
 def what_is_wrong(outcome: Outcome, reference: Outcome | None) -> str | None:
     """Why an answer that came without an error is not what it should be; None when it is."""
     if not outcome.done:
         return "the stream ended without [DONE]"
-    for told in outcome.told.values():
-        if len(told.finish) != 1:
-            return f"{len(told.finish)} finish reasons"
-    if len(outcome.told) != outcome.case.body.get("n", 1):
+    for received in outcome.received.values():
+        if len(received.finish) != 1:
+            return f"{len(received.finish)} finish reasons"
+    if len(outcome.received) != outcome.case.body.get("n", 1):
         return "indices are missing"
     if reference is not None:
         return _difference(outcome, reference)
@@ -152,8 +152,8 @@ def what_is_wrong(outcome: Outcome, reference: Outcome | None) -> str | None:
 
 
 def _difference(outcome: Outcome, reference: Outcome) -> str | None:
-    for index, wanted in reference.told.items():
-        got = outcome.told[index]
+    for index, wanted in reference.received.items():
+        got = outcome.received[index]
         if got.text != wanted.text:
             same = next((i for i, (a, b) in enumerate(zip(got.text, wanted.text, strict=False)) if a != b), "the end")
             return f"other text from character {same} on ({len(got.text)} and {len(wanted.text)} characters)"

@@ -24,13 +24,13 @@ CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,re
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--seconds", type=int, default=1200, help="time for all requests (default: 1200)")
-    asked, others = parser.parse_known_args(arguments)
+    options, others = parser.parse_known_args(arguments)
     python = python_environment(HERE / "requirements.txt")
     settings = ("--mode", "sync", "--ray-namespace", f"fuzz-{os.getpid()}", "--gateway-state-dir")
     with tempfile.TemporaryDirectory() as folder, ServedFleet(*settings, folder) as fleet:
         command = [str(python), "-m", "schemathesis.cli", "run", f"{fleet.url}/openapi.json"]
         # An answer without `max_tokens` is as long as the model's context.
-        command += ["--max-time", str(asked.seconds), "--request-timeout", "60", "--checks", CHECKS]
+        command += ["--max-time", str(options.seconds), "--request-timeout", "60", "--checks", CHECKS]
         command += ["--continue-on-failure"]
         command += [*(word for path in sorted(paths(ROUTES, Right.ADMINISTER)) for word in ("--exclude-path", path))]
         return subprocess.run([*command, *others], cwd=folder, check=False).returncode

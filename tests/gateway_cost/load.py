@@ -42,7 +42,7 @@ class Client(asyncio.Protocol):
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
-        self._asked = time.monotonic()
+        self._sent_at = time.monotonic()
         transport.write(self._request)
 
     def data_received(self, data: bytes) -> None:
@@ -54,8 +54,8 @@ class Client(asyncio.Protocol):
                 self.answers += 1
                 if b" 200 OK" not in self._rest[:20]:
                     self.failed = self._rest
-                self.delays.append(now - self._asked)
-                self._rest, self._asked = b"", now
+                self.delays.append(now - self._sent_at)
+                self._rest, self._sent_at = b"", now
                 self.transport.write(self._request)
             return
         # Events are never split here: each is written at once, and is far smaller than a segment of the loopback.

@@ -51,18 +51,18 @@ async def accounted(fleet: EngineFleet, options: dict[str, Any], **fields: Any) 
     )
     assert response.status_code == 200, response.text
     answer = response.json()
-    (told,) = answer["outrider"]["choices"]
-    return answer["choices"][0]["text"], told, answer["usage"]
+    (account,) = answer["outrider"]["choices"]
+    return answer["choices"][0]["text"], account, answer["usage"]
 
 
-async def test_wishes_are_met_and_change_no_token(fleet: EngineFleet) -> None:
+async def test_options_are_met_and_change_no_token(fleet: EngineFleet) -> None:
     await only_at(fleet, fleet.verifiers[0])
     text, off, usage = await accounted(fleet, {"mode": "off"})
 
     async def same(options: dict[str, Any], **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        found, *told = await accounted(fleet, options, **fields)
+        found, *others = await accounted(fleet, options, **fields)
         assert found == text
-        return told[0], told[1]
+        return others[0], others[1]
 
     assert (off["verifications"], off["drafted"], off["sources"]) == (TOKENS, 0, [])
     assert usage["prompt_tokens_details"]["cached_tokens"] == 0
@@ -84,17 +84,17 @@ async def test_wishes_are_met_and_change_no_token(fleet: EngineFleet) -> None:
 
     ahead, _ = await same({"mode": "ahead"})
 
-    for told in (predicted, fresh, ahead):
-        assert told["rule"] == "shared_noise"
-        assert told["tokens"] == TOKENS
-        assert told["unaccounted_tokens"] == 0
-        assert told["accepted"] == sum(n * count for n, count in enumerate(told["accepted_lengths"]))
+    for account in (predicted, fresh, ahead):
+        assert account["rule"] == "shared_noise"
+        assert account["tokens"] == TOKENS
+        assert account["unaccounted_tokens"] == 0
+        assert account["accepted"] == sum(n * count for n, count in enumerate(account["accepted_lengths"]))
         # The last verification may accept more than was asked for.
-        assert TOKENS <= told["verifications"] + told["accepted"] <= TOKENS + K
+        assert TOKENS <= account["verifications"] + account["accepted"] <= TOKENS + K
 
-    for asked, rule in (({"seed": None}, "rejection_sampling"), ({"temperature": 0}, "greedy")):
-        _, told, _ = await accounted(fleet, {}, max_tokens=1, **asked)
-        assert told["rule"] == rule
+    for fields, rule in (({"seed": None}, "rejection_sampling"), ({"temperature": 0}, "greedy")):
+        _, account, _ = await accounted(fleet, {}, max_tokens=1, **fields)
+        assert account["rule"] == rule
 
     # By a stop string the gateway ends the sequence, and the verifier tells all the same.
     _, stopped, _ = await accounted(fleet, {}, stop=[text[40:44]])
@@ -108,8 +108,8 @@ async def test_what_a_request_generated_drafts_for_the_next_one_at_another_verif
     # What the test above generated drafts for nobody here.
     sync, apart = {"mode": "sync"}, {"cache_salt": "apart"}
     await only_at(fleet, first)
-    text, told, _ = await accounted(fleet, sync | {"learn": True}, **apart)
-    assert "shared" not in {each["source"] for each in told["sources"]}
+    text, account, _ = await accounted(fleet, sync | {"learn": True}, **apart)
+    assert "shared" not in {each["source"] for each in account["sources"]}
     await accounted(fleet, sync, **apart, seed=6)
     await only_at(fleet, second)
     _, alone, _ = await accounted(fleet, sync | {"learn": True}, **apart, seed=6)
@@ -122,7 +122,7 @@ async def test_what_a_request_generated_drafts_for_the_next_one_at_another_verif
     await fleet.quiet()
 
 
-async def said(fleet: EngineFleet, case: Case) -> Outcome:
+async def outcome_of(fleet: EngineFleet, case: Case) -> Outcome:
     outcome = Outcome(case)
     await ask(fleet.http, outcome)
     return outcome
@@ -131,9 +131,9 @@ async def said(fleet: EngineFleet, case: Case) -> Outcome:
 async def test_a_killed_verifier_is_not_noticed(fleet: EngineFleet) -> None:
     """Every case at once, when most sequences are under way."""
     await only_at(fleet, *fleet.verifiers)
-    expected = [await said(fleet, case) for case in CASES]
+    expected = [await outcome_of(fleet, case) for case in CASES]
     assert not any(each.errors for each in expected)
-    tasks = [asyncio.create_task(said(fleet, case)) for case in CASES]
+    tasks = [asyncio.create_task(outcome_of(fleet, case)) for case in CASES]
     await eventually(lambda: sum(len(record.emitted) > 8 for record in fleet.core.sequences) >= 4)
     busy = next(record.link.member for record in fleet.core.sequences if record.link is not None)
     os.kill(busy.pid, signal.SIGKILL)

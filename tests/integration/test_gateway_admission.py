@@ -139,18 +139,18 @@ async def test_who_would_wait_too_long_or_finds_it_full_is_told_when_to_come_aga
         assert await full.finish() == [200] * 5
 
 
-@pytest.mark.parametrize(("path", "asked"), [("/abort_requests", ["b"]), ("/abort_requests", None), ("/pause", None)])
-async def test_those_who_wait_are_aborted_with_nothing_generated(path, asked):
+@pytest.mark.parametrize(("path", "request_ids"), [("/abort_requests", ["b"]), ("/abort_requests", None), ("/pause", None)])
+async def test_those_who_wait_are_aborted_with_nothing_generated(path, request_ids):
     async with filled() as (running, full):
         waiting = [ask(running, "b", request_id="b", n=2, outrider={"stats": True}), ask(running, "c", stream=True)]
         await full.queue(3)
         other = await running.http.post("/abort_requests", json={"request_ids": ["cmpl-b-3"]})
         assert other.json()["aborted"] == 0
-        answer = await running.http.post(path, json={"request_ids": asked})
-        told, streamed = (await waiting[0]).json(), waiting[1]
-        assert [(each["text"], each["finish_reason"]) for each in told["choices"]] == [("", "abort")] * 2
-        assert told["usage"]["completion_tokens"] == 0
-        if asked:
+        answer = await running.http.post(path, json={"request_ids": request_ids})
+        aborted, streamed = (await waiting[0]).json(), waiting[1]
+        assert [(each["text"], each["finish_reason"]) for each in aborted["choices"]] == [("", "abort")] * 2
+        assert aborted["usage"]["completion_tokens"] == 0
+        if request_ids:
             assert answer.json() == {"status": "aborted", "aborted": 1, "token_ids": {"b": [[], []]}}
             assert not streamed.done()
             full.requests.append(streamed)
@@ -164,11 +164,11 @@ async def test_those_who_wait_are_aborted_with_nothing_generated(path, asked):
 
 async def test_streams_get_comments_while_they_wait_and_an_error_at_the_end_of_it(elapse):
     async with filled() as (running, full):
-        asked = ask(running, "b", {"x-outrider-max-wait-s": "50"}, stream=True)
+        request = ask(running, "b", {"x-outrider-max-wait-s": "50"}, stream=True)
         await full.queue(1)
         for seconds in (KEEP_ALIVE_S, KEEP_ALIVE_S, 50 - 2 * KEEP_ALIVE_S):
             await elapse(seconds)
-        late = await asked
+        late = await request
         assert late.text.startswith(": keep-alive\n: keep-alive\n")
         assert '"overloaded"' in late.text
         assert late.text.endswith("data: [DONE]\n\n")

@@ -139,8 +139,8 @@ async def test_bad_lines_fail_the_batch_before_anything_is_carried_out(monkeypat
     async with serving() as (running, client):
         content = jsonl(request("good"), *(line for line, _, _ in BAD_LINES), request("last"))
         batch = await until(client, await begin(client, content), "failed")
-        told = [(each.line, each.code, each.param) for each in batch.errors.data]
-        assert told == [(number, code, param) for number, (_, code, param) in enumerate(BAD_LINES, 2)]
+        errors = [(each.line, each.code, each.param) for each in batch.errors.data]
+        assert errors == [(number, code, param) for number, (_, code, param) in enumerate(BAD_LINES, 2)]
         assert all(each.message for each in batch.errors.data)
         assert batch.errors.object == "list"
         assert batch.failed_at

@@ -66,9 +66,9 @@ async def test_bad_uploads_name_the_field(monkeypatch):
 async def test_a_full_store_says_so():
     async with serving(state_mib=1) as (_, client):
         kept = await client.files.create(file=b"x" * 700_000, purpose="batch")
-        with pytest.raises(openai.APIStatusError) as told:
+        with pytest.raises(openai.APIStatusError) as refused:
             await client.files.create(file=b"x" * 700_000, purpose="batch")
-        assert told.value.status_code == 413
-        assert told.value.code == "storage_full"
+        assert refused.value.status_code == 413
+        assert refused.value.code == "storage_full"
         await client.files.delete(kept.id)
         await client.files.create(file=b"x" * 700_000, purpose="batch")

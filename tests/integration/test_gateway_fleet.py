@@ -66,15 +66,15 @@ async def test_serving_goes_on_while_the_directory_fails():
 
 async def test_a_lost_connection_comes_back_while_the_directory_hangs():
     async with running_gateway() as running:
-        asked = asyncio.Event()
+        called = asyncio.Event()
 
         async def hang() -> FleetSnapshot:
-            asked.set()
+            called.set()
             await asyncio.Event().wait()
             raise AssertionError
 
         running.directory.snapshot = hang  # type: ignore[method-assign]
-        await asyncio.wait_for(asked.wait(), 120)
+        await asyncio.wait_for(called.wait(), 120)
         (link,) = running.core.ready_links
         link.close()
         await eventually(lambda: running.core.ready_links not in ([], [link]))

@@ -382,8 +382,8 @@ async def test_a_request_that_is_sent_before_the_answer_to_the_one_before_stands
 
     async with wire(running) as line:
         await line.send(post() + post(outrider={"stats": True}))
-        said = await line.rest()
-    assert said.count(b" 200 OK") == 2
+        answers = await line.rest()
+    assert answers.count(b" 200 OK") == 2
     assert len(running.verifier.sequences) == 2, "the first one's prompt is generated from once"
 
 

@@ -146,9 +146,9 @@ async def test_a_body_may_name_its_request(running, path, body, prefix):
 async def test_readiness_follows_the_verifiers():
     async with running_gateway(verifiers=0) as running:
         assert (await running.http.get("/livez")).status_code == 200
-        told = [await running.http.get(path) for path in ("/readyz", "/health")]
-        told += [await running.http.post("/v1/completions", json={**COMPLETION, "stream": each}) for each in (False, True)]
-        for response in told:
+        answers = [await running.http.get(path) for path in ("/readyz", "/health")]
+        answers += [await running.http.post("/v1/completions", json={**COMPLETION, "stream": each}) for each in (False, True)]
+        for response in answers:
             assert (response.status_code, response.json()["error"]["code"]) == (503, "no_verifier_ready")
             assert int(response.headers["retry-after"]) >= 1
 
@@ -173,10 +173,10 @@ def test_connections_do_not_wait_to_fill_packets():
 
 async def test_answers_have_the_limit_of_the_generation_config():
     async with running_gateway(engine_args={"override_generation_config": {"max_new_tokens": 7}}) as running:
-        for path, said, limits in (
+        for path, fields, limits in (
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "max_completion_tokens"),
             ("/v1/responses", {"input": "x"}, "max_output_tokens"),
         ):
             for limit, tokens in (({}, 7), ({limits: 5}, 5), ({limits: 9}, 7)):
-                usage = (await running.http.post(path, json={"model": "demo", **said, **limit})).json()["usage"]
+                usage = (await running.http.post(path, json={"model": "demo", **fields, **limit})).json()["usage"]
                 assert usage.get("completion_tokens", usage.get("output_tokens")) == tokens

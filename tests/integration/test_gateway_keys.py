@@ -122,8 +122,8 @@ async def test_rights_and_the_log_of_what_administrators_did(keys, caplog):
         # A number longer than Python converts.
         assert (await http.get(f"/admin/operations/{'9' * 5000}")).status_code == 401
         assert (await http.get(f"/admin/operations/{'9' * 5000}", headers=admin)).status_code == 400
-    said = [each.fields for each in caplog.records if each.name == "outrider.audit"]
-    assert [(each["by"], each["what"], each["status"]) for each in said] == [
+    logged = [each.fields for each in caplog.records if each.name == "outrider.audit"]
+    assert [(each["by"], each["what"], each["status"]) for each in logged] == [
         ("nobody", "POST /sleep", 401),
         ("plain", "POST /sleep", 403),
         ("boss", "POST /sleep?level=1", 200),

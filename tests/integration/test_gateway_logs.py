@@ -123,8 +123,8 @@ async def test_what_was_asked_is_logged_whatever_its_form_and_of_weights_the_siz
     # Tensors may be larger than other bodies.
     monkeypatch.setattr("gateway.auth.access.MAX_BODY_BYTES", 8000)
     answer = await running.http.post(path, content=body, headers={"content-type": f"application/{kind}"})
-    (said,) = [each.fields for each in caplog.records if each.name == "outrider.audit"]
-    assert (said["status"], said["fields"]) == (answer.status_code, fields)
+    (line,) = [each.fields for each in caplog.records if each.name == "outrider.audit"]
+    assert (line["status"], line["fields"]) == (answer.status_code, fields)
     assert answer.status_code not in (413, 500)
 
 

@@ -41,7 +41,7 @@ async def test_it_streams(running):
 
 
 @pytest.mark.parametrize(
-    ("said", "finish", "stop_reason", "arguments"),
+    ("emitted", "finish", "stop_reason", "arguments"),
     [
         ('{"city": "Rome"}', FinishReason.STOP, "tool_use", {"city": "Rome"}),
         ('{"city": "Ro', FinishReason.LENGTH, "max_tokens", {}),
@@ -51,11 +51,11 @@ async def test_it_streams(running):
         ('{"city": Rome}', FinishReason.STOP, "tool_use", {}),
     ],
 )
-async def test_a_call_is_an_answer_also_without_an_object_of_arguments(running, said, finish, stop_reason, arguments):
-    running.verifier.behaviour = saying(said, finish)
-    asked = {**HI, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}
-    whole = await client(running).messages.create(**asked)
-    async with client(running).messages.stream(**asked) as stream:
+async def test_a_call_is_an_answer_also_without_an_object_of_arguments(running, emitted, finish, stop_reason, arguments):
+    running.verifier.behaviour = saying(emitted, finish)
+    body = {**HI, "tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}}
+    whole = await client(running).messages.create(**body)
+    async with client(running).messages.stream(**body) as stream:
         streamed = await stream.get_final_message()
     for answer in (whole, streamed):
         (use,) = answer.content
@@ -95,9 +95,9 @@ async def test_errors_have_anthropics_shape(running, fields, status, kind):
 async def test_an_answer_has_at_most_the_rest_of_the_context(running):
     answer = await running.http.post("/v1/messages", json={**HI, "max_tokens": 10**6})
     assert answer.status_code == 200, answer.text
-    asked = running.verifier.sequences[-1].request
+    request = running.verifier.sequences[-1].request
     context = running.server.gateway.client.model_config.max_model_len
-    assert len(asked.prompt_token_ids) + asked.sampling_params.max_tokens == context
+    assert len(request.prompt_token_ids) + request.sampling_params.max_tokens == context
 
 
 @pytest.mark.parametrize("text", ["x y z " * 3000, "x" * 10**6])
@@ -140,13 +140,13 @@ CLAUDE_CODE = {
 @pytest.mark.parametrize("thinking", [{"type": "adaptive"}, {"type": "enabled", "budget_tokens": 31999}])
 async def test_claude_code_is_answered(running, thinking):
     events = []
-    asked = {**CLAUDE_CODE, "thinking": thinking}
-    async with running.http.stream("POST", "/v1/messages?beta=true", json=asked) as answer:
+    body = {**CLAUDE_CODE, "thinking": thinking}
+    async with running.http.stream("POST", "/v1/messages?beta=true", json=body) as answer:
         async for line in answer.aiter_lines():
             events += [json.loads(line.removeprefix("data: "))] if line.startswith("data: ") else []
     assert events[-1]["type"] == "message_stop", events
     assert "".join(each["delta"]["text"] for each in events if each["type"] == "content_block_delta") == "def f(x):"
-    counted = {name: value for name, value in asked.items() if name not in ("max_tokens", "metadata", "stream")}
+    counted = {name: value for name, value in body.items() if name not in ("max_tokens", "metadata", "stream")}
     answer = await running.http.post("/v1/messages/count_tokens?beta=true", json=counted)
     assert answer.status_code == 200, answer.text
 
@@ -182,7 +182,7 @@ TOO_LONG = {"type": "document", "source": {"type": "text", "media_type": "text/p
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "part"),
     [
         ({"messages": [{"role": "user", "content": [PDF]}]}, "block of the type `document` without text"),
         ({"messages": [{"role": "user", "content": result_of(PDF)}]}, "block of the type `document` without text"),
@@ -194,13 +194,13 @@ TOO_LONG = {"type": "document", "source": {"type": "text", "media_type": "text/p
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-async def test_what_the_model_would_not_see_is_refused_by_its_type(running, path, fields, said):
-    asked = {**HI, **fields}
+async def test_what_the_model_would_not_see_is_refused_by_its_type(running, path, fields, part):
+    body = {**HI, **fields}
     if path.endswith("count_tokens"):
-        del asked["max_tokens"]
-    answer = await running.http.post(path, json=asked)
+        del body["max_tokens"]
+    answer = await running.http.post(path, json=body)
     assert answer.status_code == 400
-    assert said in answer.json()["error"]["message"]
+    assert part in answer.json()["error"]["message"]
 
 
 async def test_many_stop_sequences(running):

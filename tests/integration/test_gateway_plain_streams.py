@@ -158,10 +158,10 @@ async def test_answers_have_the_shape_of_openais(running, stream):
     logprobs = [("/v1/chat/completions", CHAT | {"logprobs": True}), ("/v1/completions", COMPLETION | {"logprobs": 0})]
     for path, body in [("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION), *logprobs]:
         running.verifier.behaviour = likely(0) if "logprobs" in body else count_up
-        asked = body | {"max_tokens": 3, "stream": stream} | (USAGE if stream else {})
-        answer = await running.http.post(path, json=asked)
-        said = [line[6:] for line in answer.text.splitlines() if line[6:7] == "{"] if stream else [answer.text]
-        chunks = [json.loads(each) for each in said]
+        request = body | {"max_tokens": 3, "stream": stream} | (USAGE if stream else {})
+        answer = await running.http.post(path, json=request)
+        texts = [line[6:] for line in answer.text.splitlines() if line[6:7] == "{"] if stream else [answer.text]
+        chunks = [json.loads(each) for each in texts]
         as_openai_has_it(chunks[-1]["usage"])
         found = [each["logprobs"] for chunk in chunks for each in chunk["choices"] if each.get("logprobs")]
         assert bool(found) == ("logprobs" in body)

@@ -22,8 +22,8 @@ async def test_texts_are_embedded_scored_and_ranked():
         assert first == pytest.approx(again, abs=1e-5)
         assert first != pytest.approx(other, abs=1e-2)
         assert made.usage.prompt_tokens > 0
-        asked = {"model": "demo", "query": "import os", "documents": ["def f(x):", "import os", "return 1"]}
-        ranked = (await fleet.http.post("/v1/rerank", json=asked)).json()["results"]
+        body = {"model": "demo", "query": "import os", "documents": ["def f(x):", "import os", "return 1"]}
+        ranked = (await fleet.http.post("/v1/rerank", json=body)).json()["results"]
         assert ranked[0]["index"] == 1
         pair = {"model": "demo", "text_1": "import os", "text_2": "import os"}
         assert (await fleet.http.post("/v1/score", json=pair)).json()["data"][0]["score"] == pytest.approx(1, abs=1e-3)

@@ -18,7 +18,7 @@ def running(running):
     return running
 
 
-def said(role, text):
+def message(role, text):
     return {"type": "message", "role": role, "content": [{"type": "input_text", "text": text}]}
 
 
@@ -29,12 +29,12 @@ CODEX = {
     "model": "demo",
     "instructions": "You are a coding agent.",
     "input": [
-        said("developer", "be brief"),
-        said("user", "list the files"),
+        message("developer", "be brief"),
+        message("user", "list the files"),
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None},
         {"type": "function_call", "name": "shell", "arguments": '{"command": ["ls"]}', "call_id": "call_1"},
         {"type": "function_call_output", "call_id": "call_1", "output": "a.py"},
-        said("user", "go on"),
+        message("user", "go on"),
     ],
     "tools": [
         {"type": "function", "name": "shell", "description": "Runs a command.", "strict": False, "parameters": COMMAND},
@@ -101,8 +101,8 @@ async def test_what_came_before_is_part_of_the_prompt(running):
 
 async def test_items_are_shown_whole(running):
     responses = running.client.responses
-    said = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
-    made = await responses.create(model="demo", input=said)
+    items = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
+    made = await responses.create(model="demo", input=items)
     assert "one\ntwo\nthree" in prompt_of(running)
     items = [item async for item in responses.input_items.list(made.id, limit=2, order="asc")]
     assert [item.type for item in items] == ["message"] * 3
@@ -188,10 +188,10 @@ async def test_nothing_is_kept_that_is_not_to_be(running):
 async def test_an_answer_that_is_aborted_is_incomplete(running, background):
     running.verifier.behaviour = stall
     responses = running.client.responses
-    asked = asyncio.ensure_future(responses.create(model="demo", input="hi", background=background))
+    request = asyncio.ensure_future(responses.create(model="demo", input="hi", background=background))
     await eventually(lambda: bool(running.core.sequences) and any(each.emitted for each in running.core.sequences))
     assert (await running.http.post("/abort_requests", json={})).json()["aborted"] == 1
-    made = await ended(responses, await asked)
+    made = await ended(responses, await request)
     assert (made.status, made.incomplete_details) == ("incomplete", None)
     assert (await responses.retrieve(made.id)).status == "incomplete"
 
@@ -230,11 +230,11 @@ async def test_what_came_before_counts(running):
     limit = max(MIN_TEXT, MAX_TEXT_PER_TOKEN * running.server.gateway.client.model_config.max_model_len)
     long = {"type": "message", "role": "user", "content": "x" * (limit * 2 // 3)}
     conversation = (await running.http.post("/v1/conversations", json={"items": [long]})).json()["id"]
-    asked = {"model": "demo", "conversation": conversation, "input": "and"}
-    assert (await running.http.post("/v1/responses", json=asked)).json()["error"]["param"] is None
+    body = {"model": "demo", "conversation": conversation, "input": "and"}
+    assert (await running.http.post("/v1/responses", json=body)).json()["error"]["param"] is None
     added = await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [long]})
     assert added.status_code == 200
-    error = (await running.http.post("/v1/responses", json=asked)).json()["error"]
+    error = (await running.http.post("/v1/responses", json=body)).json()["error"]
     assert (error["param"], error["code"]) == ("input", "context_length_exceeded")
     assert error["message"].endswith(" What came before it counts.")
     error = (await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [long] * 2})).json()["error"]
@@ -243,14 +243,14 @@ async def test_what_came_before_counts(running):
 
 async def test_the_items_of_a_conversation_are_bounded(running):
     conversation = (await running.http.post("/v1/conversations", json={})).json()["id"]
-    said = {"type": "message", "role": "user", "content": "x"}
+    item = {"type": "message", "role": "user", "content": "x"}
     for _ in range(102):
-        added = await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [said] * 20})
+        added = await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [item] * 20})
         assert added.status_code == 200
-    asked = {"model": "demo", "conversation": conversation}
-    error = (await running.http.post("/v1/responses", json={**asked, "input": [said] * 9})).json()["error"]
+    body = {"model": "demo", "conversation": conversation}
+    error = (await running.http.post("/v1/responses", json={**body, "input": [item] * 9})).json()["error"]
     assert (error["param"], error["message"]) == ("input", "`input` has more than 2048 entries. What came before it counts.")
-    error = (await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [said] * 9})).json()["error"]
+    error = (await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [item] * 9})).json()["error"]
     assert (error["param"], error["code"]) == ("items", "conversation_full")
 
 
@@ -258,8 +258,8 @@ async def test_truncation_keeps_the_end(running):
     text = "first " + "x y z " * 3000 + "last"
     assert (await running.http.post("/v1/responses", json={"model": "demo", "input": text})).status_code == 400
     for fields in ({}, {"max_output_tokens": 6}):
-        asked = {"model": "demo", "input": text, "truncation": "auto", **fields}
-        answer = await running.http.post("/v1/responses", json=asked)
+        body = {"model": "demo", "input": text, "truncation": "auto", **fields}
+        answer = await running.http.post("/v1/responses", json=body)
         assert answer.status_code == 200, answer.text
         assert "first" not in prompt_of(running)
         assert "last" in prompt_of(running)
@@ -319,8 +319,8 @@ async def test_without_a_folder_nothing_is_kept():
 
 @pytest.mark.parametrize("length", [256, 257])
 async def test_ids_of_items_are_short(running, length):
-    said = {"type": "message", "role": "user", "content": "x", "id": "m" * length}
-    answer = await running.http.post("/v1/conversations", json={"items": [said]})
+    item = {"type": "message", "role": "user", "content": "x", "id": "m" * length}
+    answer = await running.http.post("/v1/conversations", json={"items": [item]})
     assert answer.status_code == (200 if length == 256 else 400)
 
 
@@ -333,8 +333,8 @@ async def test_ids_of_items_are_short(running, length):
     ],
 )
 async def test_what_an_assistant_said_is_all_its_parts(running, content, text):
-    said = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": content}
-    body = {"model": "demo", "input": [said, {"role": "user", "content": "go on"}]}
+    item = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": content}
+    body = {"model": "demo", "input": [item, {"role": "user", "content": "go on"}]}
     answer = await running.http.post("/v1/responses", json=body)
     assert answer.status_code == 200, answer.text
     assert f"{text}" in prompt_of(running)

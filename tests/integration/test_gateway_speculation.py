@@ -36,7 +36,7 @@ async def drafting(verifier: FakeVerifier, sequence: Sequence) -> None:
     await count_up(verifier, sequence)
 
 
-async def test_wishes_reach_the_verifier_and_nothing_else_does():
+async def test_options_reach_the_verifier_and_nothing_else_does():
     text = "def f(x):\n    return x\n"
     parts = [{"type": "text", "text": "def f(x):\n"}, {"type": "text", "text": "    return x\n"}]
     async with running_gateway(mode="auto") as running:
@@ -75,11 +75,11 @@ async def test_verifiers_are_told_tenant_and_session_by_labels(tmp_path: Path) -
         for name, session in (("Ada", "first"), ("Ada", "second"), ("Bob", "first"), ("Bob", "")):
             headers = {**made[name], "x-session-id": session}
             assert (await running.http.post("/v1/completions", json=COMPLETION, headers=headers)).status_code == 200
-        asked = [each.addition.options or RequestOptions() for each in running.verifier.sequences]
-        assert asked[0].tenant == asked[1].tenant != asked[2].tenant == asked[3].tenant
-        assert asked[0].session == asked[2].session != asked[1].session
-        assert asked[3] == RequestOptions(tenant=asked[2].tenant)
-        assert not any(secret in repr(asked) for secret in ("Ada", "Bob", "first", "second"))
+        options = [each.addition.options or RequestOptions() for each in running.verifier.sequences]
+        assert options[0].tenant == options[1].tenant != options[2].tenant == options[3].tenant
+        assert options[0].session == options[2].session != options[1].session
+        assert options[3] == RequestOptions(tenant=options[2].tenant)
+        assert not any(secret in repr(options) for secret in ("Ada", "Bob", "first", "second"))
 
 
 async def test_an_answer_tells_what_drafts_did(running: Running):
@@ -159,18 +159,18 @@ async def test_responses_and_messages_tell_it_too(running: Running):
     responses, messages = running.client.responses, test_gateway_messages.client(running).messages
     for extra in ({"extra_body": STATS}, {"extra_headers": {"X-Outrider-Stats": "1"}}):
         made = await responses.create(**RESPONSE, **extra)
-        assert told(made) == told(await responses.retrieve(made.id)) == 5
+        assert accepted_of(made) == accepted_of(await responses.retrieve(made.id)) == 5
         *_, last = [event async for event in await responses.create(**RESPONSE, **extra, stream=True)]
-        assert told(last.response) == 5
+        assert accepted_of(last.response) == 5
         begun = await responses.create(**RESPONSE, **extra, background=True)
-        assert told(await ended(responses, begun)) == 5
-        assert told(await messages.create(**CHAT, **extra)) == 5
+        assert accepted_of(await ended(responses, begun)) == 5
+        assert accepted_of(await messages.create(**CHAT, **extra)) == 5
         async with messages.stream(**CHAT, **extra) as stream:
             seen = [event async for event in stream]
             assert (await stream.get_final_message()).usage.output_tokens == 6
         assert [event.type for event in seen if hasattr(event, "outrider")] == ["message_delta"]
         (delta,) = (event for event in seen if event.type == "message_delta")
-        assert told(delta) == 5
+        assert accepted_of(delta) == 5
     for path, base in (("/v1/responses", RESPONSE), ("/v1/messages", CHAT)):
         assert "outrider" not in (await running.http.post(path, json=base)).json()
         answer = await running.http.post(path, json={**base, "outrider": {"mode": "fast"}})
@@ -179,7 +179,7 @@ async def test_responses_and_messages_tell_it_too(running: Running):
         assert (await running.http.post(path, json=base, headers={"X-Outrider-Stats": "yes"})).status_code == 400
 
 
-def told(answer: Any) -> int:
+def accepted_of(answer: Any) -> int:
     (choice,) = answer.to_dict()["outrider"]["choices"]
     return int(choice["accepted"])
 

@@ -54,14 +54,14 @@ async def test_tokens_after_a_stop_string_are_neither_shown_nor_charged(running,
     whole = (await running.http.post("/v1/completions", json=COMPLETION)).json()["choices"][0]["text"]
     before = await running.metric("outrider_generated_tokens_total")
     running.verifier.behaviour = behaviour
-    asked = {**COMPLETION, "stop": [whole[1:3]], "outrider": {"stats": True}, "stream": stream}
+    body = {**COMPLETION, "stop": [whole[1:3]], "outrider": {"stats": True}, "stream": stream}
     if stream:
-        asked["stream_options"] = {"include_usage": True}
-    answer = await running.http.post("/v1/completions", json=asked)
+        body["stream_options"] = {"include_usage": True}
+    answer = await running.http.post("/v1/completions", json=body)
     chunks = events(answer.content) if stream else [answer.json()]
-    said = [choice for chunk in chunks for choice in chunk["choices"]]
-    assert "".join(each["text"] for each in said) == whole[: whole.index(whole[1:3])]
-    assert said[-1]["finish_reason"] == "stop"
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(each["text"] for each in choices) == whole[: whole.index(whole[1:3])]
+    assert choices[-1]["finish_reason"] == "stop"
     usage = chunks[-1]["usage"]
     assert 0 < usage["completion_tokens"] < 3
     assert chunks[-1]["outrider"]["choices"][0]["tokens"] == usage["completion_tokens"]

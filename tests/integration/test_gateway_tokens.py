@@ -9,31 +9,31 @@ from tests.support.running_gateway import events
 URL = "/inference/v1/generate"
 
 
-def asking(**fields: Any) -> dict[str, Any]:
+def request_body(**fields: Any) -> dict[str, Any]:
     return {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}, **fields}
 
 
 async def test_token_ids_come_back(running):
-    said = (await running.http.post(URL, json=asking())).json()
-    (choice,) = said["choices"]
+    answer = (await running.http.post(URL, json=request_body())).json()
+    (choice,) = answer["choices"]
     assert len(choice["token_ids"]) == 4
     assert choice["finish_reason"] == "length"
-    assert said["usage"]["completion_tokens"] == 4
-    assert said["usage"]["prompt_tokens"] == 3
+    assert answer["usage"]["completion_tokens"] == 4
+    assert answer["usage"]["prompt_tokens"] == 3
     assert running.verifier.sequences[-1].request.prompt_token_ids == [5, 6, 7]
 
 
 async def test_several_samples_with_a_session_and_an_account(running):
-    body = asking(sampling_params={"max_tokens": 3, "n": 3, "seed": 1}, outrider={"stats": True}, cache_salt="salt")
-    said = (await running.http.post(URL, json=body, headers={"X-Session-ID": "episode"})).json()
-    assert [choice["index"] for choice in said["choices"]] == [0, 1, 2]
-    assert all(len(choice["token_ids"]) == 3 for choice in said["choices"])
-    assert [each["index"] for each in said["outrider"]["choices"]] == [0, 1, 2]
+    body = request_body(sampling_params={"max_tokens": 3, "n": 3, "seed": 1}, outrider={"stats": True}, cache_salt="salt")
+    answer = (await running.http.post(URL, json=body, headers={"X-Session-ID": "episode"})).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert all(len(choice["token_ids"]) == 3 for choice in answer["choices"])
+    assert [each["index"] for each in answer["outrider"]["choices"]] == [0, 1, 2]
     assert running.verifier.sequences[-1].request.cache_salt == "salt"
 
 
 async def test_a_stream(running):
-    body = asking(stream=True, stream_options={"include_usage": True})
+    body = request_body(stream=True, stream_options={"include_usage": True})
     chunks = events((await running.http.post(URL, json=body)).content)
     assert sum(len(choice["token_ids"]) for chunk in chunks for choice in chunk["choices"]) == 4
     assert chunks[-1]["usage"]["completion_tokens"] == 4
@@ -41,7 +41,7 @@ async def test_a_stream(running):
 
 async def test_arguments_of_others_are_taken_and_those_of_the_verifier_are_not(running):
     given = {"prl_compact_logprobs": True, "outrider_request_id": "mine", "outrider_noise_seed": 7, "kv_transfer_params": {}}
-    await running.http.post(URL, json=asking(sampling_params={"max_tokens": 4, "extra_args": given}))
+    await running.http.post(URL, json=request_body(sampling_params={"max_tokens": 4, "extra_args": given}))
     kept = {"prl_compact_logprobs": True, "outrider_request_id": "mine"}
     assert running.verifier.sequences[-1].request.sampling_params.extra_args == kept
 
@@ -66,7 +66,7 @@ async def test_arguments_of_others_are_taken_and_those_of_the_verifier_are_not(r
     ],
 )
 async def test_bad_input_is_named(running, fields, named):
-    answer = await running.http.post(URL, json=asking(**fields))
+    answer = await running.http.post(URL, json=request_body(**fields))
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert named is None or error["param"] == named, error

@@ -18,7 +18,7 @@ WEATHER: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-ASKED: dict[str, Any] = {
+QUESTION: dict[str, Any] = {
     "model": "demo",
     "messages": [{"role": "user", "content": "Rome?"}],
     "tools": [WEATHER],
@@ -29,7 +29,7 @@ TWO = '[{"name": "weather", "parameters": {"city": "Rome"}}, {"name": "weather",
 
 async def test_required_means_one_call_or_several(running):
     running.verifier.behaviour = saying(TWO)
-    answer = await running.client.chat.completions.create(**ASKED, tool_choice="required")
+    answer = await running.client.chat.completions.create(**QUESTION, tool_choice="required")
     calls = answer.choices[0].message.tool_calls
     assert [json.loads(call.function.arguments)["city"] for call in calls] == ["Rome", "Oslo"]
     assert len({call.id for call in calls}) == 2
@@ -45,8 +45,8 @@ async def test_tools_with_definitions_of_one_name_are_required(running):
 
     tools = [of_kind("weather", type="string"), of_kind("route", enum=["Rome", "Oslo"])]
     running.verifier.behaviour = saying(TWO)
-    asked = [{"type": "function", "function": {key: each[key] for key in ("name", "parameters")}} for each in tools]
-    await running.client.chat.completions.create(**ASKED | {"tools": asked}, tool_choice="required")
+    nested = [{"type": "function", "function": {key: each[key] for key in ("name", "parameters")}} for each in tools]
+    await running.client.chat.completions.create(**QUESTION | {"tools": nested}, tool_choice="required")
     answer = await running.client.responses.create(model="demo", input="Rome?", tools=tools, tool_choice="required")
     for sequence in running.verifier.sequences:
         assert sequence.request.sampling_params.structured_outputs.json["$defs"].keys() == {"weather", "route"}
@@ -55,9 +55,9 @@ async def test_tools_with_definitions_of_one_name_are_required(running):
 
 async def test_auto_is_taken_and_text_stays_text(running):
     running.verifier.behaviour = saying("It rains.")
-    async with running.client.chat.completions.stream(**ASKED) as stream:
+    async with running.client.chat.completions.stream(**QUESTION) as stream:
         streamed = await stream.get_final_completion()
-    for answer in (streamed, await running.client.chat.completions.create(**ASKED)):
+    for answer in (streamed, await running.client.chat.completions.create(**QUESTION)):
         assert answer.choices[0].message.content == "It rains."
         assert not answer.choices[0].message.tool_calls
     assert running.verifier.sequences[0].request.sampling_params.structured_outputs is None
@@ -66,13 +66,13 @@ async def test_auto_is_taken_and_text_stays_text(running):
 async def test_tools_can_be_switched_off():
     async with running_gateway(tool_call_parser="none") as running:
         with pytest.raises(openai.BadRequestError):
-            await running.client.chat.completions.create(**ASKED, tool_choice="required")
+            await running.client.chat.completions.create(**QUESTION, tool_choice="required")
 
 
 async def test_the_events_of_a_call_and_its_result_by_the_responses_id(running):
     running.verifier.behaviour = saying('{"colour": "red", "coats": 1}')
-    asked = {"model": "demo", "input": "hi", "tools": [FLAT_PAINT], "tool_choice": FLAT_NAMED}
-    events = [event async for event in await running.client.responses.create(**asked, stream=True)]
+    body = {"model": "demo", "input": "hi", "tools": [FLAT_PAINT], "tool_choice": FLAT_NAMED}
+    events = [event async for event in await running.client.responses.create(**body, stream=True)]
     (call,) = events[-1].response.output
     assert (call.type, call.name, call.status, call.id != call.call_id) == ("function_call", "paint", "completed", True)
     (added,) = (event.item for event in events if event.type == "response.output_item.added")

@@ -184,9 +184,9 @@ async def test_each_verifier_has_ranks_of_its_own_in_a_trainers_group():
     async with running_gateway(verifiers=2) as running:
         info = {"master_address": "trainer", "master_port": 1, "rank_offset": 1, "world_size": 3}
         await post(running, "/init_weight_transfer_engine", json={"init_info": info})
-        asked = [verifier.utilities[-1][1][0] for verifier in running.verifiers]
-        assert sorted(each["rank_offset"] for each in asked) == [1, 2]
-        assert all(each | {"rank_offset": 1} == info for each in asked)
+        received = [verifier.utilities[-1][1][0] for verifier in running.verifiers]
+        assert sorted(each["rank_offset"] for each in received) == [1, 2]
+        assert all(each | {"rank_offset": 1} == info for each in received)
         await post(running, "/init_weight_transfer_engine", json={"init_info": info}, params={"verifier": "verifier-1"})
         assert running.verifiers[1].utilities[-1][1] == [info]
 

@@ -103,8 +103,8 @@ async def test_vllms_own_benchmark_client_finds_model_streams_and_acceptance(mon
             ("completions", async_request_openai_completions),
             ("chat/completions", async_request_openai_chat_completions),
         ):
-            asked = RequestFuncInput("def f(", f"{url}/v1/{path}", 4, 6, "org/model", ignore_eos=True)
-            answer = await ask(asked, session)
+            request = RequestFuncInput("def f(", f"{url}/v1/{path}", 4, 6, "org/model", ignore_eos=True)
+            answer = await ask(request, session)
             assert answer.success, answer.error
             assert answer.output_tokens == 6
             assert answer.ttft > 0

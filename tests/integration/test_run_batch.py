@@ -18,7 +18,7 @@ def files(tmp_path):
     return tmp_path / "in.jsonl", tmp_path / "out.jsonl"
 
 
-def told(path):
+def lines_by_id(path):
     return {line["custom_id"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
@@ -27,12 +27,12 @@ async def test_every_line_is_answered(files):
     bad = {**CHAT, "temperature": -1}
     texts = (request(f"t{n}", COMPLETION, TEXTS) for n in range(5))
     source.write_bytes(jsonl(*(request(f"c{n}") for n in range(5)), *texts, request("bad", bad), request("no", url="/v1/no")))
-    said: list[str] = []
+    reported: list[str] = []
     async with running_gateway(api_key="k3y") as running:
         gateway = GatewayAddress(running.server.url, "k3y")
-        assert await carry_out(gateway, source, target, 4, said.append) == 2
-        assert said == ["12 requests, 2 of them failed"]
-        answers = told(target)
+        assert await carry_out(gateway, source, target, 4, reported.append) == 2
+        assert reported == ["12 requests, 2 of them failed"]
+        answers = lines_by_id(target)
         assert len(answers) == 12
         assert len(target.read_text().splitlines()) == 12
         assert answers["c0"]["response"]["body"]["choices"][0]["finish_reason"] == "length"
@@ -42,7 +42,7 @@ async def test_every_line_is_answered(files):
             "no": 404,
         }
         with pytest.raises(CommandError, match="--api-key"):
-            await carry_out(GatewayAddress(running.server.url, None), source, target, 4, said.append)
+            await carry_out(GatewayAddress(running.server.url, None), source, target, 4, reported.append)
 
 
 async def test_it_goes_on_where_it_ended(running, files):
@@ -65,7 +65,7 @@ async def test_it_goes_on_where_it_ended(running, files):
     running.verifier.behaviour = count_up
     before = len(running.verifier.sequences)
     assert await carry_out(gateway, source, target, 2, lambda line: None) == 0
-    assert told(target).keys() == {f"c{n}" for n in range(6)}
+    assert lines_by_id(target).keys() == {f"c{n}" for n in range(6)}
     assert len(target.read_text().splitlines()) == 6
     assert len(running.verifier.sequences) == before + 3
     # A third time there is nothing to do.

@@ -44,12 +44,12 @@ def test_a_head_is_trained_killed_and_trained_on(tmp_path: Path) -> None:
     done = max(int(row["steps"]) for row in curve(tmp_path))
     # The curve lags behind the checkpoint, by ten seconds at most.
     second = start(tmp_path, done + 300)
-    told, _ = second.communicate(timeout=LIMIT_S)
-    assert second.returncode == 0, told
+    output, _ = second.communicate(timeout=LIMIT_S)
+    assert second.returncode == 0, output
     rows = [row for row in curve(tmp_path) if row["candidate_length"]]
     assert float(rows[-1]["candidate_length"]) > 1.2
     assert all(int(row["steps"]) >= 40 for row in curve(tmp_path)[-2:]), "it goes on from the checkpoint"
     head = newest_head(tmp_path / "o")
     assert head is not None
-    assert str(head) in told
+    assert str(head) in output
     assert check(str(head), str(TARGET_DIR)) == []

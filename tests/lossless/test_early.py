@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 
 from backend.engine.client import Answer, fixed_sampling
 from backend.fleet import LOOKUP
-from tests.lossless.asked import VARIANTS, assert_same, python_prompts, request, start
+from tests.lossless.cases import VARIANTS, assert_same, python_prompts, request, start
 from tests.support.processes import Drafter, Verifier
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]

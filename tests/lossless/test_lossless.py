@@ -20,7 +20,7 @@ from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
 from backend.models.resolve import ResolvedModels
 from backend.noise import choose
 from backend.wire.engine import Account, RequestOptions
-from tests.lossless.asked import (
+from tests.lossless.cases import (
     FEW_PROMPTS,
     FEW_TOKENS,
     MANY_PROMPTS,
@@ -67,37 +67,37 @@ def engines(tmp_path_factory: pytest.TempPathFactory, drafter: Drafter) -> Itera
 
 
 @dataclass
-class Said:
+class ModeAnswers:
     """What one engine answered."""
 
     texts: dict[str, list[Answer]] = field(default_factory=dict)
     draws: list[list[int]] = field(default_factory=list)
 
 
-def ask(verifier: Verifier, mode: str) -> Said:
+def ask(verifier: Verifier, mode: str) -> ModeAnswers:
     """Everything a mode is asked: texts, and draws of plain decoding."""
     if mode == "native":
-        return Said({"T = 0.0": texts(verifier, python_prompts(FEW_PROMPTS), temperature=0.0)})
-    return Said(all_texts(verifier), samples(verifier, SAMPLES) if mode == "off" else [])
+        return ModeAnswers({"T = 0.0": texts(verifier, python_prompts(FEW_PROMPTS), temperature=0.0)})
+    return ModeAnswers(all_texts(verifier), samples(verifier, SAMPLES) if mode == "off" else [])
 
 
 @pytest.fixture(scope="module")
-def said(engines: dict[str, Verifier]) -> dict[str, Said]:
+def answers_by_mode(engines: dict[str, Verifier]) -> dict[str, ModeAnswers]:
     """What each mode says; two engines work at a time."""
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(engines, pool.map(ask, engines.values(), engines), strict=True))
 
 
 @pytest.fixture(scope="module")
-def plain(engines: dict[str, Verifier], said: dict[str, Said]) -> Verifier:
+def plain(engines: dict[str, Verifier], answers_by_mode: dict[str, ModeAnswers]) -> Verifier:
     """Plain decoding, when all have answered: one thread at a time talks to an engine."""
     return engines["off"]
 
 
 @pytest.fixture(scope="module")
-def expected(said: dict[str, Said]) -> dict[str, list[Answer]]:
+def expected(answers_by_mode: dict[str, ModeAnswers]) -> dict[str, list[Answer]]:
     """What plain decoding says."""
-    found = said["off"].texts
+    found = answers_by_mode["off"].texts
     tokens = {name: [answer.tokens for answer in answers] for name, answers in found.items()}
     assert {len(text) for name in ("T = 1.0", *FEWER) for text in tokens[name]} == {TOKENS}
     assert tokens["T = 1.0"][:FEW_PROMPTS] != tokens["T = 0.7"] != tokens["T = 0.0"]
@@ -106,9 +106,13 @@ def expected(said: dict[str, Said]) -> dict[str, list[Answer]]:
 
 @pytest.mark.parametrize("mode", MODES[1:])
 def test_every_mode_says_what_plain_decoding_says(
-    engines: dict[str, Verifier], plain: Verifier, said: dict[str, Said], expected: dict[str, list[Answer]], mode: str
+    engines: dict[str, Verifier],
+    plain: Verifier,
+    answers_by_mode: dict[str, ModeAnswers],
+    expected: dict[str, list[Answer]],
+    mode: str,
 ) -> None:
-    for name, found in said[mode].texts.items():
+    for name, found in answers_by_mode[mode].texts.items():
         assert_same(plain, name, expected[name], found)
     assert accepted(engines[mode])[1] > (FEW_PROMPTS if mode == "native" else PROMPTS * TOKENS / 4), "it really speculated"
 
@@ -181,10 +185,10 @@ def test_a_draft_model_that_is_the_target_is_always_right(
 
 
 EACH = PROMPTS // 9
-"""Requests of each of the wishes below."""
+"""Requests of each of the options below."""
 
 
-def wishes(text: list[int]) -> list[RequestOptions]:
+def all_options(text: list[int]) -> list[RequestOptions]:
     """Everything that a request may ask of speculation; predictions are right, right in part, and wrong."""
     spoiled = [*text[:20], 7, 7, *text[30:60], *text[:20]]
     predictions = (text, spoiled, text[::-1])
@@ -200,19 +204,19 @@ def wishes(text: list[int]) -> list[RequestOptions]:
 def test_what_requests_ask_of_speculation_changes_no_token(
     engines: dict[str, Verifier], plain: Verifier, expected: dict[str, list[Answer]], mode: str
 ) -> None:
-    client, truth, count = engines[mode].client, expected["T = 1.0"], len(wishes([]))
+    client, truth, count = engines[mode].client, expected["T = 1.0"], len(all_options([]))
     ids = []
     for i, prompt in enumerate(python_prompts(EACH * count)):
-        asked = wishes(truth[i].tokens)[i % count]
-        ids.append(client.add(prompt, request(1000 + i, temperature=1.0), options=asked))
+        options = all_options(truth[i].tokens)[i % count]
+        ids.append(client.add(prompt, request(1000 + i, temperature=1.0), options=options))
     client.finish_all()
     found = [client.answers.pop(each) for each in ids]
     assert_same(plain, "T = 1.0", truth[: EACH * count], found)
     accounts = [each.account or Account("") for each in found]
     brought = [each.tokens / each.verifications for each in accounts]
-    by_wish = [sum(brought[i::count]) / EACH for i in range(count)]
-    assert by_wish[0] == by_wish[3] == 1.0, "no drafts"
-    assert 1.0 < by_wish[4] <= 2.0, "one token each"
+    by_option = [sum(brought[i::count]) / EACH for i in range(count)]
+    assert by_option[0] == by_option[3] == 1.0, "no drafts"
+    assert 1.0 < by_option[4] <= 2.0, "one token each"
     true = [tally for each in accounts[5::count] for tally in each.tallies if tally.source == "prediction"]
     assert sum(tally.accepted for tally in true) == sum(tally.drafted for tally in true) > 0, "of it, all is accepted"
     shared = [tally for each in accounts[8::count] for tally in each.tallies if tally.source == "shared"]
@@ -221,9 +225,9 @@ def test_what_requests_ask_of_speculation_changes_no_token(
 
 @pytest.mark.parametrize("mode", sorted(REMOTE_MODES))
 def test_logprobs_are_the_same_with_and_without_speculation(
-    said: dict[str, Said], expected: dict[str, list[Answer]], mode: str
+    answers_by_mode: dict[str, ModeAnswers], expected: dict[str, list[Answer]], mode: str
 ) -> None:
-    for mine, theirs in zip(expected["logprobs"], said[mode].texts["logprobs"], strict=True):
+    for mine, theirs in zip(expected["logprobs"], answers_by_mode[mode].texts["logprobs"], strict=True):
         assert mine.tokens == theirs.tokens
         pairs = list(zip(logprobs(mine), logprobs(theirs), strict=True))
         assert len(pairs) == FEW_TOKENS
@@ -271,8 +275,8 @@ def exact(plain: Verifier) -> Exact:
     return Exact(plain, opening(), seeded(0), 2, SAMPLES)
 
 
-def test_plain_decoding_draws_from_the_targets_distribution(exact: Exact, said: dict[str, Said]) -> None:
-    assert exact.p_value(said["off"].draws) > SIGNIFICANT
+def test_plain_decoding_draws_from_the_targets_distribution(exact: Exact, answers_by_mode: dict[str, ModeAnswers]) -> None:
+    assert exact.p_value(answers_by_mode["off"].draws) > SIGNIFICANT
 
 
 @pytest.mark.campaign
@@ -321,9 +325,9 @@ def first_tokens(probabilities: dict[int, float], noise: float) -> list[int]:
     return drawn
 
 
-def test_the_same_test_finds_too_little_noise(exact: Exact, said: dict[str, Said]) -> None:
+def test_the_same_test_finds_too_little_noise(exact: Exact, answers_by_mode: dict[str, ModeAnswers]) -> None:
     probabilities = exact.next[()]
-    alike = sum(a == b for (a, *_), b in zip(said["off"].draws, first_tokens(probabilities, 1.0), strict=True))
+    alike = sum(a == b for (a, *_), b in zip(answers_by_mode["off"].draws, first_tokens(probabilities, 1.0), strict=True))
     assert alike > 0.99 * SAMPLES, "but for near ties"
     assert chi_square(first_tokens(probabilities, 0.9), probabilities) < SIGNIFICANT / 1000
 

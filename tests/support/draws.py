@@ -62,9 +62,9 @@ def _next_tokens(plain: Verifier, prompt: list[int], params: SamplingParams, tex
     """The probabilities of the next token behind each of `texts`, which count as output."""
     client, ids = plain.client, []
     for text in texts:
-        asking = copy.deepcopy(params)
-        asking.max_tokens, asking.logprobs, asking.seed = len(text) + 1, -1, 0
-        ids.append(client.add(prompt, asking, emitted=text, options=PROCESSED))
+        request = copy.deepcopy(params)
+        request.max_tokens, request.logprobs, request.seed = len(text) + 1, -1, 0
+        ids.append(client.add(prompt, request, emitted=text, options=PROCESSED))
     client.finish_all()
     found = []
     for each in ids:
@@ -77,11 +77,11 @@ def _next_tokens(plain: Verifier, prompt: list[int], params: SamplingParams, tex
 
 def draw(verifier: Verifier, prompt: list[int], params: Sequence[SamplingParams]) -> list[list[int]]:
     """The texts of requests with these parameters, sent `AT_ONCE` at a time."""
-    said: list[list[int]] = []
+    drawn: list[list[int]] = []
     for start in range(0, len(params), AT_ONCE):
         part = [copy.deepcopy(each) for each in params[start : start + AT_ONCE]]
-        said += [answer.tokens for answer in verifier.client.generate([prompt] * len(part), part, options=APART)]
-    return said
+        drawn += [answer.tokens for answer in verifier.client.generate([prompt] * len(part), part, options=APART)]
+    return drawn
 
 
 def accepted(verifier: Verifier) -> tuple[int, int]:

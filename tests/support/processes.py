@@ -188,10 +188,10 @@ def generate_on(clients: Sequence[Apart], prompts: Sequence[list[int]], params: 
     """
     each = params if isinstance(params, list) else [params] * len(prompts)
     pairs = list(zip(prompts, each, strict=True))
-    asked = [[client.add(prompt, mine, **fields) for prompt, mine in pairs] for client in clients]
+    sent = [[client.add(prompt, mine, **fields) for prompt, mine in pairs] for client in clients]
     for client in clients:
         client.finish_all()
-    return [[client.answers.pop(i) for i in ids] for client, ids in zip(clients, asked, strict=True)]
+    return [[client.answers.pop(i) for i in ids] for client, ids in zip(clients, sent, strict=True)]
 
 
 class Drafter(Child):

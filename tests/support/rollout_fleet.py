@@ -95,9 +95,9 @@ def step_row(step: int, tokens: int = 1) -> StepRow:
 
 
 async def run(
-    core: RolloutCore, asked: list[RolloutRequest], responses: Outputs | None = None, seed: int | None = None
+    core: RolloutCore, requests: list[RolloutRequest], responses: Outputs | None = None, seed: int | None = None
 ) -> RoundResult:
     """One round."""
     responses = responses or Outputs(core, None, log_stats=False)
-    bar = tqdm(file=io.StringIO(), total=len(asked))
-    return await RoundRunner(0, asked, core, responses, bar, lambda line: None, seed).run()
+    bar = tqdm(file=io.StringIO(), total=len(requests))
+    return await RoundRunner(0, requests, core, responses, bar, lambda line: None, seed).run()

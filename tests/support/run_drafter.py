@@ -26,14 +26,16 @@ def main(job: dict[str, Any], pipe: Connection) -> None:
     try:
         while True:
             if message := pipe.recv():
-                learner, told = drafter._learner, drafter.stats().learning
+                learner, learning = drafter._learner, drafter.stats().learning
                 assert learner is not None
-                assert told is not None
+                assert learning is not None
                 while learner._trainer is None:
                     time.sleep(0.01)
                 learner._trainer.send_signal(signal.SIGCONT if message == GO_ON else signal.SIGSTOP)
                 if message not in (GO_ON, STAND_STILL):
-                    learner._news.put(News(told.steps, told.training_s, told.owed, told.loss, published=message))
+                    learner._news.put(
+                        News(learning.steps, learning.training_s, learning.owed, learning.loss, published=message)
+                    )
             pipe.send(drafter.stats().learning)
     except EOFError:
         drafter.stop()

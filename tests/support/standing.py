@@ -40,8 +40,8 @@ _released: set[str] = set()
 
 
 def _stands(request_id: str, request: Any) -> bool:
-    asked = (getattr(request.sampling_params, "extra_args", None) or {}).get(STAND_AT)
-    return asked is not None and request_id not in _released and request.num_output_tokens >= asked
+    length = (getattr(request.sampling_params, "extra_args", None) or {}).get(STAND_AT)
+    return length is not None and request_id not in _released and request.num_output_tokens >= length
 
 
 def _wait_at_the_gate(self: EngineLoop) -> tuple[str, float] | None:

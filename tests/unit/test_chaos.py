@@ -12,7 +12,7 @@ BODY = {"stream": True, "max_tokens": 4}
 def outcome(case: Case | None = None, text: str = "abcd", finish: str = "length", **fields: object) -> Outcome:
     made = Outcome(case or Case("greedy", "/v1/completions", BODY, True), done=True, usage={"completion_tokens": 4})
     for index in range(made.case.body.get("n", 1)):
-        made.told[index] = SequenceStatistics(text, [finish], ["a"], [-0.5])
+        made.received[index] = SequenceStatistics(text, [finish], ["a"], [-0.5])
     for name, value in fields.items():
         setattr(made, name, value)
     return made
@@ -21,16 +21,16 @@ def outcome(case: Case | None = None, text: str = "abcd", finish: str = "length"
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda o: setattr(o.told[0], "text", "abxd"), "other text from character 2"),
-        (lambda o: setattr(o.told[0], "text", "abc"), "other text"),
-        (lambda o: setattr(o.told[0], "finish", ["stop"]), "other finish reason"),
-        (lambda o: setattr(o.told[0], "finish", []), "0 finish reasons"),
-        (lambda o: setattr(o.told[0], "finish", ["length", "length"]), "2 finish reasons"),
-        (lambda o: setattr(o.told[0], "tokens", ["b"]), "other tokens"),
-        (lambda o: setattr(o.told[0], "logprobs", [-0.7]), "other log-probabilities"),
+        (lambda o: setattr(o.received[0], "text", "abxd"), "other text from character 2"),
+        (lambda o: setattr(o.received[0], "text", "abc"), "other text"),
+        (lambda o: setattr(o.received[0], "finish", ["stop"]), "other finish reason"),
+        (lambda o: setattr(o.received[0], "finish", []), "0 finish reasons"),
+        (lambda o: setattr(o.received[0], "finish", ["length", "length"]), "2 finish reasons"),
+        (lambda o: setattr(o.received[0], "tokens", ["b"]), "other tokens"),
+        (lambda o: setattr(o.received[0], "logprobs", [-0.7]), "other log-probabilities"),
         (lambda o: setattr(o, "usage", {"completion_tokens": 5}), "usage"),
         (lambda o: setattr(o, "done", False), "without [DONE]"),
-        (lambda o: o.told.clear(), "indices are missing"),
+        (lambda o: o.received.clear(), "indices are missing"),
     ],
 )
 def test_what_is_wrong_is_seen(change, reason) -> None:

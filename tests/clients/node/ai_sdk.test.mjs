@@ -6,7 +6,7 @@ import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
 import { APICallError, generateText, Output, stepCountIs, streamText, tool } from "ai";
-import { adding, all, CHOICE, COLOURS, isColour, JSON_CHOICE, Paint, QUESTION, URL } from "./asked.mjs";
+import { adding, all, CHOICE, COLOURS, isColour, JSON_CHOICE, Paint, QUESTION, URL } from "./common.mjs";
 
 const baseURL = `${URL}/v1`;
 const apiKey = "unused";
@@ -36,7 +36,7 @@ for (const [name, model] of Object.entries(MODELS)) {
     const paint = tool({
       description: "Paints.",
       inputSchema: Paint,
-      execute: (asked) => void paints.push(Paint.parse(asked)) ?? "painted",
+      execute: (input) => void paints.push(Paint.parse(input)) ?? "painted",
     });
 
     test("generateText", async () => {
@@ -49,8 +49,8 @@ for (const [name, model] of Object.entries(MODELS)) {
 
     test("generateText, messages and system", async () => {
       const messages = [...QUESTION, { role: "assistant", content: "red" }, { role: "user", content: "Sure?" }];
-      const { prompt: _, ...asked } = colour;
-      assert(isColour((await generateText({ ...asked, system: "Be brief.", messages })).text));
+      const { prompt: _, ...request } = colour;
+      assert(isColour((await generateText({ ...request, system: "Be brief.", messages })).text));
     });
 
     test("streamText", async () => {
@@ -68,8 +68,8 @@ for (const [name, model] of Object.entries(MODELS)) {
 
     test("a length", async () => {
       const long = { structured_outputs: { regex: "[a-z]{100}" } };
-      const asked = ours ? { ...colour, model: model(adding(long)), maxOutputTokens: 16 } : { ...colour, maxOutputTokens: 1 };
-      assert.equal((await generateText(asked)).finishReason, "length");
+      const request = ours ? { ...colour, model: model(adding(long)), maxOutputTokens: 16 } : { ...colour, maxOutputTokens: 1 };
+      assert.equal((await generateText(request)).finishReason, "length");
     });
 
     const objects = {

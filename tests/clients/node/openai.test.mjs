@@ -4,33 +4,33 @@ import assert from "node:assert/strict";
 import { test } from "node:test";
 import OpenAI from "openai";
 import { zodFunction, zodResponseFormat, zodResponsesFunction, zodTextFormat } from "openai/helpers/zod";
-import { all, CHOICE, COLOURS, FUNCTION, NAMED, Paint, QUESTION, TOOL, URL } from "./asked.mjs";
+import { all, CHOICE, COLOURS, FUNCTION, NAMED, Paint, QUESTION, TOOL, URL } from "./common.mjs";
 
 const client = new OpenAI({ baseURL: `${URL}/v1`, apiKey: "unused", maxRetries: 0 });
 const { chat: { completions: chat }, responses } = client;
-const ASKED = { model: "demo", messages: QUESTION };
-const ASKED_RESPONSE = { model: "demo", input: "Which colour?" };
-const PARSED = { ...ASKED, response_format: zodResponseFormat(Paint, "paint") };
-const PARSED_RESPONSE = { ...ASKED_RESPONSE, text: { format: zodTextFormat(Paint, "paint") } };
+const REQUEST = { model: "demo", messages: QUESTION };
+const RESPONSE = { model: "demo", input: "Which colour?" };
+const PARSED = { ...REQUEST, response_format: zodResponseFormat(Paint, "paint") };
+const PARSED_RESPONSE = { ...RESPONSE, text: { format: zodTextFormat(Paint, "paint") } };
 const FLAT = { type: "function", strict: true, ...FUNCTION };
 const FLAT_NAMED = { type: "function", name: "paint" };
 
 test("chat, with its response", async () => {
-  const { data, response, request_id } = await chat.create({ ...ASKED, ...CHOICE }).withResponse();
+  const { data, response, request_id } = await chat.create({ ...REQUEST, ...CHOICE }).withResponse();
   assert(COLOURS.includes(data.choices[0].message.content));
   assert.equal(data.choices[0].finish_reason, "stop");
   assert.equal(response.headers.get("x-request-id"), request_id);
 });
 
 test("chat, streamed", async () => {
-  const stream = await chat.create({ ...ASKED, ...CHOICE, stream: true, stream_options: { include_usage: true } });
+  const stream = await chat.create({ ...REQUEST, ...CHOICE, stream: true, stream_options: { include_usage: true } });
   const chunks = await all(stream);
   assert(COLOURS.includes(chunks.map((chunk) => chunk.choices[0]?.delta.content ?? "").join("")));
   assert(chunks.at(-1).usage.total_tokens > 0);
 });
 
 test("chat, stream helper", async () => {
-  const stream = chat.stream({ ...ASKED, ...CHOICE, stream_options: { include_usage: true } });
+  const stream = chat.stream({ ...REQUEST, ...CHOICE, stream_options: { include_usage: true } });
   let text = "";
   stream.on("content", (delta) => (text += delta));
   const final = await stream.finalChatCompletion();
@@ -40,7 +40,7 @@ test("chat, stream helper", async () => {
 });
 
 test("chat, stream helper and calls", async () => {
-  const stream = chat.stream({ ...ASKED, tools: [TOOL], tool_choice: "required" });
+  const stream = chat.stream({ ...REQUEST, tools: [TOOL], tool_choice: "required" });
   const done = [];
   stream.on("tool_calls.function.arguments.done", (each) => done.push(each));
   const { tool_calls: calls } = (await stream.finalChatCompletion()).choices[0].message;
@@ -52,44 +52,44 @@ test("chat, parse", async () => {
   Paint.parse((await chat.parse(PARSED)).choices[0].message.parsed);
   Paint.parse((await chat.stream(PARSED).finalChatCompletion()).choices[0].message.parsed);
   const tools = [zodFunction({ name: "paint", parameters: Paint })];
-  const called = await chat.parse({ ...ASKED, tools, tool_choice: NAMED });
+  const called = await chat.parse({ ...REQUEST, tools, tool_choice: NAMED });
   Paint.parse(called.choices[0].message.tool_calls[0].function.parsed_arguments);
 });
 
 for (const stream of [false, true]) {
   test(`chat, runTools ends with a function that is named, ${stream ? "streamed" : "whole"}`, async () => {
     const seen = [];
-    const paint = { ...FUNCTION, parse: JSON.parse, function: (asked) => seen.push(Paint.parse(asked)) };
-    await chat.runTools({ ...ASKED, tools: [{ type: "function", function: paint }], tool_choice: NAMED, stream }).done();
+    const paint = { ...FUNCTION, parse: JSON.parse, function: (input) => seen.push(Paint.parse(input)) };
+    await chat.runTools({ ...REQUEST, tools: [{ type: "function", function: paint }], tool_choice: NAMED, stream }).done();
     assert.equal(seen.length, 1);
   });
 }
 
 test("chat, runTools hands results back", async () => {
   const seen = [];
-  const paint = { ...FUNCTION, parse: JSON.parse, function: (asked) => void seen.push(Paint.parse(asked)) ?? "painted" };
-  const asked = { ...ASKED, tools: [{ type: "function", function: paint }], tool_choice: "required" };
-  const runner = chat.runTools({ ...asked, parallel_tool_calls: false }, { maxChatCompletions: 2 });
+  const paint = { ...FUNCTION, parse: JSON.parse, function: (input) => void seen.push(Paint.parse(input)) ?? "painted" };
+  const settings = { ...REQUEST, tools: [{ type: "function", function: paint }], tool_choice: "required" };
+  const runner = chat.runTools({ ...settings, parallel_tool_calls: false }, { maxChatCompletions: 2 });
   await runner.done();
   assert.equal(seen.length, 2);
   assert.equal(runner.messages.filter((each) => each.role === "tool").length, 2);
 });
 
 test("chat, aborted", async () => {
-  const stream = chat.stream({ ...ASKED, ignore_eos: true, max_tokens: 200 });
+  const stream = chat.stream({ ...REQUEST, ignore_eos: true, max_tokens: 200 });
   stream.on("content", () => stream.abort());
   await assert.rejects(stream.done(), OpenAI.APIUserAbortError);
 });
 
 test("responses, streamed", async () => {
-  const events = await all(await responses.create({ ...ASKED_RESPONSE, ...CHOICE, stream: true }));
+  const events = await all(await responses.create({ ...RESPONSE, ...CHOICE, stream: true }));
   assert.equal(events.at(-1).type, "response.completed");
   const deltas = events.filter((event) => event.type === "response.output_text.delta");
   assert(COLOURS.includes(deltas.map((event) => event.delta).join("")));
 });
 
 test("responses, stream helper and a call", async () => {
-  const stream = responses.stream({ ...ASKED_RESPONSE, tools: [FLAT], tool_choice: FLAT_NAMED });
+  const stream = responses.stream({ ...RESPONSE, tools: [FLAT], tool_choice: FLAT_NAMED });
   let text = "";
   stream.on("response.function_call_arguments.delta", (event) => (text += event.delta));
   const [call] = (await stream.finalResponse()).output;
@@ -101,25 +101,25 @@ test("responses, parse", async () => {
   Paint.parse((await responses.parse(PARSED_RESPONSE)).output_parsed);
   Paint.parse((await responses.stream(PARSED_RESPONSE).finalResponse()).output_parsed);
   const tools = [zodResponsesFunction({ name: "paint", parameters: Paint })];
-  const called = await responses.parse({ ...ASKED_RESPONSE, tools, tool_choice: FLAT_NAMED });
+  const called = await responses.parse({ ...RESPONSE, tools, tool_choice: FLAT_NAMED });
   Paint.parse(called.output[0].parsed_arguments);
 });
 
 test("responses, in the background and taken up again", async () => {
-  const events = await all(await responses.create({ ...ASKED_RESPONSE, ...CHOICE, background: true, stream: true }));
+  const events = await all(await responses.create({ ...RESPONSE, ...CHOICE, background: true, stream: true }));
   const again = await all(await responses.retrieve(events[0].response.id, { stream: true, starting_after: 1 }));
   assert.equal(again.length, events.length - 2);
 });
 
 test("pages of items", async () => {
   const { id } = await client.conversations.create({ metadata: { a: "b" } });
-  await responses.create({ ...ASKED_RESPONSE, ...CHOICE, conversation: id });
+  await responses.create({ ...RESPONSE, ...CHOICE, conversation: id });
   assert.equal((await all(client.conversations.items.list(id))).length, 2);
 });
 
 test("errors", async () => {
-  await assert.rejects(chat.create({ ...ASKED, model: "other" }), OpenAI.NotFoundError);
-  await assert.rejects(chat.create({ ...ASKED, temperature: 3 }), (error) => {
+  await assert.rejects(chat.create({ ...REQUEST, model: "other" }), OpenAI.NotFoundError);
+  await assert.rejects(chat.create({ ...REQUEST, temperature: 3 }), (error) => {
     assert(error instanceof OpenAI.BadRequestError);
     assert.equal(error.param, "temperature");
     return true;

@@ -53,12 +53,12 @@ def test_streamed_calls_add_up(model):
 
 
 def test_a_tool_round_trip(model):
-    asked = [HumanMessage(QUESTION)]
-    asked.append(model.bind_tools([paint], tool_choice="paint").invoke(asked))
-    asked += [paint.invoke(call) for call in asked[-1].tool_calls]
-    assert isinstance(asked[-1], ToolMessage)
+    messages = [HumanMessage(QUESTION)]
+    messages.append(model.bind_tools([paint], tool_choice="paint").invoke(messages))
+    messages += [paint.invoke(call) for call in messages[-1].tool_calls]
+    assert isinstance(messages[-1], ToolMessage)
     after = model.model_copy(update={"extra_body": CHOICE}).bind_tools([paint], tool_choice="none")
-    assert after.invoke(asked).text in COLOURS
+    assert after.invoke(messages).text in COLOURS
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])

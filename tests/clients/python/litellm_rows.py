@@ -22,7 +22,7 @@ from tests.support.checkable import (
 
 URL = os.environ["OUTRIDER_URL"]
 AT = {"api_base": f"{URL}/v1", "api_key": "unused", "num_retries": 0}
-ASKED = {**AT, "messages": QUESTION}
+REQUEST = {**AT, "messages": QUESTION}
 
 
 @pytest.fixture(params=["openai/demo", "hosted_vllm/demo"])
@@ -39,14 +39,14 @@ def calls_of(answer):
 
 
 def test_completion(model):
-    answer = litellm.completion(model=model, **ASKED, extra_body=CHOICE)
+    answer = litellm.completion(model=model, **REQUEST, extra_body=CHOICE)
     assert text(answer) in COLOURS
     assert answer.usage.total_tokens > 0
 
 
 def test_stream(model):
     chunks = list(
-        litellm.completion(model=model, **ASKED, extra_body=CHOICE, stream=True, stream_options={"include_usage": True})
+        litellm.completion(model=model, **REQUEST, extra_body=CHOICE, stream=True, stream_options={"include_usage": True})
     )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) in COLOURS
     assert text(litellm.stream_chunk_builder(chunks)) in COLOURS
@@ -54,22 +54,22 @@ def test_stream(model):
 
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 def test_tools(model, choice):
-    calls = calls_of(litellm.completion(model=model, **ASKED, tools=[PAINT], tool_choice=choice))
+    calls = calls_of(litellm.completion(model=model, **REQUEST, tools=[PAINT], tool_choice=choice))
     assert calls
     assert all(paint_of(call.function.arguments) for call in calls)
 
 
 def test_a_tool_round_trip(model):
-    first = litellm.completion(model=model, **ASKED, tools=[PAINT], tool_choice=NAMED).choices[0].message
+    first = litellm.completion(model=model, **REQUEST, tools=[PAINT], tool_choice=NAMED).choices[0].message
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "painted"}
-    asked = {**ASKED, "messages": [*QUESTION, first, result]}
-    answer = litellm.completion(model=model, **asked, tools=[PAINT], tool_choice="none", extra_body=CHOICE)
+    body = {**REQUEST, "messages": [*QUESTION, first, result]}
+    answer = litellm.completion(model=model, **body, tools=[PAINT], tool_choice="none", extra_body=CHOICE)
     assert text(answer) in COLOURS
 
 
 @pytest.mark.parametrize("form", [RESPONSE_FORMAT, Paint], ids=["schema", "model"])
 def test_response_format(model, form):
-    assert paint_of(text(litellm.completion(model=model, **ASKED, response_format=form)))
+    assert paint_of(text(litellm.completion(model=model, **REQUEST, response_format=form)))
 
 
 def test_responses():
@@ -94,11 +94,11 @@ def test_responses_that_follow_one_another():
 
 
 def test_anthropic():
-    asked = {"model": "anthropic/demo", "messages": QUESTION, "api_base": URL, "api_key": "unused", "max_tokens": 1000}
-    calls = calls_of(litellm.completion(**asked, tools=[PAINT], tool_choice="required"))
+    body = {"model": "anthropic/demo", "messages": QUESTION, "api_base": URL, "api_key": "unused", "max_tokens": 1000}
+    calls = calls_of(litellm.completion(**body, tools=[PAINT], tool_choice="required"))
     assert calls
     assert all(Paint.model_validate(json.loads(call.function.arguments)) for call in calls)
-    chunks = list(litellm.completion(**asked, tools=[PAINT], tool_choice="required", stream=True))
+    chunks = list(litellm.completion(**body, tools=[PAINT], tool_choice="required", stream=True))
     assert calls_of(litellm.stream_chunk_builder(chunks, messages=QUESTION))
 
 
@@ -112,4 +112,4 @@ def test_anthropic():
 )
 def test_errors(model, fields, kind):
     with pytest.raises(kind):
-        litellm.completion(model=model, **{**ASKED, **fields})
+        litellm.completion(model=model, **{**REQUEST, **fields})

@@ -73,19 +73,19 @@ class Traffic:
         The trainer has what time others leave; on a quiet machine this takes seconds.
         """
         while (getattr(found := learned(self.drafter), what) or 0) <= more_than:
-            asked, params = prompts(self._turn), PARAMS if self._turn % 2 else GREEDY
+            batch, params = prompts(self._turn), PARAMS if self._turn % 2 else GREEDY
             self._turn += 1
-            ours = [answer.tokens for answer in self.drafted.client.generate(asked, params, options=RequestOptions())]
+            ours = [answer.tokens for answer in self.drafted.client.generate(batch, params, options=RequestOptions())]
             if self._turn % 4 < 2:
-                assert ours == [answer.tokens for answer in self.plain.client.generate(asked, params)]
+                assert ours == [answer.tokens for answer in self.plain.client.generate(batch, params)]
         return found
 
 
 def test_what_opts_out_is_not_recorded(fleet: tuple[Verifier, Verifier, Drafter]) -> None:
     _, drafted, drafter = fleet
     # The second batch's news tells the drafter that the first one is over.
-    for asked in (RequestOptions(learn=False), RequestOptions(), RequestOptions(learn=False), RequestOptions(learn=False)):
-        drafted.client.generate(prompts(0), GREEDY, options=asked)
+    for options in (RequestOptions(learn=False), RequestOptions(), RequestOptions(learn=False), RequestOptions(learn=False)):
+        drafted.client.generate(prompts(0), GREEDY, options=options)
     while (found := learned(drafter)).sequences < 8:
         drafted.client.generate(prompts(0)[:1], GREEDY, options=RequestOptions(learn=False))
     assert found.sequences == 8
@@ -132,8 +132,8 @@ def test_a_killed_drafter_goes_on(fleet: tuple[Verifier, Verifier, Drafter], dir
     drafter.process.kill()
     drafter.process.join()
     drafted.client.finish_all()
-    asked = [answer.tokens for answer in plain.client.generate(prompts(90), PARAMS)]
-    assert [drafted.client.answers.pop(each).tokens for each in running] == asked
+    expected = [answer.tokens for answer in plain.client.generate(prompts(90), PARAMS)]
+    assert [drafted.client.answers.pop(each).tokens for each in running] == expected
     with start_drafter(directory, paths) as again:
         assert set(recorded) <= set(ring.rglob(f"*{SUFFIX}"))
         assert learned(again).version == before.version > 0

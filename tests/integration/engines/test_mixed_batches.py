@@ -29,7 +29,7 @@ PROMPTS = [
     "import os\n\n\ndef main(args):\n    for each in args:\n",
 ]
 DEAD_END = {"structured_outputs": {"choice": ["    a = 1\n    b = 2\n"]}, "stop_token_ids": [201]}
-ASKED: dict[str, list[Any]] = {
+PARAMETERS: dict[str, list[Any]] = {
     "temperature": [0.0, 0.0, 0.6, 1.0, 1.4],
     "top_p": [0.7, 0.95],
     "top_k": [1, 5, 40],
@@ -66,12 +66,12 @@ ASKED: dict[str, list[Any]] = {
 """Of each sampling parameter, what requests may ask; all fields that `vLLM` applies."""
 
 
-def asks(seed: int) -> list[tuple[str, dict[str, Any]]]:
+def drawn_requests(seed: int) -> list[tuple[str, dict[str, Any]]]:
     drawn = random.Random(seed)
     made: list[tuple[str, dict[str, Any]]] = [(PROMPTS[0], {"temperature": 0.0, "max_tokens": 20, **DEAD_END})]
     while len(made) < BATCH:
-        names = drawn.sample(sorted(ASKED), drawn.randint(0, 6))
-        given = {name: drawn.choice(ASKED[name]) for name in names}
+        names = drawn.sample(sorted(PARAMETERS), drawn.randint(0, 6))
+        given = {name: drawn.choice(PARAMETERS[name]) for name in names}
         if "logprob_token_ids" in given and "logprobs" in given:
             given["logprobs"] = len(given["logprob_token_ids"])
         made.append((drawn.choice(PROMPTS), {"temperature": 1.0, "max_tokens": 20, **given, "seed": drawn.randrange(1 << 40)}))
@@ -90,16 +90,16 @@ Request = tuple[list[int], SamplingParams, LoRARequest | None]
 @pytest.fixture(scope="module")
 def batches(front: OfflineProcessor, adapter: Path) -> list[list[Request]]:
     tokenizer = AutoTokenizer.from_pretrained(str(TARGET_DIR))
-    asked = LoRARequest("a", adapter_number("a", str(adapter)), str(adapter))
+    lora = LoRARequest("a", adapter_number("a", str(adapter)), str(adapter))
     made = []
     for seed in range(BATCHES):
         batch: list[Request] = []
-        for text, given in asks(seed):
+        for text, given in drawn_requests(seed):
             prompt = tokenizer.encode(text)
             extra = given.pop("extra_args", None)
             params = front.params(prompt, given)
             params.extra_args = extra
-            batch.append((prompt, params, asked if len(batch) % 3 == 1 else None))
+            batch.append((prompt, params, lora if len(batch) % 3 == 1 else None))
         made.append(batch)
     return made
 
@@ -117,7 +117,7 @@ def alone(plain: Verifier, batches: list[list[Request]]) -> list[list[Answer]]:
 
 
 def test_every_sampling_parameter_is_asked_for() -> None:
-    assert OFFERED - NOT_OF_THE_ENGINE - {"seed", "thinking_token_budget", "watermarking"} == ASKED.keys()
+    assert OFFERED - NOT_OF_THE_ENGINE - {"seed", "thinking_token_budget", "watermarking"} == PARAMETERS.keys()
 
 
 def test_each_answer_in_a_mixed_batch_is_its_answer_alone(
@@ -137,11 +137,11 @@ def logprobs(answer: Answer, params: SamplingParams) -> list[dict[int, float]]:
     """
     found = []
     for output in answer.outputs:
-        for rows, asked in (
+        for rows, count in (
             (output.new_logprobs, params.num_logprobs),
             (output.new_prompt_logprobs_tensors, params.prompt_logprobs),
         ):
-            end = None if asked in (None, -1) else asked + 1
+            end = None if count in (None, -1) else count + 1
             for ids, values in zip(rows[0].tolist(), rows[1].tolist(), strict=True) if rows is not None else ():
                 pairs = zip(ids[:end], values[:end], strict=True)
                 found.append({token: value for token, value in pairs if math.isfinite(value)})

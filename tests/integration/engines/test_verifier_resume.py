@@ -7,7 +7,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from backend.wire.engine import ADD, LOGPROBS_MODE, NOISE_SEED, Addition
-from tests.lossless.asked import END_OF_TEXT, logprobs, structured
+from tests.lossless.cases import END_OF_TEXT, logprobs, structured
 from tests.support.processes import Verifier
 
 pytestmark = pytest.mark.engine

@@ -45,22 +45,22 @@ def client(fleet: ServedFleet) -> OpenAI:
 
 
 def test_a_schema(client: OpenAI) -> None:
-    def said(form: Any, **fields: Any) -> str | None:
+    def answer_to(form: Any, **fields: Any) -> str | None:
         answer = client.chat.completions.create(model="demo", messages=QUESTION, response_format=form, **fields)
         return answer.choices[0].message.content
 
-    assert paint_of(said(RESPONSE_FORMAT))
-    assert (said({"type": "json_object"}, max_tokens=60, temperature=0) or "").lstrip().startswith("{")
+    assert paint_of(answer_to(RESPONSE_FORMAT))
+    assert (answer_to({"type": "json_object"}, max_tokens=60, temperature=0) or "").lstrip().startswith("{")
 
 
 def test_echo_with_logprobs_and_the_prompt_alone(client: Any) -> None:
-    asked: dict[str, Any] = {"model": "demo", "prompt": "def f(", "echo": True, "logprobs": 1}
-    (choice,) = client.completions.create(**asked, extra_body=CHOICE).choices
+    request: dict[str, Any] = {"model": "demo", "prompt": "def f(", "echo": True, "logprobs": 1}
+    (choice,) = client.completions.create(**request, extra_body=CHOICE).choices
     assert choice.text.startswith("def f(")
     assert choice.text.endswith(COLOURS)
     assert choice.logprobs.token_logprobs[0] is None
     assert len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs) == len(choice.logprobs.text_offset)
-    assert client.completions.create(**asked, max_tokens=0).choices[0].text == "def f("
+    assert client.completions.create(**request, max_tokens=0).choices[0].text == "def f("
 
 
 def drafter(fleet: ServedFleet) -> dict[str, object]:

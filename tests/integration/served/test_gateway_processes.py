@@ -81,8 +81,8 @@ def test_an_adapter_that_one_loads_all_have(fleet: ServedFleet, first_key: str, 
     def seen() -> set[int]:
         return {post(fleet, first_key, model="sql", prompt="def f(", max_tokens=2).status_code for _ in range(12)}
 
-    asked = {"lora_name": "sql", "lora_path": str(write_adapter(tmp_path / "sql"))}
-    loaded = FRESH.post(f"{fleet.url}/v1/load_lora_adapter", json=asked, headers=fleet.headers)
+    adapter = {"lora_name": "sql", "lora_path": str(write_adapter(tmp_path / "sql"))}
+    loaded = FRESH.post(f"{fleet.url}/v1/load_lora_adapter", json=adapter, headers=fleet.headers)
     assert loaded.status_code == 200, loaded.text
     assert seen() == {200}
     assert (
@@ -94,8 +94,8 @@ def test_an_adapter_that_one_loads_all_have(fleet: ServedFleet, first_key: str, 
 @pytest.mark.campaign
 def test_one_that_dies_is_started_again_and_the_other_goes_on(fleet: ServedFleet, first_key: str, tmp_path: Path) -> None:
     first = fleet.process.pid
-    asked = {"lora_name": "sql", "lora_path": str(write_adapter(tmp_path / "sql"))}
-    assert FRESH.post(f"{fleet.url}/v1/load_lora_adapter", json=asked, headers=fleet.headers).status_code == 200
+    adapter = {"lora_name": "sql", "lora_path": str(write_adapter(tmp_path / "sql"))}
+    assert FRESH.post(f"{fleet.url}/v1/load_lora_adapter", json=adapter, headers=fleet.headers).status_code == 200
     victim = next(pid for pid in gateway_pids(fleet, first_key).values() if pid != first)
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: FRESH.get(f"{fleet.url}/readyz").status_code == 503)

@@ -53,8 +53,8 @@ def out(fleet: ServedFleet, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run += ["--out", str(directory), "--sampling", '{"max_tokens": 40}', "--temperature", "0.7", "--n", str(SAMPLES)]
     run += ["--repeat", str(ROUNDS)]
     work = outrider("rollout", *run, env=os.environ | ENGINE_ENV)
-    said, _ = work.communicate(timeout=240)
-    assert work.returncode == 0, said
+    output, _ = work.communicate(timeout=240)
+    assert work.returncode == 0, output
     return directory
 
 

@@ -70,10 +70,10 @@ def test_it_ends_and_leaves_nothing(fleet: ServedFleet, home: Path) -> None:
     body = {"model": "demo", "prompt": "x", "max_tokens": 200, "ignore_eos": True, "stream": True}
     with contextlib.ExitStack() as stack:
         # Connections of their own, so that either gateway process has some.
-        asked = (
+        responses = (
             httpx.stream("POST", f"{fleet.url}/v1/completions", json=body, headers=fleet.headers, timeout=120) for _ in range(8)
         )
-        streams = [stack.enter_context(each) for each in asked]
+        streams = [stack.enter_context(each) for each in responses]
         os.killpg(fleet.process.pid, signal.SIGINT)  # as a terminal does
         assert all(each.read().endswith(b"data: [DONE]\n\n") for each in streams)
     assert fleet.process.wait(timeout=120) == 0

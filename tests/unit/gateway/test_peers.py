@@ -52,13 +52,13 @@ async def test_families_of_several_processes_stand_together_and_the_first_ones_f
 
 
 async def test_a_call_that_fails_has_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asking, asked = (Peers(tmp_path, number, 2) for number in range(2))
-    assert await asking._ask("ready") == {}, "nobody is there"
-    await asked.start(cast(Any, SimpleNamespace(read_settings=Mock(side_effect=ConfigError))), 0)
+    caller, callee = (Peers(tmp_path, number, 2) for number in range(2))
+    assert await caller._ask("ready") == {}, "nobody is there"
+    await callee.start(cast(Any, SimpleNamespace(read_settings=Mock(side_effect=ConfigError))), 0)
     monkeypatch.setitem(_CALLS, "ready", AsyncMock(side_effect=NotFound("x")))
-    assert await asking._ask("ready") == {}
-    assert not await asking.ready()
+    assert await caller._ask("ready") == {}
+    assert not await caller.ready()
     monkeypatch.setitem(_CALLS, "ready", lambda gateway, *given: given)
     large = ["x" * (1 << 20)]
-    assert await asking._ask("ready", large) == {1: [large]}
-    await asked.close(0)
+    assert await caller._ask("ready", large) == {1: [large]}
+    await callee.close(0)

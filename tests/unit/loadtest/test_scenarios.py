@@ -12,7 +12,7 @@ from loadtest.scenarios import SCENARIOS, Knobs, LoadRequest, log_uniform
 KNOBS = Knobs(model="m", duration_s=30.0)
 
 
-def asked(name: str, count: int, seed: str = "s", elapsed: float = 0.0) -> list[LoadRequest]:
+def first_requests(name: str, count: int, seed: str = "s", elapsed: float = 0.0) -> list[LoadRequest]:
     """The first questions of one user."""
     workload = SCENARIOS[name].make(KNOBS, random.Random(seed), lambda: elapsed)
     return [next(workload), *(workload.send("answer") for _ in range(count - 1))]
@@ -20,10 +20,10 @@ def asked(name: str, count: int, seed: str = "s", elapsed: float = 0.0) -> list[
 
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_the_same_seed_asks_the_same_and_streams_want_their_usage(name: str) -> None:
-    asks = asked(name, 12)
-    assert asks == asked(name, 12)
-    assert asks != asked(name, 12, seed="other")
-    for ask in asks:
+    requests = first_requests(name, 12)
+    assert requests == first_requests(name, 12)
+    assert requests != first_requests(name, 12, seed="other")
+    for ask in requests:
         assert ask.path.startswith("/v1/")
         assert ask.body["stream"] is True
         assert ask.body["stream_options"] == {"include_usage": True}
@@ -31,17 +31,17 @@ def test_the_same_seed_asks_the_same_and_streams_want_their_usage(name: str) -> 
 
 
 def test_a_conversation_grows_and_keeps_its_prefix() -> None:
-    asks = asked("multiturn", 5)
-    lengths = [len(ask.body["messages"]) for ask in asks]
+    requests = first_requests("multiturn", 5)
+    lengths = [len(ask.body["messages"]) for ask in requests]
     assert lengths == [2, 4, 6, 8, 2]
-    assert asks[1].body["messages"][:2] == asks[0].body["messages"]
-    assert asks[1].body["messages"][2] == {"role": "assistant", "content": "answer"}
-    assert len({ask.body["messages"][0]["content"] for ask in asks + asked("multiturn", 1, "other user")}) == 1
+    assert requests[1].body["messages"][:2] == requests[0].body["messages"]
+    assert requests[1].body["messages"][2] == {"role": "assistant", "content": "answer"}
+    assert len({ask.body["messages"][0]["content"] for ask in requests + first_requests("multiturn", 1, "other user")}) == 1
 
 
 def test_the_domain_shifts_at_half_time() -> None:
-    assert {ask.label for ask in asked("domain-shift", 5, elapsed=14.9)} == {"code"}
-    assert {ask.label for ask in asked("domain-shift", 5, elapsed=15.1)} == {"prose"}
+    assert {ask.label for ask in first_requests("domain-shift", 5, elapsed=14.9)} == {"code"}
+    assert {ask.label for ask in first_requests("domain-shift", 5, elapsed=15.1)} == {"prose"}
 
 
 def test_lengths_are_spread_evenly_over_their_logarithm() -> None:

@@ -120,11 +120,11 @@ def test_a_sample_waits_for_room_as_long_as_it_takes() -> None:
 def test_a_refusal_is_raised_at_once_with_its_code() -> None:
     final = httpx.Response(429, headers={"x-should-retry": "false"}, json={"error": {"message": "no", "code": "too_large"}})
     for status, code, answer in ((400, "bad_n", refusal("bad_n")), (429, "too_large", final)):
-        asked: list[httpx.Request] = []
-        with joined(Mock(return_value=answer), asked) as fleet, pytest.raises(OutriderError) as raised:
+        requests: list[httpx.Request] = []
+        with joined(Mock(return_value=answer), requests) as fleet, pytest.raises(OutriderError) as raised:
             list(fleet.generate([[1]]))
         assert (raised.value.status, raised.value.code, raised.value.message) == (status, code, "no")
-        assert sum(request.url.path == "/inference/v1/generate" for request in asked) == 1
+        assert sum(request.url.path == "/inference/v1/generate" for request in requests) == 1
 
 
 def test_what_was_submitted_is_given_once() -> None:
@@ -253,12 +253,12 @@ def test_a_directory_of_weights_is_named_in_full() -> None:
 def test_a_loop_that_is_left_cancels_the_rest() -> None:
     """The others would never be answered."""
     cancelled: list[int] = []
-    asked = itertools.count()
+    numbers = itertools.count()
 
     async def handle(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
             return httpx.Response(200, json={"data": [{"id": "demo"}]})
-        if number := next(asked):
+        if number := next(numbers):
             try:
                 await asyncio.Event().wait()
             except asyncio.CancelledError:

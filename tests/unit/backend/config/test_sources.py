@@ -30,8 +30,8 @@ def test_each_source_beats_the_next_key_by_key(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("OUTRIDER_GATEWAY__PORT", "10")
     monkeypatch.setenv("OUTRIDER_GATEWAY__MAX_IN_FLIGHT", "20")
     loaded = load(["--config", file, "--gateway-port", "100"])
-    settings, asked = loaded.settings, loaded.settings.gateway
-    assert (asked.port, asked.max_in_flight, asked.host, settings.verifiers) == (100, 20, "file", 3)
+    settings, gateway = loaded.settings, loaded.settings.gateway
+    assert (gateway.port, gateway.max_in_flight, gateway.host, settings.verifiers) == (100, 20, "file", 3)
     assert settings.drafters == Settings().drafters
     assert loaded.origins == {
         ("gateway", "port"): "--gateway-port",
@@ -102,10 +102,10 @@ def test_a_wrong_flag_or_variable_is_one_line(monkeypatch: pytest.MonkeyPatch, a
 )
 def test_a_wrong_file_is_one_line(tmp_path: Path, text: str, line: str) -> None:
     file = write(tmp_path, text)
-    said = refusal("--config", file)
-    assert line in said
-    assert file in said
-    assert "hush" not in said
+    error = refusal("--config", file)
+    assert line in error
+    assert file in error
+    assert "hush" not in error
 
 
 @given(st.sampled_from([(p, i) for p, i in leaves() if i.get_default(call_default_factory=True) not in (None, {})]))

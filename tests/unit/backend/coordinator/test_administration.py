@@ -192,10 +192,10 @@ def test_operations_are_worked_on_one_after_the_other_and_the_last_are_kept() ->
 def test_a_report_on_an_operation_from_before_a_restart_changes_no_operation_since() -> None:
     before, _ = administration()
     done(before.submit(Restart(force=True), 0.0))
-    (told,) = before.operations
+    (operation,) = before.operations
     after = Administration(Coordinator(first_version=1000), 30.0, True)
     added = done(after.submit(Add(kind="verifier"), 1.0))
-    after.progress(replace(told, state="done", note="everyone restarted"))
+    after.progress(replace(operation, state="done", note="everyone restarted"))
     assert [(each.id, each.state, each.note) for each in after.operations] == [(added.operation, "waiting", "")]
 
 

@@ -89,17 +89,17 @@ class Fleet:
 @pytest.mark.parametrize("seed", range(6))
 async def test_prompts_that_cannot_be_answered_are_skipped_and_counted(seed: int) -> None:
     random.seed(seed)
-    said: list[str] = []
+    lines: list[str] = []
     fleet = Fleet(2)
-    prompts = PromptCycle(["a", "bb", "ccc"], said.append)
+    prompts = PromptCycle(["a", "bb", "ccc"], lines.append)
     for _ in range(4):
         await prompts.answer(cast(AsyncFleet, fleet), {})
-    assert (said, prompts.skipped) == (["prompt 3 is skipped (1 so far): too long"], 1)
+    assert (lines, prompts.skipped) == (["prompt 3 is skipped (1 so far): too long"], 1)
     assert fleet.answered[AT_A_TIME:].count("a") + fleet.answered[AT_A_TIME:].count("bb") == 3 * AT_A_TIME
     with pytest.raises(CommandError, match="every prompt was refused"):
-        await PromptCycle(["ccc", "dddd"], said.append).answer(cast(AsyncFleet, fleet), {})
+        await PromptCycle(["ccc", "dddd"], lines.append).answer(cast(AsyncFleet, fleet), {})
     with pytest.raises(OutriderError, match="too long"):
-        await PromptCycle(["ccc"], said.append).answer(cast(AsyncFleet, Fleet(2, 503)), {})
+        await PromptCycle(["ccc"], lines.append).answer(cast(AsyncFleet, Fleet(2, 503)), {})
 
 
 def test_a_directory_of_records_is_refused_and_a_trace_is_not(tmp_path: Path) -> None:
@@ -157,13 +157,13 @@ def test_a_run_that_ended_before_its_first_line_is_gone_on_with(tmp_path: Path) 
 
 def test_a_further_run_goes_on_with_the_curve_and_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backend.lab.train_drafter.REPORT_S", 0.0)
-    said: list[str] = []
+    lines: list[str] = []
     budget = argparse.Namespace(minutes=2.0, steps=None)
     learned: dict[str, Any] = dict.fromkeys(COLUMNS) | {"steps": 40, "version": 1, "loss": 2.5, "candidate_length": 1.5}
-    first = Curve(tmp_path / CURVE, said.append)
+    first = Curve(tmp_path / CURVE, lines.append)
     first.add(learned, 61.0)
     assert not first.is_over(learned, budget)
-    again = Curve(tmp_path / CURVE, said.append)
+    again = Curve(tmp_path / CURVE, lines.append)
     again.add(learned | {"steps": 90}, 60.0)
     assert again.is_over(learned, budget)
     assert not again.is_over(learned, argparse.Namespace(minutes=2.0, steps=41))
@@ -172,7 +172,7 @@ def test_a_further_run_goes_on_with_the_curve_and_the_budget(tmp_path: Path, mon
             ("61.0", "40", "2.5"),
             ("121.0", "90", "2.5"),
         ]
-    assert said[0] == "1.0 min: step 40, version 1, loss 2.500, held-out acceptance length 1.50 (candidate)"
+    assert lines[0] == "1.0 min: step 40, version 1, loss 2.500, held-out acceptance length 1.50 (candidate)"
 
 
 def test_the_newest_version_is_the_result(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def test_a_member_is_added_only_where_ray_has_room_for_it(started: list[str]) ->
 
 
 @pytest.mark.parametrize(
-    ("gpus", "verifiers", "drafters", "told"),
+    ("gpus", "verifiers", "drafters", "order"),
     [
         (1, 2, 2, ["verifier-0", "wait", "verifier-1", "wait", "drafter-0", "drafter-1"]),
         (2, 2, 1, ["verifier-0", "verifier-1", "wait", "drafter-0"]),
@@ -57,7 +57,7 @@ def test_a_member_is_added_only_where_ray_has_room_for_it(started: list[str]) ->
     ],
 )
 def test_who_shares_a_gpu_starts_after_its_verifier_serves(
-    started: list[str], monkeypatch: pytest.MonkeyPatch, gpus: float, verifiers: int, drafters: int, told: list[str]
+    started: list[str], monkeypatch: pytest.MonkeyPatch, gpus: float, verifiers: int, drafters: int, order: list[str]
 ) -> None:
     """vLLM would count the memory that a neighbour takes meanwhile."""
 
@@ -69,7 +69,7 @@ def test_who_shares_a_gpu_starts_after_its_verifier_serves(
 
     monkeypatch.setattr(LaunchedFleet, "wait_ready", wait_ready)
     make(gpus, verifiers=verifiers, drafters=drafters)._start_members(lambda line: None)
-    assert started == told
+    assert started == order
 
 
 def test_the_logs_of_a_member_that_cannot_start_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

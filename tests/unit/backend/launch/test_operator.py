@@ -17,11 +17,11 @@ from backend.launch.processes import Started
 
 @pytest.mark.parametrize("kind", ["remove", "restart", "swap-drafter"])
 def test_members_of_another_launcher_are_left_alone(kind: OperationKind) -> None:
-    told: list[Operation] = []
-    fleet = SimpleNamespace(coordinator=SimpleNamespace(progress=told.append), members={})
+    reported: list[Operation] = []
+    fleet = SimpleNamespace(coordinator=SimpleNamespace(progress=reported.append), members={})
     operator = Operator(cast(Any, fleet), lambda line: None)
     operator._carry_out(Operation(7, kind, ["verifier-9"]))
-    assert told[-1] == Operation(7, kind, ["verifier-9"], "failed", "verifier-9 is not one of this launcher's members")
+    assert reported[-1] == Operation(7, kind, ["verifier-9"], "failed", "verifier-9 is not one of this launcher's members")
 
 
 def test_an_end_that_cannot_be_told_does_not_end_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,12 +29,12 @@ def test_an_end_that_cannot_be_told_does_not_end_the_operator(monkeypatch: pytes
     monkeypatch.setattr("backend.launch.operator.POLL_S", 0.0)
     operations = [Operation(7, "remove", ["verifier-9"]), Operation(8, "remove", ["verifier-9"])]
 
-    def progress(told: Operation | None = None) -> Operation | None:
-        if told is None:
+    def progress(reported: Operation | None = None) -> Operation | None:
+        if reported is None:
             return operations[0]
-        if told.state == "failed" and len(operations) == 1:
+        if reported.state == "failed" and len(operations) == 1:
             operator._stopping.set()
-        elif told.state == "failed":
+        elif reported.state == "failed":
             # The coordinator is restarted after this, and takes another operation.
             operations.pop(0)
             raise CoordinatorUnavailable("away")
@@ -54,7 +54,7 @@ def lost(dead: bool) -> Mock:
 def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
     dead, restarting, serving = lost(True), lost(False), lost(True)
     members = {"verifier-0": dead, "drafter-0": restarting, "drafter-1": serving}
-    told: list[str] = []
+    lines: list[str] = []
     attempts: list[Any] = []
 
     def start(plan: Any) -> Any:
@@ -64,7 +64,7 @@ def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
         members["verifier-0"] = lost(False)
         return members["verifier-0"]
 
-    operator = Operator(cast(Any, SimpleNamespace(coordinator=None, members=members, start=start)), told.append)
+    operator = Operator(cast(Any, SimpleNamespace(coordinator=None, members=members, start=start)), lines.append)
     view = MemberView(Member("drafter-1", "drafter", "i", "", "", "n", 1, "m", "ready"), 0.1)
     snapshot = FleetSnapshot(1, [view], [], {})
     counts = []
@@ -73,7 +73,7 @@ def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
         counts.append(len(attempts))
     assert counts == [1, 1, 2, 2, 2]
     was_lost = "verifier-0 was lost, and is started again: ValueError: no GPU"
-    assert told == [was_lost, "verifier-0 cannot be started again: no room", was_lost]
+    assert lines == [was_lost, "verifier-0 cannot be started again: no room", was_lost]
     assert attempts == [dead.plan, dead.plan]
     assert members["verifier-0"].ready
 
@@ -114,7 +114,7 @@ def test_a_member_that_could_not_be_restarted_gets_work_when_it_is_back() -> Non
 
 
 @pytest.mark.parametrize(
-    ("kind", "gpus", "told"),
+    ("kind", "gpus", "order"),
     [
         ("verifier", 0.4, ["0", "wait", "1", "wait"]),
         ("verifier", 1.0, ["0", "1", "wait"]),
@@ -122,7 +122,7 @@ def test_a_member_that_could_not_be_restarted_gets_work_when_it_is_back() -> Non
         ("drafter", 0.4, ["0", "1", "wait"]),
     ],
 )
-def test_added_verifiers_of_one_gpu_start_one_after_the_other(kind: MemberKind, gpus: float, told: list[str]) -> None:
+def test_added_verifiers_of_one_gpu_start_one_after_the_other(kind: MemberKind, gpus: float, order: list[str]) -> None:
     """vLLM would count the memory that a neighbour takes meanwhile."""
     done: list[str] = []
     ready: set[str] = set()
@@ -140,4 +140,4 @@ def test_added_verifiers_of_one_gpu_start_one_after_the_other(kind: MemberKind, 
 
     fleet = Mock(add=add, wait_ready=wait_ready)
     Operator(fleet, lambda line: None)._carry_out(Operation(7, "add", ["", ""], add=kind))
-    assert done == told
+    assert done == order

@@ -255,13 +255,13 @@ def test_a_learners_ring_has_room_for_a_comparison_however_wide_rows_are(
     assert not ring_of(tmp_path / "drafter-0").exists()
 
 
-def in_place_of_trainers(monkeypatch: pytest.MonkeyPatch, *said: list[News]) -> list[subprocess.Popen[bytes]]:
+def in_place_of_trainers(monkeypatch: pytest.MonkeyPatch, *reports: list[News]) -> list[subprocess.Popen[bytes]]:
     """Processes that say this and end, one after the other; the last ends with its input.  Returns those that were started."""
     popen, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
 
     def start(_: Any, **pipes: Any) -> subprocess.Popen[bytes]:
-        lines = b"".join(msgspec.json.encode(news) + b"\n" for news in said[len(started)]) if said else b""
-        script = 'printf %s "$0"' if len(started) + 1 < len(said) else 'printf %s "$0"; exec cat 3>&1 > /dev/null'
+        lines = b"".join(msgspec.json.encode(news) + b"\n" for news in reports[len(started)]) if reports else b""
+        script = 'printf %s "$0"' if len(started) + 1 < len(reports) else 'printf %s "$0"; exec cat 3>&1 > /dev/null'
         started.append(popen(["sh", "-c", script, lines], **pipes))
         return started[-1]
 

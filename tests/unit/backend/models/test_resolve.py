@@ -73,9 +73,9 @@ def test_a_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_an_incomplete_directory_is_refused(tmp_path: Path, spoil: Any, line: str) -> None:
     directory = target(tmp_path / "m")
     spoil(directory)
-    said = refusal(model=str(directory), mode="off")
-    assert line in said
-    assert str(directory) in said
+    error = refusal(model=str(directory), mode="off")
+    assert line in error
+    assert str(directory) in error
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ def test_a_download_brings_weights_once_and_code_only_if_trusted(
 def test_a_model_that_vllm_reads_by_the_checkpoints_code_names_the_setting(tmp_path: Path) -> None:
     auto_map = {"AutoConfig": "configuration_mimo.MiMoConfig"}
     directory = target(tmp_path / "m", architectures=["MiMoForCausalLM"], model_type="mimo", auto_map=auto_map)
-    asked = {"model": str(directory), "drafter": "ngram"}
-    assert "if you trust that: --verifier-engine-args" in refusal(**asked)
-    assert resolve(settings(**asked, verifier={"engine_args": {"trust_remote_code": True}}), quiet).name == "m"
+    changes = {"model": str(directory), "drafter": "ngram"}
+    assert "if you trust that: --verifier-engine-args" in refusal(**changes)
+    assert resolve(settings(**changes, verifier={"engine_args": {"trust_remote_code": True}}), quiet).name == "m"
 
 
 def test_ranks_must_divide_the_attention_heads(tmp_path: Path) -> None:
@@ -162,9 +162,9 @@ def test_a_model_with_the_same_tokenizer_drafts(tmp_path: Path) -> None:
 
 
 def test_with_another_vocabulary_the_shared_tokens_are_counted(tmp_path: Path) -> None:
-    said: list[str] = []
-    resolve(settings(drafter=str(draft_model(tmp_path / "d", **{"import": 2060}))), said.append)
-    assert [line.partition(" it ")[2] for line in said if "tokens" in line] == [
+    lines: list[str] = []
+    resolve(settings(drafter=str(draft_model(tmp_path / "d", **{"import": 2060}))), lines.append)
+    assert [line.partition(" it ")[2] for line in lines if "tokens" in line] == [
         "knows 2048 of the target's 2048 tokens, under other ids, which are mapped"
     ]
     write_tokenizer(tmp_path / "d", {"import": 0, "def": 1, "class": 2, **{f"t{i}": 3 + i for i in range(4)}})
@@ -173,10 +173,10 @@ def test_with_another_vocabulary_the_shared_tokens_are_counted(tmp_path: Path) -
 
 
 def test_tokenizers_nobody_can_compare_are_a_warning_unless_sizes_differ(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     (draft_model(tmp_path / "d", 2048) / "tokenizer.json").unlink()
-    resolve(settings(drafter=str(tmp_path / "d")), said.append)
-    assert ["nobody knows whether their tokens are the same" in line for line in said] == [True]
+    resolve(settings(drafter=str(tmp_path / "d")), lines.append)
+    assert ["nobody knows whether their tokens are the same" in line for line in lines] == [True]
     (draft_model(tmp_path / "e") / "tokenizer.json").unlink()
     refused = refusal(drafter=str(tmp_path / "e"))
     assert "it has 2100 tokens, the target 2048; to map them, both directories must have" in refused

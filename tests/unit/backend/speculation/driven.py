@@ -83,7 +83,7 @@ class Driven:
     """How many times as long steps are while drafters are asked."""
     prompts_s: float | None = None
     """If given, each other step has a prompt, and drafters that were asked take so many seconds longer before it."""
-    told: bool = False
+    tells_all: bool = False
     """Whether the speculator is told of each request's tokens in quiet steps, too."""
     early: bool = False
     """Whether steps begin early when they may."""
@@ -134,9 +134,9 @@ class Driven:
             kept = next((i for i, token in enumerate(draft) if token != true[i]), len(draft))
             accepted += kept
             text += true[: kept + 1]
-            if self.told or not attached.is_quiet:
+            if self.tells_all or not attached.is_quiet:
                 self.speculator.ended(name, text, length, Rule.GREEDY, self.now)
-        if attached.is_quiet and not self.told:
+        if attached.is_quiet and not self.tells_all:
             self.speculator.passed(len(self.texts))
         self._receive()
         asks = all_asks(self.speculator, attached, self.now)

@@ -24,7 +24,7 @@ class QuestionsMachine(RuleBasedStateMachine):
         self.questions.set_drafters(DRAFTERS)
         self.now = 100.0
         self.lengths: dict[str, int] = {}
-        self.asked: dict[tuple[str, str, int], float] = {}
+        self.outstanding: dict[tuple[str, str, int], float] = {}
         """When each question was asked that may be answered yet: drafter, request, length."""
         self.ever: dict[str, list[int]] = {}
         """All lengths asked for."""
@@ -50,7 +50,7 @@ class QuestionsMachine(RuleBasedStateMachine):
         length = self.lengths[request_id]
         self.questions.asked(request_id, length, drafter_id, self.now)
         assert (request_id in self.questions.pending) == (self.misses[drafter_id] < BREAKER_MISSES)
-        self.asked[drafter_id, request_id, length] = self.now
+        self.outstanding[drafter_id, request_id, length] = self.now
         self.ever.setdefault(request_id, []).append(length)
         if self.silent_since[drafter_id] is None:
             self.silent_since[drafter_id] = self.now
@@ -70,14 +70,14 @@ class QuestionsMachine(RuleBasedStateMachine):
         for _ in range(2 if twice else 1):
             was_waited_for = request_id in self.questions.pending
             waited_s = self.questions.answered(sender, request_id, base_len + shift, self.now)
-            asked_at = self.asked.get((sender, request_id, base_len + shift))
+            asked_at = self.outstanding.get((sender, request_id, base_len + shift))
             if waited_s is None:
                 assert (request_id in self.questions.pending) == was_waited_for
-                later = [asked for asked in self.ever.get(request_id, []) if asked > base_len + shift]
+                later = [length for length in self.ever.get(request_id, []) if length > base_len + shift]
                 assert asked_at is None or len(later) >= REMEMBERED, "forgotten too soon"
                 continue
             assert asked_at is not None, "nobody asked"
-            del self.asked[sender, request_id, base_len + shift]
+            del self.outstanding[sender, request_id, base_len + shift]
             assert waited_s == self.now - asked_at
             self.silent_since[sender] = None
             if waited_s <= LONGEST_S:
@@ -125,14 +125,14 @@ class QuestionsMachine(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.lengths)))
         del self.lengths[request_id]
         self.questions.forget(request_id)
-        self.asked = {key: at for key, at in self.asked.items() if key[1] != request_id}
+        self.outstanding = {key: at for key, at in self.outstanding.items() if key[1] != request_id}
         assert request_id not in self.questions._overdue
 
     @rule(drafter_id=st.sampled_from(DRAFTERS))
     def drafter_restarts(self, drafter_id: str) -> None:
         for request_id, question in self.questions.pending.items():
             if question.drafter_id == drafter_id:
-                del self.asked[drafter_id, request_id, question.base_len]
+                del self.outstanding[drafter_id, request_id, question.base_len]
         self.questions.reset_drafter(drafter_id)
         self.misses[drafter_id], self.silent_since[drafter_id] = 0, None
         assert all(question.drafter_id != drafter_id for question in self.questions.pending.values())
@@ -141,7 +141,7 @@ class QuestionsMachine(RuleBasedStateMachine):
     def only_what_can_come_is_waited_for(self) -> None:
         for request_id, question in self.questions.pending.items():
             assert question.base_len == self.lengths[request_id]
-            assert self.asked[question.drafter_id, request_id, question.base_len] == question.asked_at
+            assert self.outstanding[question.drafter_id, request_id, question.base_len] == question.asked_at
             assert question.asked_at + FLOOR_S <= question.deadline <= question.asked_at + LONGEST_S
         first = min((question.deadline for question in self.questions.pending.values()), default=None)
         assert self.questions.deadline() == first
@@ -156,7 +156,7 @@ class QuestionsMachine(RuleBasedStateMachine):
     @invariant()
     def little_is_remembered(self) -> None:
         assert self.questions._overdue.keys() <= self.lengths.keys()
-        assert all(len(asked) <= REMEMBERED for asked in self.questions._overdue.values())
+        assert all(len(each) <= REMEMBERED for each in self.questions._overdue.values())
 
 
 TestQuestions = QuestionsMachine.TestCase

@@ -42,10 +42,10 @@ def about_to_be_early() -> Driven:
     return driven
 
 
-@pytest.mark.parametrize("asked", [RequestOptions(mode="sync"), RequestOptions(mode="ahead"), RequestOptions(prediction=[1])])
-def test_no_step_begins_early_for_a_request_that_wants_drafts(asked: RequestOptions) -> None:
+@pytest.mark.parametrize("options", [RequestOptions(mode="sync"), RequestOptions(mode="ahead"), RequestOptions(prediction=[1])])
+def test_no_step_begins_early_for_a_request_that_wants_drafts(options: RequestOptions) -> None:
     driven = about_to_be_early()
-    driven.speculator.candidates.expect("new", asked, 3)
+    driven.speculator.candidates.expect("new", options, 3)
     driven.speculator.ended("new", [1, 2, 3], 2, Rule.GREEDY, 100.0)
     assert not driven.speculator.may_be_early()
 

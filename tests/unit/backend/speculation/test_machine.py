@@ -20,7 +20,7 @@ SMALL = 4
 """Tokens of the machine's alphabet: right drafts, repetitions and outcomes that come true all happen."""
 
 PREDICTED = [(i * i + i // 3) % SMALL for i in range(40)]
-ASKED = [
+OPTIONS = [
     None,
     RequestOptions(mode="off"),
     RequestOptions(mode="sync"),
@@ -47,7 +47,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.open: set[tuple[str, str, int]] = set()
         """Questions not answered yet: drafter, request, length."""
         self.link: list[tuple[str, NextItem]] = []
-        self.asked: dict[str, RequestOptions] = {}
+        self.options: dict[str, RequestOptions] = {}
         self.next_id = 0
         self.drafters = ["d0", "d1"]
 
@@ -56,18 +56,18 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.speculator = Speculator(mode, K, OUTCOMES, lookups, SMALL, LONGEST_WAIT_S)
         self.speculator.set_drafters(dict.fromkeys(self.drafters, ""))
         for _ in range(requests):
-            self.new_request(sampled=False, asked=None)
+            self.new_request(sampled=False, options=None)
 
-    @rule(sampled=st.booleans(), asked=st.sampled_from(ASKED))
-    def new_request(self, sampled: bool, asked: RequestOptions | None) -> None:
+    @rule(sampled=st.booleans(), options=st.sampled_from(OPTIONS))
+    def new_request(self, sampled: bool, options: RequestOptions | None) -> None:
         """Its prompt has been computed, its first token is there."""
         self.next_id += 1
         name = f"r{self.next_id}"
         self.texts[name] = self.written[name] = [self.dice.randrange(SMALL) for _ in range(6)]
         self.decoding.add(name)
-        self.asked[name] = asked or RequestOptions()
-        if asked is not None:
-            self.speculator.candidates.expect(name, asked, 5)
+        self.options[name] = options or RequestOptions()
+        if options is not None:
+            self.speculator.candidates.expect(name, options, 5)
         self.speculator.ended(name, self.texts[name], 5, Rule.SHARED if sampled else Rule.GREEDY, self.now)
         self._ask(Attached())
 
@@ -95,7 +95,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
             assert 0 < len(draft) <= self._longest(name)
             assert draft == candidate.tokens[: len(draft)]
             if candidate.source.kind == "prediction":
-                assert self.asked[name].prediction
+                assert self.options[name].prediction
                 self._is_predicted(text[5:], draft)
             elif candidate.source.kind == "shared":
                 others = [each for other, each in self.written.items() if other != name]
@@ -110,14 +110,14 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.speculator.ended(name, text, length, Rule.SHARED if name == "r2" else Rule.GREEDY, self.now)
 
     def _longest(self, name: str) -> int:
-        asked = self.asked[name]
-        return 0 if asked.mode == "off" else asked.longest or K
+        options = self.options[name]
+        return 0 if options.mode == "off" else options.longest or K
 
     @staticmethod
-    def _is_predicted(said: list[int], draft: list[int]) -> None:
+    def _is_predicted(emitted: list[int], draft: list[int]) -> None:
         n, places = len(draft), range(len(PREDICTED))
         aligned = [at for at in places if PREDICTED[at : at + n] == draft]
-        assert any(PREDICTED[max(at - 2, 0) : at] == said[-2:] for at in aligned), "it follows there what was said"
+        assert any(PREDICTED[max(at - 2, 0) : at] == emitted[-2:] for at in aligned), "it follows there what was said"
 
     def _was_made(self, name: str, text: list[int], tokens: tuple[int, ...]) -> bool:
         """Whether that is a draft for the text, or what is left of one whose beginning the text has said."""
@@ -130,9 +130,9 @@ class SpeculatorMachine(RuleBasedStateMachine):
             assert len({item.request_id for item in items}) == len(items)
             for item in items:
                 assert item.base_len == len(self.texts[item.request_id])
-                asked = self.asked[item.request_id]
+                options = self.options[item.request_id]
                 assert 0 < item.k <= self._longest(item.request_id)
-                assert not (item.outcomes and asked.mode == "sync")
+                assert not (item.outcomes and options.mode == "sync")
                 if not item.verifying:
                     self.open.add((drafter_id, item.request_id, item.base_len))
                 self.link.append((drafter_id, item))
@@ -179,16 +179,16 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.open.discard(question)
         assert text is not None
         sound = len(draft.signs) in (0, 2 * len(draft.tokens)) and all(0 <= token < SMALL for token in draft.tokens)
-        said = text[draft.base_len :]
+        emitted = text[draft.base_len :]
         tokens = draft.tokens[:K]
         assert (verdict == "invalid") != sound
-        if not said:
+        if not emitted:
             assert verdict in ("ready", "invalid")
         elif verdict == "ready":
-            assert tokens[: len(said)] == said, "what is left of it goes on"
-            assert len(tokens) > len(said)
+            assert tokens[: len(emitted)] == emitted, "what is left of it goes on"
+            assert len(tokens) > len(emitted)
         if verdict == "ready" and tokens:
-            self.made.add((draft.request_id, len(text), tuple(tokens[len(said) :])))
+            self.made.add((draft.request_id, len(text), tuple(tokens[len(emitted) :])))
 
     def _block(self, drafter_id: str, item: NextItem) -> None:
         verifying = item.verifying or [self.dice.randrange(SMALL) for _ in range(2)]

@@ -79,6 +79,6 @@ def test_what_is_drafted_follows_in_it_what_was_said(tokens: list[int], answer: 
         draft, signs = prediction.propose(PROMPT + answer[:at], 4)
         assert len(signs) == 2 * len(draft) <= 8
         if draft:
-            said = answer[:at]
+            emitted = answer[:at]
             begins = [i for i in range(len(tokens)) if tokens[i : i + len(draft)] == draft]
-            assert any(tokens[:i] == said or tokens[max(i - 2, 0) : i] == said[-2:] for i in begins)
+            assert any(tokens[:i] == emitted or tokens[max(i - 2, 0) : i] == emitted[-2:] for i in begins)

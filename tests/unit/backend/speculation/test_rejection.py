@@ -60,23 +60,23 @@ def proposal_of(draft: Text, before: Text = ()) -> Proposal:
 
 def emitted(draft: Text, length: int, goes_on: GoesOn) -> Iterator[tuple[Text, float]]:
     """What a verification emits, with its chance; where `goes_on`, a second one follows, of the draft's rest."""
-    for said, chance in outcomes(draft, length):
-        rest = draft[len(said) :]
-        if goes_on(draft, length, said) and rest:
-            yield from ((said + more, chance * its) for more, its in outcomes(rest, len(rest), said))
+    for begun, chance in outcomes(draft, length):
+        rest = draft[len(begun) :]
+        if goes_on(draft, length, begun) and rest:
+            yield from ((begun + more, chance * its) for more, its in outcomes(rest, len(rest), begun))
         else:
-            yield said, chance
+            yield begun, chance
 
 
-def error(cut: Cut, goes_on: GoesOn = lambda draft, length, said: False) -> float:
+def error(cut: Cut, goes_on: GoesOn = lambda draft, length, begun: False) -> float:
     """Total variation between the first D + 1 tokens emitted and the target's."""
     got = dict.fromkeys(TEXTS, 0.0)
     for draft in itertools.product(range(V), repeat=D):
         weight = prod(float(Q[draft[:i]][draft[i]]) for i in range(D))
-        for said, chance in emitted(draft, cut(draft), goes_on):
-            for tail in itertools.product(range(V), repeat=D + 1 - len(said)):
-                text = said + tail
-                got[text] += weight * chance * prod(P[text[:i]][text[i]] for i in range(len(said), D + 1))
+        for begun, chance in emitted(draft, cut(draft), goes_on):
+            for tail in itertools.product(range(V), repeat=D + 1 - len(begun)):
+                text = begun + tail
+                got[text] += weight * chance * prod(P[text[:i]][text[i]] for i in range(len(begun), D + 1))
     return sum(abs(got[text] - TRUE[text]) for text in TEXTS) / 2
 
 
@@ -120,8 +120,8 @@ def test_a_cut_that_has_seen_the_token_is_found(cut: Cut) -> None:
 
 
 def test_the_rest_of_a_draft_of_which_nothing_was_verified_biases_nothing() -> None:
-    def used(draft: Text, length: int, said: Text) -> bool:
-        return said == draft[: length + 1]
+    def used(draft: Text, length: int, begun: Text) -> bool:
+        return begun == draft[: length + 1]
 
     assert error(lambda draft: 0, used) < 0.004
     assert error(lambda draft: 0, lambda *what: used(*what) and what[0][1] == 1) > 0.01, (
@@ -171,10 +171,10 @@ def distance(texts: list[Text], dice: np.random.Generator) -> float:
     """Chi-square of the texts, after plain decoding to `D` + 1 tokens."""
     got = dict.fromkeys(TEXTS, 0)
     for text in texts:
-        said = text
-        while len(said) < D + 1:
-            said = (*said, bisect(SUMS[said], dice.random()))
-        got[said] += 1
+        whole = text
+        while len(whole) < D + 1:
+            whole = (*whole, bisect(SUMS[whole], dice.random()))
+        got[whole] += 1
     return sum((got[text] - len(texts) * TRUE[text]) ** 2 / (len(texts) * TRUE[text]) for text in TEXTS)
 
 

@@ -36,13 +36,13 @@ from tests.unit.backend.speculation.driven import (
     st.lists(st.integers(0, 2), min_size=1, max_size=4),
 )
 def test_the_outcome_that_was_said_is_found_and_no_other(
-    verifying: list[int], ends: list[tuple[int, int]], said: list[int]
+    verifying: list[int], ends: list[tuple[int, int]], emitted: list[int]
 ) -> None:
     outcomes = [
         Outcome(accepted, token, [i], [0.5, 0.5]) for i, (accepted, token) in enumerate(ends) if accepted <= len(verifying)
     ]
-    expected = [rank for rank, o in enumerate(outcomes) if [*verifying[: o.accepted], o.token] == said]
-    assert rank_of(Block("r", 9, verifying, outcomes), said) == (expected[0] if expected else None)
+    expected = [rank for rank, o in enumerate(outcomes) if [*verifying[: o.accepted], o.token] == emitted]
+    assert rank_of(Block("r", 9, verifying, outcomes), emitted) == (expected[0] if expected else None)
 
 
 def test_sync_waits_for_drafts_up_to_their_deadline() -> None:
@@ -147,14 +147,14 @@ def test_a_useless_drafter_is_only_probed_and_never_waited_for() -> None:
 def test_nothing_is_missed_of_quiet_steps() -> None:
     """Whether or not the speculator is told of each request's tokens, it does the same."""
     for drafter, period in ((Drafter(0.02), 0), (Drafter(0.02), 500)):
-        silent, told = (
-            Driven(speculator("auto", lookups=True), replace(drafter), requests=24, period=period, told=each)
+        silent, informed = (
+            Driven(speculator("auto", lookups=True), replace(drafter), requests=24, period=period, tells_all=each)
             for each in (False, True)
         )
         turns = silent.run(3 * PROBE_EVERY)
-        assert turns == told.run(3 * PROBE_EVERY)
+        assert turns == informed.run(3 * PROBE_EVERY)
         assert sum(turn.attached.is_quiet for turn in turns) > PROBE_EVERY
-        assert silent.speculator.choice == told.speculator.choice
+        assert silent.speculator.choice == informed.speculator.choice
 
 
 def test_a_drafter_that_got_better_is_found_by_its_probes() -> None:
@@ -310,9 +310,9 @@ def test_nothing_is_left_of_a_draft_of_long_ago() -> None:
         assert step < 2 * PROBE_STEPS or not attached.tokens, "that was drafted for the last probe"
         text.append(9)
         made.ended("r", text, len(text) - 1, Rule.GREEDY, 100.0)
-        asked = all_asks(made, attached, now + 0.1).get("d0", [])
+        items = all_asks(made, attached, now + 0.1).get("d0", [])
         if step == PROBE_STEPS - 3:
-            blocks = [Block("r", item.base_len, item.verifying, [Outcome(0, 9, [9, 8, 8])]) for item in asked]
+            blocks = [Block("r", item.base_len, item.verifying, [Outcome(0, 9, [9, 8, 8])]) for item in items]
             made.take_blocks("d0", blocks, 1e-3)
 
 

@@ -118,8 +118,8 @@ def request(headers: dict[str, str] | None) -> Any:
 
 def test_a_verifiers_spans_tell_where_the_time_went(kept: Kept) -> None:
     traces = EngineSpans(kept.tracing, "verifier-0")
-    asked = request({"traceparent": PARENT})
-    traces.began(asked)
+    sent = request({"traceparent": PARENT})
+    traces.began(sent)
     traces.scheduled(["r", "stranger"])
     traces.emitted("r")
     traces.emitted("r")
@@ -142,19 +142,19 @@ def test_a_verifiers_spans_tell_where_the_time_went(kept: Kept) -> None:
     assert decode["outrider.drafters"] == "drafter-0,drafter-1"
     assert verifier.attributes["gen_ai.usage.completion_tokens"] == 8
     # The drafter's span is to hang below the verifier's.
-    assert asked.sampling_params.extra_args["own"] == 1
-    assert asked.sampling_params.extra_args[TRACE_ARGUMENT].split("-")[2] == f"{verifier.context.span_id:016x}"
+    assert sent.sampling_params.extra_args["own"] == 1
+    assert sent.sampling_params.extra_args[TRACE_ARGUMENT].split("-")[2] == f"{verifier.context.span_id:016x}"
 
 
 @pytest.mark.parametrize("headers", [None, {}, {"traceparent": NOT_KEPT}])
 def test_an_untraced_request_leaves_nothing_behind(kept: Kept, headers: dict[str, str] | None) -> None:
     traces = EngineSpans(kept.tracing, "verifier-0")
-    asked = request(headers)
-    assert not traces.began(asked)
+    sent = request(headers)
+    assert not traces.began(sent)
     traces.emitted("r")
     traces.ended(Account("r"), "stop")
     assert kept.spans() == []
-    assert asked.sampling_params.extra_args == {"own": 1}
+    assert sent.sampling_params.extra_args == {"own": 1}
 
 
 def test_a_request_that_never_ran_has_only_waited(kept: Kept) -> None:

@@ -144,10 +144,10 @@ def test_ports_come_from_the_range_until_it_is_used_up() -> None:
 
 
 def test_an_interface_stands_for_its_address_and_ipv6_is_an_address() -> None:
-    for asked, expected in (("tcp://lo:0", "tcp://127.0.0.1:"), ("tcp://[::1]:0", "tcp://[::1]:")):
+    for wanted, expected in (("tcp://lo:0", "tcp://127.0.0.1:"), ("tcp://[::1]:0", "tcp://[::1]:")):
         hub = Hub(Wire(FLEET))
         try:
-            router: ServerSocket = hub.router(asked, SERVER)
+            router: ServerSocket = hub.router(wanted, SERVER)
             assert router.address.startswith(expected)
         finally:
             hub.close()

@@ -149,7 +149,7 @@ def greet(service: DrafterService, ring: object) -> Welcome:
 def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
     rows = torch.randn(5, HEAD.hidden, generator=torch.Generator().manual_seed(1)).numpy().tobytes()
     opening = Open("a", 6, [1, 2, 3, 4, 5, 6], 5)
-    wish = encode(Next([NextItem("a", 6, 4, [], 0)]))
+    request = encode(Next([NextItem("a", 6, 4, [], 0)]))
     plain, ringed = drafter(tmp_path / "a"), drafter(tmp_path / "b")
     assert not greet(plain, None).ring
     writer = RingWriter(4096)
@@ -157,7 +157,7 @@ def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
     at = writer.write(rows)
     assert handle(plain, b"f", [encode(Round("float32", HEAD.hidden, [opening])), rows]) == []
     assert handle(ringed, b"f", [encode(Round("float32", HEAD.hidden, [opening], at)), b""]) == []
-    answers = [decode_to_verifier(payload) for service in (plain, ringed) for _, payload in handle(service, b"d", [wish])]
+    answers = [decode_to_verifier(payload) for service in (plain, ringed) for _, payload in handle(service, b"d", [request])]
     expected, got = (answer.items for answer in answers if isinstance(answer, Drafts))
     assert expected == got
     assert len(got[0].tokens) == 4

@@ -13,7 +13,7 @@ from gateway.auth.quotas import Quotas
 from tests.support.refused import refused
 
 
-def admitted(claim: Claim, asked: dict[str, Any], size: int = 400, max_in_flight: int = 1) -> Claim:
+def admitted(claim: Claim, fields: dict[str, Any], size: int = 400, max_in_flight: int = 1) -> Claim:
     gateway = SimpleNamespace(
         services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo"), pooling=SimpleNamespace(is_model=False)),
         quotas=Quotas("", None),
@@ -21,7 +21,7 @@ def admitted(claim: Claim, asked: dict[str, Any], size: int = 400, max_in_flight
         client=SimpleNamespace(model_config=SimpleNamespace(max_model_len=256), core=SimpleNamespace(response_tokens=32.0)),
     )
     state = {"caller": claim.caller, "claim": claim, "body": bytes(size)}
-    return admit(cast(Any, gateway), Request({"type": "http", "headers": [], "state": state}), SimpleNamespace(**asked))
+    return admit(cast(Any, gateway), Request({"type": "http", "headers": [], "state": state}), SimpleNamespace(**fields))
 
 
 def test_sequences_and_tokens():

@@ -46,8 +46,8 @@ async def test_what_is_used_is_shared_given_back_and_told_to_those_who_have_not_
 async def test_exchanges_at_once_lose_nothing(store):
     several = [store() for _ in range(4)]
     use = Use("a", "requests", 1.0, 1)
-    asked = (each.sync_usage(f"g{number}", [use], {}, 0.0) for number, each in enumerate(several) for _ in range(25))
-    await asyncio.gather(*asked)
+    exchanges = (each.sync_usage(f"g{number}", [use], {}, 0.0) for number, each in enumerate(several) for _ in range(25))
+    await asyncio.gather(*exchanges)
     assert await used(several[0]) == pytest.approx(100, abs=1)
 
 
@@ -58,9 +58,9 @@ class Slow(SharedCounters):
         super().__init__(path)
         self.released, self.broken, self.begun = asyncio.Event(), broken, 0
 
-    async def sync_usage(self, *asked):
+    async def sync_usage(self, *given):
         self.begun += 1
-        shared = None if self.broken else await super().sync_usage(*asked)
+        shared = None if self.broken else await super().sync_usage(*given)
         await self.released.wait()
         if self.broken:
             raise sqlite3.OperationalError("no")

@@ -164,17 +164,17 @@ def test_no_spelling_of_a_path_gives_a_right(
         for route, fleet, (name, key) in itertools.product(walk.routes, FLEETS, KEYS.items()):
             walk.gateway.ring = FLEETS[fleet]
             right, path, method = right_of(route), route.path_format.replace("{operation_id}", "7"), max(route.methods)
-            asked = [(method, "/pause")]
+            requests = [(method, "/pause")]
             if not local and (fleet, name) == WEAKEST:
-                asked += [(each, "/pause") for each in METHODS if each != method]
-                asked += [(method, each) for each in SPELLINGS if each != "/pause"]
-            for method, spelling in asked:
+                requests += [(each, "/pause") for each in METHODS if each != method]
+                requests += [(method, each) for each in SPELLINGS if each != "/pause"]
+            for method, spelling in requests:
                 status, reached = await walk.ask(method, SPELLINGS[spelling](path), key)
-                said = f"{method} {SPELLINGS[spelling](path)} of {fleet} with {name} key: {status}"
-                assert status < 500, said
-                assert reached is None or may(reached, fleet, name, local), said
+                case = f"{method} {SPELLINGS[spelling](path)} of {fleet} with {name} key: {status}"
+                assert status < 500, case
+                assert reached is None or may(reached, fleet, name, local), case
                 if spelling == "/pause" and method in route.methods:
-                    assert (reached is right) == may(right, fleet, name, local), said
+                    assert (reached is right) == may(right, fleet, name, local), case
                 administered += reached is Right.ADMINISTER and method not in ("GET", "HEAD")
         return administered
 

@@ -46,7 +46,7 @@ def test_arguments_become_commands(line: str, command: AnyCommand) -> None:
     assert parse(name, [*arguments, "--ray-address", "host:1"])[2] == ["--ray-address", "host:1"]
 
 
-def said(answer: Done | CommandRefused, *states: tuple[str, str], wait: bool = True, dry_run: bool = False) -> list[str]:
+def output_of(answer: Done | CommandRefused, *states: tuple[str, str], wait: bool = True, dry_run: bool = False) -> list[str]:
     """What is said of a command that gets this answer; its operation goes through `states`, one per look."""
     seen = [[Operation(4, "add", ["v1"], *state)] for state in states]  # type: ignore[arg-type]
     coordinator, lines = Mock(), list[str]()
@@ -58,21 +58,21 @@ def said(answer: Done | CommandRefused, *states: tuple[str, str], wait: bool = T
 
 def test_an_operation_is_followed_to_its_end() -> None:
     states = [("waiting", ""), ("running", "starting v1"), ("running", "starting v1"), ("done", "v1 started")]
-    lines = said(Done(7, ["1 verifier started"], 4), *states)
+    lines = output_of(Done(7, ["1 verifier started"], 4), *states)
     assert lines == ["1 verifier started", "fleet version 7", "starting v1", "v1 started"]
-    lines = said(Done(7, ["1 verifier started"], 4), wait=False)
+    lines = output_of(Done(7, ["1 verifier started"], 4), wait=False)
     assert lines[-1].startswith("operation 4;")
 
 
 def test_what_went_wrong_is_said() -> None:
     with pytest.raises(CommandError, match="no room"):
-        said(Done(7, ["x"], 4), ("failed", "no room"))
+        output_of(Done(7, ["x"], 4), ("failed", "no room"))
     with pytest.raises(CommandError, match="does not know operation 4"):
-        said(Done(7, ["x"], 4))
+        output_of(Done(7, ["x"], 4))
     with pytest.raises(CommandError, match=r"not 3 \(fleet version 9\)"):
-        said(CommandRefused("version_mismatch", "the fleet is at version 9, not 3", 9))
+        output_of(CommandRefused("version_mismatch", "the fleet is at version 9, not 3", 9))
 
 
 def test_a_dry_run_says_so_and_a_repetition_too() -> None:
-    assert said(Done(7, ["1 verifier started"]), dry_run=True)[0] == "would happen: 1 verifier started"
-    assert said(Done(7, []))[0] == "nothing to do"
+    assert output_of(Done(7, ["1 verifier started"]), dry_run=True)[0] == "would happen: 1 verifier started"
+    assert output_of(Done(7, []))[0] == "nothing to do"

@@ -224,14 +224,14 @@ def test_fleets_are_found_by_namespace_or_pid(runtime: Path) -> None:
 def test_a_fleet_is_found_by_the_port_on_the_command_line(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for pid, port in ((os.getpid(), 8001), (os.getppid(), 8002)):
         state.write(msgspec.structs.replace(fleet_file(pid, f"at-{port}"), url=f"http://127.0.0.1:{port}"))
-    asked = Mock(side_effect=state.find)
-    monkeypatch.setattr(state, "find", asked)
+    find = Mock(side_effect=state.find)
+    monkeypatch.setattr(state, "find", find)
     monkeypatch.setattr(RayCluster, "open", Mock(side_effect=ConfigError("found")))
 
     def found(*arguments: str, name: str | None = None) -> str:
         with suppress(ConfigError), finding.found_fleet(load([*arguments], "outrider status", ""), name):
             pass
-        return str(state.find(*asked.call_args.args).namespace)
+        return str(state.find(*find.call_args.args).namespace)
 
     assert [found("--port", "8002"), found("--gateway-port=8001"), found("--port=8002", name="at-8001")] == [
         "at-8002",

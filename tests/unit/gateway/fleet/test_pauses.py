@@ -13,9 +13,9 @@ def test_the_last_change_of_a_verifier_holds() -> None:
         (Change("b", True), {"a", "b"}),
         (Change(None, False), set()),
     ):
-        asked = pauses.plus(change)
-        pauses = asked.settled(change)
-        for each in (asked, pauses):
+        pending = pauses.plus(change)
+        pauses = pending.settled(change)
+        for each in (pending, pauses):
             assert {name for name in "ab" if each.should_pause(name)} == holding
     assert pauses.changes == (change,)
 

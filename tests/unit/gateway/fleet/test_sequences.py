@@ -58,7 +58,7 @@ def test_counts_are_those_of_the_sequences(seed: int) -> None:
     assert not len(sequences)
 
 
-def asked(adapter: str = "", salt: str = "", owner: str = "", session: str | None = None) -> Any:
+def routing_request(adapter: str = "", salt: str = "", owner: str = "", session: str | None = None) -> Any:
     request: Any = SimpleNamespace(
         request_id="r",
         prompt_token_ids=[1],
@@ -70,10 +70,10 @@ def asked(adapter: str = "", salt: str = "", owner: str = "", session: str | Non
 
 def test_requests_that_share_no_cache_have_different_scopes() -> None:
     named = [("", "a/b"), ("a", "b"), ("a/b", ""), ("a", "/b"), ("a/", "b"), ("", "1/a/b"), ("1/a", "b")]
-    assert len({asked(adapter, salt).scope for adapter, salt in named}) == len(named)
+    assert len({routing_request(adapter, salt).scope for adapter, salt in named}) == len(named)
 
 
 def test_a_session_is_one_of_its_key() -> None:
     named = [("", "a/b"), ("a", "b"), ("", "b"), ("b", "b")]
-    assert len({asked(owner=owner, session=session).session for owner, session in named}) == len(named)
-    assert asked(owner="a").session is None
+    assert len({routing_request(owner=owner, session=session).session for owner, session in named}) == len(named)
+    assert routing_request(owner="a").session is None

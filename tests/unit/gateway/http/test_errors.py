@@ -24,17 +24,17 @@ from gateway.http.errors import (
 from gateway.http.sse import CHAT
 from gateway.routes.models import _checked_answer
 
-SAID = ("something",)
+MESSAGE = ("something",)
 VLLM_ERRORS = {
-    "VLLMError": (SAID, InternalError),
-    "VLLMClientError": (SAID, BadRequest),
-    "VLLMServerError": (SAID, InternalError),
-    "VLLMValidationError": (SAID, BadRequest),
-    "VLLMNotFoundError": (SAID, ModelNotFound),
+    "VLLMError": (MESSAGE, InternalError),
+    "VLLMClientError": (MESSAGE, BadRequest),
+    "VLLMServerError": (MESSAGE, InternalError),
+    "VLLMValidationError": (MESSAGE, BadRequest),
+    "VLLMNotFoundError": (MESSAGE, ModelNotFound),
     "LoRAAdapterNotFoundError": (("name", "path"), ModelNotFound),
-    "VLLMUnprocessableEntityError": (SAID, BadRequest),
-    "GenerationError": (SAID, InternalError),
-    "RetryableRequestError": (SAID, Unavailable),
+    "VLLMUnprocessableEntityError": (MESSAGE, BadRequest),
+    "GenerationError": (MESSAGE, InternalError),
+    "RetryableRequestError": (MESSAGE, Unavailable),
     "GracefulHTTPError": (("busy", 503), Unavailable),
     "QueueOverflowError": ((), Unavailable),
     "MaxQueuedTokensError": ((), Unavailable),
@@ -134,11 +134,11 @@ def test_vllm_error_responses_become_ours():
 
 
 def test_what_a_verifier_says_of_an_adapter_is_told_without_its_path():
-    said = ErrorInfo(
+    info = ErrorInfo(
         message="LoRA rank 512 is greater than max_lora_rank 16: /srv/x/adapter", type="InternalServerError", code=500
     )
     with pytest.raises(EngineFailed, match="is greater than max_lora_rank") as caught:
-        _checked_answer(ErrorResponse(error=said))
+        _checked_answer(ErrorResponse(error=info))
     assert "/srv" not in caught.value.message
 
 
@@ -163,14 +163,14 @@ def test_too_many_log_probabilities_name_the_setting():
     assert "`verifier.engine_args.max_logprobs`" in error.message
 
 
-def told(messages):
+def translated(messages):
     with pytest.raises(pydantic.ValidationError) as caught:
         ChatCompletionRequest.model_validate({"model": "m", "messages": messages})
     return errors.translate(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "expected"),
     [
         ({"content": "x"}, "messages.0.role: Field required"),
         ({"role": "user", "content": 5}, "messages.0.content: Input should be a valid string"),
@@ -180,13 +180,13 @@ def told(messages):
         (5, "messages.0: Input should be a valid dictionary"),
     ],
 )
-def test_of_a_message_the_nearest_kind_speaks(message, said):
-    error = told([message])
-    assert (error.param, error.message) == ("messages", said)
+def test_of_a_message_the_nearest_kind_speaks(message, expected):
+    error = translated([message])
+    assert (error.param, error.message) == ("messages", expected)
 
 
 @pytest.mark.parametrize(
-    ("message", "param", "said"),
+    ("message", "param", "expected"),
     [
         ("presence_penalty must be in [-2, 2], got 5.0.", "presence_penalty", "presence_penalty must be in [-2, 2], got 5.0."),
         ("stop cannot contain an empty string.", "stop", "stop cannot contain an empty string."),
@@ -209,6 +209,6 @@ def test_of_a_message_the_nearest_kind_speaks(message, said):
         ("something else", None, "something else"),
     ],
 )
-def test_messages_name_fields_and_settings_that_exist(message, param, said):
+def test_messages_name_fields_and_settings_that_exist(message, param, expected):
     error = errors.bad_request(message, None)
-    assert (error.param, error.message) == (param, said)
+    assert (error.param, error.message) == (param, expected)

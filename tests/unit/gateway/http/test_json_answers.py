@@ -100,9 +100,9 @@ async def test_vectors_one_by_one_say_the_same(form: Any, monkeypatch: pytest.Mo
     monkeypatch.setattr(deferred, "WHOLE_BYTES", 100)
     ours, theirs = Embedding.__new__(Embedding), ServingEmbedding.__new__(ServingEmbedding)
     theirs.json_response_cls = JSONResponse
-    asked = (embedded(3, 4), "id", 1, "demo", form, "float32", "native")
-    whole = json.loads(bytes(theirs._openai_json_response(*asked).body))
-    assert json.loads(b"".join([piece async for piece in ours._openai_json_response(*asked).body_iterator])) == whole
+    arguments = (embedded(3, 4), "id", 1, "demo", form, "float32", "native")
+    whole = json.loads(bytes(theirs._openai_json_response(*arguments).body))
+    assert json.loads(b"".join([piece async for piece in ours._openai_json_response(*arguments).body_iterator])) == whole
 
 
 @pytest.mark.parametrize("form", ["float", "base64"])

@@ -60,29 +60,29 @@ CALLS = [
 
 @pytest.mark.parametrize(("column", "params", "model", "others", "body"), CALLS)
 def test_the_docs_say_of_each_of_openais_fields_what_it_does(column, params, model, others, body):
-    asked = {*params.__annotations__, "stream"} - {"include"}
-    said = {
+    fields = {*params.__annotations__, "stream"} - {"include"}
+    documented = {
         name: row[column] for name, row in rows().items() if row[column] != "-" and name not in get_args(ResponseIncludable)
     }
-    assert said.keys() == asked
-    for name in asked:
+    assert documented.keys() == fields
+    for name in fields:
         if name in REFUSED or name not in {*model.model_fields, *others}:
-            assert said[name].startswith("refused"), name
+            assert documented[name].startswith("refused"), name
         elif name in (NO_EFFECT, RESPONSES_NO_EFFECT)[column]:
-            assert said[name].startswith("no effect"), name
-        elif said[name].startswith("refused"):
+            assert documented[name].startswith("no effect"), name
+        elif documented[name].startswith("refused"):
             with pytest.raises(VLLMClientError):
                 parse(model, {**body, name: {"id": "x"}}, others)
 
 
 def test_the_docs_say_of_each_value_of_include_what_it_does():
     for value in get_args(ResponseIncludable):
-        asked = {"input": [], "include": [value]}
+        body = {"input": [], "include": [value]}
         if rows()[value][1].startswith("refused"):
             with pytest.raises(pydantic.ValidationError):
-                parse(ResponseRequest, asked, RESPONDING)
+                parse(ResponseRequest, body, RESPONDING)
         else:
-            works = parse(ResponseRequest, asked, RESPONDING).is_include_output_logprobs()
+            works = parse(ResponseRequest, body, RESPONDING).is_include_output_logprobs()
             assert rows()[value][1].startswith("works" if works else "no effect"), value
 
 
@@ -98,7 +98,7 @@ def test_each_of_anthropics_fields_is_known(params, model):
     assert params.__annotations__.keys() - headers <= {*model.model_fields, *MESSAGING, *REFUSED}
 
 
-SAID = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+MESSAGE = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ SAID = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": 
     ],
 )
 def test_what_anthropics_clients_send_without_effect(name, value):
-    assert name not in parse(AnthropicMessagesRequest, {**SAID, name: value}, MESSAGING).model_fields_set
+    assert name not in parse(AnthropicMessagesRequest, {**MESSAGE, name: value}, MESSAGING).model_fields_set
 
 
 @pytest.mark.parametrize(
@@ -125,7 +125,7 @@ def test_what_anthropics_clients_send_without_effect(name, value):
 )
 def test_what_would_change_a_message_is_refused(name, value):
     with pytest.raises(BadRequest, match=name):
-        parse(AnthropicMessagesRequest, {**SAID, name: value}, MESSAGING)
+        parse(AnthropicMessagesRequest, {**MESSAGE, name: value}, MESSAGING)
 
 
 def test_null_means_absent_at_any_depth_but_not_in_what_clients_define():
@@ -148,7 +148,7 @@ def test_null_means_absent_at_any_depth_but_not_in_what_clients_define():
 
 
 def test_what_asks_for_nothing_is_absent():
-    asked: dict[str, Any] = {"suffix": "", "mcp_servers": [], "prompt": "", "tools": None}
-    assert check_fields(CompletionRequest, asked, NO_EFFECT) == {"prompt": ""}
+    body: dict[str, Any] = {"suffix": "", "mcp_servers": [], "prompt": "", "tools": None}
+    assert check_fields(CompletionRequest, body, NO_EFFECT) == {"prompt": ""}
     with pytest.raises(BadRequest, match="mcp_servers"):
         check_fields(CompletionRequest, {"mcp_servers": [1]}, NO_EFFECT)

@@ -32,7 +32,7 @@ ROWS = [
 ]
 
 
-async def asked(body: dict[str, Any], mode: str = "sync", **headers: str) -> SpeculationOptions | None:
+async def options_of(body: dict[str, Any], mode: str = "sync", **headers: str) -> SpeculationOptions | None:
     settings = Settings.model_validate({"mode": mode})
     gateway: Any = SimpleNamespace(settings=settings)
     request: Any = SimpleNamespace(headers={name.replace("_", "-"): value for name, value in headers.items()})
@@ -53,14 +53,14 @@ async def asked(body: dict[str, Any], mode: str = "sync", **headers: str) -> Spe
 )
 async def test_what_is_wrong_or_cannot_be_done_in_this_fleet_is_named(mode, body, param):
     with pytest.raises(BadRequest) as caught:
-        await asked(body, mode)
+        await options_of(body, mode)
     assert caught.value.param == param
 
 
 async def test_the_header_asks_and_the_field_decides():
     for body, header, wanted in (({}, "1", True), ({}, "0", False), ({"outrider": {"stats": False}}, "1", False)):
-        speculation = await asked(body, x_outrider_stats=header)
+        speculation = await options_of(body, x_outrider_stats=header)
         assert (speculation is not None and speculation.stats) is wanted
     with pytest.raises(BadRequest) as caught:
-        await asked({}, x_outrider_stats="yes")
+        await options_of({}, x_outrider_stats="yes")
     assert caught.value.param == "x-outrider-stats"

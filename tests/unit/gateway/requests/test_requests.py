@@ -63,8 +63,8 @@ def test_the_wrong_type_of_any_field_is_an_error_that_names_it(model, body, othe
             try:
                 read(model, {**body, name: value}, others)
             except Exception as error:
-                told = translate(error)
-                assert (told.status, told.param is not None) == (400, True), f"{name}: {value}: {told.message}"
+                ours = translate(error)
+                assert (ours.status, ours.param is not None) == (400, True), f"{name}: {value}: {ours.message}"
 
 
 def test_of_several_wrong_fields_one_is_named():
@@ -75,8 +75,8 @@ def test_of_several_wrong_fields_one_is_named():
 
 
 def test_nested_stream_options_are_checked():
-    asked = {**CHAT, "stream": True, "stream_options": {"include_usages": True}}
-    error = refused(check_fields, ChatCompletionRequest, asked, NO_EFFECT)
+    body = {**CHAT, "stream": True, "stream_options": {"include_usages": True}}
+    error = refused(check_fields, ChatCompletionRequest, body, NO_EFFECT)
     assert error.param == "stream_options"
     assert "include_usage" in error.message
 
@@ -99,13 +99,13 @@ def test_what_vllm_understands_is_never_without_effect():
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(fields, param):
-    asked = read(ChatCompletionRequest, {**CHAT, **fields})
-    assert refused(check_generation, asked, vllm_speculates=True).param == param
+    request = read(ChatCompletionRequest, {**CHAT, **fields})
+    assert refused(check_generation, request, vllm_speculates=True).param == param
 
 
 def test_without_speculation_min_p_and_logit_bias_are_fine():
-    asked = read(ChatCompletionRequest, {**CHAT, "min_p": 0.1, "logit_bias": {"5": 1.0}, "n": MAX_CHOICES})
-    check_generation(asked, vllm_speculates=False)
+    request = read(ChatCompletionRequest, {**CHAT, "min_p": 0.1, "logit_bias": {"5": 1.0}, "n": MAX_CHOICES})
+    check_generation(request, vllm_speculates=False)
 
 
 SAYS = {"role": "user", "content": "x"}

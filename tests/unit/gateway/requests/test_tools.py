@@ -15,10 +15,10 @@ FLAT = [{"type": "function", "name": "paint"}, {"type": "function", "name": "sto
 
 def test_what_is_allowed_in_a_chat_and_in_a_response():
     choice = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [PAINT]}}
-    asked = only_allowed({"model": "m", "tools": [STOP, PAINT], "tool_choice": choice})
-    assert asked == {"model": "m", "tools": [PAINT], "tool_choice": "required"}
-    asked = only_allowed({"tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": FLAT[1:]}})
-    assert asked == {"tools": FLAT[1:], "tool_choice": "auto"}
+    reduced = only_allowed({"model": "m", "tools": [STOP, PAINT], "tool_choice": choice})
+    assert reduced == {"model": "m", "tools": [PAINT], "tool_choice": "required"}
+    reduced = only_allowed({"tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": FLAT[1:]}})
+    assert reduced == {"tools": FLAT[1:], "tool_choice": "auto"}
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,14 @@ def test_what_is_allowed_in_a_chat_and_in_a_response():
     ],
 )
 def test_what_cannot_be_allowed(choice):
-    asked = {"tools": FLAT, "tool_choice": {"type": "allowed_tools", **choice}}
-    assert refused(only_allowed, asked).param == "tool_choice"
+    body = {"tools": FLAT, "tool_choice": {"type": "allowed_tools", **choice}}
+    assert refused(only_allowed, body).param == "tool_choice"
 
 
 @pytest.mark.parametrize("choice", [None, "auto", "required", PAINT, {"type": "other"}])
 def test_other_choices_stay(choice):
-    asked = {"tools": [PAINT], "tool_choice": choice}
-    assert only_allowed(asked) is asked
+    body = {"tools": [PAINT], "tool_choice": choice}
+    assert only_allowed(body) is body
 
 
 def test_tools_of_the_server_are_refused():
@@ -88,7 +88,7 @@ def test_the_grammar_of_an_input_becomes_advice():
     assert callable_tools({"tools": others})["tools"] == others
 
 
-async def said(*choices):
+async def split(*choices):
     events = [f"data: {json.dumps({'id': 'c', 'choices': [choice]}, separators=(',', ':'))}\n\n" for choice in choices]
     written = "".join([await split_off_finish(each) for each in (*events, "data: [DONE]\n\n")])
     return [each.removeprefix("data: ") for each in written.strip().split("\n\n")]
@@ -96,11 +96,11 @@ async def said(*choices):
 
 async def test_the_end_of_a_call_comes_apart_and_other_chunks_stay():
     delta = {"tool_calls": [{"index": 0, "function": {"arguments": "{}"}}]}
-    *chunks, done = await said({"index": 0, "delta": delta, "logprobs": None, "finish_reason": "tool_calls"})
+    *chunks, done = await split({"index": 0, "delta": delta, "logprobs": None, "finish_reason": "tool_calls"})
     assert done == "[DONE]"
     assert [json.loads(chunk)["choices"][0] for chunk in chunks] == [
         {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None},
         {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "tool_calls"},
     ]
     text = {"index": 0, "delta": {"content": "x"}, "finish_reason": "stop"}
-    assert len(await said(text, {"index": 0, "delta": {}, "finish_reason": "tool_calls"})) == 3
+    assert len(await split(text, {"index": 0, "delta": {}, "finish_reason": "tool_calls"})) == 3

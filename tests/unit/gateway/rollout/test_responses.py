@@ -24,9 +24,9 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(str(TARGET_DIR))
 
 
-async def play(fleet: Fleet, front: OfflineProcessor, asked: list[RolloutRequest], seed: int | None = None) -> RoundResult:
+async def play(fleet: Fleet, front: OfflineProcessor, requests: list[RolloutRequest], seed: int | None = None) -> RoundResult:
     async with fleet.joined() as core:
-        return await run(core, asked, front.outputs(core), seed)
+        return await run(core, requests, front.outputs(core), seed)
 
 
 async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(
@@ -102,8 +102,8 @@ async def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
 async def test_a_seed_makes_a_seed_of_every_free_response(fleet: Fleet, front: OfflineProcessor) -> None:
     verifier = fleet.start("verifier-0", count_up)
     params = front.params([1, 2], {"max_tokens": 2})
-    asked = [RolloutRequest(n, Case(n, "p", ""), [1, 2], None, params, 2, seed) for n, seed in ((0, None), (1, None), (2, 7))]
-    await play(fleet, front, asked, seed=5)
+    batch = [RolloutRequest(n, Case(n, "p", ""), [1, 2], None, params, 2, seed) for n, seed in ((0, None), (1, None), (2, 7))]
+    await play(fleet, front, batch, seed=5)
     seeds = {each.request_id.rpartition("/")[2]: each.request.sampling_params.seed for each in verifier.sequences}
     assert seeds["2"] == 7, "a prompt's own seed comes first"
     assert len(set(seeds.values())) == 3

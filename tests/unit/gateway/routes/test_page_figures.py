@@ -58,7 +58,7 @@ class Watched:
         done = subprocess.run(command, input=json.dumps(self.answers), capture_output=True, text=True, check=True)
         return dict(json.loads(done.stdout)[-1])
 
-    def told(self) -> list[tuple[str, str]]:
+    def log_lines(self) -> list[tuple[str, str]]:
         return [(entry["kind"], entry["text"]) for entry in self.view()["log"]]
 
 
@@ -171,11 +171,11 @@ def test_a_gateway_that_has_heard_of_no_fleet(watched):
     view = watched.view()
     assert (view["verifiers"], view["drafters"], view["pairs"], view["answered_s"]) == ([], [], [], None)
     watched.look()
-    assert watched.told() == []
+    assert watched.log_lines() == []
 
 
 def test_the_log_tells_what_changed_and_nothing_at_the_start(watched):
-    assert watched.told() == []
+    assert watched.log_lines() == []
     members, bound = watched.story.members, watched.story.bound
     bound["drafter-1"] = "verifier-0"
     watched.look()
@@ -193,7 +193,7 @@ def test_the_log_tells_what_changed_and_nothing_at_the_start(watched):
     watched.look()
     del members["verifier-9"]
     watched.look()
-    assert watched.told()[::-1] == [
+    assert watched.log_lines()[::-1] == [
         ("moved", "drafter-1 moved from verifier-1 to verifier-0"),
         ("draining", "verifier-1 takes no new work"),
         ("lost", "drafter-2 has not reported in time"),
@@ -213,11 +213,11 @@ def test_the_log_tells_how_right_the_head_before_was(watched):
         watched.look()
 
     learned(version=1, live_acceptance=0.5)
-    assert watched.told() == []
+    assert watched.log_lines() == []
     learned(version=2, live_acceptance=None, previous_version=1, previous_acceptance=0.48)
-    assert watched.told() == [("head", "drafter-0 drafts with version 2; of version 1, 50% of drafts began right")]
+    assert watched.log_lines() == [("head", "drafter-0 drafts with version 2; of version 1, 50% of drafts began right")]
     learned(version=1)
-    assert watched.told()[0] == ("head", "drafter-0 drafts with version 1")
+    assert watched.log_lines()[0] == ("head", "drafter-0 drafts with version 1")
 
 
 def test_the_log_tells_plans_apart_from_the_rest(watched):
@@ -242,17 +242,17 @@ def test_the_log_tells_where_sequences_went_by_one_gateways_count(watched):
     moves["failover", "disconnected", "verifier-1"] += 3
     moves["migration", "load_gap", "verifier-0"] += 1
     watched.look()
-    assert watched.told()[::-1] == [
+    assert watched.log_lines()[::-1] == [
         ("failover", "3 sequences moved to verifier-1 after a loss (disconnected)"),
         ("migration", "1 sequence moved to verifier-0 on purpose (load gap)"),
     ]
     moves["failover", "disconnected", "verifier-1"] += 1
     watched.look()
-    assert watched.told()[0] == ("failover", "1 sequence moved to verifier-1 after a loss (disconnected)")
+    assert watched.log_lines()[0] == ("failover", "1 sequence moved to verifier-1 after a loss (disconnected)")
     watched.gateway = "gateway-1"
     moves["failover", "disconnected", "verifier-1"] += 1
     watched.look()
-    assert len(watched.told()) == 3
+    assert len(watched.log_lines()) == 3
 
 
 def test_the_page_draws_every_part_of_a_verifiers_time_and_no_other():

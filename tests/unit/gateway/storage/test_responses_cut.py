@@ -34,7 +34,7 @@ class Made:
         return dict(self.fields)
 
 
-async def told(tool: str, pieces: list[str], status: str) -> list[dict[str, Any]]:
+async def events_of(tool: str, pieces: list[str], status: str) -> list[dict[str, Any]]:
     """The events of a response that says \"Sure.\", then calls a tool with these pieces of arguments."""
     processor = SimpleStreamingEventProcessor(tools=TOOLS)
     deltas = [DeltaMessage(content="Sure.")] + [
@@ -69,8 +69,8 @@ def cuts(text: str) -> Any:
 @examples(60)
 async def test_a_cut_call_says_so_and_its_parts_join(data: Any, tool: str, length: int) -> None:
     arguments = '{"input":"Ha\\nb {\\"c"}'
-    said = arguments[:length]
-    events = await told(tool, data.draw(cuts(said)), "incomplete")
+    emitted = arguments[:length]
+    events = await events_of(tool, data.draw(cuts(emitted)), "incomplete")
     last = events[-1]
     assert last["type"] == "response.incomplete"
     first, item = last["response"]["output"]
@@ -78,7 +78,7 @@ async def test_a_cut_call_says_so_and_its_parts_join(data: Any, tool: str, lengt
     whole = length >= len(arguments)
     assert first["status"] == "completed"
     if tool == "run":
-        assert (item["status"], item["arguments"]) == ("completed" if whole else "incomplete", said)
+        assert (item["status"], item["arguments"]) == ("completed" if whole else "incomplete", emitted)
         return
     joined = "".join(each["delta"] for each in events if each["type"] == "response.custom_tool_call_input.delta")
     assert (item["input"], item.get("status")) == (joined, None if whole else "incomplete")

@@ -96,9 +96,9 @@ def request(seed: int, **fields: Any) -> SamplingParams:
     return params
 
 
-def texts(verifier: Verifier, prompts: list[list[int]], asked: RequestOptions = SHARING, **fields: Any) -> list[Answer]:
+def texts(verifier: Verifier, prompts: list[list[int]], options: RequestOptions = SHARING, **fields: Any) -> list[Answer]:
     params = [request(1000 + i, **fields) for i in range(len(prompts))]
-    return verifier.client.generate(prompts, params, options=asked)
+    return verifier.client.generate(prompts, params, options=options)
 
 
 def all_texts(verifier: Verifier) -> dict[str, list[Answer]]:

@@ -1,4 +1,4 @@
-// What is asked in all files: answers are one of a few by grammar, whatever the model would like to say.
+// What all files share: answers are one of a few by grammar, whatever the model would like to say.
 
 import { z } from "zod";
 
