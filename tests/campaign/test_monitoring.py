@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -48,14 +49,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[ServedFleet]:
-    with ServedFleet("--records-dir", str(tmp_path / "records")) as running:
-        yield running
-
-
-@pytest.fixture
-def prometheus(fleet: ServedFleet, tmp_path: Path) -> Iterator[httpx.Client]:
+@contextmanager
+def prometheus_of(fleet: ServedFleet, tmp_path: Path) -> Iterator[httpx.Client]:
     config = yaml.safe_load((ROOT / "prometheus" / "local.yml").read_text(encoding="utf-8"))
     config["rule_files"] = [str(ROOT / "prometheus" / each) for each in config["rule_files"]]
     config["scrape_configs"][0]["static_configs"][0]["targets"] = [httpx.URL(fleet.url).netloc.decode()]
@@ -121,27 +116,28 @@ def recorded_figures(records: Records) -> dict[str, float | None]:
     }
 
 
-def test_expressions_return_data_that_the_records_confirm(fleet: ServedFleet, prometheus: httpx.Client, tmp_path: Path) -> None:
-    over = threading.Event()
+def test_expressions_return_data_that_the_records_confirm(tmp_path: Path) -> None:
+    records = tmp_path / "records"
+    with ServedFleet("--records-dir", str(records)) as fleet, prometheus_of(fleet, tmp_path) as prometheus:
+        over = threading.Event()
 
-    def user(number: int) -> None:
-        while not over.is_set():
-            number += 1
-            fleet.complete(PROMPTS[number % len(PROMPTS)], max_tokens=128, temperature=number % 2, seed=number)
+        def user(number: int) -> None:
+            while not over.is_set():
+                number += 1
+                fleet.complete(PROMPTS[number % len(PROMPTS)], max_tokens=128, temperature=number % 2, seed=number)
 
-    expressions = [*of_panels(), *of_variables(), *of_rules(), *(Expression(each.where, each.where) for each in recorded())]
-    with ThreadPoolExecutor(USERS) as pool:
-        users = [pool.submit(user, 1000 * number) for number in range(USERS)]
-        try:
-            wait_for(lambda: query(prometheus, f"count_over_time(up[5m]) >= {SCRAPES}") != [], 150, "scraping under load")
-            problems = {each: wrong for each in expressions if (wrong := problem(prometheus, each))}
-        finally:
-            over.set()
-    for each in users:
-        each.result()
-    assert problems == {}
-    rested = time.time() + 2  # The last counters have arrived at the gateway.
-    wait_for(lambda: query(prometheus, f"timestamp(up) > {rested}") != [], what="a scrape at rest")
-    scraped = scraped_figures(prometheus)
-    fleet.stop()
-    assert scraped == pytest.approx(recorded_figures(Records(tmp_path / "records", Selection())), rel=0.02)
+        expressions = [*of_panels(), *of_variables(), *of_rules(), *(Expression(each.where, each.where) for each in recorded())]
+        with ThreadPoolExecutor(USERS) as pool:
+            users = [pool.submit(user, 1000 * number) for number in range(USERS)]
+            try:
+                wait_for(lambda: query(prometheus, f"count_over_time(up[5m]) >= {SCRAPES}") != [], 150, "scraping under load")
+                problems = {each: wrong for each in expressions if (wrong := problem(prometheus, each))}
+            finally:
+                over.set()
+        for each in users:
+            each.result()
+        assert problems == {}
+        rested = time.time() + 2  # The last counters have arrived at the gateway.
+        wait_for(lambda: query(prometheus, f"timestamp(up) > {rested}") != [], what="a scrape at rest")
+        scraped = scraped_figures(prometheus)
+    assert scraped == pytest.approx(recorded_figures(Records(records, Selection())), rel=0.02)

@@ -13,7 +13,6 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -30,13 +29,6 @@ WARM_S = min(360.0, SOAK_S / 2)
 DRIFT = 0.05
 
 pytestmark = [pytest.mark.engine, pytest.mark.campaign, pytest.mark.timeout(int(SOAK_S) + 300)]
-
-
-@pytest.fixture(scope="module")
-def fleet() -> Iterator[ServedFleet]:
-    # Of the 512 MiB of compiled grammars that vLLM keeps, a soak would see the filling.
-    with ServedFleet("--mode", "off", "--drafters", "0", env={"VLLM_XGRAMMAR_CACHE_MB": "32"}) as running:
-        yield running
 
 
 def body(rng: random.Random) -> dict[str, Any]:
@@ -119,29 +111,33 @@ def resident_mib(pid: int) -> float:
     return float(psutil.Process(pid).memory_info().rss / (1 << 20))
 
 
-def test_nothing_is_left(fleet: ServedFleet) -> None:
-    (verifier,) = fleet.fleet()["verifiers"]
-    pids = {"gateway": fleet.process.pid, "verifier": verifier["pid"]}
-    clients = Clients(fleet.url)
-    capacity = asyncio.run(clients.capacity(20.0))
-    rate, leaving = LOAD * capacity, min(0.9, LEAVING_PER_S / (LOAD * capacity))
-    # Who leaves costs less than who stays: the load is what is answered.
-    rate += LEAVING_PER_S / 2
-    asyncio.run(clients.load(rate, leaving, WARM_S))
-    before = {name: resident_mib(pid) for name, pid in pids.items()}
-    asyncio.run(clients.load(rate, leaving, SOAK_S - WARM_S))
-    wait_for(lambda: fleet.metric("outrider_requests_in_flight") == 0, 60, "no request in flight")
-    wait_for(
-        lambda: fleet.metric("outrider_verifier_running") == fleet.metric("outrider_verifier_waiting") == 0, 30, "no sequence"
-    )
-    after = {name: resident_mib(pid) for name, pid in pids.items()}
-    drift = {name: after[name] / before[name] - 1 for name in pids}
-    print(f"\n{capacity:.0f} requests/s at most, {rate:.0f} sent; {dict(clients.ends)}; MiB {before} -> {after}, drift {drift}")
-    assert clients.ends["left"] >= 0.8 * LEAVING_PER_S * SOAK_S
-    assert clients.ends.keys() <= {"200", "400", "left"}
-    assert fleet.metric("outrider_client_disconnects_total") > 0
-    assert fleet.metric("outrider_sequences_without_verifier") == 0
-    assert not [line for line in fleet.output if "Traceback" in line]
-    assert max(drift.values()) < DRIFT, drift
-    # A whole set of places is free again.
-    assert fleet.complete("def f(", max_tokens=2)["choices"]
+def test_nothing_is_left() -> None:
+    # Of the 512 MiB of compiled grammars that vLLM keeps, a soak would see the filling.
+    with ServedFleet("--mode", "off", "--drafters", "0", env={"VLLM_XGRAMMAR_CACHE_MB": "32"}) as fleet:
+        (verifier,) = fleet.fleet()["verifiers"]
+        pids = {"gateway": fleet.process.pid, "verifier": verifier["pid"]}
+        clients = Clients(fleet.url)
+        capacity = asyncio.run(clients.capacity(20.0))
+        rate, leaving = LOAD * capacity, min(0.9, LEAVING_PER_S / (LOAD * capacity))
+        # Who leaves costs less than who stays: the load is what is answered.
+        rate += LEAVING_PER_S / 2
+        asyncio.run(clients.load(rate, leaving, WARM_S))
+        before = {name: resident_mib(pid) for name, pid in pids.items()}
+        asyncio.run(clients.load(rate, leaving, SOAK_S - WARM_S))
+        wait_for(lambda: fleet.metric("outrider_requests_in_flight") == 0, 60, "no request in flight")
+        wait_for(
+            lambda: fleet.metric("outrider_verifier_running") == fleet.metric("outrider_verifier_waiting") == 0,
+            30,
+            "no sequence",
+        )
+        after = {name: resident_mib(pid) for name, pid in pids.items()}
+        drift = {name: after[name] / before[name] - 1 for name in pids}
+        print(f"\n{capacity:.0f} requests/s at most, {rate:.0f} sent; {dict(clients.ends)}; MiB {before} to {after}, {drift=}")
+        assert clients.ends["left"] >= 0.8 * LEAVING_PER_S * SOAK_S
+        assert clients.ends.keys() <= {"200", "400", "left"}
+        assert fleet.metric("outrider_client_disconnects_total") > 0
+        assert fleet.metric("outrider_sequences_without_verifier") == 0
+        assert not [line for line in fleet.output if "Traceback" in line]
+        assert max(drift.values()) < DRIFT, drift
+        # A whole set of places is free again.
+        assert fleet.complete("def f(", max_tokens=2)["choices"]

@@ -23,7 +23,7 @@ CASES = [case for case in cases(160)[:11] if case.exact]
 
 
 @pytest.fixture(scope="module")
-async def fleet() -> AsyncIterator[EngineFleet]:
+async def running() -> AsyncIterator[EngineFleet]:
     args = {"engine_args": {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}}
     with mock.patch("gateway.fleet.core.POISON_AFTER", 5):
         async with engine_fleet(verifiers=3, mode="auto", verifier=args) as running:
@@ -36,17 +36,17 @@ PROMPT = "import os\n\n\ndef read_lines(path):\n    with open(path) as file:\n" 
 BODY = {"model": "demo", "prompt": PROMPT, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 1.0, "seed": 5}
 
 
-async def only_at(fleet: EngineFleet, *serving: Verifier) -> None:
+async def only_at(running: EngineFleet, *serving: Verifier) -> None:
     """The other verifiers get no new requests."""
-    states = {each.name: "ready" if each in serving else "draining" for each in fleet.verifiers}
-    members = fleet.directory.members
-    fleet.directory.set_members([msgspec.structs.replace(each, state=states[each.id]) for each in members])
-    await eventually(lambda: {link.member.id for link in fleet.core.routable_links()} == {each.name for each in serving})
+    states = {each.name: "ready" if each in serving else "draining" for each in running.verifiers}
+    members = running.directory.members
+    running.directory.set_members([msgspec.structs.replace(each, state=states[each.id]) for each in members])
+    await eventually(lambda: {link.member.id for link in running.core.routable_links()} == {each.name for each in serving})
 
 
-async def accounted(fleet: EngineFleet, options: dict[str, Any], **fields: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
+async def accounted(running: EngineFleet, options: dict[str, Any], **fields: Any) -> tuple[str, dict[str, Any], dict[str, Any]]:
     """Text, what speculation did, and usage."""
-    response = await fleet.http.post(
+    response = await running.http.post(
         "/v1/completions", json=BODY | {"outrider": {"stats": True, "learn": False, **options}} | fields
     )
     assert response.status_code == 200, response.text
@@ -55,12 +55,12 @@ async def accounted(fleet: EngineFleet, options: dict[str, Any], **fields: Any) 
     return answer["choices"][0]["text"], account, answer["usage"]
 
 
-async def test_options_are_met_and_change_no_token(fleet: EngineFleet) -> None:
-    await only_at(fleet, fleet.verifiers[0])
-    text, off, usage = await accounted(fleet, {"mode": "off"})
+async def test_options_are_met_and_change_no_token(running: EngineFleet) -> None:
+    await only_at(running, running.verifiers[0])
+    text, off, usage = await accounted(running, {"mode": "off"})
 
     async def same(options: dict[str, Any], **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        found, *others = await accounted(fleet, options, **fields)
+        found, *others = await accounted(running, options, **fields)
         assert found == text
         return others[0], others[1]
 
@@ -93,51 +93,51 @@ async def test_options_are_met_and_change_no_token(fleet: EngineFleet) -> None:
         assert TOKENS <= account["verifications"] + account["accepted"] <= TOKENS + K
 
     for fields, rule in (({"seed": None}, "rejection_sampling"), ({"temperature": 0}, "greedy")):
-        _, account, _ = await accounted(fleet, {}, max_tokens=1, **fields)
+        _, account, _ = await accounted(running, {}, max_tokens=1, **fields)
         assert account["rule"] == rule
 
     # By a stop string the gateway ends the sequence, and the verifier tells all the same.
-    _, stopped, _ = await accounted(fleet, {}, stop=[text[40:44]])
+    _, stopped, _ = await accounted(running, {}, stop=[text[40:44]])
     assert 0 < stopped["verifications"] <= TOKENS
     assert stopped["unaccounted_tokens"] == 0
-    await fleet.quiet()
+    await running.quiet()
 
 
-async def test_what_a_request_generated_drafts_for_the_next_one_at_another_verifier(fleet: EngineFleet) -> None:
-    first, second, _ = fleet.verifiers
+async def test_what_a_request_generated_drafts_for_the_next_one_at_another_verifier(running: EngineFleet) -> None:
+    first, second, _ = running.verifiers
     # What the test above generated drafts for nobody here.
     sync, apart = {"mode": "sync"}, {"cache_salt": "apart"}
-    await only_at(fleet, first)
-    text, account, _ = await accounted(fleet, sync | {"learn": True}, **apart)
+    await only_at(running, first)
+    text, account, _ = await accounted(running, sync | {"learn": True}, **apart)
     assert "shared" not in {each["source"] for each in account["sources"]}
-    await accounted(fleet, sync, **apart, seed=6)
-    await only_at(fleet, second)
-    _, alone, _ = await accounted(fleet, sync | {"learn": True}, **apart, seed=6)
+    await accounted(running, sync, **apart, seed=6)
+    await only_at(running, second)
+    _, alone, _ = await accounted(running, sync | {"learn": True}, **apart, seed=6)
     assert not [each for each in alone["sources"] if each["source"] == "shared" and each["accepted"] > TOKENS / 4]
-    same, shared, _ = await accounted(fleet, sync | {"learn": True}, **apart)
+    same, shared, _ = await accounted(running, sync | {"learn": True}, **apart)
     assert same == text
     assert sum(each["accepted"] for each in shared["sources"] if each["source"] == "shared") > TOKENS / 4
-    _, opted_out, _ = await accounted(fleet, sync, **apart)
+    _, opted_out, _ = await accounted(running, sync, **apart)
     assert "shared" not in {each["source"] for each in opted_out["sources"]}
-    await fleet.quiet()
+    await running.quiet()
 
 
-async def outcome_of(fleet: EngineFleet, case: Case) -> Outcome:
+async def outcome_of(running: EngineFleet, case: Case) -> Outcome:
     outcome = Outcome(case)
-    await ask(fleet.http, outcome)
+    await ask(running.http, outcome)
     return outcome
 
 
-async def test_a_killed_verifier_is_not_noticed(fleet: EngineFleet) -> None:
+async def test_a_killed_verifier_is_not_noticed(running: EngineFleet) -> None:
     """Every case at once, when most sequences are under way."""
-    await only_at(fleet, *fleet.verifiers)
-    expected = [await outcome_of(fleet, case) for case in CASES]
+    await only_at(running, *running.verifiers)
+    expected = [await outcome_of(running, case) for case in CASES]
     assert not any(each.errors for each in expected)
-    tasks = [asyncio.create_task(outcome_of(fleet, case)) for case in CASES]
-    await eventually(lambda: sum(len(record.emitted) > 8 for record in fleet.core.sequences) >= 4)
-    busy = next(record.link.member for record in fleet.core.sequences if record.link is not None)
+    tasks = [asyncio.create_task(outcome_of(running, case)) for case in CASES]
+    await eventually(lambda: sum(len(record.emitted) > 8 for record in running.core.sequences) >= 4)
+    busy = next(record.link.member for record in running.core.sequences if record.link is not None)
     os.kill(busy.pid, signal.SIGKILL)
     for found, wanted in zip(await asyncio.gather(*tasks), expected, strict=True):
         assert what_is_wrong(found, wanted) is None, found
-    assert await fleet.metric("outrider_failovers_total") >= 1
-    await fleet.quiet()
+    assert await running.metric("outrider_failovers_total") >= 1
+    await running.quiet()

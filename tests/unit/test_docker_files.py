@@ -63,7 +63,7 @@ def compose(gpu: bool = False, secrets: Mapping[str, str] = SECRETS) -> Any:
 
 
 @pytest.fixture(params=[False, True], ids=["cpu", "gpu"])
-def fleet(request: pytest.FixtureRequest) -> Any:
+def composed(request: pytest.FixtureRequest) -> Any:
     return compose(request.param)
 
 
@@ -123,11 +123,11 @@ def test_the_installer_finds_all_it_reads() -> None:
     assert all(f'"--{variant}"' in script for variant in ("cpu", "cuda"))
 
 
-def test_rays_flags_exist(fleet: Any) -> None:
+def test_rays_flags_exist(composed: Any) -> None:
     known = {option for parameter in ray.scripts.scripts.start.params for option in parameter.opts}
     commands = [
         json.loads(lines("CMD", "worker")[-1]),
-        *(fleet["services"][name]["command"] for name in ("ray-head", "worker")),
+        *(composed["services"][name]["command"] for name in ("ray-head", "worker")),
     ]
     commands += [line.split() for line in re.findall(r"^\s+ray (start .*)$", (DOCKER / "gateway.sh").read_text(), re.MULTILINE)]
     assert len(commands) == 4
@@ -154,8 +154,8 @@ def test_the_entry_point_joins_where_it_is_told_to(given: dict[str, str], tmp_pa
     )
 
 
-def test_every_variable_is_a_setting_with_a_good_value(fleet: Any) -> None:
-    environments = [service.get("environment", {}) for service in fleet["services"].values()]
+def test_every_variable_is_a_setting_with_a_good_value(composed: Any) -> None:
+    environments = [service.get("environment", {}) for service in composed["services"].values()]
     for pod in PODS:
         environments.append({each["name"]: each.get("value", "from-a-secret") for each in pod["containers"][0].get("env", [])})
     image = dict(re.findall(r"(OUTRIDER_\w+)=(\S+)", " ".join(lines("ENV", "gateway"))))
@@ -178,8 +178,8 @@ def test_secrets_come_from_outside_and_are_required() -> None:
     assert "docker/.env" in (ROOT / ".gitignore").read_text().split()
 
 
-def test_only_http_is_published_only_on_the_loopback_and_ray_wants_a_token(fleet: Any) -> None:
-    published = {name: service["ports"] for name, service in fleet["services"].items() if service.get("ports")}
+def test_only_http_is_published_only_on_the_loopback_and_ray_wants_a_token(composed: Any) -> None:
+    published = {name: service["ports"] for name, service in composed["services"].items() if service.get("ports")}
     assert published.keys() == {"gateway", "prometheus", "grafana"}
     for port in (port for ports in published.values() for port in ports):
         assert port.startswith("127.0.0.1:")
@@ -189,16 +189,16 @@ def test_only_http_is_published_only_on_the_loopback_and_ray_wants_a_token(fleet
         if each["kind"] == "Service":
             assert (each["spec"]["type"], [port["port"] for port in each["spec"]["ports"]]) == ("ClusterIP", [8000])
     for name in ("ray-head", "worker", "gateway"):
-        environment = fleet["services"][name]["environment"]
+        environment = composed["services"][name]["environment"]
         assert (environment["RAY_AUTH_MODE"], environment["RAY_AUTH_TOKEN"]) == ("token", "t")
     assert CLUSTER["spec"]["authOptions"] == {"mode": "token"}
 
 
-def test_services_hang_together(fleet: Any) -> None:
-    services = fleet["services"]
+def test_services_hang_together(composed: Any) -> None:
+    services = composed["services"]
     for name, service in services.items():
         assert set(service.get("depends_on", {})) <= set(services)
-        assert set(service.get("networks", [])) <= set(fleet["networks"])
+        assert set(service.get("networks", [])) <= set(composed["networks"])
         if build := service.get("build"):
             assert ((DOCKER / build["context"]).resolve(), (ROOT / build["dockerfile"]).is_file()) == (ROOT, True)
             assert build["target"] in STAGES
@@ -206,7 +206,7 @@ def test_services_hang_together(fleet: Any) -> None:
             assert PINNED.fullmatch(service["image"]), name
             assert service["healthcheck"]["test"]
         for source in (volume.split(":")[0] for volume in service.get("volumes", [])):
-            assert source in fleet["volumes"] or (DOCKER / source).exists(), source
+            assert source in composed["volumes"] or (DOCKER / source).exists(), source
     for volume in ("models:/home/outrider/.cache/huggingface", "state:/home/outrider/.local/state"):
         assert volume in services["gateway"]["volumes"]
         assert volume in services["worker"]["volumes"], "the launcher hands workers the path of the model or head it found"
@@ -222,16 +222,16 @@ def test_gpus_go_to_workers_only() -> None:
     assert {services[name]["build"]["args"]["VARIANT"] for name in ("ray-head", "worker", "gateway")} == {"cuda"}
 
 
-def test_prometheus_and_grafana_find_each_other_and_the_gateway(fleet: Any) -> None:
+def test_prometheus_and_grafana_find_each_other_and_the_gateway(composed: Any) -> None:
     dashboards = ROOT / "dashboards"
     (job,) = yaml.safe_load((dashboards / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
     (found,) = job["dns_sd_configs"]
-    assert set(found["names"]) <= set(fleet["services"])
+    assert set(found["names"]) <= set(composed["services"])
     assert [str(found["port"])] == lines("EXPOSE", "gateway")
     assert job["metrics_path"] in OPEN_PATHS, "it has no key"
     provisioning = dashboards / "grafana" / "provisioning"
     (source,) = yaml.safe_load((provisioning / "datasources" / "outrider.yaml").read_text())["datasources"]
-    grafana = fleet["services"]["grafana"]
+    grafana = composed["services"]["grafana"]
     assert (source["url"], grafana["environment"]["PROMETHEUS_URL"]) == ("$PROMETHEUS_URL", "http://prometheus:9090")
     (provider,) = yaml.safe_load((provisioning / "dashboards" / "outrider.yaml").read_text())["providers"]
     assert f"../dashboards/grafana/dashboards:{provider['options']['path']}:ro" in grafana["volumes"]

@@ -37,19 +37,6 @@ def paths(directory: Path) -> ResolvedModels:
     return resolve(Settings.model_validate(SETTINGS | {"drafting": learning}), print)
 
 
-@pytest.fixture(scope="module")
-def fleet(directory: Path, paths: ResolvedModels, plain: Verifier) -> Iterator[tuple[Verifier, Verifier, Drafter]]:
-    """A verifier that decodes plainly, one that is drafted for, and the drafter."""
-    with together(partial(start_drafter, directory, paths), partial(Verifier, directory, SETTINGS, paths)) as (
-        drafter,
-        drafted,
-    ):
-        drafted.set_drafters(drafter.ref)
-        # Only the campaign needs what it learns.
-        learned(drafter, STAND_STILL)
-        yield plain, drafted, drafter
-
-
 def start_drafter(directory: Path, paths: ResolvedModels) -> Drafter:
     return Drafter(directory, paths, gpus=0, cache_tokens=8192)
 
@@ -81,8 +68,19 @@ class Traffic:
         return found
 
 
-def test_what_opts_out_is_not_recorded(fleet: tuple[Verifier, Verifier, Drafter]) -> None:
-    _, drafted, drafter = fleet
+@pytest.fixture(scope="module")
+def traffic(directory: Path, paths: ResolvedModels, plain: Verifier) -> Iterator[Traffic]:
+    """At a verifier that decodes plainly and one that is drafted for; its drafter learns."""
+    starts = partial(start_drafter, directory, paths), partial(Verifier, directory, SETTINGS, paths)
+    with together(*starts) as (drafter, drafted):
+        drafted.set_drafters(drafter.ref)
+        # Only the campaign needs what it learns.
+        learned(drafter, STAND_STILL)
+        yield Traffic(plain, drafted, drafter)
+
+
+def test_what_opts_out_is_not_recorded(traffic: Traffic) -> None:
+    drafted, drafter = traffic.drafted, traffic.drafter
     # The second batch's news tells the drafter that the first one is over.
     for options in (RequestOptions(learn=False), RequestOptions(), RequestOptions(learn=False), RequestOptions(learn=False)):
         drafted.client.generate(prompts(0), GREEDY, options=options)
@@ -91,8 +89,7 @@ def test_what_opts_out_is_not_recorded(fleet: tuple[Verifier, Verifier, Drafter]
     assert found.sequences == 8
 
 
-def test_a_spoiled_head_is_taken_back(fleet: tuple[Verifier, Verifier, Drafter], paths: ResolvedModels) -> None:
-    traffic = Traffic(*fleet)
+def test_a_spoiled_head_is_taken_back(traffic: Traffic, paths: ResolvedModels) -> None:
     # What comes is compared with a head whose acceptance is known: of some hundred drafts.
     traffic.until("sequences", 100)
     before = traffic.until("live_acceptance").taken_back
@@ -110,10 +107,10 @@ def test_a_spoiled_head_is_taken_back(fleet: tuple[Verifier, Verifier, Drafter],
 
 
 @pytest.mark.campaign
-def test_a_head_grows(fleet: tuple[Verifier, Verifier, Drafter]) -> None:
+def test_a_head_grows(traffic: Traffic) -> None:
     """The trainer takes the time that others leave: minutes, on a busy machine."""
-    learned(fleet[2], GO_ON)
-    grown = Traffic(*fleet).until("version")
+    learned(traffic.drafter, GO_ON)
+    grown = traffic.until("version")
     assert grown.steps > 0
     assert grown.candidate_length is not None
     assert grown.present_length is not None
@@ -121,9 +118,9 @@ def test_a_head_grows(fleet: tuple[Verifier, Verifier, Drafter]) -> None:
 
 
 @pytest.mark.campaign
-def test_a_killed_drafter_goes_on(fleet: tuple[Verifier, Verifier, Drafter], directory: Path, paths: ResolvedModels) -> None:
+def test_a_killed_drafter_goes_on(traffic: Traffic, directory: Path, paths: ResolvedModels) -> None:
     """What was published, recorded and saved is there again; requests that run meanwhile lose nothing."""
-    plain, drafted, drafter = fleet
+    plain, drafted, drafter = traffic.plain, traffic.drafted, traffic.drafter
     before = learned(drafter)
     assert paths.learning_dir is not None
     ring = ring_of(Path(paths.learning_dir) / "drafter-0")

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rollout_fleet import Fleet
+from tests.support.rollout_workers import Workers
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Fleet]:
-    fleet = Fleet(tmp_path, monkeypatch)
-    yield fleet
-    fleet.close()
+async def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Workers]:
+    workers = Workers(tmp_path, monkeypatch)
+    yield workers
+    workers.close()

@@ -11,7 +11,7 @@ from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest, Tokenizer
 from backend.rollout.trace import Case
 from tests.support.fake_verifier import FakeVerifier, Sequence, count_up
-from tests.support.rollout_fleet import Fleet, run
+from tests.support.rollout_workers import Workers, run
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +24,13 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(str(TARGET_DIR))
 
 
-async def play(fleet: Fleet, front: OfflineProcessor, requests: list[RolloutRequest], seed: int | None = None) -> RoundResult:
-    async with fleet.joined() as core:
-        return await run(core, requests, front.outputs(core), seed)
+async def play(workers: Workers, front: OfflineProcessor, batch: list[RolloutRequest], seed: int | None = None) -> RoundResult:
+    async with workers.joined() as core:
+        return await run(core, batch, front.outputs(core), seed)
 
 
 async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(
-    fleet: Fleet, front: OfflineProcessor, tokenizer: Tokenizer
+    workers: Workers, front: OfflineProcessor, tokenizer: Tokenizer
 ) -> None:
     """The first one dies between the two halves of the stop string; the second one has emitted more than it."""
     written = tokenizer.encode_response("    return value + other\n\n\nclass Other:\n")
@@ -51,15 +51,15 @@ async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(
         emit(sequence, written[half:])
         await sequence.aborted.wait()
 
-    doomed = fleet.start("verifier-0", begin)
+    doomed = workers.start("verifier-0", begin)
 
     def replace_it() -> None:
-        if any(record.emitted for record in fleet.core.sequences) and fleet.verifiers["verifier-0"] is doomed:
-            fleet.kill("verifier-0")
-            fleet.start("verifier-0", go_on)
+        if any(record.emitted for record in workers.core.sequences) and workers.verifiers["verifier-0"] is doomed:
+            workers.kill("verifier-0")
+            workers.start("verifier-0", go_on)
 
-    fleet.on_look = replace_it
-    finished = await play(fleet, front, [RolloutRequest(0, Case(0, "p", ""), prompt, None, params, 50)])
+    workers.on_look = replace_it
+    finished = await play(workers, front, [RolloutRequest(0, Case(0, "p", ""), prompt, None, params, 50)])
     row = response_row(finished.responses[0])
     assert row["text"] == text[: text.index("val")]
     assert (row["finish_reason"], row["stop_reason"]) == ("stop", params.stop[0])
@@ -75,7 +75,7 @@ async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(
 
 
 async def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
-    fleet: Fleet, front: OfflineProcessor, tokenizer: Tokenizer
+    workers: Workers, front: OfflineProcessor, tokenizer: Tokenizer
 ) -> None:
     prompt, written = (
         tokenizer.encode_prompt("def add(value, other):\n"),
@@ -86,24 +86,24 @@ async def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
     async def begin(verifier: FakeVerifier, sequence: Sequence) -> None:
         sequence.emit(written[:2])
 
-    verifier = fleet.start("verifier-0", begin)
+    verifier = workers.start("verifier-0", begin)
 
     def drain_once_begun() -> None:
-        if any(record.emitted for record in fleet.core.sequences):
+        if any(record.emitted for record in workers.core.sequences):
             verifier.sequences[0].emit(written[2:])
-            fleet.states["verifier-0"] = "draining"
+            workers.states["verifier-0"] = "draining"
 
-    fleet.on_look = drain_once_begun
-    finished = await play(fleet, front, [RolloutRequest(0, Case(0, "p", ""), prompt, None, params, 50)])
+    workers.on_look = drain_once_begun
+    finished = await play(workers, front, [RolloutRequest(0, Case(0, "p", ""), prompt, None, params, 50)])
     assert finished.responses[0].outputs[0].text == "    return value + "
     assert [(left.reason, left.requests_resumed) for left in finished.deaths] == [("was drained", 0)]
 
 
-async def test_a_seed_makes_a_seed_of_every_free_response(fleet: Fleet, front: OfflineProcessor) -> None:
-    verifier = fleet.start("verifier-0", count_up)
+async def test_a_seed_makes_a_seed_of_every_free_response(workers: Workers, front: OfflineProcessor) -> None:
+    verifier = workers.start("verifier-0", count_up)
     params = front.params([1, 2], {"max_tokens": 2})
     batch = [RolloutRequest(n, Case(n, "p", ""), [1, 2], None, params, 2, seed) for n, seed in ((0, None), (1, None), (2, 7))]
-    await play(fleet, front, batch, seed=5)
+    await play(workers, front, batch, seed=5)
     seeds = {each.request_id.rpartition("/")[2]: each.request.sampling_params.seed for each in verifier.sequences}
     assert seeds["2"] == 7, "a prompt's own seed comes first"
     assert len(set(seeds.values())) == 3

@@ -12,7 +12,7 @@ from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.trace import Case
 from tests.support.fake_verifier import FakeVerifier, Sequence, eventually
-from tests.support.rollout_fleet import Fleet, respond, run, stall, step_row
+from tests.support.rollout_workers import Workers, respond, run, stall, step_row
 
 LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
 
@@ -26,8 +26,8 @@ def requests() -> list[RolloutRequest]:
     return made
 
 
-async def play(fleet: Fleet, window: int = 3) -> RoundResult:
-    async with fleet.joined(window) as core:
+async def play(workers: Workers, window: int = 3) -> RoundResult:
+    async with workers.joined(window) as core:
         return await run(core, requests())
 
 
@@ -48,19 +48,19 @@ def check(finished: RoundResult) -> None:
         assert emitted[number] == ended.tokens or (finished.deaths and emitted[number] < ended.tokens)
 
 
-async def test_a_drained_worker_gives_back_its_requests_and_all_its_rows_before_it_ends(fleet: Fleet) -> None:
-    fleet.start("verifier-0", respond)
-    drained = fleet.start("verifier-1", stall)
+async def test_a_drained_worker_gives_back_its_requests_and_all_its_rows_before_it_ends(workers: Workers) -> None:
+    workers.start("verifier-0", respond)
+    drained = workers.start("verifier-1", stall)
 
     def drain_once_busy() -> None:
-        at = [each for each in fleet.core.sequences if each.link is not None and each.link.member.id == "verifier-1"]
+        at = [each for each in workers.core.sequences if each.link is not None and each.link.member.id == "verifier-1"]
         if sum(bool(each.emitted) for each in at) == 3:
-            fleet.states["verifier-1"] = "draining"
+            workers.states["verifier-1"] = "draining"
         if drained.sequences and all(sequence.aborted.is_set() for sequence in drained.sequences):
-            fleet.verifiers.pop("verifier-1", drained).kill()
+            workers.verifiers.pop("verifier-1", drained).kill()
 
-    fleet.on_look = drain_once_busy
-    finished = await play(fleet)
+    workers.on_look = drain_once_busy
+    finished = await play(workers)
     check(finished)
     (left,) = finished.deaths
     assert (left.worker, left.reason, left.requests_resumed) == (1, "was drained", 3)
@@ -68,30 +68,30 @@ async def test_a_drained_worker_gives_back_its_requests_and_all_its_rows_before_
     assert verified == sum(LENGTHS), "no row is missing, and no token was computed twice"
 
 
-async def test_steps_are_counted_by_incarnation(fleet: Fleet) -> None:
+async def test_steps_are_counted_by_incarnation(workers: Workers) -> None:
     """One that is reached again has gone on counting; one that was started again has begun anew."""
-    fleet.start("verifier-0", respond)
-    async with fleet.joined() as core:
+    workers.start("verifier-0", respond)
+    async with workers.joined() as core:
 
         async def shown(step: int) -> int:
             await eventually(lambda: bool(core.ready_links))
-            fleet.verifiers["verifier-0"].rows.steps.append(step_row(step))
+            workers.verifiers["verifier-0"].rows.steps.append(step_row(step))
             await core.gather_rows()
             core.links["verifier-0"].close()
             return core.part("verifier-0").rows.steps[-1].step
 
         assert [await shown(600), await shown(601)] == [600, 601]
-        fleet.kill("verifier-0")
-        fleet.start("verifier-0", respond)
+        workers.kill("verifier-0")
+        workers.start("verifier-0", respond)
         assert [await shown(0), await shown(1)] == [602, 603]
 
 
-async def test_a_starved_worker_stays(fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_starved_worker_stays(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease runs out while it answers; one that says nothing is gone."""
-    verifier = fleet.start("verifier-0", respond)
-    async with fleet.joined() as core:
+    verifier = workers.start("verifier-0", respond)
+    async with workers.joined() as core:
         looks: list[bool] = []
-        fleet.states["verifier-0"], fleet.on_look = "lost", lambda: looks.append(True)
+        workers.states["verifier-0"], workers.on_look = "lost", lambda: looks.append(True)
         await eventually(lambda: len(looks) > 2)
         assert core.ready_links
         assert not core.deaths
@@ -101,14 +101,14 @@ async def test_a_starved_worker_stays(fleet: Fleet, monkeypatch: pytest.MonkeyPa
         assert [death.reason for death in core.deaths] == ["was lost"]
 
 
-async def test_fixed_responses_are_refused_where_a_verifier_takes_none(fleet: Fleet) -> None:
-    fleet.start("verifier-0", respond)
-    async with fleet.joined() as core:
+async def test_fixed_responses_are_refused_where_a_verifier_takes_none(workers: Workers) -> None:
+    workers.start("verifier-0", respond)
+    async with workers.joined() as core:
         with pytest.raises(ConfigError, match=r"verifier-0 takes no fixed responses: .*\"async_scheduling\": false"):
             core.check_fixed()
 
 
-async def test_requests_go_on_where_the_rollout_was_forgotten(fleet: Fleet) -> None:
+async def test_requests_go_on_where_the_rollout_was_forgotten(workers: Workers) -> None:
     """Its lease has run out: it greets, and goes on; no verifier was lost in the round."""
 
     async def forget(verifier: FakeVerifier, sequence: Sequence) -> None:
@@ -117,22 +117,22 @@ async def test_requests_go_on_where_the_rollout_was_forgotten(fleet: Fleet) -> N
         if last:
             verifier.clients.clear()
 
-    fleet.start("verifier-0", forget)
-    finished = await play(fleet)
+    workers.start("verifier-0", forget)
+    finished = await play(workers)
     assert [finished.tokens(each.number) for each in requests()] == [each.fixed for each in requests()]
     assert not finished.deaths
 
 
-async def test_the_only_worker_comes_back(fleet: Fleet) -> None:
-    doomed = fleet.start("verifier-0", stall)
+async def test_the_only_worker_comes_back(workers: Workers) -> None:
+    doomed = workers.start("verifier-0", stall)
 
     def restart_once_busy() -> None:
-        if fleet.verifiers["verifier-0"] is doomed and fleet.core.part("verifier-0").rows.steps:
-            fleet.kill("verifier-0")
-            fleet.start("verifier-0", respond)
+        if workers.verifiers["verifier-0"] is doomed and workers.core.part("verifier-0").rows.steps:
+            workers.kill("verifier-0")
+            workers.start("verifier-0", respond)
 
-    fleet.on_look = restart_once_busy
-    finished = await play(fleet)
+    workers.on_look = restart_once_busy
+    finished = await play(workers)
     check(finished)
     (death,) = finished.deaths
     (part,) = finished.parts
@@ -144,42 +144,42 @@ async def test_the_only_worker_comes_back(fleet: Fleet) -> None:
         assert 0 not in steps[steps.index(1) :], "steps of one worker never go back"
 
 
-async def test_a_request_is_complete_though_its_verifier_dies_with_its_rows(fleet: Fleet) -> None:
+async def test_a_request_is_complete_though_its_verifier_dies_with_its_rows(workers: Workers) -> None:
     async def keep_rows(verifier: FakeVerifier, sequence: Sequence) -> None:
         await respond(verifier, sequence)
         verifier.rows = RowBatch()
 
     async def outlive_it(verifier: FakeVerifier, sequence: Sequence) -> None:
-        await eventually(lambda: "verifier-1" not in fleet.verifiers)
+        await eventually(lambda: "verifier-1" not in workers.verifiers)
         await respond(verifier, sequence)
 
-    fleet.start("verifier-0", outlive_it)
-    fleet.start("verifier-1", keep_rows)
+    workers.start("verifier-0", outlive_it)
+    workers.start("verifier-1", keep_rows)
 
     def die_once_done() -> None:
-        if "verifier-1" in fleet.verifiers and fleet.core.part("verifier-1").requests:
-            fleet.kill("verifier-1")
+        if "verifier-1" in workers.verifiers and workers.core.part("verifier-1").requests:
+            workers.kill("verifier-1")
 
-    fleet.on_look = die_once_done
-    finished = await play(fleet, window=1)
+    workers.on_look = die_once_done
+    finished = await play(workers, window=1)
     check(finished)
     assert [len(part.requests) > 0 for part in finished.parts] == [True, True]
     assert len(finished.deaths) == 1
 
 
-async def test_an_aborted_request_is_sent_again(fleet: Fleet) -> None:
+async def test_an_aborted_request_is_sent_again(workers: Workers) -> None:
     async def abort_first(verifier: FakeVerifier, sequence: Sequence) -> None:
         if sequence.request_id.endswith("~4"):
             await respond(verifier, sequence)
         else:
             sequence.emit([], FinishReason.ABORT)
 
-    verifier = fleet.start("verifier-0", abort_first)
-    check(await play(fleet))
+    verifier = workers.start("verifier-0", abort_first)
+    check(await play(workers))
     assert len(verifier.sequences) == 4 * len(LENGTHS)
 
 
-async def test_the_longest_request_goes_first_to_whoever_has_the_least_left(fleet: Fleet) -> None:
+async def test_the_longest_request_goes_first_to_whoever_has_the_least_left(workers: Workers) -> None:
     begun: list[tuple[int, str]] = []
 
     async def wait(verifier: FakeVerifier, sequence: Sequence) -> None:
@@ -188,9 +188,9 @@ async def test_the_longest_request_goes_first_to_whoever_has_the_least_left(flee
         await respond(verifier, sequence)
 
     for name in ("verifier-0", "verifier-1"):
-        fleet.start(name, wait)
-    check(await play(fleet))
-    firsts = {name: [number for number, where in begun[:6] if where == name] for name in fleet.verifiers}
+        workers.start(name, wait)
+    check(await play(workers))
+    firsts = {name: [number for number, where in begun[:6] if where == name] for name in workers.verifiers}
     # Of 12, 8, 7, 6, 5 and 3 tokens: 12, 6 and 3, and 8, 7 and 5.
     assert firsts == {"verifier-0": [3, 7, 0], "verifier-1": [1, 5, 4]}
 
@@ -203,21 +203,21 @@ async def test_the_longest_request_goes_first_to_whoever_has_the_least_left(flee
     ],
 )
 async def test_what_must_not_happen_ends_the_rollout(
-    fleet: Fleet, tokens: list[int], reason: FinishReason, complaint: str
+    workers: Workers, tokens: list[int], reason: FinishReason, complaint: str
 ) -> None:
     async def misbehave(verifier: FakeVerifier, sequence: Sequence) -> None:
         sequence.emit(tokens, reason)
 
-    fleet.start("verifier-0", misbehave)
+    workers.start("verifier-0", misbehave)
     with pytest.raises(CommandError, match=rf"row \d: {complaint}"):
-        await play(fleet)
+        await play(workers)
 
 
-async def test_lost_rows_end_the_rollout(fleet: Fleet) -> None:
+async def test_lost_rows_end_the_rollout(workers: Workers) -> None:
     async def lossy(verifier: FakeVerifier, sequence: Sequence) -> None:
         verifier.rows.lost = 3
         await respond(verifier, sequence)
 
-    fleet.start("verifier-0", lossy)
+    workers.start("verifier-0", lossy)
     with pytest.raises(CommandError, match="verifier-0 lost 3 rows"):
-        await play(fleet)
+        await play(workers)

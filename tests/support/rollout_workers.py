@@ -27,7 +27,7 @@ from gateway.rollout.run import RoundRunner
 from tests.support.fake_verifier import Behaviour, FakeVerifier, Sequence, StaticDirectory
 
 
-class Fleet(StaticDirectory):
+class Workers(StaticDirectory):
     """Verifiers, and the rollout's view of them.  `on_look` runs before every snapshot."""
 
     def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
