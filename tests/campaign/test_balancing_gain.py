@@ -1,7 +1,5 @@
 """Requests that all lie at one of two verifiers end sooner where the gateway may move them."""
 
-from __future__ import annotations
-
 import os
 import statistics
 import time

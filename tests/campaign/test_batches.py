@@ -1,7 +1,5 @@
 """Batches: a gateway that is killed loses no line and doubles none; and what people notice of a batch."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal

@@ -1,7 +1,5 @@
 """The examples run as a reader would run them; a fleet that a Ray actor starts."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

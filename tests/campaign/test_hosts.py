@@ -3,8 +3,6 @@
 The machines are namespaces (`tests/campaign/machines.py`), with a Ray node each; the test itself is a third one, with no keys.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator
@@ -32,12 +30,7 @@ pytestmark = [
     pytest.mark.skipif(missing() is not None, reason=f"{missing()}"),
 ]
 
-PROMPTS = [
-    "def read_lines(path):\n    ",
-    "class Stack:\n    def __init__(self):\n",
-    "import os\nimport sys\n",
-    "for i in ",
-]
+PROMPTS = ["def read_lines(path):\n    ", "class Stack:\n    def __init__(self):\n", "import os\nimport sys\n", "for i in "]
 TOKENS = 128
 PORTS = "20000-20009"
 PORT = 20000

@@ -1,8 +1,6 @@
 """A real Prometheus with the committed configuration and rules scrapes a fleet under load: every expression of the dashboards
 and rules returns data, and Prometheus and the records agree."""
 
-from __future__ import annotations
-
 import math
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`--pace` on real engines: whatever they do, time passes as stated."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

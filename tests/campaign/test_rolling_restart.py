@@ -1,8 +1,6 @@
 """Every verifier and drafter of a fleet is restarted under load, and then one verifier is sent SIGTERM: no request fails, and
 every text is what it is undisturbed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

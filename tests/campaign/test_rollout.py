@@ -1,7 +1,5 @@
 """Rollouts: of fixed responses with a fleet of their own; and a verifier killed in the middle, which costs no token."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

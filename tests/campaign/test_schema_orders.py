@@ -1,7 +1,5 @@
 """A grammar's answer does not depend on the requests before it: the table in docs/reference/api.md, in three orders."""
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

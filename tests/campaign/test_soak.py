@@ -3,8 +3,6 @@
 Nothing may be left afterwards: no request, no sequence, no place, and no memory to speak of.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

@@ -3,8 +3,6 @@
 vLLM's executor runs each rank as a process of its own beside the verifier's; what one host can show of it is shown here.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -4,8 +4,6 @@ Texts have four tokens: the first ends the prompt's prefill, the others are judg
 budget cuts drafts in the middle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path

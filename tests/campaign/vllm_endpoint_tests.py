@@ -5,8 +5,6 @@ They are not part of this repository: vLLM's source distribution is downloaded i
 `vllm_expected.toml`; the exit status is 1 for a failure that is not there.  Other arguments go to pytest (`-k stream`).
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import hashlib

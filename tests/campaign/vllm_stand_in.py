@@ -5,8 +5,6 @@ holds it under every name that the selected tests use, and the fleet goes under 
 exchanged where a test's flags need other settings.  The variable `OUTCOMES` names the file that takes one JSON line per test.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """`python -m tests.chaos [--quick] [--seed N] [--output DIR] ...`: status 0 when nothing was lost, wrong or left over."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import logging

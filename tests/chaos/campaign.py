@@ -1,7 +1,5 @@
 """Load and faults together against `outrider serve`, and what must be true afterwards."""
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import itertools

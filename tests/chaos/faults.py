@@ -1,7 +1,5 @@
 """Which fault comes when (repeatable by seed), and how each is done.  Only processes of the campaign's own fleet are hit."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import random

@@ -1,7 +1,5 @@
 """Requests of every kind, what a client is told of each, and whether that is right."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field

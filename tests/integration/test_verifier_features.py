@@ -31,10 +31,7 @@ def pair(directory: Path) -> Iterator[tuple[Verifier, Verifier]]:
         "kv_cache_memory_bytes": 3 << 20,
         "max_model_len": 512,
     }
-    verifier = {
-        "max_num_seqs": 16,
-        "engine_args": engine_args,
-    }
+    verifier = {"max_num_seqs": 16, "engine_args": engine_args}
     starts = (partial(Verifier, directory, {"mode": mode, "verifier": verifier}) for mode in ("off", "sync"))
     with together(*starts, partial(Drafter, directory)) as (plain, remote, drafter):
         remote.set_drafters(drafter.ref)

@@ -1,7 +1,5 @@
 """What engines are asked in each mode, and how their answers are compared."""
 
-from __future__ import annotations
-
 import json
 import sysconfig
 from pathlib import Path

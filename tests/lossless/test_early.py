@@ -1,7 +1,5 @@
 """Plain steps that begin before the outcome of the one before is known change no token, however often drafting takes turns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any

@@ -1,7 +1,5 @@
 """Speculation changes no token: the same seed gives the same text in every mode, and plain decoding draws from p."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """`outrider` with other constants in the gateway's process: `python -m tests.support.patched PARENT CONSTANTS ...`."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

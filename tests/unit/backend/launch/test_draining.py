@@ -3,16 +3,7 @@
 import msgspec
 
 from backend.coordinator.commands import Assign, Drain
-from backend.fleet import (
-    Assignment,
-    Draining,
-    FleetSnapshot,
-    Member,
-    MemberKind,
-    MemberState,
-    MemberView,
-    VerifierStats,
-)
+from backend.fleet import Assignment, Draining, FleetSnapshot, Member, MemberKind, MemberState, MemberView, VerifierStats
 from backend.launch.emptying import Emptying
 from backend.launch.standing import Standing
 

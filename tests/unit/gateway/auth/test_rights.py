@@ -119,12 +119,7 @@ class Walk:
         settings = Settings.model_validate({"gateway": {"host": "127.0.0.1" if local else "0.0.0.0"}})
         self._local = local
         self.gateway = SimpleNamespace(
-            settings=settings,
-            metrics=GatewayMetrics(),
-            ring=KeyRing(),
-            quotas=Quotas("", None),
-            tracing=None,
-            arriving_bytes=0,
+            settings=settings, metrics=GatewayMetrics(), ring=KeyRing(), quotas=Quotas("", None), tracing=None, arriving_bytes=0
         )
         self._app = build_app(cast(Gateway, self.gateway))
         self.routes: list[APIRoute] = [route for route in self._app.routes if isinstance(route, APIRoute)]
