@@ -76,9 +76,11 @@ async def test_a_response_is_made_and_kept(running):
     assert (await responses.retrieve(made.id)).model_dump() == made.model_dump()
     (item,) = (await responses.input_items.list(made.id)).data
     assert (item.role, item.content[0].text) == ("user", "hi")
+    unkept = await responses.create(model="demo", input="hi", store=False)
     await responses.delete(made.id)
-    with pytest.raises(openai.NotFoundError):
-        await responses.retrieve(made.id)
+    for each in (made, unkept):
+        with pytest.raises(openai.NotFoundError):
+            await responses.retrieve(each.id)
 
 
 async def test_what_came_before_is_part_of_the_prompt(running):
@@ -176,12 +178,6 @@ async def test_a_cut_answer_is_incomplete(running):
     assert last.type == "response.incomplete"
     assert last.response.incomplete_details.reason == "max_output_tokens"
     assert last.response.output[-1].status == "incomplete"
-
-
-async def test_nothing_is_kept_that_is_not_to_be(running):
-    made = await running.client.responses.create(model="demo", input="hi", store=False)
-    with pytest.raises(openai.NotFoundError):
-        await running.client.responses.retrieve(made.id)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -170,11 +170,11 @@ async def test_a_verifier_that_comes_during_an_update_by_tensors_is_left_out():
 
 
 async def test_a_call_to_a_verifier_that_has_forgotten_the_gateway_may_be_made_again(running: Running):
-    running.verifier.hung = True
+    running.verifier.holds = True
     call = asyncio.ensure_future(post(running, "/resume", 503))
-    await eventually(lambda: any(link._calls for link in running.core.ready_links))
+    await eventually(lambda: running.verifier.utilities != [])
     running.verifier.refuse("unknown")
-    running.verifier.hung = False
+    running.verifier.holds = False
     assert (await call)["error"]["code"] == "verifier_lost"
     await eventually(lambda: running.core.ready_links != [])
     await post(running, "/resume")

@@ -107,6 +107,8 @@ def test_rows_add_up_to_the_counters(run: Run) -> None:
     drafted = [row for row in verifications if row["draft_tokens"]]
     counters = stats.drafters["drafter-0"]
     assert len(drafted) == counters.drafts == sum(row["drafted"] for row in steps)
+    assert {row["drafter"] for row in drafted} == {"drafter-0"}
+    assert max(row["draft_ms"] for row in steps) > 0
     assert sum(row["accepted"] for row in drafted) == counters.accepted_tokens
     assert sum(row["verifications"] for row in requests) == len(verifications)
     by_step: Counter[int] = Counter()
@@ -126,16 +128,3 @@ def test_busy_and_idle_of_all_steps_are_the_wall_time(run: Run) -> None:
     counted = 1e3 * (run.stats.busy_s + sum(run.stats.idle_s.values()))
     assert accounted < counted, "the counters went on after the last step"
     assert all(0 <= row["verify_ms"] <= row["busy_ms"] for row in steps)
-
-
-def test_drafted_verifications_know_their_drafter(run: Run) -> None:
-    drafted = [row for row in run.read("verification") if row["draft_tokens"]]
-    assert {row["drafter"] for row in drafted} == {"drafter-0"}
-    assert {row["accepted"] for row in drafted if row["draft_tokens"] > 2} <= {0, 2}, "the third token was wrong"
-    assert any(row["accepted"] == 2 for row in drafted)
-    stopped = next(row for row in run.read("request") if row["request_id"] == "case-3")
-    assert stopped["finish_reason"] == "stop"
-    assert stopped["tokens"] == len(run.answers["case-3"]) <= 11
-    plain_first = next(row for row in run.read("verification") if row["request_id"] == "case-1")
-    assert (plain_first["base_len"], plain_first["draft_tokens"], plain_first["tokens"]) == (len(PROMPTS[1]), 0, 1)
-    assert any(row["draft_ms"] > 0 for row in run.read("step"))

@@ -301,13 +301,8 @@ def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Cli
 
     meanwhile = Meanwhile(fleet)
     post(http, "/pause", params={"mode": "abort"})
-    with ThreadPoolExecutor(1) as pool:
-        new = pool.submit(generate, fleet.http, 4)
-        wait_for(lambda: fleet.metric("outrider_requests_in_flight") >= 1, what="a new request")
-        assert not new.done()
-        post(http, "/resume")
-        assert new.result()["finish_reason"] == "length"
     assert [choice["finish_reason"] for choice in meanwhile.choices()] == ["abort"] * RUNNING
+    post(http, "/resume")
 
     meanwhile = Meanwhile(fleet)
     post(http, "/pause", params={"mode": "wait"})

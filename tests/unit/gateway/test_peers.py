@@ -21,10 +21,10 @@ async def test_a_process_that_cannot_be_started_now_is_started_later(tmp_path: P
     start = AsyncMock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
     monkeypatch.setattr("gateway.peers.BACKOFF_S", (0.001, 0.001))
-    keeping = asyncio.create_task(Peers(tmp_path, 0, 2, command=lambda *_: ["x"])._keep(1, 0))
-    await eventually(lambda: start.call_count > 1 or keeping.done())
-    assert not keeping.done()
-    keeping.cancel()
+    peers = Peers(tmp_path, 0, 2, command=lambda *_: ["x"])
+    await peers.start(Mock(), 0)
+    await eventually(lambda: start.call_count > 1)
+    await peers.close(0)
 
 
 def metrics_of(gateway_id: str, peers: Peers) -> Any:
@@ -53,12 +53,11 @@ async def test_families_of_several_processes_stand_together_and_the_first_ones_f
 
 async def test_a_call_that_fails_has_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     caller, callee = (Peers(tmp_path, number, 2) for number in range(2))
-    assert await caller._ask("ready") == {}, "nobody is there"
+    assert not await caller.ready(), "nobody is there"
     await callee.start(cast(Any, SimpleNamespace(read_settings=Mock(side_effect=ConfigError))), 0)
     monkeypatch.setitem(_CALLS, "ready", AsyncMock(side_effect=NotFound("x")))
-    assert await caller._ask("ready") == {}
     assert not await caller.ready()
-    monkeypatch.setitem(_CALLS, "ready", lambda gateway, *given: given)
-    large = ["x" * (1 << 20)]
-    assert await caller._ask("ready", large) == {1: [large]}
+    monkeypatch.setitem(_CALLS, "abort", lambda gateway, request_ids, verifier: {request_ids[0]: []})
+    large = "x" * (1 << 20)
+    assert await caller.abort([large], None) == {large: []}
     await callee.close(0)

@@ -16,6 +16,7 @@ from gateway.http.errors import RateLimited
 from gateway.storage.responses import serving
 from gateway.storage.responses.serving import ResponseService
 from gateway.storage.responses.store import ResponseStore, StoredResponse
+from tests.support.fake_verifier import eventually
 
 
 class Made(pydantic.BaseModel, extra="allow"):
@@ -56,8 +57,7 @@ async def test_a_follower_in_another_process_gets_the_last_event_however_late_it
     await ours.begin(turn("r", "me"), made(), "m", 0, claim)
     claim.close()
     assert not claim.closed, "only its HTTP request has ended"
-    await asyncio.gather(*(task for _, task in ours._making.values()))
-    assert claim.closed
+    await eventually(lambda: claim.closed)
     assert len(followed[0]) == 4
     assert "response.completed" in followed[0][-1]
     await ours.close()
@@ -99,8 +99,8 @@ async def test_what_was_cancelled_elsewhere_adds_nothing_to_its_conversation(tmp
             yield each
 
     responses = ResponseService(ours, 4096)
-    await responses.begin(begun, cancelled(), "m", 0, Claim())
-    await asyncio.gather(*(task for _, task in responses._making.values()))
+    await responses.begin(begun, cancelled(), "m", 0, claim := Claim())
+    await eventually(lambda: claim.closed)
     assert (await ours.get("r", "me")).body["status"] == "cancelled"
     assert await ours.items("c", "me") == []
     await responses.close()
