@@ -20,22 +20,7 @@ from backend.engine.features import FeatureShipper
 from backend.fleet import DrafterRef
 from backend.transport import RingReader, RingWriter, Wire
 from backend.transport.ring import RingRef
-from backend.wire.drafting import (
-    HELLO_FIRST,
-    PROTOCOL_VERSION,
-    Close,
-    Drafts,
-    Hello,
-    Next,
-    NextItem,
-    Open,
-    Refused,
-    Round,
-    Welcome,
-    decode_to_drafter,
-    decode_to_verifier,
-    encode,
-)
+from backend.wire import drafting as wire
 from tests.support.ahead_verifier import handle
 from tests.support.drafter_heads import TinyHead, make_proposer
 from tests.support.properties import examples
@@ -138,42 +123,46 @@ def drafter(directory: Path) -> DrafterService:
     return DrafterService("d0", make_proposer(directory, HEAD), 60.0)
 
 
-def greet(service: DrafterService, ring: object) -> Welcome:
-    ((_, payload),) = handle(service, b"f", [encode(Hello(PROTOCOL_VERSION, "v", "features", 1, ring))])  # type: ignore[arg-type]
-    handle(service, b"d", [encode(Hello(PROTOCOL_VERSION, "v", "drafts", 1))])
-    welcome = decode_to_verifier(payload)
-    assert isinstance(welcome, Welcome)
+def greet(service: DrafterService, ring: object) -> wire.Welcome:
+    ((_, payload),) = handle(service, b"f", [wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "v", "features", 1, ring))])  # type: ignore[arg-type]
+    handle(service, b"d", [wire.encode(wire.Hello(wire.PROTOCOL_VERSION, "v", "drafts", 1))])
+    welcome = wire.decode_to_verifier(payload)
+    assert isinstance(welcome, wire.Welcome)
     return welcome
 
 
 def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
     rows = torch.randn(5, HEAD.hidden, generator=torch.Generator().manual_seed(1)).numpy().tobytes()
-    opening = Open("a", 6, [1, 2, 3, 4, 5, 6], 5)
-    request = encode(Next([NextItem("a", 6, 4, [], 0)]))
+    opening = wire.Open("a", 6, [1, 2, 3, 4, 5, 6], 5)
+    request = wire.encode(wire.Next([wire.NextItem("a", 6, 4, [], 0)]))
     plain, ringed = drafter(tmp_path / "a"), drafter(tmp_path / "b")
     assert not greet(plain, None).ring
     writer = RingWriter(4096)
     assert greet(ringed, writer.ref).ring
     at = writer.write(rows)
-    assert handle(plain, b"f", [encode(Round("float32", HEAD.hidden, [opening])), rows]) == []
-    assert handle(ringed, b"f", [encode(Round("float32", HEAD.hidden, [opening], at)), b""]) == []
-    answers = [decode_to_verifier(payload) for service in (plain, ringed) for _, payload in handle(service, b"d", [request])]
-    expected, got = (answer.items for answer in answers if isinstance(answer, Drafts))
+    assert handle(plain, b"f", [wire.encode(wire.Round("float32", HEAD.hidden, [opening])), rows]) == []
+    assert handle(ringed, b"f", [wire.encode(wire.Round("float32", HEAD.hidden, [opening], at)), b""]) == []
+    answers = [
+        wire.decode_to_verifier(payload) for service in (plain, ringed) for _, payload in handle(service, b"d", [request])
+    ]
+    expected, got = (answer.items for answer in answers if isinstance(answer, wire.Drafts))
     assert expected == got
     assert len(got[0].tokens) == 4
-    for bad in (Round("float32", HEAD.hidden, [opening], 4000), Round("float32", HEAD.hidden, [opening], -3)):
-        ((listener, refused),) = handle(ringed, b"f", [encode(bad), b""])
+    for bad in (wire.Round("float32", HEAD.hidden, [opening], 4000), wire.Round("float32", HEAD.hidden, [opening], -3)):
+        ((listener, refused),) = handle(ringed, b"f", [wire.encode(bad), b""])
         assert listener == b"d"
-        assert isinstance(decode_to_verifier(refused), Refused)
+        assert isinstance(wire.decode_to_verifier(refused), wire.Refused)
     writer.close()
 
 
 def test_a_ring_nobody_mapped_asks_for_a_greeting(tmp_path: Path) -> None:
     service = drafter(tmp_path)
     greet(service, None)
-    ((listener, payload),) = handle(service, b"f", [encode(Round("float32", HEAD.hidden, [Close("a", "x")], 0)), b""])
+    ((listener, payload),) = handle(
+        service, b"f", [wire.encode(wire.Round("float32", HEAD.hidden, [wire.Close("a", "x")], 0)), b""]
+    )
     assert listener == b"f", "the sender has to hear it"
-    assert decode_to_verifier(payload) == Refused(HELLO_FIRST)
+    assert wire.decode_to_verifier(payload) == wire.Refused(wire.HELLO_FIRST)
 
 
 def test_an_unreachable_ring_is_declined(tmp_path: Path) -> None:
@@ -196,20 +185,20 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
     monkeypatch.setattr(feature_link, "RING_FROM_BYTES", 1024)
     shipper = FeatureShipper(lambda head: None, ring_bytes=2048)
     shipper.set_drafters(Wire(), "v", {DrafterRef("d0", "i", "ipc:///nowhere", "", 1): 1})
-    hello = decode_to_drafter(sent.pop()[0])
-    assert isinstance(hello, Hello)
+    hello = wire.decode_to_drafter(sent.pop()[0])
+    assert isinstance(hello, wire.Hello)
     assert hello.ring is not None
     reader = RingReader(hello.ring)
 
-    def ship(start: int, rows: int) -> tuple[Round, bytes]:
+    def ship(start: int, rows: int) -> tuple[wire.Round, bytes]:
         shipper.ship(step_of([("a", start, rows, range(100))]), [torch.full((rows, 16), float(start))])
-        message = decode_to_drafter(sent[-1][0])
-        assert isinstance(message, Round)
+        message = wire.decode_to_drafter(sent[-1][0])
+        assert isinstance(message, wire.Round)
         return message, sent[-1][1]
 
     message, frame = ship(0, 20)
     assert (message.at, len(frame)) == (None, 20 * 64), "not before the drafter has said that it reads the ring"
-    inbox.append([encode(Welcome(ring=True))])
+    inbox.append([wire.encode(wire.Welcome(ring=True))])
     message, frame = ship(20, 20)
     assert frame == b""
     assert message.at is not None
@@ -217,17 +206,17 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
     assert ship(40, 4)[0].at is None, "small ones are quicker in the message"
     assert ship(44, 20)[0].at is not None
     assert ship(64, 20)[0].at is None, "no room: the drafter has not read the last one"
-    inbox.append([encode(Refused(HELLO_FIRST))])
+    inbox.append([wire.encode(wire.Refused(wire.HELLO_FIRST))])
     monkeypatch.setattr(feature_link, "GREET_EVERY_S", 0.0)
     sent.clear()
-    assert Close("a", "moved") in ship(84, 20)[0].items, "only the connection may have been lost"
-    again = decode_to_drafter(sent[0][0])
-    assert isinstance(again, Hello)
+    assert wire.Close("a", "moved") in ship(84, 20)[0].items, "only the connection may have been lost"
+    again = wire.decode_to_drafter(sent[0][0])
+    assert isinstance(again, wire.Hello)
     assert again.ring is not None
     assert again.ring != hello.ring, "a fresh ring for a drafter that forgot"
     reader.close()
     shipper.set_drafters(Wire(), "v", {DrafterRef("d1", "i", "tcp://127.0.0.1:1", "", 1): 2})
-    far = decode_to_drafter(sent[-1][0])
-    assert isinstance(far, Hello)
+    far = wire.decode_to_drafter(sent[-1][0])
+    assert isinstance(far, wire.Hello)
     assert far.ring is None, "not between hosts"
     shipper.set_drafters(Wire(), "v", {})

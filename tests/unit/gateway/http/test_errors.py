@@ -11,34 +11,24 @@ from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
 from gateway.http import errors
-from gateway.http.errors import (
-    ApiError,
-    BadRequest,
-    ContextTooLong,
-    EngineFailed,
-    InternalError,
-    ModelNotFound,
-    Unavailable,
-    VerifierLost,
-)
 from gateway.http.sse import CHAT
 from gateway.routes.models import _checked_answer
 
 MESSAGE = ("something",)
 VLLM_ERRORS = {
-    "VLLMError": (MESSAGE, InternalError),
-    "VLLMClientError": (MESSAGE, BadRequest),
-    "VLLMServerError": (MESSAGE, InternalError),
-    "VLLMValidationError": (MESSAGE, BadRequest),
-    "VLLMNotFoundError": (MESSAGE, ModelNotFound),
-    "LoRAAdapterNotFoundError": (("name", "path"), ModelNotFound),
-    "VLLMUnprocessableEntityError": (MESSAGE, BadRequest),
-    "GenerationError": (MESSAGE, InternalError),
-    "RetryableRequestError": (MESSAGE, Unavailable),
-    "GracefulHTTPError": (("busy", 503), Unavailable),
-    "QueueOverflowError": ((), Unavailable),
-    "MaxQueuedTokensError": ((), Unavailable),
-    "ProfilerAlreadyActiveError": ((), Unavailable),
+    "VLLMError": (MESSAGE, errors.InternalError),
+    "VLLMClientError": (MESSAGE, errors.BadRequest),
+    "VLLMServerError": (MESSAGE, errors.InternalError),
+    "VLLMValidationError": (MESSAGE, errors.BadRequest),
+    "VLLMNotFoundError": (MESSAGE, errors.ModelNotFound),
+    "LoRAAdapterNotFoundError": (("name", "path"), errors.ModelNotFound),
+    "VLLMUnprocessableEntityError": (MESSAGE, errors.BadRequest),
+    "GenerationError": (MESSAGE, errors.InternalError),
+    "RetryableRequestError": (MESSAGE, errors.Unavailable),
+    "GracefulHTTPError": (("busy", 503), errors.Unavailable),
+    "QueueOverflowError": ((), errors.Unavailable),
+    "MaxQueuedTokensError": ((), errors.Unavailable),
+    "ProfilerAlreadyActiveError": ((), errors.Unavailable),
 }
 
 
@@ -57,16 +47,16 @@ def test_every_exception_of_vllm_is_mapped():
 @pytest.mark.parametrize(
     ("error", "expected", "code"),
     [
-        (EngineDeadError(), InternalError, "internal_error"),
-        (EngineGenerateError(), InternalError, "internal_error"),
+        (EngineDeadError(), errors.InternalError, "internal_error"),
+        (EngineGenerateError(), errors.InternalError, "internal_error"),
         (HTTPException(404), errors.NotFound, "not_found"),
         (HTTPException(405), errors.MethodNotAllowed, "method_not_allowed"),
-        (HTTPException(400, "no"), BadRequest, None),
-        (HTTPException(500), InternalError, "internal_error"),
-        (ValueError("wrong"), BadRequest, None),
-        (KeyError("secret"), InternalError, "internal_error"),
-        (ValueError("This model's maximum context length is 8 tokens."), ContextTooLong, "context_length_exceeded"),
-        (VerifierLost(), VerifierLost, "verifier_lost"),
+        (HTTPException(400, "no"), errors.BadRequest, None),
+        (HTTPException(500), errors.InternalError, "internal_error"),
+        (ValueError("wrong"), errors.BadRequest, None),
+        (KeyError("secret"), errors.InternalError, "internal_error"),
+        (ValueError("This model's maximum context length is 8 tokens."), errors.ContextTooLong, "context_length_exceeded"),
+        (errors.VerifierLost(), errors.VerifierLost, "verifier_lost"),
     ],
 )
 def test_translation(error, expected, code):
@@ -75,9 +65,9 @@ def test_translation(error, expected, code):
     assert ours.code == code
 
 
-def every_error() -> list[ApiError]:
-    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, ApiError)]
-    return [kind() if issubclass(kind, InternalError | Unavailable) else kind("message") for kind in kinds]
+def every_error() -> list[errors.ApiError]:
+    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, errors.ApiError)]
+    return [kind() if issubclass(kind, errors.InternalError | errors.Unavailable) else kind("message") for kind in kinds]
 
 
 @pytest.mark.parametrize("error", every_error(), ids=lambda error: type(error).__name__)
@@ -126,10 +116,10 @@ def test_the_value_of_a_field_is_not_echoed():
 
 
 def test_vllm_error_responses_become_ours():
-    assert isinstance(errors.from_vllm({"message": VerifierLost.text, "code": 503}), VerifierLost)
-    assert type(errors.from_vllm({"message": "?", "code": 503})) is Unavailable
-    assert isinstance(errors.from_vllm({"message": "no such model", "code": 404}), ModelNotFound)
-    assert isinstance(errors.from_vllm({"message": "boom", "code": 500}), InternalError)
+    assert isinstance(errors.from_vllm({"message": errors.VerifierLost.text, "code": 503}), errors.VerifierLost)
+    assert type(errors.from_vllm({"message": "?", "code": 503})) is errors.Unavailable
+    assert isinstance(errors.from_vllm({"message": "no such model", "code": 404}), errors.ModelNotFound)
+    assert isinstance(errors.from_vllm({"message": "boom", "code": 500}), errors.InternalError)
     assert errors.from_vllm({"message": "bad", "code": 400, "param": "n"}).param == "n"
 
 
@@ -137,7 +127,7 @@ def test_what_a_verifier_says_of_an_adapter_is_told_without_its_path():
     info = ErrorInfo(
         message="LoRA rank 512 is greater than max_lora_rank 16: /srv/x/adapter", type="InternalServerError", code=500
     )
-    with pytest.raises(EngineFailed, match="is greater than max_lora_rank") as caught:
+    with pytest.raises(errors.EngineFailed, match="is greater than max_lora_rank") as caught:
         _checked_answer(ErrorResponse(error=info))
     assert "/srv" not in caught.value.message
 
