@@ -28,7 +28,8 @@ from backend.drafter.proposer import Drafted, Sampling, Until
 from backend.speculation.chances import CLIP, chances_over
 
 Proposals = npt.NDArray[np.int32]
-Signs, Limits = npt.NDArray[np.float32], npt.NDArray[np.int64]
+Signs = npt.NDArray[np.float32]
+Limits = npt.NDArray[np.int64]
 SUPPORT = 64
 """Most tokens in the distribution of an independent token, by which it is sent and judged.  What the others have in common with
 the target's distribution is lost: at temperature 1, 3 % of a demo token's chance, with 32 of them 5 %."""
@@ -209,7 +210,7 @@ class Ends:
         before, self._taken = self._taken, self._taken + signs.shape[1]
         if self._is_judged:
             offsets = self._weights[np.minimum(np.arange(before, self._taken) + 2, len(self._weights) - 1)]
-            chances = chances_over(*self._weights[:2], offsets, signs)
+            chances = chances_over(self._weights[0], self._weights[1], offsets, signs)
             chances[0] *= self._survivals
             survivals = chances.cumprod(0)
             self._survivals = survivals[-1]

@@ -106,10 +106,10 @@ async def test_items_are_shown_whole(running):
     items = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
     made = await responses.create(model="demo", input=items)
     assert "one\ntwo\nthree" in prompt_of(running)
-    items = [item async for item in responses.input_items.list(made.id, limit=2, order="asc")]
-    assert [item.type for item in items] == ["message"] * 3
-    assert [item.content[0].type for item in items] == ["input_text", "output_text", "input_text"]
-    assert [item.content[0].text for item in items] == ["one", "two", "three"]
+    listed = [item async for item in responses.input_items.list(made.id, limit=2, order="asc")]
+    assert [item.type for item in listed] == ["message"] * 3
+    assert [item.content[0].type for item in listed] == ["input_text", "output_text", "input_text"]
+    assert [item.content[0].text for item in listed] == ["one", "two", "three"]
 
 
 async def test_a_call_shows_what_was_asked_for(running):

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from backend.drafter.decoding import DecodeBatch

@@ -369,9 +369,8 @@ def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_
 
 
 HANDED_ON = {
-    "RowLogs.settle": "the rows of all requests, projected: one copy",
-    "RowLogs._append": "that copy, in host memory",
-    "_pick": "which rows are final; the step's tokens have been read, so nothing runs that this could wait for",
+    "RowLogs._append": "the rows of all requests, projected: one copy, in host memory",
+    "async_tensor_h2d": "which rows are final, from pinned memory",
 }
 
 
@@ -403,7 +402,7 @@ def test_a_step_is_shipped_with_one_copy_from_the_device_and_two_in_host_memory(
             shipper.ship(step, layers)
         copied = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert reads == {"RowLogs.settle": 1, "RowLogs._append": 1} | ({"_pick": 1} if rejected else {})
+        assert reads == {"RowLogs._append": 1} | ({"async_tensor_h2d": 1} if rejected else {})
         assert 2 * len(frames[-1]) < copied < 2.2 * len(frames[-1])
         final = torch.arange(rows).tensor_split(np.cumsum(step.computed)[:-1].tolist())
         at = torch.cat([own[:count] for own, count in zip(final, counts, strict=True)])

@@ -55,7 +55,7 @@ class Request:
 
 
 def processors(requests: list[Request]) -> LogitsProcessors:
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=8))
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=16))
     made = [
         kind(config, CPU, False) for kind in (MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor, NoRepeat)
     ]

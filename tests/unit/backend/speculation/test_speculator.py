@@ -351,16 +351,16 @@ def test_a_load_that_grows_is_reconsidered_at_once() -> None:
     """Drafts pay for one request, and not for many: at the start of each batch, drafting must end with the last one's tail."""
     driven = Driven(speculator(), Drafter(0.5), requests=32, token_s=3e-4)
     driven.run(200)
-    assert driven.speculator.choice.ask == Ask.PLAIN
+    assert driven.speculator._asking.choice.ask == Ask.PLAIN
     for _ in range(3):
         others = {name: driven.texts.pop(name) for name in list(driven.texts)[1:]}
         for name in others:
             driven.speculator.forget(name)
         driven.run(2)
-        assert driven.speculator.choice.ask != Ask.PLAIN
+        assert driven.speculator._asking.choice.ask != Ask.PLAIN
         driven.texts |= others
         for name, text in others.items():
             driven.speculator.ended(name, text, len(text) - 1, Rule.GREEDY, driven.now)
         turns = driven.run(40)
-        assert driven.speculator.choice.ask == Ask.PLAIN
+        assert driven.speculator._asking.choice.ask == Ask.PLAIN
         assert all(not turn.attached.features_needed for turn in turns[2:]), "nor does a probe follow at once"
