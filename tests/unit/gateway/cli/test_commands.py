@@ -174,6 +174,7 @@ def test_a_fleet_that_listens_everywhere_is_announced_by_a_loopback_name(monkeyp
     monkeypatch.setattr("backend.launch.fleet.prepare_process", Mock())
     fleet = Mock(settings=Settings())
     monkeypatch.setattr("backend.launch.fleet.LaunchedFleet.launch", lambda *_: fleet)
+    monkeypatch.setattr("backend.launch.operator.Operator.start", Mock())
     monkeypatch.setattr("backend.models.resolve.resolve", lambda *_: DEMO)
     monkeypatch.setattr(cli, "run_gateway", lambda settings, info, handle, announce, *_: announce("https://0.0.0.0:8000"))
     assert cli.main(["serve"]) == 0
