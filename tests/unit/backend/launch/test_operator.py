@@ -1,5 +1,6 @@
 """Operations: what one that cannot be carried out says, and what one leaves behind; and how lost members come back."""
 
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import Mock
@@ -141,3 +142,10 @@ def test_added_verifiers_of_one_gpu_start_one_after_the_other(kind: MemberKind, 
     fleet = Mock(add=add, wait_ready=wait_ready)
     Operator(fleet, lambda line: None)._carry_out(Operation(7, "add", ["", ""], add=kind))
     assert done == order
+
+
+def test_the_end_of_the_fleet_ends_the_operator() -> None:
+    with ExitStack() as ending:
+        operator = Operator(cast(Any, SimpleNamespace(coordinator=None, ending=ending)), lambda line: None)
+        operator.start()
+    assert operator._stopping.is_set()
