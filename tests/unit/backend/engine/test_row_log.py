@@ -1,11 +1,9 @@
 """Whatever happens, each drafter gets each row of its requests once and in order, as far as the logs have it."""
 
-import tracemalloc
 from collections import deque
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -32,7 +30,6 @@ from backend.wire.drafting import (
     encode,
 )
 from tests.support.properties import examples
-from tests.support.reads import nothing_read
 from tests.support.rows import step_of
 
 NAMES = "abc"
@@ -366,47 +363,6 @@ def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_
         bench.assign({"d0": "", "d1": "/other"})
     # It loads later: features come at the epoch of its other link.
     assert {name: link.hello.epoch for name, link in bench.shipper._links.items()} == {"d0": 1, "d1": 1}
-
-
-HANDED_ON = {
-    "RowLogs._append": "the rows of all requests, projected: one copy, in host memory",
-    "async_tensor_h2d": "which rows are final, from pinned memory",
-}
-
-
-@pytest.mark.parametrize("rejected", [0, 1])
-def test_a_step_is_shipped_with_one_copy_from_the_device_and_two_in_host_memory(
-    monkeypatch: pytest.MonkeyPatch, rejected: int
-) -> None:
-    """A row's bytes go into its request's log, and from there into the message."""
-    project, frames = torch.nn.Linear(12, 4096, bias=False).requires_grad_(False), list[bytes]()
-
-    class Socket:
-        def send(self, header: bytes, frame: bytes = b"") -> bool:
-            frames.append(frame)
-            return True
-
-        def receive(self) -> None: ...
-
-    monkeypatch.setattr(feature_link, "connect_dealer", lambda *_: None)
-    monkeypatch.setattr(feature_link, "Dealer", lambda _: Socket())
-    shipper = FeatureShipper(lambda head: project, handover_bytes=1 << 30)
-    shipper.set_drafters(Wire(), "v", {DrafterRef("d0", "i", "d0", "", 1): 0})
-    counts = [1 + i % 9 for i in range(64)]
-    rows = sum(counts) + rejected * len(counts)
-    for n in range(2):
-        step = step_of([(f"r{i}", count * n, count, range(40)) for i, count in enumerate(counts)], rejected)
-        layers = [torch.randn(rows, 4) for _ in range(3)]
-        tracemalloc.start()
-        with nothing_read(HANDED_ON) as reads:
-            shipper.ship(step, layers)
-        copied = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-        assert reads == {"RowLogs._append": 1} | ({"async_tensor_h2d": 1} if rejected else {})
-        assert 2 * len(frames[-1]) < copied < 2.2 * len(frames[-1])
-        final = torch.arange(rows).tensor_split(np.cumsum(step.computed)[:-1].tolist())
-        at = torch.cat([own[:count] for own, count in zip(final, counts, strict=True)])
-        assert frames[-1] == project(torch.cat(layers, dim=1)[at]).numpy().tobytes()
 
 
 def test_rows_of_steps_that_began_early_never_reach_a_drafter_with_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
