@@ -25,7 +25,7 @@ from torch import Tensor
 
 from backend import noise
 from backend.drafter.proposer import Drafted, Sampling, Until
-from backend.speculation.chances import CLIP, chances_over
+from backend.speculation.chances import CLIP, chance, chances_over
 
 Proposals = npt.NDArray[np.int32]
 Signs = npt.NDArray[np.float32]
@@ -33,6 +33,8 @@ Limits = npt.NDArray[np.int64]
 SUPPORT = 64
 """Most tokens in the distribution of an independent token, by which it is sent and judged.  What the others have in common with
 the target's distribution is lost: at temperature 1, 3 % of a demo token's chance, with 32 of them 5 %."""
+FEW = 32
+"""Tokens from which on their chances are computed faster over arrays than one by one."""
 
 
 def fresh_noise(device: torch.device) -> torch.Generator:
@@ -192,16 +194,17 @@ class Ends:
     """
 
     def __init__(self, limits: Sequence[int] | Limits, untils: Sequence[Until], samplings: Sequence[Sampling]) -> None:
-        pairs, each = list(zip(untils, samplings, strict=True)), len(limits) // len(untils)
+        pairs = list(zip(untils, samplings, strict=True))
+        self._each = each = len(limits) // len(untils)
         floors = [until.floor if until.chance_weights and not own.independent else 0.0 for until, own in pairs]
         judges = [until.judge(own) or (0.0, 0.0, 0.0) for until, own in pairs]
         longest = max(map(len, judges))
-        weights = [[*its, *[its[-1]] * (longest - len(its))] for its in judges]
+        self._judges = [[*its, *[its[-1]] * (longest - len(its))] for its in judges]
         self.kept: Limits = np.maximum(limits, 0)
         """How many of its tokens each draft keeps, as far as these are known."""
         self._own = np.repeat([own.independent for own in samplings], each)
         self._floors, self._is_judged = np.repeat(floors, each), any(floors)
-        self._weights = np.repeat(weights, each, axis=0).T
+        self._weights = np.repeat(self._judges, each, axis=0).T
         self._survivals = np.ones(len(limits))
         self._taken = 0
 
@@ -209,15 +212,31 @@ class Ends:
         """Takes every row's next tokens; whether any draft goes on.  `signs`: their values and leads, `[2, tokens, rows]`."""
         before, self._taken = self._taken, self._taken + signs.shape[1]
         if self._is_judged:
-            offsets = self._weights[np.minimum(np.arange(before, self._taken) + 2, len(self._weights) - 1)]
-            chances = chances_over(self._weights[0], self._weights[1], offsets, signs)
-            chances[0] *= self._survivals
-            survivals = chances.cumprod(0)
-            self._survivals = survivals[-1]
-            # Survival never grows.
-            ends = before + (survivals >= self._floors).sum(0)
-            self.kept = np.where(ends < self._taken, np.minimum(self.kept, ends), self.kept)
+            (self._follow if signs[0].size < FEW else self._follow_many)(before, signs)
         return bool((self.kept > self._taken).any())
+
+    def _follow(self, before: int, signs: Signs) -> None:
+        """Cuts drafts where their survival falls below the floor, `before` tokens having been taken earlier."""
+        for row, own in enumerate(signs.T.tolist()):
+            weights, survival = self._judges[row // self._each], float(self._survivals[row])
+            for place, (value, lead) in enumerate(own, before):
+                survival *= chance(weights, place, value, lead)
+                if survival < self._floors[row]:
+                    self.kept[row] = min(self.kept[row], place)
+                    break
+            self._survivals[row] = survival
+
+    def _follow_many(self, before: int, signs: Signs) -> None:
+        """`_follow` over arrays."""
+        offsets = self._weights[np.minimum(np.arange(before, self._taken) + 2, len(self._weights) - 1)]
+        value, lead = np.fmin(CLIP, np.fmax(-CLIP, signs))
+        chances = chances_over(self._weights[0], self._weights[1], offsets, value, lead)
+        chances[0] *= self._survivals
+        survivals = chances.cumprod(0)
+        self._survivals = survivals[-1]
+        # Survival never grows.
+        ends = before + (survivals >= self._floors).sum(0)
+        self.kept = np.where(ends < self._taken, np.minimum(self.kept, ends), self.kept)
 
     def cut(self, tokens: list[list[int]], signs: list[list[float]], proposals: Proposals | None) -> list[Drafted]:
         """The drafts of all rows, of their tokens and signs; `proposals`: int32 `[rows, 2, tokens, M]`, as on the wire."""

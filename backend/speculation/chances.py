@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from enum import IntEnum
 from itertools import chain
 from math import exp
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -46,12 +47,17 @@ RULE_NAMES = {Rule.GREEDY: "greedy", Rule.SHARED: "shared_noise", Rule.INDEPENDE
 """The names of the rules in answers and records."""
 
 
+def chance(weights: Sequence[float], place: int, value: float, lead: float) -> float:
+    """The chance of one token.  `weights` are `[a, b, e_0, ...]`; the last e holds for all later places, too."""
+    odds = weights[0] * clipped(value) + weights[1] * clipped(lead) + weights[min(place + 2, len(weights) - 1)]
+    return 1 / (1 + exp(-odds if odds > -STEEPEST else STEEPEST))
+
+
 def chances(weights: Sequence[float], signs: Sequence[float], offset: float = 0.0) -> list[float]:
     """The chance of each token of a draft, given that all before it are accepted.
 
-    `weights`: `[a, b, e_0, ...]`; the last e holds for all later places, too.  `signs`: value and lead of the first token, of
-    the second, and so on.  `offset` is added to every e.  Written out for speed, since verifiers compute it for every draft
-    token between two steps.
+    `signs`: value and lead of the first token, of the second, and so on.  `offset` is added to every e.  Written out for
+    speed, since verifiers compute it for every draft token between two steps.
     """
     a, b, *offsets = weights
     offsets += offsets[-1:] * (len(signs) // 2 - len(offsets))
@@ -70,19 +76,18 @@ def chances_of_many(weights: Sequence[float], drafts: Sequence[Sequence[float]],
     """`chances` of many drafts, with their signs and each one's own offset, over arrays."""
     if len(drafts) < FEW:
         return [chances(weights, signs, offset) for signs, offset in zip(drafts, own, strict=True)]
-    flat = np.fromiter(chain.from_iterable(drafts), float).reshape(-1, 2)
+    flat = np.fmin(CLIP, np.fmax(-CLIP, np.fromiter(chain.from_iterable(drafts), float)))
     counts = np.array([len(signs) // 2 for signs in drafts])
     places = np.arange(counts.max())
     inside = places < counts[:, None]
-    signs = np.zeros((2, *inside.shape))
-    signs[:, inside] = flat.T
+    value, lead = np.zeros(inside.shape), np.zeros(inside.shape)
+    value[inside], lead[inside] = flat[::2], flat[1::2]
     offsets = np.array(weights)[np.minimum(places + 2, len(weights) - 1)] + np.array(own)[:, None]
-    return inside * chances_over(weights[0], weights[1], offsets, signs)
+    return inside * chances_over(weights[0], weights[1], offsets, value, lead)
 
 
-def chances_over(a: float | Array, b: float | Array, offsets: Array, signs: npt.NDArray[np.floating]) -> Array:
-    """The chance of each token of `signs` `[2, ...]`, values and leads.  All weights broadcast to `[...]`."""
-    value, lead = np.fmin(CLIP, np.fmax(-CLIP, signs))
+def chances_over(a: float | Array, b: float | Array, offsets: Array, value: npt.NDArray[Any], lead: npt.NDArray[Any]) -> Array:
+    """The chances of tokens by their signs, cut to +-CLIP, over arrays."""
     found: Array = 1 / (1 + np.exp(np.minimum(-(a * value + b * lead + offsets), STEEPEST)))
     return found
 
