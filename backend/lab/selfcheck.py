@@ -57,18 +57,18 @@ TEXTS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0.0}, "seeded": {"
 
 def check_texts() -> Iterator[Row]:
     """Texts of the demo model with and without drafts: the same?  In float32: bfloat16's rounding decides near ties."""
-    said: list[list[Sample]] = []
+    samples_of: list[list[Sample]] = []
     try:
         for mode in ("off", "auto"):
             settings: dict[str, Any] = {"drafters": int(mode != "off"), "verifier_engine_args": {"dtype": "float32"}}
             with Fleet("demo", mode=mode, **settings) as fleet:
                 for rule in TEXTS.values():
                     samples = fleet.generate(PROMPTS, {**rule, "max_tokens": 128, "ignore_eos": True}, n=4)
-                    said.append(sorted(samples, key=attrgetter("index", "sample")))
+                    samples_of.append(sorted(samples, key=attrgetter("index", "sample")))
     except OutriderError as error:
         yield {"failed": error.message}
         return
-    for rule_name, plain, drafted in zip(TEXTS, said[: len(TEXTS)], said[len(TEXTS) :], strict=True):
+    for rule_name, plain, drafted in zip(TEXTS, samples_of[: len(TEXTS)], samples_of[len(TEXTS) :], strict=True):
         spent = [each.account["tokens_per_verification"] for each in drafted if each.account]
         same = sum(a.token_ids == b.token_ids for a, b in zip(plain, drafted, strict=True))
         yield {"texts": rule_name, "same": same / len(plain), "tokens per verification": statistics.fmean(spent)}

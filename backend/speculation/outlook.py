@@ -100,11 +100,11 @@ class Foresight:
         """The numbers of outcomes that may be asked for: powers of two, up to twice as many as ever were."""
         return [1 << octave for octave in range(min(self._looked_at + 1, self._octaves))]
 
-    def observe(self, rank: int | None, asked: int, tokens: int) -> None:
-        """Of `asked` outcomes drafted in time for `tokens` tokens, the one at `rank` happened; None: none of them."""
+    def observe(self, rank: int | None, outcomes: int, tokens: int) -> None:
+        """Of `outcomes` drafted in time for `tokens` tokens, the one at `rank` happened; None: none of them."""
         hits, looks, hit = self._hits[tokens], self._looks[tokens], None if rank is None else rank.bit_length()
-        self._looked_at = max(self._looked_at, asked.bit_length())
-        for octave in range(min(asked.bit_length(), self._octaves)):
+        self._looked_at = max(self._looked_at, outcomes.bit_length())
+        for octave in range(min(outcomes.bit_length(), self._octaves)):
             hits[octave] = FORGET * hits[octave] + (octave == hit)
             looks[octave] = FORGET * looks[octave] + 1
 

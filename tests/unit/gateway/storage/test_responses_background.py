@@ -99,8 +99,8 @@ async def test_what_was_cancelled_elsewhere_adds_nothing_to_its_conversation(tmp
             yield each
 
     responses = ResponseService(ours, 4096)
-    await responses.begin(begun, cancelled(), "m", 0, claim := Claim())
-    await eventually(lambda: claim.closed)
+    await responses.begin(begun, cancelled(), "m", 0, Claim())
+    await asyncio.gather(*(task for _, task in responses._making.values()))
     assert (await ours.get("r", "me")).body["status"] == "cancelled"
     assert await ours.items("c", "me") == []
     await responses.close()
