@@ -21,7 +21,7 @@ BATCH = 6
 """Requests of each kind."""
 KINDS: dict[str, dict[str, Any]] = {
     "T = 1.0": {"temperature": 1.0},
-    "T = 0.0": {"temperature": 0.0},
+    "T = 0.0": {"temperature": 0.0, "max_tokens": 60},
     **{name: {"temperature": 1.0} | VARIANTS[name] for name in ("penalties", "schema", "logprobs", "custom processor")},
 }
 SMALL: dict[str, Any] = {"max_model_len": 512}
