@@ -25,7 +25,7 @@ from torch import Tensor
 
 from backend import noise
 from backend.drafter.proposer import Drafted, Sampling, Until
-from backend.speculation.chances import CLIP, chance, chances_over
+from backend.speculation.chances import CLIP, chances, chances_over
 
 Proposals = npt.NDArray[np.int32]
 Signs = npt.NDArray[np.float32]
@@ -217,10 +217,10 @@ class Ends:
 
     def _follow(self, before: int, signs: Signs) -> None:
         """Cuts drafts where their survival falls below the floor, `before` tokens having been taken earlier."""
-        for row, own in enumerate(signs.T.tolist()):
-            weights, survival = self._judges[row // self._each], float(self._survivals[row])
-            for place, (value, lead) in enumerate(own, before):
-                survival *= chance(weights, place, value, lead)
+        for row, own in enumerate(signs.T.reshape(len(self.kept), -1).tolist()):
+            (a, b, *offsets), survival = self._judges[row // self._each], float(self._survivals[row])
+            for place, chance in enumerate(chances([a, b, *(offsets[before:] or offsets[-1:])], own), before):
+                survival *= chance
                 if survival < self._floors[row]:
                     self.kept[row] = min(self.kept[row], place)
                     break
@@ -230,9 +230,9 @@ class Ends:
         """`_follow` over arrays."""
         offsets = self._weights[np.minimum(np.arange(before, self._taken) + 2, len(self._weights) - 1)]
         value, lead = np.fmin(CLIP, np.fmax(-CLIP, signs))
-        chances = chances_over(self._weights[0], self._weights[1], offsets, value, lead)
-        chances[0] *= self._survivals
-        survivals = chances.cumprod(0)
+        found = chances_over(self._weights[0], self._weights[1], offsets, value, lead)
+        found[0] *= self._survivals
+        survivals = found.cumprod(0)
         self._survivals = survivals[-1]
         # Survival never grows.
         ends = before + (survivals >= self._floors).sum(0)

@@ -47,17 +47,12 @@ RULE_NAMES = {Rule.GREEDY: "greedy", Rule.SHARED: "shared_noise", Rule.INDEPENDE
 """The names of the rules in answers and records."""
 
 
-def chance(weights: Sequence[float], place: int, value: float, lead: float) -> float:
-    """The chance of one token.  `weights` are `[a, b, e_0, ...]`; the last e holds for all later places, too."""
-    odds = weights[0] * clipped(value) + weights[1] * clipped(lead) + weights[min(place + 2, len(weights) - 1)]
-    return 1 / (1 + exp(-odds if odds > -STEEPEST else STEEPEST))
-
-
 def chances(weights: Sequence[float], signs: Sequence[float], offset: float = 0.0) -> list[float]:
     """The chance of each token of a draft, given that all before it are accepted.
 
-    `signs`: value and lead of the first token, of the second, and so on.  `offset` is added to every e.  Written out for
-    speed, since verifiers compute it for every draft token between two steps.
+    `weights`: `[a, b, e_0, ...]`; the last e holds for all later places, too.  `signs`: value and lead of the first token, of
+    the second, and so on.  `offset` is added to every e.  Written out for speed, since verifiers compute it for every draft
+    token between two steps.
     """
     a, b, *offsets = weights
     offsets += offsets[-1:] * (len(signs) // 2 - len(offsets))

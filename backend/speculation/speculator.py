@@ -285,7 +285,7 @@ class Speculator:
         longest = choice.k or self._longest
         known = self.candidates.known(self._ended)
         candidates = self.candidates.best(known)
-        # A verification ends at the latest behind what will be verified of a draft.  Whether that is much nobody may know yet.
+        # A verification ends at the latest behind what will be verified of a draft.  It is not decided before the step begins.
         spent = self._ranking.expected(candidates) if of_each or self.candidates.forced else None
         lengths = spent.lengths if spent is not None else [0] * len(known)
         for (request_id, request), best, cut in zip(known, candidates, lengths, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from backend.drafter import eagle
 from backend.drafter.draws import Ends
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, Drafted, DraftRequest, Premise, Sampling, Until
-from backend.speculation.chances import CLIP, chance, chances
+from backend.speculation.chances import CLIP, chances
 from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer, rows_held, tokens_of
 from tests.support.properties import examples
 
@@ -277,5 +277,6 @@ def test_a_chance_is_one_whatever_the_signs(weights: list[float], signs: list[fl
         value, lead = (max(-CLIP, min(CLIP, -CLIP if math.isnan(s) else s)) for s in signs[2 * place : 2 * place + 2])
         at = weights[0] * value + weights[1] * lead + weights[2:][min(place, len(weights) - 3)]
         assert one == pytest.approx(1 / (1 + math.exp(-at)))
-    assert chance([1e9, 0.0, 0.0], 0, 8.0, 0.0) == 1.0
-    assert chance([1e9, 0.0, 0.0], 0, -8.0, 0.0) < 1e-9
+    sure, never = chances([1e9, 0.0, 0.0], [8.0, 0.0, -8.0, 0.0])
+    assert sure == 1.0
+    assert never < 1e-9

@@ -13,7 +13,7 @@ import torch
 
 from backend.drafter.decoding import DecodeBatch
 from backend.drafter.proposer import MAX_OUTCOMES, Premise, Sampling, Until
-from backend.speculation.chances import chance, chances
+from backend.speculation.chances import chances
 from backend.wire.drafting import Outcome
 from tests.support.attention_cases import attend_one_by_one
 from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer, tokens_of
@@ -43,7 +43,8 @@ def scored(
         value = -30.0 if token is None else values.get(token, -30.0)
         total, accepted, ended = np.logaddexp.reduce([values[t] for t in rest]), 0.0, 0.0
         if judge is not None and token is not None:
-            one = chance(judge, stop, value, value - max(values[t] for t in values if t != token))
+            signs = [value, value - max(values[t] for t in values if t != token)]
+            (one,) = chances([*judge[:2], *(judge[2 + stop :] or judge[-1:])], signs)
             accepted, ended = math.log(one), math.log(1 - one)
         elif judge is None:
             if not book.temperature:
