@@ -110,23 +110,25 @@ class FeatureShipper:
         for link in self._links.values():
             link.forget(over, "finished")
 
-    def log(self, step: StepRows, layers: Sequence[torch.Tensor]) -> None:
-        """Logs the rows of a step that began early.  The tokens are not known yet: the next other step ships them."""
-        self._logs.add(step, layers)
+    def begin(self, step: StepRows, layers: Sequence[torch.Tensor], is_early: bool) -> None:
+        """Takes a step's features while the device computes or has tokens to sample; which are final is not known yet.
 
-    def ship(self, step: StepRows, layers: Sequence[torch.Tensor] | None) -> None:
-        """Logs a step's rows and sends each drafter what it lacks of these requests, or waits if drafters are in no hurry.
-
-        `layers`: each `[num_tokens, width]`; side by side they are the features before `fc`.  None: drafters need no features.
+        `layers`: each `[num_tokens, width]`; side by side they are the features before `fc`.  If drafters are in no hurry, it
+        sends what earlier steps have left, but not in a step that begins early: its requests' tokens are not known.
         """
-        fresh: dict[str, int] | None = None
-        if layers is not None:
-            self._logs.add(step, layers)
-            if self.features_needed:
-                self._logs.settle()
-            if not self._logs.fresh:
-                return
-            fresh, self._logs.fresh = self._logs.fresh, {}
+        self._logs.begin(step.request_ids, sum(step.computed), layers, self.features_needed)
+        if self._logs.fresh and not self.features_needed and not is_early:
+            self.ship(step)
+
+    def end(self, step: StepRows) -> None:
+        """Says which of the rows are final.  If drafters need them now, it sends them."""
+        self._logs.end(step)
+        if self.features_needed:
+            self.ship(step)
+
+    def ship(self, step: StepRows) -> None:
+        """Sends each drafter what it lacks of the step's requests, up to their final rows."""
+        fresh, self._logs.fresh = self._logs.fresh, {}
         drafters = [self._drafter_of(request_id) for request_id in step.request_ids]
         for drafter_id, link in self._links.items():
             link.receive_answers()

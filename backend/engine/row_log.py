@@ -1,8 +1,10 @@
 """Keeps the feature rows of running requests: one log per request.  Pure bookkeeping of tensors and bytes.
 
-Worker process, on the thread that runs the model.  A step's rows first wait where the model left them, until drafters need rows
-or many wait.  Then they are projected, piece by piece, with one call for each head that serves their requests, and appended to
-their logs in host memory.  So steps without drafts cost little, and rows of requests that end first are never projected.
+Worker process, on the thread that runs the model.  A step's rows are taken before it is known which of them are final
+(`begin`): the device still computes, or has tokens to sample.  If drafters need rows now, all are projected at once, with one
+call for each head that serves their requests; `end` appends those that are final to their logs in host memory.  Else they
+wait on the device until drafters need rows or many wait.  So steps without drafts cost little.  Rows of steps whose requests
+have all ended by then are never projected.
 
 A drafter computes its KV cache from a request's rows.  One that is new to a request gets the whole log, and reaches the state
 of the drafter before it, even if that one is gone.  When memory is short, the longest log gives up its older half: the next
@@ -18,13 +20,12 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 
 from backend.wire.drafting import FeatureDtype
 
 MOST_WAITING, AT_ONCE = 4096, 512
-"""Fewer rows wait after any step.  If more would, the oldest are projected, at least so many.  Of 64 requests, those with
-outputs of 64 tokens end before that.  However many are projected, no more than so many are at once: their memory is no part of
+"""Once so many rows wait, the oldest are projected, at least `AT_ONCE`.  Of 64 requests, those with outputs of 64 tokens end
+before that.  Rows of a longer step do not wait.  No more than `AT_ONCE` are projected at once: their memory is no part of
 vLLM's plan."""
 
 DTYPE_NAMES: dict[torch.dtype, FeatureDtype] = {
@@ -93,13 +94,22 @@ _Part = tuple[str, int, int, int]
 """Some of a request's rows: request id, position of the first row, where that is in a tensor, and their number."""
 
 
-class _Piece(NamedTuple):
-    """At most `AT_ONCE` rows that are in no log yet, one part behind the other."""
+class _Taken(NamedTuple):
+    """Rows that a step has computed, all layers side by side."""
 
-    parts: list[_Part]
     rows: torch.Tensor
     made: torch.cuda.Event | None
     """Happens once they are computed; None except on CUDA."""
+
+
+class _Projected(NamedTuple):
+    """All rows that a step has computed, in host memory, once the stream of this module is done."""
+
+    of: list[Projection | None]
+    """Each request's projection."""
+    rows: dict[Projection | None, list[torch.Tensor]]
+    layers: Sequence[torch.Tensor]
+    """Still read until then."""
 
 
 class RowLogs(dict[str, Log]):
@@ -113,20 +123,52 @@ class RowLogs(dict[str, Log]):
         """Bytes of all logs."""
         self.fresh: dict[str, int] = {}
         """By request whose log has grown since the sender took this last: the first position that is new there."""
-        self._pieces: deque[_Piece] = deque()
+        self._begun: _Taken | _Projected | None = None
+        """The rows of the step that `end` has not told of yet."""
+        self._pieces: deque[tuple[list[_Part], _Taken]] = deque()
+        """What waits: the final rows of earlier steps."""
         self.waiting = 0
         """Rows of all pieces."""
 
-    def add(self, step: StepRows, layers: Sequence[torch.Tensor]) -> None:
-        """Copies a step's final rows, those of all layers side by side.  A layer is `[num_tokens, width]`."""
-        for parts in _pieces(step):
-            places = _places(parts, layers[0].device)
-            rows = torch.cat([layer[places] for layer in layers], dim=-1)
-            made = torch.cuda.current_stream().record_event() if rows.is_cuda else None
-            self._pieces.append(_Piece(parts, rows, made))
-            self.waiting += len(rows)
+    def begin(self, request_ids: list[str], count: int, layers: Sequence[torch.Tensor], is_needed: bool) -> None:
+        """Takes the first `count` rows of `layers`, each `[num_tokens, width]`: what a step has computed of its requests.
+
+        `is_needed`: drafters need them at once.  `end` must follow, then `trim`.
+        """
+        made = torch.cuda.current_stream().record_event() if layers[0].is_cuda else None
+        if not is_needed and count <= AT_ONCE:
+            self._begun = _Taken(torch.cat([layer[:count] for layer in layers], dim=-1), made)
             if self.waiting >= MOST_WAITING:
                 self.settle(MOST_WAITING - AT_ONCE)
+            return
+        self.settle()
+        of = [self._projection_of(request_id) for request_id in request_ids]
+        rows: dict[Projection | None, list[torch.Tensor]] = {project: [] for project in of}
+        with _beside(made):
+            for first in range(0, count, AT_ONCE):
+                part = torch.cat([layer[first : min(first + AT_ONCE, count)] for layer in layers], dim=-1)
+                for project, projected in rows.items():
+                    projected.append(_to_host(part if project is None else project(part)))
+        self._begun = _Projected(of, rows, layers)
+
+    def end(self, step: StepRows) -> None:
+        """Says which rows of the step that has begun are final: they are appended to the logs, or wait.  `trim` must follow."""
+        begun, self._begun = self._begun, None
+        ends = np.cumsum(step.computed).tolist()
+        parts = [
+            (request_id, start, end - computed, count)
+            for request_id, start, end, computed, count in zip(
+                step.request_ids, step.starts, ends, step.computed, step.counts, strict=True
+            )
+        ]
+        if isinstance(begun, _Taken):
+            self._pieces.append((parts, begun))
+            self.waiting += len(begun.rows)
+        elif begun is not None:
+            _wait_for(begun.layers[0])
+            for project, rows in begun.rows.items():
+                whole = torch.cat(rows) if len(rows) > 1 else rows[0]
+                self._append(project, [part for part, of in zip(parts, begun.of, strict=True) if of is project], whole)
 
     def settle(self, left: int = 0) -> None:
         """Appends waiting rows to the logs, the oldest first, until at most `left` wait.  `trim` must follow.
@@ -135,54 +177,48 @@ class RowLogs(dict[str, Log]):
         before it or behind a gap, and for another projection.
         """
         while self.waiting > left:
-            pieces = [self._pieces.popleft()]
-            size = len(pieces[0].rows)
-            while size < self.waiting - left and size + len(self._pieces[0].rows) <= AT_ONCE:
-                pieces.append(self._pieces.popleft())
-                size += len(pieces[-1].rows)
-            self.waiting -= size
-            self._project(pieces)
-
-    def _project(self, pieces: list[_Piece]) -> None:
-        groups: dict[Projection | None, list[_Part]] = {}
-        offset = 0
-        for piece in pieces:
-            for request_id, start, _, count in piece.parts:
-                if request_id:
-                    groups.setdefault(self._projection_of(request_id), []).append((request_id, start, offset, count))
-                offset += count
-        copies: list[torch.Tensor] = []
-        with _behind(pieces[-1].made):
-            whole = torch.cat([piece.rows for piece in pieces]) if len(pieces) > 1 else pieces[0].rows
-            for project, parts in groups.items():
-                rows = whole[_places(parts, whole.device)]
-                copies.append((rows if project is None else project(rows)).contiguous().to("cpu", non_blocking=True))
-        for (project, parts), rows in zip(groups.items(), copies, strict=True):
-            self._append(project, parts, rows)
+            groups: dict[Projection | None, list[_Part]] = {}
+            size, taken = 0, list[_Taken]()
+            while self.waiting > left and (not taken or size + len(self._pieces[0][1].rows) <= AT_ONCE):
+                parts, rows = self._pieces.popleft()
+                self.waiting -= len(rows.rows)
+                if not parts:
+                    continue
+                for request_id, start, at, count in parts:
+                    groups.setdefault(self._projection_of(request_id), []).append((request_id, start, size + at, count))
+                taken.append(rows)
+                size += len(rows.rows)
+            if not taken:
+                break
+            with _beside(taken[-1].made):
+                whole = torch.cat([each.rows for each in taken])
+                projected = [_to_host(whole if project is None else project(whole)) for project in groups]
+            _wait_for(whole)
+            for (project, of), rows_of in zip(groups.items(), projected, strict=True):
+                self._append(project, of, rows_of)
 
     def _append(self, project: Projection | None, parts: list[_Part], rows: torch.Tensor) -> None:
-        size, at = rows.shape[-1] * rows.element_size(), 0
+        size = rows.shape[-1] * rows.element_size()
         row_format = RowFormat(DTYPE_NAMES[rows.dtype], rows.shape[-1], size)
         data = rows.view(torch.uint8).view(-1).numpy().data
-        for request_id, start, _, count in parts:
+        for request_id, start, at, count in parts:
             log = self.get(request_id)
             if log is None or log.project is not project or not log.start <= start <= log.end:
                 self._drop(request_id)
                 log = self[request_id] = Log(project, row_format, start, start)
                 self.fresh[request_id] = start
             self.fresh.setdefault(request_id, log.end)
-            new = data[at + (log.end - start) * size : at + count * size]
+            new = data[(at + log.end - start) * size : (at + count) * size]
             if new:
                 log.chunks.append(bytes(new))
                 log.end += len(new) // size
                 self.held += len(new)
-            at += count * size
 
     def forget(self, request_ids: Iterable[str]) -> None:
         """Drops all rows of requests that have ended."""
         over = set(request_ids)
-        for piece in self._pieces:
-            piece.parts[:] = [("", *part[1:]) if part[0] in over else part for part in piece.parts]
+        for parts, _ in self._pieces:
+            parts[:] = [part for part in parts if part[0] not in over]
         for request_id in over:
             self._drop(request_id)
 
@@ -217,10 +253,10 @@ def _own_stream() -> torch.cuda.Stream:
 
 
 @contextmanager
-def _behind(made: torch.cuda.Event | None) -> Iterator[None]:
-    """On CUDA, what is launched in this block begins once `made` has happened; the end of the block waits for it.
+def _beside(made: torch.cuda.Event | None) -> Iterator[None]:
+    """On CUDA, what is launched in this block runs in a stream of its own, once `made` has happened.
 
-    It has a stream of its own.  In the model's stream, it would also wait for a step that began early.
+    In the model's stream, it would also wait for a step that began early.
     """
     if made is None:
         yield
@@ -228,32 +264,16 @@ def _behind(made: torch.cuda.Event | None) -> Iterator[None]:
     with torch.cuda.stream(_own_stream()):
         made.wait()
         yield
+
+
+def _wait_for(rows: torch.Tensor) -> None:
+    """Waits for what was launched beside the model, where `rows` are on CUDA."""
+    if rows.is_cuda:
         _own_stream().synchronize()
 
 
-def _pieces(step: StepRows) -> Iterator[list[_Part]]:
-    """A step's final rows, at most `AT_ONCE` in a piece, by their places in the hidden states."""
-    piece, room, at = list[_Part](), AT_ONCE, 0
-    for request_id, start, count, computed in zip(step.request_ids, step.starts, step.counts, step.computed, strict=True):
-        done = 0
-        while done < count:
-            taken = min(count - done, room)
-            piece.append((request_id, start + done, at + done, taken))
-            done, room = done + taken, room - taken
-            if not room:
-                yield piece
-                piece, room = [], AT_ONCE
-        at += computed
-    if piece:
-        yield piece
-
-
-def _places(parts: list[_Part], device: torch.device) -> slice | torch.Tensor:
-    """An index of the rows of these parts in their tensor."""
-    first, total = parts[0][2], sum(part[3] for part in parts)
-    if parts[-1][2] + parts[-1][3] - first == total:
-        return slice(first, first + total)
-    offsets, counts = np.array([part[2:] for part in parts]).T
-    at = np.repeat(offsets - (counts.cumsum() - counts), counts) + np.arange(total)
-    places: torch.Tensor = async_tensor_h2d(at, device=device)
-    return places
+def _to_host(rows: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy in host memory; on CUDA into pinned memory, and it is not waited for."""
+    if not rows.is_cuda:
+        return rows.contiguous()
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)

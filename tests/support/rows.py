@@ -3,7 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import torch
 
+from backend.engine.features import FeatureShipper
 from backend.engine.row_log import StepRows
 
 
@@ -12,3 +14,9 @@ def step_of(requests: Iterable[tuple[str, int, int, Sequence[int]]], rejected: i
     names, starts, counts, texts = [list(each) for each in zip(*requests, strict=True)] or ([], [], [], [])
     computed = [count + rejected for count in counts]
     return StepRows(names, starts, counts, computed, [np.array(text) for text in texts])
+
+
+def run_step(shipper: FeatureShipper, step: StepRows, layers: Sequence[torch.Tensor], is_early: bool = False) -> None:
+    """Ships a step's rows as the runner does."""
+    shipper.begin(step._replace(counts=[0] * len(step.counts)), layers, is_early)
+    shipper.end(step)

@@ -114,6 +114,9 @@ class RemoteDrafting(EarlyRunner):
     cudagraph_dispatcher: Any
     num_spec_tokens: int
     max_num_tokens: int
+    execute_model_state: Any
+    _step: StepRows
+    """The running step's rows."""
 
     def set_up_drafting(self, shipper: FeatureShipper | None, aux_layers: tuple[int, ...], ships_features: bool) -> None:
         """Must be called between construction and `load_model`.
@@ -132,14 +135,25 @@ class RemoteDrafting(EarlyRunner):
         # differ in length, so only plain steps are such batches.  (vLLM 0.32 assumes 1 + K.)
         self.uniform_decode_query_len = self.cudagraph_dispatcher.uniform_decode_query_len = 1
 
+    @torch.inference_mode()
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any = None) -> Any:
         """vLLM's method of the same name; first reports finished requests to drafters, also in a step that runs nothing."""
-        self.proposals = scheduler_output.outrider.proposals
-        if self.shipper is not None:
-            self.shipper.finish(scheduler_output.finished_req_ids)
-            if not scheduler_output.total_num_scheduled_tokens:
-                self.shipper.ship(StepRows([], [], [], [], []), None)
-        return super().execute_model(scheduler_output, intermediate_tensors)
+        orders: StepOrders = scheduler_output.outrider
+        self.proposals = orders.proposals
+        if self.shipper is None:
+            return super().execute_model(scheduler_output, intermediate_tensors)
+        self.shipper.finish(scheduler_output.finished_req_ids)
+        self.shipper.features_needed = orders.features_needed
+        self.shipper.asks, self.shipper.chance_weights = orders.asks, orders.chance_weights
+        self.shipper.pairings.update(orders.pairings)
+        if not scheduler_output.total_num_scheduled_tokens:
+            self.shipper.ship(StepRows([], [], [], [], []))
+        output = super().execute_model(scheduler_output, intermediate_tensors)
+        if (state := self.execute_model_state) is not None:
+            self._step = self._rows(scheduler_output)
+            if self.ships_features:
+                self.shipper.begin(self._step, state.aux_hidden_states or [state.hidden_states], orders.is_early)
+        return output
 
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """vLLM's method of the same name, by which it measures memory.  It counts one row a request; drafts have more."""
@@ -183,17 +197,11 @@ class RemoteDrafting(EarlyRunner):
     ) -> list[list[int]]:
         """vLLM's method of the same name.  `hidden_states`, and the aux tensor of each layer, is `[num_tokens, hidden]`."""
         if self.shipper is not None:
-            orders: StepOrders = scheduler_output.outrider
-            self.shipper.features_needed = orders.features_needed
-            self.shipper.asks, self.shipper.chance_weights = orders.asks, orders.chance_weights
-            self.shipper.pairings.update(orders.pairings)
-            layers = aux_hidden_states if aux_hidden_states is not None else [hidden_states]
-            sampled = sampled_token_ids or [()] * len(scheduler_output.num_scheduled_tokens)
-            rows = self._rows(scheduler_output, sampled, spec_decode_metadata)
-            if not orders.is_early:
-                self.shipper.ship(rows, layers if self.ships_features else None)
-            elif self.ships_features:
-                self.shipper.log(rows, layers)
+            step = self._final(sampled_token_ids, spec_decode_metadata)
+            if self.ships_features:
+                self.shipper.end(step)
+            else:
+                self.shipper.ship(step)
         return [[] for _ in sampled_token_ids]
 
     def take_draft_token_ids(self) -> None:
@@ -225,12 +233,18 @@ class RemoteDrafting(EarlyRunner):
             min_p=params.min_p,
         )
 
-    def _rows(self, scheduler_output: Any, sampled: list[list[int]], metadata: Any) -> StepRows:
+    def _rows(self, scheduler_output: Any) -> StepRows:
+        """The step's rows, before it is known which are final."""
         batch: Any = self.input_batch  # type: ignore[attr-defined]
         request_ids, of = list(batch.req_ids), scheduler_output.num_scheduled_tokens
         starts = batch.num_computed_tokens_cpu[: len(request_ids)].tolist()
-        computed = [of[request_id] for request_id in request_ids]
-        drafted = metadata.num_draft_tokens if metadata is not None else [0] * len(request_ids)
-        # Rows of rejected draft tokens are not final.
+        return StepRows(request_ids, starts, [0] * len(starts), [of[each] for each in request_ids], batch.token_ids_cpu)
+
+    def _final(self, sampled: list[list[int]], metadata: Any) -> StepRows:
+        """The step's rows; those of rejected draft tokens are not final."""
+        computed = self._step.computed
+        if not sampled or metadata is None:
+            return self._step._replace(counts=computed)
+        drafted = metadata.num_draft_tokens
         counts = [n - d + len(own) - 1 if own else n for n, d, own in zip(computed, drafted, sampled, strict=True)]
-        return StepRows(request_ids, starts, counts, computed, batch.token_ids_cpu)
+        return self._step._replace(counts=counts)

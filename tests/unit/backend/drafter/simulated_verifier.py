@@ -97,12 +97,14 @@ def _vllm(mode: str, lookup: bool) -> tuple[Any, StructuredOutputManager]:
 class _Executes:
     """The part of vLLM's runner that the mixin calls."""
 
+    execute_model_state: Any = None
+    input_batch: Any
+
     def execute_model(self, scheduler_output: Any, intermediate_tensors: Any) -> None:
-        return None
+        """Does nothing: `SimulatedCore` has set the state already."""
 
 
 class _Runner(RemoteDrafting, _Executes):
-    input_batch: Any
     requests: Any
 
     def __init__(self) -> None:
@@ -183,8 +185,8 @@ class SimulatedCore:
         self._check_drafts(scheduled)
         total = scheduled.total_num_scheduled_tokens
         self._world.advance(self._world.now + (FIXED_S + TOKEN_S * total if total else 0.0))
-        self.runner.execute_model(scheduled)
-        scheduler.get_grammar_bitmask(scheduled)
+        if not total:
+            self.runner.execute_model(scheduled)
         output = self._run(scheduled) if total else ModelRunnerOutput([], {})
         return scheduler.update_from_output(scheduled, output), total > 0
 
@@ -206,6 +208,7 @@ class SimulatedCore:
 
     def _run(self, scheduled: Any) -> ModelRunnerOutput:
         ids, computed, rows, sampled, counts, hidden = list(scheduled.num_scheduled_tokens), [], [], [], [], []
+        ends: list[tuple[int, int]] = []
         for request_id in ids:
             request, text = self.scheduler.requests[request_id], self.texts[request_id]
             n = scheduled.num_scheduled_tokens[request_id]
@@ -225,15 +228,22 @@ class SimulatedCore:
             true = n - (len(drafts) - max(len(emitted) - 1, 0)) if emitted else n
             features[true:] = float("nan")  # features of rejected positions must never be sent
             hidden.append(features)
-            known = text.tokens[: max(length, first + n + 1 - len(drafts)) + len(emitted)]
-            rows.append(np.array(known + [-1] * 8))
+            known = max(length, first + n + 1 - len(drafts))
+            rows.append(np.array(text.tokens[:known] + [-1] * (len(emitted) + 8)))
+            ends.append((known, known + len(emitted)))
             computed.append(first)
             sampled.append(emitted)
             counts.append(len(drafts))
         self.runner.input_batch = SimpleNamespace(req_ids=ids, num_computed_tokens_cpu=np.array(computed), token_ids_cpu=rows)
         joined = torch.cat(hidden)
         metadata = SimpleNamespace(num_draft_tokens=counts)
+        self.runner.execute_model_state = SimpleNamespace(hidden_states=joined, aux_hidden_states=None)
+        self.runner.execute_model(scheduled)
+        self.scheduler.get_grammar_bitmask(scheduled)
+        for request_id, row, (known, end) in zip(ids, rows, ends, strict=True):
+            row[known:end] = self.texts[request_id].tokens[known:end]
         self.runner.propose_draft_token_ids(scheduled, sampled, None, joined, joined, None, metadata, None, None)
+        self.runner.execute_model_state = None
         return ModelRunnerOutput(ids, {r: i for i, r in enumerate(ids)}, sampled_token_ids=sampled)
 
 

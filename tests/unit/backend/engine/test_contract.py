@@ -25,7 +25,7 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import InputBatch
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
 
 import backend.noise  # noqa: F401
 from backend.config.settings import MAX_NUM_BATCHED_TOKENS
@@ -104,6 +104,12 @@ def test_the_runner_still_samples_where_fixed_responses_replace_the_outcome() ->
     source = inspect.getsource(GPUModelRunner.sample_tokens)
     assert source.index("self._sample(logits, spec_decode_metadata)") < source.index("self._bookkeeping_sync(")
     assert "discard_request_mask" in inspect.getsource(GPUModelRunner._bookkeeping_sync)
+
+
+def test_features_of_a_step_are_there_before_its_tokens_are_sampled() -> None:
+    assert {"hidden_states", "aux_hidden_states"} <= {*ExecuteModelState._fields}
+    source = inspect.getsource(GPUModelRunner.execute_model)
+    assert source.index("_model_forward(") < source.index("self.execute_model_state = ExecuteModelState(")
 
 
 def test_whole_steps_are_captured_for_the_query_length_that_the_runner_names() -> None:

@@ -24,7 +24,7 @@ from backend.wire import drafting as wire
 from tests.support.ahead_verifier import handle
 from tests.support.drafter_heads import TinyHead, make_proposer
 from tests.support.properties import examples
-from tests.support.rows import step_of
+from tests.support.rows import run_step, step_of
 
 HEAD = TinyHead(hidden=16, heads=2, kv_heads=1)
 
@@ -191,7 +191,7 @@ def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(mon
     reader = RingReader(hello.ring)
 
     def ship(start: int, rows: int) -> tuple[wire.Round, bytes]:
-        shipper.ship(step_of([("a", start, rows, range(100))]), [torch.full((rows, 16), float(start))])
+        run_step(shipper, step_of([("a", start, rows, range(100))]), [torch.full((rows, 16), float(start))])
         message = wire.decode_to_drafter(sent[-1][0])
         assert isinstance(message, wire.Round)
         return message, sent[-1][1]
