@@ -72,7 +72,7 @@ rollout-demo: setup ## replay 128 responses on two verifiers, natively and disag
 	  --out rollouts/disaggregated $(ARGS)
 
 load: setup-load ## load a fleet and judge what its clients see (ARGS="--scenario mixed --users 8")
-	@exec $(BIN)/python -m loadtest $(ARGS)
+	@exec $(BIN)/locust -f loadtest/locustfile.py --headless --only-summary --loglevel WARNING $(ARGS)
 
 chaos: setup-dev ## kill, stop and restart every part under load (ARGS="--quick --output DIR")
 	@exec $(BIN)/python -m tests.chaos $(ARGS)

@@ -1,31 +1,26 @@
-"""The scenarios: what their users ask, and the number of users over time.  Pure but for the prompts' source.
+"""The scenarios: what their users ask, and the number of users over time.  Pure, but reads the prompts' source from files.
 
 A workload is a generator: it yields a `LoadRequest`, is sent the answer's text, and yields the next one.  It never ends by
 itself.  All its choices come from its own `random.Random`.  So the same seed gives the same requests, whatever the server
 answers, unless an answer is part of the next request (`multiturn`).
+
+There are two domains of prompts, which every machine with Python has: `code` is the standard library's source, `prose` the help
+on Python's language.
 """
 
 import math
 import random
+import sysconfig
+from argparse import Namespace
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any, Literal, NamedTuple
 
-from loadtest import prompts
-
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-
-
-@dataclass(frozen=True)
-class Knobs:
-    """The options of a workload."""
-
-    model: str
-    prompt_tokens: int = 128
-    max_tokens: int = 64
-    temperature: float = 0.0
-    seed: int = 0
-    duration_s: float = 30.0
+Domain = Literal["code", "prose"]
+CHARACTERS_PER_TOKEN = 3.0
+"""An estimate."""
 
 
 class LoadRequest(NamedTuple):
@@ -37,49 +32,66 @@ class LoadRequest(NamedTuple):
 
 
 Workload = Generator[LoadRequest, str, None]
-Make = Callable[[Knobs, random.Random, Callable[[], float]], Workload]
-"""(knobs, chance, seconds since the load began) -> workload."""
+Make = Callable[[Namespace, random.Random, Callable[[], float]], Workload]
+"""(Locust's options, chance, the share of the load's time that has passed) -> workload."""
 
 
-def chat(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
+def chat(options: Namespace, chance: random.Random, share: Callable[[], float]) -> Workload:
     """Chat completions with prompts of one length."""
     while True:
-        yield _request(knobs, "chat", _user(prompts.prompt("code", knobs.prompt_tokens, chance)))
+        yield _request(options, "chat", _user(prompt("code", options.prompt_tokens, chance)))
 
 
-def completion(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
+def completion(options: Namespace, chance: random.Random, share: Callable[[], float]) -> Workload:
     """Completions with prompts of one length."""
     while True:
-        yield _request(knobs, "completion", prompts.prompt("code", knobs.prompt_tokens, chance))
+        yield _request(options, "completion", prompt("code", options.prompt_tokens, chance))
 
 
-def mixed(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
+def mixed(options: Namespace, chance: random.Random, share: Callable[[], float]) -> Workload:
     """Both endpoints; prompts of 1/16 to 4 times the given length, answers of 1/8 to 2 times, log-uniform."""
     while True:
-        length = log_uniform(knobs.prompt_tokens / 16, knobs.prompt_tokens * 4, chance)
-        limit = log_uniform(knobs.max_tokens / 8, knobs.max_tokens * 2, chance)
-        text = prompts.prompt("code", length, chance)
-        size = "short" if limit <= knobs.max_tokens / 2 else "long"
-        is_chat = chance.random() < 0.5
-        yield _request(knobs, f"{'chat' if is_chat else 'completion'} {size}", _user(text) if is_chat else text, limit)
+        text = prompt("code", log_uniform(options.prompt_tokens / 16, options.prompt_tokens * 4, chance), chance)
+        limit = log_uniform(options.max_tokens / 8, options.max_tokens * 2, chance)
+        size = "short" if limit <= options.max_tokens / 2 else "long"
+        if chance.random() < 0.5:
+            yield _request(options, f"chat {size}", _user(text), limit)
+        else:
+            yield _request(options, f"completion {size}", text, limit)
 
 
-def multiturn(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
+def multiturn(options: Namespace, chance: random.Random, share: Callable[[], float]) -> Workload:
     """Conversations of four turns after one long system prompt that all users share."""
-    shared = {"role": "system", "content": prompts.prompt("prose", knobs.prompt_tokens * 2, random.Random(knobs.seed))}
+    shared = {"role": "system", "content": prompt("prose", options.prompt_tokens * 2, random.Random(options.seed))}
     while True:
         messages = [shared]
         for turn in range(1, 5):
-            messages = messages + _user(prompts.prompt("code", knobs.prompt_tokens // 4, chance))
-            text = yield _request(knobs, f"turn {turn}", messages)
+            messages = messages + _user(prompt("code", options.prompt_tokens // 4, chance))
+            text = yield _request(options, f"turn {turn}", messages)
             messages = [*messages, {"role": "assistant", "content": text}]
 
 
-def domain_shift(knobs: Knobs, chance: random.Random, elapsed: Callable[[], float]) -> Workload:
+def domain_shift(options: Namespace, chance: random.Random, share: Callable[[], float]) -> Workload:
     """Code in the first half of the time, prose in the second."""
     while True:
-        domain: prompts.Domain = "code" if elapsed() < knobs.duration_s / 2 else "prose"
-        yield _request(knobs, domain, prompts.prompt(domain, knobs.prompt_tokens, chance))
+        domain: Domain = "code" if share() < 0.5 else "prose"
+        yield _request(options, domain, prompt(domain, options.prompt_tokens, chance))
+
+
+@cache
+def text_of(domain: Domain) -> str:
+    """All text of a domain."""
+    if domain == "prose":
+        return "\n".join(topics.values())
+    return "\n".join(path.read_text("utf-8") for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")))
+
+
+def prompt(domain: Domain, tokens: int, chance: random.Random) -> str:
+    """About `tokens` tokens of a domain, from the beginning of a random line on."""
+    text = text_of(domain)
+    length = max(8, round(tokens * CHARACTERS_PER_TOKEN))
+    at = text.find("\n", chance.randrange(max(1, len(text) - 2 * length))) + 1
+    return text[at : at + length]
 
 
 def log_uniform(low: float, high: float, chance: random.Random) -> int:
@@ -87,18 +99,18 @@ def log_uniform(low: float, high: float, chance: random.Random) -> int:
     return max(1, round(math.exp(chance.uniform(math.log(max(low, 1)), math.log(max(high, 1))))))
 
 
-def _request(knobs: Knobs, label: str, content: str | list[dict[str, str]], max_tokens: int | None = None) -> LoadRequest:
+def _request(options: Namespace, label: str, content: str | list[dict[str, str]], limit: int | None = None) -> LoadRequest:
     """A streamed completion of a text, or a chat after messages."""
-    is_text = isinstance(content, str)
+    name, path = ("prompt", "/v1/completions") if isinstance(content, str) else ("messages", "/v1/chat/completions")
     body = {
-        "model": knobs.model,
-        "max_tokens": max_tokens or knobs.max_tokens,
-        "temperature": knobs.temperature,
+        "model": options.model,
+        "max_tokens": limit or options.max_tokens,
+        "temperature": options.temperature,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "prompt" if is_text else "messages": content,
+        name: content,
     }
-    return LoadRequest(label, COMPLETIONS if is_text else CHAT, body)
+    return LoadRequest(label, path, body)
 
 
 def _user(text: str) -> list[dict[str, str]]:
@@ -121,8 +133,7 @@ def ramp(share: float, users: int) -> int:
     return max(1, round(users * (int(share * steps) + 1) / steps))
 
 
-@dataclass(frozen=True)
-class Scenario:
+class Scenario(NamedTuple):
     """One way to load a gateway."""
 
     summary: str

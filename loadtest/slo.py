@@ -19,26 +19,16 @@ DEFAULT: dict[str, float] = {"failures": 0, "rejected": 0, "leftover": 0, "reque
 """Default limits.  Two busy cores meet them; a server that hangs, loses requests or is far too slow does not."""
 
 
-def parse(text: str) -> dict[str, float]:
-    """Parses `name=limit,name=limit`.  Raises `ArgumentTypeError`, for an unknown name with the nearest known one."""
-    limits: dict[str, float] = {}
-    for part in filter(None, (each.strip() for each in text.split(","))):
-        name, equals, value = (each.strip() for each in part.partition("="))
-        if not equals:
-            raise ArgumentTypeError(f"{part!r}: objectives are written as name=limit, separated by commas")
+def limits(text: str) -> dict[str, float]:
+    """Parses `name=limit,name=limit`.  Raises `ArgumentTypeError` for an unknown name, `ValueError` for what is no number."""
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, limit = (each.strip() for each in part.partition("="))
         if name not in CEILINGS + FLOORS:
-            nearest = difflib.get_close_matches(name, CEILINGS + FLOORS, n=1, cutoff=0.5)
-            raise ArgumentTypeError(f"there is no figure {name!r}" + (f"; did you mean {nearest[0]}?" if nearest else ""))
-        try:
-            limits[name] = float(value)
-        except ValueError:
-            raise ArgumentTypeError(f"{name}: {value!r} is not a number") from None
-    return limits
-
-
-def objective(name: str, limit: float) -> str:
-    """A limit as a reader expects it, such as `<= 5000`."""
-    return f"{'>=' if name in FLOORS else '<='} {limit:g}"
+            nearest = difflib.get_close_matches(name, CEILINGS + FLOORS, n=1, cutoff=0)
+            raise ArgumentTypeError(f"there is no figure {name!r}; did you mean {nearest[0]}?")
+        found[name] = float(limit)
+    return found
 
 
 def misses(limits: Mapping[str, float], figures: Mapping[str, float]) -> list[str]:

@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,29 +25,31 @@ from tests.support.sse_server import StubGateway, stream_of
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments: str, module: Sequence[str] = ("loadtest",)) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", *module, *arguments]
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "locust", "-f", "loadtest/locustfile.py", "--headless", *arguments]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
-def loaded(stub: StubGateway, results: Path, *arguments: str, status: int, **more: Any) -> Any:
+def loaded(stub: StubGateway, results: Path, *arguments: str, status: int) -> Any:
     """Loads the stub; returns the summary."""
     try:
-        done = run("--host", stub.url, "--results", str(results), *arguments, **more)
+        done = run("--host", stub.url, "--results", str(results), *arguments)
     finally:
         stub.close()
     assert done.returncode == status, done.stdout + done.stderr
-    assert (results / "summary.md").read_text() in done.stdout
-    return json.loads((results / "summary.json").read_text())
+    summary = (results / "summary.json").read_text()
+    assert summary in done.stdout
+    return json.loads(summary)
 
 
 def test_a_run_leaves_its_reports(tmp_path: Path) -> None:
     stub = StubGateway(stream_of("a", "b", "c"), 0.02)
-    summary = loaded(stub, tmp_path, "--scenario", "mixed", "--users", "2", "--duration", "2", status=0)
+    more = ("--scenario", "mixed", "--users", "2", "--duration", "2", "--slo", "acceptance_length=2.5")
+    summary = loaded(stub, tmp_path, *more, status=0)
     assert summary["passed"] is True
     assert (summary["users"], summary["slo"]["tgs_p50"], "leftover" in summary["slo"]) == (2, 5, False)
     figures = summary["figures"]
-    assert (figures["failures"], figures["rejected"]) == (0, 0)
+    assert (figures["failures"], figures["rejected"], figures["acceptance_length"]) == (0, 0, 2.5)
     assert figures["requests"] > 0
     # A chunk every 20 ms, or later on a busy machine.
     assert figures["tpot_p50_ms"] >= 18
@@ -59,15 +60,23 @@ def test_a_run_leaves_its_reports(tmp_path: Path) -> None:
     assert all(kind in report for kind in ("TTFT", "TPOT", "TGS tok/s"))
 
 
-def test_failures_gate_and_the_locustfile_is_one_of_locusts(tmp_path: Path) -> None:
+def test_failures_gate(tmp_path: Path) -> None:
     stub = StubGateway(stream_of("a", "b", done=False), 0.01)
-    locust = ("locust", "-f", "loadtest/locustfile.py", "--headless")
-    summary = loaded(stub, tmp_path, "--duration", "1", status=1, module=locust)
+    summary = loaded(stub, tmp_path, "--duration", "1", status=1)
     assert (summary["scenario"], summary["figures"]["requests"]) == ("chat", 0)
     assert summary["figures"]["failures"] > 0
     assert f"failures: {summary['figures']['failures']} is above the limit of 0" in summary["missed"]
     assert "ttft_p95_ms: nothing was measured (limit 5000)" in summary["missed"]
     assert "no [DONE]" in (tmp_path / "report.html").read_text()
+
+
+def test_what_an_overloaded_server_refuses_is_rejected_and_no_failure(tmp_path: Path) -> None:
+    stub = StubGateway([b'{"error": {"message": "secret", "code": "full"}}'], 0.01, status=429)
+    summary = loaded(stub, tmp_path, "--duration", "1", "--no-default-slo", "--slo", "failures=0", status=0)
+    assert summary["figures"]["rejected"] > 0
+    report = (tmp_path / "report.html").read_text()
+    assert "rejected: 429 full" in report
+    assert "secret" not in report
 
 
 def test_what_is_unanswered_at_the_end_is_a_failure(tmp_path: Path) -> None:
@@ -82,9 +91,10 @@ def test_what_is_unanswered_at_the_end_is_a_failure(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "status", "message"),
     [
-        (["--host", "http://h", "--", "--mode", "off"], 2, "behind --"),
+        (["--host", "http://h", "--serve=--mode off"], 2, "--serve is for"),
+        (["--slo", "ttft_p95=1"], 2, "did you mean ttft_p95_ms"),
         (["--host", "http://127.0.0.1:9"], 1, "http://127.0.0.1:9 does not answer"),
-        (["--", "--mode", "none"], 1, "the fleet did not start"),
+        (["--serve=--mode none"], 1, "the fleet did not start"),
     ],
 )
 def test_what_cannot_be_run_says_why(arguments: list[str], status: int, message: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Small HTTP servers whose streams are sent in pieces that a test decides.  Tests only."""
 
+import itertools
 import json
 import threading
 import time
@@ -19,26 +20,33 @@ def stream_of(*texts: str, done: bool = True) -> list[bytes]:
 
 
 class StubGateway:
-    """Has the routes that load tests use; answers every POST with `pieces`, one every `pause_s`."""
+    """Has the routes that load tests use; answers every POST with `pieces`, one every `pause_s`.
 
-    def __init__(self, pieces: Sequence[bytes], pause_s: float = 0.0) -> None:
-        metrics = b"vllm:spec_decode_num_drafts_total 4\nvllm:spec_decode_num_accepted_tokens_total 6\n"
-        documents = {"/v1/models": b'{"data": [{"id": "stub"}]}', "/metrics": metrics}
+    Its metrics count two drafts, from two verifiers, and three accepted tokens for each answer.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], pause_s: float = 0.0, status: int = 200) -> None:
+        answered = itertools.count(1)
+        drafts, accepted = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total"
+        documents = {"/v1/models": '{"data": [{"id": "stub"}]}', "/metrics": f"{accepted} 0\n"}
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
-                self._answer([documents[self.path]], "text/plain")
+                self._answer([documents[self.path].encode()], "text/plain")
 
             def do_POST(self) -> None:
                 self.rfile.read(int(self.headers["content-length"]))
-                self._answer(pieces, "text/event-stream", pause_s)
+                self._answer(pieces, "text/event-stream", pause_s, status)
+                n = next(answered)
+                documents["/metrics"] = f'{drafts}{{v="a"}} {n}\n{drafts}{{v="b"}} {n}\n{accepted} {3 * n}\n'
 
-            def _answer(self, parts: Sequence[bytes], kind: str, pause_s: float = 0.0) -> None:
-                self.send_response(200)
+            def _answer(self, parts: Sequence[bytes], kind: str, pause_s: float = 0.0, status: int = 200) -> None:
+                self.send_response(status)
                 self.send_header("content-type", kind)
+                self.send_header("retry-after", "1")
                 self.send_header("content-length", str(sum(map(len, parts))))
                 self.end_headers()
                 for part in parts:
