@@ -19,7 +19,6 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from backend.fleet import VerifierStats
-from backend.records.kept import RowBatch
 from backend.transport import Buffer, Hub, Wire
 from backend.wire import engine as wire
 
@@ -31,7 +30,6 @@ _DECODERS: dict[bytes, msgspec.msgpack.Decoder[Any]] = {
     wire.STATS: msgspec.msgpack.Decoder(VerifierStats),
     wire.WELCOME: msgspec.msgpack.Decoder(wire.EngineWelcome),
     wire.REFUSED: msgspec.msgpack.Decoder(wire.Refusal),
-    wire.ROWS: msgspec.msgpack.Decoder(RowBatch),
 }
 """By kind: messages of one frame."""
 
@@ -49,9 +47,9 @@ class EngineCodec:
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
 
-    def hello(self, name: str, lease_s: float = wire.GATEWAY_LEASE_S, rows: bool = False) -> list[Buffer]:
+    def hello(self, name: str, lease_s: float = wire.GATEWAY_LEASE_S) -> list[Buffer]:
         """The greeting of a client called `name`; for the rest see `EngineHello`."""
-        return [wire.HELLO, _pack(wire.EngineHello(wire.ENGINE_WIRE_VERSION, vllm.__version__, name, lease_s, rows))]
+        return [wire.HELLO, _pack(wire.EngineHello(wire.ENGINE_WIRE_VERSION, vllm.__version__, name, lease_s))]
 
     def add(
         self, request: EngineCoreRequest, place_id: str, emitted: Sequence[int] = (), options: wire.RequestOptions | None = None
@@ -72,16 +70,12 @@ class EngineCodec:
         """Calls a method of the engine core; the result comes with `EngineCoreOutputs`."""
         return [wire.UTILITY, *self._encoder.encode([call_id, method, list(args)])]
 
-    def ask_rows(self) -> list[Buffer]:
-        """Asks for the rows that the verifier keeps."""
-        return [wire.ROWS]
-
     def ping(self) -> list[Buffer]:
         return [wire.PING]
 
     def hear(self, frames: Sequence[Buffer]) -> Any:
-        """Decodes vLLM's outputs, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`, `Refusal`, `RowBatch`; None
-        for a ping's echo.
+        """Decodes vLLM's outputs, `Taken`, a list of `Account`, `VerifierStats`, `EngineWelcome`, `Refusal`; None for a
+        ping's echo.
 
         Raises `msgspec.DecodeError`, `IndexError` or `UnicodeError` for an unreadable message.
         """

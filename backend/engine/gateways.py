@@ -20,7 +20,7 @@ from backend.engine.resume import add_request
 from backend.engine.weights import WeightControl
 from backend.engine.worker.fixed import refuse_unfit
 from backend.fleet import VerifierStats
-from backend.records.kept import KEPT_ROWS, KeptRows, RowBatch
+from backend.records.kept import KEPT_ROWS, KeptRows
 from backend.records.rows import Row
 from backend.transport import Buffer, ServerSocket
 from backend.wire import engine as wire
@@ -54,13 +54,12 @@ class _Gateway:
     index: int
     last_heard: float
     lease_s: float
-    wants_rows: bool
 
 
 class GatewayPort:
     """Takes in gateways' requests and sends outputs.
 
-    `files` takes rows in any case, `KeptRows` while a client wants them.
+    `files` takes rows in any case, `KeptRows` while a client takes them from there.
     """
 
     def __init__(
@@ -78,6 +77,8 @@ class GatewayPort:
         self._welcome = welcome
         self._files = files
         self._kept: KeptRows | None = None
+        self._taker: _Gateway | None = None
+        """The client that has taken rows last."""
         core.scheduler.record_to(files)
         self._by_identity: dict[bytes, _Gateway] = {}
         self._by_index: dict[int, _Gateway] = {}
@@ -153,20 +154,12 @@ class GatewayPort:
             self._refuse(identity, "incompatible", f"this verifier speaks wire {wire.ENGINE_WIRE_VERSION} of vLLM {ours}")
             return
         if identity not in self._by_identity:
-            gateway = _Gateway(identity, self._next_index, now, hello.lease_s, hello.rows)
+            gateway = _Gateway(identity, self._next_index, now, hello.lease_s)
             self._next_index += 1
             self._by_identity[identity] = self._by_index[gateway.index] = gateway
-            self._keep_rows()
         self._by_identity[identity].last_heard = now
         welcome = msgspec.structs.replace(self._welcome, weights=self._weights.loaded)
         self._router.send(identity, wire.WELCOME, msgspec.msgpack.encode(welcome))
-
-    def _keep_rows(self) -> None:
-        """Begins to keep rows when the first client wants them, and ends with the last one."""
-        wanted = any(each.wants_rows for each in self._by_identity.values())
-        if wanted != (self._kept is not None):
-            self._kept = KeptRows(KEPT_ROWS, self._files) if wanted else None
-            self._core.scheduler.record_to(self._files if self._kept is None else self._kept.put)
 
     def _refuse(self, identity: bytes, reason: Literal["unknown", "incompatible", "unreadable"], message: str) -> None:
         self._router.send(identity, wire.REFUSED, msgspec.msgpack.encode(wire.Refusal(reason, message)))
@@ -182,8 +175,6 @@ class GatewayPort:
             self._utility(gateway, call_id, method, arguments)
         elif kind == wire.SHARE and self._welcome.looks_up:
             self._core.scheduler.speculator.candidates.share(msgspec.msgpack.decode(payload[0], type=wire.EmittedText))
-        elif kind == wire.ROWS:
-            self._tell(gateway, wire.ROWS, msgspec.msgpack.encode(self._kept.take() if self._kept is not None else RowBatch()))
         elif kind == wire.PING:
             self._router.send(gateway.identity, wire.PING)
         else:
@@ -206,7 +197,7 @@ class GatewayPort:
 
     def _utility(self, gateway: _Gateway, call_id: int, method: str, arguments: list[Any]) -> None:
         began = time.monotonic()
-        self._answer(gateway, call_id, lambda: self._call(method, arguments))
+        self._answer(gateway, call_id, lambda: self._call(gateway, method, arguments))
         if method in SWAPPING:
             ended = time.monotonic()
             self._swapping_s += ended - began
@@ -214,7 +205,9 @@ class GatewayPort:
             for each in self._by_identity.values():
                 each.last_heard = ended
 
-    def _call(self, method: str, arguments: list[Any]) -> Any:
+    def _call(self, gateway: _Gateway, method: str, arguments: list[Any]) -> Any:
+        if method == "take_rows":
+            return self._take_rows(gateway)
         if method not in SWAPPING | UTILITIES:
             raise LookupError(f"{method} cannot be called on a verifier")
         if method in LORA:
@@ -223,6 +216,14 @@ class GatewayPort:
         typed = getattr(self._weights if method in SWAPPING else self._core, method)
         function = getattr(self._weights, method) if method in LORA else typed
         return function(*EngineCoreProc._convert_msgspec_args(typed, arguments))
+
+    def _take_rows(self, gateway: _Gateway) -> bytes:
+        """The rows since the last call, as a packed `RowBatch`.  They are kept from the first call until its client is gone."""
+        self._taker = gateway
+        if self._kept is None:
+            self._kept = KeptRows(KEPT_ROWS, self._files)
+            self._core.scheduler.record_to(self._kept.put)
+        return msgspec.msgpack.encode(self._kept.take())
 
     def _answer(self, gateway: _Gateway, call_id: int, get: Callable[[], Any]) -> None:
         """Sends what `get` returns or raises; if that is a future, when it is done."""
@@ -240,7 +241,9 @@ class GatewayPort:
 
     def _forget(self, gateway: _Gateway) -> None:
         del self._by_identity[gateway.identity], self._by_index[gateway.index]
-        self._keep_rows()
+        if gateway is self._taker:
+            self._taker = self._kept = None
+            self._core.scheduler.record_to(self._files)
         mine = [r for r, request in self._core.scheduler.requests.items() if request.client_index == gateway.index]
         if mine:
             self._core.abort_requests(mine)

@@ -4,11 +4,12 @@ A gateway's DEALER talks to the verifier's ROUTER.  The first frame says what fo
 `EngineCoreRequest` and `EngineCoreOutputs`, encoded by vLLM's `MsgpackEncoder` (which may add raw frames for tensors).
 
 gateway -> verifier   HELLO EngineHello | ADD Addition EngineCoreRequest... | ABORT list of request ids | UTILITY (call id,
-                      method, args) | SHARE EmittedText | ROWS | PING
+                      method, args) | SHARE EmittedText | PING
 verifier -> gateway   WELCOME EngineWelcome | TAKEN request id | OUTPUTS EngineCoreOutputs... | ACCOUNTS list of Account |
-                      STATS VerifierStats | ROWS RowBatch | REFUSED Refusal | PING
+                      STATS VerifierStats | REFUSED Refusal | PING
 
-ROWS fetches the rows that the verifier keeps for clients that want them.  All earlier messages are answered before it.
+UTILITY calls a method of vLLM's engine core or of `WeightControl`; or `take_rows`, which returns the rows of steps and
+verifications since the last such call (`GatewayPort`).
 
 A gateway sends PING every second and the verifier echoes it.  A verifier aborts the requests of a client that has been silent
 for `EngineHello.lease_s`, and asks that client to greet it again (`Refusal.reason == "unknown"`).
@@ -32,9 +33,9 @@ import msgspec
 
 from backend.fleet.stats import Weights
 
-ENGINE_WIRE_VERSION = 11
+ENGINE_WIRE_VERSION = 12
 
-HELLO, ADD, ABORT, UTILITY, SHARE, ROWS, PING = b"h", b"a", b"x", b"u", b"e", b"q", b"p"
+HELLO, ADD, ABORT, UTILITY, SHARE, PING = b"h", b"a", b"x", b"u", b"e", b"p"
 WELCOME, TAKEN, OUTPUTS, ACCOUNTS, STATS, REFUSED = b"w", b"t", b"o", b"c", b"s", b"r"
 
 GATEWAY_LEASE_S = 10.0
@@ -71,8 +72,6 @@ class EngineHello(msgspec.Struct, frozen=True):
     gateway_id: str
     lease_s: float = GATEWAY_LEASE_S
     """Seconds that the client may be silent; `inf`: for ever."""
-    rows: bool = False
-    """Whether the verifier should make rows and keep them for the client (`backend/records/kept.py`)."""
 
 
 class RequestOptions(msgspec.Struct, frozen=True):

@@ -61,8 +61,12 @@ class Claim:
     """When its first sequence went to a verifier; monotonic seconds."""
     heard_at: float | None = None
     """When a verifier last sent an output for it; monotonic seconds."""
+    target: str | None = None
+    """The verifier that its sequences go to first; None: routing chooses."""
     verifier: str | None = None
     """The verifier that a sequence was given to last."""
+    patient: bool = False
+    """Its sequences go on after a pause that ends others, and however many verifiers are lost under them."""
 
     @property
     def options(self) -> RequestOptions:

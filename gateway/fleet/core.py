@@ -41,14 +41,20 @@ class FleetCore(Verifiers, vllm.EngineCoreClient):
     """The fleet, with the interface of an engine core for vLLM's front half.
 
     It calls `on_failed(request_ids, error)` when requests fail without the client's fault, and `on_interactive()` before it
-    submits a sequence outside of batches; `on_counters(stats)` gets each report of a verifier.
+    submits a sequence outside of batches; `on_counters(stats)` gets each report of a verifier.  `on_look()` follows each answer
+    of the directory, before sequences leave draining verifiers.  `on_gone(link, cause, count)` says that a verifier is lost,
+    before its `count` sequences go on elsewhere.
     """
 
-    def __init__(self, directory: Directory, wire: Wire, metrics: GatewayMetrics, settings: Settings) -> None:
-        super().__init__(directory, wire)
+    def __init__(
+        self, directory: Directory, wire: Wire, metrics: GatewayMetrics, settings: Settings, patience: float = 1.0
+    ) -> None:
+        super().__init__(directory, wire, patience)
         self.on_failed: Callable[[list[str], Unavailable], None] = lambda ids, error: None
         self.on_interactive: Callable[[], None] = lambda: None
         self.on_counters: Callable[[VerifierStats], None] = lambda stats: None
+        self.on_look: Callable[[], None] = lambda: None
+        self.on_gone: Callable[[VerifierLink, Cause, int], None] = lambda link, cause, count: None
         # AsyncLLM checks whether its engine core is dead.  A fleet never counts as dead.
         self.resources = SimpleNamespace(engine_dead=False)
         self._metrics = metrics
@@ -91,6 +97,7 @@ class FleetCore(Verifiers, vllm.EngineCoreClient):
 
     def look(self, snapshot: FleetSnapshot) -> None:
         super().look(snapshot)
+        self.on_look()
         self._place_waiting()
         for view in snapshot.members:
             # Sequences that no other verifier takes stay, and are tried again with the next answer.
@@ -144,6 +151,7 @@ class FleetCore(Verifiers, vllm.EngineCoreClient):
         level = logging.WARNING if orphans else logging.INFO
         what = f"; its {len(orphans)} sequences go on at another, or wait for one" if orphans else ""
         logger.log(level, "verifier %s gone (%s)%s", link.member.id, cause, what)
+        self.on_gone(link, cause, len(orphans))
         self._orphans[link.member.id] = link.member.incarnation, [record.place_id for record in orphans]
         self._fail_over(orphans, cause, died)
 
@@ -152,7 +160,7 @@ class FleetCore(Verifiers, vllm.EngineCoreClient):
         record = self.sequences.running_as(output.request_id)
         if record is None or record.link is not link:
             return False
-        if output.stop_reason == PAUSED:
+        if output.stop_reason == PAUSED and not record.claim.patient:
             output.stop_reason = None
         elif output.finish_reason == vllm.FinishReason.ABORT:
             # The verifier has given up on the sequence.  One that this gateway had aborted would not be found above.
@@ -226,7 +234,7 @@ class FleetCore(Verifiers, vllm.EngineCoreClient):
         if died:
             for record in records:
                 record.blame(cause)
-        poisoned = [record for record in records if len(record.lost) >= POISON_AFTER]
+        poisoned = [record for record in records if len(record.lost) >= POISON_AFTER and not record.claim.patient]
         if poisoned:
             logger.error("%d sequences refused: %d verifiers were lost under each", len(poisoned), POISON_AFTER)
         self._fail(poisoned, Poisoned)
@@ -278,9 +286,9 @@ class FleetCore(Verifiers, vllm.EngineCoreClient):
             self._place(record)
         self.gate.look()
 
-    def _place(self, record: InFlight) -> bool:
-        """Gives a sequence without a verifier to one.  False if no verifier takes it."""
-        link = self._choose(record)
+    def _place(self, record: InFlight, target: str | None = None) -> bool:
+        """Gives a sequence without a verifier to one, or to the verifier `target`.  False if no verifier takes it."""
+        link = self._choose(record, target=target)
         if link is None:
             return False
         self._give(record, link)
@@ -340,7 +348,7 @@ class FleetCore(Verifiers, vllm.EngineCoreClient):
             self._put_aborted([record])
             return
         try:
-            if not self._place(record):
+            if not self._place(record, claim.target):
                 raise NoVerifier
         except OverflowError:
             raise vllm.VLLMValidationError("A number in the request is out of range.") from None

@@ -19,7 +19,6 @@ from backend.engine.client import EngineCodec, Taken
 from backend.engine.front import EngineCoreOutputs, EngineCoreRequest
 from backend.fleet import Member, VerifierStats
 from backend.fleet.stats import Weights
-from backend.records.kept import RowBatch
 from backend.transport import Buffer
 from backend.transport.aio import AsyncDealer
 from backend.transport.sockets import Wire
@@ -66,8 +65,6 @@ class LinkListener(Protocol):
 
     def on_stats(self, link: VerifierLink, stats: VerifierStats) -> None: ...
 
-    def on_rows(self, link: VerifierLink, rows: RowBatch) -> None: ...
-
     def on_forgotten(self, link: VerifierLink) -> None:
         """The verifier lives but has forgotten this gateway.  This gateway's sequences there have ended."""
         ...
@@ -80,17 +77,14 @@ class LinkListener(Protocol):
 class VerifierLink:
     """The connection to one incarnation of one verifier.  Once lost it is never used again."""
 
-    def __init__(
-        self, member: Member, wire: Wire, gateway_id: str, listener: LinkListener, silence_limit_s: float, rows: bool = False
-    ) -> None:
-        """`rows`: the verifier keeps rows for `ask_rows`."""
+    def __init__(self, member: Member, wire: Wire, gateway_id: str, listener: LinkListener, silence_limit_s: float) -> None:
         self.member = member
         self.state: LinkState = "connecting"
         self.welcome: EngineWelcome | None = None
         self.stats: VerifierStats | None = None
         self._listener = listener
         self._silence_limit_s = silence_limit_s
-        self._gateway_id, self._wants_rows = gateway_id, rows
+        self._gateway_id = gateway_id
         self._dealer = AsyncDealer(wire, wire.route(member), member.server_key)
         self._codec = EngineCodec()
         self._heard_at = self._awake_at = time.monotonic()
@@ -114,10 +108,6 @@ class VerifierLink:
         """Ends requests without further outputs.  Never waits."""
         if request_ids:
             self._dealer.send(self._codec.abort(request_ids))
-
-    def ask_rows(self) -> None:
-        """Asks for the rows that the verifier has kept; the listener gets them."""
-        self._dealer.send(self._codec.ask_rows())
 
     def send(self, frames: Sequence[Buffer]) -> None:
         """Sends a message that needs no answer, and that is encoded already because other links send it too."""
@@ -185,8 +175,6 @@ class VerifierLink:
         elif isinstance(heard, VerifierStats):
             self.stats = heard
             self._listener.on_stats(self, heard)
-        elif isinstance(heard, RowBatch):
-            self._listener.on_rows(self, heard)
         elif isinstance(heard, EngineWelcome):
             self._welcomed(heard)
         elif isinstance(heard, Refusal):
@@ -225,7 +213,7 @@ class VerifierLink:
             future.set_result(answer.result.result if answer.result is not None else None)
 
     def _greet(self) -> None:
-        self._dealer.send(self._codec.hello(self._gateway_id, rows=self._wants_rows))
+        self._dealer.send(self._codec.hello(self._gateway_id))
 
     async def _ping_loop(self) -> None:
         beats = 0

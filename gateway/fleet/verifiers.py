@@ -37,12 +37,8 @@ class Verifiers(LinkListener):
     It calls `on_welcome(link)` when a verifier has become usable.
     """
 
-    wants_rows = False
-    """Whether verifiers keep rows for it."""
-    silence_limit_s = GATEWAY_LEASE_S
-    """Seconds without any message after which a verifier counts as hung."""
-
-    def __init__(self, directory: Directory, wire: Wire) -> None:
+    def __init__(self, directory: Directory, wire: Wire, patience: float = 1.0) -> None:
+        """`patience`: how many times as long as a gateway it bears a verifier's silence."""
         self.gateway_id = f"gateway-{uuid.uuid4().hex[:8]}"
         self.directory = directory
         self.snapshot: FleetSnapshot | None = None
@@ -55,7 +51,7 @@ class Verifiers(LinkListener):
         self.standing: set[str] = set()
         """Incarnations of verifiers that were paused from here, and whose pause was not ended from here."""
         self.on_welcome: Callable[[VerifierLink], None] = lambda link: None
-        self._wire = wire
+        self._wire, self._patience = wire, patience
         self._poller: asyncio.Task[None] | None = None
         # When a verifier was last routable (monotonic seconds), and the event that new requests wait for while none is.
         self._served_at = float("-inf")
@@ -141,7 +137,7 @@ class Verifiers(LinkListener):
                 current.close("restarted", died=True)
             elif current is not None and member.state == "lost":
                 # A verifier that answers is not lost: only the connection between coordinator and verifier is broken.
-                if not self.is_fresh(current):
+                if not current.answers(FRESH_S * self._patience):
                     current.close("declared_lost", died=True)
             elif current is not None:
                 current.member = member
@@ -151,13 +147,9 @@ class Verifiers(LinkListener):
             self._served_at = time.monotonic()
             self._tell_arrival()
 
-    def is_fresh(self, link: VerifierLink) -> bool:
-        """Whether it counts as alive although the directory has lost it."""
-        return link.answers(FRESH_S)
-
     def _connect(self, member: Member) -> None:
         try:
-            link = VerifierLink(member, self._wire, self.gateway_id, self, self.silence_limit_s, self.wants_rows)
+            link = VerifierLink(member, self._wire, self.gateway_id, self, GATEWAY_LEASE_S * self._patience)
         except (ValueError, OSError) as error:
             logger.error("cannot connect to verifier %s: %s", member.id, type(error).__name__)
             return

@@ -142,26 +142,26 @@ def _own_fleet(settings: Settings, models: ResolvedModels, say: Say) -> Iterator
 
 async def _rounds(options: RolloutOptions, coordinator: CoordinatorHandle, cluster: RayCluster, work: _Work, say: Say) -> None:
     from gateway.fleet.directory import Directory
-    from gateway.rollout.core import RolloutCore
+    from gateway.rollout.fleet import RolloutFleet
     from gateway.rollout.run import RoundRunner
 
     info = coordinator.info()
     settings = Settings.model_validate_json(info.settings_json)
     about = _about(options, settings, info.models, work.step)
     wire = Wire(info.fleet_keys, node_id=cluster.node_id)
-    core = RolloutCore(Directory(coordinator), wire, settings, say)
+    fleet = RolloutFleet(Directory(coordinator), wire, settings, say)
     cases: dict[int, Case] = {}
-    core.start()
+    fleet.core.start()
     try:
-        await core.until_complete()
+        await fleet.until_complete()
         if options.fixed:
-            core.check_fixed()
+            fleet.check_fixed()
         for number, requests in enumerate(work.rounds):
-            responses = work.front.outputs(core)
+            responses = work.front.outputs(fleet.core)
             # With `disable=None` the bar is only shown on a terminal.
             with tqdm(desc=f"round {number}", total=len(requests), unit=" requests", mininterval=0.0, disable=None) as bar:
-                finished = await RoundRunner(number, requests, core, responses, bar, say, options.seed).run()
-            report, text = round_report(finished, about, core.version)
+                finished = await RoundRunner(number, requests, fleet, responses, bar, say, options.seed).run()
+            report, text = round_report(finished, about, fleet.version)
             directory = options.out / f"step{work.step}" / f"round{number}"
             write_round(directory, finished, report, text, settings)
             for each in requests:
@@ -170,7 +170,7 @@ async def _rounds(options: RolloutOptions, coordinator: CoordinatorHandle, clust
             write_cases(options.out / "cases" / f"train.{work.step}.parquet", [cases[each] for each in sorted(cases)])
             say(f"{directory}:\n{text}")
     finally:
-        core.shutdown()
+        fleet.core.shutdown()
 
 
 def _about(options: RolloutOptions, settings: Settings, models: ResolvedModels, step: int) -> dict[str, Any]:

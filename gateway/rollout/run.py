@@ -21,8 +21,9 @@ from backend.engine.front.client import Outputs
 from backend.records.rows import RequestRow
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
+from gateway.admission.claim import Claim, enter_claim
 from gateway.fleet.sequences import InFlight
-from gateway.rollout.core import RolloutCore
+from gateway.rollout.fleet import RolloutFleet
 
 TEND_S = 1.0
 """Seconds between two fetches of rows."""
@@ -41,7 +42,7 @@ class RoundRunner:
         self,
         number: int,
         requests: Sequence[RolloutRequest],
-        core: RolloutCore,
+        fleet: RolloutFleet,
         responses: Outputs,
         bar: tqdm[None],
         say: Say,
@@ -50,7 +51,7 @@ class RoundRunner:
         """`seed` is for free responses whose parameters have none; with None, they are not reproducible."""
         self._round = RoundResult(number)
         self._requests = requests
-        self._core = core
+        self._fleet, self._core = fleet, fleet.core
         self._responses = responses
         self._bar = bar
         self._say = say
@@ -65,35 +66,49 @@ class RoundRunner:
 
     async def run(self) -> RoundResult:
         """Returns when every request is complete.  Raises `CommandError`."""
-        core = self._core
-        await core.gather_rows()  # of the time before: the round's begin now
-        core.begin(self._round.number)
-        self._busy_at = core.began
-        self._next_progress = core.began + (SAY_S if self._bar.disable else DRAW_S)
+        fleet = self._fleet
+        await asyncio.gather(*fleet.take_rows(), return_exceptions=True)  # of the time before: the round's begin now
+        fleet.begin(self._round.number)
+        self._busy_at = fleet.began
+        self._next_progress = fleet.began + (SAY_S if self._bar.disable else DRAW_S)
         while len(self._round.responses) < len(self._requests):
-            while self._waiting and core.has_room():
-                await self._send(self._waiting.pop())
+            while self._waiting and (verifier_id := self._least_loaded()) is not None:
+                await self._send(self._waiting.pop(), verifier_id)
             try:
                 async with asyncio.timeout(DRAW_S):
-                    await self._take(await core.get_output_async())
+                    await self._take(await self._core.get_output_async())
             except TimeoutError:
                 pass
             self._look_after(time.monotonic())
-        await core.gather_rows()
+        await asyncio.gather(*fleet.take_rows(), return_exceptions=True)
         self._look_after(time.monotonic())
         if not self._bar.disable:
             self._show_progress(time.monotonic())
-        self._round.parts = [core.parts[number] for number in sorted(core.parts)]
-        self._round.deaths = core.deaths
+        self._round.parts = [fleet.parts[number] for number in sorted(fleet.parts)]
+        self._round.deaths = fleet.deaths
         self._round.settle(self._numbers)
         return self._round
 
-    async def _send(self, request: RolloutRequest) -> None:
+    def _least_loaded(self) -> str | None:
+        """Of the verifiers with room, the one with the fewest expected tokens left."""
+        core = self._core
+        with_room = [link for link in core.routable_links() if core.sequences.placed(link.member.id) < self._fleet.window]
+        left = dict.fromkeys(sorted(link.member.id for link in with_room), 0)
+        for request, record in self._running.values():
+            if record.link is not None and record.link.member.id in left:
+                left[record.link.member.id] += max(1, request.expected - len(record.emitted))
+        return min(left, key=left.__getitem__, default=None)
+
+    async def _send(self, request: RolloutRequest, verifier_id: str) -> None:
         # Unlike any that gateways of the fleet have.
         request_id = f"{self._core.gateway_id}/{self._round.number}/{request.number}"
         made = engine_request(request_id, request.prompt, self._params(request), external_req_id=request_id)
         self._responses.add_request(made, None)
-        self._running[request_id] = request, await self._core.submit(made, request.expected)
+        enter_claim(Claim(target=verifier_id, patient=True))
+        await self._core.add_request_async(made)
+        record = self._core.sequences.get(request_id)
+        assert record is not None
+        self._running[request_id] = request, record
 
     def _params(self, request: RolloutRequest) -> SamplingParams:
         params = copy(request.params)
@@ -126,19 +141,19 @@ class RoundRunner:
         row = RequestRow(
             str(request.number), *times, len(request.prompt), tokens, 0, 0, 0, output.finish_reason, request.fixed is not None
         )
-        self._core.part(verifier).requests.append(row)
+        self._fleet.part(verifier).requests.append(row)
         self._round.responses[request.number] = response
-        self._round.wall_s = max(self._round.wall_s, last_at - self._core.began)
+        self._round.wall_s = max(self._round.wall_s, last_at - self._fleet.began)
         self._tokens += tokens
 
     def _look_after(self, now: float) -> None:
-        for part in self._core.parts.values():
+        for part in self._fleet.parts.values():
             if part.rows.lost:
                 lost = f"verifier-{part.number} lost {part.rows.lost} rows"
                 raise CommandError(f"{lost}: they came faster than they could be fetched")
         if now >= self._next_tend:
             self._next_tend = now + TEND_S
-            self._core.ask_rows()
+            self._fleet.take_rows()
         if self._core.ready_links:
             self._busy_at = now
         elif now - self._busy_at > NOBODY_S:
@@ -148,7 +163,7 @@ class RoundRunner:
 
     def _show_progress(self, now: float) -> None:
         tokens = self._tokens + sum(len(record.emitted) for _, record in self._running.values())
-        progress = f"{tokens} tokens, {tokens / max(now - self._core.began, 1e-3):.0f} tokens/s"
+        progress = f"{tokens} tokens, {tokens / max(now - self._fleet.began, 1e-3):.0f} tokens/s"
         done = len(self._round.responses)
         if self._bar.disable:
             self._next_progress = now + SAY_S

@@ -215,9 +215,6 @@ class FakeVerifier:
                 self.send(client, wire.WELCOME, msgspec.msgpack.encode(welcome))
             elif client not in self.clients:
                 self.send(client, wire.REFUSED, msgspec.msgpack.encode(wire.Refusal("unknown", "say hello first")))
-            elif kind == wire.ROWS:
-                taken, self.rows = self.rows, RowBatch()
-                self.send(client, wire.ROWS, msgspec.msgpack.encode(taken))
             elif kind == wire.PING:
                 self.send(client, wire.PING)
             elif kind == wire.ADD:
@@ -251,7 +248,10 @@ class FakeVerifier:
         if method in ("reload_weights", "catch_up") and not self.failure and not isinstance(arguments[-1], str):
             self.weights = Weights(arguments[-1], arguments[1], arguments[0])
             self.send_stats()
-        output = UtilityOutput(call_id, self.failure, None if self.failure else UtilityResult(True))
+        result: bool | bytes = True
+        if method == "take_rows":
+            result, self.rows = msgspec.msgpack.encode(self.rows), RowBatch()
+        output = UtilityOutput(call_id, self.failure, None if self.failure else UtilityResult(result))
         answer = EngineCoreOutputs(utility_output=output)
         self.send(client, wire.OUTPUTS, *MsgpackEncoder().encode(answer))
 

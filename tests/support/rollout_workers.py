@@ -22,7 +22,7 @@ from backend.transport.sockets import Wire
 from backend.wire.engine import FIXED_RESPONSE
 from gateway.fleet import directory as directory_module
 from gateway.rollout import run as run_module
-from gateway.rollout.core import RolloutCore
+from gateway.rollout.fleet import RolloutFleet
 from gateway.rollout.run import RoundRunner
 from tests.support.fake_verifier import Behaviour, FakeVerifier, Sequence, StaticDirectory
 
@@ -56,16 +56,16 @@ class Workers(StaticDirectory):
         return FleetSnapshot(1, [MemberView(each, 0.0) for each in members], [], {})
 
     @asynccontextmanager
-    async def joined(self, window: int = 3) -> AsyncIterator[RolloutCore]:
-        """A rollout's core that knows all verifiers.  At most `window` requests run at each."""
+    async def joined(self, window: int = 3) -> AsyncIterator[RolloutFleet]:
+        """A rollout's fleet that knows all verifiers.  At most `window` requests run at each."""
         settings = Settings.model_validate({"verifier": {"max_num_seqs": window}})
-        core = self.core = RolloutCore(self, Wire(), settings, lambda line: None)
-        core.start()
+        self.fleet = RolloutFleet(self, Wire(), settings, lambda line: None)
+        self.fleet.core.start()
         try:
-            await core.until_complete()
-            yield core
+            await self.fleet.until_complete()
+            yield self.fleet
         finally:
-            core.shutdown()
+            self.fleet.core.shutdown()
 
     def close(self) -> None:
         for verifier in self._all:
@@ -95,9 +95,9 @@ def step_row(step: int, tokens: int = 1) -> StepRow:
 
 
 async def run(
-    core: RolloutCore, requests: list[RolloutRequest], responses: Outputs | None = None, seed: int | None = None
+    fleet: RolloutFleet, requests: list[RolloutRequest], responses: Outputs | None = None, seed: int | None = None
 ) -> RoundResult:
     """One round."""
-    responses = responses or Outputs(core, None, log_stats=False)
+    responses = responses or Outputs(fleet.core, None, log_stats=False)
     bar = tqdm(file=io.StringIO(), total=len(requests))
-    return await RoundRunner(0, requests, core, responses, bar, lambda line: None, seed).run()
+    return await RoundRunner(0, requests, fleet, responses, bar, lambda line: None, seed).run()

@@ -19,7 +19,7 @@ from backend.engine.weights import WeightControl
 from backend.records.kept import RowBatch
 from backend.records.rows import Row, VerificationRow
 from backend.transport import Hub, Wire
-from backend.wire.engine import ENGINE_WIRE_VERSION, GATEWAY_LEASE_S, REFUSED, ROWS, WELCOME, EngineWelcome, Refusal
+from backend.wire.engine import ENGINE_WIRE_VERSION, GATEWAY_LEASE_S, REFUSED, WELCOME, EngineWelcome, Refusal
 
 ROW = VerificationRow(3, "r", 10, 4, 2, 3, "drafter-0", False, False)
 SPEECH = EngineCodec()
@@ -57,10 +57,10 @@ class Verifier:
         self.port.receive(now)
 
     def rows(self, identity: bytes, now: float) -> RowBatch:
-        self.hear(identity, SPEECH.ask_rows(), now)
-        _, kind, payload = self.sent[-1]
-        assert kind == ROWS
-        return msgspec.msgpack.decode(payload, type=RowBatch)
+        self.hear(identity, SPEECH.call(1, "take_rows", []), now)
+        to, *answer = self.sent[-1]
+        assert to == identity
+        return msgspec.msgpack.decode(SPEECH.hear(answer).utility_output.result.result, type=RowBatch)
 
 
 def test_a_gateway_that_does_not_read_is_told_so_and_never_misses_tokens_in_between(tmp_path: Path) -> None:
@@ -125,12 +125,12 @@ def test_a_silent_client_is_known_for_as_long_as_it_said(lease_s: float, known: 
     assert (verifier.sent[-1][1] == REFUSED) != known
 
 
-def test_rows_are_made_while_a_client_wants_them() -> None:
+def test_rows_are_made_while_a_client_takes_them() -> None:
     verifier = Verifier()
     verifier.hear(b"gateway", SPEECH.hello("gateway"), 0.0)
+    verifier.hear(b"rollout", SPEECH.hello("rollout"), 5.0)
     assert verifier.scheduler.records is None
-    assert len(verifier.rows(b"gateway", 0.0)) == 0
-    verifier.hear(b"rollout", SPEECH.hello("rollout", rows=True), 5.0)
+    assert len(verifier.rows(b"rollout", 5.0)) == 0
     assert verifier.scheduler.records is not None
     verifier.scheduler.records.put(ROW)
     assert verifier.rows(b"rollout", 5.0).verifications == [ROW]
@@ -141,13 +141,25 @@ def test_rows_are_made_while_a_client_wants_them() -> None:
     assert verifier.scheduler.records is None
 
 
+def test_rows_are_kept_for_a_client_that_has_connected_anew() -> None:
+    verifier = Verifier()
+    for connection, now in ((b"first", 0.0), (b"second", 5.0)):
+        verifier.hear(connection, SPEECH.hello("rollout"), now)
+        verifier.rows(connection, now)
+    assert verifier.scheduler.records is not None
+    verifier.scheduler.records.put(ROW)
+    verifier.port.expire(12.0)
+    assert verifier.rows(b"second", 12.0).verifications == [ROW]
+
+
 def test_files_get_every_row_in_any_case() -> None:
     files: list[Row] = []
     verifier = Verifier(files)
     recording = verifier.scheduler.records
     assert recording is not None
     recording.put(ROW)
-    verifier.hear(b"rollout", SPEECH.hello("rollout", rows=True), 0.0)
+    verifier.hear(b"rollout", SPEECH.hello("rollout"), 0.0)
+    verifier.rows(b"rollout", 0.0)
     recording.put(ROW)
     assert verifier.rows(b"rollout", 0.0).verifications == [ROW]
     verifier.port.expire(11.0)

@@ -25,8 +25,8 @@ def tokenizer() -> Tokenizer:
 
 
 async def play(workers: Workers, front: OfflineProcessor, batch: list[RolloutRequest], seed: int | None = None) -> RoundResult:
-    async with workers.joined() as core:
-        return await run(core, batch, front.outputs(core), seed)
+    async with workers.joined() as fleet:
+        return await run(fleet, batch, front.outputs(fleet.core), seed)
 
 
 async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(
@@ -54,7 +54,7 @@ async def test_a_stop_string_ends_a_response_that_two_verifiers_wrote(
     doomed = workers.start("verifier-0", begin)
 
     def replace_it() -> None:
-        if any(record.emitted for record in workers.core.sequences) and workers.verifiers["verifier-0"] is doomed:
+        if any(record.emitted for record in workers.fleet.core.sequences) and workers.verifiers["verifier-0"] is doomed:
             workers.kill("verifier-0")
             workers.start("verifier-0", go_on)
 
@@ -89,7 +89,7 @@ async def test_a_response_may_end_with_the_last_tokens_of_a_drained_verifier(
     verifier = workers.start("verifier-0", begin)
 
     def drain_once_begun() -> None:
-        if any(record.emitted for record in workers.core.sequences):
+        if any(record.emitted for record in workers.fleet.core.sequences):
             verifier.sequences[0].emit(written[2:])
             workers.states["verifier-0"] = "draining"
 

@@ -1,5 +1,6 @@
 """A round against verifiers without engines: all requests complete, whoever dies, aborts or keeps its rows to itself."""
 
+import asyncio
 from collections import Counter
 
 import pytest
@@ -11,6 +12,7 @@ from backend.records.kept import RowBatch
 from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.trace import Case
+from backend.wire.engine import PAUSED
 from tests.support.fake_verifier import FakeVerifier, Sequence, eventually
 from tests.support.rollout_workers import Workers, respond, run, stall, step_row
 
@@ -27,8 +29,8 @@ def requests() -> list[RolloutRequest]:
 
 
 async def play(workers: Workers, window: int = 3) -> RoundResult:
-    async with workers.joined(window) as core:
-        return await run(core, requests())
+    async with workers.joined(window) as fleet:
+        return await run(fleet, requests())
 
 
 def check(finished: RoundResult) -> None:
@@ -53,7 +55,7 @@ async def test_a_drained_worker_gives_back_its_requests_and_all_its_rows_before_
     drained = workers.start("verifier-1", stall)
 
     def drain_once_busy() -> None:
-        at = [each for each in workers.core.sequences if each.link is not None and each.link.member.id == "verifier-1"]
+        at = [each for each in workers.fleet.core.sequences if each.link is not None and each.link.member.id == "verifier-1"]
         if sum(bool(each.emitted) for each in at) == 3:
             workers.states["verifier-1"] = "draining"
         if drained.sequences and all(sequence.aborted.is_set() for sequence in drained.sequences):
@@ -71,14 +73,14 @@ async def test_a_drained_worker_gives_back_its_requests_and_all_its_rows_before_
 async def test_steps_are_counted_by_incarnation(workers: Workers) -> None:
     """One that is reached again has gone on counting; one that was started again has begun anew."""
     workers.start("verifier-0", respond)
-    async with workers.joined() as core:
+    async with workers.joined() as fleet:
 
         async def shown(step: int) -> int:
-            await eventually(lambda: bool(core.ready_links))
+            await eventually(lambda: bool(fleet.core.ready_links))
             workers.verifiers["verifier-0"].rows.steps.append(step_row(step))
-            await core.gather_rows()
-            core.links["verifier-0"].close()
-            return core.part("verifier-0").rows.steps[-1].step
+            await asyncio.gather(*fleet.take_rows())
+            fleet.core.links["verifier-0"].close()
+            return fleet.part("verifier-0").rows.steps[-1].step
 
         assert [await shown(600), await shown(601)] == [600, 601]
         workers.kill("verifier-0")
@@ -89,23 +91,23 @@ async def test_steps_are_counted_by_incarnation(workers: Workers) -> None:
 async def test_a_starved_worker_stays(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its lease runs out while it answers; one that says nothing is gone."""
     verifier = workers.start("verifier-0", respond)
-    async with workers.joined() as core:
+    async with workers.joined() as fleet:
         looks: list[bool] = []
         workers.states["verifier-0"], workers.on_look = "lost", lambda: looks.append(True)
         await eventually(lambda: len(looks) > 2)
-        assert core.ready_links
-        assert not core.deaths
+        assert fleet.core.ready_links
+        assert not fleet.deaths
         verifier.hung = True
-        monkeypatch.setattr("gateway.rollout.core.STARVED_S", 0.0)
-        await eventually(lambda: not core.links)
-        assert [death.reason for death in core.deaths] == ["was lost"]
+        monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.0)
+        await eventually(lambda: not fleet.core.links)
+        assert [death.reason for death in fleet.deaths] == ["was lost"]
 
 
 async def test_fixed_responses_are_refused_where_a_verifier_takes_none(workers: Workers) -> None:
     workers.start("verifier-0", respond)
-    async with workers.joined() as core:
+    async with workers.joined() as fleet:
         with pytest.raises(ConfigError, match=r"verifier-0 takes no fixed responses: .*\"async_scheduling\": false"):
-            core.check_fixed()
+            fleet.check_fixed()
 
 
 async def test_requests_go_on_where_the_rollout_was_forgotten(workers: Workers) -> None:
@@ -127,7 +129,7 @@ async def test_the_only_worker_comes_back(workers: Workers) -> None:
     doomed = workers.start("verifier-0", stall)
 
     def restart_once_busy() -> None:
-        if workers.verifiers["verifier-0"] is doomed and workers.core.part("verifier-0").rows.steps:
+        if workers.verifiers["verifier-0"] is doomed and workers.fleet.part("verifier-0").rows.steps:
             workers.kill("verifier-0")
             workers.start("verifier-0", respond)
 
@@ -157,7 +159,7 @@ async def test_a_request_is_complete_though_its_verifier_dies_with_its_rows(work
     workers.start("verifier-1", keep_rows)
 
     def die_once_done() -> None:
-        if "verifier-1" in workers.verifiers and workers.core.part("verifier-1").requests:
+        if "verifier-1" in workers.verifiers and workers.fleet.part("verifier-1").requests:
             workers.kill("verifier-1")
 
     workers.on_look = die_once_done
@@ -167,12 +169,15 @@ async def test_a_request_is_complete_though_its_verifier_dies_with_its_rows(work
     assert len(finished.deaths) == 1
 
 
-async def test_an_aborted_request_is_sent_again(workers: Workers) -> None:
+@pytest.mark.parametrize("stop_reason", [None, PAUSED])
+async def test_an_aborted_request_is_sent_again(workers: Workers, stop_reason: str | None) -> None:
+    """Though it was aborted at more verifiers than another request may be, or by a pause that ends requests."""
+
     async def abort_first(verifier: FakeVerifier, sequence: Sequence) -> None:
         if sequence.request_id.endswith("~4"):
             await respond(verifier, sequence)
         else:
-            sequence.emit([], FinishReason.ABORT)
+            sequence.emit([], FinishReason.ABORT, stop_reason)
 
     verifier = workers.start("verifier-0", abort_first)
     check(await play(workers))
