@@ -15,4 +15,5 @@ from backend.fleet.members import (
     Orders,
     reached_at,
 )
+from backend.fleet.metric import Metric, metrics_of
 from backend.fleet.stats import IDLE_CAUSES, LOOKUP, VERSIONS, DraftCounters, DrafterStats, Learning, Verified, VerifierStats

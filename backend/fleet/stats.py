@@ -3,12 +3,15 @@
 Members report to the coordinator a few times a second.  A verifier also sends its `VerifierStats` directly to every connected
 gateway, so metrics do not depend on the coordinator.  Counters are cumulative since the process started (`started_at`).
 
-A field is exported by its line in `DEFINITIONS` (`gateway/metrics/gateway.py`): `_pair` for those of `DraftCounters`, which
-count per drafter (`counters.drafter(id).FIELD += n`, `backend/engine/counting.py`), `_verifier` and `_drafter` for the others.
+A field that is a metric is annotated with it, and its docstring is the metric's help.  Those of `DraftCounters` count per
+drafter: `counters.drafter(id).FIELD += n` (`backend/engine/counting.py`).
 """
+
+from typing import Annotated
 
 import msgspec
 
+from backend.fleet.metric import Metric
 from backend.fleet.speed import RESPONSE_TOKENS, Speed
 
 IDLE_CAUSES = ("no_work", "awaiting_draft", "swap")
@@ -24,38 +27,52 @@ VERSIONS = 4
 class Verified(msgspec.Struct):
     """Counts of verified drafts."""
 
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
+    drafts: Annotated[int, Metric("outrider_drafts_by_version_total")] = 0
+    """Drafted verifications, by the version of the target's weights; the newest four."""
+    draft_tokens: Annotated[int, Metric("outrider_draft_tokens_by_version_total")] = 0
+    """Draft tokens verified by them."""
+    accepted_tokens: Annotated[int, Metric("outrider_accepted_tokens_by_version_total")] = 0
+    """Draft tokens kept by them."""
 
 
 class DraftCounters(msgspec.Struct):
     """One verifier's counts of one drafter.  "native" and "ngram" are vLLM's own co-located proposers."""
 
-    drafts: int = 0
+    drafts: Annotated[int, Metric("outrider_drafts_total")] = 0
     """Verifications that had at least one draft token."""
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    drafted_by_position: list[int] = msgspec.field(default_factory=list)
-    accepted_by_position: list[int] = msgspec.field(default_factory=list)
+    draft_tokens: Annotated[int, Metric("outrider_draft_tokens_total")] = 0
+    """Draft tokens verified."""
+    accepted_tokens: Annotated[int, Metric("outrider_accepted_tokens_total")] = 0
+    """Draft tokens kept, those behind an answer's end included."""
+    drafted_by_position: Annotated[list[int], Metric("outrider_draft_tokens_by_position_total", labels=("position",))] = []
+    """Draft tokens verified at each position, from 0."""
+    accepted_by_position: Annotated[list[int], Metric("outrider_accepted_tokens_by_position_total", labels=("position",))] = []
+    """Draft tokens kept at each position, from 0."""
     by_version: dict[str, Verified] = msgspec.field(default_factory=dict)
     """By the version of the target's weights that verified the drafts."""
-    rounds: int = 0
-    round_trip_s: float = 0.0
-    draft_s: float = 0.0
-    queue_s: float = 0.0
-    transfer_s: float = 0.0
-    """Time of round trips that were waited for, less the drafter's compute and queue: wire and thread scheduling."""
-    bytes_sent: int = 0
-    handovers: int = 0
-    """Hand-overs: requests that the drafter got together with earlier features."""
-    handover_rows: int = 0
-    handover_bytes: int = 0
-    """Bytes of features handed over; part of `bytes_sent`."""
-    ahead_hits: int = 0
-    """With drafting ahead: verifications after which a draft for their outcome was available."""
-    ahead_misses: int = 0
-    dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    rounds: Annotated[int, Metric("outrider_draft_rounds_total")] = 0
+    """Draft proposals received."""
+    round_trip_s: Annotated[float, Metric("outrider_draft_round_trip_seconds_total")] = 0.0
+    """Time from asking to having the draft, summed over rounds."""
+    draft_s: Annotated[float, Metric("outrider_draft_compute_seconds_total")] = 0.0
+    """The drafter's own compute, summed over rounds."""
+    queue_s: Annotated[float, Metric("outrider_draft_queue_seconds_total")] = 0.0
+    """Time waiting at the drafter, summed over rounds."""
+    transfer_s: Annotated[float, Metric("outrider_draft_transfer_seconds_total")] = 0.0
+    """Round trip less the drafter's compute and queue, summed over rounds that were waited for."""
+    bytes_sent: Annotated[int, Metric("outrider_draft_sent_bytes_total")] = 0
+    """Bytes sent to the drafter."""
+    handovers: Annotated[int, Metric("outrider_handovers_total")] = 0
+    """Running requests given to the drafter with their earlier features."""
+    handover_rows: Annotated[int, Metric("outrider_handover_rows_total")] = 0
+    """Those features, in positions."""
+    handover_bytes: Annotated[int, Metric("outrider_handover_bytes_total")] = 0
+    """Those features, in bytes (part of the bytes sent)."""
+    ahead_hits: Annotated[int, Metric("outrider_ahead_hits_total")] = 0
+    """Draft at hand after a verification, drafting ahead."""
+    ahead_misses: Annotated[int, Metric("outrider_ahead_misses_total")] = 0
+    """No draft at hand after a verification, drafting ahead."""
+    dropped: Annotated[dict[str, int], Metric("outrider_drafts_dropped_total", labels=("reason",))] = {}
     """Drafts not used, by reason.
 
     `finished`: the request ended first; `late`: the request went on, with other text; `lost`: the deadline passed without it;
@@ -82,54 +99,66 @@ class VerifierStats(msgspec.Struct):
     started_at: float
     """Unix time in seconds."""
     mode: str
-    num_speculative_tokens: int
-    busy_s: float = 0.0
-    idle_s: dict[str, float] = msgspec.field(default_factory=lambda: dict.fromkeys(IDLE_CAUSES, 0.0))
-    steps: int = 0
-    verify_s: float = 0.0
-    """Time of the target's forward pass and sampling, summed over steps."""
+    num_speculative_tokens: Annotated[int, Metric("outrider_verifier_num_speculative_tokens")]
+    """The longest draft, in tokens (K)."""
+    busy_s: Annotated[float, Metric("outrider_verifier_busy_seconds_total")] = 0.0
+    """Time in steps and other work; busy + idle = wall."""
+    idle_s: Annotated[dict[str, float], Metric("outrider_verifier_idle_seconds_total", labels=("cause",))] = msgspec.field(
+        default_factory=lambda: dict.fromkeys(IDLE_CAUSES, 0.0)
+    )
+    """Time the verifier could have computed but did not, by cause."""
+    steps: Annotated[int, Metric("outrider_verifier_steps_total")] = 0
+    """Engine steps."""
+    verify_s: Annotated[float, Metric("outrider_verifier_verify_seconds_total")] = 0.0
+    """Target forward and sampling."""
     decode_steps: int = 0
     """Steps without prefill."""
     decode_s: float = 0.0
     """Time of the steps without prefill, bookkeeping and sending included."""
-    prefill_tokens: int = 0
-    """Tokens computed besides one per request and its draft: prompts, and earlier output of moved requests."""
-    prefill_s: float = 0.0
-    """Time of the steps with prefill."""
-    prompt_tokens: int = 0
+    prefill_tokens: Annotated[int, Metric("outrider_verifier_prefill_tokens_total")] = 0
+    """Tokens of prompts, and of what moved sequences bring along, that were computed."""
+    prefill_s: Annotated[float, Metric("outrider_verifier_prefill_seconds_total")] = 0.0
+    """Time in steps with prefill."""
+    prompt_tokens: Annotated[int, Metric("outrider_verifier_prompt_tokens_total")] = 0
+    """Prompt tokens of sequences that began decoding."""
     cached_tokens: int = 0
     """Of these, tokens that the prefix cache had."""
-    tokens: int = 0
+    tokens: Annotated[int, Metric("outrider_verifier_tokens_total")] = 0
     """Tokens emitted."""
-    verifications: int = 0
-    resumed: int = 0
-    """Requests that came with tokens emitted by another verifier."""
-    requests_finished: dict[str, int] = msgspec.field(default_factory=dict)
-    """By vLLM's finish reason: `stop`, `length`, `abort`, `error`, ..."""
-    preemptions: int = 0
-    running: int = 0
-    waiting: int = 0
+    verifications: Annotated[int, Metric("outrider_verifier_verifications_total")] = 0
+    """Sequences verified, summed over steps."""
+    resumed: Annotated[int, Metric("outrider_verifier_resumed_total")] = 0
+    """Sequences that went on here with tokens emitted elsewhere."""
+    requests_finished: Annotated[dict[str, int], Metric("outrider_verifier_requests_finished_total", labels=("reason",))] = {}
+    """Sequences finished, by vLLM's finish reason."""
+    preemptions: Annotated[int, Metric("outrider_verifier_preemptions_total")] = 0
+    """Sequences preempted for KV cache space."""
+    running: Annotated[int, Metric("outrider_verifier_running")] = 0
+    """Sequences in the batch."""
+    waiting: Annotated[int, Metric("outrider_verifier_waiting")] = 0
+    """Sequences waiting to enter the batch."""
     weights: Weights = Weights()
     paused: bool = False
     """Whether it sleeps, or its weights are being exchanged: requests and answers to pings wait."""
-    tokens_in_flight: int = 0
-    """Tokens held by running and waiting requests, prompts included."""
-    kv_usage: float = 0.0
-    """Share of the KV cache in use, 0..1."""
+    tokens_in_flight: Annotated[int, Metric("outrider_verifier_tokens_in_flight")] = 0
+    """Tokens of running and waiting sequences."""
+    kv_usage: Annotated[float, Metric("outrider_verifier_kv_cache_usage")] = 0.0
+    """Share of the KV cache in use, 0 to 1."""
     drafters: dict[str, DraftCounters] = msgspec.field(default_factory=dict)
     teacher_forced: DraftCounters = msgspec.field(default_factory=DraftCounters)
     """Verifications of fixed responses (rollouts): agreement with a trace; not counted in `drafters`."""
     drafters_down: list[str] = msgspec.field(default_factory=list)
     """Assigned drafters whose circuit breaker is open."""
-    plan_k: int = 0
-    """Longest draft asked of drafters, in tokens; 0: drafters are not asked."""
+    plan_k: Annotated[int, Metric("outrider_verifier_plan_k")] = 0
+    """Draft tokens asked of drafters per request at most, 0 to K; 0: they are not asked."""
     plan_outcomes: int = 0
     """Outcomes drafted ahead of time per request."""
-    plan_changes: int = 0
-    """How often mode `auto` has changed between plain steps, drafting, and drafting ahead."""
-    records_written: dict[str, int] = msgspec.field(default_factory=dict)
-    """Rows by kind; empty if nothing is recorded."""
-    records_dropped: dict[str, int] = msgspec.field(default_factory=dict)
+    plan_changes: Annotated[int, Metric("outrider_verifier_plan_changes_total")] = 0
+    """Times mode auto has changed between plain steps, drafting, and drafting ahead."""
+    records_written: Annotated[dict[str, int], Metric("outrider_records_written_total", labels=("kind",))] = {}
+    """Rows of records written to disk: `step`, `verification`, `request`, `decision`."""
+    records_dropped: Annotated[dict[str, int], Metric("outrider_records_dropped_total", labels=("kind",))] = {}
+    """Rows of records lost: the queue was full, or the disk took no more."""
     connections_refused: int = 0
     """Connections from peers without the fleet's keys."""
     speed: Speed | None = None
@@ -153,34 +182,38 @@ class VerifierStats(msgspec.Struct):
 class Learning(msgspec.Struct, frozen=True):
     """What a drafter that learns from live traffic has done so far."""
 
-    version: int = 0
-    """The head's version; 0: the head at the start."""
+    version: Annotated[int, Metric("outrider_learning_version")] = 0
+    """Version of the drafter's head; 0: the one it began with."""
     steps: int = 0
     """All steps of training, those of earlier processes of the drafter included."""
     training_s: float = 0.0
-    new_steps: int = 0
-    """Steps of this process: a counter."""
-    new_training_s: float = 0.0
+    """Their time.  What follows counts this process alone."""
+    new_steps: Annotated[int, Metric("outrider_learning_steps_total")] = 0
+    """Steps its head was trained for."""
+    new_training_s: Annotated[float, Metric("outrider_learning_seconds_total")] = 0.0
+    """Time they took."""
     owed: int = 0
     """Rows of the replay ring still to be trained on, each counted as often as it will be used."""
     loss: float | None = None
     """The loss of the latest steps."""
-    sequences: int = 0
-    """Sequences put into the replay ring."""
-    sequences_dropped: int = 0
-    """Sequences not put there because the writer was behind."""
+    sequences: Annotated[int, Metric("outrider_learning_sequences_total")] = 0
+    """Sequences put into its replay ring."""
+    sequences_dropped: Annotated[int, Metric("outrider_learning_sequences_dropped_total")] = 0
+    """Sequences its writer had no time for."""
     present_length: float | None = None
     """Acceptance length of the current head on sequences not used for training (teacher-forced, greedy drafts)."""
     candidate_length: float | None = None
     """Acceptance length of the head in training on the same sequences."""
-    live_acceptance: float | None = None
-    """Share of recent live drafts whose first token was right."""
+    live_acceptance: Annotated[float | None, Metric("outrider_learning_live_acceptance")] = None
+    """Share of drafts whose first token was right, lately; a mean over sequences."""
     previous_version: int = 0
     """The version that the present one is compared with."""
     previous_acceptance: float | None = None
     """Its live acceptance; None: not known."""
-    published: int = 0
-    taken_back: int = 0
+    published: Annotated[int, Metric("outrider_learning_published_total")] = 0
+    """Heads that it has put in place."""
+    taken_back: Annotated[int, Metric("outrider_learning_taken_back_total")] = 0
+    """Heads that it has taken back."""
 
 
 class DrafterStats(msgspec.Struct):
@@ -191,21 +224,25 @@ class DrafterStats(msgspec.Struct):
     rounds: int = 0
     rows: int = 0
     """Feature rows by which the cache was extended."""
-    batches: int = 0
-    """Batches that drafted something; a batch of mere prefill is not counted."""
-    drafts: int = 0
-    """Requests drafted for in these batches."""
-    draft_s: float = 0.0
-    """Time of these batches."""
+    batches: Annotated[int, Metric("outrider_drafter_batches_total")] = 0
+    """Batches that drafted."""
+    drafts: Annotated[int, Metric("outrider_drafter_drafts_total")] = 0
+    """Requests drafted for, summed over batches."""
+    draft_s: Annotated[float, Metric("outrider_drafter_draft_seconds_total")] = 0.0
+    """Time of batches that drafted; other busy time reads prompts or drafts ahead."""
     speed: Speed | None = None
     """Measured on these batches."""
     draft_tokens: int = 0
-    busy_s: float = 0.0
-    sequences: int = 0
-    cache_usage: float = 0.0
-    evictions: int = 0
-    rejected: int = 0
-    """Messages refused: undecodable, wrong version, wrong width."""
+    busy_s: Annotated[float, Metric("outrider_drafter_busy_seconds_total")] = 0.0
+    """Time in which the drafter computed; otherwise it is idle."""
+    sequences: Annotated[int, Metric("outrider_drafter_sequences")] = 0
+    """Sequences in its KV cache."""
+    cache_usage: Annotated[float, Metric("outrider_drafter_kv_cache_usage")] = 0.0
+    """Share of its KV cache in use, 0 to 1."""
+    evictions: Annotated[int, Metric("outrider_drafter_evictions_total")] = 0
+    """Sequences removed from its KV cache to make room."""
+    rejected: Annotated[int, Metric("outrider_drafter_rejected_total")] = 0
+    """Messages refused: undecodable, another version, another width."""
     connections_refused: int = 0
     """Connections from peers without the fleet's keys."""
     verifiers: list[str] = msgspec.field(default_factory=list)

@@ -7,18 +7,19 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
 from backend.fleet import (
     DraftCounters,
     DrafterStats,
     FleetSnapshot,
+    Learning,
     MemberKind,
     MemberState,
     MemberView,
@@ -29,7 +30,7 @@ from backend.fleet import (
 )
 from gateway.fleet.core import FleetCore
 from gateway.fleet.sequences import InFlight
-from gateway.metrics.gateway import DEFINITIONS, GatewayMetrics, kind_of
+from gateway.metrics.gateway import DEFINITIONS, REPORTED, GatewayMetrics
 
 MODEL = "model_name"
 """The label of vLLM's names."""
@@ -42,23 +43,27 @@ def acceptance_length(counters: DraftCounters | Verified) -> float | None:
     return 1 + counters.accepted_tokens / counters.drafts if counters.drafts else None
 
 
+SUMMED = [name for name, each in DEFINITIONS.items() if name.startswith("vllm:") and each.kind == "counter"]
+"""Counters over all verifiers, under vLLM's names."""
 Sums = Counter[tuple[str, ...]]
-"""Values by a metric's name and its labels."""
-
-
-def _summed() -> dict[str, str]:
-    """The metrics that are summed over the fleet: their fields by their names."""
-    return {
-        name: each.field for name, each in DEFINITIONS.items() if each.field and not {*each.labels} & {"verifier", "drafter"}
-    }
+"""Their values, by name and labels."""
 
 
 def _sums(stats: VerifierStats) -> Sums:
-    total: Sums = Counter()
-    for name, field in _summed().items():
-        for report in [stats] if hasattr(stats, field.partition(".")[0]) else stats.drafters.values():
-            for label, value in _values(report, field):
-                total[name, *label] += value  # type: ignore[assignment]
+    """One verifier's part."""
+    pairs = stats.drafters.values()
+    total: Sums = Counter(
+        {
+            ("vllm:spec_decode_num_drafts_total",): sum(each.drafts for each in pairs),
+            ("vllm:spec_decode_num_draft_tokens_total",): sum(each.draft_tokens for each in pairs),
+            ("vllm:spec_decode_num_accepted_tokens_total",): sum(each.accepted_tokens for each in pairs),
+            ("vllm:prefix_cache_queries_total",): stats.prompt_tokens,
+            ("vllm:prefix_cache_hits_total",): stats.cached_tokens,
+        }
+    )
+    for each in pairs:
+        for position, accepted in enumerate(each.accepted_by_position):
+            total["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(position)] += accepted
     return total
 
 
@@ -70,7 +75,7 @@ class FleetCollector(Collector):
 
     def __init__(self, core: FleetCore, model: str) -> None:
         self._core, self._model = core, model
-        self._gone: Sums = Counter()
+        self._gone = _sums(VerifierStats("", 0.0, "off", 0))
         self._last: dict[str, VerifierStats] = {}
         # At scrapes alone, what a verifier did between the last one and its restart would be lost.
         core.on_counters = self._update
@@ -82,14 +87,7 @@ class FleetCollector(Collector):
             self._gone.update(_sums(last))
         self._last[stats.verifier_id] = stats
 
-    def _totals(self) -> Sums:
-        """The sum of every summed metric; 0 where nothing was reported and there is no label."""
-        total: Sums = Counter({(name,): 0 for name in _summed() if not {*DEFINITIONS[name].labels} - {MODEL}})
-        for each in (self._gone, *map(_sums, self._last.values())):
-            total.update(each)
-        return total
-
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         stats, snapshot = self._core.stats(), self._core.snapshot or UNKNOWN
         for each in stats:
             self._update(each)
@@ -102,21 +100,34 @@ class FleetCollector(Collector):
         reports = [(view.member.id, view.verifier or view.drafter) for view in views]
         refused = [([member], report.connections_refused) for member, report in reports if report is not None]
         yield _family("outrider_connections_refused_total", refused)
-        drafters = [view.drafter for view in views if view.drafter is not None]
-        yield from _reported(("drafter",), [([each.drafter_id], each) for each in drafters])
-        yield _family("outrider_learning_acceptance_length", _learned(drafters))
-        yield from _reported(("verifier",), [([each.verifier_id], each) for each in stats])
-        yield _family("outrider_drafters_down", [([each.verifier_id], len(each.drafters_down)) for each in stats])
-        pairs = [([each.verifier_id, drafter], counters) for each in stats for drafter, counters in each.drafters.items()]
-        yield from _reported(("verifier", "drafter"), pairs)
-        lengths = [(labels, length) for labels, counters in pairs if (length := acceptance_length(counters)) is not None]
+        verifiers = [([each.verifier_id], each) for each in stats]
+        pairs = [([*of, drafter], counters) for of, each in verifiers for drafter, counters in each.drafters.items()]
+        versions = [([*of, version], counted) for of, each in pairs for version, counted in each.by_version.items()]
+        drafters = [([view.drafter.drafter_id], view.drafter) for view in views if view.drafter is not None]
+        learning = [(of, each.learning) for of, each in drafters if each.learning is not None]
+        yield from _reported(VerifierStats, verifiers)
+        yield from _reported(DraftCounters, pairs)
+        yield from _reported(Verified, versions)
+        yield from _reported(DrafterStats, drafters)
+        yield from _reported(Learning, learning)
+        yield _family("outrider_drafters_down", [(of, len(each.drafters_down)) for of, each in verifiers])
+        lengths = [(of, length) for of, each in pairs if (length := acceptance_length(each)) is not None]
         yield _family("outrider_acceptance_length", lengths)
+        heads = [
+            ([*of, head], length)
+            for of, each in learning
+            for head, length in (("present", each.present_length), ("candidate", each.candidate_length))
+            if length is not None
+        ]
+        yield _family("outrider_learning_acceptance_length", heads)
         yield _family("vllm:num_requests_running", [([self._model], sum(each.running for each in stats))])
         yield _family("vllm:num_requests_waiting", [([self._model], sum(each.waiting for each in stats))])
         usage = sum(each.kv_usage for each in stats) / max(1, len(stats))
         yield _family("vllm:kv_cache_usage_perc", [([self._model], usage)])
-        sums = self._totals()
-        for summed in _summed():
+        sums = self._gone.copy()
+        for each in self._last.values():
+            sums.update(_sums(each))
+        for summed in SUMMED:
             of = [self._model] * (MODEL in DEFINITIONS[summed].labels)
             yield _family(summed, [([*of, *labels], value) for (name, *labels), value in sums.items() if name == summed])
         answering = [each.welcome for each in self._core.ready_links if each.welcome is not None]
@@ -133,7 +144,7 @@ class GatewayCollector(Collector):
     def __init__(self, core: FleetCore, metrics: GatewayMetrics, model: str, max_loras: int | None = None) -> None:
         self._core, self._metrics, self._model, self._max_loras = core, metrics, model, max_loras
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterator[Family]:
         gate, sequences = self._core.gate, self._core.sequences
         yield _family("outrider_requests_in_flight", [([], self._metrics.in_flight)])
         yield _family("outrider_verifiers_connected", [([], len(self._core.ready_links))])
@@ -153,18 +164,18 @@ Samples = Iterable[tuple[list[str], float]]
 """Label values, and the value."""
 
 
-def _family(name: str, samples: Samples) -> Metric:
+def _family(name: str, samples: Samples) -> Family:
     definition = DEFINITIONS[name]
-    kind = CounterMetricFamily if kind_of(name) == "counter" else GaugeMetricFamily
+    kind = CounterMetricFamily if definition.kind == "counter" else GaugeMetricFamily
     family = kind(name.removesuffix("_total"), definition.help, labels=definition.labels)
     for labels, value in samples:
         family.add_metric(labels, value)
     return family
 
 
-def _renamed(histogram: Histogram, name: str, model: str) -> Metric:
+def _renamed(histogram: Histogram, name: str, model: str) -> Family:
     """The histogram under another name, with the label `model_name`."""
-    renamed = Metric(name, DEFINITIONS[name].help, "histogram")
+    renamed = Family(name, DEFINITIONS[name].help, "histogram")
     for family in histogram.collect():
         for sample in family.samples:
             renamed.add_sample(name + sample.name.removeprefix(family.name), {MODEL: model, **sample.labels}, sample.value)
@@ -192,32 +203,23 @@ def _info(views: list[MemberView], stats: list[VerifierStats]) -> Samples:
             yield [member.id, member.model, mode, member.node], 1
 
 
-def _learned(drafters: list[DrafterStats]) -> Samples:
-    for drafter_id, learning in [(each.drafter_id, each.learning) for each in drafters if each.learning is not None]:
-        for head, length in (("present", learning.present_length), ("candidate", learning.candidate_length)):
-            if length is not None:
-                yield [drafter_id, head], length
+ReportT = TypeVar("ReportT", bound=msgspec.Struct)
 
 
-def _reported(labels: tuple[str, ...], reports: Sequence[tuple[list[str], object]]) -> Iterator[Metric]:
-    """Every metric of `DEFINITIONS` with these labels and a field.  `reports` has label values, each with its report."""
-    for name, definition in DEFINITIONS.items():
-        if definition.field and tuple(each for each in definition.labels if each in ("verifier", "drafter")) == labels:
-            yield _family(
-                name, [([*of, *label], value) for of, report in reports for label, value in _values(report, definition.field)]
-            )
+def _reported(kind: type[ReportT], reports: Sequence[tuple[list[str], ReportT]]) -> Iterator[Family]:
+    """The metrics among the fields of reports of one kind, each report with its label values."""
+    for field, metric in REPORTED[kind].items():
+        samples = [([*of, *label], value) for of, report in reports for label, value in _values(getattr(report, field))]
+        yield _family(metric.name, samples)
 
 
-def _values(report: Any, field: str) -> Samples:
-    """The values of a report's field, each with its further labels.  `a.b`: the field `b` of `a`, or of each item of `a`."""
-    field, _, of_each = field.partition(".")
-    found = getattr(report, field)
-    if isinstance(found, list):
-        found = {str(position): value for position, value in enumerate(found)}
+def _values(found: Any) -> Samples:
+    """The values of a field, with the key or position of each if there are several; none if it is None."""
     if isinstance(found, dict):
-        yield from (([key], getattr(value, of_each) if of_each else value) for key, value in found.items())
-    elif found is not None and (value := getattr(found, of_each) if of_each else found) is not None:
-        yield [], value
+        return [([key], value) for key, value in found.items()]
+    if isinstance(found, list):
+        return [([str(position)], value) for position, value in enumerate(found)]
+    return [] if found is None else [([], found)]
 
 
 def fleet_document(core: FleetCore) -> dict[str, Any]:

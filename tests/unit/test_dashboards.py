@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.metrics.gateway import DEFINITIONS, kind_of
+from gateway.metrics.gateway import DEFINITIONS
 from tests.support.dashboards import DASHBOARDS, ROOT, RULES, concrete, names, of_panels, of_rules, of_variables, recorded
 
 PROMTOOL = shutil.which("promtool")
@@ -109,7 +109,7 @@ def test_every_metric_and_label_exists():
     known = {"up": BY_PROMETHEUS, "ALERTS": BY_PROMETHEUS | {"alertname", "alertstate"}}
     for name, of_name in DEFINITIONS.items():
         labels = {*of_name.labels, *BY_PROMETHEUS}
-        if kind_of(name) == "histogram":
+        if of_name.kind == "histogram":
             known |= {f"{name}_bucket": labels | {"le"}, f"{name}_count": labels, f"{name}_sum": labels}
         else:
             known[name] = labels
