@@ -9,23 +9,14 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from inspect import isawaitable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
-from prometheus_client import Metric, generate_latest
-from prometheus_client.samples import Sample
 
-from backend.config.sources import ConfigError
-from backend.engine.front import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
-from gateway.fleet.pauses import Pauses
 from gateway.http.errors import ApiError, Unavailable, checked
-from gateway.reload import NewRules, apply_rules, read_rules
-from gateway.state import Gateway
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +29,8 @@ LIVED_S = 60.0
 
 Command = Callable[[int, int], Sequence[str]]
 """Makes a process's command line from its number and the port."""
+Calls = Mapping[str, Callable[..., Any]]
+"""What a process does for the others, by name; functions of MessagePack's types, some of them coroutines."""
 
 
 class Peers:
@@ -57,33 +50,24 @@ class Peers:
     ) -> None:
         self.port = port
         """The port to listen on; None in the first process, which uses the setting."""
-        self._folder, self._index = folder, index
+        self.index, self.is_first, self.alone = index, index == 0, count == 1
+        self._folder = folder
         self._others = [number for number in range(count) if number != index]
         self._command = command
+        self._calls: Calls = {}
         self._children: dict[int, asyncio.subprocess.Process] = {}
         self._keepers: list[asyncio.Task[None]] = []
         self._server: asyncio.Server | None = None
         self._stopping = asyncio.Event()
 
-    @property
-    def alone(self) -> bool:
-        return not self._others
-
-    @property
-    def is_first(self) -> bool:
-        return self._index == 0
-
-    async def start(self, gateway: Gateway, port: int) -> None:
+    async def start(self, calls: Calls, port: int) -> None:
         """Begins to answer the other processes.  The first process also starts them."""
+        self._calls = calls
         if self.alone:
             return
-        self._server = await asyncio.start_unix_server(partial(_answer, gateway), self._path(self._index))
+        self._server = await asyncio.start_unix_server(self._answer, self._path(self.index))
         if self._command is not None:
             self._keepers = [asyncio.create_task(self._keep(number, port)) for number in self._others]
-        elif not self.is_first:
-            # What the other processes were asked for before has missed this one.
-            with contextlib.suppress(ConfigError):
-                apply_rules(gateway, await read_rules(gateway))
 
     def stop(self) -> None:
         """Has the processes that this one started drain.  A second call ends them at once."""
@@ -111,53 +95,28 @@ class Peers:
 
     async def ready(self) -> bool:
         """Whether all other processes could serve a request now."""
-        answers = await self._ask("ready", timeout_s=READY_TIMEOUT_S)
+        answers = await self.ask("ready", timeout_s=READY_TIMEOUT_S)
         return len(answers) == len(self._others) and all(answers.values())
 
-    async def metrics(self, gateway: Gateway) -> str:
-        """Every process's metrics, labelled by process, and the fleet's metrics as the first process sees them.
-
-        Processes hear about the fleet at different moments: from several of them, counters would jump back between two scrapes.
-        """
-        if self.alone:
-            return (generate_latest(gateway.metrics.own) + generate_latest(gateway.metrics.fleet)).decode()
-        found = {**await self._ask("metrics"), self._index: _families(gateway)}
-        return exposed(family for number in sorted(found) for family in found[number])
-
-    async def adapters(self) -> list[dict[str, Any]]:
-        """LoRA adapters that another process has loaded, as requests to load them."""
-        answers = await self._ask("adapters", timeout_s=READY_TIMEOUT_S)
-        return max(answers.values(), key=len, default=[])
-
-    async def abort(self, request_ids: list[str] | None, verifier: str | None) -> dict[str, list[list[int]]]:
-        """Ends requests of the other processes; the tokens they had."""
-        answers = await self._ask("abort", request_ids, verifier)
-        return {named: tokens for answer in answers.values() for named, tokens in answer.items()}
-
-    async def pauses(self) -> Pauses:
-        """Which verifiers are paused, as another process knows."""
-        answers = await self._ask("pauses", timeout_s=READY_TIMEOUT_S)
-        return next((msgspec.convert(answer, Pauses) for answer in answers.values()), Pauses())
-
     async def tell(self, failed: str, call: str, *arguments: Any, timeout_s: float = ASK_TIMEOUT_S) -> None:
-        """Makes a call of `_CALLS` in all other processes, and logs which of them `failed`."""
-        done = await self._ask(call, *arguments, timeout_s=timeout_s)
+        """Makes a call in all other processes, and logs which of them `failed`."""
+        done = await self.ask(call, *arguments, timeout_s=timeout_s)
         if behind := [str(number) for number in self._others if number not in done]:
             logger.error("gateway processes that %s: %s", failed, ", ".join(behind))
 
-    async def update_number(self, gateway: Gateway) -> int:
-        """The number of the next update of the weights; the first process counts for all.  Raises `Unavailable`."""
+    async def ask_first(self, call: str) -> Any:
+        """What the first process returns, which may be this one.  Raises `Unavailable`."""
         if self.is_first:
-            return gateway.client.core.weights.next_number()
-        answers = await self._ask("update_number", of=[0])
-        if 0 not in answers:
+            return self._calls[call]()
+        answers = await self.ask(call, of=[0])
+        if not answers:
             raise Unavailable
-        return int(answers[0])
+        return answers[0]
 
-    async def _ask(
+    async def ask(
         self, call: str, *arguments: Any, timeout_s: float = ASK_TIMEOUT_S, of: Sequence[int] | None = None
     ) -> dict[int, Any]:
-        """What the other processes return that carry out a call of `_CALLS` in time, by process number."""
+        """What the other processes return that carry out a call in time, by process number."""
 
         async def ask(number: int) -> tuple[int, Any] | None:
             try:
@@ -171,6 +130,13 @@ class Peers:
                 return None
 
         return dict(filter(None, await asyncio.gather(*map(ask, self._others if of is None else of))))
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carries out a call of another process.  A call that fails has no answer."""
+        with contextlib.closing(writer), contextlib.suppress(ApiError):
+            call, *arguments = msgspec.msgpack.decode(await reader.read())
+            done = self._calls[call](*arguments)
+            writer.write(msgspec.msgpack.encode(checked(await done if isawaitable(done) else done)))
 
     def _path(self, index: int) -> Path:
         assert self._folder is not None
@@ -203,52 +169,3 @@ class Peers:
             logger.error("gateway process %d ended with %s; another starts in %g s", index, ended, wait_s)
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, most_s)
-
-
-def _families(gateway: Gateway) -> list[dict[str, Any]]:
-    """This process's own metrics, with a label for it; of the first process also the fleet's, without that label."""
-    own, label = list(gateway.metrics.own.collect()), {"gateway": gateway.client.core.gateway_id}
-    for family in own:
-        family.samples = [each._replace(labels=label | each.labels) for each in family.samples]
-    return [vars(each) for each in (*own, *(gateway.metrics.fleet.collect() if gateway.peers.is_first else ()))]
-
-
-def exposed(families: Iterable[Mapping[str, Any]]) -> str:
-    """Several processes' metrics in Prometheus' format, where all samples of a family stand together."""
-    merged: dict[str, Metric] = {}
-    for each in families:
-        family = merged.setdefault(each["name"], Metric(each["name"], each["documentation"], each["type"]))
-        family.samples += [Sample(*sample) for sample in each["samples"]]
-    return generate_latest(cast(Any, SimpleNamespace(collect=merged.values))).decode()
-
-
-def _adapters(gateway: Gateway) -> list[dict[str, str]]:
-    known = gateway.services.models.lora_requests.values()
-    return [{"lora_name": each.lora_name, "lora_path": each.lora_path} for each in known]
-
-
-def _hear_of_pauses(gateway: Gateway, payload: dict[str, Any]) -> None:
-    gateway.client.core.pauses = msgspec.convert(payload, Pauses)
-
-
-_CALLS: Mapping[str, Callable[..., Any]] = {
-    "abort": lambda gateway, request_ids, verifier: gateway.abort(request_ids, verifier),
-    "adapters": _adapters,
-    "hear_of_pauses": _hear_of_pauses,
-    "load": lambda gateway, payload: gateway.services.models.load_lora_adapter(LoadLoRAAdapterRequest(**payload)),
-    "metrics": _families,
-    "pauses": lambda gateway: gateway.client.core.pauses,
-    "ready": lambda gateway: gateway.client.ready and not gateway.client.core.draining,
-    "reload": lambda gateway, rules: apply_rules(gateway, NewRules.model_validate(rules)),
-    "unload": lambda gateway, payload: gateway.services.models.unload_lora_adapter(UnloadLoRAAdapterRequest(**payload)),
-    "update_number": lambda gateway: gateway.client.core.weights.next_number(),
-}
-"""What a process does for another one; some are coroutines."""
-
-
-async def _answer(gateway: Gateway, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Carries out a call of another process.  A call that fails has no answer."""
-    with contextlib.closing(writer), contextlib.suppress(ApiError):
-        call, *arguments = msgspec.msgpack.decode(await reader.read())
-        done = _CALLS[call](gateway, *arguments)
-        writer.write(msgspec.msgpack.encode(checked(await done if isawaitable(done) else done)))

@@ -5,6 +5,7 @@ read, and each replaces its own between two requests.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from dataclasses import dataclass
@@ -50,6 +51,12 @@ async def reload_all(gateway: Gateway) -> Reloaded:
     # A process that is just starting reads them itself.
     await gateway.peers.tell("did not reload", "reload", rules.model_dump(mode="json"))
     return done
+
+
+async def catch_up(gateway: Gateway) -> None:
+    """Reloads in a process that begins to answer the others: an earlier reload may have missed it."""
+    with contextlib.suppress(ConfigError):
+        apply_rules(gateway, await read_rules(gateway))
 
 
 async def read_rules(gateway: Gateway) -> NewRules:

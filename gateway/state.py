@@ -1,12 +1,9 @@
 """What all routes share: one `Gateway` per application, at `app.state.gateway`.  No globals."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -19,11 +16,9 @@ from gateway.auth.key_ring import KeyRing
 from gateway.auth.quotas import Quotas
 from gateway.fleet.core import FleetCore
 from gateway.metrics.gateway import GatewayMetrics
+from gateway.peers import Peers
 from gateway.storage.batches.serving import Batches
 from gateway.storage.responses.serving import ResponseService
-
-if TYPE_CHECKING:
-    from gateway.peers import Peers
 
 
 @dataclass
@@ -43,7 +38,7 @@ class Gateway:
     """Reads the settings again from their sources.  Raises `ConfigError`."""
     rules_at: float = 0.0
     """When what the last reload put in force was read; monotonic seconds."""
-    peers: Peers = field(init=False)
+    peers: Peers = field(default_factory=Peers)
     """The other gateway processes on this port."""
     started: float = field(default_factory=time.time)
     """Unix seconds; also when its models were "created"."""

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import msgspec
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -14,8 +15,10 @@ from starlette.responses import JSONResponse, Response
 from backend.engine.front import LoadLoRAAdapterRequest
 from gateway.auth.access import Access
 from gateway.fleet.balancing import keep_balanced
+from gateway.fleet.pauses import Pauses
 from gateway.http.errors import translate
 from gateway.http.middleware import Envelope
+from gateway.reload import catch_up
 from gateway.routes import (
     admin,
     batches,
@@ -50,15 +53,18 @@ def build_app(gateway: Gateway) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        gateway.client.core.pauses = await gateway.peers.pauses()
+        core, peers = gateway.client.core, gateway.peers
+        core.pauses = msgspec.convert(next(iter((await peers.ask("pauses")).values()), core.pauses), Pauses)
+        if not peers.is_first:
+            await catch_up(gateway)
         gateway.client.start()
-        balancing = asyncio.create_task(keep_balanced(gateway.client.core, gateway.settings))
+        balancing = asyncio.create_task(keep_balanced(core, gateway.settings))
         await gateway.quotas.start()
         models = gateway.services.models
         await models.init_static_loras()
-        for each in await gateway.peers.adapters():
-            if each["lora_name"] not in models.lora_requests:
-                await models.load_lora_adapter(LoadLoRAAdapterRequest(**each))
+        for name, path in max((await peers.ask("adapters")).values(), key=len, default={}).items():
+            if name not in models.lora_requests:
+                await models.load_lora_adapter(LoadLoRAAdapterRequest(lora_name=name, lora_path=path))
         gateway.batches.start(app, gateway)
         try:
             yield

@@ -11,12 +11,16 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import uvicorn
 import uvloop
 
 from backend.config import Settings
+from backend.engine.front import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 from backend.engine.front.client import FleetClient
 from backend.engine.front.config import build_vllm_config
 from backend.engine.front.serving import build_services
@@ -27,14 +31,16 @@ from gateway.auth.quotas import Quotas, SharedCounters
 from gateway.cli.preflight import listen, state_folder, url_of
 from gateway.fleet.core import FleetCore
 from gateway.fleet.directory import Directory
+from gateway.fleet.pauses import Pauses
 from gateway.http.app import build_app
 from gateway.http.errors import ApiError, ShuttingDown
 from gateway.http.protocol import BoundedProtocol
 from gateway.http.spans import TracedMetrics
 from gateway.metrics.fleet import FleetCollector, GatewayCollector
 from gateway.metrics.gateway import GatewayMetrics
-from gateway.peers import Peers
-from gateway.reload import reload_all
+from gateway.peers import Calls, Peers
+from gateway.reload import NewRules, apply_rules, reload_all
+from gateway.routes.operations import families_of
 from gateway.state import Gateway
 from gateway.storage.batches.serving import Batches
 from gateway.storage.responses.serving import ResponseService
@@ -80,6 +86,27 @@ def build_gateway(
     return Gateway(settings, client, services, metrics, responses, ring, quotas, batches, tracing)
 
 
+def peer_calls(gateway: Gateway) -> Calls:
+    """What this process does for the others on its port."""
+    core, models = gateway.client.core, gateway.services.models
+
+    def hear_of_pauses(pauses: dict[str, Any]) -> None:
+        core.pauses = msgspec.convert(pauses, Pauses)
+
+    return {
+        "abort": gateway.abort,
+        "adapters": lambda: {each.lora_name: each.lora_path for each in models.lora_requests.values()},
+        "hear_of_pauses": hear_of_pauses,
+        "load": lambda adapter: models.load_lora_adapter(LoadLoRAAdapterRequest(**adapter)),
+        "metrics": partial(families_of, gateway),
+        "pauses": lambda: core.pauses,
+        "ready": lambda: gateway.client.ready and not core.draining,
+        "reload": lambda rules: apply_rules(gateway, NewRules.model_validate(rules)),
+        "unload": lambda adapter: models.unload_lora_adapter(UnloadLoRAAdapterRequest(**adapter)),
+        "update_number": core.weights.next_number,
+    }
+
+
 class GatewayServer:
     """A gateway behind a listening socket.
 
@@ -103,7 +130,7 @@ class GatewayServer:
     ) -> None:
         self.gateway = build_gateway(settings, directory, model_dir, model_name=model_name, wire=wire)
         self.gateway.read_settings = read_settings or (lambda: settings)
-        self.gateway.peers = self._peers = peers or Peers()
+        self.gateway.peers = self._peers = peers or self.gateway.peers
         self.url = ""
         self._settings = settings.gateway
         self._on_ready = on_ready
@@ -174,7 +201,7 @@ class GatewayServer:
             listener = listen(self._settings.host, port, shared=not self._peers.alone)
             host, port = listener.getsockname()[:2]
             self.url = url_of(self._settings.model_copy(update={"host": host, "port": port}))
-            await self._peers.start(self.gateway, port)
+            await self._peers.start(peer_calls(self.gateway), port)
             with contextlib.closing(listener):
                 await self._server.serve(sockets=[listener])
         finally:

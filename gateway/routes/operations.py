@@ -3,9 +3,13 @@
 import asyncio
 import importlib.metadata
 import time
+from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
+from typing import Any, cast
 
 from fastapi import APIRouter, Request
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CONTENT_TYPE_LATEST, Metric, generate_latest
+from prometheus_client.samples import Sample
 from starlette.responses import JSONResponse, Response
 
 from backend.engine.front import VLLM_VERSION
@@ -14,7 +18,7 @@ from gateway.http.errors import InternalError, NotAllReady, NoVerifier, Shutting
 from gateway.http.openapi import UNDESCRIBED, described, document, shape
 from gateway.metrics.fleet import fleet_document
 from gateway.routes.lists import as_json
-from gateway.state import gateway_of
+from gateway.state import Gateway, gateway_of
 
 router = APIRouter()
 
@@ -51,7 +55,30 @@ async def readyz(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Prometheus' text format."""
     gateway = gateway_of(request)
-    return Response(await gateway.peers.metrics(gateway), media_type=CONTENT_TYPE_LATEST)
+    found = {**await gateway.peers.ask("metrics"), gateway.peers.index: families_of(gateway)}
+    text = exposed(family for _, families in sorted(found.items()) for family in families)
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def families_of(gateway: Gateway) -> list[dict[str, Any]]:
+    """This process's own metrics, with a label for it if there are others; of the first process also the fleet's.
+
+    Processes hear about the fleet at different moments: from several of them, counters would jump back between two scrapes.
+    """
+    label = {} if gateway.peers.alone else {"gateway": gateway.client.core.gateway_id}
+    own = list(gateway.metrics.own.collect())
+    for family in own:
+        family.samples = [each._replace(labels=label | each.labels) for each in family.samples]
+    return [vars(each) for each in (*own, *(gateway.metrics.fleet.collect() if gateway.peers.is_first else ()))]
+
+
+def exposed(families: Iterable[Mapping[str, Any]]) -> str:
+    """Several processes' metrics in Prometheus' format, where all samples of a family stand together."""
+    merged: dict[str, Metric] = {}
+    for each in families:
+        family = merged.setdefault(each["name"], Metric(each["name"], each["documentation"], each["type"]))
+        family.samples += [Sample(*sample) for sample in each["samples"]]
+    return generate_latest(cast(Any, SimpleNamespace(collect=merged.values))).decode()
 
 
 @router.get("/fleet", **described(gives={"type": "object"}, right=Right.KEY))

@@ -159,7 +159,10 @@ async def abort_requests(request: Request, verifier: str | None = None) -> Respo
 
 
 async def _abort(gateway: Gateway, request_ids: list[str] | None, verifier: str | None) -> dict[str, list[list[int]]]:
-    return gateway.abort(request_ids, verifier) | await gateway.peers.abort(request_ids, verifier)
+    tokens = gateway.abort(request_ids, verifier)
+    for theirs in (await gateway.peers.ask("abort", request_ids, verifier)).values():
+        tokens |= theirs
+    return tokens
 
 
 @router.get("/weight_info", **described(gives=shape("weight_version", "verifiers"), right=Right.KEY))
@@ -223,7 +226,7 @@ async def _read(request: Request, kind: type[T]) -> tuple[Gateway, T]:
 async def _renew(gateway: Gateway, verifier: str | None, method: str, *arguments: Any, version: str | int | None) -> Response:
     """Has verifiers load new weights.  Only an update of all gets a new number, or the others would count as behind."""
     core = gateway.client.core
-    number = await gateway.peers.update_number(gateway)
+    number = await gateway.peers.ask_first("update_number")
     name = str(number if version is None else version)
     counted = core.weights.newest.update if verifier else number
     results = await _results(gateway, verifier, method, *arguments, name, counted)

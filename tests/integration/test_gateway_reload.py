@@ -116,11 +116,9 @@ async def test_what_the_process_that_is_asked_has_read_all_have(tmp_path):
         for index, files in enumerate(all_files):
             files.keys.parent.mkdir()
             files.write([entry])
-            running = await stack.enter_async_context(running_gateway(read_settings=files.read, **files.first))
+            peers = Peers(tmp_path, index, 2)
+            running = await stack.enter_async_context(running_gateway(read_settings=files.read, peers=peers, **files.first))
             gateways.append(running.server.gateway)
-            peers = gateways[-1].peers = Peers(tmp_path, index, 2)
-            await peers.start(gateways[-1], 0)
-            stack.push_async_callback(peers.close, 1)
             http = running.http
 
         def limits() -> list[int]:
@@ -153,11 +151,7 @@ async def test_of_two_reloads_at_a_time_the_later_one_stands(tmp_path):
 
 async def test_a_process_that_is_starting_misses_no_reload(tmp_path):
     files = Files(tmp_path)
-    files.write([make_key("one")[1]])
-    async with running_gateway(read_settings=files.read, **files.first) as running:
-        # It has read the settings, and does not answer the other process, which reloads now.
-        files.write([make_key("one")[1]], max_in_flight=7)
-        peers = Peers(tmp_path, 1, 2)
-        await peers.start(running.server.gateway, 0)
-        assert running.server.gateway.settings.gateway.max_in_flight == 7
-        await peers.close(1)
+    # It has read the settings, and did not answer the other process, which has reloaded since.
+    files.write([make_key("one")[1]], max_in_flight=7)
+    async with running_gateway(read_settings=files.read, peers=Peers(tmp_path, 1, 2), **files.first) as running:
+        await eventually(lambda: running.server.gateway.settings.gateway.max_in_flight == 7)

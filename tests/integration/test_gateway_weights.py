@@ -9,11 +9,11 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from backend.config.sources import ConfigError
 from backend.fleet.stats import Weights
 from backend.wire.engine import NOT_BEGUN
 from gateway.fleet.pauses import Change, Pauses
 from gateway.fleet.weights import WeightsInForce
+from gateway.http.server import peer_calls
 from gateway.peers import Peers
 from tests.support.fake_verifier import FakeVerifier, eventually, stall
 from tests.support.running_gateway import Running, running_gateway
@@ -218,19 +218,16 @@ async def test_requests_of_one_verifier_are_aborted():
 
 async def test_processes_of_one_port_share_pauses_and_the_numbers_of_updates(tmp_path: Path):
     cores = [SimpleNamespace(weights=WeightsInForce(), pauses=Pauses()) for _ in range(2)]
-    unread = Mock(side_effect=ConfigError)
-    gateways = [SimpleNamespace(client=SimpleNamespace(core=core), read_settings=unread) for core in cores]
     peers = [Peers(tmp_path, number, 2) for number in range(2)]
     try:
-        assert await peers[1].pauses() == Pauses()
-        for each, gateway in zip(peers, gateways, strict=True):
-            await each.start(gateway, 0)  # type: ignore[arg-type]
+        for each, core in zip(peers, cores, strict=True):
+            await each.start(peer_calls(Mock(client=Mock(core=core))), 0)
         # None of them hears of the others' updates meanwhile.
-        numbers = [await peers[each].update_number(gateways[each]) for each in (0, 1, 1, 0)]  # type: ignore[arg-type]
-        assert numbers == [1, 2, 3, 4]
+        assert [await peers[each].ask_first("update_number") for each in (0, 1, 1, 0)] == [1, 2, 3, 4]
         paused = Pauses((Change(None, True), Change("verifier-1", False)))
         await peers[1].tell("", "hear_of_pauses", msgspec.to_builtins(paused))
-        assert gateways[0].client.core.pauses == paused == await peers[1].pauses()
+        assert cores[0].pauses == paused
+        assert msgspec.convert((await peers[1].ask("pauses"))[0], Pauses) == paused
     finally:
         for each in peers:
             await each.close(1.0)

@@ -20,6 +20,7 @@ from backend.config import Settings
 from backend.models.demo import TARGET_DIR
 from gateway.auth.key_ring import make_key
 from gateway.http.server import GatewayServer
+from gateway.peers import Peers
 from tests.support.fake_verifier import FakeVerifier, StaticDirectory, eventually
 from tests.support.fleet_process import metric
 
@@ -96,6 +97,7 @@ async def running_gateway(
     tracing: dict[str, Any] | None = None,
     slots: int = 64,
     read_settings: Any = None,
+    peers: Peers | None = None,
     engine_args: dict[str, Any] | None = None,
     **gateway: Any,
 ) -> AsyncIterator[Running]:
@@ -107,7 +109,7 @@ async def running_gateway(
         verifier = {"max_num_seqs": slots, "engine_args": engine_args or {}}
         sections = {"gateway": gateway, "tracing": tracing or {}, "verifier": verifier}
         settings = Settings.model_validate({"mode": mode, **sections})
-        server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo", read_settings=read_settings)
+        server = GatewayServer(settings, directory, MODEL_DIR, model_name="demo", read_settings=read_settings, peers=peers)
         try:
             async with serving(server, verifiers) as (http, task):
                 running = Running(server, directory, fakes, http, task)

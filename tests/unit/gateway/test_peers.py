@@ -3,17 +3,18 @@
 import asyncio
 import errno
 import os
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
-from unittest.mock import AsyncMock, Mock
+from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from backend.config.sources import ConfigError
 from gateway.http.errors import NotFound
-from gateway.peers import _CALLS, Peers
+from gateway.peers import Peers
+from gateway.routes.operations import families_of, metrics
 from tests.support.fake_verifier import eventually
 
 
@@ -22,7 +23,7 @@ async def test_a_process_that_cannot_be_started_now_is_started_later(tmp_path: P
     monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
     monkeypatch.setattr("gateway.peers.BACKOFF_S", (0.001, 0.001))
     peers = Peers(tmp_path, 0, 2, command=lambda *_: ["x"])
-    await peers.start(Mock(), 0)
+    await peers.start({}, 0)
     await eventually(lambda: start.call_count > 1)
     await peers.close(0)
 
@@ -39,25 +40,23 @@ def metrics_of(gateway_id: str, peers: Peers) -> Any:
 
 
 async def test_families_of_several_processes_stand_together_and_the_first_ones_fleet_counts(tmp_path: Path) -> None:
-    first, second = Peers(tmp_path, 0, 2), Peers(tmp_path, 1, 2)
-    gateways = [metrics_of("1", first), metrics_of("2", second)]
-    await first.start(gateways[0], 0)
-    text = [line for line in (await second.metrics(gateways[1])).splitlines() if "a_created" not in line]
+    first, second = (metrics_of(str(number), Peers(tmp_path, number, 2)) for number in range(2))
+    await first.peers.start({"metrics": partial(families_of, first)}, 0)
+    request: Any = SimpleNamespace(app=SimpleNamespace(state=SimpleNamespace(gateway=second)))
+    text = [line for line in bytes((await metrics(request)).body).decode().splitlines() if "a_created" not in line]
     assert text == [
         *("# HELP a_total x", "# TYPE a_total counter"),
-        *('a_total{code="200",gateway="1"} 1.0', 'a_total{code="200",gateway="2"} 1.0'),
+        *('a_total{code="200",gateway="0"} 1.0', 'a_total{code="200",gateway="1"} 1.0'),
         *("# HELP b y", "# TYPE b gauge", "b NaN"),
     ]
-    await first.close(0)
+    await first.peers.close(0)
 
 
-async def test_a_call_that_fails_has_no_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_that_fails_has_no_result(tmp_path: Path) -> None:
     caller, callee = (Peers(tmp_path, number, 2) for number in range(2))
     assert not await caller.ready(), "nobody is there"
-    await callee.start(cast(Any, SimpleNamespace(read_settings=Mock(side_effect=ConfigError))), 0)
-    monkeypatch.setitem(_CALLS, "ready", AsyncMock(side_effect=NotFound("x")))
+    await callee.start({"ready": AsyncMock(side_effect=NotFound("x")), "abort": lambda ids, verifier: {ids[0]: []}}, 0)
     assert not await caller.ready()
-    monkeypatch.setitem(_CALLS, "abort", lambda gateway, request_ids, verifier: {request_ids[0]: []})
     large = "x" * (1 << 20)
-    assert await caller.abort([large], None) == {large: []}
+    assert await caller.ask("abort", [large], None) == {1: {large: []}}
     await callee.close(0)
