@@ -40,7 +40,7 @@ async def read_json(request: Request, *, bounded: bool = True) -> dict[str, Any]
     if media_type(request) != "application/json":
         raise UnsupportedMedia("The request body must be application/json.")
     body = request.state.body
-    data = await asyncio.to_thread(_decode, body) if len(body) > LARGE_BYTES else _decode(body)
+    data = await asyncio.to_thread(decode, body) if len(body) > LARGE_BYTES else decode(body)
     if not isinstance(data, dict):
         raise BadRequest("The request body must be a JSON object.", code="invalid_json")
     if bounded:
@@ -65,7 +65,7 @@ def header_flag(request: Request, header: str) -> bool | None:
     return None if value is None else value == "1"
 
 
-def _decode(body: bytearray) -> Any:
+def decode(body: bytearray) -> Any:
     """A body's JSON.  Raises `BadRequest` for others, also for NaN, infinity (`1e999`) and half of a surrogate pair.
 
     In a sampler, the former would harm the whole batch; no later code could encode the latter.

@@ -9,7 +9,7 @@ from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 from backend.engine.front import AnthropicMessagesRequest, BatchChatCompletionRequest, GenerateRequest, ResponseRequest
 from backend.engine.front.config import PARAMETERS
 from gateway.http.errors import translate
-from gateway.requests.body import _decode, check_fields, check_generation, parse
+from gateway.requests.body import check_fields, check_generation, decode, parse
 from gateway.requests.fields import GENERATING, MESSAGING, NO_EFFECT, REFUSED, RESPONDING
 from gateway.requests.limits import MAX_CHOICES, check_bounds
 from gateway.storage.responses.turn import as_items
@@ -141,7 +141,7 @@ def test_lists_in_messages_stay_what_they_are():
 
 
 def decoded(body: Any) -> Any:
-    return _decode(bytearray(json.dumps(body).encode()))
+    return decode(bytearray(json.dumps(body).encode()))
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [None], "default": None}}}

@@ -4,7 +4,6 @@ import asyncio
 import errno
 import io
 import sqlite3
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,22 +16,24 @@ from gateway.storage.batches.store import BatchStore
 
 async def test_a_row_never_lacks_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = BatchStore(tmp_path, 1 << 30)
-    writing, left = asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
-    transact = store._transact
+    writing, left, written = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    run = store.run
 
-    def late(work: Callable[[sqlite3.Connection], Any]) -> Any:
-        loop.call_soon_threadsafe(writing.set)
-        assert left.wait(10)
-        return transact(work)
+    async def late(work: Callable[[sqlite3.Connection], Any]) -> None:
+        writing.set()
+        await left.wait()
+        await run(work)
+        written.set()
 
-    monkeypatch.setattr(store, "_transact", late)
+    monkeypatch.setattr(store, "run", late)
     upload = asyncio.create_task(store.add_file(io.BytesIO(b"{}"), "in.jsonl", "me", 3600.0))
     await writing.wait()
     upload.cancel()
     with pytest.raises(asyncio.CancelledError):
         await upload
     left.set()
+    await written.wait()
+    monkeypatch.undo()
     (file,) = await store.files("me", None)
     assert store.path(file["id"]).read_bytes() == b"{}"
     store.close()

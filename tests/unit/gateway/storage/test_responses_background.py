@@ -40,6 +40,13 @@ def turn(name: str, owner: str) -> Any:
     )
 
 
+async def ended(*claims: Claim) -> None:
+    """Waits for background responses, after the HTTP requests that began them have ended."""
+    for claim in claims:
+        claim.close()
+    await eventually(lambda: all(claim.closed for claim in claims))
+
+
 async def test_a_follower_in_another_process_gets_the_last_event_however_late_it_looks(tmp_path: Path) -> None:
     opened = [ResponseStore(tmp_path / "responses.sqlite", 1 << 30) for _ in range(2)]
     ours, other = (ResponseService(store, 4096) for store in opened)
@@ -67,21 +74,28 @@ async def test_a_follower_in_another_process_gets_the_last_event_however_late_it
 async def test_a_key_has_its_share_of_the_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "BACKGROUND_QUEUED", 8)
     responses, numbers = ResponseService(ResponseStore(tmp_path / "responses.sqlite", 1 << 30), 4096), count()
+    gate = asyncio.Event()
+    taken: list[Claim] = []
+
+    async def held() -> AsyncGenerator[Made, None]:
+        await gate.wait()
+        async for each in made():
+            yield each
 
     async def begun(owner: str, limits: KeyLimits) -> int:
         """How many of a burst are taken."""
         claims = [Claim(Caller(owner, owner, limits=limits)) for _ in range(8)]
-        burst = (responses.begin(turn(f"r{next(numbers)}", owner), made(), "m", 0, claim) for claim in claims)
+        burst = (responses.begin(turn(f"r{next(numbers)}", owner), held(), "m", 0, claim) for claim in claims)
         done = await asyncio.gather(*burst, return_exceptions=True)
         assert all(isinstance(each, dict | RateLimited) for each in done)
+        taken.extend(claim for claim, each in zip(claims, done, strict=True) if isinstance(each, dict))
         return sum(isinstance(each, dict) for each in done)
 
-    responses._turns = asyncio.Semaphore(0)
     assert await begun("limited", KeyLimits(concurrent_requests=1)) == 1
     assert await begun("greedy", KeyLimits()) == 4
     assert await begun("other", KeyLimits()) == 2
-    responses._turns.release()
-    await asyncio.gather(*(task for _, task in responses._making.values()))
+    gate.set()
+    await ended(*taken)
     assert await begun("limited", KeyLimits(concurrent_requests=1)) == 1
     await responses.close()
 
@@ -99,8 +113,9 @@ async def test_what_was_cancelled_elsewhere_adds_nothing_to_its_conversation(tmp
             yield each
 
     responses = ResponseService(ours, 4096)
-    await responses.begin(begun, cancelled(), "m", 0, Claim())
-    await asyncio.gather(*(task for _, task in responses._making.values()))
+    claim = Claim()
+    await responses.begin(begun, cancelled(), "m", 0, claim)
+    await ended(claim)
     assert (await ours.get("r", "me")).body["status"] == "cancelled"
     assert await ours.items("c", "me") == []
     await responses.close()
