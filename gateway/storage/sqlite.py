@@ -1,12 +1,13 @@
-"""A SQLite file of the gateway, accessed from one thread beside the event loop."""
+"""SQLite files, each accessed from one thread beside the event loop, and locks, for gateways that share a folder."""
 
 import asyncio
+import fcntl
 import sqlite3
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TextIO, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -64,3 +65,15 @@ def exclusive(work: Work[DatabaseT, P, T]) -> Method[DatabaseT, P, T]:
         return work(self, db, *args, **kwargs)
 
     return transaction(locked)
+
+
+def lock(path: Path) -> TextIO:
+    """Locks a file until it is closed, or this process ends in any way.  Raises `BlockingIOError` if it is locked."""
+    file = path.open("w")
+    try:
+        # Pids would not do: containers that share a folder have the same.
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        file.close()
+        raise
+    return file

@@ -1,15 +1,13 @@
 """Carries out batches: checks their files, has their lines answered, writes output files.  The gateway's event loop.
 
-Of the gateways that share a folder and serve one model, only the one that holds a lock carries out batches.  The operating
-system frees the lock when its process ends in any way.  Then another gateway goes on: answers are stored as they come, and
-lines without an answer are carried out again.
+Of the gateways that share a folder and serve one model, only the one that holds a lock carries out batches.  When its process
+ends, another gateway goes on: answers are stored as they come, and lines without an answer are carried out again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import logging
 import random
@@ -29,6 +27,7 @@ from gateway.storage.batches.calls import carry_out
 from gateway.storage.batches.objects import Batch, Counts, Errors, LineAnswer, LineError, Status
 from gateway.storage.batches.pace import BatchPace
 from gateway.storage.batches.store import BatchStore, KeptBatch
+from gateway.storage.sqlite import lock
 
 if TYPE_CHECKING:
     from gateway.state import Gateway
@@ -106,11 +105,14 @@ class Batches:
         swept = float("-inf")
         while not self._core.draining:
             try:
-                if self._have_lock():
-                    if time.monotonic() - swept > SWEEP_S:
-                        swept = time.monotonic()
-                        await self.store.sweep()
-                    await self._begin_batches()
+                self._lock = self._lock or lock(self._lock_path)
+                if time.monotonic() - swept > SWEEP_S:
+                    swept = time.monotonic()
+                    await self.store.sweep()
+                await self._begin_batches()
+            except BlockingIOError:
+                # Another gateway carries them out.
+                pass
             except Exception:
                 logger.exception("looking for batches failed")
             with contextlib.suppress(TimeoutError):
@@ -118,17 +120,6 @@ class Batches:
             self._news.clear()
         # Batches would delay the gateway's end.  The next gateway goes on with them.
         await _end(self._running.values())
-
-    def _have_lock(self) -> bool:
-        if self._lock is None:
-            file = self._lock_path.open("w")
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                file.close()
-                return False
-            self._lock = file
-        return True
 
     async def _begin_batches(self) -> None:
         for batch_id in await self.store.open_batches(self.model):

@@ -4,13 +4,10 @@ A stored response has its own input items and a link to the response before it. 
 that link to it cannot be continued.
 """
 
-import fcntl
 import json
-import os
-import secrets
 import sqlite3
-import struct
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +15,7 @@ from typing import Any
 
 from gateway.http.errors import BadRequest, NotFound
 from gateway.requests.limits import MAX_ITEMS
-from gateway.storage.sqlite import Database, transaction
+from gateway.storage.sqlite import Database, lock, transaction
 
 Item = dict[str, Any]
 Row = tuple[int, str]
@@ -70,15 +67,15 @@ class ResponseStore(Database):
     def __init__(self, path: Path, max_bytes: int) -> None:
         super().__init__(path, _SCHEMA)
         self._max_bytes = max_bytes
-        # The system frees the lock when this process ends.  Pids would not do: containers that share a folder have the same.
-        self._maker = str(secrets.randbits(62))
-        self._makers = path.with_suffix(".makers").open("w")
-        fcntl.fcntl(self._makers, fcntl.F_OFD_SETLK, _byte_of(self._maker))
+        self._makers, self._maker = path.parent / "makers", uuid.uuid4().hex
+        self._makers.mkdir(mode=0o700, exist_ok=True)
+        self._lock = lock(self._makers / self._maker)
 
     def close(self) -> None:
         """Waits for pending transactions, and closes the file."""
         super().close()
-        self._makers.close()
+        (self._makers / self._maker).unlink(missing_ok=True)
+        self._lock.close()
 
     # Responses
 
@@ -175,8 +172,8 @@ class ResponseStore(Database):
     @transaction
     def update_conversation(self, db: sqlite3.Connection, conversation_id: str, owner: str, metadata: dict[str, Any]) -> Item:
         """Raises `NotFound`."""
-        _conversation(db, conversation_id, owner)
-        db.execute("UPDATE conversations SET metadata = ? WHERE id = ?", (json.dumps(metadata), conversation_id))
+        update = "UPDATE conversations SET metadata = ? WHERE id = ? AND owner = ?"
+        db.execute(update, (json.dumps(metadata), conversation_id, owner))
         return _conversation(db, conversation_id, owner)
 
     @transaction
@@ -220,9 +217,14 @@ class ResponseStore(Database):
         self._make_room(db, time.time())
 
     def _is_over(self, maker: str) -> bool:
-        """Whether the gateway `maker` has ended."""
-        found = fcntl.fcntl(self._makers, fcntl.F_OFD_GETLK, _byte_of(maker))
-        return maker != self._maker and struct.unpack_from("h", found) == (fcntl.F_UNLCK,)
+        """Whether the gateway `maker` has ended.  Removes its lock then."""
+        path = self._makers / maker
+        try:
+            lock(path).close()
+        except BlockingIOError:
+            return False
+        path.unlink(missing_ok=True)
+        return True
 
     def _response(self, db: sqlite3.Connection, response_id: str, owner: str, param: str = "response_id") -> StoredResponse:
         query = "SELECT previous, input, body, maker FROM responses WHERE id = ? AND owner = ?"
@@ -245,11 +247,6 @@ class ResponseStore(Database):
             ages = "SELECT created AS at FROM responses UNION ALL SELECT used FROM conversations ORDER BY at"
             times = [at for (at,) in db.execute(ages)]
             _drop(db, times[len(times) // 10])
-
-
-def _byte_of(maker: str) -> bytes:
-    """A `struct flock` (fcntl(2)) of the byte at the offset `maker`."""
-    return struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, int(maker), 1, 0)
 
 
 def _drop(db: sqlite3.Connection, until: float) -> None:
