@@ -1,8 +1,21 @@
 """Accounts of speculation, for traced requests and those that ask for one.  Engine process, engine thread."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from backend.wire.engine import Account, Tally
+from backend.speculation.candidate import Request
+from backend.speculation.chances import Rule
+from backend.wire.engine import Account, RequestOptions, Tally
+
+
+@dataclass
+class RequestState:
+    """What this verifier keeps of a request, besides vLLM: attribute `outrider` of vLLM's `Request`."""
+
+    options: RequestOptions
+    rule: Rule
+    drafting: Request | None = None
+    """Its state in the speculator; None in modes without one."""
 
 
 class DraftOrigin(NamedTuple):

@@ -24,6 +24,7 @@ from backend.engine.arguments import EngineSetupError, common_arguments, other_a
 from backend.engine.client import engine_request
 from backend.engine.early import EarlySteps, can_be_early
 from backend.engine.grammar_repairs import repair_guidance
+from backend.engine.resume import add_request
 from backend.engine.scheduler import DraftingScheduler
 from backend.engine.worker.tensor_transfer import NAME
 from backend.models.head_config import DRAFT_MODEL, DSPARK, load_config
@@ -229,7 +230,7 @@ def _decode(core: EngineCore, batch: int, logprobs: int | None = None) -> None:
     for i in range(batch):
         params = SamplingParams(temperature=0, max_tokens=WARM_UP_STEPS, ignore_eos=True, logprobs=logprobs)
         request = engine_request(f"warm-up-{batch}-{i}", [(i + j) % vocab for j in range(WARM_UP_PROMPT)], params)
-        core.add_request(*core.preprocess_add_request(request))
+        add_request(core, request)
     unlike = WARM_UP_UNLIKE
     began = time.monotonic()
     while scheduler.has_requests() or core.batch_queue:

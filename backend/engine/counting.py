@@ -9,9 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.engine.accounts import UNDRAFTED, Accounts, DraftOrigin, Verification
+from backend.engine.accounts import UNDRAFTED, Accounts, DraftOrigin, RequestState, Verification
 from backend.engine.recording import Recording
-from backend.engine.resume import acceptance_rule
 from backend.engine.spans import EngineSpans
 from backend.engine.worker.fixed import fixed_response
 from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
@@ -21,7 +20,6 @@ from backend.speculation.chances import RULE_NAMES
 from backend.speculation.pairing import Pairing
 from backend.speculation.proposals import Proposal
 from backend.speculation.waiting import Plan
-from backend.wire.engine import RequestOptions
 
 
 @dataclass(frozen=True)
@@ -157,11 +155,9 @@ class CountingScheduler:
         if self.records is not None and request.request_id not in self.requests:  # type: ignore[attr-defined]
             self.records.began(request)
         is_traced = self.spans is not None and self.spans.began(request)
-        options: RequestOptions | None = getattr(request, "outrider", None)
-        asks = options is not None and options.account
-        if asks or is_traced:
-            rule = RULE_NAMES[acceptance_rule(request.sampling_params)]
-            self.accounts.began(request.request_id, request.client_index if asks else None, rule)
+        state: RequestState = request.outrider
+        if (asks := state.options.account) or is_traced:
+            self.accounts.began(request.request_id, request.client_index if asks else None, RULE_NAMES[state.rule])
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
@@ -172,7 +168,7 @@ class CountingScheduler:
                 self._count_ended(self.counters.stats, request.request_id, str(request.get_finished_reason()))
         return ended
 
-    def drafted_by(self, request_id: str) -> DraftOrigin:
+    def drafted_by(self, request: Any) -> DraftOrigin:
         """Where the draft came from that the last step verified for a request."""
         return DraftOrigin(self.source_name)
 
@@ -235,7 +231,7 @@ class CountingScheduler:
                 continue
             stats.verifications += 1
             drafted, accepted = len(drafts) - drafts.count(-1), len(tokens) - 1
-            by = self.drafted_by(request_id) if drafted else UNDRAFTED
+            by = self.drafted_by(request) if drafted else UNDRAFTED
             if by is not UNDRAFTED:
                 is_forced = fixed_response(request.sampling_params) is not None
                 self.counters.verification(by.drafter_id, drafted, accepted, is_forced)

@@ -23,7 +23,7 @@ from backend.engine.feature_link import FeatureLink, Piece
 from backend.engine.row_log import NO_ROWS, Log, Projection, RowFormat, RowLogs, StepRows, next_row
 from backend.fleet import DraftCounters, DrafterRef
 from backend.models.head_config import CheckpointError
-from backend.speculation.pairing import Pairings
+from backend.speculation.pairing import Pairing, key_of
 from backend.transport import Wire
 from backend.wire.drafting import PROTOCOL_VERSION, Commit, Hello, Next, NextItem, Open
 
@@ -59,8 +59,8 @@ class FeatureShipper:
         self._assigned: dict[str, str] = {}
         """Drafter id to head.  Copies the scheduler's table, including drafters that could not be connected; otherwise both
         sides would choose different drafters for a request."""
-        self.pairings = Pairings()
-        """By request, as the scheduler has decided."""
+        self.pairings: dict[str, Pairing] = {}
+        """By request, as the scheduler has decided.  One that is not there is paired by its own name."""
         self._drafters: dict[str, str | None] = {}
         """The drafter of each request under the present assignment."""
         self._logs = RowLogs(handover_bytes, self._projection_of)
@@ -138,7 +138,8 @@ class FeatureShipper:
 
     def _drafter_of(self, request_id: str) -> str | None:
         if request_id not in self._drafters:
-            self._drafters[request_id] = self.pairings[request_id].drafter(self._assigned)
+            pairing = self.pairings.get(request_id) or Pairing(key_of(request_id))
+            self._drafters[request_id] = pairing.drafter(self._assigned)
         return self._drafters[request_id]
 
     def _projection_of(self, request_id: str) -> Projection | None:

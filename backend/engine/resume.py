@@ -22,6 +22,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
+from backend.engine.accounts import RequestState
 from backend.engine.worker.fixed import fixed_response
 from backend.speculation.chances import Rule
 from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, LOGPROBS_MODE, NOISE_SEED, NOT_LEARNED, RequestOptions
@@ -36,14 +37,14 @@ def add_request(
     """
     if emitted:
         _check(core, request, emitted)
-    if options is not None:
-        _check_vocabulary(core, options.prediction, "a token of the prediction")
+    options = options or RequestOptions()
+    _check_vocabulary(core, options.prediction, "a token of the prediction")
     # A pooling request has no such parameters.
     if request.sampling_params is not None:
         shares_noise = core.vllm_config.additional_config["outrider"]["shared_noise"]
-        _complete(request.sampling_params, shares_noise, len(emitted), options or RequestOptions())
+        _complete(request.sampling_params, shares_noise, len(emitted), options)
     made, wave = core.preprocess_add_request(request)
-    made.outrider = options
+    made.outrider = RequestState(options, acceptance_rule(made.sampling_params))
     if emitted:
         made.append_output_token_ids(list(emitted))
         # The verifier that began the request has counted its prompt and reported its cached tokens.

@@ -14,10 +14,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from backend.engine.accounts import UNDRAFTED, DraftOrigin
+from backend.engine.accounts import UNDRAFTED, DraftOrigin, RequestState
 from backend.engine.counting import CountingScheduler
 from backend.engine.grammar_repairs import DeadEnds
-from backend.engine.resume import acceptance_rule
 from backend.engine.worker.fixed import fixed_response
 from backend.fleet import DrafterRef, VerifierStats
 from backend.speculation.budget import KvBlocks, draft_limits
@@ -26,7 +25,6 @@ from backend.speculation.pairing import Pairing
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import Plan
 from backend.wire.drafting import Drafts, NextItem
-from backend.wire.engine import RequestOptions
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +65,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         self._gave_drafts = self._is_quiet = False
         self._early_tokens = 0
         """Tokens of all steps since the last one that did not begin early."""
-        self._fixed: set[str] = set()
+        self._fixed = 0
         """Requests with fixed responses: the runner must know how many tokens they have emitted."""
         self._held_back: Any = None
         """The first waiting request, if the last step had tokens left and did not admit it: the KV cache is full, say."""
@@ -128,7 +126,7 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         if not self.speculator.questions.pending or self._pause_state != PauseState.UNPAUSED:
             return None
         # Includes requests whose prefill ended in the last step, for which drafts have been asked since.
-        decoding = [request.request_id for request in self.running if not request.is_prefill_chunk]
+        decoding = [request.outrider.drafting for request in self.running if not request.is_prefill_chunk]
         return self.speculator.hold(decoding, self._prefill_ahead(), now)
 
     def learn(self) -> None:
@@ -151,8 +149,8 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def drafted_by(self, request_id: str) -> DraftOrigin:
-        draft = self.speculator.verified(request_id)
+    def drafted_by(self, request: Any) -> DraftOrigin:
+        draft = request.outrider.drafting.verified
         if draft is None:
             return UNDRAFTED
         return DraftOrigin(draft.source.drafter_id, draft.source.kind == "ahead", draft.draft_s, draft.source.kind)
@@ -187,11 +185,11 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
 
     def add_request(self, request: Any) -> None:
         """vLLM's method of the same name."""
-        options = (getattr(request, "outrider", None) or RequestOptions()).salted(request.cache_salt)
-        self.speculator.candidates.expect(request.request_id, options, request.num_prompt_tokens)
-        if fixed_response(request.sampling_params) is not None:
-            self._fixed.add(request.request_id)
         super().add_request(request)
+        state: RequestState = request.outrider
+        options, prompt_len = state.options.salted(request.cache_salt), request.num_prompt_tokens
+        state.drafting = self.speculator.candidates.begin(request.request_id, options, state.rule, prompt_len)
+        self._fixed += fixed_response(request.sampling_params) is not None
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name: attach what is worth verifying, then schedule."""
@@ -199,7 +197,8 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         self._decoding = [request.request_id for request in decoding]
         prefill = self._prefill_ahead()
         limits = self._draft_limits(decoding, prefill)
-        attached = self.speculator.attach(self._decoding, prefill, time.monotonic(), is_early=self.is_early, limits=limits)
+        drafting = [request.outrider.drafting for request in decoding]
+        attached = self.speculator.attach(drafting, prefill, time.monotonic(), is_early=self.is_early, limits=limits)
         for request in decoding if self._gave_drafts else ():
             # Drafts of the last step, which had no room for the request.
             request.spec_token_ids = []
@@ -235,9 +234,9 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         pairings = {}
         for each in new:
             adapter = each.lora_request.lora_name if each.lora_request is not None else ""
-            options = getattr(self.requests[each.req_id], "outrider", None) or RequestOptions()
-            session = options.session and f"{options.tenant}/{options.session}"
-            pairings[each.req_id] = self.speculator.preference.begin(each.req_id, adapter, session)
+            state: Any = self.requests[each.req_id].outrider
+            session = state.options.session and f"{state.options.tenant}/{state.options.session}"
+            pairings[each.req_id] = self.speculator.pair(state.drafting, adapter, session)
         return pairings
 
     def get_grammar_bitmask(self, scheduler_output: Any) -> Any:
@@ -256,19 +255,12 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         if self._is_quiet:
             self.speculator.passed(sum(each in requests for each in names.keys() - self._prefilling))
             names = sorted(self._prefilling)
-        began = {r: requests[r].num_tokens for r in names if r in requests}
+        began = [(request, request.num_tokens) for name in names if (request := requests.get(name)) is not None]
         outputs = super().update_from_output(scheduler_output, model_runner_output)
-        known, now = self.speculator.candidates.requests, time.monotonic()
-        for request_id, length in began.items():
-            request = requests.get(request_id)
-            if (
-                request is not None
-                and request.num_tokens > length
-                and not request.is_finished()
-                and self.warm_up_drafts is None
-            ):
-                rule = known[request_id].rule if request_id in known else acceptance_rule(request.sampling_params)
-                self.speculator.ended(request_id, request._all_token_ids, length, rule, now)
+        now = time.monotonic()
+        for request, length in began:
+            if request.num_tokens > length and not request.is_finished() and self.warm_up_drafts is None:
+                self.speculator.ended(request.outrider.drafting, request._all_token_ids, length, now)
         return outputs
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
@@ -286,13 +278,13 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
         return of_step._update_request_with_output(request, new_token_ids, is_stale)
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
-        self.speculator.release(request.request_id)
+        self.speculator.release(request.outrider.drafting)
         super()._preempt_request(request, *args, **kwargs)
 
     def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        self.speculator.forget(request.request_id)
+        self.speculator.finish(request.outrider.drafting)
         self._held_back = None
-        self._fixed.discard(request.request_id)
+        self._fixed -= fixed_response(request.sampling_params) is not None
         return super()._free_request(request, *args, **kwargs)
 
     def _draft_limits(self, decoding: list[Any], prefill: int) -> dict[str, int] | None:

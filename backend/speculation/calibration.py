@@ -24,6 +24,10 @@ REQUEST_DOUBT, REQUEST_DRIFT = 0.5, 2e-4
 """Variance of a request's own offset, and its gain per observation: texts, and parts of one, differ much in difficulty."""
 
 
+Offsets = dict["Calibration", tuple[float, float]]
+"""One request's own offset and its doubt, for each source whose drafts were compared with its text."""
+
+
 class Calibration:
     """The weights of one source of drafts."""
 
@@ -31,8 +35,6 @@ class Calibration:
         """`positions`: K; later places share the last offset."""
         self._means = [*SIGN_WEIGHTS, OFFSET] + [0.0] * positions
         self._doubts = [SIGN_DOUBT, SIGN_DOUBT, OFFSET_DOUBT] + [POSITION_DOUBT] * positions
-        self._requests: dict[str, tuple[float, float]] = {}
-        """Each request's offset and its doubt."""
         self._last = positions - 1
         self._weights = self._flat()
 
@@ -41,29 +43,25 @@ class Calibration:
         """`[a, b, e_0, ...]`, as for `backend.speculation.chances.chances` and on the wire.  The caller must not change it."""
         return self._weights
 
-    def chances(self, request_id: str, signs: Sequence[float]) -> list[float]:
+    def chances(self, own: Offsets, signs: Sequence[float]) -> list[float]:
         """The chances of a draft's tokens, with the request's own offset."""
-        return chances(self._weights, signs, self._requests.get(request_id, (0.0,))[0])
+        return chances(self._weights, signs, own.get(self, (0.0,))[0])
 
-    def chances_of_many(self, request_ids: Sequence[str], drafts: Sequence[Sequence[float]]) -> Chances:
+    def chances_of_many(self, own: Sequence[Offsets], drafts: Sequence[Sequence[float]]) -> Chances:
         """`chances` of one draft of each request."""
-        own = [self._requests.get(request_id, (0.0,))[0] for request_id in request_ids]
-        return chances_of_many(self._weights, drafts, own)
+        return chances_of_many(self._weights, drafts, [each.get(self, (0.0,))[0] for each in own])
 
-    def observe(self, request_id: str, signs: Sequence[float], matched: int, seen: int) -> None:
+    def observe(self, own: Offsets, signs: Sequence[float], matched: int, seen: int) -> None:
         """Learns from a draft whose first `matched` tokens equal the text.  `seen`: positions compared, `matched` + 1 if one
         differed."""
         if not seen:
             return
-        offset, doubt = self._requests.get(request_id, (0.0, REQUEST_DOUBT))
-        for j, chance in enumerate(self.chances(request_id, signs[: 2 * seen])):
+        offset, doubt = own.get(self, (0.0, REQUEST_DOUBT))
+        for j, chance in enumerate(self.chances(own, signs[: 2 * seen])):
             step, shrink = self._learn(min(j, self._last), signs[2 * j], signs[2 * j + 1], chance, j < matched, doubt)
             offset, doubt = offset + doubt * step, doubt + REQUEST_DRIFT - doubt * doubt * shrink
-        self._requests[request_id] = offset, doubt
+        own[self] = offset, doubt
         self._weights = self._flat()
-
-    def forget(self, request_id: str) -> None:
-        self._requests.pop(request_id, None)
 
     def _learn(self, position: int, value: float, lead: float, chance: float, right: bool, doubt: float) -> tuple[float, float]:
         """Takes one observation; `doubt` is that of the request's offset.

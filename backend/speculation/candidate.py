@@ -1,6 +1,6 @@
-"""One available draft, where it comes from, the state of a request that is decoded, and what a step verifies.  Pure."""
+"""One available draft, where it comes from, what is kept of a request, and what a step verifies.  Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, repeat
 from operator import mul
@@ -11,11 +11,15 @@ import numpy as np
 
 from backend.fleet import LOOKUP
 from backend.speculation.budget import survivals
+from backend.speculation.calibration import Offsets
 from backend.speculation.chances import Chances, Rule
+from backend.speculation.guesses import Guesses
+from backend.speculation.pairing import HeadScore, Pairing
 from backend.speculation.proposals import Proposal
 from backend.speculation.texts import LookupSource
 from backend.speculation.waiting import Ask
 from backend.wire.drafting import Block
+from backend.wire.engine import RequestOptions
 
 
 class Source(NamedTuple):
@@ -50,19 +54,41 @@ class Candidate(msgspec.Struct, frozen=True, eq=False):
     """What a sampled draft was drawn from."""
 
 
-@dataclass
-class Request:
-    """A request that is being decoded."""
+class Question(msgspec.Struct, frozen=True):
+    """A draft that was asked for and has not come."""
 
-    text: list[int]
-    """All tokens; the engine's own list, which grows."""
+    drafter_id: str
+    base_len: int
+    asked_at: float
+    deadline: float
+
+
+@dataclass(eq=False)
+class Request:
+    """A request at this verifier, from its arrival to its end."""
+
+    id: str
     rule: Rule
     longest: int
     """Its longest draft."""
     ask: Ask | None = None
     """What the client wants asked of its drafter; None: the verifier chooses."""
+    options: RequestOptions = field(default_factory=RequestOptions)
+    prompt_len: int = 0
+    text: list[int] = field(default_factory=list)
+    """All tokens; the engine's own list, which grows.  Empty until the first step that added tokens."""
     texts: list[LookupSource] = field(default_factory=list)
     """The texts in which drafts are looked up."""
+    pairing: Pairing | None = None
+    """What decides on its drafter; None until it enters the batch."""
+    score: HeadScore | None = None
+    """What learns from its verifications, if there was a choice of heads."""
+    overdue: dict[int, Question] = field(default_factory=dict)
+    """Questions whose drafts have not come and are not waited for any more, by its length at the time."""
+    guesses: Guesses = field(default_factory=Guesses)
+    """Its drafts that are not compared with its text yet."""
+    offsets: Offsets = field(default_factory=dict)
+    """Its part in its drafts' chances."""
     candidate: Candidate | None = None
     """The best draft from a drafter, for the length `candidate_at`."""
     candidate_at: int = 0
@@ -83,6 +109,11 @@ class Request:
     """The request's length when they were asked for."""
     offered: Candidate | None = None
     """The best draft when the running step began, verified or not; None until it has."""
+
+
+def begun(requests: Iterable[Request]) -> list[Request]:
+    """Those that a step has added tokens to."""
+    return [request for request in requests if request.text]
 
 
 DraftLimits = Mapping[str, int] | None
@@ -156,15 +187,15 @@ def rank_of(block: Block, emitted: Sequence[int]) -> int | None:
     return None
 
 
-def early_drafts(known: Sequence[tuple[str, Request]], k: int, floor: float, *, of_all: bool) -> dict[str, tuple[int, float]]:
+def early_drafts(known: Sequence[Request], k: int, floor: float, *, of_all: bool) -> dict[str, tuple[int, float]]:
     """The fresh drafts to ask for before a step's outcome is known, as `Attached.asks`, of at most `k` tokens.
 
     Left out are requests whose own text may have a draft, and those whose outcomes are drafted for.  With `of_all` the
     verifier chooses for requests whose clients do not.
     """
     return {
-        request_id: (min(k, request.longest), floor)
-        for request_id, request in known
+        request.id: (min(k, request.longest), floor)
+        for request in known
         if request.longest
         and (request.ask == Ask.DRAFT or (of_all and request.ask is None))
         and (request.verified is None or request.verified.source.drafter_id != LOOKUP)

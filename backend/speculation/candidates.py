@@ -7,14 +7,24 @@ all drafts, verified or not, with the text later.
 
 import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from backend.fleet import LOOKUP
 from backend.speculation.budget import survivals
 from backend.speculation.calibration import Calibration
-from backend.speculation.candidate import Candidate, Made, Request, Source, candidate_of, candidates_of, has_rest, rank_of
+from backend.speculation.candidate import (
+    Candidate,
+    Made,
+    Request,
+    Source,
+    begun,
+    candidate_of,
+    candidates_of,
+    has_rest,
+    rank_of,
+)
 from backend.speculation.chances import Rule, chances
-from backend.speculation.guesses import Guesses, Resolved
+from backend.speculation.guesses import Resolved
 from backend.speculation.outlook import Foresight, Outlook
 from backend.speculation.prediction import PredictedText
 from backend.speculation.proposals import unpack
@@ -25,7 +35,6 @@ from backend.wire.drafting import Block, Draft, Outcome
 from backend.wire.engine import EmittedText, RequestOptions
 
 _ASKS = {"off": Ask.PLAIN, "sync": Ask.DRAFT, "ahead": Ask.AHEAD, "auto": None}
-_NO_OPTIONS = RequestOptions(), 0
 
 SAMPLED = 8
 """Requests per step, on average, whose drafts are learned from: in larger batches, all would cost too much time."""
@@ -40,8 +49,8 @@ LOOKED_UP = 1 / 16
 """Gain in tokens per second that keeps look-ups awake, or wakes them: about what looking up all requests in each step costs."""
 
 
-_Given = tuple[str, Request, Source, Draft | Outcome, float]
-"""A drafter's draft: for which request (id and state), its source, the draft, and its drafter's compute time in seconds."""
+_Given = tuple[Request, Source, Draft | Outcome, float]
+"""A drafter's draft: its request, its source, the draft, and its drafter's compute time in seconds."""
 
 
 class Candidates:
@@ -50,6 +59,7 @@ class Candidates:
     def __init__(self, longest: int, outcomes: int, lookups: bool, vocab_size: int) -> None:
         """Drafts have at most `longest` tokens; at most `outcomes` are drafted ahead per request."""
         self.requests: dict[str, Request] = {}
+        """Those that have been decoded, by id."""
         self.foresight = Foresight(outcomes, longest)
         self._prior = survivals(chances(Calibration(longest).weights, [0.0] * (2 * longest)))
         self.drafted, self.alone = Outlook(longest, self._prior), Outlook(longest)
@@ -57,18 +67,16 @@ class Candidates:
         self.steps = 0
         self.forced = 0
         """Requests whose client asks for drafts, whatever the verifier chooses for all."""
-        self.predicted: set[str] = set()
-        """Requests whose client has predicted the answer."""
+        self.predicted: set[Request] = set()
+        """Those of them whose client has predicted the answer."""
         self.asleep, self.every = False, 1
         """Whether only requests with a prediction are looked up and indexed, until the next step's drafts are chosen; all are
         in one step of so many."""
         self._gain = LOOKED_UP * math.e
         """Mean gain in tokens per second by look-ups, decayed; at first, what falls to `LOOKED_UP` in `RESTS_AFTER` steps."""
-        self._options: dict[str, tuple[RequestOptions, int]] = {}
         self._longest, self._vocab_size = longest, vocab_size
         self._shared = SharedTexts() if lookups else None
         self._room = 0
-        self._guesses = Guesses()
         self._calibrations: dict[Source, Calibration] = {}
         self._lots = random.Random(0)
         unpack([bytes(8)], [[0]], vocab_size)  # Compiles it.
@@ -77,47 +85,27 @@ class Candidates:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def known(self, request_ids: Iterable[str]) -> list[tuple[str, Request]]:
-        """The given requests that have been decoded before."""
-        requests = self.requests
-        return [(request_id, requests[request_id]) for request_id in request_ids if request_id in requests]
-
-    def expect(self, request_id: str, options: RequestOptions, prompt_len: int) -> None:
-        """A request will come, with these options and a prompt of so many tokens."""
-        self._options[request_id] = options, prompt_len
+    def begin(self, request_id: str, options: RequestOptions, rule: Rule, prompt_len: int) -> Request:
+        """A request has come, with a prompt of so many tokens; it is not decoded yet."""
+        longest = self._longest if options.longest is None else min(options.longest, self._longest)
         self.forced += options.mode in ("sync", "ahead")
+        return Request(request_id, rule, 0 if options.mode == "off" else longest, _ASKS[options.mode], options, prompt_len)
 
-    def grown(self, request_id: str, text: list[int], rule: Rule) -> None:
-        """A step added tokens to the request; `text` is all of them."""
-        request = self.requests.get(request_id)
-        if request is None:
-            self.requests[request_id] = self._made(request_id, text, rule)
-        else:
-            request.text = text
-
-    def verified(self, request_id: str, emitted: int) -> None:
-        """A step that verified the request's draft has emitted so many tokens."""
-        request = self.requests[request_id]
-        candidate, length = request.verified, request.verified_length
+    def grown(self, request: Request, text: list[int], began: int) -> None:
+        """A step added tokens to the request.  `text`: all its tokens; `began`: its length before the step."""
+        if not request.text:
+            self.requests[request.id] = request
+            request.texts = self._texts(request, len(text))
+        request.text, emitted, candidate = text, len(text) - began, request.verified
         if candidate is not None and candidate.proposal is not None:
-            request.judged = candidate, emitted - 1, min(emitted, length)
+            request.judged = candidate, emitted - 1, min(emitted, request.verified_length)
 
-    def release(self, request_id: str) -> None:
-        """The request is preempted: drops its available drafts."""
-        if (request := self.requests.get(request_id)) is not None:
-            request.candidate = request.looked_up = request.block = request.verified = None
-
-    def forget(self, request_id: str) -> None:
+    def finish(self, request: Request) -> None:
         """The request is over."""
-        if (options := self._options.pop(request_id, None)) is not None:
-            self.forced -= options[0].mode in ("sync", "ahead")
-        self.predicted.discard(request_id)
-        request = self.requests.pop(request_id, None)
-        if request is not None:
-            left = [*self._guesses.advance(request_id, request.text), *self._guesses.forget(request_id)]
-            self._learn_from(request_id, request, left)
-        for calibration in self._calibrations.values():
-            calibration.forget(request_id)
+        self.forced -= request.options.mode in ("sync", "ahead")
+        self.predicted.discard(request)
+        self.requests.pop(request.id, None)
+        self._learn_from(request, request.guesses.finish(request.text))
 
     def renewed(self, drafter_id: str) -> None:
         """The drafter has a new head: forgets what was learned about its drafts."""
@@ -143,20 +131,18 @@ class Candidates:
             if (request := self.requests.get(draft.request_id)) is not None and draft.base_len <= len(request.text)
         ]
         sources = {rule: Source(drafter_id, rule) for rule in Rule}
-        candidates = self._checked(
-            [(draft.request_id, request, sources[request.rule], draft, draft_s) for _, draft, request in current]
-        )
+        candidates = self._checked([(request, sources[request.rule], draft, draft_s) for _, draft, request in current])
         for (i, draft, request), candidate in zip(current, candidates, strict=True):
             in_time = draft.base_len == len(request.text)
             if candidate is not None:
-                self._take(draft.request_id, request, candidate, draft.base_len)
-                in_time = in_time or self._go_on(draft.request_id, request, candidate, request.text[draft.base_len :])
+                self._take(request, candidate, draft.base_len)
+                in_time = in_time or self._go_on(request, candidate, request.text[draft.base_len :])
             elif draft.tokens:
                 verdicts[i] = "invalid"
                 continue
             else:
                 # The drafter had no draft, or its first token was below the floor.
-                self._compare(draft.request_id, request, [floor], floor)
+                self._compare(request, [floor], floor)
             verdicts[i] = "ready" if in_time else "late"
         return verdicts
 
@@ -166,43 +152,42 @@ class Candidates:
             if (request := self.requests.get(block.request_id)) is not None:
                 request.block = drafter_id, block, draft_s
 
-    def look_up(self, began: Mapping[str, int], *, counts: bool) -> None:
+    def look_up(self, began: Mapping[Request, int], *, counts: bool) -> None:
         """Makes available the drafts made ahead for the outcomes that came.  `counts`: count hits.
 
         `began`: each request's length before the step that ended.
         """
         hits: list[_Given] = []
-        for request_id, base_len in began.items():
-            request = self.requests[request_id]
+        for request, base_len in began.items():
             if not request.outcomes or request.outcomes_at != base_len:
                 continue
             block, request.block = request.block, None
             offered, emitted = request.offered, request.text[base_len:]
             if offered is not None and offered.source.drafter_id != LOOKUP and has_rest(request, offered, len(emitted)):
                 # The step verified only part of this draft, or nothing: the rest may still be used.
-                self._go_on(request_id, request, offered, emitted)
+                self._go_on(request, offered, emitted)
             if request.candidate is None and block is not None and block[1].base_len == base_len:
                 drafter_id, outcomes, draft_s = block
                 rank = rank_of(outcomes, emitted) if emitted else None
                 if rank is not None:
                     source = Source(drafter_id, request.rule, "ahead")
-                    hits.append((request_id, request, source, outcomes.outcomes[rank], draft_s))
+                    hits.append((request, source, outcomes.outcomes[rank], draft_s))
                 if counts:
                     tokens = request.verified_length if request.verified is not None else 0
                     self._foreseen.append((rank, request.outcomes, tokens))
-        for (request_id, request, *_), candidate in zip(hits, self._checked(hits), strict=True):
+        for (request, *_), candidate in zip(hits, self._checked(hits), strict=True):
             if candidate is not None:
-                self._take(request_id, request, candidate, len(request.text))
+                self._take(request, candidate, len(request.text))
 
-    def best(self, known: Sequence[tuple[str, Request]]) -> list[Candidate | None]:
+    def best(self, known: Iterable[Request]) -> list[Candidate | None]:
         """The best draft for each request's present length, from a drafter or a look-up."""
         found = []
-        for request_id, request in known:
+        for request in known:
             # A draft that comes while a step runs that began early is for a length that will have passed.
             candidate = request.candidate if request.candidate_at == len(request.text) else None
             # Written out for speed: most of the time no look-up is awake.
-            if not self.asleep or request.looked_up_at == len(request.text) or request_id in self.predicted:
-                looked_up = self._look_up(request_id, request)
+            if not self.asleep or request.looked_up_at == len(request.text) or request in self.predicted:
+                looked_up = self._look_up(request)
                 if looked_up is not None and (candidate is None or looked_up.worth > candidate.worth):
                     candidate = looked_up
             found.append(candidate)
@@ -213,9 +198,9 @@ class Candidates:
         """Whether look-ups rest."""
         return self._gain < LOOKED_UP
 
-    def awake(self, request_ids: Iterable[str]) -> list[tuple[str, Request]]:
+    def awake(self, decoding: Iterable[Request]) -> Collection[Request]:
         """Those of the given requests that are looked up at present."""
-        return self.known(self.predicted if self.asleep else request_ids)
+        return self.predicted if self.asleep else begun(decoding)
 
     def discard(self) -> None:
         """No draft is verified in this step: drops drafters' drafts that are there."""
@@ -242,16 +227,16 @@ class Candidates:
         self._foreseen.clear()
         self._room = (INDEXED_PER_STEP - FOR_OTHERS) * self.every
 
-    def learn(self, request_id: str, request: Request) -> None:
+    def learn(self, request: Request) -> None:
         """Compares the request's drafts with its text, and indexes new text for look-ups."""
-        if known := self._guesses.advance(request_id, request.text):
-            self._learn_from(request_id, request, known)
+        if known := request.guesses.advance(request.text):
+            self._learn_from(request, known)
         if request.judged is not None:
             candidate, accepted, judged = request.judged
             request.judged = None
             if self._is_sampled():
-                self._calibration(candidate.source).observe(request_id, candidate.signs, accepted, judged)
-        for each in request.texts if not self.asleep or request_id in self.predicted else ():
+                self._calibration(candidate.source).observe(request.offsets, candidate.signs, accepted, judged)
+        for each in request.texts if not self.asleep or request in self.predicted else ():
             if self._room > 0:
                 self._room -= each.advance(request.text, self._room)
 
@@ -266,39 +251,37 @@ class Candidates:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _made(self, request_id: str, text: list[int], rule: Rule) -> Request:
-        options, prompt_len = self._options.get(request_id, _NO_OPTIONS)
-        longest = self._longest if options.longest is None else min(options.longest, self._longest)
-        texts: list[LookupSource] = []
+    def _texts(self, request: Request, length: int) -> list[LookupSource]:
+        """What drafts are looked up in for a request that is `length` tokens long now."""
+        options, texts = request.options, list[LookupSource]()
         if options.prediction:
-            texts.append(PredictedText(options.prediction, prompt_len))
-            self.predicted.add(request_id)
+            texts.append(PredictedText(options.prediction, request.prompt_len))
+            self.predicted.add(request)
         if self._shared is not None:
             texts.append(OwnText())
             if options.learn:
-                texts.append(self._shared.reader(options.tenant, len(text)))
-        longest = 0 if options.mode == "off" else longest
-        return Request(text, rule, longest, _ASKS[options.mode], texts)
+                texts.append(self._shared.reader(options.tenant, length))
+        return texts
 
-    def _look_up(self, request_id: str, request: Request) -> Candidate | None:
+    def _look_up(self, request: Request) -> Candidate | None:
         if request.looked_up_at == len(request.text):
             return request.looked_up
-        if self.asleep and request_id not in self.predicted:
+        if self.asleep and request not in self.predicted:
             return None
         request.looked_up, request.looked_up_at = None, len(request.text)
         for each in request.texts:
             tokens, signs = each.propose(request.text, request.longest)
             if tokens:
                 source = Source(LOOKUP, request.rule, each.kind)
-                candidate = candidate_of(source, tokens, signs, self._calibration(source).chances(request_id, signs))
-                self._note(request_id, request, candidate, request.looked_up_at)
+                candidate = candidate_of(source, tokens, signs, self._calibration(source).chances(request.offsets, signs))
+                self._note(request, candidate, request.looked_up_at)
                 if request.looked_up is None or candidate.worth > request.looked_up.worth:
                     request.looked_up = candidate
         if request.texts and self._is_sampled():
             self.alone.note(request.looked_up.survivals if request.looked_up is not None else [], self.steps)
         return request.looked_up
 
-    def _go_on(self, request_id: str, request: Request, candidate: Candidate, emitted: list[int]) -> bool:
+    def _go_on(self, request: Request, candidate: Candidate, emitted: list[int]) -> bool:
         """Uses the rest of an older draft.  False: the text went on otherwise, or a better one is there."""
         done = len(emitted)
         if len(candidate.tokens) <= done or candidate.tokens[:done] != emitted:
@@ -306,36 +289,34 @@ class Candidates:
         tokens, signs, proposal = candidate.tokens[done:], candidate.signs[2 * done :], candidate.proposal
         if proposal is not None:
             proposal = proposal.part(done, len(candidate.tokens))
-        of_each = self._calibration(candidate.source).chances(request_id, signs)
+        of_each = self._calibration(candidate.source).chances(request.offsets, signs)
         rest = candidate_of(candidate.source, tokens, signs, of_each, candidate.draft_s, proposal)
         if request.candidate is not None and request.candidate.worth >= rest.worth:
             return False
         request.candidate, request.candidate_at = rest, len(request.text)
         return True
 
-    def _take(self, request_id: str, request: Request, candidate: Candidate, base_len: int) -> None:
+    def _take(self, request: Request, candidate: Candidate, base_len: int) -> None:
         """Learns from a draft made at `base_len`; makes it available if the request still has that length."""
-        self._note(request_id, request, candidate, base_len)
+        self._note(request, candidate, base_len)
         if candidate.proposal is None or base_len != len(request.text):
-            self._compare(
-                request_id, request, candidate.survivals if candidate.proposal is None else candidate.expected, candidate.worth
-            )
+            self._compare(request, candidate.survivals if candidate.proposal is None else candidate.expected, candidate.worth)
         if base_len == len(request.text):
             request.candidate, request.candidate_at = candidate, base_len
 
-    def decided(self, request_id: str, request: Request, candidate: Candidate) -> None:
+    def decided(self, request: Request, candidate: Candidate) -> None:
         """A step has begun that verifies some of a draft, or none: notes what it promised.
 
         A sampled draft's survivals count as far as they were read: later ones depend on tokens that may be verified yet.
         """
         if candidate.proposal is not None:
             read = 1 + (request.verified_length if request.verified is candidate else 0)
-            self._compare(request_id, request, candidate.survivals[:read], candidate.worth)
+            self._compare(request, candidate.survivals[:read], candidate.worth)
 
-    def _compare(self, request_id: str, request: Request, drafted: list[float], worth: float) -> None:
+    def _compare(self, request: Request, drafted: list[float], worth: float) -> None:
         """Notes what a drafter's answer, with survivals `drafted`, adds; or the request's look-up, if that is better."""
         if self._is_sampled():
-            looked_up = self._look_up(request_id, request)
+            looked_up = self._look_up(request)
             is_better = looked_up is not None and looked_up.worth > worth
             self.drafted.note(looked_up.survivals if looked_up is not None and is_better else drafted, self.steps)
 
@@ -343,17 +324,17 @@ class Candidates:
         """Whether this call is sampled.  By lot: turns could always fall on the same one of several calls per request."""
         return self._lots.random() * len(self.requests) < SAMPLED
 
-    def _note(self, request_id: str, request: Request, candidate: Candidate, base_len: int) -> None:
+    def _note(self, request: Request, candidate: Candidate, base_len: int) -> None:
         # The text depends on a sampled draft: it is learned from where it was verified (`judged`).
         if candidate.proposal is None and self._is_sampled():
-            known = self._guesses.note(request_id, candidate.source, base_len, candidate.tokens, candidate.signs, request.text)
-            self._learn_from(request_id, request, known)
+            known = request.guesses.note(candidate.source, base_len, candidate.tokens, candidate.signs, request.text)
+            self._learn_from(request, known)
 
-    def _learn_from(self, request_id: str, request: Request, resolved: Iterable[Resolved]) -> None:
+    def _learn_from(self, request: Request, resolved: Iterable[Resolved]) -> None:
         for draft in resolved:
             source = draft.source
             assert isinstance(source, Source)
-            self._calibration(source).observe(request_id, draft.signs, draft.matched, draft.seen)
+            self._calibration(source).observe(request.offsets, draft.signs, draft.matched, draft.seen)
             for each in request.texts:
                 if each.kind == source.kind:
                     each.scored(draft.matched, draft.seen)
@@ -363,17 +344,17 @@ class Candidates:
         found: list[Candidate | None] = [None] * len(given)
         sound = [
             i
-            for i, (_, _, _, draft, _) in enumerate(given)
+            for i, (_, _, draft, _) in enumerate(given)
             if (tokens := draft.tokens)
             and len(draft.signs) in (0, 2 * len(tokens))
             and min(tokens) >= 0
             and max(tokens) < self._vocab_size
         ]
-        drafts = [given[i][3] for i in sound]
+        drafts = [given[i][2] for i in sound]
         proposals = unpack([each.proposal for each in drafts], [each.tokens for each in drafts], self._vocab_size)
         of_source: dict[Source, list[tuple[int, Made]]] = {}
         for i, proposal in zip(sound, proposals, strict=True):
-            _, request, source, draft, draft_s = given[i]
+            request, source, draft, draft_s = given[i]
             if draft.proposal and (proposal is None or request.rule != Rule.INDEPENDENT):
                 continue
             tokens, signs = draft.tokens, draft.signs or [0.0] * (2 * len(draft.tokens))
@@ -383,7 +364,8 @@ class Candidates:
             of_source.setdefault(source, []).append((i, (tokens, signs, draft_s, proposal)))
         for source, numbered in of_source.items():
             places, drafts_of = [i for i, _ in numbered], [each for _, each in numbered]
-            of_each = self._calibration(source).chances_of_many([given[i][0] for i in places], [each[1] for each in drafts_of])
+            own = [given[i][0].offsets for i in places]
+            of_each = self._calibration(source).chances_of_many(own, [each[1] for each in drafts_of])
             for i, candidate in zip(places, candidates_of(source, drafts_of, of_each), strict=True):
                 found[i] = candidate
         return found

@@ -8,7 +8,7 @@ may go on without a draft long before its deadline.  The deadline still counts a
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import msgspec
+from backend.speculation.candidate import Question, Request
 
 BREAKER_MISSES = 3
 """Deadlines missed in a row that open a drafter's circuit breaker."""
@@ -54,21 +54,11 @@ class DrafterHealth:
         return self.misses >= BREAKER_MISSES
 
 
-class Question(msgspec.Struct, frozen=True):
-    """A draft that was asked for and has not come."""
-
-    drafter_id: str
-    base_len: int
-    asked_at: float
-    deadline: float
-
-
 class Questions:
     """The drafts that were asked for.  At most one per request is waited for."""
 
     def __init__(self, longest_wait_s: float) -> None:
-        self.pending: dict[str, Question] = {}
-        self._overdue: dict[str, dict[int, Question]] = {}
+        self.pending: dict[Request, Question] = {}
         self._health: dict[str, DrafterHealth] = {}
         self._longest_wait_s = longest_wait_s
 
@@ -82,27 +72,27 @@ class Questions:
         self._health[drafter_id] = DrafterHealth()
         self.pending = {r: p for r, p in self.pending.items() if p.drafter_id != drafter_id}
 
-    def asked(self, request_id: str, base_len: int, drafter_id: str, now: float) -> None:
+    def asked(self, request: Request, base_len: int, drafter_id: str, now: float) -> None:
         """Notes that a draft was asked for.  It is waited for unless the drafter's circuit breaker is open."""
         health = self._health[drafter_id]
         question = Question(drafter_id, base_len, now, now + health.round_trip.deadline_s(self._longest_wait_s))
         if health.silent_since is None:
             health.silent_since = now
         if health.is_down:
-            self._note_overdue(request_id, question)
+            _note_overdue(request, question)
         else:
-            self.pending[request_id] = question
+            self.pending[request] = question
 
-    def answered(self, drafter_id: str, request_id: str, base_len: int, now: float) -> float | None:
+    def answered(self, drafter_id: str, request: Request, base_len: int, now: float) -> float | None:
         """Takes an answer, which may close the breaker.  Returns seconds since its question; None if there was no question."""
-        question = self.pending.get(request_id)
+        question = self.pending.get(request)
         if question is not None and question.base_len == base_len and question.drafter_id == drafter_id:
-            del self.pending[request_id]
+            del self.pending[request]
         else:
-            question = self._overdue.get(request_id, {}).get(base_len)
+            question = request.overdue.get(base_len)
             if question is None or question.drafter_id != drafter_id or drafter_id not in self._health:
                 return None
-            del self._overdue[request_id][base_len]
+            del request.overdue[base_len]
         waited_s, health = now - question.asked_at, self._health[drafter_id]
         health.silent_since = None
         if waited_s <= self._longest_wait_s:
@@ -110,11 +100,11 @@ class Questions:
         health.round_trip.observe(waited_s)
         return waited_s
 
-    def stop_waiting(self, request_ids: Iterable[str] | None = None) -> None:
+    def stop_waiting(self, requests: Iterable[Request] | None = None) -> None:
         """Drafts of these requests, or all drafts, that have not come are overdue from now on: a step begins, say."""
-        for request_id in list(self.pending) if request_ids is None else request_ids:
-            if (question := self.pending.pop(request_id, None)) is not None:
-                self._note_overdue(request_id, question)
+        for request in list(self.pending) if requests is None else requests:
+            if (question := self.pending.pop(request, None)) is not None:
+                _note_overdue(request, question)
 
     def expire(self, now: float) -> list[Question]:
         """Gives up, and returns, questions past their deadline, and all questions to a drafter whose breaker opens by that."""
@@ -125,10 +115,10 @@ class Questions:
                 late.add(drafter_id)
                 health.misses, health.silent_since = health.misses + 1, None
         expired = []
-        for request_id, question in list(self.pending.items()):
+        for request, question in list(self.pending.items()):
             if now >= question.deadline or (question.drafter_id in late and self._health[question.drafter_id].is_down):
-                del self.pending[request_id]
-                self._note_overdue(request_id, question)
+                del self.pending[request]
+                _note_overdue(request, question)
                 expired.append(question)
         return expired
 
@@ -136,17 +126,12 @@ class Questions:
         """The earliest deadline; None when no draft is waited for."""
         return min((question.deadline for question in self.pending.values()), default=None)
 
-    def forget(self, request_id: str) -> None:
-        """The request is finished, aborted or preempted."""
-        self.pending.pop(request_id, None)
-        self._overdue.pop(request_id, None)
-
     def down(self) -> list[str]:
         """Drafters whose circuit breaker is open, sorted."""
         return sorted(drafter_id for drafter_id, health in self._health.items() if health.is_down)
 
-    def _note_overdue(self, request_id: str, question: Question) -> None:
-        overdue = self._overdue.setdefault(request_id, {})
-        overdue[question.base_len] = question
-        while len(overdue) > REMEMBERED:
-            del overdue[next(iter(overdue))]
+
+def _note_overdue(request: Request, question: Question) -> None:
+    request.overdue[question.base_len] = question
+    while len(request.overdue) > REMEMBERED:
+        del request.overdue[next(iter(request.overdue))]

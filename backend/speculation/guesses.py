@@ -45,23 +45,17 @@ class _Guess:
 
 
 class Guesses:
-    """One verifier's drafts that are not fully compared."""
+    """One request's drafts that are not fully compared."""
 
     def __init__(self) -> None:
-        self._open: dict[str, list[_Guess]] = {}
+        self._open: list[_Guess] = []
 
     def note(
-        self,
-        request_id: str,
-        source: Hashable,
-        base_len: int,
-        tokens: Sequence[int],
-        signs: Sequence[float],
-        text: Sequence[int],
+        self, source: Hashable, base_len: int, tokens: Sequence[int], signs: Sequence[float], text: Sequence[int]
     ) -> list[Resolved]:
         """Takes a draft from `source` behind the request's first `base_len` tokens.
 
-        `text`: all the request's tokens so far; `signs`: two per token, or none.  Returns drafts whose comparison ends now: the
+        `text`: all its tokens so far; `signs`: two per token, or none.  Returns drafts whose comparison ends now: the
         new one if the text already reaches far enough, or the oldest if it has to make room.
         """
         if not tokens or base_len > len(text):
@@ -69,28 +63,26 @@ class Guesses:
         guess = _Guess(source, base_len, tokens, signs or [0.0] * (2 * len(tokens)))
         if (known := guess.compare(text)) is not None:
             return [known]
-        waiting = self._open.setdefault(request_id, [])
-        waiting.append(guess)
-        return _resolve_partial([waiting.pop(0)]) if len(waiting) > KEPT else []
+        self._open.append(guess)
+        return _resolve_partial([self._open.pop(0)]) if len(self._open) > KEPT else []
 
-    def advance(self, request_id: str, text: Sequence[int]) -> list[Resolved]:
+    def advance(self, text: Sequence[int]) -> list[Resolved]:
         """Compares drafts with `text`, the request's tokens; returns those now fully compared."""
-        waiting = self._open.get(request_id)
-        if not waiting:
+        if not self._open:
             return []
         decided, still = [], []
-        for guess in waiting:
+        for guess in self._open:
             known = guess.compare(text)
             if known is None:
                 still.append(guess)
             else:
                 decided.append(known)
-        self._open[request_id] = still
+        self._open = still
         return decided
 
-    def forget(self, request_id: str) -> list[Resolved]:
-        """The request is over.  Returns its remaining drafts, compared as far as the text goes."""
-        return _resolve_partial(self._open.pop(request_id, []))
+    def finish(self, text: Sequence[int]) -> list[Resolved]:
+        """Call when the request is over, with its whole text.  Returns the remaining drafts, compared as far as it goes."""
+        return [*self.advance(text), *_resolve_partial(self._open)]
 
 
 def _resolve_partial(guesses: list[_Guess]) -> list[Resolved]:

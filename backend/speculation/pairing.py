@@ -8,7 +8,7 @@ head would have to read all of its text first.  Drafters with the same head shar
 
 import random
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -46,13 +46,6 @@ class Pairing(NamedTuple):
         return max(alike, key=lambda drafter_id: (zlib.crc32(f"{drafter_id}/{self.key}".encode()), drafter_id))
 
 
-class Pairings(dict[str, Pairing]):
-    """By request.  One that is not there is paired by its own name."""
-
-    def __missing__(self, request_id: str) -> Pairing:
-        return Pairing(key_of(request_id))
-
-
 def key_of(request_id: str, session: str = "") -> str:
     """What a request shares with those that begin with the same text: its session, or the request that it is a sample of.
 
@@ -78,6 +71,7 @@ class HeadScore:
     tokens: float = 0.0
 
     def learn(self, tokens: int) -> None:
+        """Takes one verification, for which a drafter with the head had been asked: it emitted `tokens` tokens."""
         kept = 1 - 1 / WINDOW
         self.verifications = self.verifications * kept + 1
         self.tokens = self.tokens * kept + tokens
@@ -101,9 +95,8 @@ class Preference:
         """By adapter and head."""
         self._sessions = OrderedDict[str, str]()
         """The latest head of each session."""
-        self._chosen: dict[str, HeadScore] = {}
-        """By request, if there was a choice."""
-        self._pairings = Pairings()
+        self._together = Counter[str]()
+        """Requests that are paired and not over, by key."""
         # Were it every sixteenth request, trials would always meet the same client where clients take turns.
         self._dice = random.Random(0)
 
@@ -113,17 +106,28 @@ class Preference:
         self._only = next(iter(self._heads), None)
         self.has_choice = len(set(heads.values())) > 1
 
-    def begin(self, request_id: str, adapter: str, session: str = "") -> Pairing:
-        """Decides on a new request's head and drafter.  `session`: one tenant's session, or empty."""
-        if request_id not in self._pairings:
-            key = key_of(request_id, session)
-            if sum(each.key == key for each in self._pairings.values()) >= TOGETHER:
-                # A client that calls everything one session must not keep all other drafters idle.
-                key = request_id
-            self._pairings[request_id] = Pairing(key, self._choose(request_id, adapter, session) if self.has_choice else None)
-        return self._pairings[request_id]
+    def begin(self, request_id: str, adapter: str, session: str = "") -> tuple[Pairing, HeadScore | None]:
+        """Decides on a new request's head and drafter.  `session`: one tenant's session, or empty.
 
-    def _choose(self, request_id: str, adapter: str, session: str) -> str:
+        Also returns the score that learns from the request's verifications, if there was a choice.
+        """
+        key = key_of(request_id, session)
+        if self._together[key] >= TOGETHER:
+            # A client that calls everything one session must not keep all other drafters idle.
+            key = request_id
+        self._together[key] += 1
+        if not self.has_choice:
+            return Pairing(key), None
+        head = self._choose(adapter, session)
+        return Pairing(key, head), self._scores[adapter][head]
+
+    def finish(self, pairing: Pairing) -> None:
+        """A request with this pairing is over."""
+        self._together[pairing.key] -= 1
+        if not self._together[pairing.key]:
+            del self._together[pairing.key]
+
+    def _choose(self, adapter: str, session: str) -> str:
         before = self._scores.get(adapter, {})
         scores = {head: before.get(head) or HeadScore() for head in sorted(set(self._heads.values()))}
         self._scores[adapter] = scores
@@ -136,21 +140,11 @@ class Preference:
                 if len(self._sessions) > SESSIONS:
                     self._sessions.popitem(last=False)
         scores[head].requests += 1
-        self._chosen[request_id] = scores[head]
         return head
 
-    def drafter_of(self, request_id: str) -> str | None:
-        """The drafter of a request; None without drafters."""
-        return self._only if len(self._heads) <= 1 else self._pairings[request_id].drafter(self._heads)
-
-    def learn(self, request_id: str, tokens: int) -> None:
-        """Takes one verification, for which the request's drafter had been asked: it emitted `tokens` tokens."""
-        if request_id in self._chosen:
-            self._chosen[request_id].learn(tokens)
-
-    def forget(self, request_id: str) -> None:
-        self._chosen.pop(request_id, None)
-        self._pairings.pop(request_id, None)
+    def drafter_of(self, pairing: Pairing | None) -> str | None:
+        """The drafter of a request with this pairing; the first one if it has none.  None without drafters."""
+        return self._only if pairing is None or len(self._heads) <= 1 else pairing.drafter(self._heads)
 
 
 def _least_known(scores: dict[str, HeadScore]) -> str:

@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from backend.fleet import LOOKUP
-from backend.speculation.candidate import Attached, Candidate, DraftLimits, Request, early_drafts
+from backend.speculation.candidate import Attached, DraftLimits, Request, begun, early_drafts
 from backend.speculation.candidates import LOOKED_UP, RESTS_AFTER, Candidates
 from backend.speculation.chances import Rule
 from backend.speculation.deadlines import Questions
-from backend.speculation.pairing import Preference
+from backend.speculation.pairing import Pairing, Preference
 from backend.speculation.ranking import Ranking
 from backend.speculation.step_times import DraftTimes, StepTimes
 from backend.speculation.waiting import Ask, Asking, Choice, Pending, StepLoad, Times, waiting_pays
@@ -68,11 +68,11 @@ class Speculator:
         self._times = Times(plain_s, asking_s, self._draft_times.at, self._draft_times.ahead)
         self._load: StepLoad | None = None
         """What drafts were expected to bring at the last choice; None: not computed yet."""
-        self._unlearned: dict[str, int] = {}
-        self._ended: dict[str, int] = {}
+        self._ended, self._unlearned = dict[Request, int](), dict[Request, int]()
+        """Requests whose step has ended, with their lengths before it: until `ask`, and from then on until `learn`."""
         self._attached = Attached()
         """What was attached to the running step."""
-        self._verifying: set[str] = set()
+        self._verifying: set[Request] = set()
         """Requests of the running step, if drafters were asked and have different heads (`pairing.py`)."""
         self._drafter_ids: list[str] = []
         self._probing, self._probed, self._probes, self._asked_ahead = False, 0, 0, False
@@ -111,9 +111,13 @@ class Speculator:
         Also returns the seconds since each was asked for, if it was.
         """
         self._came = True
-        waited = [self.questions.answered(drafter_id, draft.request_id, draft.base_len, now) for draft in drafts]
-        awaited = [draft for draft, waited_s in zip(drafts, waited, strict=True) if waited_s is not None]
-        verdicts = iter(self.candidates.take_fresh(drafter_id, awaited, draft_s, self._floor))
+        known, answered = self.candidates.requests, self.questions.answered
+        waited = [
+            answered(drafter_id, known[draft.request_id], draft.base_len, now) if draft.request_id in known else None
+            for draft in drafts
+        ]
+        awaited = (draft for draft, waited_s in zip(drafts, waited, strict=True) if waited_s is not None)
+        verdicts = iter(self.candidates.take_fresh(drafter_id, list(awaited), draft_s, self._floor))
         return [("stale" if waited_s is None else next(verdicts), waited_s) for waited_s in waited]
 
     def timed(self, rows: int, k: int, draft_s: float, queue_s: float, waited_s: float, now: float) -> None:
@@ -139,32 +143,39 @@ class Speculator:
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
-    def ended(self, request_id: str, text: list[int], began: int, rule: Rule, now: float) -> None:
+    def pair(self, request: Request, adapter: str, session: str) -> Pairing:
+        """The request enters the batch: decides on its head and drafter, unless that is decided.  See `Preference.begin`."""
+        if request.pairing is None:
+            request.pairing, request.score = self.preference.begin(request.id, adapter, session)
+        return request.pairing
+
+    def ended(self, request: Request, text: list[int], began: int, now: float) -> None:
         """A step added tokens to a request that goes on.  `text`: all its tokens; `began`: its length before the step."""
-        self.candidates.grown(request_id, text, rule)
-        if request_id in self._attached.asks and (drafter_id := self.preference.drafter_of(request_id)) is not None:
-            self.questions.asked(request_id, len(text), drafter_id, now)
-        self.candidates.verified(request_id, len(text) - began)
-        self._ended[request_id] = began
-        if request_id in self._verifying:
-            self.preference.learn(request_id, len(text) - began)
+        self.candidates.grown(request, text, began)
+        if request.id in self._attached.asks and (drafter_id := self.preference.drafter_of(request.pairing)) is not None:
+            self.questions.asked(request, len(text), drafter_id, now)
+        self._ended[request] = began
+        if request.score is not None and request in self._verifying:
+            request.score.learn(len(text) - began)
 
     def passed(self, requests: int) -> None:
         """A quiet step (`Attached.is_quiet`) added one token to each of so many requests that `ended` has told of before."""
         self._passed += requests
 
-    def release(self, request_id: str) -> None:
+    def release(self, request: Request) -> None:
         """The request is preempted: none of its drafts is verified for a while."""
-        self.questions.forget(request_id)
-        self._ended.pop(request_id, None)
-        self.candidates.release(request_id)
+        self.questions.stop_waiting([request])
+        request.overdue.clear()
+        self._ended.pop(request, None)
+        request.candidate = request.looked_up = request.block = request.verified = None
 
-    def forget(self, request_id: str) -> None:
+    def finish(self, request: Request) -> None:
         """The request is over."""
-        self.release(request_id)
-        self.preference.forget(request_id)
-        self._unlearned.pop(request_id, None)
-        self.candidates.forget(request_id)
+        self.release(request)
+        self._unlearned.pop(request, None)
+        self.candidates.finish(request)
+        if request.pairing is not None:
+            self.preference.finish(request.pairing)
 
     # -- a step --------------------------------------------------------------------------------------------------------
 
@@ -194,7 +205,7 @@ class Speculator:
         return is_plain and not (probes or looks_up or self._asking.paused)
 
     def attach(
-        self, decoding: Collection[str], prefill: int, now: float, *, is_early: bool = False, limits: DraftLimits = None
+        self, decoding: Collection[Request], prefill: int, now: float, *, is_early: bool = False, limits: DraftLimits = None
     ) -> Attached:
         """Chooses the draft tokens for the step that begins, over `decoding` requests and `prefill` prompt tokens.
 
@@ -223,43 +234,37 @@ class Speculator:
                 self.candidates.discard()
             self.candidates.rest(self._decoding, gain)
             return attached
-        known = self.candidates.known(decoding)
-        self._verifying = {each for each, _ in known} if self.preference.has_choice and attached.features_needed else set()
+        known = begun(decoding)
+        self._verifying = set(known) if self.preference.has_choice and attached.features_needed else set()
         candidates = self.candidates.best(known)
-        most = None if limits is None else [limits[request_id] for request_id, _ in known]
+        most = None if limits is None else [limits[request.id] for request in known]
         spent, looked_up = self._ranking.cut(candidates, prefill, most), 0.0
         if spent is not None:
             self._floor = ROOM * spent.threshold
         lengths = spent.lengths if spent is not None else [0] * len(known)
-        for (request_id, request), candidate, length in zip(known, candidates, lengths, strict=True):
+        for request, candidate, length in zip(known, candidates, lengths, strict=True):
             drafted, request.candidate, request.verified, request.verified_length = request.candidate, None, None, 0
             request.offered = candidate
             if length and candidate is not None:
                 request.verified, request.verified_length = candidate, length
-                attached.tokens[request_id] = candidate.tokens[:length]
+                attached.tokens[request.id] = candidate.tokens[:length]
                 if candidate.proposal is not None:
-                    attached.proposals[request_id] = candidate.proposal.part(0, length)
+                    attached.proposals[request.id] = candidate.proposal.part(0, length)
                 looked_up += sum(candidate.survivals[:length]) if candidate.source.drafter_id == LOOKUP else 0.0
             if drafted is not None:
-                self.candidates.decided(request_id, request, drafted)
-        self.candidates.rest(
-            self._decoding, self._ranking.gain(spent) * looked_up / spent.gained if spent and looked_up else 0.0
-        )
+                self.candidates.decided(request, drafted)
+        gain = self._ranking.gain(spent) * looked_up / spent.gained if spent and looked_up else 0.0
+        self.candidates.rest(self._decoding, gain)
         self._ranking.forget()
         if attached.features_needed and not self.outcomes:
             attached.asks = early_drafts(known, self.choice.k or self._longest, self._least_survival, of_all=of_all)
         return attached
 
-    def _gain(self, looked_up: list[tuple[str, Request]], prefill: int) -> float:
+    def _gain(self, looked_up: Collection[Request], prefill: int) -> float:
         """What look-ups promise to gain, if only these of the requests are looked up."""
         spent = self._ranking.cut([*self.candidates.best(looked_up), *[None] * (self._decoding - len(looked_up))], prefill)
         self._ranking.forget()
         return self._ranking.gain(spent)
-
-    def verified(self, request_id: str) -> Candidate | None:
-        """The draft that the running step verifies for a request, uncut."""
-        request = self.candidates.requests.get(request_id)
-        return request.verified if request is not None else None
 
     def ask(self, now: float) -> dict[str, list[NextItem]]:
         """What each drafter, by id, is to draft for the requests whose step has ended."""
@@ -267,10 +272,9 @@ class Speculator:
         of_all = choice.ask != Ask.PLAIN or self._probing
         if self._drafter_ids and (of_all or self.candidates.forced):
             self._asked_ahead = self.outcomes > 0
-            requests = self.candidates.requests
-            began = self._ended if of_all else {each: n for each, n in self._ended.items() if requests[each].ask is not None}
+            began = self._ended if of_all else {each: n for each, n in self._ended.items() if each.ask is not None}
             self.candidates.look_up(began, counts=self._is_telling)
-            self._came = self._came or any(requests[each].candidate is not None for each in began)
+            self._came = self._came or any(each.candidate is not None for each in began)
             asks = self._ask_for(began, now)
         if choice.ask == Ask.PLAIN and not self.candidates.forced:
             self.questions.stop_waiting()
@@ -278,21 +282,19 @@ class Speculator:
         self._ended.clear()
         return asks
 
-    def _ask_for(self, began: Mapping[str, int], now: float) -> dict[str, list[NextItem]]:
+    def _ask_for(self, began: Mapping[Request, int], now: float) -> dict[str, list[NextItem]]:
         """Asks drafters for drafts of the requests `began`."""
-        asks: dict[str, list[NextItem]] = {}
         choice, of_each, early, floor = self.choice, self.outcomes, self._attached.asks, self._least_survival
-        longest = choice.k or self._longest
-        known = self.candidates.known(self._ended)
-        candidates = self.candidates.best(known)
+        longest, asks = choice.k or self._longest, dict[str, list[NextItem]]()
+        candidates = self.candidates.best(self._ended)
         # A verification ends at the latest behind what will be verified of a draft.  It is not decided before the step begins.
         spent = self._ranking.expected(candidates) if of_each or self.candidates.forced else None
-        lengths = spent.lengths if spent is not None else [0] * len(known)
-        for (request_id, request), best, cut in zip(known, candidates, lengths, strict=True):
-            k, drafter_id = min(longest, request.longest), self.preference.drafter_of(request_id)
-            if not k or drafter_id is None or request_id not in began:
+        lengths = spent.lengths if spent is not None else [0] * len(candidates)
+        for request, best, cut in zip(self._ended, candidates, lengths, strict=True):
+            k, drafter_id = min(longest, request.longest), self.preference.drafter_of(request.pairing)
+            if not k or drafter_id is None or request not in began:
                 continue
-            is_asked, outcomes, length = request_id in early, of_each, len(request.text)
+            is_asked, outcomes, length = request.id in early, of_each, len(request.text)
             if request.ask is not None or is_asked:
                 outcomes = (outcomes or self._few) if request.ask == Ask.AHEAD else 0
             request.outcomes, request.outcomes_at = outcomes, length
@@ -301,14 +303,14 @@ class Speculator:
                 best = None
             request.offered = None
             if best is not None and not outcomes:
-                self.questions.stop_waiting([request_id])
+                self.questions.stop_waiting([request])
             elif not is_asked:
                 verifying = best.tokens[: min(max(cut, 1), longest)] if best is not None else []
                 fresh_k = min(k, choice.miss_k) if outcomes else 0
-                item = NextItem(request_id, length, k, verifying, outcomes, floor, fresh_k)
+                item = NextItem(request.id, length, k, verifying, outcomes, floor, fresh_k)
                 asks.setdefault(drafter_id, []).append(item)
                 if not verifying:
-                    self.questions.asked(request_id, length, drafter_id, now)
+                    self.questions.asked(request, length, drafter_id, now)
         return asks
 
     @property
@@ -320,20 +322,20 @@ class Speculator:
         """The weights (`chances.py`) by which a drafter judges its drafts, by `Rule`."""
         return [self.candidates.weights(drafter_id, rule) for rule in Rule]
 
-    def hold(self, decoding: Iterable[str], prefill: int, now: float) -> float | None:
+    def hold(self, decoding: Iterable[Request], prefill: int, now: float) -> float | None:
         """Until when the next step should wait for drafts; call again then.  None: the step should begin."""
         deadline = self.questions.deadline()
         if deadline is None or now >= deadline:
             return None
         if self._fixed == Ask.DRAFT:
             return deadline
-        known = self.candidates.known(decoding)
-        missing = [i for i, (request_id, _) in enumerate(known) if request_id in self.questions.pending]
+        known = begun(decoding)
+        missing = [i for i, request in enumerate(known) if request in self.questions.pending]
         if not missing:
             return None
         at, k = partial(self.step_times.at, prefill=prefill), self.choice.miss_k or self.choice.k or self._longest
         draft_s = self._draft_times.at(len(missing), k)
-        waited_s = now - min(self.questions.pending[known[i][0]].asked_at for i in missing)
+        waited_s = now - min(self.questions.pending[known[i]].asked_at for i in missing)
         candidates = self.candidates.best(known)
         rows = [candidate.expected if candidate is not None else [] for candidate in candidates]
         pending = Pending(missing, k, draft_s, waited_s)
@@ -353,21 +355,19 @@ class Speculator:
     def learn(self) -> None:
         """Learns from the last step's text."""
         self.candidates.begin_learning()
-        requests, unlearned = self.candidates.requests, self._unlearned
+        requests, unlearned = self.candidates.requests.values(), self._unlearned
         if self._asking.is_typical:
             self._request_s += (len(unlearned) + self._passed) * self._step_s
-            self._emitted += self._passed + sum(len(requests[r].text) - n for r, n in unlearned.items() if r in requests)
+            self._emitted += self._passed + sum(len(request.text) - n for request, n in unlearned.items())
         # Begins with another request each time: the room for indexing may not suffice for all.
         looked_up = (self.candidates.predicted if self.candidates.asleep else requests) if self.candidates.rests else ()
-        names = list(dict.fromkeys((*unlearned, *looked_up)))
-        first = self.candidates.steps // self.candidates.every % max(len(names), 1)
-        for request_id in names[first:] + names[:first]:
-            if request_id in requests:
-                self.candidates.learn(request_id, requests[request_id])
-        if names:
+        of_step = list(dict.fromkeys((*unlearned, *looked_up)))
+        first = self.candidates.steps // self.candidates.every % max(len(of_step), 1)
+        for request in of_step[first:] + of_step[:first]:
+            self.candidates.learn(request)
+        if of_step:
             self.candidates.index_shared()
-        self._passed = 0
-        self._unlearned.clear()
+        self._passed, self._unlearned = 0, {}
         changed = self._load is not None and not self._load.requests / 2 < self._requests < self._load.requests * 2
         if (changed or self.candidates.steps >= self._reconsider_at) and self._drafter_ids and self.candidates.requests:
             self._reconsider_at = self.candidates.steps + RECONSIDER_EVERY

@@ -15,15 +15,12 @@ def spent_on(rows: Sequence[Sequence[float]], step_s: Callable[[int], float], ba
 def assert_nothing_is_left(speculator: Speculator) -> None:
     tables: dict[str, Any] = {
         "requests": speculator.candidates.requests,
-        "options": speculator.candidates._options,
+        "predicted": speculator.candidates.predicted,
         "ended": speculator._ended,
         "not learned from": speculator._unlearned,
         "pending": speculator.questions.pending,
-        "overdue": speculator.questions._overdue,
-        "guesses": speculator.candidates._guesses._open,
+        "paired": speculator.preference._together,
     }
-    for source, calibration in speculator.candidates._calibrations.items():
-        tables[f"offsets of {source}"] = calibration._requests
     assert speculator.candidates.forced == 0
     held = {name: set(table) for name, table in tables.items() if table}
     assert not held, held

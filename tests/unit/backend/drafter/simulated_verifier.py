@@ -26,6 +26,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from backend.config import Settings
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import DraftRequest, Until
+from backend.engine.accounts import RequestState
 from backend.engine.build import build_config
 from backend.engine.counting import Counters
 from backend.engine.draft_links import DraftLinks
@@ -35,6 +36,7 @@ from backend.engine.scheduler import DraftingScheduler
 from backend.engine.worker.runner import RemoteDrafting
 from backend.fleet import LOOKUP, VerifierStats
 from backend.lab.bench.load import APART
+from backend.speculation.chances import Rule
 from backend.wire.drafting import Draft
 from tests.support.processes import demo_models
 from tests.unit.backend.drafter.simulated_link import Network, SimulatedDealer, SimulatedHub, World
@@ -161,7 +163,7 @@ class SimulatedCore:
         prompt = text.tokens[: text.prompt]
         request = Request(request_id, prompt, params, None, block_hasher=self._hasher)
         # The texts come again and again: their first answers would draft for all others.
-        request.outrider = APART
+        request.outrider = RequestState(APART, Rule.GREEDY)
         self.scheduler.add_request(request)
 
     def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[Any]:
@@ -195,7 +197,7 @@ class SimulatedCore:
         for request_id, tokens in scheduled.scheduled_spec_decode_tokens.items():
             if not any(token >= 0 for token in tokens):
                 continue
-            draft = self.scheduler.speculator.verified(request_id)
+            draft = self.scheduler.requests[request_id].outrider.drafting.verified
             assert draft is not None
             assert draft.tokens[: len(tokens)] == tokens
             if draft.source.drafter_id == LOOKUP:
@@ -221,7 +223,7 @@ class SimulatedCore:
                     if emitted[-1] != drafted:
                         break
             self.decided += len(emitted)
-            draft = self.scheduler.speculator.verified(request_id)
+            draft = request.outrider.drafting.verified
             if drafts and draft is not None and draft.source.kind == "fresh":
                 self.fresh_drafts += 1
             features = text.features[first : first + n].clone()
@@ -315,9 +317,9 @@ class SimulatedVerifier:
         scheduler = self.core.scheduler
         known, pending = scheduler.speculator.candidates.requests, scheduler.speculator.questions.pending
         assert known.keys() <= scheduler.requests.keys()
-        assert pending.keys() <= known.keys()
-        for request_id, question in pending.items():
-            assert question.base_len == scheduler.requests[request_id].num_tokens
+        assert pending.keys() <= set(known.values())
+        for request, question in pending.items():
+            assert question.base_len == scheduler.requests[request.id].num_tokens
         accepted = sum(each.accepted_tokens for each in self.stats.drafters.values())
         decided = self.core.decided
         assert decided == self.stats.verifications + accepted, "tokens = verifications + accepted drafts"

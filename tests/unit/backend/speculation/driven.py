@@ -1,31 +1,79 @@
 """Drives a speculator step by step, with texts known beforehand, a drafter of given skill and simulated times.  Tests only."""
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from backend.speculation.candidate import Attached
+from backend.speculation.candidate import Attached, Candidate, DraftLimits, Request
 from backend.speculation.chances import Rule
 from backend.speculation.speculator import Speculator
 from backend.speculation.waiting import Ask
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
+from backend.wire.engine import RequestOptions
 
 VOCAB, K, OUTCOMES = 50, 4, 4
 STEP_S, TOKEN_S, LONGEST_WAIT_S = 5e-3, 2e-5, 0.1
 
 
-def speculator(mode: str = "auto", lookups: bool = False) -> Speculator:
+class Named:
+    """A speculator whose requests are called by their names, and begin when they are first called."""
+
+    def __init__(self, mode: str, lookups: bool, vocab: int = VOCAB) -> None:
+        self.whole = Speculator(mode, K, OUTCOMES, lookups, vocab, LONGEST_WAIT_S)
+        self.requests: dict[str, Request] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)
+
+    def begin(self, name: str, options: RequestOptions | None = None, rule: Rule = Rule.GREEDY, prompt_len: int = 0) -> None:
+        request = self.whole.candidates.begin(name, options or RequestOptions(), rule, prompt_len)
+        self.whole.pair(request, "", "")
+        self.requests[name] = request
+
+    def _of(self, names: Iterable[str]) -> list[Request]:
+        for name in names:
+            if name not in self.requests:
+                self.begin(name)
+        return [self.requests[name] for name in names]
+
+    def ended(self, name: str, text: list[int], began: int, now: float) -> None:
+        (request,) = self._of([name])
+        self.whole.ended(request, text, began, now)
+
+    def release(self, name: str) -> None:
+        self.whole.release(self.requests[name])
+
+    def finish(self, name: str) -> None:
+        self.whole.finish(self.requests.pop(name))
+
+    def attach(
+        self, names: Iterable[str], prefill: int, now: float, *, is_early: bool = False, limits: DraftLimits = None
+    ) -> Attached:
+        return self.whole.attach(self._of(names), prefill, now, is_early=is_early, limits=limits)
+
+    def hold(self, names: Iterable[str], prefill: int, now: float) -> float | None:
+        return self.whole.hold(self._of(names), prefill, now)
+
+    def verified(self, name: str) -> Candidate | None:
+        """The draft that the running step verifies for a request, uncut."""
+        return self.requests[name].verified
+
+
+def speculator(mode: str = "auto", lookups: bool = False) -> Named:
     """A speculator with one drafter, `d0`."""
-    made = Speculator(mode, K, OUTCOMES, lookups, VOCAB, LONGEST_WAIT_S)
+    made = Named(mode, lookups)
     made.set_drafters({"d0": ""})
     return made
 
 
-def one(mode: str = "sync", lookups: bool = False, rule: Rule = Rule.GREEDY) -> tuple[Speculator, list[int]]:
+def one(mode: str = "sync", lookups: bool = False, rule: Rule = Rule.GREEDY) -> tuple[Named, list[int]]:
     """With a request of six tokens whose draft has been asked for."""
     made, text = speculator(mode, lookups), [1, 2, 3, 4, 5, 6]
-    made.ended("r", text, 5, rule, 100.0)
+    made.begin("r", rule=rule)
+    made.ended("r", text, 5, 100.0)
     assert [item.base_len for item in made.ask(100.0)["d0"]] == [6]
     return made, text
 
@@ -36,12 +84,13 @@ def sampled(at: int, tokens: list[int], signs: list[float] | None = None) -> Dra
     return Draft("r", at, tokens, signs or [8.0, 8.0] * len(tokens), rows)
 
 
-def all_asks(made: Speculator, attached: Attached, now: float) -> dict[str, list[NextItem]]:
+def all_asks(made: Named, attached: Attached, now: float) -> dict[str, list[NextItem]]:
     """What drafters are to draft after a step: what was asked with it, and what `ask` adds."""
     early: dict[str, list[NextItem]] = {}
     for name, (k, floor) in attached.asks.items():
-        drafter_id, request = made.preference.drafter_of(name), made.candidates.requests.get(name)
-        if drafter_id is not None and request is not None:
+        request = made.requests[name]
+        drafter_id = made.preference.drafter_of(request.pairing)
+        if drafter_id is not None:
             early.setdefault(drafter_id, []).append(NextItem(name, len(request.text), k, [], 0, floor))
     late = made.ask(now)
     return {drafter_id: early.get(drafter_id, []) + late.get(drafter_id, []) for drafter_id in {**early, **late}}
@@ -72,7 +121,7 @@ class Turn:
 class Driven:
     """One verifier with `requests` requests that never end."""
 
-    speculator: Speculator
+    speculator: Named
     drafter: Drafter
     requests: int = 4
     period: int = 0
@@ -95,7 +144,7 @@ class Driven:
         self.texts = {name: truth[:20] for name, truth in self.truth.items()}
         self.arriving: list[tuple[float, list[NextItem]]] = []
         for name, text in self.texts.items():
-            self.speculator.ended(name, text, len(text) - 1, Rule.GREEDY, self.now)
+            self.speculator.ended(name, text, len(text) - 1, self.now)
         self._deliver(all_asks(self.speculator, Attached(), self.now))
 
     def _text(self) -> list[int]:
@@ -135,7 +184,7 @@ class Driven:
             accepted += kept
             text += true[: kept + 1]
             if self.tells_all or not attached.is_quiet:
-                self.speculator.ended(name, text, length, Rule.GREEDY, self.now)
+                self.speculator.ended(name, text, length, self.now)
         if attached.is_quiet and not self.tells_all:
             self.speculator.passed(len(self.texts))
         self._receive()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backend.speculation.calibration import Calibration
+from backend.speculation.calibration import Calibration, Offsets
 from backend.speculation.chances import chances, chances_of_many
 from tests.support.properties import examples
 
@@ -29,12 +29,12 @@ def drafts(true: list[float], count: int, seed: int, k: int = 4) -> list[tuple[l
     return made
 
 
-def excess(calibration: Calibration, true: list[float], request_id: str = "r") -> float:
+def excess(calibration: Calibration, true: list[float], own: Offsets) -> float:
     """Root mean square distance of a request's chances from the true ones."""
     pairs = [
         (c, t)
         for signs, _, _ in drafts(true, 300, 99)
-        for c, t in zip(calibration.chances(request_id, signs), chances(true, signs), strict=True)
+        for c, t in zip(calibration.chances(own, signs), chances(true, signs), strict=True)
     ]
     return math.sqrt(sum((c - t) ** 2 for c, t in pairs) / len(pairs))
 
@@ -52,48 +52,48 @@ def excess(calibration: Calibration, true: list[float], request_id: str = "r") -
 def test_two_hundred_drafts_are_enough(name: str, true: list[float]) -> None:
     soon, later = [], []
     for seed in range(3):
-        calibration = Calibration(4)
+        calibration, own = Calibration(4), Offsets()
         for draft in drafts(true, 200, seed):
-            calibration.observe("r", *draft)
-        soon.append(excess(calibration, true))
+            calibration.observe(own, *draft)
+        soon.append(excess(calibration, true, own))
         for draft in drafts(true, 2000, seed + 50):
-            calibration.observe("r", *draft)
-        later.append(excess(calibration, true))
+            calibration.observe(own, *draft)
+        later.append(excess(calibration, true, own))
     assert statistics.mean(soon) < 0.1
     assert statistics.mean(later) < 0.06
 
 
 def test_new_requests_profit_from_those_before() -> None:
-    calibration, true = Calibration(4), [0.0, 0.0, -1.4]
+    calibration, true, requests = Calibration(4), [0.0, 0.0, -1.4], [Offsets() for _ in range(20)]
     for number, draft in enumerate(drafts(true, 400, 3)):
-        calibration.observe(str(number // 20), *draft)
-    assert excess(calibration, true, "new") < 0.08
+        calibration.observe(requests[number // 20], *draft)
+    assert excess(calibration, true, Offsets()) < 0.08
 
 
-def test_requests_that_differ_are_told_apart_and_forgotten() -> None:
+def test_requests_that_differ_are_told_apart() -> None:
     calibration, easy, hard = Calibration(4), [0.3, 0.6, 2.0], [0.3, 0.6, -1.5]
+    of_easy, of_hard = Offsets(), Offsets()
     for one, other in zip(drafts(easy, 100, 3), drafts(hard, 100, 4), strict=True):
-        calibration.observe("easy", *one)
-        calibration.observe("hard", *other)
-    assert excess(calibration, easy, "easy") < 0.12
-    assert excess(calibration, hard, "hard") < 0.12
-    calibration.forget("hard")
-    assert calibration.chances("hard", [0.0, 0.0]) == chances(calibration.weights, [0.0, 0.0])
+        calibration.observe(of_easy, *one)
+        calibration.observe(of_hard, *other)
+    assert excess(calibration, easy, of_easy) < 0.12
+    assert excess(calibration, hard, of_hard) < 0.12
+    assert calibration.chances({}, [0.0, 0.0]) == chances(calibration.weights, [0.0, 0.0])
 
 
 def test_it_follows_a_drafter_that_changes() -> None:
-    calibration, before, after = Calibration(4), [0.3, 0.6, 1.5], [0.0, 0.1, -1.0]
+    calibration, before, after, own = Calibration(4), [0.3, 0.6, 1.5], [0.0, 0.1, -1.0], Offsets()
     for draft in drafts(before, 5000, 3):
-        calibration.observe("r", *draft)
+        calibration.observe(own, *draft)
     for draft in drafts(after, 500, 4):
-        calibration.observe("r", *draft)
-    assert excess(calibration, after) < 0.12
+        calibration.observe(own, *draft)
+    assert excess(calibration, after, own) < 0.12
 
 
 def test_a_token_that_was_not_reached_teaches_nothing_of_its_own_place() -> None:
-    calibration = Calibration(4)
+    calibration, own = Calibration(4), Offsets()
     for _ in range(50):
-        calibration.observe("r", [0.0] * 8, 0, 1)
+        calibration.observe(own, [0.0] * 8, 0, 1)
     first, last = calibration.weights[2], calibration.weights[-1]
     assert first < last < 0.5
 
@@ -101,10 +101,10 @@ def test_a_token_that_was_not_reached_teaches_nothing_of_its_own_place() -> None
 @examples(30)
 @given(st.lists(SIGNS, max_size=30), st.data())
 def test_weights_stay_finite(all_signs: list[list[float]], data: st.DataObject) -> None:
-    calibration = Calibration(3)
+    calibration, own = Calibration(3), Offsets()
     for signs in all_signs:
         seen = data.draw(st.integers(0, len(signs) // 2))
-        calibration.observe("r", signs, data.draw(st.integers(max(seen - 1, 0), seen)), seen)
+        calibration.observe(own, signs, data.draw(st.integers(max(seen - 1, 0), seen)), seen)
     assert all(math.isfinite(weight) and abs(weight) < 100 for weight in calibration.weights)
 
 

@@ -6,6 +6,7 @@ from backend.speculation.calibration import Calibration
 from backend.speculation.candidates import SAMPLED, Candidates
 from backend.speculation.chances import Rule
 from backend.wire.drafting import Draft
+from backend.wire.engine import RequestOptions
 
 STEPS = 100
 
@@ -18,14 +19,14 @@ def test_in_a_batch_of_any_size_all_requests_are_learned_from(
     made = Candidates(1, 1, lookups, 50)
     expected, observed = list[int](), list[int]()
     monkeypatch.setattr(made.drafted, "note", lambda survivals, step: expected.append(step))
-    monkeypatch.setattr(Calibration, "observe", lambda self, request_id, signs, matched, seen: observed.append(seen))
-    texts = {f"r{i}": [1, 2, 3] for i in range(requests)}
+    monkeypatch.setattr(Calibration, "observe", lambda self, own, signs, matched, seen: observed.append(seen))
+    texts = {made.begin(f"r{i}", RequestOptions(), Rule.GREEDY, 2): [1, 2, 3] for i in range(requests)}
     for made.steps in range(STEPS):
-        for name, text in texts.items():
-            made.grown(name, text, Rule.GREEDY)
-            made.take_fresh("d0", [Draft(name, len(text), [7], [0.5, 0.5])], 0.0, 0.0)
+        for request, text in texts.items():
+            made.grown(request, text, len(text) - 1)
+            made.take_fresh("d0", [Draft(request.id, len(text), [7], [0.5, 0.5])], 0.0, 0.0)
             text.append(7)
-            made.learn(name, made.requests[name])
+            made.learn(request)
     most = min(requests, SAMPLED) * STEPS
     assert 0.8 * most <= sum(observed) <= 1.2 * most
     assert 0.8 * most <= len(expected) <= 1.2 * most

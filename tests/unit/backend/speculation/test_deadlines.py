@@ -7,6 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from backend.speculation.candidate import Question, Request
+from backend.speculation.chances import Rule
 from backend.speculation.deadlines import BREAKER_MISSES, FLOOR_S, REMEMBERED, Questions, RoundTrip
 from backend.speculation.pairing import Pairing
 from tests.support.properties import examples
@@ -24,6 +26,7 @@ class QuestionsMachine(RuleBasedStateMachine):
         self.questions.set_drafters(DRAFTERS)
         self.now = 100.0
         self.lengths: dict[str, int] = {}
+        self.requests: dict[str, Request] = {}
         self.outstanding: dict[tuple[str, str, int], float] = {}
         """When each question was asked that may be answered yet: drafter, request, length."""
         self.ever: dict[str, list[int]] = {}
@@ -39,8 +42,13 @@ class QuestionsMachine(RuleBasedStateMachine):
     @rule()
     def new_request(self) -> None:
         self.next_id += 1
-        self.lengths[f"r{self.next_id}"] = 5
-        self._ask(f"r{self.next_id}")
+        name = f"r{self.next_id}"
+        self.lengths[name], self.requests[name] = 5, Request(name, Rule.GREEDY, 4)
+        self._ask(name)
+
+    @property
+    def pending(self) -> dict[str, Question]:
+        return {request.id: question for request, question in self.questions.pending.items()}
 
     def _ask(self, request_id: str) -> None:
         """A verification ended: the request grew, and its next draft is asked for."""
@@ -48,8 +56,8 @@ class QuestionsMachine(RuleBasedStateMachine):
         drafter_id = Pairing(request_id).drafter(dict.fromkeys(DRAFTERS, ""))
         assert drafter_id is not None
         length = self.lengths[request_id]
-        self.questions.asked(request_id, length, drafter_id, self.now)
-        assert (request_id in self.questions.pending) == (self.misses[drafter_id] < BREAKER_MISSES)
+        self.questions.asked(self.requests[request_id], length, drafter_id, self.now)
+        assert (request_id in self.pending) == (self.misses[drafter_id] < BREAKER_MISSES)
         self.outstanding[drafter_id, request_id, length] = self.now
         self.ever.setdefault(request_id, []).append(length)
         if self.silent_since[drafter_id] is None:
@@ -67,12 +75,12 @@ class QuestionsMachine(RuleBasedStateMachine):
         """An answer, perhaps repeated, perhaps for another length, perhaps from whom nobody asked."""
         drafter_id, request_id, base_len = self.link.pop(data.draw(st.integers(0, len(self.link) - 1)))
         sender = DRAFTERS[DRAFTERS.index(drafter_id) - 1] if other else drafter_id
-        for _ in range(2 if twice else 1):
-            was_waited_for = request_id in self.questions.pending
-            waited_s = self.questions.answered(sender, request_id, base_len + shift, self.now)
+        for _ in range(2 if twice else 1) if request_id in self.requests else ():
+            was_waited_for = request_id in self.pending
+            waited_s = self.questions.answered(sender, self.requests[request_id], base_len + shift, self.now)
             asked_at = self.outstanding.get((sender, request_id, base_len + shift))
             if waited_s is None:
-                assert (request_id in self.questions.pending) == was_waited_for
+                assert (request_id in self.pending) == was_waited_for
                 later = [length for length in self.ever.get(request_id, []) if length > base_len + shift]
                 assert asked_at is None or len(later) >= REMEMBERED, "forgotten too soon"
                 continue
@@ -95,7 +103,7 @@ class QuestionsMachine(RuleBasedStateMachine):
     @rule(goes_on=st.booleans(), seconds=st.sampled_from([0.001, 0.02, LONGEST_S]))
     def step(self, goes_on: bool, seconds: float) -> None:
         self.now += seconds
-        before = dict(self.questions.pending)
+        before = self.pending
         late = {question.drafter_id for question in before.values() if question.deadline <= self.now}
         for drafter_id, since in self.silent_since.items():
             deadline_s = self.questions._health[drafter_id].round_trip.deadline_s(LONGEST_S)
@@ -116,7 +124,7 @@ class QuestionsMachine(RuleBasedStateMachine):
         if goes_on:
             self.questions.stop_waiting()
             assert not self.questions.pending
-        for request_id in sorted(self.lengths.keys() - self.questions.pending.keys()):
+        for request_id in sorted(self.lengths.keys() - self.pending.keys()):
             self._ask(request_id)
 
     @precondition(lambda self: self.lengths)
@@ -124,13 +132,12 @@ class QuestionsMachine(RuleBasedStateMachine):
     def finish(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.lengths)))
         del self.lengths[request_id]
-        self.questions.forget(request_id)
+        self.questions.stop_waiting([self.requests.pop(request_id)])
         self.outstanding = {key: at for key, at in self.outstanding.items() if key[1] != request_id}
-        assert request_id not in self.questions._overdue
 
     @rule(drafter_id=st.sampled_from(DRAFTERS))
     def drafter_restarts(self, drafter_id: str) -> None:
-        for request_id, question in self.questions.pending.items():
+        for request_id, question in self.pending.items():
             if question.drafter_id == drafter_id:
                 del self.outstanding[drafter_id, request_id, question.base_len]
         self.questions.reset_drafter(drafter_id)
@@ -139,7 +146,7 @@ class QuestionsMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_what_can_come_is_waited_for(self) -> None:
-        for request_id, question in self.questions.pending.items():
+        for request_id, question in self.pending.items():
             assert question.base_len == self.lengths[request_id]
             assert self.outstanding[question.drafter_id, request_id, question.base_len] == question.asked_at
             assert question.asked_at + FLOOR_S <= question.deadline <= question.asked_at + LONGEST_S
@@ -155,8 +162,7 @@ class QuestionsMachine(RuleBasedStateMachine):
 
     @invariant()
     def little_is_remembered(self) -> None:
-        assert self.questions._overdue.keys() <= self.lengths.keys()
-        assert all(len(each) <= REMEMBERED for each in self.questions._overdue.values())
+        assert all(len(each.overdue) <= REMEMBERED for each in self.requests.values())
 
 
 TestQuestions = QuestionsMachine.TestCase
@@ -171,11 +177,12 @@ def questions() -> Questions:
 
 
 def test_a_removed_drafter_releases_its_requests(questions: Questions) -> None:
-    questions.asked("a", 5, "d0", 0.0)
-    questions.asked("b", 5, "d1", 0.0)
+    one, other = (Request(name, Rule.GREEDY, 4) for name in "ab")
+    questions.asked(one, 5, "d0", 0.0)
+    questions.asked(other, 5, "d1", 0.0)
     questions.set_drafters(["d1"])
-    assert list(questions.pending) == ["b"]
-    assert questions.answered("d0", "a", 5, 0.1) is None
+    assert list(questions.pending) == [other]
+    assert questions.answered("d0", one, 5, 0.1) is None
 
 
 def test_a_steady_round_trip_gives_about_twice_itself() -> None:

@@ -45,8 +45,8 @@ def about_to_be_early() -> Driven:
 @pytest.mark.parametrize("options", [RequestOptions(mode="sync"), RequestOptions(mode="ahead"), RequestOptions(prediction=[1])])
 def test_no_step_begins_early_for_a_request_that_wants_drafts(options: RequestOptions) -> None:
     driven = about_to_be_early()
-    driven.speculator.candidates.expect("new", options, 3)
-    driven.speculator.ended("new", [1, 2, 3], 2, Rule.GREEDY, 100.0)
+    driven.speculator.begin("new", options, prompt_len=3)
+    driven.speculator.ended("new", [1, 2, 3], 2, 100.0)
     assert not driven.speculator.may_be_early()
 
 
@@ -60,7 +60,7 @@ def test_the_drafts_behind_a_step_are_asked_for_with_it() -> None:
     made, text = one()
     assert made.attach(["r"], 0, 100.2).asks == {"r": (K, 0.0)}
     text.append(7)
-    made.ended("r", text, 6, Rule.GREEDY, 100.21)
+    made.ended("r", text, 6, 100.21)
     assert made.hold(["r"], 0, 100.21) == pytest.approx(100.21 + LONGEST_WAIT_S), "asked for, though nothing was sent since"
     ((verdict, waited_s),) = made.arrived("d0", [Draft("r", 7, [8, 9], [8.0] * 4)], 1e-3, 100.22)
     assert verdict == "ready"
@@ -115,7 +115,7 @@ def test_nobody_waits_for_a_draft_that_a_look_up_has_replaced() -> None:
     made, text = one(lookups=True)
     assert made.attach(["r"], 0, 100.2).asks
     text += [1, 2, 3, 4, 5, 6]
-    made.ended("r", text, 6, Rule.GREEDY, 100.21)
+    made.ended("r", text, 6, 100.21)
     made.learn()
     assert made.ask(100.21) == {}
     assert made.hold(["r"], 0, 100.21) is None
@@ -124,12 +124,12 @@ def test_nobody_waits_for_a_draft_that_a_look_up_has_replaced() -> None:
 
 def test_drafts_asked_for_before_drafters_were_given_up_are_not_waited_for() -> None:
     made, text = speculator("auto"), [1, 2, 3, 4, 5, 6]
-    made.ended("r", text, 5, Rule.GREEDY, 100.0)
+    made.ended("r", text, 5, 100.0)
     made._asking.choice = Choice(Ask.DRAFT, K, 0.0)
     while not made.attach(["r"], 0, 100.2).asks:
         """A probe."""
     made._asking.choice = NOTHING
     text.append(7)
-    made.ended("r", text, 6, Rule.GREEDY, 100.21)
+    made.ended("r", text, 6, 100.21)
     assert made.ask(100.21) == {}
     assert made.hold(["r"], 0, 100.21) is None

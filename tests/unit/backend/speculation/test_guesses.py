@@ -32,11 +32,11 @@ def test_every_draft_is_scored_once_by_the_text(
             if at == step:
                 base_len = max(length - late, 0)
                 noted[number] = base_len, tokens
-                found += guesses.note("r", number, base_len, tokens, [], text[:length])
+                found += guesses.note(number, base_len, tokens, [], text[:length])
         new = text[length : length + stride]
         length += len(new)
-        found += guesses.advance("r", text[:length])
-    found += guesses.forget("r")
+        found += guesses.advance(text[:length])
+    found += guesses.finish(text[:length])
     assert len({known.source for known in found}) == len(found)
     by_source = {known.source: (known.matched, known.seen) for known in found}
     crowded = len(drafts) > KEPT
@@ -48,14 +48,13 @@ def test_every_draft_is_scored_once_by_the_text(
             assert by_source[number][1] <= expected[1]
         elif not crowded:
             assert expected == (0, 0)
-    assert guesses.forget("r") == []
 
 
 def test_no_more_than_a_few_are_kept_and_none_for_another_text() -> None:
     guesses = Guesses()
     for source in range(KEPT + 1):
-        guesses.note("r", source, 1, [5, 6], [], [1])
-    assert [known.source for known in guesses.advance("r", [1, 9])] == list(range(1, KEPT + 1))
-    guesses.note("r", "ahead of the text", 4, [5], [], [1, 9])
-    assert guesses.advance("r", [1, 9, 5, 5, 5]) == []
-    assert guesses.forget("r") == []
+        guesses.note(source, 1, [5, 6], [], [1])
+    assert [known.source for known in guesses.advance([1, 9])] == list(range(1, KEPT + 1))
+    guesses.note("ahead of the text", 4, [5], [], [1, 9])
+    assert guesses.advance([1, 9, 5, 5, 5]) == []
+    assert guesses.finish([1, 9, 5, 5, 5]) == []

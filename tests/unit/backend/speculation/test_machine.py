@@ -8,12 +8,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from backend.fleet import LOOKUP
 from backend.speculation.candidate import Attached
 from backend.speculation.chances import Rule
-from backend.speculation.speculator import Speculator
 from backend.wire.drafting import Block, Draft, NextItem, Outcome
 from backend.wire.engine import RequestOptions
 from tests.support.properties import examples
 from tests.support.speculator import assert_nothing_is_left
-from tests.unit.backend.speculation.driven import LONGEST_WAIT_S, OUTCOMES, K, all_asks
+from tests.unit.backend.speculation.driven import K, Named, all_asks
 
 FAULTS = ("sender", "length", "token", "signs", "long", "empty")
 SMALL = 4
@@ -53,7 +52,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
 
     @initialize(mode=st.sampled_from(["sync", "ahead", "auto"]), lookups=st.booleans(), requests=st.integers(1, 4))
     def begin(self, mode: str, lookups: bool, requests: int) -> None:
-        self.speculator = Speculator(mode, K, OUTCOMES, lookups, SMALL, LONGEST_WAIT_S)
+        self.speculator = Named(mode, lookups, SMALL)
         self.speculator.set_drafters(dict.fromkeys(self.drafters, ""))
         for _ in range(requests):
             self.new_request(sampled=False, options=None)
@@ -66,9 +65,8 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.texts[name] = self.written[name] = [self.dice.randrange(SMALL) for _ in range(6)]
         self.decoding.add(name)
         self.options[name] = options or RequestOptions()
-        if options is not None:
-            self.speculator.candidates.expect(name, options, 5)
-        self.speculator.ended(name, self.texts[name], 5, Rule.SHARED if sampled else Rule.GREEDY, self.now)
+        self.speculator.begin(name, options, Rule.SHARED if sampled else Rule.GREEDY, 5)
+        self.speculator.ended(name, self.texts[name], 5, self.now)
         self._ask(Attached())
 
     @precondition(lambda self: self.decoding)
@@ -107,7 +105,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         accepted = len(draft) if right else self.dice.randrange(len(draft) + 1)
         rejected = draft[accepted] if accepted < len(draft) else -1
         text += [*draft[:accepted], self.dice.choice([token for token in range(SMALL) if token != rejected])]
-        self.speculator.ended(name, text, length, Rule.SHARED if name == "r2" else Rule.GREEDY, self.now)
+        self.speculator.ended(name, text, length, self.now)
 
     def _longest(self, name: str) -> int:
         options = self.options[name]
@@ -237,7 +235,7 @@ class SpeculatorMachine(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(sorted(self.texts)))
         del self.texts[name]
         self.decoding.discard(name)
-        self.speculator.forget(name)
+        self.speculator.finish(name)
         self.open = {question for question in self.open if question[1] != name}
 
     @rule(drafters=st.sampled_from([["d0", "d1"], ["d1"], []]))
@@ -254,22 +252,22 @@ class SpeculatorMachine(RuleBasedStateMachine):
         self.speculator.questions.reset_drafter("d1")
 
     def _forget_pending(self, drafter_id: str) -> None:
-        for name, question in self.speculator.questions.pending.items():
+        for request, question in self.speculator.questions.pending.items():
             if question.drafter_id == drafter_id:
-                self.open.discard((drafter_id, name, question.base_len))
+                self.open.discard((drafter_id, request.id, question.base_len))
 
     @invariant()
     def only_for_the_present_length(self) -> None:
         for name, request in self.speculator.candidates.requests.items():
             assert request.text is self.texts[name]
-        for name, question in self.speculator.questions.pending.items():
-            assert question.base_len == len(self.texts[name])
+        for request, question in self.speculator.questions.pending.items():
+            assert question.base_len == len(self.texts[request.id])
             assert question.drafter_id in self.drafters
 
     def teardown(self) -> None:
         for name in list(self.texts):
-            self.speculator.forget(name)
-        assert_nothing_is_left(self.speculator)
+            self.speculator.finish(name)
+        assert_nothing_is_left(self.speculator.whole)
 
 
 TestSpeculator = SpeculatorMachine.TestCase

@@ -16,11 +16,13 @@ def choosing(heads: dict[str, str] = HEADS) -> Preference:
 def serve(preference: Preference, name: str, brings: dict[str, float], adapter: str = "", session: str = "") -> str:
     """One request of 20 verifications; the head that was chosen."""
     dice = random.Random(name)
-    head = preference.begin(name, adapter, session).head
+    pairing, score = preference.begin(name, adapter, session)
+    head = pairing.head
     assert head is not None
+    assert score is not None
     for _ in range(20):
-        preference.learn(name, int(brings[head]) + (dice.random() < brings[head] % 1))
-    preference.forget(name)
+        score.learn(int(brings[head]) + (dice.random() < brings[head] % 1))
+    preference.finish(pairing)
     return head
 
 
@@ -46,42 +48,44 @@ def test_a_session_keeps_its_head_unless_another_is_better_by_far():
     assert later[-100:].count(other) > 80
     # By a tenth, no more than that.
     preference = choosing()
-    assert [preference.begin(each, "", each).head for each in ("one", "two")] == ["code", "prose"]
+    assert [preference.begin(each, "", each)[0].head for each in ("one", "two")] == ["code", "prose"]
     for number in range(200):
         serve(preference, f"d{number}", {"code": 2.05, "prose": 2.0})
-    own = [preference.begin(f"e{number}", "", "two").head for number in range(100)]
+    own = [preference.begin(f"e{number}", "", "two")[0].head for number in range(100)]
     assert own.count("prose") > 80
 
 
 def test_equal_drafters_are_no_choice():
     preference = choosing({"d1": "", "d0": ""})
-    assert preference.begin("r", "") == Pairing("r")
-    assert {preference.drafter_of(f"r{number}") for number in range(20)} == {"d0", "d1"}
+    assert preference.begin("r", "") == (Pairing("r"), None)
+    assert {preference.drafter_of(Pairing(f"r{number}")) for number in range(20)} == {"d0", "d1"}
 
 
 def test_a_head_that_has_gone_is_replaced_by_any():
     preference = choosing()
-    head = preference.begin("r", "").head
-    assert head is not None
-    assert preference.drafter_of("r") in having(HEADS, head) != list(HEADS)
+    pairing, _ = preference.begin("r", "")
+    assert pairing.head is not None
+    assert preference.drafter_of(pairing) in having(HEADS, pairing.head) != list(HEADS)
     preference.set_drafters({"d7": "other", "d8": "another"})
-    assert preference.drafter_of("r") in ("d7", "d8")
-    assert preference.begin("r", "").head == head, "a request keeps its own, should it come back"
+    assert preference.drafter_of(pairing) in ("d7", "d8")
 
 
 def test_requests_that_begin_with_the_same_text_have_the_same_drafter():
     preference = choosing({f"d{number}": "" for number in range(8)})
 
-    def drafters(names: list[str], session: str = "") -> set[str | None]:
-        for each in names:
-            preference.begin(each, "", session)
-        return {preference.drafter_of(each) for each in names}
+    def pair(names: list[str], session: str = "") -> list[Pairing]:
+        return [preference.begin(each, "", session)[0] for each in names]
+
+    def drafters(pairings: list[Pairing]) -> set[str | None]:
+        return {preference.drafter_of(each) for each in pairings}
 
     turns, samples = [f"turn-{number}" for number in range(8)], [f"{number}_cmpl-7" for number in range(TOGETHER)]
-    assert len(drafters(samples)) == 1
-    assert len(drafters([f"{number}_cmpl-7" for number in range(TOGETHER, 40)])) > 1, "not too many"
-    assert len(drafters([f"cmpl_{number}" for number in range(20)])) > 1
-    assert len(drafters(turns, "chat")) == 1
-    for each in turns:
-        preference.forget(each)
-    assert len({preference.drafter_of(each) for each in turns}) > 1
+    assert len(drafters(pair(samples))) == 1
+    assert len(drafters(pair([f"{number}_cmpl-7" for number in range(TOGETHER, 40)]))) > 1, "not too many"
+    assert len(drafters(pair([f"cmpl_{number}" for number in range(20)]))) > 1
+    chat = pair(turns, "chat")
+    assert len(drafters(chat)) == 1
+    assert len(drafters(pair(turns, "chat"))) > 1, "until some are over"
+    for each in chat:
+        preference.finish(each)
+    assert drafters(pair(turns, "chat")) == drafters(chat)

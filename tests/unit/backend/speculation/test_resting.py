@@ -6,28 +6,26 @@ from collections.abc import Callable
 import pytest
 
 from backend.speculation.candidates import LOOKED_UP, RESTS_AFTER, Candidates
-from backend.speculation.chances import Rule
-from backend.speculation.speculator import Speculator
 from backend.wire.engine import RequestOptions
-from tests.unit.backend.speculation.driven import LONGEST_WAIT_S, K, speculator
+from tests.unit.backend.speculation.driven import K, Named, speculator
 
 
-def decoding(made: Speculator, requests: int, next_token: Callable[[], int]) -> dict[str, list[int]]:
+def decoding(made: Named, requests: int, next_token: Callable[[], int]) -> dict[str, list[int]]:
     """Texts of that many requests, each of which has emitted a token."""
     texts = {f"r{i}": [next_token() for _ in range(20)] for i in range(requests)}
     for name, text in texts.items():
-        made.ended(name, text, 19, Rule.GREEDY, 100.0)
+        made.ended(name, text, 19, 100.0)
     return texts
 
 
-def timed(made: Speculator, requests: int, seconds: Callable[[int], float], times: int = 20) -> None:
+def timed(made: Named, requests: int, seconds: Callable[[int], float], times: int = 20) -> None:
     """Steps over few and many tokens take so long."""
     for tokens in (1, requests, requests + 1, 2 * requests, 200):
         for _ in range(times):
             made.step_times.observe(tokens, seconds(tokens), 0)
 
 
-def plainly(made: Speculator, texts: dict[str, list[int]], steps: int, next_token: Callable[[str], int]) -> list[int]:
+def plainly(made: Named, texts: dict[str, list[int]], steps: int, next_token: Callable[[str], int]) -> list[int]:
     """Runs steps with no drafter; returns how many requests were looked up in each."""
     found = []
     for _ in range(steps):
@@ -41,15 +39,15 @@ def plainly(made: Speculator, texts: dict[str, list[int]], steps: int, next_toke
                 text.append(true)
                 if token != true:
                     break
-            made.ended(name, text, began, Rule.GREEDY, 100.0)
+            made.ended(name, text, began, 100.0)
         made.ask(0.0)
         made.stepped(len(texts), 0, 1e-3 * len(texts), 0.0)
     return found
 
 
 def test_look_ups_rest_while_none_pays_and_wake_when_one_does() -> None:
-    made, dice = Speculator("auto", K, 4, True, 50, LONGEST_WAIT_S), random.Random(0)
-    made.candidates.expect("r0", RequestOptions(prediction=[51, 52, 53]), 0)
+    made, dice = Named("auto", lookups=True), random.Random(0)
+    made.begin("r0", RequestOptions(prediction=[51, 52, 53]))
     timed(made, 32, lambda tokens: 1e-3 * tokens)
     texts = decoding(made, 32, lambda: dice.randrange(50))
     found = plainly(made, texts, 100, lambda name: dice.randrange(50))
@@ -63,7 +61,7 @@ def test_look_ups_rest_while_none_pays_and_wake_when_one_does() -> None:
 
 
 def test_a_step_whose_look_ups_do_not_pay_is_quiet() -> None:
-    made, dice = Speculator("auto", K, 4, True, 50, LONGEST_WAIT_S), random.Random(0)
+    made, dice = Named("auto", lookups=True), random.Random(0)
     timed(made, 32, lambda tokens: 1e-3 * tokens)
     texts = decoding(made, 32, lambda: dice.randrange(3))
     plainly(made, texts, 7 * RESTS_AFTER - 1, lambda name: dice.randrange(3))
@@ -85,7 +83,7 @@ def test_look_ups_stay_awake_by_what_they_gain_on_average(every: int) -> None:
 
 @pytest.mark.parametrize(("requests", "wakes"), [(20, True), (100, False)])
 def test_one_request_wakes_look_ups_where_its_drafts_bring_more_than_looking_all_up_costs(requests: int, wakes: bool) -> None:
-    made, dice = Speculator("auto", K, 4, True, 50, LONGEST_WAIT_S), random.Random(0)
+    made, dice = Named("auto", lookups=True), random.Random(0)
     timed(made, requests, lambda tokens: 1e-2)
     texts = decoding(made, requests, lambda: dice.randrange(10_000))
     plainly(made, texts, 40, lambda name: dice.randrange(10_000))
@@ -102,5 +100,5 @@ def test_look_ups_rest_also_while_drafters_are_asked() -> None:
     texts = decoding(made, 2 * RESTS_AFTER, lambda: dice.randrange(10_000))
     found = plainly(made, texts, 4 * RESTS_AFTER + RESTS_AFTER // 2, lambda name: dice.randrange(10_000))
     assert sorted(found[-2 * RESTS_AFTER :]) == [0] * 30 + [len(texts)] * 2
-    indexed = [each.texts[0]._lookup._indexed for each in made.candidates.requests.values()]  # type: ignore[attr-defined]
+    indexed = [each.texts[0]._lookup._indexed for each in made.candidates.requests.values()]
     assert max(indexed) <= len(texts["r0"]) - RESTS_AFTER // 2, "they are not indexed at each step either"

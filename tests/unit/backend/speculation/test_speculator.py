@@ -62,7 +62,7 @@ def test_of_what_comes_late_the_rest_is_verified_if_it_still_fits(token: int, ve
     made, text = one()
     made.attach(["r"], 0, 100.2)
     text.append(token)
-    made.ended("r", text, 6, Rule.GREEDY, 100.0)
+    made.ended("r", text, 6, 100.0)
     assert made.arrived("d0", [Draft("r", 6, [7, 9], [8.0] * 4)], 1e-3, 100.21)[0][0] == verdict
     made.ask(100.21)
     assert made.attach(["r"], 0, 100.22).tokens == left
@@ -70,15 +70,15 @@ def test_of_what_comes_late_the_rest_is_verified_if_it_still_fits(token: int, ve
 
 def test_what_is_not_verified_is_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
     observed: list[tuple[int, int]] = []
-    monkeypatch.setattr(Calibration, "observe", lambda self, request_id, signs, matched, seen: observed.append((matched, seen)))
+    monkeypatch.setattr(Calibration, "observe", lambda self, own, signs, matched, seen: observed.append((matched, seen)))
     made, text = one()
     made.attach(["r"], 0, 100.2)
     text.append(7)
-    made.ended("r", text, 6, Rule.GREEDY, 100.0)
+    made.ended("r", text, 6, 100.0)
     made.ask(100.2)
     made.arrived("d0", [Draft("r", 6, [7, 9])], 1e-3, 100.21)
     text.append(8)
-    made.ended("r", text, 7, Rule.GREEDY, 100.0)
+    made.ended("r", text, 7, 100.0)
     made.ask(100.22)
     made.learn()
     assert observed == [(1, 2)], "seven was right, nine was not"
@@ -90,7 +90,7 @@ def test_a_preempted_request_is_asked_for_anew() -> None:
     made.release("r")
     assert made.attach([], 0, 100.02).tokens == {}
     text.append(7)
-    made.ended("r", text, 6, Rule.GREEDY, 100.0)
+    made.ended("r", text, 6, 100.0)
     assert [item.base_len for item in made.ask(100.03)["d0"]] == [7]
     assert made.attach(["r"], 0, 100.04).tokens == {}
 
@@ -115,7 +115,7 @@ def test_a_drafter_is_not_as_slow_as_the_step_during_which_it_answers(began: flo
     made.stepped(1, 0, 1.0, 0.0)
     made.timed(1, K, 2e-3, 5e-4, 0.03, 100.03)
     text.append(7)
-    made.ended("r", text, 6, Rule.GREEDY, 100.03)
+    made.ended("r", text, 6, 100.03)
     made.ask(100.03)
     assert made.hold(["r"], 0, 100.03) == pytest.approx(100.03 + draft_s)
 
@@ -130,7 +130,7 @@ def settled(drafter: Drafter, steps: int = 200, **options: Any) -> tuple[Driven,
 def test_a_useless_drafter_is_only_probed_and_never_waited_for() -> None:
     driven, _ = settled(Drafter(0.02))
     assert driven.speculator.choice.ask == Ask.PLAIN
-    driven.speculator._floor = 0.9
+    driven.speculator.whole._floor = 0.9
     turns = driven.run(2 * PROBE_EVERY)
     assert sum(bool(turn.asks) for turn in turns) == 2 * PROBE_STEPS
     assert all(item.floor == 0 for turn in turns for item in turn.asks), "a probe wants to see the whole draft"
@@ -180,14 +180,14 @@ def test_a_block_that_comes_a_step_too_late_says_nothing_of_hits() -> None:
     for length in (6, 7):
         made.attach(["r"], 0, 100.0 + length)
         text.append(7)
-        made.ended("r", text, length, Rule.GREEDY, 100.0)
+        made.ended("r", text, length, 100.0)
         made.ask(100.0 + length)
         made.take_blocks("d0", [Block("r", 6, [7], [Outcome(1, 7, [1])])], 1e-3)
     made.learn()
     assert rates() == before
     assert made.attach(["r"], 0, 110.0).tokens == {}
     text.append(7)
-    made.ended("r", text, 8, Rule.GREEDY, 100.0)
+    made.ended("r", text, 8, 100.0)
     made.take_blocks("d0", [Block("r", 8, [], [Outcome(0, 7, [1])])], 1e-3)
     made.ask(111.0)
     made.learn()
@@ -197,13 +197,13 @@ def test_a_block_that_comes_a_step_too_late_says_nothing_of_hits() -> None:
 
 def test_nobody_waits_for_a_probe() -> None:
     made, text = speculator("auto"), [1, 2, 3]
-    made.ended("r", text, 2, Rule.GREEDY, 100.0)
+    made.ended("r", text, 2, 100.0)
     assert made.ask(100.0) == {}, "nothing is known yet: plain steps"
     made.step_times.observe(1, 0.05)
     made.timed(1, K, 1e-3, 0.0, 1e-3, 100.0)
     attached = made.attach(["r"], 0, 100.0)
     text.append(4)
-    made.ended("r", text, 3, Rule.GREEDY, 100.0)
+    made.ended("r", text, 3, 100.0)
     assert all_asks(made, attached, 100.01), "the first steps probe"
     assert made.hold(["r"], 0, 100.01) is None
     assert made.arrived("d0", [Draft("r", 4, [5, 6], [8.0] * 4)], 1e-3, 100.011)[0][0] == "ready"
@@ -213,14 +213,14 @@ def test_nobody_waits_for_a_probe() -> None:
 def test_a_draft_that_comes_after_a_probe_is_used_though_look_ups_rest() -> None:
     made, texts = speculator("auto"), {f"r{i}": [i, 1, 2] for i in range(2 * RECONSIDER_EVERY)}
     for name, text in texts.items():
-        made.ended(name, text, 2, Rule.GREEDY, 100.0)
+        made.ended(name, text, 2, 100.0)
     asks: list[NextItem] = []
     for step in range(PROBE_EVERY + PROBE_STEPS - 1):
         attached = made.attach(texts, 0, 100.0 + step)
         assert not attached.tokens
         for name, text in texts.items():
             text.append(4)
-            made.ended(name, text, len(text) - 1, Rule.GREEDY, 100.0)
+            made.ended(name, text, len(text) - 1, 100.0)
         asks = all_asks(made, attached, 100.5 + step).get("d0", [])
         made.learn()
     assert len(asks) == len(texts)
@@ -234,7 +234,7 @@ def test_a_draft_that_comes_after_a_probe_is_used_though_look_ups_rest() -> None
 def test_a_draft_made_ahead_for_the_end_of_a_probe_is_used_at_once_or_never() -> None:
     made, texts = speculator("auto"), {f"r{i}": [i, 1, 2] for i in range(2 * RECONSIDER_EVERY)}
     for name, text in texts.items():
-        made.ended(name, text, 2, Rule.GREEDY, 100.0)
+        made.ended(name, text, 2, 100.0)
     used = 0
     for step in range(3 * PROBE_EVERY):
         attached = made.attach(texts, 0, 100.0 + step)
@@ -244,7 +244,7 @@ def test_a_draft_made_ahead_for_the_end_of_a_probe_is_used_at_once_or_never() ->
         for name, text in texts.items():
             text.append(4)
             if not attached.is_quiet:
-                made.ended(name, text, len(text) - 1, Rule.GREEDY, 100.0)
+                made.ended(name, text, len(text) - 1, 100.0)
         asks = all_asks(made, attached, 100.5 + step).get("d0", [])
         # One request's alone.
         ahead = [Block("r0", each.base_len, [], [Outcome(0, 4, [(each.base_len + 1) % VOCAB], [8.0] * 2)]) for each in asks[:1]]
@@ -259,12 +259,12 @@ def test_what_is_left_of_a_cut_draft_is_verified_next() -> None:
     made, text = one("ahead")
     made.attach(["r"], 0, 100.001)
     text += [7]
-    made.ended("r", text, 6, Rule.GREEDY, 100.0)
+    made.ended("r", text, 6, 100.0)
     made.take_blocks("d0", [Block("r", 6, [], [Outcome(0, 7, [8, 9, 10, 11])])], 1e-3)
     assert made.ask(100.01)["d0"][0].verifying == [8, 9, 10, 11]
     made.attach(["r"], 0, 100.011)
     text += [8, 9]
-    made.ended("r", text, 7, Rule.GREEDY, 100.0)
+    made.ended("r", text, 7, 100.0)
     assert made.ask(100.02)["d0"][0].verifying == [10, 11]
     assert made.attach(["r"], 0, 100.02).tokens == {"r": [10, 11]}
 
@@ -276,12 +276,12 @@ def test_the_rest_of_a_sampled_draft_is_used_after_a_step_that_verified_a_part_o
     made.arrived("d0", [sampled(6, [8, 9])], 1e-3, 100.21)
     assert made.attach(["r"], 0, 100.22).tokens == {"r": [8, 9]}
     text += [8, 9, 10]
-    made.ended("r", text, 6, Rule.INDEPENDENT, 100.23)
+    made.ended("r", text, 6, 100.23)
     assert made.ask(100.23)["d0"][0].verifying == []
     made.arrived("d0", [sampled(9, [11, 12, 13])], 1e-3, 100.24)
     made.attach(["r"], 0, 100.25, limits={"r": room})
     text += [11, 12][: room + 1]
-    made.ended("r", text, 9, Rule.INDEPENDENT, 100.26)
+    made.ended("r", text, 9, 100.26)
     assert made.ask(100.26)["d0"][0].verifying, "drafts are made for what may come behind the rest"
     assert made.attach(["r"], 0, 100.27).tokens == {"r": [12, 13][room:]}
 
@@ -291,7 +291,7 @@ def test_the_rest_of_a_sampled_draft_is_dropped_where_a_token_was_rejected() -> 
     made.arrived("d0", [sampled(6, [8, 9, 10])], 1e-3, 100.21)
     assert made.attach(["r"], 0, 100.22, limits={"r": 2}).tokens == {"r": [8, 9]}
     text += [8]  # The verifier's own token after the rejected first one is the same by chance.
-    made.ended("r", text, 6, Rule.INDEPENDENT, 100.23)
+    made.ended("r", text, 6, 100.23)
     assert made.ask(100.23)["d0"][0].verifying == []
     assert made.attach(["r"], 0, 100.24).tokens == {}
 
@@ -303,7 +303,7 @@ def test_nothing_is_left_of_a_draft_of_long_ago() -> None:
         attached = made.attach(["r"], 0, now)
         assert step < 2 * PROBE_STEPS or not attached.tokens, "that was drafted for the last probe"
         text.append(9)
-        made.ended("r", text, len(text) - 1, Rule.GREEDY, 100.0)
+        made.ended("r", text, len(text) - 1, 100.0)
         items = all_asks(made, attached, now + 0.1).get("d0", [])
         if step == PROBE_STEPS - 3:
             blocks = [Block("r", item.base_len, item.verifying, [Outcome(0, 9, [9, 8, 8])]) for item in items]
@@ -338,7 +338,7 @@ def test_in_an_overloaded_batch_every_request_and_others_outputs_are_indexed_in_
         for text in texts.values():
             text += text[:1] * INDEXED_PER_STEP
         for name, text in texts.items():
-            made.ended(name, text, len(text) - INDEXED_PER_STEP, Rule.GREEDY, 100.0)
+            made.ended(name, text, len(text) - INDEXED_PER_STEP, 100.0)
         made.attach(texts, 0, 100.0 + step)
         made.ask(100.0 + step)
         made.learn()
@@ -355,12 +355,12 @@ def test_a_load_that_grows_is_reconsidered_at_once() -> None:
     for _ in range(3):
         others = {name: driven.texts.pop(name) for name in list(driven.texts)[1:]}
         for name in others:
-            driven.speculator.forget(name)
+            driven.speculator.finish(name)
         driven.run(2)
         assert driven.speculator._asking.choice.ask != Ask.PLAIN
         driven.texts |= others
         for name, text in others.items():
-            driven.speculator.ended(name, text, len(text) - 1, Rule.GREEDY, driven.now)
+            driven.speculator.ended(name, text, len(text) - 1, driven.now)
         turns = driven.run(40)
         assert driven.speculator._asking.choice.ask == Ask.PLAIN
         assert all(not turn.attached.features_needed for turn in turns[2:]), "nor does a probe follow at once"
