@@ -9,14 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from backend.engine.accounts import UNDRAFTED, Accounts, DraftOrigin, RequestState, Verification
+from backend.engine.observers import UNDRAFTED, Accounts, DraftOrigin, Observer, Verification
 from backend.engine.recording import Recording
-from backend.engine.spans import EngineSpans
 from backend.engine.worker.fixed import fixed_response
 from backend.fleet import VERSIONS, DraftCounters, Verified, VerifierStats
 from backend.fleet.speed import Line
 from backend.records.rows import Row
-from backend.speculation.chances import RULE_NAMES
 from backend.speculation.pairing import Pairing
 from backend.speculation.proposals import Proposal
 from backend.speculation.waiting import Plan
@@ -81,14 +79,11 @@ class Counters:
 
 
 class CountingScheduler:
-    """Mixin over a vLLM scheduler that counts, records and traces."""
+    """Mixin over a vLLM scheduler that counts, and tells the observers of requests and steps."""
 
-    records: Recording | None = None
-    spans: EngineSpans | None = None
     source_name: str = "native"
     """The drafter's name in the counters for drafts made by vLLM itself."""
     _scheduled_at: float = 0.0
-    _updating: bool = False
     _requests_in_step: int = 0
     _prefill_tokens: int = 0
     _awaited_s: float = 0.0
@@ -108,34 +103,36 @@ class CountingScheduler:
         self.counters = Counters(VerifierStats("", 0.0, "off", 0))
         """Counters of the warm-up; `VerifierProcess` replaces them."""
         self.accounts = Accounts()
+        self.observers: list[Observer] = [self.accounts]
         self._verified: dict[str, Verification] = {}
         """What the target made of each request in the step whose outcome is known."""
+        self._freed: dict[str, Any] = {}
+        """Requests that vLLM has freed and that are not counted as ended yet."""
 
     def schedule(self, throttle_prefills: bool = False) -> Any:
         """vLLM's method of the same name; from its end to `update_from_output` the target computes."""
         output = super().schedule(throttle_prefills)  # type: ignore[misc]
         # A request that another verifier has begun enters the batch with output tokens; see `runner.ResumedOutputs`.
         requests: Any = self.requests  # type: ignore[attr-defined]
-        resumed = {
-            new.req_id: list(requests[new.req_id].output_token_ids)
-            for new in output.scheduled_new_reqs
-            if requests[new.req_id].num_output_tokens
-        }
+        new = [requests[each.req_id] for each in output.scheduled_new_reqs]
+        resumed = {each.request_id: list(each.output_token_ids) for each in new if each.num_output_tokens}
         output.outrider = StepOrders(resumed, self.features_needed, is_early=self.is_early)
         self.counters.stats.resumed += len(resumed)
-        if self.spans is not None:
-            self.spans.scheduled(output.num_scheduled_tokens)
+        for request in new:
+            for observer in self.observers:
+                observer.scheduled(request)
         self._scheduled_at = time.monotonic()
         return output
 
     def record_to(self, put: Callable[[Row], None] | None) -> None:
         """Makes rows for `put` from now on, or none.  The first ones leave out requests that run already."""
-        if put is None:
-            self.records = None
-        elif self.records is None:
-            self.records = Recording(put, self.counters.stats)
-        else:
-            self.records.put = put
+        recording = next((each for each in self.observers if isinstance(each, Recording)), None)
+        if recording is None and put is not None:
+            self.observers.append(Recording(put, self.counters.stats))
+        elif recording is not None and put is not None:
+            recording.put = put
+        elif recording is not None:
+            self.observers.remove(recording)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         """vLLM's method of the same name."""
@@ -144,28 +141,21 @@ class CountingScheduler:
         self._requests_in_step = len(scheduled)
         self._prefill_tokens = sum(max(0, n - 1 - len(drafts.get(request_id, ()))) for request_id, n in scheduled.items())
         self._count_verifications(scheduler_output, model_runner_output)
-        self._updating = True
         outputs = super().update_from_output(scheduler_output, model_runner_output)  # type: ignore[misc]
-        self._updating = False
         self._count_outputs(self.counters.stats, outputs)
         return outputs
 
     def add_request(self, request: Any) -> None:
         """vLLM's method of the same name."""
-        if self.records is not None and request.request_id not in self.requests:  # type: ignore[attr-defined]
-            self.records.began(request)
-        is_traced = self.spans is not None and self.spans.began(request)
-        state: RequestState = request.outrider
-        if (asks := state.options.account) or is_traced:
-            self.accounts.began(request.request_id, request.client_index if asks else None, RULE_NAMES[state.rule])
+        for observer in self.observers if request.request_id not in self.requests else ():  # type: ignore[attr-defined]
+            observer.began(request)
         super().add_request(request)  # type: ignore[misc]
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
         """vLLM's method of the same name, for requests that do not end by their own tokens."""
         ended = super().finish_requests(request_ids, finished_status)  # type: ignore[misc]
-        if not self._updating:
-            for request in ended:
-                self._count_ended(self.counters.stats, request.request_id, str(request.get_finished_reason()))
+        for request in ended:
+            self._count_ended(request.request_id, str(request.get_finished_reason()))
         return ended
 
     def drafted_by(self, request: Any) -> DraftOrigin:
@@ -185,10 +175,8 @@ class CountingScheduler:
         if ran:
             self.counters.stats.steps += 1
             self.note_step(seconds)
-        if self.records is not None:
-            scheduler: Any = self
-            _, waiting = scheduler.get_request_counts()
-            self.records.stepped(self.counters.stats, seconds, self.plan_in_force(), waiting, scheduler.get_kv_cache_usage())
+        for observer in self.observers:
+            observer.stepped(self, seconds)
 
     def rested(self) -> None:
         """There was nothing to do, or weights were exchanged: what was done since the last step lies between no two steps."""
@@ -235,9 +223,9 @@ class CountingScheduler:
             if by is not UNDRAFTED:
                 is_forced = fixed_response(request.sampling_params) is not None
                 self.counters.verification(by.drafter_id, drafted, accepted, is_forced)
-            self._verified[request_id] = Verification(base_len, drafted, accepted, by)
-        if self.records is not None and scheduler_output.num_scheduled_tokens:
-            self.records.prefilled(prefilled)
+            self._verified[request_id] = Verification(request, base_len, drafted, accepted, by)
+        for observer in self.observers if scheduler_output.num_scheduled_tokens else ():
+            observer.ran(prefilled)
 
     def _count_outputs(self, stats: VerifierStats, outputs: Any) -> None:
         waited_s = stats.idle_s["awaiting_draft"] - self._awaited_s
@@ -246,25 +234,26 @@ class CountingScheduler:
                 if tokens := len(output.new_token_ids):
                     stats.tokens += tokens
                     self._emitted += tokens
-                    if (verification := self._verified.get(output.request_id)) is not None:
-                        self.accounts.verified(output.request_id, verification, tokens, waited_s)
-                        if self.records is not None:
-                            self.records.verified(output.request_id, verification, tokens)
-                    if self.spans is not None:
-                        self.spans.emitted(output.request_id)
+                    verification = self._verified[output.request_id]
+                    for observer in self.observers:
+                        observer.verified(verification, tokens, waited_s)
                 if output.prefill_stats is not None:
                     stats.prompt_tokens += output.prefill_stats.num_prompt_tokens
                     stats.cached_tokens += output.prefill_stats.num_cached_tokens
                 if output.finish_reason is not None:
-                    self._count_ended(stats, output.request_id, str(output.finish_reason))
+                    self._count_ended(output.request_id, str(output.finish_reason))
 
-    def _count_ended(self, stats: VerifierStats, request_id: str, reason: str) -> None:
-        stats.requests_finished[reason] = stats.requests_finished.get(reason, 0) + 1
-        if self.records is not None:
-            self.records.ended(request_id, reason)
-        account = self.accounts.ended(request_id)
-        if self.spans is not None and account is not None:
-            self.spans.ended(account, reason)
+    def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+        self._freed[request.request_id] = request
+        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+
+    def _count_ended(self, request_id: str, reason: str) -> None:
+        request = self._freed.pop(request_id, None)
+        if request is not None:
+            finished = self.counters.stats.requests_finished
+            finished[reason] = finished.get(reason, 0) + 1
+            for observer in self.observers:
+                observer.ended(request, reason)
 
     def read_load(self, stats: VerifierStats) -> None:
         """Writes the current load and speed into `stats`."""

@@ -1,22 +1,21 @@
 """Makes a verifier's records: rows of steps, verifications, requests and decisions.  Engine process, engine thread.
 
-`counting.CountingScheduler` calls the methods in the order of events.  `began` is called once per request.  In each step,
-`prefilled` follows the target's outcome, `verified` follows vLLM's decision on what the client gets, and `stepped` follows the
-loop's count of the step's time.  Times are differences of `VerifierStats`, so rows add up to the counters.
+In each step, `ran` follows the target's outcome, `verified` follows vLLM's decision on what the client gets, and `stepped`
+follows the loop's count of the step's time.  Times are differences of `VerifierStats`, so rows add up to the counters.
 """
 
 import time
 from collections.abc import Callable
 from typing import Any
 
-from backend.engine.accounts import Verification
+from backend.engine.observers import Observer, Verification
 from backend.engine.worker.fixed import fixed_response
 from backend.fleet import VerifierStats
 from backend.records.rows import DecisionRow, RequestRow, Row, StepRow, VerificationRow, name_for_records
 from backend.speculation.waiting import Choice, Plan, StepLoad
 
 
-class Recording:
+class Recording(Observer):
     """The rows of one incarnation of a verifier.
 
     `put` gets the rows in order of events: a step's verifications and requests come before the step.  `put` must return at
@@ -42,7 +41,6 @@ class Recording:
     # -- requests ------------------------------------------------------------------------------------------------------
 
     def began(self, request: Any) -> None:
-        """Notes a request that vLLM's scheduler has taken in."""
         params = request.sampling_params
         self._requests[request.request_id] = RequestRow(
             name_for_records(request.request_id, params.extra_args if params is not None else None),
@@ -59,28 +57,25 @@ class Recording:
             brought_tokens=request.num_output_tokens,
         )
 
-    def ended(self, request_id: str, reason: str) -> None:
-        """Makes the row of a request that has finished or was aborted."""
-        row = self._requests.pop(request_id, None)
+    def ended(self, request: Any, reason: str) -> None:
+        row = self._requests.pop(request.request_id, None)
         if row is not None:
             row.ended_at, row.finish_reason = time.time(), reason
             self.put(row)
 
     # -- one step ------------------------------------------------------------------------------------------------------
 
-    def prefilled(self, tokens: int) -> None:
-        """Notes that the step has run and computed `tokens` prompt tokens."""
+    def ran(self, prefilled: int) -> None:
         self._ran = True
-        self._prefill += tokens
+        self._prefill += prefilled
         self._now = time.time()
 
-    def verified(self, request_id: str, verification: Verification, tokens: int) -> None:
-        """Makes the row of a verification of which `tokens` tokens go to the client."""
-        self._draft_s = max(self._draft_s, verification.by.draft_s)
-        request = self._requests.get(request_id)
+    def verified(self, verification: Verification, tokens: int, waited_s: float) -> None:
+        running, base_len, drafted, accepted, by = verification
+        self._draft_s = max(self._draft_s, by.draft_s)
+        request = self._requests.get(running.request_id)
         if request is None:
             return
-        base_len, drafted, accepted, by = verification
         if not request.tokens:
             request.first_token_at = self._now
         request.tokens += tokens
@@ -92,10 +87,12 @@ class Recording:
         self._verified.append(row)
         self.put(row)
 
-    def stepped(self, stats: VerifierStats, seconds: float, plan: Plan, waiting: int, kv_usage: float) -> None:
-        """Makes the row of a step of `seconds` that followed `plan`; does nothing if the target did not run."""
+    def stepped(self, scheduler: Any, seconds: float) -> None:
+        """Makes the step's row, if the target ran."""
         if not self._ran:
             return
+        stats: VerifierStats = scheduler.counters.stats
+        plan: Plan = scheduler.plan_in_force()
         began_s = stats.busy_s + sum(stats.idle_s.values()) - seconds
         before, drafted = self._idle_s, [each for each in self._verified if each.draft_tokens]
         idle_ms = {cause: 1e3 * (idle - before[cause]) for cause, idle in stats.idle_s.items() if idle != before[cause]}
@@ -114,8 +111,8 @@ class Recording:
             verify_ms=1e3 * (stats.verify_s - self._verify_s),
             busy_ms=1e3 * (stats.busy_s - self._busy_s),
             idle_ms=idle_ms,
-            waiting=waiting,
-            kv_usage=kv_usage,
+            waiting=scheduler.get_request_counts()[1],
+            kv_usage=scheduler.get_kv_cache_usage(),
         )
         self.put(row)
         self._steps += 1
@@ -123,7 +120,6 @@ class Recording:
         self._await_step(stats)
 
     def decided(self, plan: Plan, load: StepLoad, choice: Choice, plain_step_s: float) -> None:
-        """Makes the row of a decision: mode `auto` changes its plan.  `load` holds what it expects of drafts."""
         prospect = load.drafted if plan.k else load.alone
         row = DecisionRow(
             step=self._steps,

@@ -22,7 +22,7 @@ from vllm.utils import length_from_prompt_token_ids_or_embeds
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from backend.engine.accounts import RequestState
+from backend.engine.observers import RequestState
 from backend.engine.worker.fixed import fixed_response
 from backend.speculation.chances import Rule
 from backend.wire.engine import GREEDY_BELOW, INDEPENDENT, LOGPROBS_MODE, NOISE_SEED, NOT_LEARNED, RequestOptions

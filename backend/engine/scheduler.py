@@ -14,9 +14,9 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import DraftTokenIds
 
-from backend.engine.accounts import UNDRAFTED, DraftOrigin, RequestState
 from backend.engine.counting import CountingScheduler
 from backend.engine.grammar_repairs import DeadEnds
+from backend.engine.observers import UNDRAFTED, DraftOrigin, RequestState
 from backend.engine.worker.fixed import fixed_response
 from backend.fleet import DrafterRef, VerifierStats
 from backend.speculation.budget import KvBlocks, draft_limits
@@ -136,9 +136,9 @@ class DraftingScheduler(CountingScheduler, DeadEnds, AsyncScheduler):
             self._changes = self.speculator.changes
             choice, load = self.speculator.choice, self.speculator.load
             logger.info("%d requests: %s, K %d, %.0f tokens/s", load.requests, choice.ask, choice.k, choice.tokens_per_s)
-            if self.records is not None:
-                plain_step_s = self.speculator.step_times.at(load.requests, asking=False)
-                self.records.decided(self.plan_in_force(), load, choice, plain_step_s)
+            plain_step_s = self.speculator.step_times.at(load.requests, asking=False)
+            for observer in self.observers:
+                observer.decided(self.plan_in_force(), load, choice, plain_step_s)
 
     def may_be_early(self) -> bool:
         """Whether the next step may begin before the outcome of the one before is known."""

@@ -5,40 +5,29 @@ Drafters' spans are children of the verifier's span.  Its context reaches the wo
 """
 
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
-from backend.tracing import Span, Tracing
+from backend.engine.observers import Observer, Trace, Verification, open_account
+from backend.tracing import Tracing
 from backend.wire.engine import Account
 
 TRACE_ARGUMENT = "outrider_traceparent"
 
 
-@dataclass
-class _Request:
-    span: Span
-    began_ns: int
-    scheduled_ns: int = 0
-    first_ns: int = 0
-
-
-class EngineSpans:
+class EngineSpans(Observer):
     """Follows the traced requests of one verifier."""
 
     def __init__(self, tracing: Tracing, verifier_id: str) -> None:
         self._tracing = tracing
         self._verifier_id = verifier_id
-        self._requests: dict[str, _Request] = {}
 
-    def began(self, request: Any) -> bool:
-        """Starts the span of a request that vLLM's scheduler has taken in; returns whether the request is traced."""
+    def began(self, request: Any) -> None:
         if not request.trace_headers:
-            return False
+            return
         now = time.time_ns()
         span = self._tracing.start("verifier", request.trace_headers, start_ns=now)
         if span is None:
-            return False
+            return
         span.set(
             {
                 "outrider.verifier": self._verifier_id,
@@ -46,37 +35,35 @@ class EngineSpans:
                 "outrider.resumed_tokens": request.num_output_tokens,
             }
         )
-        self._requests[request.request_id] = _Request(span, now)
+        request.outrider.trace = Trace(span, now)
+        open_account(request.request_id, request.outrider)
         params = request.sampling_params
         params.extra_args = {**(params.extra_args or {}), TRACE_ARGUMENT: span.headers["traceparent"]}
-        return True
 
-    def scheduled(self, request_ids: Iterable[str]) -> None:
-        """Notes a step's requests; a request's first step ends its queueing."""
-        for request_id in request_ids:
-            known = self._requests.get(request_id)
-            if known is not None and not known.scheduled_ns:
-                known.scheduled_ns = time.time_ns()
+    def scheduled(self, request: Any) -> None:
+        """The request's first step ends its queueing."""
+        trace: Trace | None = request.outrider.trace
+        if trace is not None:
+            trace.scheduled_ns = trace.scheduled_ns or time.time_ns()
 
-    def emitted(self, request_id: str) -> None:
-        """Notes tokens sent to the gateway; the first ones end the prefill."""
-        known = self._requests.get(request_id)
-        if known is not None:
-            known.first_ns = known.first_ns or time.time_ns()
+    def verified(self, verification: Verification, tokens: int, waited_s: float) -> None:
+        """The request's first tokens end its prefill."""
+        trace: Trace | None = verification.request.outrider.trace
+        if trace is not None:
+            trace.first_ns = trace.first_ns or time.time_ns()
 
-    def ended(self, account: Account, reason: str) -> None:
-        """Ends the span of a request that has finished or was aborted."""
-        known = self._requests.pop(account.request_id, None)
-        if known is None:
+    def ended(self, request: Any, reason: str) -> None:
+        trace: Trace | None = request.outrider.trace
+        if trace is None:
             return
-        now = time.time_ns()
-        known.span.child("queue", known.began_ns, known.scheduled_ns or now)
-        if known.scheduled_ns:
-            known.span.child("prefill", known.scheduled_ns, known.first_ns or now)
-        if known.first_ns:
-            known.span.child("decode", known.first_ns, now, _decoding(account))
-        known.span.set({"gen_ai.usage.completion_tokens": account.tokens, "outrider.finish_reason": reason})
-        known.span.end(now, failed="error" if reason == "error" else "")
+        now, account = time.time_ns(), request.outrider.account
+        trace.span.child("queue", trace.began_ns, trace.scheduled_ns or now)
+        if trace.scheduled_ns:
+            trace.span.child("prefill", trace.scheduled_ns, trace.first_ns or now)
+        if trace.first_ns:
+            trace.span.child("decode", trace.first_ns, now, _decoding(account))
+        trace.span.set({"gen_ai.usage.completion_tokens": account.tokens, "outrider.finish_reason": reason})
+        trace.span.end(now, failed="error" if reason == "error" else "")
 
 
 def _decoding(account: Account) -> dict[str, str | int | float]:

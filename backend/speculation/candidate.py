@@ -88,7 +88,7 @@ class Request:
     guesses: Guesses = field(default_factory=Guesses)
     """Its drafts that are not compared with its text yet."""
     offsets: Offsets = field(default_factory=dict)
-    """Its part in its drafts' chances."""
+    """Its own offsets in the chances of its drafts (`calibration.py`)."""
     candidate: Candidate | None = None
     """The best draft from a drafter, for the length `candidate_at`."""
     candidate_at: int = 0

@@ -116,7 +116,7 @@ class VerifierProcess:
         try:
             self._loop = self._make_loop(config, core, hub, stats, files)
             if tracing is not None:
-                core.scheduler.spans = EngineSpans(tracing, self.verifier_id)
+                core.scheduler.observers.append(EngineSpans(tracing, self.verifier_id))
             self._built.set()
             self._loop.run()
         finally:

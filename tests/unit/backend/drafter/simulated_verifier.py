@@ -26,12 +26,12 @@ from vllm.v1.structured_output import StructuredOutputManager
 from backend.config import Settings
 from backend.drafter.eagle import EagleProposer
 from backend.drafter.proposer import DraftRequest, Until
-from backend.engine.accounts import RequestState
 from backend.engine.build import build_config
 from backend.engine.counting import Counters
 from backend.engine.draft_links import DraftLinks
 from backend.engine.features import FeatureShipper
 from backend.engine.loop import EngineLoop
+from backend.engine.observers import RequestState
 from backend.engine.scheduler import DraftingScheduler
 from backend.engine.worker.runner import RemoteDrafting
 from backend.fleet import LOOKUP, VerifierStats

@@ -15,6 +15,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from backend.engine.client import EngineCodec
 from backend.engine.counting import CountingScheduler
 from backend.engine.gateways import GatewayPort
+from backend.engine.recording import Recording
 from backend.engine.weights import WeightControl
 from backend.records.kept import RowBatch
 from backend.records.rows import Row, VerificationRow
@@ -29,6 +30,10 @@ class Scheduler(CountingScheduler):
     def __init__(self) -> None:
         super().__init__()
         self.requests: dict[str, Any] = {}
+
+    @property
+    def records(self) -> Recording | None:
+        return next((each for each in self.observers if isinstance(each, Recording)), None)
 
 
 class Verifier:

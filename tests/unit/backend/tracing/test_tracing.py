@@ -15,9 +15,11 @@ from backend import tracing
 from backend.config import Settings, sources
 from backend.config.settings import TracingSettings
 from backend.drafter.spans import DraftSpans
+from backend.engine.observers import UNDRAFTED, RequestState, Verification
 from backend.engine.spans import TRACE_ARGUMENT, EngineSpans
+from backend.speculation.chances import Rule
 from backend.tracing import Tracing, open_tracing
-from backend.wire.engine import Account, Tally
+from backend.wire.engine import Account, RequestOptions, Tally
 from gateway.cli.main import main
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -112,7 +114,12 @@ def test_a_collector_that_is_away_is_one_line_in_the_log(caplog: pytest.LogCaptu
 def request(headers: dict[str, str] | None) -> Any:
     params = SimpleNamespace(extra_args={"own": 1})
     return SimpleNamespace(
-        request_id="r", trace_headers=headers, num_prompt_tokens=7, num_output_tokens=2, sampling_params=params
+        request_id="r",
+        trace_headers=headers,
+        num_prompt_tokens=7,
+        num_output_tokens=2,
+        sampling_params=params,
+        outrider=RequestState(RequestOptions(), Rule.GREEDY),
     )
 
 
@@ -120,12 +127,13 @@ def test_a_verifiers_spans_tell_where_the_time_went(kept: Kept) -> None:
     traces = EngineSpans(kept.tracing, "verifier-0")
     sent = request({"traceparent": PARENT})
     traces.began(sent)
-    traces.scheduled(["r", "stranger"])
-    traces.emitted("r")
-    traces.emitted("r")
-    account = Account("r", 8, 3, [0, 1, 0, 1], [Tally("fresh", "drafter-1", 1, 4, 1), Tally("fresh", "drafter-0", 1, 4, 3)])
-    traces.ended(account, "length")
-    traces.ended(account, "length")
+    assert sent.outrider.account is not None, "what it will say of drafts is counted"
+    traces.scheduled(sent)
+    for _ in range(2):
+        traces.verified(Verification(sent, 9, 0, 0, UNDRAFTED), 1, 0.0)
+    tallies = [Tally("fresh", "drafter-1", 1, 4, 1), Tally("fresh", "drafter-0", 1, 4, 3)]
+    sent.outrider.account = Account("r", 8, 3, [0, 1, 0, 1], tallies)
+    traces.ended(sent, "length")
     spans = {span.name: span for span in kept.spans()}
     assert set(spans) == {"verifier", "queue", "prefill", "decode"}
     verifier = spans["verifier"]
@@ -150,17 +158,20 @@ def test_a_verifiers_spans_tell_where_the_time_went(kept: Kept) -> None:
 def test_an_untraced_request_leaves_nothing_behind(kept: Kept, headers: dict[str, str] | None) -> None:
     traces = EngineSpans(kept.tracing, "verifier-0")
     sent = request(headers)
-    assert not traces.began(sent)
-    traces.emitted("r")
-    traces.ended(Account("r"), "stop")
+    traces.began(sent)
+    traces.scheduled(sent)
+    traces.verified(Verification(sent, 9, 0, 0, UNDRAFTED), 1, 0.0)
+    traces.ended(sent, "stop")
     assert kept.spans() == []
+    assert sent.outrider.account is None
     assert sent.sampling_params.extra_args == {"own": 1}
 
 
 def test_a_request_that_never_ran_has_only_waited(kept: Kept) -> None:
     traces = EngineSpans(kept.tracing, "verifier-0")
-    assert traces.began(request({"traceparent": PARENT}))
-    traces.ended(Account("r"), "abort")
+    sent = request({"traceparent": PARENT})
+    traces.began(sent)
+    traces.ended(sent, "abort")
     assert {span.name for span in kept.spans()} == {"verifier", "queue"}
 
 
