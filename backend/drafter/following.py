@@ -7,38 +7,17 @@ verifier with these weights that it hears from next.
 
 import logging
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from backend.drafter.sessions import TORCH_DTYPES, Malformed, Session
-from backend.wire.drafting import PROTOCOL_VERSION, Hello, Part, TargetTensor, Want
+from backend.wire.drafting import Hello, Part, TargetTensor, Want
 
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 2.0
 """After so long without an answer, another verifier with these weights is asked."""
-
-
-@dataclass
-class _Fetch:
-    """A fetch in progress."""
-
-    hello: Hello
-    """The greeting that named the weights."""
-    session: Session
-    names: list[TargetTensor]
-    """Tensors still to come, the present one first."""
-    found: dict[TargetTensor, Tensor | None]
-    """Tensors of these weights that have come; None: it cannot be given."""
-    asked_at: float
-    first: int = 0
-    data: bytearray = field(default_factory=bytearray)
-
-    @property
-    def want(self) -> Want:
-        return Want(self.names[0], self.first)
 
 
 class Following:
@@ -50,77 +29,73 @@ class Following:
     def __init__(self, names: Callable[[], Set[TargetTensor]], take: Callable[[dict[str, Tensor]], None]) -> None:
         self._names = names
         self._take = take
-        self._have = Hello(PROTOCOL_VERSION, "", "drafts", 0)
-        """The greeting that named the present weights; at first a made-up one with the weights of the start."""
+        self._hello: Hello | None = None
+        """The greeting that named the weights to follow; None: the weights of the start."""
         self._found: dict[TargetTensor, Tensor | None] = {}
-        """As of a fetch, of the present weights."""
-        self._fetch: _Fetch | None = None
+        """Tensors of these weights that have come; None: it cannot be given."""
+        self._rows, self._data = 0, bytearray()
+        """What has come of the next tensor."""
+        self._asked: Session | None = None
+        """Who has not answered yet."""
+        self._asked_at = 0.0
 
     def greeted(self, session: Session, hello: Hello, now: float) -> Want | None:
         """A verifier has greeted, naming its weights.  Returns what to ask it for, if anything."""
         session.target = hello.target
-        if not hello.weights:
-            return None
-        # Another head may share what the one before did not.
-        found = {} if self._differs(hello) else dict(self._found)
-        names = sorted(self._names() - found.keys())
-        if not names:
-            return None
-        fetch = self._fetch
-        if fetch is not None and fetch.hello.target == hello.target and fetch.hello.verifier_id != hello.verifier_id:
-            return self.remind(session, now)
-        self._fetch = _Fetch(hello, session, names, found, now)
-        return self._fetch.want
+        if hello.weights and self._differs(hello):
+            self.reset()
+            self._hello, self._found = hello, {}
+        return self.ask(session, now)
 
-    def remind(self, session: Session, now: float) -> Want | None:
-        """What to ask this verifier for if another one has not answered in time."""
-        fetch = self._fetch
-        if fetch is None or now - fetch.asked_at < PATIENCE_S or session.target != fetch.hello.target:
+    def ask(self, session: Session, now: float) -> Want | None:
+        """What to ask this verifier for: nothing while another one's answer may still come."""
+        missing = self._missing()
+        if not missing or self._hello is None or session.target != self._hello.target:
             return None
-        fetch.session, fetch.asked_at = session, now
-        return fetch.want
+        if self._asked is not None and now - self._asked_at < PATIENCE_S:
+            return None
+        self._asked, self._asked_at = session, now
+        return Want(missing[0], self._rows)
 
     def receive(self, session: Session, part: Part, frames: Sequence[bytes], now: float) -> Want | None:
         """Takes a part.  Returns what to ask for next, if anything.  Raises `Malformed`."""
-        fetch = self._fetch
-        if fetch is None or fetch.session is not session or (part.name, part.first) != (fetch.names[0], fetch.first):
+        missing = self._missing()
+        if self._asked is not session or part.name not in missing[:1] or part.first != self._rows:
             return None
         if not part.of:
             logger.warning("%s has no %s to give: the head keeps the earlier one", session.verifier_id, part.name)
-            fetch.found |= dict.fromkeys(fetch.names)
-            self._end_fetch(fetch)
+            self._found |= dict.fromkeys(missing)
+            self.reset()
             return None
         dtype = TORCH_DTYPES[part.dtype]
         fits = 0 < part.rows <= part.of - part.first and part.width > 0
         if not fits or len(frames) != 1 or len(frames[0]) != part.rows * part.width * dtype.itemsize:
             raise Malformed("a part of no tensor")
-        fetch.data += frames[0]
-        fetch.first += part.rows
-        fetch.asked_at = now
-        if fetch.first < part.of:
-            return fetch.want
-        if len(fetch.data) != part.of * part.width * dtype.itemsize:
-            self._fetch = None
-            raise Malformed("parts of different tensors")
-        whole = torch.frombuffer(fetch.data, dtype=dtype).view(part.of, part.width)
-        fetch.found[part.name] = whole[0] if part.name == "norm.weight" else whole
-        fetch.names.pop(0)
-        fetch.first, fetch.data = 0, bytearray()
-        if fetch.names:
-            return fetch.want
-        self._end_fetch(fetch)
-        self._take({name: tensor for name, tensor in fetch.found.items() if tensor is not None})
-        return None
+        self._data += frames[0]
+        self._rows += part.rows
+        self._asked = None
+        if self._rows == part.of:
+            data = self._data
+            self.reset()
+            if len(data) != part.of * part.width * dtype.itemsize:
+                raise Malformed("parts of different tensors")
+            whole = torch.frombuffer(data, dtype=dtype).view(part.of, part.width)
+            self._found[part.name] = whole[0] if part.name == "norm.weight" else whole
+            if len(missing) == 1:
+                self._take({name: tensor for name, tensor in self._found.items() if tensor is not None})
+        return self.ask(session, now)
 
     def reset(self) -> None:
-        """All sessions were dropped: gives up the fetch in progress."""
-        self._fetch = None
+        """Forgets the tensor under way and who was asked for it."""
+        self._rows, self._data, self._asked = 0, bytearray(), None
 
-    def _end_fetch(self, fetch: _Fetch) -> None:
-        """All tensors of a fetch have come, or one cannot come."""
-        self._have, self._found, self._fetch = fetch.hello, fetch.found, None
+    def _missing(self) -> list[TargetTensor]:
+        """Which tensors still have to come, in the order in which they are fetched."""
+        return sorted(self._names() - self._found.keys())
 
     def _differs(self, hello: Hello) -> bool:
         """Whether these weights are new here.  A verifier may reuse a name for other weights, with a new number."""
-        have = self._have
-        return hello.target != have.target or (hello.verifier_id == have.verifier_id and hello.weights != have.weights)
+        known = self._hello
+        if known is None or hello.target != known.target:
+            return True
+        return hello.verifier_id == known.verifier_id and hello.weights != known.weights

@@ -98,7 +98,7 @@ class DrafterService:
         if following is None:
             return []
         self._take_next(session, following, now)
-        return self._wish(session.drafts, self._following.remind(session, now))
+        return self._wish(session.drafts, self._following.ask(session, now))
 
     def work(self) -> list[Reply]:
         """Computes one batch: rounds and fresh drafts if any wait, else outcomes."""

@@ -45,8 +45,8 @@ def test_it_asks_once_for_the_same_weights_and_another_verifier_where_one_is_sil
     assert following.greeted(one, HELLO, 0.0) == Want("embed_tokens.weight", 0)
     assert following.greeted(two, hello("w"), 0.1) is None
     assert following.receive(one, *part(4, 2), 0.2) == Want("embed_tokens.weight", 2)
-    assert following.remind(two, 0.2 + PATIENCE_S - 0.1) is None
-    assert following.remind(two, 0.2 + PATIENCE_S) == Want("embed_tokens.weight", 2)
+    assert following.ask(two, 0.2 + PATIENCE_S - 0.1) is None
+    assert following.ask(two, 0.2 + PATIENCE_S) == Want("embed_tokens.weight", 2)
     assert following.receive(one, *part(4, 2, 2), 3.0) is None, "too late: another is asked"
     assert not followed.taken
     assert following.receive(two, *part(4, 2, 2), 3.0) is None
@@ -55,6 +55,19 @@ def test_it_asks_once_for_the_same_weights_and_another_verifier_where_one_is_sil
     assert following.greeted(one, HELLO, 4.0) is None
     # Of one verifier alone another exchange is known by its count, whatever it is called.
     assert following.greeted(one, hello(weights=2), 5.0) is not None
+
+
+def test_what_came_whole_is_kept_when_sessions_are_dropped() -> None:
+    followed = Followed("embed_tokens.weight", "lm_head.weight")
+    following, session, again = followed.following, Session("v", 1), Session("v", 2)
+    following.greeted(session, HELLO, 0.0)
+    assert following.receive(session, *part(2, 2), 0.1) == Want("lm_head.weight", 0)
+    assert following.receive(session, *part(4, 2, name="lm_head.weight"), 0.2) == Want("lm_head.weight", 2)
+    following.reset()
+    assert following.receive(session, *part(4, 2, 2, "lm_head.weight"), 0.3) is None, "nobody was asked for it"
+    assert following.greeted(again, HELLO, 0.4) == Want("lm_head.weight", 0)
+    following.receive(again, *part(2, 2, name="lm_head.weight"), 0.5)
+    assert [found.keys() for found in followed.taken] == [followed.names]
 
 
 def test_weights_that_cannot_be_given_are_not_asked_for_again() -> None:
