@@ -20,8 +20,8 @@ def decoding(made: Named, requests: int, next_token: Callable[[], int]) -> dict[
 
 def timed(made: Named, requests: int, seconds: Callable[[int], float], times: int = 20) -> None:
     """Steps over few and many tokens take so long."""
-    for tokens in (1, requests, requests + 1, 2 * requests, 200):
-        for _ in range(times):
+    for _ in range(times):
+        for tokens in (1, requests, requests + 1, 2 * requests, 200):
             made.step_times.observe(tokens, seconds(tokens), 0)
 
 
@@ -54,7 +54,7 @@ def test_look_ups_rest_while_none_pays_and_wake_when_one_does() -> None:
     assert found[:RESTS_AFTER] == [32] * RESTS_AFTER
     assert sorted(found[-32:]) == [1] * 30 + [32] * 2, "all now and then, always the one that has a prediction"
 
-    timed(made, 32, lambda tokens: 1e-3, times=200)
+    timed(made, 32, lambda tokens: 32e-3, times=200)
     plainly(made, texts, 3 * RESTS_AFTER, lambda name: len(texts[name]) % 5)
     assert made.attach(list(texts), 0, 0.0).tokens
     assert not made.candidates.rests
