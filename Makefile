@@ -9,7 +9,7 @@ TWO := -n 2 --no-loadscope-reorder
 MAKEFLAGS += --no-print-directory
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients vllm-tests fuzz lint bench bench-rollouts bench-gateway load chaos
+.PHONY: help setup setup-dev setup-load serve status test test-fast campaign clients vllm-tests versions fuzz lint bench bench-rollouts bench-gateway load chaos
 .PHONY: rollout-demo format clean
 
 help: ## list these tasks
@@ -45,6 +45,9 @@ clients: setup-dev ## call a fleet with LangChain, LiteLLM and Node's libraries 
 
 vllm-tests: setup-dev ## call a fleet as vLLM's own endpoint tests do (ARGS="--sdist vllm-0.32.0.tar.gz -k chat")
 	@exec $(BIN)/python -m tests.campaign.vllm_endpoint_tests $(ARGS)
+
+versions: setup-dev ## test with the Triton of torch for CUDA, and with vLLM 0.33 (downloads them: 0.7 GB; half an hour)
+	@exec $(BIN)/python -m tests.campaign.other_versions $(ARGS)
 
 fuzz: setup-dev ## call a fleet with what its API document allows, and what not (Schemathesis; ARGS="--seconds 300")
 	@exec $(BIN)/python -m tests.fuzz $(ARGS)

@@ -43,9 +43,11 @@ class TokensLogprobs:
         return super()._create_tokens_logprobs(*args, **_likeliest_of_each(**kwargs))  # type: ignore[misc]
 
 
-def _likeliest_of_each(top_logprobs: Any, num_output_top_logprobs: int | None, **others: Any) -> dict[str, Any]:
-    shown = [each if each is None else likeliest(each, num_output_top_logprobs) for each in top_logprobs]
-    return {"top_logprobs": shown, "num_output_top_logprobs": num_output_top_logprobs, **others}
+def _likeliest_of_each(top_logprobs: Any, **others: Any) -> dict[str, Any]:
+    # vLLM 0.32 says how many it shows.  0.33 shows all of them, unless there is a `top_limit`.
+    k = others.get("num_output_top_logprobs", others.get("top_limit"))
+    shown = [each if each is None else likeliest(each, k) for each in top_logprobs]
+    return {"top_logprobs": shown, **others}
 
 
 async def repeat_prompt_logprobs(

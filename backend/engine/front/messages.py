@@ -8,6 +8,7 @@ from starlette.requests import Request
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
+from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from backend.engine.front.reading import ReadsChats
 
@@ -35,8 +36,10 @@ class Messages(ReadsChats, AnthropicServingMessages):
             request.thinking_token_budget = None
         return await super().create_chat_completion(request, raw_request)
 
-    async def message_stream_converter(self, generator: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:
+    async def message_stream_converter(self, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
         """Raises `StreamFailed` where vLLM's method would write an error event that lacks the kind of error.
+
+        `generator` yields a chat's events; with vLLM 0.33, the objects that are written into them.
 
         The arguments of a call come as one event, when they are whole.  Clients read them while they come, and fail at what is
         no JSON; arguments that are no object, or that `max_tokens` cut off, are left out, which clients read as `{}`.
@@ -46,8 +49,9 @@ class Messages(ReadsChats, AnthropicServingMessages):
         async def watched() -> AsyncGenerator[str, None]:
             try:
                 async for chunk in generator:
-                    if chunk.startswith(ERROR_PREFIX):
-                        failed.append(StreamFailed(chunk))
+                    event = f"data: {chunk.model_dump_json()}" if isinstance(chunk, ErrorResponse) else chunk
+                    if isinstance(event, str) and event.startswith(ERROR_PREFIX):
+                        failed.append(StreamFailed(event))
                         raise failed[0]
                     yield chunk
             finally:

@@ -88,6 +88,7 @@ def is_plain(serving: Any, request: Any) -> bool:
         or request.use_beam_search
         or request.stream_interval not in (None, 1)
         or getattr(request, "return_prompt_text", False)
+        or getattr(request, "return_weight_versions", False)
         or _is_parsed(getattr(serving, "parser_cls", None), request)
         or serving.engine_client.observability_config.per_request_spec_decode_metrics != "none"
         or serving.engine_client.output_processor.stream_interval > 1

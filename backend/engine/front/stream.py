@@ -169,8 +169,8 @@ class PlainStream:
         self._tokens += len(new_token_ids)
         # Without tokens and text, only a part of a long prompt was computed.
         # With a parser, no text means no chunk, unless it has a finish reason.
-        mute = form.sparse and not text
-        if (self._tokens or text) and not (mute and finish_reason is None):
+        mute = not text and (form.sparse or not self._tokens)
+        if finish_reason is not None or not mute:
             choice, chunk = self._choice, self._chunk
             if isinstance(choice, _ChatChoice):
                 self._delta.content = UNSET if mute else text

@@ -13,7 +13,7 @@ from vllm.exceptions import VLLMValidationError
 from vllm.logprobs import Logprob, append_logprobs_for_next_position
 
 from backend.engine.front.client import FleetClient
-from backend.engine.front.logprobs import likeliest, repeat_prompt_logprobs
+from backend.engine.front.logprobs import TokensLogprobs, likeliest, repeat_prompt_logprobs
 from backend.engine.front.serving import ServingResponses
 from tests.support.properties import examples
 
@@ -37,6 +37,25 @@ def test_the_likeliest_tokens_are_shown_whichever_was_drawn(values: list[int], d
     shown = likeliest(position(values, drawn, k), k)
     assert list(shown)[:k] == sorted(range(len(values)), key=lambda token: -values[token])[:k]
     assert shown[drawn].logprob == values[drawn]
+
+
+class Noted:
+    """vLLM's token route; returns what it is to show."""
+
+    def _create_tokens_logprobs(self, **given: Any) -> dict[str, Any]:
+        return given
+
+
+class NotedTokens(TokensLogprobs, Noted):
+    """Ours over it."""
+
+
+@pytest.mark.parametrize("limit", [{"num_output_top_logprobs": 2}, {"top_limit": 2}, {}], ids=["0.32", "0.33, parsed", "0.33"])
+def test_the_token_route_shows_the_likeliest_however_vllm_says_how_many(limit: dict[str, int]) -> None:
+    positions = [position([-1, -2, -3, -4], 3, 2), None]
+    shown = NotedTokens()._create_tokens_logprobs(token_ids=[3, 0], top_logprobs=positions, **limit)
+    (first, second), others = shown.pop("top_logprobs"), {"token_ids": [3, 0], **limit}
+    assert (list(first), second, shown) == ([0, 1, 3], None, others)
 
 
 async def test_a_prompt_keeps_its_log_probabilities_when_results_are_joined() -> None:

@@ -170,8 +170,11 @@ def test_early_steps_know_all_that_differs_in_asynchronous_scheduling() -> None:
     finish = step[step.index("batch_queue.pop()") : step.index("if deferred_scheduler_output:\n            # When")]
     for line in ("future.result()", "_process_aborts_queue()", "scheduler.update_from_output(", "_attach_weight_version("):
         assert line in finish
-    own = [name for name, _ in inspect.getmembers(AsyncScheduler, inspect.isfunction) if name in vars(AsyncScheduler)]
-    assert own == ["__init__", "_update_after_schedule", "_update_request_with_output"]
+    own = {name for name, _ in inspect.getmembers(AsyncScheduler, inspect.isfunction) if name in vars(AsyncScheduler)}
+    # vLLM 0.33 takes back placeholders in the scheduler that both have in common, from requests that have some.
+    in_common = "request.num_output_placeholders > 0" in inspect.getsource(Scheduler._update_request_with_output)
+    overridden = set() if in_common else {"_update_request_with_output"}
+    assert own == {"__init__", "_update_after_schedule"} | overridden
     assert "] * scheduler_output.num_spec_tokens_to_schedule" in inspect.getsource(AsyncScheduler._update_after_schedule)
     readers = {
         name for name, f in inspect.getmembers(GPUModelRunner, inspect.isfunction) if "use_async_s" in inspect.getsource(f)

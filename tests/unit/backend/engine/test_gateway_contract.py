@@ -1,12 +1,14 @@
-"""What the gateway relies on inside vLLM 0.32.  When one of these fails, read `backend/engine/front/client.py` first."""
+"""What the gateway relies on inside vLLM 0.32 and 0.33.  When a test fails, read `backend/engine/front/client.py` first."""
 
 import ast
 import inspect
 import re
 import textwrap
 
+import pytest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -15,6 +17,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.structured_output import StructuredOutputManager
 
 from backend.engine.front.client import FleetClient
+from backend.engine.front.messages import Messages, StreamFailed
 from backend.engine.front.serving import ServingChat, ServingCompletion
 from backend.engine.front.stream import PlainStream
 from gateway.fleet.core import FleetCore
@@ -100,3 +103,17 @@ def test_structured_outputs_are_validated_and_compiled_as_we_expect():
     ours = {"structured_output_request", "sampling_params", "request_id"}
     for method in (StructuredOutputManager.grammar_init, StructuredOutputManager._create_grammar):
         assert read_of(method, "request") <= ours
+
+
+ERROR = ErrorResponse(error=ErrorInfo(message="Too long.", type="BadRequestError", param="input", code=400))
+
+
+@pytest.mark.parametrize("chunk", [f"data: {ERROR.model_dump_json()}\n\n", ERROR], ids=["0.32", "0.33"])
+async def test_a_chat_that_failed_is_known_by_what_vllm_hands_on(chunk):
+    async def chat():
+        yield chunk
+
+    with pytest.raises(StreamFailed) as raised:
+        async for _ in Messages.__new__(Messages).message_stream_converter(chat()):
+            pass
+    assert raised.value.error == ERROR.model_dump()["error"]

@@ -9,6 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 from vllm.entrypoints.openai.parser.harmony_utils import get_encoding
+from vllm.tool_parsers import ToolParserManager
 
 SAY = "Sure. "
 
@@ -149,6 +150,9 @@ ANSWERS: dict[str, str] = {
     "xlam": f"[{_json()}]",
 }
 """By the parser's name.  `openai` reads Harmony's own tokens (`harmony`).  Cohere's parsers need a package that vLLM lacks."""
+for _name, _like in (("beam", "hf"), ("muse", "muse_glimmer"), ("musespark1x", "muse_glimmer"), ("step5", "step3p5")):
+    if _name in ToolParserManager.list_registered():  # from vLLM 0.33 on
+        ANSWERS[_name] = ANSWERS[_like]
 RESPONSE_TEMPLATE = {
     "fields": {
         "content": {},

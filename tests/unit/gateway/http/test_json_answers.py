@@ -102,7 +102,11 @@ async def test_vectors_one_by_one_say_the_same(form: Any, monkeypatch: pytest.Mo
     theirs.json_response_cls = JSONResponse
     arguments = (embedded(3, 4), "id", 1, "demo", form, "float32", "native")
     whole = json.loads(bytes(theirs._openai_json_response(*arguments).body))
-    assert json.loads(b"".join([piece async for piece in ours._openai_json_response(*arguments).body_iterator])) == whole
+    written = json.loads(b"".join([piece async for piece in ours._openai_json_response(*arguments).body_iterator]))
+    for each in (*whole["data"], *written["data"]) if form == "float" else ():
+        # vLLM 0.33 writes as few digits as tell float32 numbers apart.
+        each["embedding"] = torch.tensor(each["embedding"]).tolist()
+    assert written == whole
 
 
 @pytest.mark.parametrize("form", ["float", "base64"])
