@@ -35,8 +35,8 @@ class Following:
         """Tensors of these weights that have come; None: it cannot be given."""
         self._rows, self._data = 0, bytearray()
         """What has come of the next tensor."""
-        self._asked: Session | None = None
-        """Who has not answered yet."""
+        self._answering: Session | None = None
+        """Who was asked and has not answered yet."""
         self._asked_at = 0.0
 
     def greeted(self, session: Session, hello: Hello, now: float) -> Want | None:
@@ -52,15 +52,15 @@ class Following:
         missing = self._missing()
         if not missing or self._hello is None or session.target != self._hello.target:
             return None
-        if self._asked is not None and now - self._asked_at < PATIENCE_S:
+        if self._answering is not None and now - self._asked_at < PATIENCE_S:
             return None
-        self._asked, self._asked_at = session, now
+        self._answering, self._asked_at = session, now
         return Want(missing[0], self._rows)
 
     def receive(self, session: Session, part: Part, frames: Sequence[bytes], now: float) -> Want | None:
         """Takes a part.  Returns what to ask for next, if anything.  Raises `Malformed`."""
         missing = self._missing()
-        if self._asked is not session or part.name not in missing[:1] or part.first != self._rows:
+        if self._answering is not session or part.name not in missing[:1] or part.first != self._rows:
             return None
         if not part.of:
             logger.warning("%s has no %s to give: the head keeps the earlier one", session.verifier_id, part.name)
@@ -73,7 +73,7 @@ class Following:
             raise Malformed("a part of no tensor")
         self._data += frames[0]
         self._rows += part.rows
-        self._asked = None
+        self._answering = None
         if self._rows == part.of:
             data = self._data
             self.reset()
@@ -86,8 +86,8 @@ class Following:
         return self.ask(session, now)
 
     def reset(self) -> None:
-        """Forgets the tensor under way and who was asked for it."""
-        self._rows, self._data, self._asked = 0, bytearray(), None
+        """Forgets the tensor under way and who was asked for it; those that came whole stay."""
+        self._rows, self._data, self._answering = 0, bytearray(), None
 
     def _missing(self) -> list[TargetTensor]:
         """Which tensors still have to come, in the order in which they are fetched."""
