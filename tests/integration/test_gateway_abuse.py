@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+import psutil
 import pytest
 from vllm.v1.engine import FinishReason
 from vllm.v1.outputs import LogprobsLists
@@ -174,25 +175,42 @@ async def test_it_is_answered_and_holds_nobody_up(running, what, path, body, sta
         assert len(answer.content) < 2000
 
 
-def compiling() -> set[int | None]:
-    """The processes that compile grammars."""
-    return {each.pid for each in multiprocessing.active_children() if each.name == "grammar"}
+def children() -> set[Any]:
+    """Processes that were forked from here: those that compile grammars, and others."""
+    return {each.pid for each in multiprocessing.active_children()}
 
 
 async def test_a_grammar_is_given_up_when_its_client_leaves(gateway, monkeypatch):
     monkeypatch.setattr(grammar_checks, "CPU_LIMIT_S", 600.0)
-    others = compiling()
+    others = children()
     async with running_gateway() as running:
         # Another one each time: what is known is not compiled.
         bombs = [{**BOMB, "title": f"{index}"} for index in range(3)]
         for each in bombs:
             running.begin(structured_outputs={"json": each})
-        await eventually(lambda: len(compiling() - others) == grammar_checks.WORKERS)
-        processes = compiling() - others
+        await eventually(lambda: len(children() - others) == grammar_checks.WORKERS)
+        processes = children() - others
         await running.leave()
-        await eventually(lambda: not processes & compiling())
+        await eventually(lambda: not processes & children())
         await running.until_idle()
         assert (await running.http.post(COMPLETIONS, json=grammar(choice=["b", "c"]))).status_code == 200
+
+
+async def test_a_grammar_that_crashes_its_process_is_refused(gateway, monkeypatch):
+    monkeypatch.setattr(grammar_checks, "CPU_LIMIT_S", 600.0)
+    others = children()
+    async with running_gateway() as running:
+        assert (await running.http.post(COMPLETIONS, json=grammar(choice=["a"]))).status_code == 200
+        (pid,) = children() - others
+        process = psutil.Process(pid)
+        idle = process.cpu_times().user
+        request = running.begin(structured_outputs={"json": {**BOMB, "title": "crash"}})
+        await eventually(lambda: process.cpu_times().user > idle + 0.2)
+        process.kill()
+        answer = await request
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "structured_outputs")
+        assert "takes too long, or too much memory" in answer.text
+        assert (await running.http.post(COMPLETIONS, json=grammar(choice=["b"]))).status_code == 200
 
 
 async def test_verifiers_get_what_was_checked(running):

@@ -1,7 +1,7 @@
 """Checks structured outputs before a verifier gets them: valid, compilable within limits, matching some text.
 
 vLLM validates in the event loop and compiles in threads that cannot be stopped.  Here both happen in a separate process, which
-is killed when it reaches a limit or the client leaves.  `GrammarChecks` runs in the gateway's event loop, `_serve` in that
+is killed when it reaches a limit or the client leaves.  `GrammarChecks` runs in the gateway's event loop, `_verdict` in that
 process, which is forked from a server that has imported vLLM: a replacement starts fast.
 """
 
@@ -17,11 +17,10 @@ import re
 import resource
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextvars import ContextVar
-from functools import partial
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,8 +40,6 @@ CPU_LIMIT_S = 5.0
 """Processor time for one check, over all threads.  A schema of a thousand properties takes one second."""
 WALL_LIMIT_S = 60.0
 """Wall-clock time for one check; the machine may be busy."""
-GRACE_S = 1.0
-"""Time for a check whose client has left.  Most end sooner, and a new process costs more."""
 MEMORY_LIMIT_BYTES = 2 << 30
 """Memory for a check, beyond what its process holds already."""
 KEPT = 256
@@ -66,23 +63,20 @@ class GrammarChecks:
         self._vllm_config = vllm_config
         self._slots = asyncio.Semaphore(WORKERS)
         self._idle: list[_Worker] = []
-        self._busy: set[_Worker] = set()
-        # More threads than workers: a thread whose check was cancelled needs a moment to end.
-        self._threads = ThreadPoolExecutor(4 * WORKERS, thread_name_prefix="grammar")
         self._verdicts: dict[bytes, StructuredOutputsParams | str] = {}
 
     async def checked(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams:
         """Returns `constraint` as a verifier should get it.  Raises `VLLMValidationError`.  Cancelling ends the check."""
         key = hashlib.sha256(pickle.dumps(constraint)).digest()
         if (verdict := self._verdicts.get(key)) is None:
-            work = asyncio.ensure_future(self._decide(key, constraint))
-            # After a cancellation nothing awaits `work`; reading its exception avoids a warning.
-            work.add_done_callback(lambda done: done.cancelled() or done.exception())
-            try:
-                verdict = await asyncio.shield(work)
-            except asyncio.CancelledError:
-                asyncio.get_running_loop().call_later(GRACE_S, work.cancel)
-                raise
+            async with self._slots:
+                # Another sequence of the request may have been checked meanwhile.
+                if (verdict := self._verdicts.get(key)) is None:
+                    verdict = await self._decide(constraint)
+                    if isinstance(verdict, str) or len(repr(verdict)) <= KEPT_CHARS:
+                        self._verdicts[key] = verdict
+                    if len(self._verdicts) > KEPT:
+                        del self._verdicts[next(iter(self._verdicts))]
         if isinstance(verdict, str):
             raise VLLMValidationError(verdict, parameter=constraint_field.get())
         return copy.copy(verdict)
@@ -99,105 +93,76 @@ class GrammarChecks:
             with contextlib.suppress(OSError, EOFError, RuntimeError):
                 self._idle.append(_Worker(self._vllm_config))
 
-        # Not in the pool: the gateway's exit would wait for the import.
+        # Not in an executor: the gateway's exit would wait for the import.
         threading.Thread(target=start, name="grammar-start", daemon=True).start()
 
     def close(self) -> None:
-        for worker in (*self._idle, *self._busy):
-            worker.end()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for worker in self._idle:
+            worker.kill()
 
-    async def _decide(self, key: bytes, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
-        async with self._slots:
-            # Another sequence of the request may have been checked meanwhile.
-            if (verdict := self._verdicts.get(key)) is None:
-                verdict = await self._ask(constraint)
-                if isinstance(verdict, str) or len(repr(verdict)) <= KEPT_CHARS:
-                    self._verdicts[key] = verdict
-                if len(self._verdicts) > KEPT:
-                    del self._verdicts[next(iter(self._verdicts))]
-            return verdict
-
-    async def _ask(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
-        run = partial(asyncio.get_running_loop().run_in_executor, self._threads)
-        worker = self._idle.pop() if self._idle else await run(_Worker, self._vllm_config)
-        self._busy.add(worker)
+    async def _decide(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
+        worker = self._idle.pop() if self._idle else await asyncio.to_thread(_Worker, self._vllm_config)
         try:
-            verdict = await run(worker.ask, constraint)
-        except (EOFError, OSError):
+            verdict = await asyncio.get_running_loop().run_in_executor(worker, _verdict, constraint, CPU_LIMIT_S)
+        except BrokenProcessPool:
             # The process has reached a limit, or has crashed because of this grammar.
-            worker.end()
             return _TOO_MUCH
         except BaseException:
-            worker.end()
+            worker.kill()
             raise
-        finally:
-            self._busy.discard(worker)
         self._idle.append(worker)
         return verdict
 
 
-class _Worker:
-    """A process that checks grammars.  Used by one thread at a time, except `end`.  It ends with this object, too."""
+class _Worker(ProcessPoolExecutor):
+    """An executor with one process, which can be killed."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         """Forks the process and waits until it is ready: in a thread."""
         _forks.set_forkserver_preload([__name__])
-        self._pipe, theirs = _forks.Pipe()
-        self._process = _forks.Process(target=_serve, args=(vllm_config, theirs, CPU_LIMIT_S), name="grammar", daemon=True)
-        self._process.start()
-        theirs.close()
-        try:
-            self._pipe.recv()
-        except EOFError:
-            raise RuntimeError("the process that checks grammars did not start") from None
+        super().__init__(1, _forks, _prepare, (vllm_config,))
+        self._pid = self.submit(os.getpid).result()
 
-    def ask(self, constraint: StructuredOutputsParams) -> StructuredOutputsParams | str:
-        """The verdict: the parameters to send, or an error message.  Raises `EOFError` or `OSError` if the process has died."""
-        self._pipe.send(constraint)
-        verdict: StructuredOutputsParams | str = self._pipe.recv()
-        return verdict
-
-    def end(self) -> None:
-        """Kills the process."""
-        self._process.kill()
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pid, signal.SIGKILL)
 
 
-def _serve(vllm_config: VllmConfig, pipe: Connection, cpu_limit_s: float) -> None:
-    """Main function of the process: makes checks until the gateway is gone."""
+def _prepare(vllm_config: VllmConfig) -> None:
+    """Makes a new process ready for checks."""
+    global _check
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the gateway ends this process
+    # A gateway that is killed ends it, too: the executor's queue would not.
+    gateway: Any = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (gateway.join(), os._exit(0)), daemon=True).start()
     # The libraries print patterns and schemas, which must not reach the logs.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    check = Check(vllm_config)
-    _limit_memory()
-    pipe.send(None)
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            constraint = pipe.recv()
-            # Either signal kills the process, even in the middle of native code.
-            signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
-            signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
-            try:
-                verdict: StructuredOutputsParams | str = check(constraint)
-            except MemoryError:
-                return
-            except Exception as error:
-                verdict = _ECHO.sub(_without_echo, (str(error) or _TOO_MUCH).splitlines()[0])
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            pipe.send(verdict)
+    _check = Check(vllm_config)
+    with open("/proc/self/status") as status:
+        held = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
+    resource.setrlimit(resource.RLIMIT_DATA, (held + MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
+
+
+def _verdict(constraint: StructuredOutputsParams, cpu_limit_s: float) -> StructuredOutputsParams | str:
+    """The parameters to send, or an error message.  Ends the process at a limit."""
+    # Either signal kills the process, even in the middle of native code.
+    signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
+    signal.setitimer(signal.ITIMER_REAL, WALL_LIMIT_S)
+    try:
+        return _check(constraint)
+    except MemoryError:
+        os._exit(1)
+    except Exception as error:
+        return _ECHO.sub(_without_echo, (str(error) or _TOO_MUCH).splitlines()[0])
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _without_echo(quoted: re.Match[str]) -> str:
     return quoted[0] if quoted[0].strip('"') in KEYWORDS else ""
-
-
-def _limit_memory() -> None:
-    with open("/proc/self/status") as status:
-        held = next(int(line.split()[1]) << 10 for line in status if line.startswith("VmData:"))
-    resource.setrlimit(resource.RLIMIT_DATA, (held + MEMORY_LIMIT_BYTES, resource.RLIM_INFINITY))
 
 
 class Check:
@@ -242,6 +207,10 @@ class Check:
         allowed = manager.backend.allocate_token_bitmask(1)
         grammar.fill_bitmask(allowed, 0)
         return constraint if bool((allowed != 0).any()) else _NOTHING
+
+
+_check: Check
+"""The check of this process."""
 
 
 def _check_kept(constraint: StructuredOutputsParams, by_xgrammar: bool) -> None:
