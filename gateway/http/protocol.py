@@ -1,8 +1,8 @@
 """uvicorn's HTTP/1.1 protocol with bounds on connections, on what comes before the body, and on clients that take no answer.
 
-uvicorn has no such bounds with httptools.  It also loses the body of a request that offers to change the protocol, as Java's
-HTTP client does by default (`Upgrade: h2c`).  A server may ignore such an offer, and this one does.  Errors have the usual JSON
-format, and end the connection.
+uvicorn has no such bounds with httptools.  If a request offers to change the protocol, as Java's HTTP client does by default
+(`Upgrade: h2c`), uvicorn drops its body, or takes the body for the next request.  A server may ignore such an offer, and this
+one does.  Errors have the usual JSON format, and end the connection.
 """
 
 import asyncio
@@ -50,7 +50,6 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._in_head = False
         self._pending = 0
-        self._data = b""
         self._late: asyncio.TimerHandle | None = None
         self._reading: asyncio.TimerHandle | None = None
 
@@ -80,10 +79,17 @@ class BoundedProtocol(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        self._data = data
+        self._unset_keepalive_if_required()
         self._pending += len(data)
-        super().data_received(data)
-        self._data = b""
+        while data:
+            try:
+                self.parser.feed_data(data)
+                data = b""
+            except httptools.HttpParserUpgrade as offer:
+                data = self._without_offer(data[offer.args[0] :])
+            except httptools.HttpParserError:
+                self.send_400_response("Invalid HTTP request received.")
+                return
         if self.parser is None or self.transport.is_closing():
             return
         # httptools calls `on_header` only for complete headers, so incomplete ones are counted here; trailers too.
@@ -108,6 +114,8 @@ class BoundedProtocol(HttpToolsProtocol):
             raise HeadersTooLarge(f"The request has more than {MAX_HEADERS} headers.")
 
     def on_headers_complete(self) -> None:
+        if self.parser.get_method() == b"CONNECT":
+            raise MethodNotAllowed("This method is not allowed here.")
         self._in_head, self._pending = False, 0
         self._stop_waiting()
         if sum(len(name) + len(value) for name, value in self.headers) > MAX_HEADER_BYTES:
@@ -125,29 +133,16 @@ class BoundedProtocol(HttpToolsProtocol):
         self._refuse(cause if isinstance(cause, ApiError) else BadRequest(msg, code="invalid_http"))
 
     def _should_upgrade(self) -> bool:
-        # True makes uvicorn call `handle_websocket_upgrade` where the parser has stopped.
+        # True: a request with an offer is not served until it is parsed again.
         return True
 
-    def handle_websocket_upgrade(self) -> None:
-        """Parses the request again without its `Upgrade` header; otherwise httptools would drop its body."""
-        data, stopped = self._data, sys.exception()
-        while isinstance(stopped, httptools.HttpParserUpgrade):
-            method = self.parser.get_method()
-            if method == b"CONNECT":
-                self._refuse(MethodNotAllowed("This method is not allowed here."))
-                return
-            head = [b"%s %s HTTP/%s" % (method, self.url, self.parser.get_http_version().encode())]
-            head += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
-            data = b"\r\n".join([*head, b"", data[stopped.args[0] :]])
-            self.parser = httptools.HttpRequestParser(self)
-            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
-            stopped = None
-            try:
-                self.parser.feed_data(data)
-            except httptools.HttpParserUpgrade as again:
-                stopped = again
-            except httptools.HttpParserError:
-                self.send_400_response("Invalid HTTP request received.")
+    def _without_offer(self, rest: bytes) -> bytes:
+        """What to parse instead of a request with an offer: its head without the header `Upgrade`, and what came after it."""
+        head = [b"%s %s HTTP/%s" % (self.parser.get_method(), self.url, self.parser.get_http_version().encode())]
+        head += [b"%s: %s" % header for header in self.headers if header[0] != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return b"\r\n".join([*head, b"", rest])
 
     @property
     def _answering(self) -> bool:
