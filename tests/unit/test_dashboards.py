@@ -126,14 +126,6 @@ def test_every_metric_and_label_exists():
         assert found.labels <= possible, f"{each.where}: nothing in it has a label {found.labels - possible}"
 
 
-def test_every_metric_has_a_panel():
-    shown = {name for each in of_panels() for name in names(each.promql).metrics}
-    shown |= {name.removesuffix("_bucket") for name in shown}
-    # The gauge is for people with curl; the totals by position under vLLM's name are its benchmark client's.
-    for name in DEFINITIONS.keys() - {"outrider_acceptance_length"}:
-        assert name in shown or name.startswith("vllm:"), f"no panel shows {name}"
-
-
 def test_every_alert_is_tested_and_says_what_to_do():
     tested = TESTS.read_text()
     for path in sorted(RULES.glob("*.yml")):
