@@ -195,29 +195,27 @@ class _Level:
 
 
 class Promises:
-    """Learns which part of its predicted tokens per second each kind of asking reaches, beside plain steps.
+    """Learns which part of the predicted tokens per second plain steps reach, and which part steps that drafters are asked for.
 
     Predictions combine steps, drafts and chances, each measured by itself.  Their effects on each other (a drafter asked for
-    more than it can make, cores that slow each other) show only in the tokens emitted.  What plain steps fall short of is taken
-    to hold for all kinds.  A Kalman filter each: the first windows count most, later it averages many.
+    more than it can make, cores that slow each other) show only in the tokens emitted.  A Kalman filter each: the first
+    windows count most, later it averages many.
     """
 
     def __init__(self) -> None:
-        self._levels = {ask: _Level(0.0, DOUBT) for ask in Ask}
+        self._plain, self._asking = _Level(0.0, DOUBT), _Level(0.0, DOUBT)
 
     def correction(self, ask: Ask) -> float:
-        """Measured over predicted tokens per second for a kind, relative to plain steps; 1 while nothing is known."""
-        return 1.0 if ask == Ask.PLAIN else math.exp(self._levels[ask].level)
+        """Measured over predicted tokens per second; 1 while nothing is known."""
+        return math.exp((self._plain if ask == Ask.PLAIN else self._asking).level)
 
     def observe(self, ask: Ask, promised: float, brought: float, tokens: int) -> None:
         """Takes a window in which `ask` was asked for: its predicted and its measured rate, and its tokens."""
-        for other, known in self._levels.items():
-            if other not in (ask, Ask.PLAIN):
-                known.level, known.doubt = FADE * known.level, DOUBT + FADE * FADE * (known.doubt - DOUBT)
-        of, plain = self._levels[ask], 0.0 if ask == Ask.PLAIN else self._levels[Ask.PLAIN].level
+        of, other = (self._plain, self._asking) if ask == Ask.PLAIN else (self._asking, self._plain)
+        other.level, other.doubt = FADE * other.level, DOUBT + FADE * FADE * (other.doubt - DOUBT)
         doubt = of.doubt + WANDER
         gain = doubt / (doubt + SPREAD * (1 + FEW_TOKENS / max(tokens, 1)))
-        of.level += gain * (math.log(brought / promised) - plain - of.level)
+        of.level += gain * (math.log(brought / promised) - of.level)
         of.doubt = doubt * (1 - gain)
 
 
