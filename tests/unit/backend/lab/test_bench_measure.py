@@ -16,8 +16,6 @@ from backend.lab.bench.measure import (
     Measurement,
     Results,
     Snapshot,
-    compared,
-    differences,
     ratios,
     row,
     sample,
@@ -64,22 +62,12 @@ def measured(configuration: Configuration = SYNC, number: int = 0, paced: bool =
 
 
 def test_a_sample_divides_differences() -> None:
+    """Here is what the tables below do not show."""
     found = measured()
     assert found.tokens_per_s == pytest.approx(11 / 2.5)
-    assert found.tgs == pytest.approx(10 / 2.0)
-    assert found.ttft_ms == pytest.approx(500)
-    assert found.acceptance_length == pytest.approx(1 + 20 / 10)
-    assert found.drafted_share == pytest.approx(10 / 40)
-    assert found.idle_awaiting_draft == pytest.approx(1.0 / 2.5)
-    assert found.t_draft_ms == pytest.approx(2.0)
-    assert found.t_verify_ms == pytest.approx(50.0)
     assert found.busy_core_s == pytest.approx(2.0 + 0.5)
-    assert found.bytes_per_round == pytest.approx(200)
-    assert found.accounted == pytest.approx(1.0)
     assert found.accepted_shares == pytest.approx([0.9, 0.6, 0.5])
-    assert found.step_tokens == pytest.approx((40 + 30) / 20)
-    assert found.step_ms == pytest.approx(60.0)
-    assert found.hit_rate is None
+    assert (found.step_tokens, found.step_ms) == pytest.approx(((40 + 30) / 20, 60.0))
     assert "no_work" not in found.idle
 
 
@@ -94,15 +82,6 @@ def test_a_row_holds_medians_and_ratios_are_by_round() -> None:
     assert plain.spread["hit_rate"] is None
     assert ratios(fast, plain) == [2.0, 1.5, 2.0]
     assert ratios(fast, None) == []
-
-
-def test_greedy_answers_are_compared_with_plain_decodings() -> None:
-    answers = {("demo", POINT, 0): {SYNC: [[1, 2, 3], [4, 9, 6]], OFF: [[1, 2, 3], [4, 5, 6]]}}
-    (found,) = differences(answers)
-    assert (found.configuration, found.request, found.position) == ("sync-k4", 1, 1)
-    assert (found.expected, found.got) == (5, 9)
-    assert found.reference == "off"
-    assert compared(answers) == 2
 
 
 @pytest.fixture
@@ -138,24 +117,10 @@ def test_all_three_files_are_written(tmp_path: Path, results: Results) -> None:
     assert [(r["mode"], r["rounds"]) for r in content["rows"]] == [("off", 3), ("sync", 3)]
     assert "| code c1 t0 | sync-k4 | 5 | 500 | 3.00 | 25% | 40.0% | - | 2.00 | 50.00 | 200 | 100.0% |" in text
     assert "| demo | sync-k4 | code c1 t0 | 1 | 0 | 1 | 2 | 3 | off |" in text
+    assert "2 greedy answers compared with plain decoding's: 1 measurements differ" in text
+    assert "What a step is made of" not in text, "it was not paced"
     assert "- Before: 3 loads of up to 64 tokens per concurrency and temperature, 4 times as many for `auto`" in text
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_paced_step_is_the_device_s_time_and_what_comes_on_top() -> None:
-    assert measured(paced=True).paced == pytest.approx(
-        {
-            "cycle_ms": 150,
-            "paced_ms": 90,
-            "overrun_ms": 5,
-            "overrun_share": 0.25,
-            "awaiting_ms": 50,
-            "overhead_ms": 5,
-            "pass_overrun_ms": 5,
-            "pass_overrun_share": 0.1,
-        }
-    )
-    assert measured().paced == {}
 
 
 def test_every_table_of_a_paced_run_says_so_with_the_numbers(tmp_path: Path, results: Results) -> None:
@@ -194,9 +159,8 @@ def test_the_limit_is_from_natives_acceptance_and_measured_or_paced_steps(
 
 
 def test_what_an_unfinished_run_leaves_says_so(tmp_path: Path, results: Results) -> None:
-    results.complete = False
     for _ in range(2):
-        report.keep(tmp_path, results)
+        report.keep(tmp_path, replace(results, complete=False))
     (left,) = tmp_path.iterdir()
     content = json.loads(left.read_text())
     assert (left.name, content["complete"], len(content["rows"])) == ("bench.json", False, 2)

@@ -1,6 +1,6 @@
 """What `--pace` can be told, and the time that passes."""
 
-import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,7 +56,7 @@ def test_any_other_pace_is_refused(text: str, capsys: pytest.CaptureFixture[str]
     assert "there are 8b, 70b, and two, four or six numbers" in capsys.readouterr().err
 
 
-def test_a_pass_takes_as_long_as_stated_and_late_sleep_is_made_up_for() -> None:
+def test_a_pass_takes_as_long_as_stated_late_sleep_is_made_up_for_and_overruns_are_told() -> None:
     machine = Machine(late_s=0.001)
     pacer = Pacer(machine.clock, machine.sleep)
     for _ in range(100):
@@ -65,73 +65,16 @@ def test_a_pass_takes_as_long_as_stated_and_late_sleep_is_made_up_for() -> None:
         pacer.finish()
     assert machine.now - 100.0 == pytest.approx(1.001)
     assert msgspec.structs.astuple(pacer.counts) == pytest.approx((100, 1.0, 0, 0.0))
-
-
-def test_a_machine_that_takes_longer_is_told_of() -> None:
     machine = Machine()
     pacer = Pacer(machine.clock, machine.sleep)
-    pacer.launch(0.010)
-    pacer.extend(0.005)
-    machine.now += 0.020
-    pacer.finish()
+    for seconds, further in ((0.010, 0.005), (0.0, 0.0)):
+        pacer.launch(seconds)
+        pacer.extend(further)
+        machine.now += 0.020
+        pacer.finish()
     assert machine.slept == 0
-    assert msgspec.structs.astuple(pacer.counts) == pytest.approx((1, 0.015, 1, 0.005))
-    assert msgspec.structs.astuple(pacer.counts.since(Paced(1, 0.015))) == pytest.approx((0, 0, 1, 0.005))
-    pacer.launch(0.0)
-    machine.now += 0.020
-    pacer.finish()
-    assert (pacer.counts.passes, pacer.counts.overruns) == (2, 1), "no time was stated"
-
-
-@pytest.fixture
-def heads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What a head's pass was called with.  Passes and choices take no time."""
-    seen: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(Head, "forward", lambda *given: seen.append(given))
-    monkeypatch.setattr(BlockHead, "store", lambda *given: None)
-    monkeypatch.setattr(DecodeBatch, "pick", lambda batch: None)
-    monkeypatch.setattr(DecodeBatch, "advance_and_pick", lambda batch: (batch.advance(), batch.pick()))
-    monkeypatch.setattr(DecodeBatch, "advance", lambda batch: Head.forward("head", SimpleNamespace(ids=[0] * 3), None, None))  # type: ignore[arg-type]
-    return seen
-
-
-def test_every_pass_of_a_head_is_paced_by_its_rows(heads: list[tuple[Any, ...]]) -> None:
-    pacer = pace_drafter(parse_pace("1,1,2,1000"))
-    began = time.monotonic()
-    for rows in (1, 3):
-        Head.forward("head", SimpleNamespace(ids=[0] * rows), "features", None)  # type: ignore[arg-type]
-    assert time.monotonic() - began >= 0.008
-    assert [(head, len(rows.ids), *others) for head, rows, *others in heads] == [
-        ("head", 1, "features", None),
-        ("head", 3, "features", None),
-    ]
-    assert (pacer.counts.passes, pacer.counts.overruns) == (2, 0)
-    assert pacer.counts.paced_s == pytest.approx(0.008)
-
-
-@pytest.mark.usefixtures("heads")
-@pytest.mark.parametrize(("is_sampled", "paced_s"), [(False, 0.002 + 0.004), (True, 0.002 + 0.004 + 2 * 0.007)])
-def test_a_token_is_chosen_within_the_pass_before_it(monkeypatch: pytest.MonkeyPatch, is_sampled: bool, paced_s: float) -> None:
-    seen: list[str] = []
-    monkeypatch.setattr(DecodeBatch, "pick", lambda batch: seen.append("pick"))
-    monkeypatch.setattr(Pacer, "finish", lambda pacer: seen.append("finish"))
-    cost = HeadCost(Cost(1, 1000), first=Cost(2, 0), draw=Cost(1, 2000))
-    pacer, batch = pace_drafter(Pace("", Cost(1, 1), cost)), object.__new__(DecodeBatch)
-    batch.rules, batch.count = Rules.needed_by([Sampling(0, 1.0, is_sampled)]), 3
-    batch.pick()
-    batch.advance_and_pick()
-    assert seen == ["pick", "finish", "pick", "finish"]
-    assert pacer.counts.passes == 2
-    assert pacer.counts.paced_s == pytest.approx(paced_s)
-
-
-@pytest.mark.usefixtures("heads")
-def test_a_one_pass_head_takes_the_time_of_a_block_and_of_its_context() -> None:
-    pace = Pace("", Cost(1, 1), HeadCost(Cost(100, 0), Cost(2, 1000), Cost(1, 500)))
-    pacer, block = pace_drafter(pace), object.__new__(BlockHead)
-    block.store([0] * 4, "places", "features")  # type: ignore[arg-type]
-    block.forward(SimpleNamespace(ids=[0] * 3), None, None)  # type: ignore[arg-type]
-    assert pacer.counts.paced_s == pytest.approx(0.003 + 0.005)
+    assert msgspec.structs.astuple(pacer.counts) == pytest.approx((2, 0.015, 1, 0.005)), "no time was stated for the second"
+    assert msgspec.structs.astuple(pacer.counts.since(Paced(1, 0.015))) == pytest.approx((1, 0, 1, 0.005))
 
 
 def test_a_paced_verifier_and_the_rivals_variant_are_ordinary_settings() -> None:
@@ -142,3 +85,38 @@ def test_a_paced_verifier_and_the_rivals_variant_are_ordinary_settings() -> None
         "speculative_config": {"draft_sample_method": "probabilistic"},
     }
     assert engine_args(Configuration("off", 0), None) == {}
+
+
+COST = HeadCost(Cost(1, 1000), block=Cost(2, 1000), store=Cost(1, 500), first=Cost(2, 0), draw=Cost(1, 2000))
+
+
+def rows(count: int) -> Any:
+    return SimpleNamespace(ids=[0] * count)
+
+
+def test_every_pass_of_a_head_is_paced_by_its_rows_with_the_choice_of_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes and choices themselves take no time."""
+    seen: list[str] = []
+    monkeypatch.setattr(Head, "forward", lambda *given: None)
+    monkeypatch.setattr(BlockHead, "store", lambda *given: None)
+    monkeypatch.setattr(DecodeBatch, "pick", lambda batch: seen.append("pick"))
+    monkeypatch.setattr(DecodeBatch, "advance_and_pick", lambda batch: (Head.forward(head, rows(3), None, None), batch.pick()))
+    monkeypatch.setattr(Pacer, "finish", lambda pacer: seen.append("finish"))
+    pacer = pace_drafter(Pace("", Cost(1, 1), COST))
+    head, block, batch = (object.__new__(kind) for kind in (Head, BlockHead, DecodeBatch))
+    batch.count = 3
+
+    def paced_s(run: Callable[..., Any], *given: Any) -> float:
+        before = pacer.counts.paced_s
+        run(*given)
+        return pacer.counts.paced_s - before
+
+    assert [paced_s(head.forward, rows(count), None, None) for count in (1, 3)] == pytest.approx([0.002, 0.004])
+    assert paced_s(block.store, [0] * 4, None, None) == pytest.approx(0.003)
+    assert paced_s(block.forward, rows(3), None, None) == pytest.approx(0.005)
+    for is_sampled, draw_s in ((False, 0.0), (True, 0.007)):
+        batch.rules = Rules.needed_by([Sampling(0, 1.0, is_sampled)])
+        seen.clear()
+        assert paced_s(batch.pick) == pytest.approx(0.002 + draw_s)
+        assert paced_s(batch.advance_and_pick) == pytest.approx(0.004 + draw_s)
+        assert seen == ["pick", "finish"] * 2

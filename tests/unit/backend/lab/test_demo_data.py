@@ -9,20 +9,13 @@ from backend.lab.demo.tokenizer import BEGIN_ID, END_ID, save_tokenizer, token_s
 from backend.models.demo import TARGET_DIR
 from backend.rollout.corpus import MAX_TABLE_CHARS, Document, is_table, load_corpus
 
-SOURCE = '''import os
-
-
-class Shelf:
+SOURCE = '''class Shelf:
     """A shelf — of books."""
 
     def __init__(self, width=120):
         self._books = {}  # by title
-        self.width_mm = width * 10
-
-    def add(self, title, pages):
-\tif pages > 1234:
-            raise ValueError(f"{title!r} is too long")
-        self._books[title] = pages
+	if width > 1234:
+            raise ValueError(f"{width!r} is too long")
 '''
 
 
@@ -45,24 +38,19 @@ def test_split_is_deterministic_and_disjoint(tmp_path: Path) -> None:
     assert 2 <= len(validation) <= 30
 
 
-def test_copies_and_foreign_packages_are_left_out(tmp_path: Path) -> None:
+def test_copies_and_foreign_packages_are_left_out_and_data_tables_are_cut(tmp_path: Path) -> None:
     (tmp_path / "site-packages").mkdir()
     for name in ("a.py", "b.py", "site-packages/c.py"):
         (tmp_path / name).write_text("import this\n", encoding="utf-8")
     (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
-    corpus = load_corpus(root=tmp_path)
-    assert [document.name for document in (*corpus.train, *corpus.validation)] == ["a.py"]
-
-
-def test_data_tables_are_cut(tmp_path: Path) -> None:
     table = "TABLE = (\n" + "    0x0041, 0x0042, 0x1043, 0x0944,\n" * 500 + ")\n"
-    assert is_table(table)
-    assert not is_table(SOURCE)
+    assert [is_table(each) for each in (table, SOURCE)] == [True, False]
     (tmp_path / "table.py").write_text(table, encoding="utf-8")
     corpus = load_corpus(root=tmp_path)
-    (document,) = (*corpus.train, *corpus.validation)
-    assert len(document.text) <= MAX_TABLE_CHARS
-    assert document.text.endswith(",\n")
+    found = {document.name: document.text for document in (*corpus.train, *corpus.validation)}
+    assert found.keys() == {"a.py", "table.py"}
+    assert len(found["table.py"]) <= MAX_TABLE_CHARS
+    assert found["table.py"].endswith(",\n")
 
 
 def test_tokenizer_round_trips_and_reloads(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The demo models: training computes what drafters compute with what it writes, and learns; what is shipped fits."""
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -66,7 +67,7 @@ def tiny_options() -> DemoOptions:
         vocab_size=97,
         device="cpu",
         compile=False,
-        target=TargetOptions(steps=20, layers=4, hidden=128, tokens_per_step=256, length=32, long_length=64, long_share=0.2),
+        target=TargetOptions(steps=30, layers=4, hidden=128, tokens_per_step=256, length=32, long_length=64, long_share=0.2),
     )
 
 
@@ -147,39 +148,30 @@ def test_an_end_of_text_stops_no_row(pair: tuple[LlamaForCausalLM, Drafter]) -> 
 
 def test_windows_are_pieces_of_the_stream_behind_a_begin_token() -> None:
     stream = np.arange(3, 3 + 1000, dtype=np.int32)
-    batch = windows(stream, 50, 400, np.random.default_rng(1))
+    batch, again, other = (windows(stream, 50, 400, np.random.default_rng(seed)) for seed in (1, 1, 2))
     assert batch.shape == (400, 51)
     assert (batch[:, 0] == BEGIN_ID).all()
     assert (batch[:, 2:] - batch[:, 1:-1] == 1).all()
     assert batch[:, 1].unique().numel() > 200
-    assert int(batch.max()) <= 1002
-    assert torch.equal(windows(stream, 50, 400, np.random.default_rng(1)), batch)
-    assert not torch.equal(windows(stream, 50, 400, np.random.default_rng(2)), batch)
+    assert torch.equal(again, batch)
+    assert not torch.equal(other, batch)
     with pytest.raises(ValueError, match="too short"):
         windows(stream[:49], 50, 1, np.random.default_rng(0))
 
 
 @pytest.mark.campaign
-def test_target_learns_and_repeats_itself() -> None:
+def test_a_target_learns_and_repeats_itself_and_a_head_learns_from_it() -> None:
     stream = counting_stream()
     begin = validation_loss(new_llama(TINY), stream[:512], 32)
-    model, progress = train_target(tiny_options(), stream, CPU)
-    assert progress.step == 20
-    assert validation_loss(model, stream[:512], 32) < begin - 1.0
+    target, progress = train_target(tiny_options(), stream, CPU)
+    assert progress.step == 30
+    assert validation_loss(target, stream[:512], 32) < begin - 1.0
     again, _ = train_target(tiny_options(), stream, CPU)
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in again.state_dict().items())
+    assert all(torch.equal(value, target.state_dict()[key]) for key, value in again.state_dict().items())
 
-
-@pytest.mark.campaign
-def test_drafter_learns_its_target() -> None:
-    stream = counting_stream()
-    options = tiny_options()
-    options = replace(options, target=replace(options.target, steps=30))
-    target, _ = train_target(options, stream, CPU)
     target.eval().requires_grad_(False)
     settings = DrafterOptions(steps=30, generated_tokens=2048, tokens_per_step=256, length=32, long_length=64, unroll=3)
     texts = training_texts(target, stream, settings, seed=0)
-
     prompt = torch.tensor([0, *stream[100:120].tolist()])
     torch.manual_seed(0)
     drafter = new_head(target, settings)
@@ -193,27 +185,19 @@ def test_a_failed_write_leaves_the_old_directory(tmp_path: Path) -> None:
     final = tmp_path / "model"
     with replacing(final) as fresh:
         (fresh / "a").write_text("old")
-
-    def fail() -> None:
-        with replacing(final) as fresh:
-            (fresh / "a").write_text("new")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail()
+    with suppress(RuntimeError), replacing(final) as fresh:
+        (fresh / "a").write_text("new")
+        raise RuntimeError
     assert (final / "a").read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_packaged_files_fit_are_small_and_name_no_machine() -> None:
     assert check(str(DRAFT_MODEL_DIR), str(TARGET_DIR)) == []
-    assert sum(path.stat().st_size for path in DRAFT_MODEL_DIR.iterdir()) < 2.5e6
-    files = [path for directory in (TARGET_DIR, DRAFTER_DIR) for path in directory.iterdir()]
-    assert sum(path.stat().st_size for path in files) < 40e6
-    for path in [*files, *DRAFT_MODEL_DIR.iterdir()]:
-        if path.suffix == ".json":
-            text = path.read_text(encoding="utf-8")
-            assert not any(root in text for root in ('"/home', '"/root', '"/work', '"/tmp'))
+    files = [path for directory in (TARGET_DIR, DRAFTER_DIR, DRAFT_MODEL_DIR) for path in directory.iterdir()]
+    assert sum(path.stat().st_size for path in files) < 42.5e6
+    for text in (path.read_text(encoding="utf-8") for path in files if path.suffix == ".json"):
+        assert not any(root in text for root in ('"/home', '"/root', '"/work', '"/tmp'))
 
 
 CLOSE_CALL = 1e-3
@@ -280,7 +264,6 @@ def test_it_learns_and_drafts(tmp_path: Path, monkeypatch) -> None:
         (share,) = record["first_choices_of_the_target"]
         return float(share)
 
-    assert options.target.minutes == 0, "the target that is there stays"
     before = first_choices(options)
     assert first_choices(replace(options, drafter=replace(few, steps=30))) > before + 0.1
     assert check(str(tmp_path / "model"), str(TARGET_DIR)) == []

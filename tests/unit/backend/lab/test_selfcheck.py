@@ -17,10 +17,8 @@ def test_the_quick_check_runs_on_a_cpu_and_writes_what_it_says(tmp_path: Path) -
     lines: list[str] = []
     selfcheck.main(["--quick", "--output", str(tmp_path / "found.json")], lines.append)
     found = json.loads((tmp_path / "found.json").read_text())
-    assert found["hardware"]["versions"]["torch"]
-    (noise,) = found["Noise"]
+    (noise,), drafts, times = found["Noise"], found["Drafts"], found["Time of drafts"]
     assert noise["same choice"] == noise["same five best"] == 1.0
-    drafts, times = found["Drafts"], found["Time of drafts"]
     assert [row["weights"] for row in drafts if row["type"] == "float32" and row["rule"] == "greedy"] == list(SMALL)
     assert {row["same"] for row in drafts} == {1.0}
     assert {row["same outcomes"] for row in drafts} == {1.0, None}, "none of one pass, nor of samples"
@@ -28,7 +26,6 @@ def test_the_quick_check_runs_on_a_cpu_and_writes_what_it_says(tmp_path: Path) -
     assert 1 < min(row["tokens"] for row in drafts) < selfcheck.K, "drafts end at the floor"
     names = ["confirm 3, ms", "draft 8, ms", "enumerate 4, ms", "enumerate 64, ms"]
     assert all(row[name] > 0 for row in times for name in names)
-    assert {row["weights"] for row in times} == SMALL.keys()
     assert len([line for line in lines if line.startswith("| draft model |")]) == 8, "six of drafts, two of times"
 
 

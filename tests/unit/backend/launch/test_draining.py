@@ -29,76 +29,62 @@ def known(coordinator: str, *members: str, drain: Draining | None = None, pins: 
 
 def test_a_verifier_is_empty_when_its_gateways_know_and_it_has_twice_said_so_since() -> None:
     emptying = Emptying("v0", 7)
-
-    def over(seen: int, wall: float, running: int = 0, waiting: int = 0) -> bool:
+    for seen, wall, running, waiting, is_over in (
+        (6, 1, 0, 0, False),
+        (6, 2, 0, 0, False),
+        (7, 2, 0, 0, False),
+        (7, 2, 0, 0, False),
+        (8, 3, 0, 0, False),
+        (8, 3, 0, 0, False),
+        (8, 4, 1, 0, False),
+        (8, 5, 0, 2, False),
+        (8, 6, 0, 0, True),
+    ):
         verifier = view("v0", "verifier", "draining", running=running, waiting=waiting, busy_s=wall)
-        return emptying.is_over(fleet(verifier, view("g0", "gateway", seen=seen), view("g1", "gateway", "lost")), 0.0)
-
-    assert not over(seen=6, wall=1)
-    assert not over(seen=6, wall=2)
-    assert not over(seen=7, wall=2)
-    assert not over(seen=7, wall=2)
-    assert not over(seen=8, wall=3)
-    assert not over(seen=8, wall=3)
-    assert not over(seen=8, wall=4, running=1)
-    assert not over(seen=8, wall=5, waiting=1)
-    assert over(seen=8, wall=6)
+        snapshot = fleet(verifier, view("g0", "gateway", seen=seen), view("g1", "gateway", "lost"))
+        assert emptying.is_over(snapshot, 0.0) == is_over, (seen, wall)
+        assert emptying.requests(snapshot) == running + waiting
 
 
 def test_a_verifier_that_never_reported_is_not_taken_for_empty_but_one_that_is_gone_is() -> None:
     silent = MemberView(Member("v0", "verifier", "i", "", "", "n", 1, "m", "draining"), 0.1)
-    assert not Emptying("v0", 1).is_over(fleet(silent), 0.0)
-    assert Emptying("v0", 1).is_over(fleet(view("v0", "verifier", "lost")), 0.0)
-    assert Emptying("v0", 1).is_over(fleet(), 0.0)
-
-
-def test_requests_left_are_counted() -> None:
-    assert Emptying("v0", 1).requests(fleet(view("v0", "verifier", running=2, waiting=3))) == 5
+    for views, is_over in (([silent], False), ([view("v0", "verifier", "lost")], True), ([], True)):
+        assert Emptying("v0", 1).is_over(fleet(*views), 0.0) == is_over
     assert Emptying("v0", 1).requests(fleet()) == 0
 
 
 def test_a_drafter_is_free_when_every_verifier_has_been_told() -> None:
     emptying = Emptying("d0", 1)
-    drafter = view("d0", "drafter", "draining")
-
-    def over(now: float, heard: float, bound: bool) -> bool:
+    for now, heard, bound, is_over in (
+        (0.0, 0.1, True, False),
+        (1.0, 0.1, False, False),
+        (1.1, 0.2, False, False),
+        (1.3, 0.1, False, True),
+    ):
         verifiers = [view("v0", "verifier", heard=heard), view("v1", "verifier", "starting", heard=99)]
-        return emptying.is_over(fleet(drafter, *verifiers, assignments=(("v0", "d0"),) if bound else ()), now)
-
-    assert not over(0.0, 0.1, bound=True)
-    assert not over(1.0, 0.1, bound=False)
-    assert not over(1.1, 0.2, bound=False)
-    assert over(1.3, 0.1, bound=False)
+        snapshot = fleet(view("d0", "drafter", "draining"), *verifiers, assignments=(("v0", "d0"),) if bound else ())
+        assert emptying.is_over(snapshot, now) == is_over, now
 
 
 def test_drains_and_pins_are_repeated_when_their_members_are_back() -> None:
-    standing = Standing()
-    everyone = ("v0", "v1", "d0")
-    assert standing.repeat(known("a", *everyone, drain=MOVING, pins={"d0": ["v1"]})) == []
-    assert standing.repeat(known("a", *everyone, drain=MOVING, pins={"d0": ["v1"]})) == []
-    assert standing.repeat(known("b")) == []
-    assert standing.repeat(known("b", "v0", "d0")) == [Drain(member="v0", migrate=True, force=True)]
-    assert standing.repeat(known("b", *everyone, drain=MOVING)) == [Assign(drafter="d0", verifiers=["v1"])]
-    assert standing.repeat(known("b", *everyone, drain=MOVING, pins={"d0": ["v1"]})) == []
-    # Forgotten twice, repeated twice; what was taken back meanwhile is not.
-    assert standing.repeat(known("b", *everyone, drain=MOVING)) == []
-    assert standing.repeat(known("c", *everyone)) == [Drain(member="v0", migrate=True, force=True)]
-
-
-def test_a_coordinator_that_dies_before_the_repetition_took_effect_is_told_again() -> None:
-    standing = Standing()
-    standing.repeat(known("a", "v0", drain=MOVING))
-    assert len(standing.repeat(known("b", "v0"))) == 1
-    assert len(standing.repeat(known("c", "v0"))) == 1
-
-
-def test_a_deadline_is_repeated() -> None:
-    standing = Standing()
-    standing.repeat(known("a", "v0", drain=Draining(migrate=False, deadline_s=40.0)))
-    assert standing.repeat(known("b", "v0")) == [Drain(member="v0", deadline_s=40.0, force=True)]
-
-
-def test_members_that_drain_of_themselves_are_their_own_affair() -> None:
-    standing = Standing()
-    standing.repeat(known("a", "v0", drain=Draining(migrate=True, ordered=False)))
-    assert standing.repeat(known("b", "v0")) == []
+    standing, everyone, pins = Standing(), ("v0", "v1", "d0"), {"d0": ["v1"]}
+    drain, pin = Drain(member="v0", migrate=True, force=True), Assign(drafter="d0", verifiers=["v1"])
+    for snapshot, repeated in (
+        (known("a", *everyone, drain=MOVING, pins=pins), []),
+        (known("a", *everyone, drain=MOVING, pins=pins), []),
+        (known("b"), []),
+        (known("b", "v0", "d0"), [drain]),
+        (known("b", *everyone, drain=MOVING), [pin]),
+        (known("b", *everyone, drain=MOVING, pins=pins), []),
+        # Forgotten twice, repeated twice; what was taken back meanwhile is not.
+        (known("b", *everyone, drain=MOVING), []),
+        (known("c", *everyone), [drain]),
+        # A coordinator that dies before the repetition took effect is told again.
+        (known("d", *everyone), [drain]),
+        (known("d", *everyone, drain=Draining(migrate=False, deadline_s=40.0)), []),
+        (known("e", *everyone), [Drain(member="v0", deadline_s=40.0, force=True)]),
+        # Members that drain of themselves are their own affair.
+        (known("e", *everyone, drain=Draining(migrate=True, ordered=False)), []),
+        (known("f", *everyone), []),
+    ):
+        assert standing.repeat(snapshot) == repeated

@@ -40,8 +40,7 @@ def make(gpus: float, **changes: Any) -> LaunchedFleet:
 
 def test_a_member_is_added_only_where_ray_has_room_for_it(started: list[str]) -> None:
     served = make(2.0)
-    served.rooms = Mock()
-    served.rooms.check.side_effect = LaunchError("no room for verifier-0")
+    served.rooms = Mock(check=Mock(side_effect=LaunchError("no room for verifier-0")))
     with pytest.raises(LaunchError, match="no room for verifier-0"):
         served.add("verifier")
     assert not started
@@ -107,12 +106,11 @@ def planned(cpus: float, gpus: float = 0.0, **changes: Any) -> Any:
 
 def test_a_joined_cluster_with_too_few_devices_is_refused_and_gpus_are_shared() -> None:
     assert len(planned(2).members) == 2
-    with pytest.raises(LaunchError, match="needs 2 CPUs and the Ray cluster has 1"):
-        planned(1)
-    with pytest.raises(LaunchError, match="needs 2 GPUs and the cluster has 0"):
-        planned(2, drafting={"gpus": 2})
+    for cpus, changes, message in (
+        (1, {}, "needs 2 CPUs and the Ray cluster has 1"),
+        (2, {"drafting": {"gpus": 2}}, "needs 2 GPUs and the cluster has 0"),
+    ):
+        with pytest.raises(LaunchError, match=message):
+            planned(cpus, **changes)
     assert [member.num_gpus for member in planned(0, gpus=1).members] == [0.501, 0.499]
-
-
-def test_auto_counts_the_cpus_of_all_nodes() -> None:
-    assert len(planned(16, verifiers="auto").members) == 16
+    assert len(planned(16, verifiers="auto").members) == 16, "the CPUs of all nodes count"

@@ -1,5 +1,6 @@
 """Operations: what one that cannot be carried out says, and what one leaves behind; and how lost members come back."""
 
+import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,101 +17,61 @@ from backend.launch.plan import LaunchError, MemberPlan
 from backend.launch.processes import Started
 
 
-@pytest.mark.parametrize("kind", ["remove", "restart", "swap-drafter"])
-def test_members_of_another_launcher_are_left_alone(kind: OperationKind) -> None:
-    reported: list[Operation] = []
-    fleet = SimpleNamespace(coordinator=SimpleNamespace(progress=reported.append), members={})
-    operator = Operator(cast(Any, fleet), lambda line: None)
-    operator._carry_out(Operation(7, kind, ["verifier-9"]))
-    assert reported[-1] == Operation(7, kind, ["verifier-9"], "failed", "verifier-9 is not one of this launcher's members")
-
-
-def test_an_end_that_cannot_be_told_does_not_end_the_operator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backend.launch.operator.AWAY_LIMIT_S", -1.0)
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("backend.launch.operator.POLL_S", 0.0)
-    operations = [Operation(7, "remove", ["verifier-9"]), Operation(8, "remove", ["verifier-9"])]
+
+
+def fleet_of(*members: str, **fields: Any) -> Mock:
+    return Mock(members={name: Mock(death=Mock(return_value=None)) for name in members}, **fields)
+
+
+def carried_out(fleet: Mock, *operations: Operation, lost: int | None = None) -> list[Operation]:
+    """How the operations end, as the coordinator hears it.  It is away when the one of the number `lost` ends."""
+    ended: list[Operation] = []
+    over = threading.Event()
 
     def progress(reported: Operation | None = None) -> Operation | None:
         if reported is None:
-            return operations[0]
-        if reported.state == "failed" and len(operations) == 1:
-            operator._stopping.set()
-        elif reported.state == "failed":
-            # The coordinator is restarted after this, and takes another operation.
-            operations.pop(0)
-            raise CoordinatorUnavailable("away")
+            return operations[len(ended)] if len(ended) < len(operations) else None
+        if reported.state in ("done", "failed"):
+            ended.append(reported)
+            if len(ended) == len(operations):
+                over.set()
+            if reported.id == lost:
+                raise CoordinatorUnavailable("away")
         return None
 
-    coordinator = SimpleNamespace(progress=progress, snapshot=lambda: FleetSnapshot(1, [], [], {}))
-    operator = Operator(cast(Any, SimpleNamespace(coordinator=coordinator, members={})), lambda line: None)
-    operator._run()
-    assert [each.id for each in operations] == [8]
+    fleet.coordinator = Mock(progress=progress, snapshot=lambda: FleetSnapshot(1, [], [], {}))
+    with ExitStack() as fleet.ending:
+        Operator(fleet, lambda line: None).start()
+        assert over.wait(120)
+    assert "operator" not in {each.name for each in threading.enumerate()}, "it ends with its fleet"
+    return ended
 
 
-def lost(dead: bool) -> Mock:
-    """A member's actor that is dead, or is still being restarted."""
-    return Mock(ready=False, death=Mock(return_value="ValueError: no GPU" if dead else None))
-
-
-def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
-    dead, restarting, serving = lost(True), lost(False), lost(True)
-    members = {"verifier-0": dead, "drafter-0": restarting, "drafter-1": serving}
-    lines: list[str] = []
-    attempts: list[Any] = []
-
-    def start(plan: Any) -> Any:
-        attempts.append(plan)
-        if len(attempts) == 1:
-            raise LaunchError("no room")
-        members["verifier-0"] = lost(False)
-        return members["verifier-0"]
-
-    operator = Operator(cast(Any, SimpleNamespace(coordinator=None, members=members, start=start)), lines.append)
-    view = MemberView(Member("drafter-1", "drafter", "i", "", "", "n", 1, "m", "ready"), 0.1)
-    snapshot = FleetSnapshot(1, [view], [], {})
-    counts = []
-    for now in (0.0, 1.0, ABSENT_S, ABSENT_S + 1, 2 * ABSENT_S):
-        operator._revive(snapshot, now)
-        counts.append(len(attempts))
-    assert counts == [1, 1, 2, 2, 2]
-    was_lost = "verifier-0 was lost, and is started again: ValueError: no GPU"
-    assert lines == [was_lost, "verifier-0 cannot be started again: no room", was_lost]
-    assert attempts == [dead.plan, dead.plan]
-    assert members["verifier-0"].ready
-
-
-@pytest.mark.parametrize(
-    ("error", "dead"),
-    [
-        (ray.exceptions.ActorDiedError(), True),
-        (ray.exceptions.ActorUnavailableError("", None), False),
-        (ray.exceptions.GetTimeoutError(), False),
-        (None, False),
-    ],
-)
-def test_only_an_actor_that_ray_has_given_up_is_dead(
-    monkeypatch: pytest.MonkeyPatch, error: Exception | None, dead: bool
+@pytest.mark.parametrize("kind", ["remove", "restart", "swap-drafter"])
+def test_members_of_another_launcher_are_left_alone_and_an_end_that_cannot_be_told_is_not_the_operators(
+    monkeypatch: pytest.MonkeyPatch, kind: OperationKind
 ) -> None:
-    actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: "ready"))
-    monkeypatch.setattr(ray, "get", Mock(side_effect=error))
-    assert (Started(cast(Any, None), actor, None, 0.0).death() is not None) == dead
+    monkeypatch.setattr("backend.launch.operator.AWAY_LIMIT_S", -1.0)
+    ended = carried_out(fleet_of(), *(Operation(number, kind, ["verifier-9"]) for number in (7, 8)), lost=7)
+    note = "verifier-9 is not one of this launcher's members"
+    assert ended == [Operation(number, kind, ["verifier-9"], "failed", note) for number in (7, 8)]
 
 
 def test_the_name_of_a_removed_member_is_free_of_its_drain() -> None:
     """`add` may use the name again."""
-    fleet = Mock(members={"verifier-1": None})
-    fleet.coordinator.snapshot.return_value = FleetSnapshot(1, [], [], {})
-    Operator(fleet, lambda line: None)._carry_out(Operation(7, "remove", ["verifier-1"]))
+    fleet = fleet_of("verifier-1")
+    carried_out(fleet, Operation(7, "remove", ["verifier-1"]))
     done = [(name, arguments[0]) for name, arguments, _ in fleet.mock_calls if name.endswith(("drain", "end", "resume"))]
     assert done == [("coordinator.drain", "verifier-1"), ("end", "verifier-1"), ("coordinator.resume", "verifier-1")]
 
 
 def test_a_member_that_could_not_be_restarted_gets_work_when_it_is_back() -> None:
-    fleet = Mock(members={"verifier-1": Mock()})
-    fleet.coordinator.snapshot.return_value = FleetSnapshot(1, [], [], {})
-    fleet.wait_ready.side_effect = LaunchError("no GPU")
-    Operator(fleet, lambda line: None)._carry_out(Operation(7, "restart", ["verifier-1"]))
-    assert fleet.coordinator.progress.call_args.args == (Operation(7, "restart", ["verifier-1"], "failed", "no GPU"),)
+    fleet = fleet_of("verifier-1", wait_ready=Mock(side_effect=LaunchError("no GPU")))
+    (ended,) = carried_out(fleet, Operation(7, "restart", ["verifier-1"]))
+    assert (ended.state, ended.note) == ("failed", "no GPU")
     fleet.coordinator.resume.assert_called_once_with("verifier-1")
 
 
@@ -119,7 +80,6 @@ def test_a_member_that_could_not_be_restarted_gets_work_when_it_is_back() -> Non
     [
         ("verifier", 0.4, ["0", "wait", "1", "wait"]),
         ("verifier", 1.0, ["0", "1", "wait"]),
-        ("verifier", 0.0, ["0", "1", "wait"]),
         ("drafter", 0.4, ["0", "1", "wait"]),
     ],
 )
@@ -139,13 +99,46 @@ def test_added_verifiers_of_one_gpu_start_one_after_the_other(kind: MemberKind, 
             done.append("wait")
         ready.update(names)
 
-    fleet = Mock(add=add, wait_ready=wait_ready)
-    Operator(fleet, lambda line: None)._carry_out(Operation(7, "add", ["", ""], add=kind))
+    carried_out(fleet_of(add=add, wait_ready=wait_ready), Operation(7, "add", ["", ""], add=kind))
     assert done == order
 
 
-def test_the_end_of_the_fleet_ends_the_operator() -> None:
-    with ExitStack() as ending:
-        operator = Operator(cast(Any, SimpleNamespace(coordinator=None, ending=ending)), lambda line: None)
-        operator.start()
-    assert operator._stopping.is_set()
+def lost(dead: bool) -> Mock:
+    """A member's actor that is dead, or is still being restarted."""
+    return Mock(ready=False, death=Mock(return_value="ValueError: no GPU" if dead else None))
+
+
+def test_a_member_that_ray_has_given_up_is_started_again_now_and_then() -> None:
+    dead, back = lost(True), lost(False)
+    members = {"verifier-0": dead, "drafter-0": lost(False), "drafter-1": lost(True)}
+    lines: list[str] = []
+    start = Mock(side_effect=[LaunchError("no room"), back])
+    operator = Operator(cast(Any, SimpleNamespace(coordinator=None, members=members, start=start)), lines.append)
+    serving = MemberView(Member("drafter-1", "drafter", "i", "", "", "n", 1, "m", "ready"), 0.1)
+    counts = []
+    for now in (0.0, 1.0, ABSENT_S, ABSENT_S + 1, 2 * ABSENT_S):
+        operator._revive(FleetSnapshot(1, [serving], [], {}), now)
+        members["verifier-0"] = back if start.call_count == 2 else dead
+        counts.append(start.call_count)
+    assert counts == [1, 1, 2, 2, 2]
+    was_lost = "verifier-0 was lost, and is started again: ValueError: no GPU"
+    assert lines == [was_lost, "verifier-0 cannot be started again: no room", was_lost]
+    assert {call.args for call in start.call_args_list} == {(dead.plan,)}
+    assert back.ready
+
+
+@pytest.mark.parametrize(
+    ("error", "dead"),
+    [
+        (ray.exceptions.ActorDiedError(), True),
+        (ray.exceptions.ActorUnavailableError("", None), False),
+        (ray.exceptions.GetTimeoutError(), False),
+        (None, False),
+    ],
+)
+def test_only_an_actor_that_ray_has_given_up_is_dead(
+    monkeypatch: pytest.MonkeyPatch, error: Exception | None, dead: bool
+) -> None:
+    actor = SimpleNamespace(__ray_ready__=SimpleNamespace(remote=lambda: "ready"))
+    monkeypatch.setattr(ray, "get", Mock(side_effect=error))
+    assert (Started(cast(Any, None), actor, None, 0.0).death() is not None) == dead

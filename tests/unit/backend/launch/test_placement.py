@@ -42,16 +42,16 @@ def test_everybody_is_in_one_group(verifiers: int, drafters: int, placement: Any
     assert sorted(placed) == sorted(each.member_id for each in members)
 
 
-def test_all_ranks_of_a_verifier_are_one_bundle() -> None:
+def test_all_ranks_of_a_verifier_are_one_bundle_and_a_vacant_one_is_for_those_who_need_no_more() -> None:
     assert needs(member("verifier-0", cpus=0, gpus=4, big=0.5)) == {"GPU": 4, "big": 0.5}
     assert needs(member("drafter-0", cpus=0)) == {"CPU": 0.01}, "Ray takes no empty bundle"
-
-
-def test_a_vacant_room_is_for_those_who_need_no_more() -> None:
-    assert fits(member("drafter-0", cpus=0, gpus=1), {"GPU": 4})
-    assert fits(member("drafter-0", cpus=0), {"GPU": 4})
-    assert not fits(member("verifier-1", cpus=0, gpus=4), {"GPU": 1})
-    assert not fits(member("verifier-1", cpus=0, gpus=1, big=1), {"GPU": 1})
+    for wants, bundle, is_enough in (
+        ({"gpus": 1}, {"GPU": 4}, True),
+        ({}, {"GPU": 4}, True),
+        ({"gpus": 4}, {"GPU": 1}, False),
+        ({"gpus": 1, "big": 1}, {"GPU": 1}, False),
+    ):
+        assert fits(member("verifier-1", cpus=0, **wants), bundle) == is_enough
 
 
 @pytest.fixture
@@ -88,16 +88,6 @@ def test_a_member_that_comes_again_has_its_room_and_a_new_one_takes_a_vacant_one
     assert not cluster.removed
 
 
-def test_room_that_is_only_asked_about_is_given_back(cluster: SimpleNamespace) -> None:
-    reserved = ReservedBundles()
-    reserved.check(member("verifier-1", cpus=0, gpus=1))
-    assert [group.bundles for group in cluster.made] == [[{"GPU": 1}]]
-    cluster.room = False
-    with pytest.raises(LaunchError, match="no room"):
-        reserved.check(member("verifier-1", cpus=0, gpus=1))
-    assert cluster.removed == cluster.made
-
-
 def test_a_group_without_members_is_given_back(cluster: SimpleNamespace) -> None:
     reserved = ReservedBundles()
     reserved.reserve(arrange(fleet(2, 2), "near"))
@@ -109,10 +99,15 @@ def test_a_group_without_members_is_given_back(cluster: SimpleNamespace) -> None
     assert cluster.removed == cluster.made
 
 
-def test_without_room_for_all_nothing_stays_reserved(cluster: SimpleNamespace) -> None:
+def test_room_that_is_only_asked_about_is_given_back_and_so_is_some_where_there_is_none_for_all(
+    cluster: SimpleNamespace,
+) -> None:
+    reserved, wide = ReservedBundles(), member("verifier-1", cpus=0, gpus=1)
+    reserved.check(wide)
+    assert [group.bundles for group in cluster.made] == [[{"GPU": 1}]]
     cluster.room = False
-    reserved = ReservedBundles()
+    with pytest.raises(LaunchError, match="no room"):
+        reserved.check(wide)
     with pytest.raises(LaunchError, match=r"no room for verifier-0 \(1 CPU\), drafter-0 \(1 CPU\)"):
         reserved.reserve(arrange(fleet(2, 2), "near"))
-    assert cluster.removed == cluster.made
-    assert len(cluster.made) == 2
+    assert (cluster.removed, len(cluster.made)) == (cluster.made, 4)

@@ -24,38 +24,35 @@ def decide(changes: dict[str, Any], models: ResolvedModels = EAGLE, **hardware: 
     return plan(Settings.model_validate(changes), models, Hardware(**offered), RUNTIME)
 
 
-def test_two_cores_are_one_each() -> None:
+def test_two_cores_are_one_each_and_too_few_are_shared() -> None:
     decided = decide({})
     assert {m.member_id: m.cores for m in decided.members} == {"verifier-0": [0], "drafter-0": [1]}
     assert decided.notes == ["CPU cores: verifier-0 0; drafter-0 1"]
     assert [m.env for m in decided.members] == [{"OMP_NUM_THREADS": "1"}] * 2
     assert [m.address for m in decided.members] == ["ipc:///run/x/verifier-0.sock", "ipc:///run/x/drafter-0.sock"]
+    assert "shared: 4 wanted, 2 available" in decide({"verifiers": 2, "drafters": 2}).notes[0]
+    joined = decide({}, local=False)
+    assert {m.address for m in joined.members} == {""}, "TCP, even if the cluster has one node yet: it may grow at any time"
+    assert [(m.cores, m.num_cpus) for m in joined.members] == [([], 1), ([], 1)]
 
 
-def test_too_few_cores_are_shared_and_said_so() -> None:
-    decided = decide({"verifiers": 2, "drafters": 2})
-    assert [m.cores for m in decided.members] == [[0], [1], [0], [1]]
-    assert "shared: 4 wanted, 2 available" in decided.notes[0]
-
-
-def test_with_gpus_nothing_is_bound_to_cores() -> None:
-    decided = decide({}, gpus=2.0)
-    assert [(m.cores, m.num_gpus, m.env) for m in decided.members] == [([], 1.0, {}), ([], 1.0, {})]
-    assert decided.settings.drafting.gpus == 1.0
-
-
-def test_one_gpu_is_shared_and_memory_with_it() -> None:
-    decided = decide({}, gpus=1.0)
-    assert [m.num_gpus for m in decided.members] == [0.501, 0.499]
-    assert decided.settings.verifier.engine_args == {"gpu_memory_utilization": 0.45}
-    assert decided.notes == ["1 GPU(s) shared: 0.501 of one per verifier, 0.499 per drafter, gpu_memory_utilization 0.45"]
-
-
-def test_drafters_share_what_verifiers_leave() -> None:
-    decided = decide({"verifiers": 2, "drafters": 3}, gpus=3.0)
-    assert [m.num_gpus for m in decided.members] == [1, 1, 0.333, 0.333, 0.333]
-    assert decided.settings.verifier.engine_args == {}, "a verifier with a GPU of its own has all its memory"
-    assert decided.notes == ["3 GPU(s) shared: 1 of one per verifier, 0.333 per drafter"]
+@pytest.mark.parametrize(
+    ("members", "gpus", "shares", "memory", "notes"),
+    [
+        ((1, 1), 2, [1, 1], {}, []),
+        ((1, 1), 1, [0.501, 0.499], {"gpu_memory_utilization": 0.45},
+         ["1 GPU(s) shared: 0.501 of one per verifier, 0.499 per drafter, gpu_memory_utilization 0.45"]),
+        # A verifier with a GPU of its own has all its memory.
+        ((2, 3), 3, [1, 1, 0.333, 0.333, 0.333], {}, ["3 GPU(s) shared: 1 of one per verifier, 0.333 per drafter"]),
+    ],
+)  # fmt: skip
+def test_drafters_share_what_verifiers_leave_of_the_gpus(
+    members: tuple[int, int], gpus: int, shares: list[float], memory: dict[str, float], notes: list[str]
+) -> None:
+    decided = decide({"verifiers": members[0], "drafters": members[1]}, gpus=float(gpus))
+    assert [(m.cores, m.num_gpus, m.env) for m in decided.members] == [([], share, {}) for share in shares]
+    assert (decided.settings.drafting.gpus, decided.settings.verifier.engine_args) == (shares[-1], memory)
+    assert decided.notes == notes
 
 
 def packed(members: Iterable[MemberPlan], gpus: int) -> list[list[str]]:
@@ -112,24 +109,6 @@ def test_an_ngram_drafter_needs_no_gpu_but_a_draft_model_beside_it_does() -> Non
     assert [m.num_gpus for m in decided.members] == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("changes", [{"verifier": {"tensor_parallel": 2}}, {"drafting": {"gpus": 2}}])
-def test_gpus_asked_for_and_not_there_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(LaunchError, match="needs"):
-        decide(changes, gpus=1.0)
-
-
-def test_in_a_joined_cluster_members_talk_tcp() -> None:
-    """Even if it has one node yet: it may grow at any time."""
-    decided = decide({}, local=False)
-    assert {m.address for m in decided.members} == {""}
-    assert [(m.cores, m.num_cpus) for m in decided.members] == [([], 1), ([], 1)]
-
-
-def test_a_socket_path_that_is_too_long_is_refused() -> None:
-    with pytest.raises(LaunchError, match="too long"):
-        plan(Settings(), EAGLE, Hardware([0], 0, True), Path("/" + "x" * 100))
-
-
 @given(st.sets(st.integers(0, 63), min_size=1, max_size=16), st.integers(1, 4), st.integers(0, 4), st.integers(1, 5))
 def test_cores_are_disjoint_while_they_last(available: set[int], verifiers: int, drafters: int, each: int) -> None:
     cores = sorted(available)
@@ -145,16 +124,22 @@ def test_ports_and_interfaces_are_the_members_own_to_find() -> None:
     assert tcp_address(TransportSettings(), "10.0.0.1") == "tcp://10.0.0.1:0"
     assert tcp_address(TransportSettings(host="::1"), "10.0.0.1") == "tcp://[::1]:0"
     assert tcp_address(TransportSettings(host="eth1", ports="20000-20009"), "10.0.0.1") == "tcp://eth1:20000-20009"
-    for wrong in (
-        {"host": "0.0.0.0"},
-        {"host": "::"},
-        {"ports": "5"},
-        {"ports": "9-5"},
-        {"ports": "0-5"},
-        {"ports": "1-70000"},
-    ):
-        with pytest.raises(ValueError, match="expected"):
-            decide({"transport": wrong})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(({"transport": {"host": host}}, "expected") for host in ("0.0.0.0", "::")),
+        *(({"transport": {"ports": ports}}, "expected") for ports in ("5", "9-5", "0-5", "1-70000")),
+        *(({"verifier": {"ray_resources": wrong}}, "resource|more than 0") for wrong in ({"GPU": 1}, {"big": 0})),
+        *((changes, "needs") for changes in ({"verifier": {"tensor_parallel": 2}}, {"drafting": {"gpus": 2}})),
+        ({}, "too long"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    runtime = Path("/" + "x" * 100) if message == "too long" else RUNTIME
+    with pytest.raises((ValueError, LaunchError), match=message):
+        plan(Settings.model_validate(changes), EAGLE, Hardware([0, 1], 1.0, True), runtime)
 
 
 def test_ranks_share_the_cores_and_have_a_gpu_each() -> None:
@@ -169,9 +154,6 @@ def test_ranks_share_the_cores_and_have_a_gpu_each() -> None:
 def test_resources_of_ones_own_put_members_somewhere() -> None:
     changes = {"verifier": {"ray_resources": {"big": 1}}, "drafting": {"ray_resources": {"small": 0.5}}}
     assert [m.resources for m in decide(changes, local=False).members] == [{"big": 1}, {"small": 0.5}]
-    for wrong in ({"GPU": 1}, {"big": 0}):
-        with pytest.raises(ValueError, match=r"resource|more than 0"):
-            decide({"verifier": {"ray_resources": wrong}})
 
 
 @pytest.mark.parametrize(

@@ -65,15 +65,6 @@ def test_what_the_head_lacks_comes_from_the_target(tmp_path: Path) -> None:
     assert torch.equal(tied.lm_head, head.weights()["target.embed"])
 
 
-def test_layouts_disagree_about_the_default_of_norm_before_residual(tmp_path: Path) -> None:
-    for layout, expected in (("eagle", False), ("speculators", True)):
-        path = Path(write_head(tmp_path / layout, TinyHead(), layout)) / "config.json"
-        config = json.loads(path.read_text())
-        del config["norm_before_residual"]
-        path.write_text(json.dumps(config))
-        assert load_config(str(path.parent)).norm_before_residual is expected
-
-
 def test_feature_layers(tmp_path: Path) -> None:
     head_dir, target_dir = pair(tmp_path, TinyHead())
     assert load_config(head_dir, target_dir).aux_layers == (2, 4, 5)
@@ -82,6 +73,27 @@ def test_feature_layers(tmp_path: Path) -> None:
     assert load_config(head_dir).aux_layers == (1, 3, 6)
     edit(head_dir, eagle_config={"use_aux_hidden_state": False})
     assert not load_config(head_dir, target_dir).uses_aux
+    # A midlayer is one layer, although the configuration repeats the target's number.
+    edit(head_dir, eagle_config=None, num_hidden_layers=40)
+    assert check(head_dir, target_dir) == []
+    assert load_drafter(head_dir, target_dir).config.num_layers == 1
+    with pytest.raises(CheckpointError, match="no projection"):
+        load_fc(write_head(tmp_path / "plain", TinyHead(kind="eagle")))
+
+
+def test_what_layouts_disagree_about(tmp_path: Path) -> None:
+    for layout, is_before in (("eagle", False), ("speculators", True)):
+        path = Path(write_head(tmp_path / layout, TinyHead(), layout)) / "config.json"
+        config = json.loads(path.read_text())
+        del config["norm_before_residual"]
+        path.write_text(json.dumps(config))
+        assert load_config(str(path.parent)).norm_before_residual is is_before
+    head_dir, target_dir = pair(tmp_path, TinyHead(), layout="speculators")
+    for key in ("torch_dtype", "dtype"):
+        edit(write_head(tmp_path / key, TinyHead(), "speculators"), **{key: "bfloat16"})
+        assert load_config(str(tmp_path / key)).dtype == "bfloat16", "it is outside the layer's part"
+    edit(head_dir, speculators_model_type="medusa")
+    assert "medusa" in check(head_dir, target_dir)[0]
 
 
 @pytest.mark.parametrize(("before_fc", "per_feature"), [(False, False), (True, False), (False, True)])
@@ -100,11 +112,6 @@ def test_the_projection_is_the_heads(tmp_path: Path, before_fc: bool, per_featur
         expected = torch.cat([norm(p, weights[f"fc_norm.{i}.weight"]) for i, p in enumerate(parts)], dim=1)
     assert torch.allclose(project(hidden), expected @ weights["fc.weight"].T)
     assert project.aux_layers == (1, 2, 3)
-
-
-def test_a_head_without_projection_says_so(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no projection"):
-        load_fc(write_head(tmp_path, TinyHead(kind="eagle")))
 
 
 @pytest.mark.parametrize(
@@ -165,57 +172,30 @@ def test_missing_and_misshapen_tensors(tmp_path: Path) -> None:
         load_drafter(head_dir, target_dir)
 
 
-def test_a_midlayer_is_one_layer_although_the_configuration_repeats_the_targets_number(tmp_path: Path) -> None:
+def test_broken_files_are_reported_and_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
     head_dir, target_dir = pair(tmp_path, TinyHead())
-    edit(head_dir, num_hidden_layers=40)
-    assert check(head_dir, target_dir) == []
-    assert load_drafter(head_dir, target_dir).config.num_layers == 1
+    file, files = Path(head_dir) / "model.safetensors", TensorFiles(head_dir)
+    for content in (b"", b"\xff" * 40, (2**62).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"[]"):
+        file.write_bytes(content)
+        assert len(check(head_dir, target_dir)) == 1
+    file.write_bytes(b"")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        files.read_many(list(files.tensors))
 
-
-@pytest.mark.parametrize("key", ["torch_dtype", "dtype"])
-def test_the_type_of_a_speculators_head_is_outside_its_layer(tmp_path: Path, key: str) -> None:
-    head_dir = write_head(tmp_path, TinyHead(), "speculators")
-    edit(head_dir, **{key: "bfloat16"})
-    assert load_config(head_dir).dtype == "bfloat16"
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff" * 40, (2**62).to_bytes(8, "little"), (2).to_bytes(8, "little") + b"[]"])
-def test_broken_files_are_reported(tmp_path: Path, content: bytes) -> None:
-    head_dir, target_dir = pair(tmp_path, TinyHead())
-    (Path(head_dir) / "model.safetensors").write_bytes(content)
-    assert len(check(head_dir, target_dir)) == 1
-
-
-def test_a_pickle_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> tuple[Any, ...]:
             return (Path.touch, (tmp_path / "ran",))
 
-    head_dir, target_dir = pair(tmp_path, TinyHead())
-    (Path(head_dir) / "model.safetensors").unlink()
+    file.unlink()
     (Path(head_dir) / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
     assert len(check(head_dir, target_dir)) == 1
     assert not (tmp_path / "ran").exists()
-
-
-def test_other_speculators_are_refused(tmp_path: Path) -> None:
-    head_dir, target_dir = pair(tmp_path, TinyHead(), layout="speculators")
-    edit(head_dir, speculators_model_type="medusa")
-    assert "medusa" in check(head_dir, target_dir)[0]
 
 
 @pytest.mark.parametrize(("module", "absent"), [("backend.models.check", "torch"), ("backend.drafter.process", "vllm")])
 def test_imports_stay_light(module: str, absent: str) -> None:
     code = f"import sys, {module}; sys.exit({absent!r} in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_weights_that_are_being_overwritten_are_refused(tmp_path: Path) -> None:
-    files = TensorFiles(write_head(tmp_path / "head", TinyHead()))
-    for info in files.tensors.values():
-        info.path.write_bytes(b"")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        files.read_many(list(files.tensors))
 
 
 def test_a_head_written_anew_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

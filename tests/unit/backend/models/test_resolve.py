@@ -10,7 +10,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 from backend.config import Settings
 from backend.models.demo import DRAFT_MODEL_DIR, DRAFTER_DIR, TARGET_DIR
-from backend.models.resolve import ModelError, find, resolve
+from backend.models.resolve import ModelError, resolve
 from tests.support.other_vocabulary import write_tokenizer
 
 
@@ -46,13 +46,6 @@ def test_the_mode_says_what_drafts(mode: str, drafter: str, kind: str) -> None:
     models = resolve(settings(mode=mode, drafter=drafter), quiet)
     assert (models.target_dir, models.name, models.drafter_kind) == (str(TARGET_DIR), "demo", kind)
     assert models.drafter_dir == (str(DRAFTER_DIR) if kind == "eagle" else None)
-
-
-def test_a_tilde_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    directory = target(tmp_path / "m")
-    assert resolve(settings(model="~/m", mode="off"), quiet).target_dir == str(directory)
-    assert f"--model ~/n (that is {tmp_path}/n): no such directory" in refusal(model="~/n", mode="off")
 
 
 @pytest.mark.parametrize(
@@ -94,20 +87,18 @@ def test_what_cannot_work_is_one_line(changes: dict[str, Any], line: str) -> Non
     assert line in refusal(**changes)
 
 
-def test_a_head_for_another_target_is_refused(tmp_path: Path) -> None:
-    directory = target(tmp_path / "m", hidden_size=999, vocab_size=2048, num_hidden_layers=5)
-    assert "does not fit" in refusal(model=str(directory), drafter=str(DRAFTER_DIR))
-
-
-def test_a_file_is_no_model_and_a_repository_is_looked_for_in_the_cache_when_offline(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ModelError, match="is a file"):
-        find("--model", str(tmp_path / "model.safetensors"), tmp_path, quiet)
+def test_where_a_model_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(ModelError, match="not in the local cache, and HF_HUB_OFFLINE is set"):
-        find("--model", "outrider-tests/not-there", tmp_path, quiet)
+    directory = target(tmp_path / "m", hidden_size=999, vocab_size=2048, num_hidden_layers=5)
+    assert resolve(settings(model="~/m", mode="off"), quiet).target_dir == str(directory)
+    assert "does not fit" in refusal(model="~/m", drafter=str(DRAFTER_DIR)), "the head is another target's"
+    for model, line in (
+        ("~/n", f"--model ~/n (that is {tmp_path}/n): no such directory"),
+        ("~/m/model.safetensors", "is a file"),
+        ("outrider-tests/not-there", "not in the local cache, and HF_HUB_OFFLINE is set"),
+    ):
+        assert line in refusal(model=model, mode="off")
 
 
 @pytest.mark.parametrize("code", [False, True])
@@ -164,9 +155,8 @@ def test_a_model_with_the_same_tokenizer_drafts(tmp_path: Path) -> None:
 def test_with_another_vocabulary_the_shared_tokens_are_counted(tmp_path: Path) -> None:
     lines: list[str] = []
     resolve(settings(drafter=str(draft_model(tmp_path / "d", **{"import": 2060}))), lines.append)
-    assert [line.partition(" it ")[2] for line in lines if "tokens" in line] == [
-        "knows 2048 of the target's 2048 tokens, under other ids, which are mapped"
-    ]
+    told = "knows 2048 of the target's 2048 tokens, under other ids, which are mapped"
+    assert [line.partition(" it ")[2] for line in lines if "tokens" in line] == [told]
     write_tokenizer(tmp_path / "d", {"import": 0, "def": 1, "class": 2, **{f"t{i}": 3 + i for i in range(4)}})
     few = r"does not fit .* shares 3 tokens .* less than 50% of the smaller one's 7"
     assert re.search(few, refusal(drafter=str(tmp_path / "d")))
