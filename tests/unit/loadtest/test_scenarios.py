@@ -21,12 +21,10 @@ def first_requests(name: str, count: int, seed: str = "s", share: float = 0.0) -
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
 def test_the_same_seed_asks_the_same_and_streams_want_their_usage(name: str) -> None:
     requests = first_requests(name, 12)
-    assert requests == first_requests(name, 12)
-    assert requests != first_requests(name, 12, seed="other")
+    assert requests == first_requests(name, 12) != first_requests(name, 12, seed="other")
     for ask in requests:
         assert ask.path.startswith("/v1/")
-        assert ask.body["stream"] is True
-        assert ask.body["stream_options"] == {"include_usage": True}
+        assert (ask.body["stream"], ask.body["stream_options"]) == (True, {"include_usage": True})
         json.dumps(ask.body)
 
 

@@ -52,11 +52,8 @@ def test_the_times_of_a_chat_stream() -> None:
     assert answer.text == "abcd"
     assert answer.chunks == [10.5, 11.0, 12.5]
     assert answer.figures(10.0) == pytest.approx({"tokens": 9, "TTFT": 500, "TPOT": 250, "TGS tok/s": 4})
-
-
-def test_reasoning_and_tool_calls_are_tokens_too() -> None:
     pieces = (delta(reasoning="hm"), delta(tool_calls=[{"index": 0}]), delta("tool_calls") + usage(3) + DONE)
-    assert answer_of(*enumerate(pieces)).chunks == [0, 1, 2]
+    assert answer_of(*enumerate(pieces)).chunks == [0, 1, 2], "reasoning and calls are tokens too"
 
 
 def test_tokens_that_came_at_one_time_or_were_waiting_to_be_read_have_no_rate() -> None:

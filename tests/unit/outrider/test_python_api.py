@@ -7,11 +7,10 @@ import itertools
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import httpx
 import numpy as np
@@ -67,64 +66,54 @@ def test_every_sample_of_every_prompt_comes_once_with_a_seed_of_its_own() -> Non
     assert (samples[0].logprobs, samples[0].weight_version, samples[0].cached_tokens) == ([-0.5], "3", 7)
 
 
-@dataclass
-class Parameters:
-    """As vLLM's: with defaults, and a field that follows from others."""
-
-    n: int = 1
-    temperature: float = 1.0
-    max_tokens: int = 16
-    seed: int | None = None
-    stop: list[str] = field(default_factory=list)
-    output_text_buffer_length: int = 0
-    _private: int = 1
-
-
 def test_of_an_object_what_differs_from_its_class_is_sent() -> None:
-    given = Parameters(n=2, seed=4, output_text_buffer_length=9)
-    assert fields_of(given) == {"n": 2, "seed": 4, "max_tokens": 16}
+    given = SamplingParams(n=2, seed=4, temperature=0.5, stop=["end"], max_tokens=16, prompt_logprobs=1)
+    assert fields_of(given) == {
+        "n": 2, "seed": 4, "temperature": 0.5, "stop": ["end"], "max_tokens": 16, "prompt_logprobs": 1
+    }  # fmt: skip
     assert fields_of(SimpleNamespace(temperature=0.5, seed=None)) == {"temperature": 0.5}
     assert fields_of({"temperature": 1.0, "top_p": None}) == {"temperature": 1.0}
-    vllms = SamplingParams(temperature=0.5, stop=["end"], max_tokens=16, prompt_logprobs=1)
-    assert fields_of(vllms) == {"temperature": 0.5, "stop": ["end"], "max_tokens": 16, "prompt_logprobs": 1}
     with joined(output) as fleet:
         assert sorted(s.token_ids[0] for s in fleet.generate([[1]], given)) == [4, 5]
 
 
-@pytest.mark.parametrize("fault", ["busy", "disconnect"])
-def test_what_passes_is_tried_again(fault: str) -> None:
-    tries: list[int] = []
-
+@pytest.mark.parametrize(
+    "faults",
+    [
+        [refusal("busy", 503)],
+        [httpx.ReadError("gone")],
+        # A verifier that is busy with long outputs turns the others away again and again: a sample waits as long as it takes.
+        [refusal("overloaded", 503), refusal("rate_limit_exceeded", 429)] * 10,
+    ],
+)
+def test_what_passes_is_tried_again(faults: list[Any]) -> None:
     def answer(body: dict[str, Any]) -> httpx.Response:
-        tries.append(1)
-        if len(tries) > 1:
+        if not faults:
             return output(body)
-        if fault == "disconnect":
-            raise httpx.ReadError("gone")
-        return refusal("busy", 503)
+        if isinstance(fault := faults.pop(0), Exception):
+            raise fault
+        return fault
 
-    with joined(answer) as fleet:
+    with joined(answer, retries=1) as fleet:
         assert len(list(fleet.generate([[1]]))) == 1
-    assert len(tries) == 2
+    assert not faults
 
 
-def test_a_sample_waits_for_room_as_long_as_it_takes() -> None:
-    """A verifier that is busy with long outputs turns the others away again and again."""
-    answers = iter([refusal("overloaded", 503), refusal("rate_limit_exceeded", 429)] * 10)
-    with joined(lambda body: next(answers, output(body)), retries=1) as fleet:
-        assert len(list(fleet.generate([[1]]))) == 1
-    with joined(lambda body: refusal("no_verifier_ready", 503), retries=1) as fleet, pytest.raises(OutriderError):
+@pytest.mark.parametrize(
+    ("status", "code", "headers", "tries"),
+    [
+        (400, "bad_n", {}, 1),
+        (429, "too_large", {"x-should-retry": "false"}, 1),
+        (503, "no_verifier_ready", {"retry-after": "0"}, 2),
+    ],
+)
+def test_a_refusal_is_raised_with_its_code(status: int, code: str, headers: dict[str, str], tries: int) -> None:
+    requests: list[httpx.Request] = []
+    answer = httpx.Response(status, headers=headers, json={"error": {"message": "no", "code": code}})
+    with joined(Mock(return_value=answer), requests, retries=1) as fleet, pytest.raises(OutriderError) as raised:
         list(fleet.generate([[1]]))
-
-
-def test_a_refusal_is_raised_at_once_with_its_code() -> None:
-    final = httpx.Response(429, headers={"x-should-retry": "false"}, json={"error": {"message": "no", "code": "too_large"}})
-    for status, code, answer in ((400, "bad_n", refusal("bad_n")), (429, "too_large", final)):
-        requests: list[httpx.Request] = []
-        with joined(Mock(return_value=answer), requests) as fleet, pytest.raises(OutriderError) as raised:
-            list(fleet.generate([[1]]))
-        assert (raised.value.status, raised.value.code, raised.value.message) == (status, code, "no")
-        assert sum(request.url.path == "/inference/v1/generate" for request in requests) == 1
+    assert (raised.value.status, raised.value.code, raised.value.message) == (status, code, "no")
+    assert sum(request.url.path == "/inference/v1/generate" for request in requests) == tries
 
 
 def test_what_was_submitted_is_given_once() -> None:
@@ -145,11 +134,7 @@ def countdown(episode: Episode) -> str | float:
     return "x" if len(episode.turns) < 3 else 0.25
 
 
-async def countdown_on_the_loop(episode: Episode) -> str | float:
-    return countdown(episode)
-
-
-@pytest.mark.parametrize("step", [countdown, countdown_on_the_loop])
+@pytest.mark.parametrize("step", [countdown, AsyncMock(side_effect=countdown)])
 def test_the_turns_of_an_episode_are_one_session(step: Callable[[Episode], Any]) -> None:
     requests: list[httpx.Request] = []
     with joined(output, requests) as fleet:
@@ -170,7 +155,7 @@ def test_a_reward_may_be_numpys_or_torchs(reward: Any) -> None:
     assert (episode.reward, type(episode.reward)) == (0.5, float)
 
 
-def test_an_episode_that_outgrows_the_context_ends() -> None:
+def test_an_episode_that_outgrows_the_context_ends_and_an_environments_error_is_raised() -> None:
     def answer(body: dict[str, Any]) -> httpx.Response:
         return output(body) if len(body["token_ids"]) < 4 else refusal("context_length_exceeded")
 
@@ -179,14 +164,8 @@ def test_an_episode_that_outgrows_the_context_ends() -> None:
         assert (episode.token_ids, len(episode.turns), episode.reward) == ([1, 0, 2, 0, 2], 2, None)
         with pytest.raises(OutriderError):
             list(fleet.episodes([[1] * 9], lambda episode: None))
-
-
-def test_an_environments_error_is_raised() -> None:
-    def step(episode: Episode) -> float:
-        raise LookupError("the tool is gone")
-
-    with joined(output) as fleet, pytest.raises(LookupError):
-        list(fleet.episodes([[1]], step))
+        with pytest.raises(LookupError):
+            list(fleet.episodes([[1]], Mock(side_effect=LookupError("the tool is gone"))))
 
 
 def test_of_state_dicts_the_last_stays_on_disk(tmp_path: Path) -> None:
@@ -212,16 +191,11 @@ def test_of_state_dicts_the_last_stays_on_disk(tmp_path: Path) -> None:
         assert len(list(tmp_path.iterdir())) == 2, "some verifiers may have loaded it"
         fleet.update_weights({"a": tied}, "four")
         (last,) = tmp_path.iterdir()
+        spread = Mock(full_tensor=None, spec=["full_tensor"])
+        with pytest.raises(TypeError, match="b is a DTensor"):
+            fleet.update_weights({"a": tied, "b": spread})
+        assert list(tmp_path.iterdir()) == [last], "nothing stays of what was refused"
     assert last.exists()
-
-
-def test_a_tensor_that_is_spread_over_devices_is_refused_by_name_and_nothing_stays(tmp_path: Path) -> None:
-    class Spread:
-        full_tensor = None
-
-    with joined(output, weights_dir=tmp_path) as fleet, pytest.raises(TypeError, match="b is a DTensor"):
-        fleet.update_weights({"a": torch.ones(2), "b": Spread()})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_adapters_are_models() -> None:

@@ -24,18 +24,14 @@ def admitted(claim: Claim, fields: dict[str, Any], size: int = 400, max_in_fligh
     return admit(cast(Any, gateway), Request({"type": "http", "headers": [], "state": state}), SimpleNamespace(**fields))
 
 
-def test_sequences_and_tokens():
+def test_sequences_tokens_and_time():
     claim = admitted(Claim(), {"prompt": ["a", "b"], "n": 3, "max_tokens": 10})
-    assert (claim.sequences, claim.choices, claim.expected_tokens) == (6, 3, 100 + 60)
+    assert (claim.sequences, claim.choices, claim.expected_tokens, claim.wait_s) == (6, 3, 100 + 60, 60)
     assert current_claim() is claim
     # Without a length of its own it gets the mean one; nothing is longer than the context.
     assert admitted(Claim(), {}).expected_tokens == 100 + 32
     assert admitted(Claim(), {"max_tokens": 10**6}, size=10**6).expected_tokens == 256 + 256
-
-
-def test_one_who_has_time_keeps_it():
-    assert admitted(Claim(), {}).wait_s == 60
-    assert admitted(Claim(priority=Priority.BATCH, wait_s=None), {}).wait_s is None
+    assert admitted(Claim(priority=Priority.BATCH, wait_s=None), {}).wait_s is None, "one who has time keeps it"
 
 
 @pytest.mark.parametrize(("most", "max_in_flight"), [(64, 1), (1, 128)])

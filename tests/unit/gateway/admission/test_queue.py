@@ -11,11 +11,17 @@ from gateway.admission.queue import FairQueue, Item
 from gateway.admission.room import Rooms
 from tests.support.properties import examples
 
-WIDE = (10**6, 10**9)
-
 
 def item(flow="a", tokens=100, weight=1.0, priority=1, sequences=1):
     return Item(flow, weight, priority, sequences, tokens)
+
+
+def wide(*items: Item) -> FairQueue[Item]:
+    """A queue in which there is always room, with these."""
+    queue: FairQueue[Item] = FairQueue(10**6, 10**9)
+    for each in items:
+        queue.push(each)
+    return queue
 
 
 items = st.builds(
@@ -68,10 +74,7 @@ sixty_sizes = st.lists(st.integers(1, 300), min_size=60, max_size=60)
 @given(st.lists(st.tuples(st.sampled_from([0.5, 1.0, 2.0, 5.0]), sixty_sizes), min_size=2, max_size=4), st.integers(10, 60))
 def test_flows_that_wait_get_tokens_by_their_weights(flows, served):
     """Start-time fair queueing's bound: between any two backlogged flows, one longest request of each."""
-    queue: FairQueue[Item] = FairQueue(*WIDE)
-    for number, (weight, sizes) in enumerate(flows):
-        for tokens in sizes:
-            queue.push(item(str(number), tokens, weight))
+    queue = wide(*(item(str(flow), tokens, weight) for flow, (weight, sizes) in enumerate(flows) for tokens in sizes))
     taken = [0.0] * len(flows)
     left = [60] * len(flows)
     for now in range(served):
@@ -88,12 +91,8 @@ def test_flows_that_wait_get_tokens_by_their_weights(flows, served):
 @given(st.integers(1, 200), st.floats(0.01, 1.0), st.integers(1, 500))
 def test_nobody_starves_behind_a_flood(tokens, weight, flood):
     """However many come of another key, and go on coming: the wait is bounded by what is owed to the others until then."""
-    queue: FairQueue[Item] = FairQueue(*WIDE)
-    for _ in range(50):
-        queue.push(item("flood", flood, 1.0))
     mine = item("mine", tokens, weight)
-    queue.push(item("mine", tokens, weight))
-    queue.push(mine)
+    queue = wide(*(item("flood", flood, 1.0) for _ in range(50)), item("mine", tokens, weight), mine)
     for now in range(10**5):
         queue.push(item("flood", flood, 1.0))
         if queue.pop(float(now)) is mine:
@@ -104,9 +103,7 @@ def test_nobody_starves_behind_a_flood(tokens, weight, flood):
 
 
 def test_who_was_away_has_saved_nothing_up():
-    queue: FairQueue[Item] = FairQueue(*WIDE)
-    for _ in range(40):
-        queue.push(item("old"))
+    queue = wide(*(item("old") for _ in range(40)))
     for now in range(20):
         queue.pop(float(now))
     for _ in range(20):
@@ -116,13 +113,10 @@ def test_who_was_away_has_saved_nothing_up():
 
 
 def test_what_a_flow_gets_back_does_not_change_its_order():
-    queue: FairQueue[Item] = FairQueue(*WIDE)
-    mine = [item("a"), item("a")]
-    for each in mine:
-        queue.push(each)
+    mine = [item("a"), item("a"), item("a", 1)]
+    queue = wide(*mine[:2])
     queue.settle("a", 1.0, 1, -150)
-    mine.append(item("a", 1))
-    queue.push(mine[-1])
+    queue.push(mine[2])
     assert [queue.pop(0.0) for _ in mine] == mine
     # It is not lost: the next one starts by so much earlier.
     queue.push(item("a"))
@@ -130,9 +124,9 @@ def test_what_a_flow_gets_back_does_not_change_its_order():
 
 
 def test_one_who_took_more_than_was_thought_pays_for_it():
-    queue: FairQueue[Item] = FairQueue(*WIDE)
-    queue.bypass(item("greedy", 10))
-    queue.bypass(item("modest", 10))
+    queue = wide()
+    for flow in ("greedy", "modest"):
+        queue.bypass(item(flow, 10))
     queue.settle("greedy", 1.0, 1, 5000)
     first = [item("greedy"), *(item("modest") for _ in range(20))]
     for each in first:
@@ -142,23 +136,18 @@ def test_one_who_took_more_than_was_thought_pays_for_it():
 
 def test_when_it_is_full_the_greediest_of_the_lowest_priority_lose_their_newest():
     queue: FairQueue[Item] = FairQueue(4, 10**9)
-    few, many = [item("few")], [item("many") for _ in range(3)]
-    batch = item("batch", tokens=1, priority=2)
-    assert queue.push(batch) == []
-    for each in [*few, *many[:2]]:
+    batch, few, *many = item("batch", tokens=1, priority=2), item("few"), *(item("many") for _ in range(3))
+    for each in (batch, few, *many[:2]):
         assert queue.push(each) == []
     assert queue.push(many[2]) == [batch]
-    newcomer = item("new")
-    assert queue.push(newcomer) == [many[2]]
+    assert queue.push(item("new")) == [many[2]]
     assert queue.push(item("huge", sequences=5))[0].flow == "huge"
     assert sorted(each.flow for each in iter(lambda: queue.pop(0.0), None)) == ["few", "many", "many", "new"]
 
 
 def test_expected_waits_follow_the_measured_rate():
-    queue: FairQueue[Item] = FairQueue(*WIDE)
-    assert queue.expected_wait_s("a", 1, 0.0) is None
-    for _ in range(20):
-        queue.push(item("a", 100))
+    assert wide().expected_wait_s("a", 1, 0.0) is None
+    queue = wide(*(item("a", 100) for _ in range(20)))
     for now in range(11):
         queue.pop(float(now))
     # 100 tokens a second; nine are left.
@@ -172,11 +161,11 @@ def test_expected_waits_follow_the_measured_rate():
     assert queue.rate(100.0) is None
 
 
-def stats(**fields):
-    return VerifierStats("v", 0.0, "sync", 4, **fields)
-
-
 def test_room_is_what_slots_reports_and_a_spare_one_leave():
+
+    def stats(**fields):
+        return VerifierStats("v", 0.0, "sync", 4, **fields)
+
     rooms = Rooms(16)
     assert rooms.left("v", 0) == 18
     assert rooms.left("v", 18) == 0

@@ -20,19 +20,10 @@ def refused(call, *given):
     return caught.value.headers()
 
 
-def test_a_minute_s_worth_at_once_and_then_as_it_drains():
-    mine = Bucket("requests", 60)
-    for _ in range(60):
-        mine.spend(1, 0.0)
-    with pytest.raises(RateLimited, match=r"requests per min \(RPM\): limit 60\. Please try again in 1s") as caught:
-        mine.spend(1, 0.0)
-    assert (caught.value.type, caught.value.headers()["retry-after-ms"]) == ("requests", "1000")
-    mine.spend(1, 1.0)
-
-
-def test_headers_are_openai_s():
+def test_a_minutes_worth_at_once_and_then_as_it_drains_with_openais_headers():
     requests, tokens = Bucket("requests", 60), Bucket("tokens", 600)
-    requests.spend(3, 10.0)
+    for _ in range(3):
+        requests.spend(1, 10.0)
     tokens.spend(100, 10.0)
     assert dict(requests.headers(10.0) + tokens.headers(10.0)) == {
         b"x-ratelimit-limit-requests": b"60",
@@ -42,18 +33,19 @@ def test_headers_are_openai_s():
         b"x-ratelimit-remaining-tokens": b"500",
         b"x-ratelimit-reset-tokens": b"10s",
     }
+    requests.spend(57, 10.0)
+    with pytest.raises(RateLimited, match=r"requests per min \(RPM\): limit 60\. Please try again in 1s") as caught:
+        requests.spend(1, 10.0)
+    assert (caught.value.type, caught.value.headers()["retry-after-ms"]) == ("requests", "1000")
+    requests.spend(1, 11.0)
+    # Tokens are corrected, and too many are refused for good.
+    refused(tokens.spend, 501, 10.0)
+    tokens.add(-50, 10.0)
+    tokens.spend(550, 10.0)
+    tokens.add(200, 10.0)
+    assert refused(tokens.spend, 1, 10.0)["retry-after-ms"] == "20100"
+    assert refused(tokens.spend, 601, 10.0) == {"x-should-retry": "false"}
     assert [duration(each) for each in (0, 0.0121, 1.5, 59.9996, 61, 360)] == ["0ms", "13ms", "1.5s", "60s", "1m1s", "6m0s"]
-
-
-def test_tokens_are_corrected_and_too_many_are_refused_for_good():
-    tokens = Bucket("tokens", 100)
-    tokens.spend(90, 0.0)
-    refused(tokens.spend, 20, 0.0)
-    tokens.add(-50, 0.0)
-    tokens.spend(60, 0.0)
-    tokens.add(200, 0.0)
-    assert refused(tokens.spend, 1, 0.0)["retry-after-ms"] == "120600"
-    assert refused(tokens.spend, 101, 0.0) == {"x-should-retry": "false"}
 
 
 def test_what_was_refused_later_does_not_count():

@@ -6,8 +6,6 @@ No spelling of a path evades that: the right belongs to the route that is found.
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import unquote
@@ -30,25 +28,18 @@ from gateway.state import Gateway
 from tests.support.rights import ROUTES, paths
 
 
-def test_only_probes_metrics_pages_and_the_document_need_no_key() -> None:
+def test_each_route_has_its_right() -> None:
     api = {"/livez", "/liveness", "/readyz", "/health", "/openapi.json"}
-    assert paths(ROUTES, Right.NOTHING) - api == {"/", "/page/{name}"}
-    assert api <= paths(ROUTES, Right.NOTHING)
-    assert paths(ROUTES, Right.METRICS) == {"/metrics"}
-
-
-def test_what_changes_the_fleet_is_for_administrators() -> None:
     reads = {"/is_paused", "/is_sleeping", "/weight_info", "/get_world_size", "/server_info"}
     changes = {route.path for route in weights.router.routes} - reads  # type: ignore[attr-defined]
     adapters = {f"{prefix}/{verb}_lora_adapter" for prefix in ("", "/v1") for verb in ("load", "unload")}
-    assert paths(ROUTES, Right.ADMINISTER) == changes | adapters | {
-        route.path for route in ROUTES if route.path.startswith("/admin")
-    }
-
-
-def test_what_generates_is_limited() -> None:
     chat = {"/v1/chat/completions", "/v1/chat/completions/batch", "/v1/completions", "/v1/messages", "/v1/responses"}
-    assert paths(ROUTES, Right.GENERATE) == chat | {"/v1/embeddings", "/v1/score", "/v1/rerank", "/inference/v1/generate"}
+    assert {right: paths(ROUTES, right) for right in (Right.NOTHING, Right.METRICS, Right.ADMINISTER, Right.GENERATE)} == {
+        Right.NOTHING: api | {"/", "/page/{name}"},
+        Right.METRICS: {"/metrics"},
+        Right.ADMINISTER: changes | adapters | {route.path for route in ROUTES if route.path.startswith("/admin")},
+        Right.GENERATE: chat | {"/v1/embeddings", "/v1/score", "/v1/rerank", "/inference/v1/generate"},
+    }
 
 
 def test_a_route_that_does_not_say_who_may_call_it_is_not_served() -> None:
@@ -73,24 +64,20 @@ ENDS = (
     *("%0A", "%0D", "%0D%0A", "%00", "%09", "%1F", "%7F", "%C2%85", "%E2%80%A8"),
     *("/", "//", "/.", "/..", "%20", "%2F", "%3F", "%23", ";", "."),
 )
-SPELLINGS: dict[str, Callable[[str], str]] = {
-    "/pause": lambda path: path,
-    **{f"/pause{end}": partial(lambda end, path: path + end, end) for end in ENDS},
-    "//pause": lambda path: f"/{path}",
-    "/%2Fpause": lambda path: f"/%2F{path[1:]}",
-    "%2Fpause": lambda path: f"%2F{path[1:]}",
-    "/./pause": lambda path: f"/.{path}",
-    "/x/../pause": lambda path: f"/x/..{path}",
-    "/livez/../pause": lambda path: f"/livez/..{path}",
-    "/livez%0A/../pause": lambda path: f"/livez%0A/..{path}",
-    "/PAUSE": str.upper,
-    "/Pause": lambda path: path[:1] + path[1:].capitalize(),
-    "/pau%73e": lambda path: "".join(f"%{ord(each):02x}" if each in "aeiou" else each for each in path),
-    "/pau%2573e": lambda path: f"{path[:-1]}%25{ord(path[-1]):02x}",
-    "pause": lambda path: path[1:],
-    "http://x/pause": lambda path: f"http://x{path}",
-}
+SPELLINGS = (
+    *(f"/{{0}}{end}" for end in ENDS),
+    *("//{0}", "/%2F{0}", "%2F{0}", "/./{0}", "/x/../{0}", "/livez/../{0}", "/livez%0A/../{0}", "{0}", "http://x/{0}"),
+    *("/{upper}", "/{capital}", "/{vowels}", "/{begun}%25{last:02x}"),
+)
+"""Spellings of `/path`, of which `{0}` is all behind the first slash."""
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+
+
+def spelled(spelling: str, path: str) -> str:
+    name = path[1:]
+    vowels = "".join(f"%{ord(each):02x}" if each in "aeiou" else each for each in name)
+    cases = {"upper": name.upper(), "capital": name.capitalize(), "vowels": vowels}
+    return spelling.format(name, **cases, begun=name[:-1], last=ord(name[-1]) if name else 0)
 
 
 def may(right: Right, fleet: str, key: str, local: bool) -> bool:
@@ -159,16 +146,16 @@ def test_no_spelling_of_a_path_gives_a_right(
         for route, fleet, (name, key) in itertools.product(walk.routes, FLEETS, KEYS.items()):
             walk.gateway.ring = FLEETS[fleet]
             right, path, method = right_of(route), route.path_format.replace("{operation_id}", "7"), max(route.methods)
-            requests = [(method, "/pause")]
+            requests = [(method, path)]
             if not local and (fleet, name) == WEAKEST:
-                requests += [(each, "/pause") for each in METHODS if each != method]
-                requests += [(method, each) for each in SPELLINGS if each != "/pause"]
-            for method, spelling in requests:
-                status, reached = await walk.ask(method, SPELLINGS[spelling](path), key)
-                case = f"{method} {SPELLINGS[spelling](path)} of {fleet} with {name} key: {status}"
+                requests += [(each, path) for each in METHODS if each != method]
+                requests += [(method, spelled(each, path)) for each in SPELLINGS]
+            for method, target in requests:
+                status, reached = await walk.ask(method, target, key)
+                case = f"{method} {target} of {fleet} with {name} key: {status}"
                 assert status < 500, case
                 assert reached is None or may(reached, fleet, name, local), case
-                if spelling == "/pause" and method in route.methods:
+                if target == path and method in route.methods:
                     assert (reached is right) == may(right, fleet, name, local), case
                 administered += reached is Right.ADMINISTER and method not in ("GET", "HEAD")
         return administered

@@ -41,9 +41,8 @@ from gateway.cli.administer import parse, run
     ],
 )
 def test_arguments_become_commands(line: str, command: AnyCommand) -> None:
-    name, *arguments = line.split()
-    assert parse(name, [*arguments, "--ray-address", "host:1"])[0] == command
-    assert parse(name, [*arguments, "--ray-address", "host:1"])[2] == ["--ray-address", "host:1"]
+    found, _, others = parse(line.split()[0], [*line.split()[1:], "--ray-address", "host:1"])
+    assert (found, others) == (command, ["--ray-address", "host:1"])
 
 
 def output_of(answer: Done | CommandRefused, *states: tuple[str, str], wait: bool = True, dry_run: bool = False) -> list[str]:
@@ -62,17 +61,18 @@ def test_an_operation_is_followed_to_its_end() -> None:
     assert lines == ["1 verifier started", "fleet version 7", "starting v1", "v1 started"]
     lines = output_of(Done(7, ["1 verifier started"], 4), wait=False)
     assert lines[-1].startswith("operation 4;")
-
-
-def test_what_went_wrong_is_said() -> None:
-    with pytest.raises(CommandError, match="no room"):
-        output_of(Done(7, ["x"], 4), ("failed", "no room"))
-    with pytest.raises(CommandError, match="does not know operation 4"):
-        output_of(Done(7, ["x"], 4))
-    with pytest.raises(CommandError, match=r"not 3 \(fleet version 9\)"):
-        output_of(CommandRefused("version_mismatch", "the fleet is at version 9, not 3", 9))
-
-
-def test_a_dry_run_says_so_and_a_repetition_too() -> None:
     assert output_of(Done(7, ["1 verifier started"]), dry_run=True)[0] == "would happen: 1 verifier started"
     assert output_of(Done(7, []))[0] == "nothing to do"
+
+
+@pytest.mark.parametrize(
+    ("answer", "states", "message"),
+    [
+        (Done(7, ["x"], 4), [("failed", "no room")], "no room"),
+        (Done(7, ["x"], 4), [], "does not know operation 4"),
+        (CommandRefused("version_mismatch", "the fleet is at version 9, not 3", 9), [], r"not 3 \(fleet version 9\)"),
+    ],
+)
+def test_what_went_wrong_is_said(answer: Done | CommandRefused, states: list[tuple[str, str]], message: str) -> None:
+    with pytest.raises(CommandError, match=message):
+        output_of(answer, *states)

@@ -17,7 +17,17 @@ from backend.config import Settings
 from backend.config import runtime as runtime_files
 from backend.config.sources import ConfigError, load
 from backend.coordinator.messages import FleetInfo
-from backend.fleet import Assignment, DraftCounters, DrafterStats, FleetSnapshot, Learning, Member, MemberView, VerifierStats
+from backend.fleet import (
+    Assignment,
+    DraftCounters,
+    DrafterStats,
+    FleetSnapshot,
+    Learning,
+    Member,
+    MemberKind,
+    MemberView,
+    VerifierStats,
+)
 from backend.launch import finding, state
 from backend.launch.cluster import ClusterError, RayCluster
 from backend.models.resolve import ResolvedModels
@@ -87,20 +97,18 @@ def test_a_key_is_made_and_shown_once(capsys: pytest.CaptureFixture[str], tmp_pa
     assert cli.main(["make-key"]) == 2
 
 
-@pytest.mark.parametrize(("name", "path"), [("keys-file", "file"), ("tls-cert", "file"), ("state-dir", "file/state")])
-def test_wrong_files_are_found_before_anything_starts(
+@pytest.mark.parametrize(
+    ("name", "path"), [("keys-file", "file"), ("tls-cert", "file"), ("state-dir", "file/state"), ("port", "")]
+)
+def test_wrong_files_and_a_busy_port_are_found_before_anything_starts(
     name: str, path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("keys: 5")
-    assert cli.main(["serve", f"--gateway-{name}", str(tmp_path / path), "--port", "0"]) == 2
-    assert name.replace("-", "_") in capsys.readouterr().err
-
-
-def test_a_busy_port_is_found_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert cli.main(["serve", "--port", str(port)]) == 2
-    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+        port = str(taken.getsockname()[1] if name == "port" else 0)
+        wrong = [f"--gateway-{name}", str(tmp_path / path)] if path else []
+        assert cli.main(["serve", *wrong, "--port", port]) == 2
+    assert (name.replace("-", "_") if path else f"cannot listen on 127.0.0.1:{port}") in capsys.readouterr().err
 
 
 def test_status_without_a_fleet_or_its_cluster_says_so_at_once(runtime: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -126,30 +134,33 @@ def test_check_config_prints_yaml_with_sources(capsys: pytest.CaptureFixture[str
     assert Settings.model_validate(read) == Settings(verifiers=2)
 
 
+def shown(name: str, kind: MemberKind, *assignments: Assignment, **stats: Any) -> str:
+    """The table of a fleet of one member."""
+    member = Member(name, kind, "i", "ipc:///x", "", "127.0.0.1", 7, "demo", "ready")
+    return console.table(FleetSnapshot(1, [MemberView(member, 0.1, **stats)], list(assignments), {"restarts": 3}))
+
+
 def test_the_table_shows_who_drafts_for_whom_and_how_well() -> None:
     counters = {"drafter-0": DraftCounters(drafts=10, accepted_tokens=15), "drafter-1": DraftCounters(drafts=10)}
     stats = VerifierStats("verifier-0", 0.0, "sync", 4, running=2, tokens=40, drafters=counters)
-    verifier = Member("verifier-0", "verifier", "i", "ipc:///x", "", "127.0.0.1", 7, "demo", "ready")
-    snapshot = FleetSnapshot(1, [MemberView(verifier, 0.1, stats)], [Assignment("verifier-0", "drafter-0", 1)], {"restarts": 3})
-    text = console.table(snapshot)
-    assert "2 running, 0 waiting" in text
-    assert "acceptance length 1.75" in text
-    assert "drafters drafter-0" in text
-    assert "restarts 3" in text
+    text = shown("verifier-0", "verifier", Assignment("verifier-0", "drafter-0", 1), verifier=stats)
+    for part in ("2 running, 0 waiting", "acceptance length 1.75", "drafters drafter-0", "restarts 3"):
+        assert part in text
 
 
-def test_the_table_shows_how_right_a_learned_head_and_the_one_before_are() -> None:
-    def line(**fields: Any) -> str:
-        stats = DrafterStats("drafter-0", 0.0, learning=Learning(steps=90, **fields))
-        member = Member("drafter-0", "drafter", "i", "ipc:///x", "", "127.0.0.1", 7, "demo", "ready")
-        return console.table(FleetSnapshot(1, [MemberView(member, 0.1, drafter=stats)], [], {}))
-
-    assert "head version 1 (48% right), 90 steps" in line(
-        version=1, live_acceptance=0.48, previous_version=1, previous_acceptance=0.5
-    )
-    known = line(version=3, live_acceptance=0.62, previous_version=2, previous_acceptance=0.58)
-    assert "head version 3 (62% right), before it version 2 (58% right), 90 steps" in known
-    assert "head version 2, 90 steps" in line(version=2)
+@pytest.mark.parametrize(
+    ("learned", "line"),
+    [
+        ({"version": 1, "live_acceptance": 0.48, "previous_version": 1, "previous_acceptance": 0.5},
+         "head version 1 (48% right), 90 steps"),
+        ({"version": 3, "live_acceptance": 0.62, "previous_version": 2, "previous_acceptance": 0.58},
+         "head version 3 (62% right), before it version 2 (58% right), 90 steps"),
+        ({"version": 2}, "head version 2, 90 steps"),
+    ],
+)  # fmt: skip
+def test_the_table_shows_how_right_a_learned_head_and_the_one_before_are(learned: dict[str, Any], line: str) -> None:
+    stats = DrafterStats("drafter-0", 0.0, learning=Learning(steps=90, **learned))
+    assert line in shown("drafter-0", "drafter", drafter=stats)
 
 
 def test_the_command_to_paste_fits_the_model(tmp_path: Path) -> None:
@@ -206,23 +217,9 @@ def test_a_further_gateway_needs_the_keys_that_its_fleet_has(
     assert (f"served with {refused}:" if refused else "keys are right") in capsys.readouterr().err
 
 
-def test_files_may_be_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/me")
-    assert Settings.model_validate({"gateway": {"tls_cert": "~/a.pem"}}).gateway.tls_cert == "/home/me/a.pem"
-
-
-def test_fleets_are_found_by_namespace_or_pid(runtime: Path) -> None:
-    state.write(fleet_file(os.getpid(), "one"))
-    state.write(fleet_file(os.getppid(), "two"))
-    assert state.find("one").pid == os.getpid()
-    assert state.find(str(os.getppid())).namespace == "two"
-    with pytest.raises(runtime_files.StateError, match="several fleets"):
-        state.find(None)
-    with pytest.raises(runtime_files.StateError, match="no fleet 'three'"):
-        state.find("three")
-
-
-def test_a_fleet_is_found_by_the_port_on_the_command_line(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fleet_is_found_by_namespace_pid_or_the_port_on_the_command_line(
+    runtime: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for pid, port in ((os.getpid(), 8001), (os.getppid(), 8002)):
         state.write(msgspec.structs.replace(fleet_file(pid, f"at-{port}"), url=f"http://127.0.0.1:{port}"))
     find = Mock(side_effect=state.find)
@@ -234,13 +231,20 @@ def test_a_fleet_is_found_by_the_port_on_the_command_line(runtime: Path, monkeyp
             pass
         return str(state.find(*find.call_args.args).namespace)
 
-    assert [found("--port", "8002"), found("--gateway-port=8001"), found("--port=8002", name="at-8001")] == [
-        "at-8002",
-        "at-8001",
-        "at-8001",
-    ]
-    with pytest.raises(runtime_files.StateError, match="no fleet 'port 9'"):
-        found("--port", "9")
+    for arguments, name, namespace in (
+        (["--port", "8002"], None, "at-8002"),
+        (["--gateway-port=8001"], None, "at-8001"),
+        (["--port=8002"], "at-8001", "at-8001"),
+        ([], str(os.getppid()), "at-8002"),
+    ):
+        assert found(*arguments, name=name) == namespace
+    for arguments, name, message in (
+        (["--port", "9"], None, "no fleet 'port 9'"),
+        ([], "three", "no fleet 'three'"),
+        ([], None, "several fleets"),
+    ):
+        with pytest.raises(runtime_files.StateError, match=message):
+            found(*arguments, name=name)
     monkeypatch.setenv("OUTRIDER_GATEWAY__PORT", "8002")
     with pytest.raises(runtime_files.StateError, match="several fleets"):
         found()
@@ -277,23 +281,24 @@ def test_a_dead_fleets_files_are_removed_and_nothing_else(runtime: Path, tmp_pat
     assert foreign.exists()
 
 
-def test_a_token_needs_no_hard_links_and_no_empty_file_is_one(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_runtime_directory_and_its_token_are_private(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token needs no hard links, and an empty file is none."""
     monkeypatch.setattr(os, "link", Mock(side_effect=PermissionError(errno.EPERM, "Operation not permitted")))
-    file = runtime_files.home() / "ray-token"
+    home = runtime_files.home()
+    file = home / "ray-token"
     file.touch()
     assert len(state.ray_token()) == 64
     assert state.ray_token() == file.read_text()
+    assert [path.stat().st_mode & 0o777 for path in (home, file)] == [0o700, 0o600]
     file.unlink()
     file.mkdir()
     with pytest.raises(runtime_files.StateError, match="ray-token: Is a directory"):
         state.ray_token()
-
-
-def test_the_runtime_directory_must_be_private(runtime: Path) -> None:
-    assert runtime_files.home().stat().st_mode & 0o777 == 0o700
-    assert (runtime_files.home() / "ray-token").exists() is False
-    assert state.ray_token() == state.ray_token()
-    assert (runtime_files.home() / "ray-token").stat().st_mode & 0o777 == 0o600
-    runtime_files.home().chmod(0o755)
+    home.chmod(0o755)
     with pytest.raises(runtime_files.StateError, match="nobody else may enter"):
         runtime_files.home()
+
+
+def test_files_may_be_in_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    assert Settings.model_validate({"gateway": {"tls_cert": "~/a.pem"}}).gateway.tls_cert == "/home/me/a.pem"

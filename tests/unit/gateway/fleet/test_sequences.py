@@ -68,12 +68,9 @@ def routing_request(adapter: str = "", salt: str = "", owner: str = "", session:
     return InFlight(request, None, 0.0, claim=Claim(Caller(owner, owner), session=session)).ask
 
 
-def test_requests_that_share_no_cache_have_different_scopes() -> None:
+def test_requests_that_share_no_cache_have_different_scopes_and_a_session_is_one_of_its_key() -> None:
     named = [("", "a/b"), ("a", "b"), ("a/b", ""), ("a", "/b"), ("a/", "b"), ("", "1/a/b"), ("1/a", "b")]
     assert len({routing_request(adapter, salt).scope for adapter, salt in named}) == len(named)
-
-
-def test_a_session_is_one_of_its_key() -> None:
     named = [("", "a/b"), ("a", "b"), ("", "b"), ("b", "b")]
     assert len({routing_request(owner=owner, session=session).session for owner, session in named}) == len(named)
     assert routing_request(owner="a").session is None

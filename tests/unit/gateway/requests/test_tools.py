@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from gateway.http.errors import BadRequest
 from gateway.requests.tools import callable_tools, only_allowed, split_off_finish
 from tests.support.refused import refused
 
@@ -19,6 +18,9 @@ def test_what_is_allowed_in_a_chat_and_in_a_response():
     assert reduced == {"model": "m", "tools": [PAINT], "tool_choice": "required"}
     reduced = only_allowed({"tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": FLAT[1:]}})
     assert reduced == {"tools": FLAT[1:], "tool_choice": "auto"}
+    for choice in (None, "auto", "required", PAINT, {"type": "other"}):
+        body = {"tools": [PAINT], "tool_choice": choice}
+        assert only_allowed(body) is body
 
 
 @pytest.mark.parametrize(
@@ -39,40 +41,31 @@ def test_what_cannot_be_allowed(choice):
     assert refused(only_allowed, body).param == "tool_choice"
 
 
-@pytest.mark.parametrize("choice", [None, "auto", "required", PAINT, {"type": "other"}])
-def test_other_choices_stay(choice):
-    body = {"tools": [PAINT], "tool_choice": choice}
-    assert only_allowed(body) is body
-
-
-def test_tools_of_the_server_are_refused():
-    callable_tools({"tools": FLAT})
-    callable_tools({"tools": None})
-    assert refused(callable_tools, {"tools": [*FLAT, {"type": "file_search"}]}).param == "tools"
-    assert "no tools on the server" in refused(callable_tools, {"tools": [{"type": {}}]}).message
-
-
 SEARCH = {"type": "web_search", "external_web_access": False}
-
-
-@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
-def test_a_search_beside_tools_of_the_client_is_left_out(choice):
-    offered = {"tools": [SEARCH, *FLAT, {"type": "image_generation"}], **choice}
-    assert callable_tools(offered) == {"tools": FLAT, **choice}
 
 
 @pytest.mark.parametrize(
     "offered",
     [
+        {"tools": [*FLAT, {"type": "file_search"}]},
+        {"tools": [{"type": {}}]},
         {"tools": [SEARCH]},
         {"tools": [*FLAT, SEARCH], "tool_choice": "required"},
         {"tools": [*FLAT, SEARCH], "tool_choice": {"type": "web_search"}},
         {"tools": [*FLAT, SEARCH, {"type": "code_interpreter"}]},
     ],
 )
-def test_a_search_is_refused_where_its_lack_would_tell(offered):
-    with pytest.raises(BadRequest, match="no tools on the server"):
-        callable_tools(offered)
+def test_tools_of_the_server_are_refused_and_a_search_where_its_lack_would_tell(offered):
+    error = refused(callable_tools, offered)
+    assert "no tools on the server" in error.message
+    assert error.param == "tools"
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}, {"tool_choice": "none"}])
+def test_a_search_beside_tools_of_the_client_is_left_out(choice):
+    assert callable_tools({"tools": [SEARCH, *FLAT, {"type": "image_generation"}], **choice}) == {"tools": FLAT, **choice}
+    for tools in (FLAT, None):
+        assert callable_tools({"tools": tools})["tools"] == tools
 
 
 def test_the_grammar_of_an_input_becomes_advice():

@@ -13,7 +13,7 @@ from backend.rollout.outcome import RoundResult
 from backend.rollout.requests import RolloutRequest
 from backend.rollout.trace import Case
 from backend.wire.engine import PAUSED
-from tests.support.fake_verifier import FakeVerifier, Sequence, eventually
+from tests.support.fake_verifier import Behaviour, FakeVerifier, Sequence, eventually
 from tests.support.rollout_workers import Workers, respond, run, stall, step_row
 
 LENGTHS = [3, 8, 1, 12, 5, 7, 2, 6]
@@ -101,13 +101,6 @@ async def test_a_starved_worker_stays(workers: Workers, monkeypatch: pytest.Monk
         monkeypatch.setattr("gateway.fleet.verifiers.FRESH_S", 0.0)
         await eventually(lambda: not fleet.core.links)
         assert [death.reason for death in fleet.deaths] == ["was lost"]
-
-
-async def test_fixed_responses_are_refused_where_a_verifier_takes_none(workers: Workers) -> None:
-    workers.start("verifier-0", respond)
-    async with workers.joined() as fleet:
-        with pytest.raises(ConfigError, match=r"verifier-0 takes no fixed responses: .*\"async_scheduling\": false"):
-            fleet.check_fixed()
 
 
 async def test_requests_go_on_where_the_rollout_was_forgotten(workers: Workers) -> None:
@@ -200,29 +193,31 @@ async def test_the_longest_request_goes_first_to_whoever_has_the_least_left(work
     assert firsts == {"verifier-0": [3, 7, 0], "verifier-1": [1, 5, 4]}
 
 
+async def refuse(verifier: FakeVerifier, sequence: Sequence) -> None:
+    sequence.emit([], FinishReason.ERROR)
+
+
+async def deviate(verifier: FakeVerifier, sequence: Sequence) -> None:
+    sequence.emit([7], FinishReason.LENGTH)
+
+
+async def lose_rows(verifier: FakeVerifier, sequence: Sequence) -> None:
+    verifier.rows.lost = 3
+    await respond(verifier, sequence)
+
+
 @pytest.mark.parametrize(
-    ("tokens", "reason", "complaint"),
+    ("misbehave", "complaint"),
     [
-        ([], FinishReason.ERROR, "verifier-0 refused the request"),
-        ([7], FinishReason.LENGTH, "verifier-0 did not keep to the response"),
+        (refuse, r"row \d: verifier-0 refused the request"),
+        (deviate, r"row \d: verifier-0 did not keep to the response"),
+        (lose_rows, "verifier-0 lost 3 rows"),
     ],
 )
-async def test_what_must_not_happen_ends_the_rollout(
-    workers: Workers, tokens: list[int], reason: FinishReason, complaint: str
-) -> None:
-    async def misbehave(verifier: FakeVerifier, sequence: Sequence) -> None:
-        sequence.emit(tokens, reason)
-
+async def test_what_must_not_happen_ends_the_rollout(workers: Workers, misbehave: Behaviour, complaint: str) -> None:
     workers.start("verifier-0", misbehave)
-    with pytest.raises(CommandError, match=rf"row \d: {complaint}"):
+    with pytest.raises(CommandError, match=complaint):
         await play(workers)
-
-
-async def test_lost_rows_end_the_rollout(workers: Workers) -> None:
-    async def lossy(verifier: FakeVerifier, sequence: Sequence) -> None:
-        verifier.rows.lost = 3
-        await respond(verifier, sequence)
-
-    workers.start("verifier-0", lossy)
-    with pytest.raises(CommandError, match="verifier-0 lost 3 rows"):
-        await play(workers)
+    async with workers.joined() as fleet:
+        with pytest.raises(ConfigError, match=r"verifier-0 takes no fixed responses: .*\"async_scheduling\": false"):
+            fleet.check_fixed()

@@ -1,7 +1,6 @@
 """The page's figures and logs (`history.js`), computed by Node from a story's answers of `/fleet`."""
 
 import json
-import re
 import shutil
 import subprocess
 from typing import Any, cast
@@ -80,49 +79,54 @@ def test_rates_are_differences_of_counters_which_one_answer_does_not_tell(watche
     view = watched.view()
     # 3 sequences, 50 steps a second; two drafters, one with 2 and one with 1 accepted token per draft, 75 drafts a second each.
     row = verifier(view)
-    assert row["running"] == 3
+    assert (row["running"], row["acceptance_length"]) == (3, 2.5)
     assert row["tokens_per_s"] == pytest.approx(50 * 3 + 75 * 3, abs=0.1)
-    assert row["acceptance_length"] == 2.5
     # The very first answer said that nothing was running.
     assert row["tgs"] == pytest.approx((225 + 150) / 3 * 3 / 2.5)
-    assert row["busy"] == pytest.approx(0.7)
-    assert row["idle"]["awaiting_draft"] == pytest.approx(0.2)
+    assert (row["busy"], row["idle"]["awaiting_draft"]) == pytest.approx((0.7, 0.2))
     assert row["busy"] + sum(row["idle"].values()) == pytest.approx(1)
     assert view["drafters"][0]["busy"] == pytest.approx(0.4)
     pair = next(each for each in view["pairs"] if each["drafter"] == "drafter-0")
     assert (pair["verifier"], pair["bound"], pair["down"]) == ("verifier-0", True, False)
-    assert pair["drafts_per_s"] == pytest.approx(75, abs=0.1)
-    assert pair["round_trip_ms"] == pytest.approx(8)
+    assert (pair["drafts_per_s"], pair["round_trip_ms"]) == pytest.approx((75, 8), abs=0.1)
 
 
-def test_a_drafters_round_trip_is_the_mean_over_its_rounds(tmp_path):
-    assert NODE is not None
-    for name in ("dom.js", "tables.js"):
-        (tmp_path / name).write_text((FOLDER / name).read_text())
-    (tmp_path / "package.json").write_text('{"type": "module"}')
-    (tmp_path / "means.js").write_text(
-        """import { overPairs } from "./tables.js";
-        const pair = { acceptance_length: null, drafts_per_s: 0, round_trip_ms: null, rounds_per_s: 0, dropped_per_s: 0 };
-        const busy = { ...pair, round_trip_ms: 4, rounds_per_s: 3 };
-        const dropping = { ...pair, round_trip_ms: 8, rounds_per_s: 1 };
-        const lookups = { ...pair, acceptance_length: 2, drafts_per_s: 9 };
-        console.log(JSON.stringify([[busy, dropping, lookups], [lookups]].map((each) => overPairs(each).round_trip)));"""
-    )
-    done = subprocess.run([NODE, str(tmp_path / "means.js")], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [5, None]
-
-
-def test_totals_are_ratios_of_sums(tmp_path):
+def test_totals_are_ratios_of_sums_and_a_lost_verifier_keeps_its_row_and_nothing_else(tmp_path):
     watched = Watched(tmp_path, verifiers=2, drafters=1)
     watched.run(4)
     view = watched.view()
     totals = view["totals"]
     # verifier-1 has no drafter: it counts in no acceptance length, and its time as much as the other's.
-    assert totals["acceptance_length"] == 3.0
-    assert totals["running"] == sum(watched.story.load.values())
+    assert (totals["acceptance_length"], totals["running"]) == (3.0, sum(watched.story.load.values()))
     assert totals["tokens_per_s"] == pytest.approx(sum(row["tokens_per_s"] for row in view["verifiers"]))
     assert totals["tgs"] == pytest.approx(4 * totals["tokens_per_s"] / (3.5 * totals["running"]))
     assert totals["busy"] + sum(totals["idle"].values()) == pytest.approx(1)
+    watched.story.members["verifier-0"] = member("verifier-0", "verifier", "lost")
+    watched.look()
+    view = watched.view()
+    row = verifier(view)
+    assert (row["state"], row["connected"], row["running"], row["tokens_per_s"]) == ("lost", False, 0, None)
+    assert view["totals"]["running"] == watched.story.load["verifier-1"]
+
+
+def test_a_drafters_round_trip_is_the_mean_over_its_rounds_and_a_verifiers_time_is_drawn_whole(tmp_path):
+    assert NODE is not None
+    for name in ("dom.js", "tables.js"):
+        (tmp_path / name).write_text((FOLDER / name).read_text())
+    (tmp_path / "package.json").write_text('{"type": "module"}')
+    (tmp_path / "means.js").write_text(
+        """import { TIMES } from "./dom.js";
+        import { overPairs } from "./tables.js";
+        const pair = { acceptance_length: null, drafts_per_s: 0, round_trip_ms: null, rounds_per_s: 0, dropped_per_s: 0 };
+        const busy = { ...pair, round_trip_ms: 4, rounds_per_s: 3 };
+        const dropping = { ...pair, round_trip_ms: 8, rounds_per_s: 1 };
+        const lookups = { ...pair, acceptance_length: 2, drafts_per_s: 9 };
+        const means = [[busy, dropping, lookups], [lookups]].map((each) => overPairs(each).round_trip);
+        console.log(JSON.stringify([means, TIMES.map((each) => each[0])]));"""
+    )
+    done = subprocess.run([NODE, str(tmp_path / "means.js")], capture_output=True, text=True, check=True)
+    means, times = json.loads(done.stdout)
+    assert (means, set(times)) == ([5, None], {"busy", *IDLE_CAUSES})
 
 
 def test_a_restarted_verifier_begins_anew_and_no_rate_is_negative(watched):
@@ -139,16 +143,6 @@ def test_a_restarted_verifier_begins_anew_and_no_rate_is_negative(watched):
     view = watched.view()
     assert verifier(view)["tokens_per_s"] >= 0
     assert all(pair["drafts_per_s"] >= 0 for pair in view["pairs"])
-
-
-def test_a_lost_verifier_keeps_its_row_and_nothing_else(watched):
-    watched.run(3)
-    watched.story.members["verifier-0"] = member("verifier-0", "verifier", "lost")
-    watched.look()
-    view = watched.view()
-    row = verifier(view)
-    assert (row["state"], row["connected"], row["running"], row["tokens_per_s"]) == ("lost", False, 0, None)
-    assert view["totals"]["running"] == watched.story.load["verifier-1"]
 
 
 def test_pairs_show_drafters_not_waited_for_and_former_ones_while_their_drafts_are_in_the_window(watched):
@@ -176,58 +170,49 @@ def test_a_gateway_that_has_heard_of_no_fleet(watched):
 
 def test_the_log_tells_what_changed_and_nothing_at_the_start(watched):
     assert watched.log_lines() == []
-    members, bound = watched.story.members, watched.story.bound
+    members, bound, drafters = watched.story.members, watched.story.bound, watched.story.drafters
+    told: list[tuple[str, str]] = []
+
+    def tells(*lines: tuple[str, str]) -> None:
+        watched.look()
+        told.extend(lines)
+
     bound["drafter-1"] = "verifier-0"
-    watched.look()
+    tells(("moved", "drafter-1 moved from verifier-1 to verifier-0"))
     members["verifier-1"] = member("verifier-1", "verifier", "draining")
-    watched.look()
+    tells(("draining", "verifier-1 takes no new work"))
     members["drafter-2"] = member("drafter-2", "drafter", "lost")
     del bound["drafter-2"]
-    watched.look()
+    tells(("lost", "drafter-2 has not reported in time"), ("released", "drafter-2 no longer serves verifier-0"))
     members["drafter-2"] = member("drafter-2", "drafter", "ready", incarnation="second")
     bound["drafter-2"] = "verifier-0"
-    watched.look()
+    tells(("restarted", "drafter-2 is another process now, ready"), ("assigned", "drafter-2 serves verifier-0"))
     members["verifier-9"] = member("verifier-9", "verifier", "starting")
-    watched.look()
+    tells(("joined", "verifier-9 joined, starting"))
     members["verifier-9"] = member("verifier-9", "verifier", "ready")
-    watched.look()
+    tells(("ready", "verifier-9 is ready"))
     del members["verifier-9"]
-    watched.look()
-    assert watched.log_lines()[::-1] == [
-        ("moved", "drafter-1 moved from verifier-1 to verifier-0"),
-        ("draining", "verifier-1 takes no new work"),
-        ("lost", "drafter-2 has not reported in time"),
-        ("released", "drafter-2 no longer serves verifier-0"),
-        ("restarted", "drafter-2 is another process now, ready"),
-        ("assigned", "drafter-2 serves verifier-0"),
-        ("joined", "verifier-9 joined, starting"),
-        ("ready", "verifier-9 is ready"),
-        ("left", "verifier-9 left the fleet"),
-    ]
-
-
-def test_the_log_tells_how_right_the_head_before_was(watched):
-    def learned(**fields) -> None:
-        drafters = watched.story.drafters
-        drafters["drafter-0"] = msgspec.structs.replace(drafters["drafter-0"], learning=Learning(**fields))
-        watched.look()
-
-    learned(version=1, live_acceptance=0.5)
-    assert watched.log_lines() == []
-    learned(version=2, live_acceptance=None, previous_version=1, previous_acceptance=0.48)
-    assert watched.log_lines() == [("head", "drafter-0 drafts with version 2; of version 1, 50% of drafts began right")]
-    learned(version=1)
-    assert watched.log_lines()[0] == ("head", "drafter-0 drafts with version 1")
+    tells(("left", "verifier-9 left the fleet"))
+    for learning, *lines in (
+        (Learning(version=1, live_acceptance=0.5),),
+        (Learning(version=2, live_acceptance=None, previous_version=1, previous_acceptance=0.48),
+         ("head", "drafter-0 drafts with version 2; of version 1, 50% of drafts began right")),
+        (Learning(version=1), ("head", "drafter-0 drafts with version 1")),
+    ):  # fmt: skip
+        drafters["drafter-0"] = msgspec.structs.replace(drafters["drafter-0"], learning=learning)
+        tells(*lines)
+    assert watched.log_lines()[::-1] == told
 
 
 def test_the_log_tells_plans_apart_from_the_rest(watched):
-    for changes in ({"plan_k": 0, "plan_outcomes": 0, "plan_changes": 2}, {"plan_k": 2, "plan_outcomes": 8, "plan_changes": 3}):
-        stats = watched.story.verifiers["verifier-0"]
-        watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, **changes)
+    for changes in (
+        {"plan_k": 0, "plan_outcomes": 0, "plan_changes": 2},
+        {"plan_k": 2, "plan_outcomes": 8, "plan_changes": 3},
+        {"plan_changes": 5},
+    ):
+        verifiers = watched.story.verifiers
+        verifiers["verifier-0"] = msgspec.structs.replace(verifiers["verifier-0"], **changes)
         watched.run(1)
-    stats = watched.story.verifiers["verifier-0"]
-    watched.story.verifiers["verifier-0"] = msgspec.structs.replace(stats, plan_changes=5)
-    watched.run(1)
     view = watched.view()
     assert [entry["text"] for entry in view["plans"]] == [
         "verifier-0: K 2, 8 outcomes ahead again, after 2 changes",
@@ -253,9 +238,3 @@ def test_the_log_tells_where_sequences_went_by_one_gateways_count(watched):
     moves["failover", "disconnected", "verifier-1"] += 1
     watched.look()
     assert len(watched.log_lines()) == 3
-
-
-def test_the_page_draws_every_part_of_a_verifiers_time_and_no_other():
-    script = (FOLDER / "dom.js").read_text()
-    times = script.partition("export const TIMES = [")[2].partition("];")[0]
-    assert set(re.findall(r'\["(\w+)"', times)) == {"busy", *IDLE_CAUSES}

@@ -33,11 +33,8 @@ def test_batches_leave_slots_and_time(foreground, quiet, verifiers, slots, speed
 
 
 def test_a_slow_verifier_has_less_room_while_people_wait():
-    speed = Speed(1.0, 0.125)
-    assert room(0, True, 1, 64, speed) == 27
-    assert room(2, False, 1, 64, speed) == 1
-    assert room(1, False, 1, 64, Speed(1.0, 0.5)) == 1
-    assert room(4, False, 1, 64, Speed(1.0, 0.005)) == 20
+    assert room(0, True, 1, 64, Speed(1.0, 0.125)) == 27
+    assert [room(n, False, 1, 64, Speed(1.0, each)) for n, each in ((2, 0.125), (1, 0.5), (4, 0.005))] == [1, 1, 20]
 
 
 @pytest.mark.parametrize(("prompt", "answer"), [("prompt", "completion"), ("input", "output")])

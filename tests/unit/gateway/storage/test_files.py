@@ -7,6 +7,7 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 
@@ -39,19 +40,11 @@ async def test_a_row_never_lacks_its_file(tmp_path: Path, monkeypatch: pytest.Mo
     store.close()
 
 
-class Full(io.BytesIO):
-    """Reads until the disk that it is copied to is full."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        if self.tell():
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().read(1)
-
-
 async def test_no_part_of_an_upload_keeps_a_full_disk_full(tmp_path: Path) -> None:
     store = BatchStore(tmp_path, 1 << 30)
+    full: Any = Mock(read=Mock(side_effect=[b"{", OSError(errno.ENOSPC, "No space left on device")]))
     with pytest.raises(OSError, match="No space left"):
-        await store.add_file(Full(b"{}"), "in.jsonl", "me", 3600.0)
+        await store.add_file(full, "in.jsonl", "me", 3600.0)
     assert not list((tmp_path / "files").iterdir())
     store.close()
 
@@ -60,21 +53,11 @@ async def test_attempts_to_end_a_batch_leave_no_files(tmp_path: Path, monkeypatc
     store = BatchStore(tmp_path, 1 << 30)
     file = await store.add_file(io.BytesIO(b"{}"), "in.jsonl", "me", 3600.0)
     batch = Batch(
-        id="batch_1",
-        endpoint="/v1/completions",
-        input_file_id=file.id,
-        completion_window="24h",
-        status="finalizing",
-        created_at=0,
-        expires_at=1,
+        id="batch_1", endpoint="/v1/completions", input_file_id=file.id, status="finalizing", created_at=0, expires_at=1
     )
     await store.add_batch(batch, "me", "demo", 3600.0)
     await store.add_answers(batch.id, [(0, LineAnswer("a", 200, None, "", None))])
-
-    async def full(*_: Any) -> None:
-        raise sqlite3.OperationalError("database or disk is full")
-
-    monkeypatch.setattr(store, "_end", full)
+    monkeypatch.setattr(store, "_end", AsyncMock(side_effect=sqlite3.OperationalError("database or disk is full")))
     for _ in range(2):
         with pytest.raises(sqlite3.OperationalError):
             await store.finish(await store.batch(batch.id), "completed")

@@ -16,10 +16,7 @@ from tests.support.properties import examples
 TOOLS = ResponsesRequest.model_validate(
     {
         "input": "x",
-        "tools": [
-            {"type": "custom", "name": "patch"},
-            {"type": "function", "name": "run", "parameters": {"type": "object", "properties": {}}},
-        ],
+        "tools": [{"type": "custom", "name": "patch"}, {"type": "function", "name": "run", "parameters": {"type": "object"}}],
     }
 ).tools
 

@@ -31,12 +31,14 @@ def items(count: int, first: int = 0) -> list[dict]:
     return [{"id": f"msg_{first + index}"} for index in range(count)]
 
 
-async def test_a_conversation_lives_as_long_as_it_is_used(store, now):
+async def test_a_conversation_lives_as_long_as_its_owner_uses_it(store, now):
     for name in ("used", "unused"):
         await store.create_conversation(name, "me", {}, [])
     for day in range(60):
         now[0] += DAY
         await store.items("used", "me")
+        with pytest.raises(NotFound):
+            await store.conversation("unused", "other")
         await store.put(kept(f"r{day}"))
     assert (await store.conversation("used", "me"))["created_at"] == 1e9
     with pytest.raises(NotFound):
@@ -47,34 +49,26 @@ async def test_a_conversation_lives_as_long_as_it_is_used(store, now):
         await store.conversation("used", "me")
 
 
-async def test_nobody_elses_look_is_a_use(store, now):
-    await store.create_conversation("c", "me", {}, [])
-    now[0] += LIFETIME_S
-    with pytest.raises(NotFound):
-        await store.conversation("c", "other")
-    await store.put(kept("r"))
-    with pytest.raises(NotFound):
-        await store.conversation("c", "me")
-
-
-async def test_one_item_more_than_fits_is_refused_and_nothing_is_lost(store):
-    await store.create_conversation("c", "me", {}, items(MAX_ITEMS - 1))
-    with pytest.raises(BadRequest, match="2049 items") as caught:
-        await store.add_items("c", "me", items(2, 5000))
-    assert (caught.value.param, caught.value.code) == ("items", "conversation_full")
-    assert len(await store.items("c", "me")) == MAX_ITEMS - 1
-    await store.add_items("c", "me", items(1, 5000))
-    await store.add_items("c", "me", items(3, 6000), most=None)
-    assert len(await store.items("c", "me")) == MAX_ITEMS + 3
-
-
-async def test_what_every_continuation_would_read_is_bounded(store, monkeypatch):
+async def test_what_every_continuation_would_read_is_bounded_and_nothing_is_lost(store, monkeypatch):
+    await store.create_conversation("full", "me", {}, items(MAX_ITEMS - 1))
     monkeypatch.setattr("gateway.storage.responses.store.MAX_HISTORY_BYTES", 1000)
-    await store.create_conversation("c", "me", {}, [{"id": "a", "text": "x" * 700}])
-    with pytest.raises(BadRequest, match="1000 are the most") as caught:
-        await store.add_items("c", "me", [{"id": "b", "text": "x" * 700}])
-    assert caught.value.code == "conversation_full"
-    assert len(await store.items("c", "me")) == 1
+    await store.create_conversation("large", "me", {}, [{"id": "a", "text": "x" * 700}])
+    for name, more, message, length in (
+        ("full", items(2, 5000), "2049 items", MAX_ITEMS - 1),
+        ("large", [{"id": "b", "text": "x" * 700}], "1000 are the most", 1),
+    ):
+        with pytest.raises(BadRequest, match=message) as caught:
+            await store.add_items(name, "me", more)
+        assert (caught.value.param, caught.value.code) == ("items", "conversation_full")
+        assert len(await store.items(name, "me")) == length
+    monkeypatch.undo()
+    await store.add_items("full", "me", items(1, 5000))
+    await store.add_items("full", "me", items(3, 6000), most=None)
+    assert len(await store.items("full", "me")) == MAX_ITEMS + 3
+
+
+async def test_what_every_response_before_it_would_add_is_bounded(store, monkeypatch):
+    monkeypatch.setattr("gateway.storage.responses.store.MAX_HISTORY_BYTES", 1000)
     for name, previous in (("r1", None), ("r2", "r1"), ("r3", "r2")):
         body = {"id": name, "status": "completed", "output": []}
         await store.put(StoredResponse(name, "me", previous, [{"id": name, "text": "x" * 350}], body))
