@@ -13,7 +13,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO
@@ -29,9 +28,6 @@ signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 print("up", flush=True)
 sys.stdin.read()
 """
-ETH_P_ALL = 3
-"""All protocols: with a single protocol, Linux shows a packet socket only incoming packets."""
-IPV4 = b"\x08\x00"
 RAY = str(Path(sys.executable).with_name("ray"))
 UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
@@ -140,43 +136,6 @@ class Network:
         for machine in self.machines:
             machine.power_off()
         _ip("link", "del", self.name)
-
-
-class Tap:
-    """Captures the traffic to and from one of a machine's tcp ports."""
-
-    def __init__(self, machine: Machine, port: int) -> None:
-        self._number = port
-        self._heard: list[bytes] = []
-        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(ETH_P_ALL))
-        self._socket.bind((machine.port, 0))
-        self._socket.settimeout(0.2)
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-        self._thread.start()
-
-    @property
-    def heard(self) -> bytes:
-        """All payloads so far."""
-        return b"".join(self._heard)
-
-    def _listen(self) -> None:
-        while not self._over.is_set():
-            try:
-                frame = self._socket.recv(65550)
-            except TimeoutError:
-                continue
-            packet = frame[14:]
-            if frame[12:14] != IPV4 or packet[9] != socket.IPPROTO_TCP:
-                continue
-            segment = packet[4 * (packet[0] & 15) : int.from_bytes(packet[2:4], "big")]
-            if self._number in struct.unpack(">HH", segment[:4]):
-                self._heard.append(segment[4 * (segment[12] >> 4) :])
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join()
-        self._socket.close()
 
 
 class RayMachines:

@@ -1,4 +1,4 @@
-"""Which fault comes when (repeatable by seed), and how each is done.  Only processes of the campaign's own fleet are hit."""
+"""The faults and how each is done.  Only processes of the campaign's own fleet are hit."""
 
 import asyncio
 import os
@@ -6,7 +6,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 from tests.support.fleet_process import ServedFleet
@@ -36,88 +35,68 @@ STOP_S = {
     "coordinator stopped": 4.0,
     "gateway stopped": HEARTBEATS_S,
 }
+"""What is not killed, but stopped for a while."""
 
 
-@dataclass(frozen=True)
-class Planned:
-    """One fault of the schedule."""
+async def sabotage(
+    fleet: ServedFleet, counts: dict[str, int], seed: int, abandon: Callable[[int], None], done: list[str]
+) -> None:
+    """Does one fault after the other, the same for the same seed, until what was hit is back; notes the kinds in `done`.
 
-    kind: str
-    after_s: float
-    """Seconds after the one before, at least: the part it hits must be whole again."""
-    which: int
-    """Which verifier or drafter."""
-
-
-def schedule(counts: dict[str, int], seed: int) -> list[Planned]:
-    """The same for the same seed."""
-    rng = random.Random(seed)
+    `abandon(n)` makes up to n clients leave.  Raises `TimeoutError`.
+    """
+    rng, gateway = random.Random(seed), fleet.process.pid
     kinds = [kind for kind, count in counts.items() for _ in range(count)]
     rng.shuffle(kinds)
-    return [Planned(kind, rng.uniform(1.0, 3.0), rng.randrange(2)) for kind in kinds]
-
-
-class Saboteur:
-    """Does one fault after the other.  `abandon(n)` makes up to n clients leave."""
-
-    def __init__(self, fleet: ServedFleet, abandon: Callable[[int], None]) -> None:
-        self.done: list[str] = []
-        """Kinds of faults so far."""
-        self._fleet = fleet
-        self._abandon = abandon
-        self._watches: list[asyncio.Task[list[dict[str, Any]]]] = []
-
-    async def run(self, planned: list[Planned]) -> None:
-        """Until all faults are done and what was hit is back."""
-        for one in planned:
-            await asyncio.sleep(one.after_s)
-            await self._one(one)
-            self.done.append(one.kind)
-        await asyncio.gather(*self._watches)
-
-    async def _one(self, planned: Planned) -> None:
-        kind, what, pids = planned.kind, "all", [self._fleet.process.pid]
+    watches = []
+    for kind in kinds:
+        await asyncio.sleep(rng.uniform(1.0, 3.0))
+        which, what, pids = rng.randrange(2), "all", [gateway]
         if kind == "clients gone":
-            self._abandon(3)
-            return
-        if kind.startswith("coordinator"):
-            while not (pids := actors(self._fleet.process.pid)["CoordinatorActor"]):
+            abandon(3)
+            pids = []
+        elif kind.startswith("coordinator"):
+            while not (pids := actors(gateway)["CoordinatorActor"]):
                 await asyncio.sleep(0.1)
         elif kind != "gateway stopped":
+            # What a fault hits must be whole again.
             what = "drafters" if kind.startswith("drafter") else "verifiers"
-            members = await self._whole(what)
-            pids = [each["pid"] for each in (members if kind.startswith("both") else [members[planned.which]])]
-        stops = kind in STOP_S
+            members = await _whole(fleet, what)
+            pids = [each["pid"] for each in (members if kind.startswith("both") else [members[which]])]
         for pid in pids:
-            os.kill(pid, signal.SIGSTOP if stops else signal.SIGKILL)
-        if stops:
+            os.kill(pid, signal.SIGSTOP if kind in STOP_S else signal.SIGKILL)
+        if kind in STOP_S:
             try:
                 await asyncio.sleep(STOP_S[kind])
             finally:
                 for pid in pids:
                     os.kill(pid, signal.SIGCONT)
-        self._watches.append(asyncio.create_task(self._whole(what, () if stops else set(pids))))
+        if pids:
+            watches.append(asyncio.create_task(_whole(fleet, what, () if kind in STOP_S else set(pids))))
+        done.append(kind)
+    await asyncio.gather(*watches)
 
-    async def _whole(self, what: str, without: Collection[int] = ()) -> list[dict[str, Any]]:
-        """Waits until all verifiers, drafters or both serve, by processes other than `without`; returns them."""
-        deadline = time.monotonic() + BACK_S
-        seen: list[Any] = []
-        while True:
-            try:
-                state = await asyncio.to_thread(self._fleet.fleet)
-            except Exception:
-                # The gateway may be the one that was stopped.
-                state = {"verifiers": [], "drafters": [], "assignments": []}
-            parts = {"verifiers": state["verifiers"], "drafters": state["drafters"]}
-            wanted = list(parts) if what == "all" else [what]
-            reports = [one["last_report_s"] for each in parts.values() for one in each]
-            # While the coordinator is away the gateway shows its last answer.
-            fresh, seen = bool(seen) and reports != seen, reports
-            if fresh and all(len(parts[each]) == 2 and all(_serves(one, without) for one in parts[each]) for each in wanted):
-                return [one for each in wanted for one in sorted(parts[each], key=lambda one: one["id"])]
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"the {what} were not all back within {BACK_S:.0f} s")
-            await asyncio.sleep(0.6)
+
+async def _whole(fleet: ServedFleet, what: str, without: Collection[int] = ()) -> list[dict[str, Any]]:
+    """Waits until all verifiers, drafters or both serve, by processes other than `without`; returns them."""
+    deadline = time.monotonic() + BACK_S
+    seen: list[Any] = []
+    while True:
+        try:
+            state = await asyncio.to_thread(fleet.fleet)
+        except Exception:
+            # The gateway may be the one that was stopped.
+            state = {"verifiers": [], "drafters": []}
+        parts = {"verifiers": state["verifiers"], "drafters": state["drafters"]}
+        wanted = list(parts) if what == "all" else [what]
+        reports = [one["last_report_s"] for each in parts.values() for one in each]
+        # While the coordinator is away the gateway shows its last answer.
+        fresh, seen = bool(seen) and reports != seen, reports
+        if fresh and all(len(parts[each]) == 2 and all(_serves(one, without) for one in parts[each]) for each in wanted):
+            return [one for each in wanted for one in sorted(parts[each], key=lambda one: one["id"])]
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"the {what} were not all back within {BACK_S:.0f} s")
+        await asyncio.sleep(0.6)
 
 
 def _serves(member: dict[str, Any], without: Collection[int]) -> bool:

@@ -1,21 +1,25 @@
 """`python -m tests.gateway_cost [--rounds N] [--streams 16,64] ...`: prints a table, writes JSON.  Parent process."""
 
 import argparse
+import asyncio
 import json
 import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvloop
 
-from tests.gateway_cost import engine, load, servers
+from tests.gateway_cost import load, servers
+from tests.gateway_cost.engine import PacedVerifier
 from tests.support.fleet_process import free_port, wait_for
-from tests.support.processes import Child, Main, demo_models
+from tests.support.processes import Child, demo_models
 
 Figures = dict[str, dict[str, list[dict[str, float]]]]
 """By what was measured, then by server: one entry per round."""
@@ -31,61 +35,49 @@ def main() -> int:
     parser.add_argument("--idle", type=int, metavar="N", help="only hold N streams of this gateway on which nothing comes")
     parser.add_argument("--output", type=Path, help="write every figure there, as JSON")
     options = parser.parse_args()
-    if options.idle:
-        options.interval_ms = 3.6e6
-    counts = [int(each) for each in options.streams.split(",")]
     with tempfile.TemporaryDirectory(prefix="orgc") as name:
-        figures = _measure(Path(name), options, counts)
+        figures = uvloop.run(_measure(Path(name), options))
     if options.output:
         options.output.write_text(json.dumps(figures, indent=1) + "\n")
     print(json.dumps(figures) if options.idle else table(figures))
     return 0
 
 
-def _measure(folder: Path, options: argparse.Namespace, counts: list[int]) -> Figures:
-    model = demo_models().target_dir
+async def _measure(folder: Path, options: argparse.Namespace) -> Figures:
     cores = sorted(os.sched_getaffinity(0))
-    front, others = {cores[0]}, set(cores[1:]) or {cores[0]}
-    emissions = engine.Emissions.create(folder / "emissions")
-    children: dict[str, Child] = {}
     mains = {"gateway": servers.gateway} if options.idle else {"gateway": servers.gateway, "vllm": servers.vllm_server}
+    fronts: dict[str, load.Server] = {}
     with ExitStack() as stack:
-
-        def start(where: set[int], main_: Main, job: dict[str, Any]) -> Child:
-            return _on(where, stack.enter_context(Child(main_, job, folder)))
-
         for name, main_ in mains.items():
-            address = f"ipc://{folder}/{name}.sock"
-            job = {"model": model, "address": address, "emissions": emissions}
-            job |= {"interval_s": options.interval_ms / 1e3, "context": 4096}
-            start(others, engine.main, job)
-            children[name] = start(front, main_, {"model": model, "engine": address, "port": free_port()})
-            wait_for(partial(_answers, children[name].address), 120, f"{name} to answer")
-        client = start(others, load.main, {"model": model, "emissions": emissions})
-        return _rounds(options, counts, children, client)
+            verifier = PacedVerifier(folder, name, 3600.0 if options.idle else options.interval_ms / 1e3).start()
+            stack.callback(verifier.close)
+            job = {"model": demo_models().target_dir, "member": verifier.member, "port": free_port()}
+            child = await asyncio.to_thread(Child, main_, job, folder)
+            stack.callback(child.close)
+            _pin(child.pid, {cores[0]})
+            await asyncio.to_thread(wait_for, partial(_answers, child.address), 120, f"{name} to answer")
+            fronts[name] = load.Server(child.address, child.pid, verifier)
+        _pin(os.getpid(), set(cores[1:]) or {cores[0]})
+        return await _rounds(options, fronts)
 
 
-def _rounds(options: argparse.Namespace, counts: list[int], servers_: dict[str, Child], client: Child) -> Figures:
+async def _rounds(options: argparse.Namespace, fronts: dict[str, load.Server]) -> Figures:
     figures: Figures = {}
 
-    def ask(what: str, method: str, **arguments: Any) -> None:
+    async def ask(what: str, measure: Callable[..., Any], **arguments: Any) -> None:
         for name in order:
-            server = servers_[name]
-            client.tell((method, {"url": server.address, "pid": server.pid, "seconds": options.seconds, **arguments}))
-            found = client.hear()
-            if isinstance(found, Exception):
-                raise found
+            found = await measure(fronts[name], seconds=options.seconds, **arguments)
             figures.setdefault(what, {}).setdefault(name, []).append(found)
 
-    order = list(servers_)
+    order = list(fronts)
     if options.idle:
-        ask(f"{options.idle} idle streams", "idle", count=options.idle)
+        await ask(f"{options.idle} idle streams", load.idle, count=options.idle)
         return figures
     for _ in range(options.rounds):
-        for count in counts:
-            ask(f"chunk, {count} streams", "streams", count=count)
-            ask(f"one-token answer, {count} connections", "requests", count=count, stream=False)
-            ask(f"one-token stream, {count} connections", "requests", count=count, stream=True)
+        for count in map(int, options.streams.split(",")):
+            await ask(f"chunk, {count} streams", load.streams, count=count)
+            await ask(f"one-token answer, {count} connections", load.requests, count=count, stream=False)
+            await ask(f"one-token stream, {count} connections", load.requests, count=count, stream=True)
         order = order[::-1]
     return figures
 
@@ -107,11 +99,10 @@ def table(figures: Figures) -> str:
     return "\n".join(rows)
 
 
-def _on(cores: set[int], child: Child) -> Child:
-    """The child's threads, each on these cores only."""
-    for thread in os.listdir(f"/proc/{child.pid}/task"):
+def _pin(pid: int, cores: set[int]) -> None:
+    """Has each of a process's threads run on these cores only."""
+    for thread in os.listdir(f"/proc/{pid}/task"):
         os.sched_setaffinity(int(thread), cores)
-    return child
 
 
 def _answers(url: str) -> bool:

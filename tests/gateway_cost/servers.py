@@ -14,7 +14,6 @@ from vllm.v1.engine import EngineCoreOutputs
 from vllm.v1.engine.core_client import EngineCoreClient
 
 from backend.engine.client import EngineCodec
-from backend.fleet import Member
 from backend.transport.aio import AsyncDealer
 from backend.transport.sockets import Wire
 
@@ -23,11 +22,10 @@ def gateway(job: dict[str, Any], pipe: Connection) -> None:
     """A child's main: a gateway with one verifier, until the pipe is closed."""
     from tests.support.running_gateway import gateway_process
 
-    member = Member("verifier-0", "verifier", "one", job["engine"], "", "node", os.getpid(), "bench", state="ready")
     # Room for all, so that no stream waits at the gateway.
     settings = {"gateway": {"max_in_flight": 100_000, "served_model_name": "bench"}, "verifier": {"max_num_seqs": 2048}}
     _end_with(pipe)
-    gateway_process({**settings, "model": job["model"], "members": [member]}, pipe)
+    gateway_process({**settings, "model": job["model"], "members": [job["member"]]}, pipe)
 
 
 def vllm_server(job: dict[str, Any], pipe: Connection) -> None:
@@ -39,7 +37,7 @@ def vllm_server(job: dict[str, Any], pipe: Connection) -> None:
     line = ["--model", job["model"], "--served-model-name", "bench", "--host", "127.0.0.1", "--port", str(job["port"])]
     line += ["--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "error"]
     arguments = make_arg_parser(FlexibleArgumentParser()).parse_args(line)
-    client = mock.patch.object(EngineCoreClient, "make_async_mp_client", return_value=_EngineOverTheWire(job["engine"]))
+    client = mock.patch.object(EngineCoreClient, "make_async_mp_client", return_value=_EngineOverTheWire(job["member"].address))
     pipe.send(f"http://127.0.0.1:{job['port']}")
     _end_with(pipe)
     with client:

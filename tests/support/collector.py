@@ -56,25 +56,22 @@ class Collector:
 def _spans(body: bytes) -> list[Received]:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    found = []
-    for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
-        about = _attributes(resource.resource.attributes)
-        for scope in resource.scope_spans:
-            for span in scope.spans:
-                found.append(
-                    Received(
-                        about["service.name"],
-                        span.name,
-                        span.trace_id.hex(),
-                        span.span_id.hex(),
-                        span.parent_span_id.hex(),
-                        span.start_time_unix_nano,
-                        span.end_time_unix_nano,
-                        _attributes(span.attributes),
-                        [event.name for event in span.events],
-                    )
-                )
-    return found
+    return [
+        Received(
+            _attributes(resource.resource.attributes)["service.name"],
+            span.name,
+            span.trace_id.hex(),
+            span.span_id.hex(),
+            span.parent_span_id.hex(),
+            span.start_time_unix_nano,
+            span.end_time_unix_nano,
+            _attributes(span.attributes),
+            [event.name for event in span.events],
+        )
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
 
 
 def _attributes(pairs: Any) -> dict[str, Any]:

@@ -1,21 +1,17 @@
 """A fleet that exists only as reports, which tests advance by hand; it has the part of `FleetCore` that `/fleet` reads.
 
-Verifiers decode at steady rates.  Drafter i serves verifier i mod the number of verifiers.  `served` serves the fleet page of
-such a fleet, without an engine, from a thread of its own.
+Verifiers decode at steady rates.  Drafter i serves verifier i mod the number of verifiers.
 """
 
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
-import uvicorn
-from fastapi import FastAPI
+from anyio.from_thread import start_blocking_portal
 from msgspec.structs import replace
 
-from backend.config import Settings
 from backend.fleet import (
     Assignment,
     DraftCounters,
@@ -27,15 +23,10 @@ from backend.fleet import (
     MemberView,
     VerifierStats,
 )
-from gateway.auth.access import Access
-from gateway.auth.key_ring import KeyRing
-from gateway.auth.quotas import Quotas
-from gateway.cli.preflight import listen
-from gateway.http.middleware import Envelope
-from gateway.http.protocol import BoundedProtocol
+from gateway.fleet.core import FleetCore
+from gateway.metrics.fleet import fleet_document
 from gateway.metrics.gateway import GatewayMetrics
-from gateway.routes import operations, page
-from gateway.state import Gateway
+from tests.support.running_gateway import running_gateway
 
 STEP_S = 0.02
 """Seconds of a verifier's step.  Each verifier with load is 70 % busy, waits for drafts for 20 %, and has no work for 10 %."""
@@ -61,8 +52,6 @@ class Story:
         self.metrics = GatewayMetrics()
         self.version = 0
         self.snapshot: FleetSnapshot | None = None
-        self.answered_at = time.monotonic()
-        self.gateway_id = "gateway-0"
         self.gate = SimpleNamespace(sequences=0)
 
     def advance(self, seconds: float = 1.0) -> None:
@@ -84,7 +73,6 @@ class Story:
     def tell(self) -> None:
         """Makes the directory's next snapshot."""
         self.version += 1
-        self.answered_at = time.monotonic()
         views = [
             MemberView(each, self.silent_s.get(name, 0.1), self.verifiers.get(name), self.drafters.get(name))
             for name, each in sorted(self.members.items())
@@ -138,36 +126,11 @@ class Story:
         return name in self.members and self.members[name].state != "lost"
 
 
-def page_app(story: Story, api_key: str | None = None) -> FastAPI:
-    """The page, its files and `/fleet`, behind the gateway's own middleware."""
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.state.gateway = gateway = SimpleNamespace(
-        client=SimpleNamespace(core=story),
-        metrics=story.metrics,
-        settings=Settings(),
-        ring=KeyRing(api_key),
-        quotas=Quotas("", None),
-        tracing=None,
-        services=SimpleNamespace(models=SimpleNamespace(model_name=lambda: "demo")),
-    )
-    app.include_router(page.router)
-    app.include_router(operations.router)
-    Access(cast(Gateway, gateway)).guard(app)
-    app.add_middleware(Envelope, gateway=cast(Gateway, gateway))
-    return app
-
-
 @contextmanager
 def served(story: Story, port: int = 0, api_key: str | None = None) -> Iterator[str]:
-    """Serves the page of `story`, which goes on for a second first; gives the address."""
+    """A gateway whose `/fleet` tells of `story`, which goes on for a second first; gives the address."""
     story.advance(1.0)
-    config = uvicorn.Config(page_app(story, api_key), http=BoundedProtocol, log_config=None, lifespan="off")
-    server = uvicorn.Server(config)
-    with listen("127.0.0.1", port) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(10)
+    told = mock.patch("gateway.routes.operations.fleet_document", side_effect=lambda _: fleet_document(cast(FleetCore, story)))
+    running = running_gateway(mode="auto", port=port, api_key=api_key)
+    with told, start_blocking_portal() as portal, portal.wrap_async_context_manager(running) as gateway:
+        yield gateway.server.url

@@ -10,7 +10,7 @@ BODY = {"stream": True, "max_tokens": 4}
 
 
 def outcome(case: Case | None = None, text: str = "abcd", finish: str = "length", **fields: object) -> Outcome:
-    made = Outcome(case or Case("greedy", "/v1/completions", BODY, True), done=True, usage={"completion_tokens": 4})
+    made = Outcome(case or Case("greedy", BODY), done=True, usage={"completion_tokens": 4})
     for index in range(made.case.body.get("n", 1)):
         made.received[index] = SequenceStatistics(text, [finish], ["a"], [-0.5])
     for name, value in fields.items():
@@ -42,7 +42,7 @@ def test_what_is_wrong_is_seen(change, reason) -> None:
 
 
 def test_sampled_answers_are_judged_by_what_must_hold() -> None:
-    case = Case("sampled", "/v1/completions", BODY, False)
+    case = Case("sampled", BODY)
     assert what_is_wrong(outcome(case), None) is None
     assert "usage" in (what_is_wrong(outcome(case, usage={"completion_tokens": 3}), None) or "")
 
