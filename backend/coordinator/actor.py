@@ -61,6 +61,9 @@ class CoordinatorActor:
     def resume(self, member_id: str) -> None:
         self._policy.resume(member_id, time.monotonic())
 
+    def restore(self, before: FleetSnapshot) -> None:
+        self._policy.restore(before, time.monotonic())
+
     def submit(self, command: AnyCommand) -> Answer:
         return self._administration.submit(command, time.monotonic())
 
@@ -148,6 +151,10 @@ class CoordinatorHandle:
     def resume(self, member_id: str) -> None:
         """Ends a drain.  For the launcher; administrators use `submit`."""
         self._call(CoordinatorActor.resume, member_id)
+
+    def restore(self, before: FleetSnapshot) -> None:
+        """Tells a restarted coordinator the drains and pins of an earlier snapshot.  For the launcher."""
+        self._call(CoordinatorActor.restore, before)
 
     def submit(self, command: AnyCommand) -> Answer:
         """Has the coordinator check and take an administrator's command."""

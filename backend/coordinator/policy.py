@@ -180,6 +180,19 @@ class Coordinator:
         self.changed()
         self.tick(now)
 
+    def restore(self, before: FleetSnapshot, now: float) -> None:
+        """Puts the drains and pins in force that are in a snapshot of the coordinator before a restart.
+
+        Their members need not have registered again.
+        """
+        for view in before.members:
+            if view.drain is not None and view.drain.ordered:
+                left_s = view.drain.deadline_s
+                self._drains[view.member.id] = None if left_s is None else now + left_s
+        self.pins |= before.pins
+        self.changed()
+        self.tick(now)
+
     def changed(self) -> int:
         """The fleet has changed, here or in what is kept elsewhere: the next `tick` decides.  Returns the new version."""
         self._version += 1

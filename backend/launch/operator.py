@@ -24,7 +24,6 @@ from backend.launch.emptying import Emptying
 from backend.launch.fleet import LaunchedFleet
 from backend.launch.plan import LaunchError
 from backend.launch.processes import Started, cause
-from backend.launch.standing import Standing
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,7 +48,8 @@ class Operator:
         self._fleet = fleet
         self._coordinator = fleet.coordinator
         self._say = say
-        self._standing = Standing()
+        self._seen: FleetSnapshot | None = None
+        """The coordinator's latest snapshot."""
         self._looked_at: dict[str, float] = {}
         """When each absent member was last looked at."""
         self._reported: Operation
@@ -184,11 +184,14 @@ class Operator:
                 raise _Stopped
 
     def _remind(self) -> FleetSnapshot:
-        """Repeats drains and pins to a coordinator that was restarted and has lost them; returns its snapshot."""
-        snapshot = self._coordinator.snapshot()
-        for command in self._standing.repeat(snapshot):
-            logger.info("the coordinator was restarted; asking again: %s", command)
-            self._coordinator.submit(command)
+        """Tells a coordinator that was restarted the drains and pins that it has lost; returns its snapshot."""
+        snapshot, before = self._coordinator.snapshot(), self._seen
+        if before is None or snapshot.coordinator == before.coordinator:
+            self._seen = snapshot
+        else:
+            self._coordinator.restore(before)
+            self._seen = msgspec.structs.replace(before, coordinator=snapshot.coordinator)
+            logger.info("the coordinator was restarted, and told its drains and pins again")
         return snapshot
 
     def _revive(self, snapshot: FleetSnapshot, now: float) -> None:

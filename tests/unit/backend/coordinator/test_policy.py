@@ -8,6 +8,7 @@ from typing import cast
 import hypothesis.strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from backend.coordinator.administration import Administration
 from backend.coordinator.assignment import VerifierLoad
 from backend.coordinator.messages import Report
 from backend.coordinator.policy import DECIDE_EVERY_S, FORGET_LOST_S, START_LEASE_S, Coordinator
@@ -117,6 +118,26 @@ def test_a_drain_outlives_a_member_that_has_left_or_was_lost_long_ago_until_it_i
     policy.resume("v0", late)
     policy.register(member("v0", "verifier", "i3"), late)
     assert not report(policy, "v0", late, incarnation="i3").drain
+
+
+def test_a_restarted_coordinator_is_told_the_drains_and_pins_and_no_member_need_have_registered() -> None:
+    before = fleet(4, 1)
+    before.drain("v0", 0.0)
+    before.drain("v1", 0.0, migrate_after_s=5.0)
+    before.drain("v2", 0.0, migrate_after_s=0.0)
+    report(before, "v3", 0.0, state="draining")
+    before.pin("d0", ["v1", "v4"], 0.0)
+    snapshot = Administration(before, 30.0, True).snapshot(1.0)
+    after = Coordinator(LEASE_S, first_version=1_000)
+    after.restore(snapshot, 50.0)
+    for i in range(5):
+        after.register(member(f"v{i}", "verifier"), 51.0)
+    drains = [each.drain for each in after.snapshot(51.0).members]
+    waits, moves = Draining(migrate=False, deadline_s=3.0), Draining(migrate=True, deadline_s=0.0)
+    assert drains == [Draining(migrate=False), waits, moves, None, None], "who drains of itself will say so again"
+    after.resume("v1", 52.0)
+    after.register(member("d0", "drafter"), 52.0)
+    assert pairs(after, 52.0) == {("v1", "d0"), ("v4", "d0")}
 
 
 def test_many_members_are_assigned_a_loss_is_made_up_for_and_deciding_takes_milliseconds(timed: bool) -> None:

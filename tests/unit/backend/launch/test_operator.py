@@ -75,6 +75,26 @@ def test_a_member_that_could_not_be_restarted_gets_work_when_it_is_back() -> Non
     fleet.coordinator.resume.assert_called_once_with("verifier-1")
 
 
+def test_a_restarted_coordinator_is_told_what_the_one_before_it_knew_until_it_has_taken_it() -> None:
+    told: list[FleetSnapshot] = []
+    snapshots = [FleetSnapshot(1, [], [], {}, pins={"d0": ["v0"]}, coordinator="a")]
+    snapshots += [FleetSnapshot(9, [], [], {}, coordinator=name) for name in "bbcc"]
+
+    def restore(before: FleetSnapshot) -> None:
+        told.append(before)
+        if len(told) == 1:
+            raise CoordinatorUnavailable("away")
+
+    coordinator = SimpleNamespace(snapshot=lambda: snapshots.pop(0), restore=restore)
+    operator = Operator(cast(Any, SimpleNamespace(coordinator=coordinator)), lambda line: None)
+    operator._remind()
+    with pytest.raises(CoordinatorUnavailable):
+        operator._remind()
+    for _ in range(3):
+        operator._remind()
+    assert [each.pins for each in told] == [{"d0": ["v0"]}] * 3, "twice the same, then the next one"
+
+
 @pytest.mark.parametrize(
     ("kind", "gpus", "order"),
     [
