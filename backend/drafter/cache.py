@@ -1,11 +1,12 @@
 """Keeps track of which sequence owns which rows of the drafter's KV cache.  Pure; drafter thread; `head.py` owns the tensors.
 
-Each row has a position: row p is computed from the target's feature at position p and the token at p + 1.  Rows are kept in
-ascending position; a position whose feature was lost is left out.  Only rows made from true features are counted here.  Rows
-that drafting makes lie behind a sequence's last row, and the next true rows overwrite them.
+Each row has a position: a head's row p is computed from the target's feature at position p and the token at p + 1, a draft
+model's from the token at p.  Rows are kept in ascending position; a position whose feature was lost is left out.  Only rows
+made from true features are counted here.  Rows that drafting makes lie behind a sequence's last row, and the next true rows
+overwrite them.
 
-Features depend on the target's prefix alone, so rows 0..m-1 serve any sequence with the same tokens 0..m, of any verifier.  A
-shared prefix is found by a chain of hashes over blocks of `BLOCK` tokens, then compared token by token.
+Features depend on the target's prefix alone, so a head's rows 0..m-1 serve any sequence with the same tokens 0..m, of any
+verifier.  A shared prefix is found by a chain of hashes over blocks of `BLOCK` tokens, then compared token by token.
 """
 
 from __future__ import annotations
@@ -113,11 +114,14 @@ class Sequence:
 
 
 class RowCache:
-    """The sequences of all verifiers.  `move(source, target, rows)` copies cache rows; the stretches do not overlap."""
+    """The sequences of all verifiers.  `move(source, target, rows)` copies cache rows; the stretches do not overlap.
 
-    def __init__(self, capacity: int, move: Callable[[int, int, int], None]) -> None:
+    Row p is computed from the token at p + `token_offset`.
+    """
+
+    def __init__(self, capacity: int, move: Callable[[int, int, int], None], token_offset: int = 1) -> None:
         self._extents = Extents(capacity)
-        self._move = move
+        self._move, self._offset = move, token_offset
         self._open: OrderedDict[Hashable, Sequence] = OrderedDict()
         self._closed: OrderedDict[Sequence, None] = OrderedDict()
         self._index: dict[int, dict[Sequence, None]] = {}
@@ -160,7 +164,7 @@ class RowCache:
         self._open[key] = sequence
         source = self._find(tokens)
         if source is not None:
-            rows = min(common_prefix(source.tokens, tokens) - 1, source.unbroken, limit)
+            rows = min(common_prefix(source.tokens, tokens) - self._offset, source.unbroken, limit)
             if rows > 0:
                 self._reuse(source, sequence, rows)
         return sequence
@@ -168,7 +172,7 @@ class RowCache:
     def extend_tokens(self, sequence: Sequence, base_len: int, tokens: list[int]) -> None:
         """Makes the text `base_len` long and end with `tokens`.  Drops later or different tokens, and their rows."""
         kept = splice(sequence.tokens, base_len, tokens)
-        self.truncate(sequence, kept - 1)
+        self.truncate(sequence, kept - self._offset)
         sequence.drafted = None
 
     def truncate(self, sequence: Sequence, position: int) -> None:
@@ -181,7 +185,7 @@ class RowCache:
                 sequence.spans[-1][1] = kept
             else:
                 sequence.spans.pop()
-        self._unchain(sequence, (sequence.unbroken + 1) // BLOCK)
+        self._unchain(sequence, (sequence.unbroken + self._offset) // BLOCK)
 
     def reserve(self, sequence: Sequence, rows: int, pinned: Collection[Sequence] = ()) -> bool:
         """Makes room for `rows` rows behind the sequence's last.  Other sequences may lose theirs, except `pinned` ones.
@@ -227,7 +231,7 @@ class RowCache:
         """Commits the rows made ahead for tokens that have come, without the last token's: drafting starts by computing it."""
         position, tokens = sequence.ahead
         sequence.ahead = (0, [])
-        rows = common_prefix(sequence.tokens[position + 1 : -1], tokens)
+        rows = common_prefix(sequence.tokens[position + self._offset : -1], tokens)
         if rows and position == sequence.end:
             self.append(sequence, position, rows)
             self.publish(sequence)
@@ -248,7 +252,7 @@ class RowCache:
         if not sequence.is_current:
             return
         tokens, chain = sequence.tokens, sequence.chain
-        while sequence.unbroken + 1 >= BLOCK * (len(chain) + 1):
+        while sequence.unbroken + self._offset >= BLOCK * (len(chain) + 1):
             at = BLOCK * len(chain)
             chain.append(_link(chain[-1] if chain else 0, tokens[at : at + BLOCK]))
             self._index.setdefault(chain[-1], {})[sequence] = None

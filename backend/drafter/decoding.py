@@ -240,10 +240,11 @@ def captured(pool: Any, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None
     return graph
 
 
-def rows_behind(sequences: Sequence[cache.Sequence], device: torch.device) -> Tensor:
+def rows_behind(sequences: Sequence[cache.Sequence], head: Head) -> Tensor:
     """The numbers of rows that continue each sequence, `[NUMBERS, sequences]`; the tokens are 0."""
-    numbers = [[0, s.tip[0] - 1 if s.tip else 0, s.start + s.length, s.start, 0, 0, 1, s.sampling.seed] for s in sequences]
-    return torch.tensor(numbers, device=device).t()
+    ends = [s.tip[0] - head.token_offset if s.tip else 0 for s in sequences]
+    numbers = [[0, end, s.start + s.length, s.start, 0, 0, 1, s.sampling.seed] for s, end in zip(sequences, ends, strict=True)]
+    return torch.tensor(numbers, device=head.device).t()
 
 
 def columns_behind(sequences: Sequence[cache.Sequence], device: torch.device) -> Tensor:

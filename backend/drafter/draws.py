@@ -102,7 +102,7 @@ class Draws:
 
     def __init__(self, seeds: Tensor, columns: Tensor, token_ids: Tensor | None, rules: Rules) -> None:
         self._seeds, self._token_ids, self._rules = seeds, token_ids, rules
-        self._betas, self.scales, self._own, self._min_p, self._top_k, self._top_p = columns.unbind()
+        self._betas, self._scales, self._own, self._min_p, self._top_k, self._top_p = columns.unbind()
 
     @property
     def independent(self) -> Tensor:
@@ -117,7 +117,7 @@ class Draws:
         picked = []
         if self._rules.shared:
             # Noise that may still draw an independent row's later tokens is not read, not even in vain: that would take time.
-            scales = self.scales * ~self.independent if self._rules.independent else self.scales
+            scales = self._scales * ~self.independent if self._rules.independent else self._scales
             given = self._seeds, positions, self._betas, scales, self._token_ids
             columns, scores, leads, totals = noise.choose(logits, *given, totals=True)
             assert totals is not None
@@ -144,9 +144,9 @@ class Draws:
 
         Of independent rows, too, the values are those with shared noise: for the verifier's own token, not for drafts.
         """
-        columns, scores = noise.rank(logits, self._seeds, positions, self._betas, self.scales, count, self._token_ids)
+        columns, scores = noise.rank(logits, self._seeds, positions, self._betas, self._scales, count, self._token_ids)
         noises = noise.gumbel(self._seeds, positions, self.tokens_of(others).unsqueeze(1)).squeeze(1)
-        further = logits.gather(1, others.unsqueeze(1)).squeeze(1) * self._betas + self.scales * noises
+        further = logits.gather(1, others.unsqueeze(1)).squeeze(1) * self._betas + self._scales * noises
         totals = (logits * self._betas.unsqueeze(1)).logsumexp(1)
         return columns, scores - totals.unsqueeze(1), further - totals
 

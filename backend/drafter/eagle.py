@@ -4,7 +4,6 @@ Drafter thread.  Both parts are batched over all sequences of a batch, from all 
 """
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -19,9 +18,9 @@ from backend.drafter.outcomes import Imagination, Padding
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, NOTHING, Drafted, DraftRequest, Premise, ProposerStats, Sampling, Until
 from backend.drafter.sessions import TORCH_DTYPES
 from backend.models.checkpoint import HeadWeights
+from backend.models.head_config import DRAFT_MODEL
 from backend.wire.drafting import Outcome
 
-START = -1
 BATCH_ROWS = 2048
 """Most rows computed per batch: a long prompt is read over several batches, while other requests get their drafts."""
 
@@ -44,7 +43,7 @@ class EagleProposer:
         self.max_position = weights.max_position
         where = torch.device(device)
         self.dtype = dtype = compute_dtype(config.dtype, where)
-        self._cache = cache.RowCache(cache_tokens, lambda *move: self._head.move(*move))
+        self._cache = cache.RowCache(cache_tokens, lambda *move: self._head.move(*move), int(config.kind != DRAFT_MODEL))
         # A batch drafts on until its last row is done, so rows may go past their own end; outcomes begin as much later.
         positions = self.max_position + 2 * MAX_DRAFT
         with torch.inference_mode():
@@ -139,7 +138,7 @@ class EagleProposer:
         for i, (ask, sequence) in enumerate(zip(batch, sequences, strict=True)):
             if sequence is None:
                 continue
-            start = ask.base_len - 1 - ask.rows
+            start = ask.base_len - self._head.token_offset - ask.rows
             if ask.rows:
                 self._cache.truncate(sequence, start)
             elif not limits[i] or not _is_at(sequence, ask.base_len):
@@ -162,10 +161,10 @@ class EagleProposer:
         places: list[int] = []
         features = []
         for i, sequence in extended.items():
-            ask = batch[i]
+            ask, end = batch[i], batch[i].base_len - self._head.token_offset
             place = sequence.start + sequence.length - ask.rows
             ids += sequence.tokens[ask.base_len - ask.rows : ask.base_len]
-            positions += range(ask.base_len - 1 - ask.rows, ask.base_len - 1)
+            positions += range(end - ask.rows, end)
             places += range(place, place + ask.rows)
             if ask.features is not None:
                 features.append(ask.features)
@@ -195,7 +194,7 @@ class EagleProposer:
         """Drafts at most `depth` tokens per sequence, starting from each sequence's tip."""
         device = self._head.device
         rules = Rules.needed_by([s.sampling for s in sequences])
-        rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
+        rows, columns = rows_behind(sequences, self._head), columns_behind(sequences, device)
         batch = self._decoder.batch(depth, rules, rows, columns, tips(sequences))
         drafts = batch.decode(depth, lambda: ends, picks_first=True)
         for sequence, drafted, outputs in zip(sequences, drafts, batch.outputs_of(batch.taken - 1), strict=True):
@@ -211,14 +210,9 @@ def _is_at(sequence: cache.Sequence, base_len: int) -> bool:
 class ModelProposer(EagleProposer):
     """A draft model behind the `Proposer` protocol: a small language model, decoded like a head but without features.
 
-    Row p of the cache is computed from the token at p.  So missing rows can be computed from a request's text at any time, and
-    a drafted token's row stays if the token is accepted.  `cache.py` is made for heads, whose row p needs the token at p + 1.
-    To fit it, a sequence there begins with an extra token `START`, and all its lengths are greater by one.
+    Row p of the cache is computed from the token at p alone.  So missing rows can be computed from a request's text at any
+    time, and a drafted token's row stays if the token is accepted.
     """
-
-    def open(self, key: Hashable, tokens: list[int], rows: int, sampling: Sampling = GREEDY) -> None:
-        """Starts a sequence.  Reuses rows of an earlier one with the same prefix."""
-        super().open(key, [START, *tokens], 1, sampling)
 
     def commit(self, key: Hashable, base_len: int, tokens: list[int], rows: int) -> bool:
         """Takes the newest tokens, and commits rows already computed for them.  A text with a hole is forgotten."""
@@ -226,15 +220,11 @@ class ModelProposer(EagleProposer):
         if length is not None and base_len - len(tokens) > length:
             self.close(key)
             return False
-        known = super().commit(key, base_len + 1, tokens, rows)
+        known = super().commit(key, base_len, tokens, rows)
         sequence = self._cache.peek(key)
         if sequence is not None and tokens:
             self._cache.adopt(sequence)
         return known
-
-    def length(self, key: Hashable) -> int | None:
-        length = super().length(key)
-        return None if length is None else length - 1
 
     def invalidate(self) -> None:
         """Does nothing: rows do not depend on the target's weights."""
@@ -244,14 +234,13 @@ class ModelProposer(EagleProposer):
         left = BATCH_ROWS
         asks = []
         for ask in batch:
-            sequence = self._cache.peek(ask.key)
-            base_len = ask.base_len + 1
+            sequence, base_len = self._cache.peek(ask.key), ask.base_len
             if sequence is None or base_len != len(sequence.tokens) or base_len + MAX_DRAFT > self._cache.longest:
                 asks.append(DraftRequest(ask.key, base_len, 0, None))
                 continue
             # Rows behind a gap, left when earlier rows were given to another sequence, are of no use.
             self._cache.truncate(sequence, sequence.unbroken)
-            missing = base_len - 1 - sequence.unbroken
+            missing = base_len - sequence.unbroken
             rows = min(missing, left)
             left -= rows
             until = ask.until if rows == missing else Until(0)
@@ -264,7 +253,7 @@ class ModelProposer(EagleProposer):
         return drafts
 
     def draft_outcomes(self, batch: Sequence[Premise]) -> list[list[Outcome]]:
-        found = super().draft_outcomes([replace(premise, base_len=premise.base_len + 1) for premise in batch])
+        found = super().draft_outcomes(batch)
         for premise, outcomes in zip(batch, found, strict=True):
             if outcomes:
                 self._note_ahead(premise.key, premise.verifying)

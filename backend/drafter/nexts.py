@@ -1,9 +1,8 @@
 """Keeps the items of `Next` messages until they can be worked on.  Pure; drafter thread.
 
-A `Next` and the `Round` that makes its request `base_len` long travel on two sockets, so either may come first.  An item passes
-through at most three stages: *held* until its request has that length, *fresh* when a draft is due at once, and *waiting* for
-its outcomes to be enumerated.  At any stage an item is dropped when a newer one for its request comes, or when the request
-grows beyond it.
+A `Next` and the `Round` that makes its request `base_len` long travel on two sockets, so either may come first.  An item is
+*held* until its request has that length.  Then it is *due*: for a fresh draft or, if it names a draft under verification, for
+the enumeration of its outcomes.  It is dropped when a newer one for its request comes, or when the request grows beyond it.
 """
 
 from collections.abc import Sequence
@@ -39,20 +38,19 @@ class Nexts:
 
     def __init__(self) -> None:
         self._held: dict[Key, Wanted] = {}
-        self._fresh: dict[Key, Wanted] = {}
-        self._waiting: dict[Key, Wanted] = {}
+        self._due: dict[Key, Wanted] = {}
         self._strangers: dict[Key, int] = {}
         """Requests for which nothing can be drafted up to this length: they are not known here, or too long."""
 
     @property
     def is_due(self) -> bool:
         """Whether any item can be worked on."""
-        return bool(self._fresh or self._waiting)
+        return bool(self._due)
 
     def want(self, wanted: Wanted, length: int | None) -> None:
         """Takes an item; `length` is its request's present one, None when the request is unknown."""
         key, base_len = wanted.key, wanted.item.base_len
-        self._drop(key)
+        self._take(key)
         if self._strangers.get(key, 0) >= base_len:
             self._arrive(wanted, known=False)
         elif length is None or length < base_len:
@@ -70,51 +68,43 @@ class Nexts:
             self._strangers.pop(key, None)
         else:
             self._strangers[key] = base_len
-        for stage in (self._fresh, self._waiting):
-            # A fresh draft is due even if nothing can be drafted: the answer is empty.
-            if key in stage and (stage[key].item.base_len != base_len or (stage is self._waiting and not known)):
-                del stage[key]
-        held = self._held.get(key)
-        if held is not None and held.item.base_len <= base_len:
-            del self._held[key]
-            if held.item.base_len == base_len:
-                self._arrive(replace(held, since=max(held.since, now)), known)
+        wanted = self._take(key)
+        if wanted is not None and wanted.item.base_len > base_len:
+            self._held[key] = wanted
+        elif wanted is not None and wanted.item.base_len == base_len:
+            self._arrive(replace(wanted, since=max(wanted.since, now)), known)
 
     def forget(self, key: Key) -> None:
         self._strangers.pop(key, None)
-        self._drop(key)
+        self._take(key)
 
-    def take_due(self) -> list[Wanted]:
-        """Takes all items whose fresh drafts are due; their requests may be unknown."""
-        taken = list(self._fresh.values())
-        self._fresh.clear()
-        return taken
+    def take_fresh(self) -> list[Wanted]:
+        """Takes all due items that ask for fresh drafts; their requests may be unknown."""
+        return [self._due.pop(each.key) for each in list(self._due.values()) if not each.item.verifying]
 
     def drafted(self, wanted: Wanted, tokens: list[int], now: float) -> None:
-        """A fresh draft was made: now its outcomes wait, if they are asked for."""
+        """A fresh draft was made: now its outcomes are due, if they are asked for."""
         if tokens and wanted.item.outcomes:
             item = msgspec.structs.replace(wanted.item, verifying=tokens)
-            self._waiting[wanted.key] = replace(wanted, item=item, since=now)
+            self._due[wanted.key] = replace(wanted, item=item, since=now)
 
-    def take_waiting(self, most: int) -> list[Wanted]:
-        """Takes items to enumerate, longest waiting first: at least one, and no more than have `most` outcomes together."""
+    def take_outcomes(self, most: int) -> list[Wanted]:
+        """Takes the other due items, longest waiting first: at least one, and no more than have `most` outcomes together."""
         taken: list[Wanted] = []
         total = 0
-        for wanted in self._waiting.values():
+        for wanted in self._due.values():
             total += min(wanted.item.outcomes, MAX_OUTCOMES)
             if taken and total > most:
                 break
             taken.append(wanted)
         for wanted in taken:
-            del self._waiting[wanted.key]
+            del self._due[wanted.key]
         return taken
 
     def _arrive(self, wanted: Wanted, known: bool = True) -> None:
-        if not wanted.item.verifying:
-            self._fresh[wanted.key] = wanted
-        elif known:
-            self._waiting[wanted.key] = wanted
+        # A fresh draft is due even if nothing can be drafted: the answer is empty.
+        if known or not wanted.item.verifying:
+            self._due[wanted.key] = wanted
 
-    def _drop(self, key: Key) -> None:
-        for stage in (self._held, self._fresh, self._waiting):
-            stage.pop(key, None)
+    def _take(self, key: Key) -> Wanted | None:
+        return self._due.pop(key, None) or self._held.pop(key, None)

@@ -7,11 +7,10 @@ comes after them.  With c_i the chance that d_i is accepted,
     P(k, t) = c_0 ... c_{k-1} (1 - c_k) r_k(t),    t != d_k for k < m, and without (1 - c_k) for k = m
 
 where r_k is the distribution of the token that comes if d_k is rejected.  The noise is known.  So the tokens with the largest
-values `log q_k + G` (greedy requests: `log q_k`) are the likeliest; a softmax over these values estimates their chances.
-If the verifier has sent weights (`backend/speculation/chances.py`), c comes from them, and r_k from the values without d_k.
-Otherwise both come from the values: a token's share in the softmax, which for a greedy request is q_k itself.  A token of an
-independent draft was drawn without that noise, so its chance comes from the shape of its distribution alone (`draws.py`).  The
-token after it is drawn with the noise all the same.
+values `log q_k + G` (greedy requests: `log q_k`) are the likeliest; a softmax over these values, without d_k's, estimates their
+chances.  c comes from the verifier's weights (`backend/speculation/chances.py`).  A token of an independent draft was drawn
+without that noise, so its chance comes from the shape of its distribution alone (`draws.py`).  The token after it is drawn with
+the noise all the same.
 
 The likeliest outcomes are the branches of one tree.  They share the sequence's rows and part of the rows of the draft under
 verification, and are decoded together.  The tree's rows lie behind the sequence's last row and are not counted as its own; the
@@ -24,7 +23,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from functools import cache
-from math import nan
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,7 +46,7 @@ NEVER = float("-inf")
 UNLIKELY = -30.0
 """The value given to a token outside the draft vocabulary, for which the head has no probability."""
 UNJUDGED = (1.0, 0.0, 2.0)
-"""Weights for independent drafts if the verifier has sent none: the surer the head, the likelier is its sample accepted."""
+"""Weights if the verifier has sent none: the surer the head, the likelier is its draft accepted."""
 LEAST_CHANCE = 1e-6
 """Judged chances are kept this far from 0 and 1, so that logarithms stay finite."""
 
@@ -99,7 +97,7 @@ class Imagination:
         device = self._head.device
         samplings, untils = [s.sampling for s in sequences], [p.until for p in premises]
         rules = Rules.needed_by(samplings)
-        rows, columns = rows_behind(sequences, device), columns_behind(sequences, device)
+        rows, columns = rows_behind(sequences, self._head), columns_behind(sequences, device)
         outputs = self._teacher_forced(premises, sequences, rows, columns, shape.depth)
         seeds, wide = (each.repeat_interleave(shape.depth + 1, -1) for each in (rows[-1], columns))
         draws = Draws(seeds, wide, self._head.draft_to_target, rules)
@@ -185,9 +183,7 @@ class Imagination:
         """The most probable outcomes, by the module's formula.  Tensors begin with `[sequences, stops]`."""
         device, count, stops = self._head.device, len(premises), shape.depth + 1
         logits = self._head.read(outputs.flatten(0, 1))
-        first = [
-            [p.base_len - 1 + self._head.token_offset, len(p.verifying), *self._own_ids(p.verifying, stops)] for p in premises
-        ]
+        first = [[p.base_len, len(p.verifying), *self._own_ids(p.verifying, stops)] for p in premises]
         given = torch.tensor(first, device=device)
         stop = torch.arange(stops, device=device)
         begins, lengths, drafted = given[:, :1], given[:, 1:2], given[:, 2:]
@@ -208,11 +204,10 @@ class Imagination:
         return _Branches(torch.div(where, size, rounding_mode="floor"), tokens, chosen)
 
     def _weights(self, premises: list[Premise], sequences: list[Sequence], stops: int) -> Tensor:
-        """The weights by which each sequence's tokens are judged: `a`, `b` and e of each stop; NaN: it has none."""
+        """The weights by which each sequence's tokens are judged: `a`, `b` and e of each stop."""
         rows = []
         for premise, sequence in zip(premises, sequences, strict=True):
-            own = UNJUDGED if sequence.sampling.independent else (nan, nan, nan)
-            a, b, *offsets = premise.until.judge(sequence.sampling) or own
+            a, b, *offsets = premise.until.judge(sequence.sampling) or UNJUDGED
             rows.append([a, b, *offsets[:stops], *offsets[-1:] * (stops - len(offsets))])
         return torch.tensor(rows, dtype=torch.float32, device=self._head.device)
 
@@ -224,8 +219,6 @@ class Imagination:
         `shapes`: the signs at all stops, for sequences with independent drafts.
         """
         rest = others.logsumexp(-1).clamp(min=torch.finfo(torch.float32).min)
-        is_sampled = (draws.scales > 0).view(verified.shape)
-        total = torch.where(is_sampled, torch.logaddexp(rest, verified), 0.0)
         leads = verified - others[..., 0].maximum(others[..., min(1, others.shape[-1] - 1)])
         signs = torch.stack((verified, leads), dim=-1)
         if shapes is not None:
@@ -234,11 +227,9 @@ class Imagination:
         signs = signs.nan_to_num(nan=-CLIP).clamp(-CLIP, CLIP)
         judged = (weights[:, :1] * signs[..., 0] + weights[:, 1:2] * signs[..., 1] + weights[:, 2:]).sigmoid()
         judged = judged.clamp(LEAST_CHANCE, 1 - LEAST_CHANCE)
-        is_judged, is_last = weights[:, :1].isfinite(), verified == NEVER
-        accepted = torch.where(is_judged, judged.log(), verified - total)
-        ended = torch.where(is_judged, torch.where(is_last, 0.0, torch.log1p(-judged)) - rest, -total)
         # At the last stop no token is verified: its chance must not count.
-        return accepted.masked_fill(is_last, 0.0), ended
+        is_last = verified == NEVER
+        return judged.log().masked_fill(is_last, 0.0), torch.log1p(-judged).masked_fill(is_last, 0.0) - rest
 
     def _own_ids(self, verifying: list[int], count: int) -> list[int]:
         """The tokens' ids in the draft vocabulary, -1 for tokens outside it; padded with -1 to `count`."""

@@ -111,7 +111,7 @@ class DrafterService:
             return self._imagine(started)
         drafts = self.proposer.draft(asks) if asks else []
         finished = self._clock()
-        self._count(rounds, asks, drafts, finished - started)
+        self._count(asks, drafts, finished - started)
         for ask, drafted in zip(asks, drafts, strict=True):
             self._spans.drafted(ask.key, len(drafted.tokens), finished - started)
         unknown = [(listener, wire.encode(wire.Unknown(requests))) for listener, requests in lost.items()]
@@ -242,7 +242,7 @@ class DrafterService:
         """Adds the fresh drafts that are due to `asks`.  Returns each with its index there; None: its answer is empty."""
         places = {ask.key: index for index, ask in enumerate(asks)}
         fresh: list[tuple[Wanted, int | None]] = []
-        for wanted in self._nexts.take_due():
+        for wanted in self._nexts.take_fresh():
             item, place = wanted.item, places.get(wanted.key)
             if place is not None and asks[place].base_len == item.base_len:
                 # The round that made the request so long is in the same batch.
@@ -257,7 +257,7 @@ class DrafterService:
 
     def _imagine(self, started: float) -> list[Reply]:
         """Drafts ahead: enumerates outcomes of verifications that are running."""
-        batch = self._nexts.take_waiting(MAX_BATCH_OUTCOMES)
+        batch = self._nexts.take_outcomes(MAX_BATCH_OUTCOMES)
         premises = [Premise(w.key, w.item.base_len, w.until, w.item.verifying, w.item.outcomes) for w in batch]
         found = self.proposer.draft_outcomes(premises)
         spent_s = self._clock() - started
@@ -343,10 +343,8 @@ class DrafterService:
                 self._lessons.drafted(wanted.key, wanted.item.base_len, drafted.first)
         return replies
 
-    def _count(self, rounds: list[Waiting], asks: list[DraftRequest], drafts: list[Drafted], spent_s: float) -> None:
+    def _count(self, asks: list[DraftRequest], drafts: list[Drafted], spent_s: float) -> None:
         counters = self._counters
-        counters.rounds += len(rounds)
-        counters.rows += sum(ask.rows for ask in asks)
         drafted = sum(1 for ask in asks if ask.until.k)
         if drafted:
             counters.batches += 1

@@ -221,9 +221,6 @@ class DrafterStats(msgspec.Struct):
 
     drafter_id: str
     started_at: float
-    rounds: int = 0
-    rows: int = 0
-    """Feature rows by which the cache was extended."""
     batches: Annotated[int, Metric("outrider_drafter_batches_total")] = 0
     """Batches that drafted."""
     drafts: Annotated[int, Metric("outrider_drafter_drafts_total")] = 0

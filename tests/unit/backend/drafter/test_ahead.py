@@ -179,7 +179,7 @@ def test_the_latest_item_is_due_once_and_only_at_its_length(events: list[tuple[s
                 latest = None
         elif what == "round" or (what == "lost" and length is None):
             known = what == "round"
-            if latest and (latest.base_len < value or (nexts.is_due and latest.base_len != value)):
+            if latest and latest.base_len < value:
                 latest = None
             if latest and latest.base_len == value and latest.verifying and not known:
                 latest = None
@@ -192,7 +192,7 @@ def test_the_latest_item_is_due_once_and_only_at_its_length(events: list[tuple[s
             nexts.forget(key)
         elif what == "take":
             due = nexts.is_due
-            found = [each.item for each in (*nexts.take_due(), *nexts.take_waiting(8))]
+            found = [each.item for each in (*nexts.take_fresh(), *nexts.take_outcomes(8))]
             assert found == ([latest] if due else [])
             assert all(item.base_len == length or (length is None and item.base_len <= lost) for item in found)
             latest = None if found else latest

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from backend.drafter.decoding import DecodeBatch
+from backend.drafter.outcomes import UNJUDGED
 from backend.drafter.proposer import MAX_OUTCOMES, Premise, Sampling, Until
 from backend.speculation.chances import chances
 from backend.wire.drafting import Outcome
@@ -20,7 +21,7 @@ from tests.support.drafter_heads import Reference, Session, TinyHead, begun, mak
 from tests.unit.backend.drafter.test_eagle import CLOSE_CALL, GREEDY_JUDGE, HEADS, SAMPLED_JUDGE, SEED, signs_of
 
 KINDS_OF_HEADS = "plain", "reduced vocabulary", "two layers", "norm output", "qwen3", "wide heads", "eagle 1, two layers"
-# Temperature, whether chances are judged, and whether it decodes as on a GPU.
+# Temperature, whether the verifier has sent weights, and whether it decodes as on a GPU.
 KINDS = {
     "greedy": (0.0, False, False),
     "greedy, judged, as on a GPU": (0.0, True, True),
@@ -30,7 +31,7 @@ KINDS = {
 
 
 def scored(
-    book: Reference, request: Session, verifying: list[int], size: int, judge: Sequence[float] | None
+    book: Reference, request: Session, verifying: list[int], size: int, judge: Sequence[float]
 ) -> dict[tuple[int, int], float]:
     """The logarithm of every candidate's chance, from the formula: `size` candidates at each stop, the verified one apart."""
     book.draft(request.tokens, request.seen, 1, verifying)
@@ -42,16 +43,10 @@ def scored(
         rest = [t for t in top if t != token]
         value = -30.0 if token is None else values.get(token, -30.0)
         total, accepted, ended = np.logaddexp.reduce([values[t] for t in rest]), 0.0, 0.0
-        if judge is not None and token is not None:
+        if token is not None:
             signs = [value, value - max(values[t] for t in values if t != token)]
             (one,) = chances([*judge[:2], *(judge[2 + stop :] or judge[-1:])], signs)
             accepted, ended = math.log(one), math.log(1 - one)
-        elif judge is None:
-            if not book.temperature:
-                total = 0.0
-            elif token is not None:
-                total = np.logaddexp(total, value)
-            accepted = value - total
         for t in rest:
             found[stop, t] = before + ended + values[t] - total
         before += accepted
@@ -65,15 +60,14 @@ def check(
     outcomes: list[Outcome],
     wanted: int,
     size: int = 61,
-    judge: Sequence[float] | None = None,
+    judge: Sequence[float] = UNJUDGED,
 ) -> int:
     """Asserts that these are the likeliest, each drafted for by the book; returns how many were no close calls."""
     by_formula = scored(book, request, verifying, size, judge)
     assert len({(o.accepted, o.token) for o in outcomes}) == len(outcomes) == min(wanted, len(by_formula))
     best = sorted(by_formula.values(), reverse=True)
-    rounded = 1e-3 if judge or book.temperature else 0.0
     for rank, outcome in enumerate(outcomes):
-        assert by_formula[outcome.accepted, outcome.token] == pytest.approx(best[rank], abs=1e-3, rel=rounded)
+        assert by_formula[outcome.accepted, outcome.token] == pytest.approx(best[rank], abs=1e-3, rel=1e-3)
     clear = 0
     for outcome in outcomes:
         expected = book.draft(request.tokens, request.seen, 4, [*verifying[: outcome.accepted], outcome.token])
@@ -98,7 +92,7 @@ def test_outcomes_are_the_likeliest_and_each_is_drafted_by_the_book(
     verifying = [requests[0].draft().tokens, [60, 3], requests[2].draft(3).tokens]
     wanted = [8, 5, 12]
     until = Until(4, 0.0, (GREEDY_JUDGE, SAMPLED_JUDGE) if is_judged else ())
-    judge = (SAMPLED_JUDGE if temperature else GREEDY_JUDGE) if is_judged else None
+    judge = (SAMPLED_JUDGE if temperature else GREEDY_JUDGE) if is_judged else UNJUDGED
     premises = [Premise(r.key, len(r.tokens), until, v, n) for r, v, n in zip(requests, verifying, wanted, strict=True)]
     clear = 0
     for request, tokens, outcomes, count in zip(requests, verifying, proposer.draft_outcomes(premises), wanted, strict=True):

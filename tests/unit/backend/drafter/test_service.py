@@ -71,7 +71,7 @@ def test_wishes_are_answered_item_by_item(service: DrafterService) -> None:
     items = verifier.drafts_after(Commit("a", 7, [7, 8], 2), Close("c", "finished"), Commit("b", 4, [9], 1), k={"a": 3, "b": 1})
     assert [(d.request_id, d.base_len, len(d.tokens)) for d in items] == [("a", 7, 3), ("b", 4, 1)]
     stats = service.stats()
-    assert (stats.sequences, stats.rounds, stats.rows, stats.draft_tokens, stats.rejected) == (2, 2, 11, 10, 0)
+    assert (stats.sequences, stats.batches, stats.draft_tokens, stats.rejected) == (2, 2, 10, 0)
     assert (stats.drafter_id, stats.verifiers) == ("drafter-0", ["v"])
     assert 0 < stats.cache_usage < 1
 
