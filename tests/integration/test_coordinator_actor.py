@@ -38,23 +38,6 @@ def cluster() -> Iterator[RayCluster]:
         yield cluster
 
 
-@pytest.fixture
-def coordinator(cluster: RayCluster) -> Iterator[CoordinatorHandle]:
-    handle = CoordinatorHandle.create(cluster.namespace, INFO)
-    keep_members(cluster)
-    yield handle
-    handle.kill()
-
-    def is_gone() -> bool:
-        try:
-            ray.get_actor(NAME, namespace=cluster.namespace)
-        except ValueError:
-            return True
-        return False
-
-    wait_for(is_gone)
-
-
 def inside(cluster: RayCluster, run: Callable[[Any], Any]) -> Any:
     """Runs this in the coordinator's process."""
     return ray.get(ray.get_actor(NAME, namespace=cluster.namespace).__ray_call__.remote(run))
@@ -69,49 +52,38 @@ def member(member_id: str, kind: MemberKind, incarnation: str = "i0") -> Member:
     return Member(member_id, kind, incarnation, "ipc:///x", "", "node", 1, "demo", "ready")
 
 
-def test_members_register_report_and_leave_and_a_second_fleet_is_refused(
-    cluster: RayCluster, coordinator: CoordinatorHandle
-) -> None:
+def test_the_coordinators_life(cluster: RayCluster) -> None:
+    with pytest.raises(CoordinatorUnavailable, match="no fleet"):
+        CoordinatorHandle.connect("nobody-here", timeout_s=0.2)
+    coordinator = CoordinatorHandle.create(cluster.namespace, INFO)
+    keep_members(cluster)
+    with pytest.raises(CoordinatorUnavailable, match="already running"):
+        CoordinatorHandle.create(cluster.namespace, INFO)
     other = CoordinatorHandle.connect(cluster.namespace, timeout_s=120)
+    assert other.info() == INFO
     assert other.register(member("v0", "verifier")) == INFO.fleet_keys
     coordinator.register(member("d0", "drafter"))
     orders = other.report("v0", "i0", VerifierStats("v0", 0.0, "sync", 4, running=2), "ready")
     assert [ref.id for ref in orders.drafters] == ["d0"]
     assert other.report("d0", "i0", DrafterStats("d0", 0.0, rounds=3), "ready").known
-    snapshot = coordinator.snapshot()
-    assert {v.member.id: v.member.state for v in snapshot.members} == {"v0": "ready", "d0": "ready"}
-    assert snapshot.members[0].drafter is not None
-    assert snapshot.members[0].drafter.rounds == 3
-    other.deregister("d0", "i0")
-    assert coordinator.snapshot().assignments == []
-    assert coordinator.info() == INFO
-    with pytest.raises(CoordinatorUnavailable, match="already running"):
-        CoordinatorHandle.create(cluster.namespace, INFO)
-
-
-def test_after_a_crash_it_knows_nobody_and_still_has_the_keys(cluster: RayCluster, coordinator: CoordinatorHandle) -> None:
-    coordinator.register(member("v0", "verifier"))
-    coordinator.register(member("d0", "drafter"))
     before = coordinator.snapshot()
-    pid = inside(cluster, lambda self: os.getpid())
-    os.kill(pid, signal.SIGKILL)
+    assert {v.member.id: v.member.state for v in before.members} == {"v0": "ready", "d0": "ready"}
+    assert before.members[0].drafter is not None
+    assert before.members[0].drafter.rounds == 3
+    # After a crash it knows nobody, and still has the keys.
+    os.kill(inside(cluster, lambda self: os.getpid()), signal.SIGKILL)
     wait_for(lambda: _answers(coordinator))
     keep_members(cluster)
     assert not coordinator.report("v0", "i0", None, "ready").known
     assert coordinator.register(member("v0", "verifier")) == INFO.fleet_keys
     coordinator.register(member("d0", "drafter"))
-    after = coordinator.snapshot()
-    assert after.assignments[0].generation > before.assignments[0].generation
-
-
-def test_a_missing_or_dead_coordinator_is_one_exception(cluster: RayCluster) -> None:
-    with pytest.raises(CoordinatorUnavailable, match="no fleet"):
-        CoordinatorHandle.connect("nobody-here", timeout_s=0.2)
-    handle = CoordinatorHandle.create(cluster.namespace, INFO)
-    handle.kill()
-    wait_for(lambda: not _answers(handle))
+    assert coordinator.snapshot().assignments[0].generation > before.assignments[0].generation
+    other.deregister("d0", "i0")
+    assert coordinator.snapshot().assignments == []
+    coordinator.kill()
+    wait_for(lambda: not _answers(coordinator))
     with pytest.raises(CoordinatorUnavailable):
-        handle.report("v0", "i0", None, "ready")
+        coordinator.report("v0", "i0", None, "ready")
 
 
 def _answers(handle: CoordinatorHandle) -> bool:

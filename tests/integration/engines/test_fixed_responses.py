@@ -80,12 +80,3 @@ def test_a_free_request_among_fixed_ones_is_as_free_and_counted_as_ever(native: 
     assert live[1] - live[0] == live[2] - live[1] > 0
     forced_drafts = [at.teacher_forced.drafts for at in stats]
     assert forced_drafts[0] == forced_drafts[1] < forced_drafts[2]
-
-
-def test_unfit_requests_end_with_an_error_and_the_others_go_on(engines: dict[str, Verifier]) -> None:
-    client = engines["auto"].client
-    good = client.add(PROMPTS[0], forced(RESPONSES[3]))
-    bad = client.add(PROMPTS[0], forced([10**6]))
-    client.finish_all()
-    assert client.answers.pop(bad).finish_reason == "error"
-    assert client.answers.pop(good).tokens == RESPONSES[3]

@@ -10,9 +10,7 @@ from safetensors.torch import load_file
 from vllm.sampling_params import SamplingParams
 
 from backend.config import Settings
-from backend.drafter.learner import ring_of
 from backend.fleet import Learning
-from backend.learning.ring import SUFFIX
 from backend.models.head_config import read_config
 from backend.models.resolve import ResolvedModels, resolve
 from backend.models.writing import WEIGHTS, write_checkpoint
@@ -35,10 +33,6 @@ def prompts(turn: int) -> list[list[int]]:
 def paths(directory: Path) -> ResolvedModels:
     learning = {"learning_dir": str(directory / "learned")}
     return resolve(Settings.model_validate(SETTINGS | {"drafting": learning}), print)
-
-
-def start_drafter(directory: Path, paths: ResolvedModels) -> Drafter:
-    return Drafter(directory, paths, gpus=0, cache_tokens=8192)
 
 
 def learned(drafter: Drafter, message: str = "") -> Learning:
@@ -71,7 +65,7 @@ class Traffic:
 @pytest.fixture(scope="module")
 def traffic(directory: Path, paths: ResolvedModels, plain: Verifier) -> Iterator[Traffic]:
     """At a verifier that decodes plainly and one that is drafted for; its drafter learns."""
-    starts = partial(start_drafter, directory, paths), partial(Verifier, directory, SETTINGS, paths)
+    starts = partial(Drafter, directory, paths, gpus=0, cache_tokens=8192), partial(Verifier, directory, SETTINGS, paths)
     with together(*starts) as (drafter, drafted):
         drafted.set_drafters(drafter.ref)
         # Only the campaign needs what it learns.
@@ -115,24 +109,3 @@ def test_a_head_grows(traffic: Traffic) -> None:
     assert grown.candidate_length is not None
     assert grown.present_length is not None
     assert grown.candidate_length > grown.present_length
-
-
-@pytest.mark.campaign
-def test_a_killed_drafter_goes_on(traffic: Traffic, directory: Path, paths: ResolvedModels) -> None:
-    """What was published, recorded and saved is there again; requests that run meanwhile lose nothing."""
-    plain, drafted, drafter = traffic.plain, traffic.drafted, traffic.drafter
-    before = learned(drafter)
-    assert paths.learning_dir is not None
-    ring = ring_of(Path(paths.learning_dir) / "drafter-0")
-    recorded = sorted(ring.rglob(f"*{SUFFIX}"))
-    running = [drafted.client.add(prompt, PARAMS, options=RequestOptions()) for prompt in prompts(90)]
-    drafter.process.kill()
-    drafter.process.join()
-    drafted.client.finish_all()
-    expected = [answer.tokens for answer in plain.client.generate(prompts(90), PARAMS)]
-    assert [drafted.client.answers.pop(each).tokens for each in running] == expected
-    with start_drafter(directory, paths) as again:
-        assert set(recorded) <= set(ring.rglob(f"*{SUFFIX}"))
-        assert learned(again).version == before.version > 0
-        drafted.set_drafters(again.ref)
-        assert Traffic(plain, drafted, again).until("steps").steps >= 40, "it goes on from its checkpoint"

@@ -32,23 +32,16 @@ KINDS = {
     "penalties": params(presence_penalty=0.8, frequency_penalty=0.6, repetition_penalty=1.2),
     "logprobs": params(logprobs=3),
     "prompt_logprobs": params(prompt_logprobs=2, logprobs=0),
+    "a grammar": constrained(),
 }
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_resumed_equals_uninterrupted(verifier: Verifier, name: str) -> None:
-    compare(verifier, KINDS[name])
-
-
-def test_the_grammar_goes_on_where_it_was(verifier: Verifier) -> None:
-    wholes = compare(verifier, constrained())
-    assert [whole.finish_reason for whole in wholes] == ["stop"] * len(PROMPTS)
-
-
-def compare(verifier: Verifier, params: SamplingParams) -> list[Any]:
     """All prompts whole, then all of them from every cut at once."""
-    client = verifier.client
+    client, params = verifier.client, KINDS[name]
     wholes = client.generate(PROMPTS, params)
+    assert {whole.finish_reason for whole in wholes} == {"stop" if name == "a grammar" else "length"}
     parts = {
         client.add(prompt, params, emitted=whole.tokens[:cut]): (whole, cut)
         for prompt, whole in zip(PROMPTS, wholes, strict=True)
@@ -64,7 +57,6 @@ def compare(verifier: Verifier, params: SamplingParams) -> list[Any]:
         assert [o.new_prompt_logprobs_tensors for o in part.outputs if o.new_prompt_logprobs_tensors is not None] == []
         for got, wanted in zip(logprobs(part), logprobs(whole)[cut:], strict=True):
             assert got == pytest.approx(wanted, abs=1e-4)
-    return wholes
 
 
 def test_limits_count_what_was_emitted(verifier: Verifier) -> None:

@@ -1,11 +1,9 @@
 """`outrider.Fleet` joins a real fleet."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from backend.models.demo import TARGET_DIR
@@ -62,32 +60,6 @@ def test_logprobs_of_the_model_or_of_what_was_drawn_from(fleet: ServedFleet) -> 
         tokens = answer.json()["choices"][0]["logprobs"]["content"]
         sums = [sum(math.exp(top["logprob"]) for top in each["top_logprobs"]) for each in tokens]
         assert all(each > 1 - 1e-4 for each in sums) is whole
-
-
-def test_weights_of_a_state_dict_twice_and_back(fleet: ServedFleet, tmp_path: Path) -> None:
-    weights = load_file(TARGET_DIR / "model.safetensors")
-    (name,) = (each for each in weights if each.endswith("layers.0.mlp.down_proj.weight"))
-    with Fleet.join(fleet.url, api_key=KEY, weights_dir=tmp_path) as joined:
-
-        def text() -> tuple[str | None, str | None]:
-            (sample,) = joined.generate(["def f("], GREEDY)
-            return sample.text, sample.weight_version
-
-        before, _ = text()
-        try:
-            assert joined.update_weights({**weights, name: -weights[name]}, "other") == "other"
-            other, version = text()
-            assert (other != before, version) == (True, "other")
-            first, second = (int(joined.update_weights({**weights, name: weights[name] / part})) for part in (4, 2))
-            assert second == first + 1
-            half, version = text()
-            assert (half not in (before, other), version) == (True, str(second))
-            with pytest.raises(OutriderError, match="none instead"):
-                joined.update_weights({each: tensor for each, tensor in weights.items() if each != name})
-            assert text() == (half, str(second))
-        finally:
-            joined.update_weights(TARGET_DIR, "first")
-        assert text() == (before, "first")
 
 
 def test_a_pause_holds_what_runs_and_what_comes(fleet: ServedFleet) -> None:

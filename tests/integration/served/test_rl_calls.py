@@ -178,15 +178,24 @@ def test_skyrl(fleet: ServedFleet, http: httpx.Client, others: Path, before: lis
     wait_for(lambda: accepted("1"), what="accepted tokens of the second version")
 
 
-def test_the_other_calls_of_skyrls_client(http: httpx.Client, tmp_path: Path) -> None:
-    """Its bodies, also where vLLM reads none; adapters that replace each other."""
+def test_the_other_calls_of_skyrls_client(fleet: ServedFleet, http: httpx.Client, tmp_path: Path) -> None:
+    """Its bodies, also where vLLM reads none; fields that trainers wait for; adapters that replace each other."""
     assert http.request("GET", "/get_world_size", json={}).json()["world_size"] == 2
     for mode in ("wait", "abort", "keep"):
         post(http, "/pause", params={"mode": mode, "clear_cache": "true"})
         post(http, "/resume")
-    post(http, "/sleep", json={"level": 2, "tags": ["weights"]}, params={"level": 0})
-    post(http, "/wake_up", json={"tags": ["weights"]})
-    post(http, "/reset_prefix_cache", json={"reset_running_requests": False})
+
+    def stood_still_s() -> float:
+        return fleet.metric("outrider_verifier_idle_seconds_total", cause="swap")
+
+    before_s = stood_still_s()
+    slept = post(http, "/sleep", json={"level": 2, "tags": ["weights"]}, params={"level": 0, "mode": "keep"})
+    assert (slept["status"], slept["level"]) == ("sleeping", 0)
+    assert http.get("/is_sleeping").json() == {"is_sleeping": True}
+    wait_for(lambda: stood_still_s() > before_s, what="idle time of cause swap")
+    woken = post(http, "/wake_up", json={"tags": ["weights"]})
+    assert (woken["status"], woken["tags"]) == ("awake", None)
+    assert post(http, "/reset_prefix_cache", json={"reset_running_requests": False})["success"] is True
 
     base = tokens(http)
     adapters = [write_adapter(tmp_path / str(seed), seed=seed) for seed in (1, 2)]
@@ -309,22 +318,6 @@ def test_requests_end_wait_or_are_waited_for(fleet: ServedFleet, http: httpx.Cli
     assert http.get("/is_paused").json() == {"is_paused": True}
     post(http, "/resume")
     assert {choice["finish_reason"] for choice in meanwhile.choices()} == {"length"}
-
-
-def test_what_vllms_own_routes_answer(fleet: ServedFleet, http: httpx.Client) -> None:
-    """Trainers wait for these fields, and ask again where the cache could not be emptied."""
-
-    def stood_still_s() -> float:
-        return fleet.metric("outrider_verifier_idle_seconds_total", cause="swap")
-
-    before_s = stood_still_s()
-    slept = post(http, "/sleep", params={"level": 0, "mode": "keep"})
-    assert (slept["status"], slept["level"]) == ("sleeping", 0)
-    assert http.get("/is_sleeping").json() == {"is_sleeping": True}
-    wait_for(lambda: stood_still_s() > before_s, what="idle time of cause swap")
-    woken = post(http, "/wake_up")
-    assert (woken["status"], woken["tags"]) == ("awake", None)
-    assert post(http, "/reset_prefix_cache")["success"] is True
 
 
 @pytest.mark.campaign
