@@ -18,10 +18,11 @@ from vllm.v1.outputs import LogprobsLists
 
 from backend.engine.front import grammar as grammar_checks
 from tests.support.fake_verifier import Behaviour, FakeVerifier, Sequence, eventually
-from tests.support.running_gateway import CHAT, COMPLETION, Running, running_gateway
+from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, Running, running_gateway
 from tests.support.watchers import attempts
 
 COMPLETIONS, CHATS, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+GENERATE, BATCH, CONVERSATIONS = "/inference/v1/generate", "/v1/chat/completions/batch", "/v1/conversations"
 MIB = 1 << 20
 JSON = {"content-type": "application/json"}
 
@@ -46,15 +47,12 @@ def grammar(**fields: Any) -> Any:
     return completion(structured_outputs=fields)
 
 
-def nested(depth: int) -> Any:
-    value: Any = {}
-    for _ in range(depth):
-        value = {"a": value}
-    return value
+def tokens(**fields: Any) -> Any:
+    return {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}, **fields}
 
 
-def tools(count: int, schema: Any) -> Any:
-    return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(count)]
+def sampling(**fields: Any) -> Any:
+    return tokens(sampling_params=fields)
 
 
 BOMB = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(4000)}}
@@ -62,48 +60,73 @@ ITEM = {"role": "user", "content": "x"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 RESULT = {"type": "function_call_output", "call_id": "c", "output": "x"}
 TEXT_PART = {"type": "input_text", "text": "x"}
-UNKNOWN = "unknown_parameter"
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+TOOLS = [{"type": "function", "function": {"name": f"f{i}", "parameters": {"type": "object"}}} for i in range(1024)]
+TALKS = [CHAT["messages"]] * 2
+UNKNOWN, INVALID = "unknown_parameter", "invalid_json"
 CONTEXT = "context_length_exceeded"
+MODEL = "model_not_found"
 
 ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
-    # what, path, body, status, param, code
+    # what, path, body (none: it is a GET), status, param, code
+    # The URL
+    ("an unknown path", "/nowhere", None, 404, None, "not_found"),
+    ("an unknown model", "/v1/models/nope", None, 404, "model", MODEL),
+    ("the wrong method", COMPLETIONS, None, 405, None, "method_not_allowed"),
+    ("a query of the wrong type", f"{RESPONSES}/r?stream=7", None, 400, "stream", None),
+    ("a limit that is no number", f"{RESPONSES}/r/input_items?limit=x", None, 400, "limit", None),
     # The body itself
     ("body over the limit", COMPLETIONS, b" " * (20 * MIB + 1), 413, None, "payload_too_large"),
     ("lists of lists", COMPLETIONS, b'{"prompt": [' + b"[]," * (5 * MIB) + b"[]]}", 413, None, "payload_too_large"),
-    ("deep brackets", COMPLETIONS, b"[" * 200_000, 400, None, "invalid_json"),
+    ("deep brackets", COMPLETIONS, b"[" * 200_000, 400, None, INVALID),
+    ("half an object", COMPLETIONS, b"{", 400, None, INVALID),
+    ("no object", COMPLETIONS, b"[]", 400, None, INVALID),
+    ("not a number", COMPLETIONS, b'{"temperature": NaN}', 400, None, INVALID),
+    ("infinity", COMPLETIONS, b'{"temperature": 1e999}', 400, None, INVALID),
     ("escapes", COMPLETIONS, b'{"prompt": "' + b"\\n" * (4 * MIB) + b'"}', 400, "prompt", CONTEXT),
-    ("half a surrogate", COMPLETIONS, b'{"prompt": "\\ud800"}', 400, None, "invalid_json"),
-    ("a number of a million digits", COMPLETIONS, b'{"n": ' + b"1" * MIB + b"}", 400, None, "invalid_json"),
+    ("half a surrogate", COMPLETIONS, b'{"prompt": "\\ud800"}', 400, None, INVALID),
+    ("no UTF-8", COMPLETIONS, b'{"prompt": "\xff"}', 400, None, INVALID),
+    ("a number of a million digits", COMPLETIONS, b'{"n": ' + b"1" * MIB + b"}", 400, None, INVALID),
     ("ten thousand unknown fields", COMPLETIONS, completion(**{f"f{i}": 1 for i in range(10_000)}), 400, "f0", UNKNOWN),
     ("a field's long name", COMPLETIONS, completion(**{"f" * MIB: 1}), 400, "f" * 64, UNKNOWN),
+    # Models
+    ("a completion's model", COMPLETIONS, completion(model="nope"), 404, "model", MODEL),
+    ("a response's model", RESPONSES, made_from("x", model="nope"), 404, "model", MODEL),
+    ("the tokenizer's model", "/tokenize", {"model": "nope", "prompt": "x"}, 404, "model", MODEL),
+    ("a model for tokens", GENERATE, tokens(model="nope"), 404, "model", MODEL),
+    ("embeddings of a model that writes", "/v1/embeddings", {"model": "demo", "input": "x"}, 400, "model", None),
+    ("ranks of a model that writes", "/v1/rerank", {"model": "demo", "query": "x", "documents": ["y"]}, 400, "model", None),
     # Prompts and messages
-    ("1,000 prompts of 64 choices", COMPLETIONS, completion(prompt=["a"] * 1000, n=64), 400, "prompt", None),
-    ("a huge n", COMPLETIONS, completion(n=10**12), 400, "n", None),
     ("a long prompt", COMPLETIONS, completion(prompt="abc " * (3 * MIB)), 400, "prompt", CONTEXT),
+    ("a longer prompt than the context", COMPLETIONS, completion(prompt="x y z " * 300, stream=True), 400, None, CONTEXT),
     ("an endless word", COMPLETIONS, completion(prompt="a" * (12 * MIB)), 400, "prompt", CONTEXT),
     ("a prompt of tokens beyond the context", COMPLETIONS, completion(prompt=[5] * 200_000), 400, None, CONTEXT),
     ("a prompt of lists of floats", COMPLETIONS, completion(prompt=[[1.5] * 1000] * 100), 400, "prompt", None),
     ("an empty prompt among others", COMPLETIONS, completion(prompt=["a", ""], echo=True), 400, "prompt", None),
     ("a token that is none", COMPLETIONS, completion(prompt=[10**6]), 400, "prompt", None),
-    ("too many messages", CHATS, chat(messages=CHAT["messages"] * 3000), 400, "messages", None),
-    ("as many contents, all wrong", CHATS, chat(messages=[{"role": "user", "content": 5}] * 2000), 400, "messages", None),
+    ("no messages", CHATS, {"model": "demo"}, 400, "messages", None),
+    ("2,000 contents, all wrong", CHATS, chat(messages=[{"role": "user", "content": 5}] * 2000), 400, "messages", None),
     ("null content", CHATS, user(None), 400, "messages", None),
     ("too many parts", CHATS, user([{"type": "text", "text": "x"}] * 2000), 400, "messages", None),
-    ("deep content", CHATS, user([{"type": "text", "text": "x", "more": nested(100)}]), 400, "messages", None),
+    ("a picture", CHATS, user([PICTURE]), 400, None, None),
     ("long content", CHATS, user("abc " * (3 * MIB)), 400, "messages", CONTEXT),
     ("too many tool calls", CHATS, chat(messages=[{"role": "assistant", "tool_calls": [{}] * 200}]), 400, "messages", None),
+    ("too many talks", BATCH, chat(messages=TALKS * 300), 400, "messages", None),
+    ("one talk as if it were many", BATCH, chat(), 400, "messages", None),
+    ("talks of many choices", BATCH, chat(messages=TALKS, n=2), 400, "n", None),
+    ("talks that stream", BATCH, chat(messages=TALKS, stream=True), 400, "stream", UNKNOWN),
     # Lists
-    ("a stop of 9 MB", COMPLETIONS, completion(stop=["x" * 9 * MIB]), 400, "stop", None),
-    ("bad words of 9 MB", COMPLETIONS, completion(bad_words=["abc " * 2 * MIB]), 400, "bad_words", None),
     ("an empty bad word", COMPLETIONS, completion(bad_words=[""]), 400, "bad_words", None),
-    ("many biases", COMPLETIONS, completion(logit_bias={str(i): 1 for i in range(100_000)}), 400, "logit_bias", None),
     ("a bias of no token", COMPLETIONS, completion(logit_bias={"99999999": 1}), 400, "logit_bias", None),
-    ("many tools", CHATS, chat(tools=tools(1025, {})), 400, "tools", None),
-    ("deep tools", CHATS, chat(tools=tools(1, nested(100))), 400, "tools", None),
     # Numbers
     ("a seed of 70 bits", COMPLETIONS, completion(seed=2**70), 400, "seed", None),
     ("max_tokens of 70 bits", COMPLETIONS, completion(max_tokens=2**70), 400, "max_tokens", CONTEXT),
+    ("top_k of 100 bits", CHATS, chat(top_k=10**30), 400, None, None),
+    ("a temperature below zero", CHATS, chat(temperature=-1, stream=True), 400, "temperature", None),
     ("logprobs of the whole vocabulary", COMPLETIONS, completion(prompt_logprobs=-1), 400, "prompt_logprobs", None),
+    # What goes with something else
+    ("options of no stream", CHATS, chat(stream_options={"include_usage": True}), 400, "stream_options", None),
+    ("a call of no tools", CHATS, chat(tool_choice="required"), 400, "tool_choice", None),
     # Templates
     ("a template", CHATS, chat(chat_template="{% for i in range(10**9) %}x{% endfor %}"), 400, "chat_template", None),
     ("arguments: messages", CHATS, chat(chat_template_kwargs={"messages": 5}), 400, "chat_template_kwargs", None),
@@ -111,41 +134,61 @@ ROWS: list[tuple[str, str, Any, int, str | None, str | None]] = [
     # Grammars
     ("a schema that is itself", COMPLETIONS, grammar(json={"$ref": "#"}), 400, "structured_outputs", None),
     ("a schema that leads nowhere", COMPLETIONS, grammar(json={"$ref": "#/no"}), 400, "structured_outputs", None),
-    ("a deep schema", COMPLETIONS, grammar(json=nested(100)), 400, "structured_outputs", None),
     ("a large schema", COMPLETIONS, grammar(json={"enum": ["x" * 100] * 5000}), 400, "structured_outputs", None),
     ("a schema that takes minutes", COMPLETIONS, grammar(json=BOMB), 400, "structured_outputs", None),
     ("the same again", COMPLETIONS, grammar(json=BOMB), 400, "structured_outputs", None),
     ("a schema of no type", COMPLETIONS, grammar(json={"type": "nope"}), 400, "structured_outputs", None),
     ("a regex of 200 kB", COMPLETIONS, grammar(regex="a" * 200_000), 400, "structured_outputs", None),
-    ("a regex that looks ahead", COMPLETIONS, grammar(regex="(?=a)b"), 400, "structured_outputs", None),
     ("a grammar without an end", COMPLETIONS, grammar(grammar='root ::= root "a"'), 400, "structured_outputs", None),
-    ("a format that is itself", CHATS,
-     chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "#"}}}),
-     400, "response_format", None),
     # Responses
+    ("no items", RESPONSES, made_from([]), 400, "input", None),
     ("too many items", RESPONSES, made_from([ITEM] * 2049), 400, "input", None),
     ("items that are numbers", RESPONSES, made_from([5] * 200_000), 400, "input", None),
-    ("as many items, all wrong", RESPONSES, made_from([{"type": "nope"}] * 2048), 400, "input", None),
+    ("2,048 items, all wrong", RESPONSES, made_from([{"type": "nope"}] * 2048), 400, "input", None),
     ("an item of no type", RESPONSES, made_from([{"type": [5]}]), 400, "input", None),
+    ("a search that no server made", RESPONSES, made_from([{"type": "web_search_call"}]), 400, "input", None),
+    ("a reference that is none", RESPONSES, made_from([{"type": "item_reference", "id": ["x"]}]), 400, "input", None),
+    ("an id that is none", RESPONSES, made_from([{**ITEM, "id": 5}]), 400, "input", None),
     ("wrong parts of an item", RESPONSES, made_from([{**ITEM, "content": [{"type": "no"}] * 1024}]), 400, "input", None),
     ("too many parts of all items", RESPONSES, made_from([{**RESULT, "output": [TEXT_PART] * 1000}] * 70), 400, "input", None),
-    ("a deep item", RESPONSES, made_from([nested(100)]), 400, "input", None),
     ("a long item", RESPONSES, made_from([{"role": "user", "content": "abc " * (3 * MIB)}]), 400, "input", CONTEXT),
     ("2,048 items", RESPONSES, made_from([ITEM] * 2048), 400, None, CONTEXT),
     ("2,048 calls", RESPONSES, made_from([CALL] * 2048), 200, None, None),
-    ("as many in a conversation", "/v1/conversations", {"items": [ITEM] * 2048}, 400, "items", None),
+    ("as many in a conversation", CONVERSATIONS, {"items": [ITEM] * 2048}, 400, "items", None),
+    ("an item's long id", CONVERSATIONS, {"items": [{**ITEM, "type": "message", "id": "m" * 257}]}, 400, "input", None),
+    ("an item's longest id", CONVERSATIONS, {"items": [{**ITEM, "type": "message", "id": "m" * 256}]}, 200, None, None),
+    ("after nothing", RESPONSES, made_from("x", previous_response_id="resp_no"), 404, "previous_response_id", "not_found"),
+    ("in no conversation", RESPONSES, made_from("x", conversation="conv_no"), 404, "conversation", "not_found"),
+    ("after and in", RESPONSES, made_from("x", conversation="c", previous_response_id="r"), 400, "conversation", None),
+    ("kept and not", RESPONSES, made_from("x", background=True, store=False), 400, "background", None),
+    ("moderation", RESPONSES, made_from("x", moderation={}), 400, "moderation", UNKNOWN),
+    ("a prompt that is kept elsewhere", RESPONSES, made_from("x", prompt={"id": "pmpt_1"}), 400, "prompt", None),
     # Tokens
     ("a text of 15 MB to tokenize", "/tokenize", {"prompt": "abc " * (15 * MIB // 4)}, 400, "prompt", CONTEXT),
     ("tokens that are none", "/detokenize", {"tokens": ["x"] * 200_000}, 400, "tokens", None),
+    ("no parameters", GENERATE, tokens(sampling_params=None), 400, "sampling_params", None),
+    ("an unknown parameter", GENERATE, sampling(max_tokns=4), 400, "sampling_params", UNKNOWN),
+    ("a fixed response", GENERATE, sampling(extra_args={"outrider_fixed_response": [1]}), 400, "sampling_params", None),
+    ("arguments that are none", GENERATE, sampling(extra_args=[1]), 400, "sampling_params", None),
+    ("long arguments", GENERATE, sampling(extra_args={"a": "x" * 2**17}), 400, "extra_args", None),
+    ("many samples", GENERATE, sampling(n=1000), 400, "n", None),
+    ("no tokens", GENERATE, tokens(token_ids=[]), 400, "token_ids", None),
+    ("text among tokens", GENERATE, tokens(token_ids=[1, "a"]), 400, "token_ids", None),
+    ("a token below zero", GENERATE, tokens(token_ids=[-1]), 400, "token_ids", None),
+    ("a token beyond the vocabulary", GENERATE, tokens(token_ids=[10**7]), 400, "prompt", None),
+    ("tokens beyond the context", GENERATE, tokens(token_ids=[5] * 100_000), 400, None, CONTEXT),
+    ("features of pictures", GENERATE, tokens(features={}), 400, "features", UNKNOWN),
+    ("a cache of elsewhere", GENERATE, tokens(kv_transfer_params={}), 400, "kv_transfer_params", UNKNOWN),
+    ("another name for tokens", GENERATE, tokens(tokens=[1]), 400, "tokens", UNKNOWN),
     # Within the bounds
     ("200,000 tokens to detokenize", "/detokenize", {"tokens": [300] * 200_000}, 200, None, None),
     ("512 sequences", COMPLETIONS, completion(prompt=["a"] * 8, n=64, max_tokens=2), 200, None, None),
     ("2,000 messages", CHATS, chat(messages=[{"role": "user", "content": ""}] * 2000), 400, None, CONTEXT),
     ("64 stops", COMPLETIONS, completion(stop=["wxyz"] * 64), 200, None, None),
-    ("1,024 tools, not to be called", CHATS, chat(tools=tools(1024, {"type": "object"}), tool_choice="none"), 200, None, None),
+    ("1,024 tools, not to be called", CHATS, chat(tools=TOOLS, tool_choice="none"), 200, None, None),
     ("a regex that repeats", COMPLETIONS, grammar(regex="((a{0,1000}){0,1000}){0,100000}"), 200, None, None),
     ("a thousand choices", COMPLETIONS, grammar(choice=[f"v{i}" for i in range(1000)]), 200, None, None),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -162,17 +205,27 @@ async def gateway() -> AsyncIterator[Running]:
 
 @pytest.mark.parametrize(("what", "path", "body", "status", "param", "code"), ROWS, ids=[row[0] for row in ROWS])
 async def test_it_is_answered_and_holds_nobody_up(running, what, path, body, status, param, code, timed):
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+    method = "GET" if body is None else "POST"
     for stalls in attempts(timed):
         with stalls.watched():
-            answer = await running.http.post(path, content=content, headers=JSON)
+            answer = await running.http.request(method, path, content=content, headers=JSON)
             await running.until_idle()
         assert answer.status_code == status, answer.text[:500]
     if status != 200:
         error = answer.json()["error"]
+        assert list(error) == ["message", "type", "param", "code"]
         assert (error["param"], error["code"]) == (param, code), error
         assert error["message"]
+        assert answer.headers["x-request-id"]
+        assert MODEL_DIR not in answer.text
         assert len(answer.content) < 2000
+
+
+async def test_a_body_is_said_to_be_json(running):
+    for headers in ({}, {"content-type": "text/plain"}):
+        answer = await running.http.post(COMPLETIONS, content=b"{}", headers=headers)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
 def children() -> set[Any]:
@@ -180,26 +233,18 @@ def children() -> set[Any]:
     return {each.pid for each in multiprocessing.active_children()}
 
 
-async def test_a_grammar_is_given_up_when_its_client_leaves(gateway, monkeypatch):
+async def test_a_grammar_is_given_up_when_its_client_leaves_and_refused_when_it_crashes_its_process(gateway, monkeypatch):
     monkeypatch.setattr(grammar_checks, "CPU_LIMIT_S", 600.0)
     others = children()
     async with running_gateway() as running:
         # Another one each time: what is known is not compiled.
-        bombs = [{**BOMB, "title": f"{index}"} for index in range(3)]
-        for each in bombs:
-            running.begin(structured_outputs={"json": each})
+        for number in range(3):
+            running.begin(structured_outputs={"json": {**BOMB, "title": f"{number}"}})
         await eventually(lambda: len(children() - others) == grammar_checks.WORKERS)
         processes = children() - others
         await running.leave()
         await eventually(lambda: not processes & children())
         await running.until_idle()
-        assert (await running.http.post(COMPLETIONS, json=grammar(choice=["b", "c"]))).status_code == 200
-
-
-async def test_a_grammar_that_crashes_its_process_is_refused(gateway, monkeypatch):
-    monkeypatch.setattr(grammar_checks, "CPU_LIMIT_S", 600.0)
-    others = children()
-    async with running_gateway() as running:
         assert (await running.http.post(COMPLETIONS, json=grammar(choice=["a"]))).status_code == 200
         (pid,) = children() - others
         process = psutil.Process(pid)
@@ -214,20 +259,25 @@ async def test_a_grammar_that_crashes_its_process_is_refused(gateway, monkeypatc
 
 
 async def test_verifiers_get_what_was_checked(running):
-    before = len(running.verifier.sequences)
     await running.http.post(COMPLETIONS, json=grammar(choice=["one", "two"]))
-    (sequence,) = running.verifier.sequences[before:]
-    sent = sequence.request.sampling_params.structured_outputs
+    sent = running.verifier.sequences[-1].request.sampling_params.structured_outputs
     assert sent._backend == "xgrammar"
     assert sent.choice is None, "vLLM sends choices as a grammar"
     assert '"one"' in sent.grammar
 
 
-async def test_patterns_and_schemas_are_not_logged(running, caplog, capfd):
+async def test_nothing_of_a_request_or_its_answer_is_logged(running, caplog, capfd):
+    caplog.set_level("DEBUG")
+    body = completion(prompt="tangerine")
+    answer = (await running.http.post(COMPLETIONS, json=body)).json()["choices"][0]["text"]
+    for fields in ({"stream": True}, {"temperature": -1}):
+        await running.http.post(COMPLETIONS, json={**body, **fields})
     for pattern in ("tangerine(", "tangerine{0,5}"):
         await running.http.post(COMPLETIONS, json=grammar(regex=pattern))
-    written = capfd.readouterr()
-    assert "tangerine" not in caplog.text + written.out + written.err
+    ours = [each.getMessage() for each in caplog.records if not each.name.startswith(("httpx", "httpcore", "asyncio"))]
+    logged, written = json.dumps(ours), capfd.readouterr()
+    assert "tangerine" not in logged + written.out + written.err
+    assert answer not in logged
 
 
 async def test_log_probabilities_of_a_prompt_are_bounded(running, monkeypatch):
@@ -258,8 +308,8 @@ def likely(count: int) -> Behaviour:
     [
         (COMPLETIONS, completion(logprobs=20, n=32)),
         (CHATS, chat(logprobs=True, top_logprobs=20, n=32)),
-        (f"{CHATS}/batch", chat(messages=[CHAT["messages"]] * 32, logprobs=True, top_logprobs=20)),
-        ("/inference/v1/generate", {"token_ids": [5], "sampling_params": {"logprobs": 20, "n": 32}}),
+        (BATCH, chat(messages=[CHAT["messages"]] * 32, logprobs=True, top_logprobs=20)),
+        (GENERATE, {"token_ids": [5], "sampling_params": {"logprobs": 20, "n": 32}}),
     ],
 )
 async def test_many_log_probabilities_of_an_answer_hold_nobody_up(running, path, body, monkeypatch, timed):
@@ -272,8 +322,7 @@ async def test_many_log_probabilities_of_an_answer_hold_nobody_up(running, path,
             answer = await running.http.post(path, json=body)
         assert answer.status_code == 200, answer.text[:500]
         logprobs = answer.json()["choices"][31]["logprobs"]
-        tokens = logprobs["content"] if "content" in logprobs else logprobs["top_logprobs"]
-        assert len(tokens) == count
+        assert len(logprobs["content"] if "content" in logprobs else logprobs["top_logprobs"]) == count
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -299,6 +348,19 @@ async def test_many_log_probabilities_of_a_response_hold_nobody_up_and_a_few_are
             assert again["logprobs"] is None
 
 
+def held(monkeypatch, serving: Any, name: str) -> tuple[asyncio.Event, list[int]]:
+    """Calls of it wait for the gate; with one entry for each that has begun."""
+    call, gate, begun = getattr(serving, name), asyncio.Event(), list[int]()
+
+    async def slow(*args):
+        begun.append(1)
+        await gate.wait()
+        return await call(*args)
+
+    monkeypatch.setattr(serving, name, slow)
+    return gate, begun
+
+
 @pytest.mark.parametrize(
     ("path", "body", "serving", "name"),
     [
@@ -308,19 +370,11 @@ async def test_many_log_probabilities_of_a_response_hold_nobody_up_and_a_few_are
     ],
 )
 async def test_prompts_do_not_wait_for_all_that_is_to_be_tokenized(running, monkeypatch, path, body, serving, name):
-    serving = getattr(running.server.gateway.services, serving)
-    create, gate, most = getattr(serving, name), asyncio.Event(), []
-
-    async def slow(*args):
-        most.append(1)
-        await gate.wait()
-        return await create(*args)
-
-    monkeypatch.setattr(serving, name, slow)
+    gate, begun = held(monkeypatch, getattr(running.server.gateway.services, serving), name)
     requests = [asyncio.ensure_future(running.http.post(path, json=body)) for _ in range(20)]
-    await eventually(lambda: len(most) == 2)
+    await eventually(lambda: len(begun) == 2)
     assert (await running.http.post(COMPLETIONS, json=COMPLETION)).status_code == 200
-    assert len(most) == 2
+    assert len(begun) == 2
     gate.set()
     assert {(await request).status_code for request in requests} == {200}
 
@@ -330,15 +384,7 @@ async def test_what_does_not_generate_is_bounded_too(monkeypatch, most, memory):
     """By number, and by the bytes of its bodies, which wait in memory for a thread."""
     monkeypatch.setattr("gateway.auth.access.MAX_ARRIVING_BYTES", memory)
     async with running_gateway(max_in_flight=most) as running:
-        renderer, gate, begun = running.server.gateway.services.renderer, asyncio.Event(), []
-        render = renderer.render_responses
-
-        async def slow(*args):
-            begun.append(1)
-            await gate.wait()
-            return await render(*args)
-
-        monkeypatch.setattr(renderer, "render_responses", slow)
+        gate, begun = held(monkeypatch, running.server.gateway.services.renderer, "render_responses")
         body = {"model": "demo", "input": "x", "metadata": {str(n): "y" * 500 for n in range(16)}}
         requests = [asyncio.ensure_future(running.http.post("/v1/responses/input_tokens", json=body)) for _ in range(10)]
         await eventually(lambda: len(begun) == 2 and sum(each.done() for each in requests) > 4)

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from gateway.http.sse import KEEP_ALIVE_S
-from tests.support.fake_verifier import count_up, eventually, gated
+from tests.support.fake_verifier import eventually, gated
 from tests.support.running_gateway import Keys, running_gateway
 
 SLOTS = 2
@@ -21,10 +21,10 @@ def ask(running, name, headers=None, **fields):
 
 
 @asynccontextmanager
-async def filled(**settings):
+async def filled(headers=None, **settings):
     async with running_gateway(slots=SLOTS, **settings) as running:
         full = Filled(running)
-        await full.fill()
+        await full.fill(headers)
         yield running, full
 
 
@@ -36,14 +36,14 @@ class Filled:
         self.gates = []
         self.requests = []
 
-    async def fill(self):
+    async def fill(self, headers=None):
         async def behaviour(verifier, sequence):
             gate = asyncio.Event()
             self.gates.append(gate)
             await gated(gate)(verifier, sequence)
 
         self.running.verifier.behaviour = behaviour
-        self.requests += [ask(self.running, "a") for _ in range(ROOM)]
+        self.requests += [ask(self.running, "a", headers) for _ in range(ROOM)]
         await eventually(lambda: len(self.gates) == ROOM)
 
     def release(self, count=1):
@@ -81,34 +81,20 @@ async def test_more_wait_until_there_is_room_and_nobody_waits_while_there_is():
 
 
 async def test_keys_share_and_priorities_go_first(tmp_path):
-    keys, order, gates = Keys(tmp_path), [], []
-    lengths = {"flood": 10, "light": 11, "batch": 20, "vip": 40}
+    keys, lengths = Keys(tmp_path), {"flood": 10, "light": 11, "batch": 20, "vip": 40}
     more = {"batch": {"priority": "batch"}, "vip": {"priority": "high"}}
     headers = {name: keys.put(name, **more.get(name, {})) for name in lengths}
-    async with running_gateway(slots=SLOTS, keys_file=str(keys.file)) as running:
-
-        async def behaviour(verifier, sequence):
-            order.append(len(sequence.request.prompt_token_ids))
-            gates.append(asyncio.Event())
-            await gated(gates[-1])(verifier, sequence)
-
-        running.verifier.behaviour = behaviour
-        names = ["flood"] * (ROOM + 4) + ["batch", "light", "vip"]
-        requests = []
-        for name in names:
-            requests.append(ask(running, [5] * lengths[name], headers[name]))
-            await eventually(lambda: len(order) + running.core.gate.sequences == len(requests))
-        while (seen := len(order)) < len(names):
-            next(each for each in gates if not each.is_set()).set()
-            await eventually(partial(lambda seen: len(order) > seen, seen))
-        # One that is sent again, as to a verifier that was starved for a moment, has a gate that nobody else would open.
-        running.verifier.behaviour = count_up
-        for each in gates:
-            each.set()
-        assert [(await each).status_code for each in requests] == [200] * len(names)
-        assert order[: ROOM + 1] == [10] * ROOM + [40]
-        assert 11 in order[ROOM + 1 : ROOM + 3]
-        assert order[-1] == 20
+    async with filled(headers["flood"], keys_file=str(keys.file)) as (running, full):
+        for number, name in enumerate(["flood"] * 4 + ["batch", "light", "vip"], 1):
+            full.requests.append(ask(running, [5] * lengths[name], headers[name]))
+            await full.queue(number)
+        while (seen := len(full.gates)) < len(full.requests):
+            full.release()
+            await eventually(partial(lambda seen: len(full.gates) > seen, seen))
+        assert await full.finish() == [200] * len(full.requests)
+        first, second, third, *_, last = [len(each.request.prompt_token_ids) for each in running.verifier.sequences[ROOM:]]
+        assert (first, last) == (40, 20)
+        assert 11 in (second, third)
 
 
 async def test_who_would_wait_too_long_or_finds_it_full_is_told_when_to_come_again():

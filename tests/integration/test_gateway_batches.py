@@ -14,7 +14,7 @@ from gateway.storage.batches import serving as batching
 from gateway.storage.batches.lines import LONGEST_ID
 from gateway.storage.batches.store import BatchStore
 from tests.support.fake_verifier import count_up, eventually, silence
-from tests.support.running_gateway import CHAT, COMPLETION, Keys, running_gateway
+from tests.support.running_gateway import CHAT, COMPLETION, RESPONSE, Keys, running_gateway
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 
@@ -81,14 +81,13 @@ async def test_from_file_to_file():
         assert running.idle
 
 
-async def test_every_endpoint_there_is():
-    async with serving() as (_, client):
-        responses = {"model": "demo", "input": "hi", "max_output_tokens": 4}
-        for url, body in ((TEXTS, COMPLETION), ("/v1/responses", responses)):
-            batch = await until(client, await begin(client, jsonl(request("a", body, url)), url), "completed")
-            (answer,) = await lines_of(client, batch.output_file_id)
-            assert answer["response"]["body"]["usage"]["total_tokens"] == batch.usage.total_tokens
-            assert batch.error_file_id is None
+@pytest.mark.parametrize(("url", "body"), [(TEXTS, COMPLETION), ("/v1/responses", RESPONSE)])
+async def test_every_endpoint_there_is(running, url, body):
+    client = running.client
+    batch = await until(client, await begin(client, jsonl(request("a", body, url)), url), "completed")
+    (answer,) = await lines_of(client, batch.output_file_id)
+    assert answer["response"]["body"]["usage"]["total_tokens"] == batch.usage.total_tokens
+    assert batch.error_file_id is None
 
 
 async def test_bad_batches_name_the_field():
@@ -150,11 +149,11 @@ async def test_bad_lines_fail_the_batch_before_anything_is_carried_out(monkeypat
         assert running.verifier.sequences == []
 
 
-async def test_too_many_lines(monkeypatch):
+async def test_too_many_lines(running, monkeypatch):
     monkeypatch.setattr("gateway.storage.batches.lines.MAX_LINES", 2)
-    async with serving() as (_, client):
-        batch = await until(client, await begin(client, jsonl(*(request(str(n)) for n in range(3)))), "failed")
-        assert [each.code for each in batch.errors.data] == ["too_many_tasks"]
+    content = jsonl(*(request(str(n)) for n in range(3)))
+    batch = await until(running.client, await begin(running.client, content), "failed")
+    assert [each.code for each in batch.errors.data] == ["too_many_tasks"]
 
 
 async def test_cancelling_keeps_what_is_answered():
@@ -263,15 +262,13 @@ async def test_lines_that_the_fleet_cannot_serve_now_are_tried_again(monkeypatch
         await eventually(lambda: bool(running.verifier.sequences))
         running.directory.set_members([])
         running.verifier.hung = True
-        before = running.verifier.member
         (link,) = running.core.links.values()
         link.close()
         await eventually(lambda: not running.core.sequences)
         running.verifier.hung = False
         running.verifier.behaviour = count_up
-        running.directory.set_members([before])
-        batch = await until(client, batch, "completed")
-        assert batch.request_counts.completed == 1
+        running.directory.set_members([running.verifier.member])
+        assert (await until(client, batch, "completed")).request_counts.completed == 1
 
 
 async def test_a_line_that_is_too_large_for_its_key_is_not_tried_again(tmp_path):
@@ -333,6 +330,67 @@ async def test_batches_take_no_places_of_others():
         await eventually(lambda: bool(running.core.sequences.batched))
         assert (await running.http.post(CHATS, json=CHAT)).status_code == 200
         await eventually(lambda: running.core.sequences.batched == 1)
-        text = (await running.http.get("/metrics")).text
-        assert 'outrider_batch_sequences{state="running"} 1.0' in text
-        assert 'outrider_batch_sequences{state="held"} 0.0' in text
+        for state, count in (("running", 1), ("held", 0)):
+            assert await running.metric("outrider_batch_sequences", state=state) == count
+
+
+async def test_files():
+    async with serving() as (_, client):
+        files = [await client.files.create(file=(f"{n}.jsonl", b"x" * n), purpose="batch") for n in range(5)]
+        assert files[3].bytes == 3
+        assert files[3].filename == "3.jsonl"
+        assert files[3].expires_at == files[3].created_at + 30 * 86400
+        first = await client.files.list(limit=2)
+        assert [each.id for each in first.data] == [files[4].id, files[3].id]
+        assert first.has_more
+        assert [each.id async for each in client.files.list(limit=2, order="asc")] == [each.id for each in files]
+        assert (await client.files.list(purpose="batch_output")).data == []
+        assert (await client.files.content(files[4].id)).content == b"xxxx"
+        assert (await client.files.delete(files[4].id)).deleted
+        for call in (client.files.retrieve, client.files.content, client.files.delete):
+            with pytest.raises(openai.NotFoundError):
+                await call(files[4].id)
+        short = await client.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600})
+        assert short.expires_at == short.created_at + 3600
+
+
+async def test_all_uploads_together_are_bounded(running, monkeypatch):
+    monkeypatch.setattr("gateway.routes.files.MAX_UPLOADING_BYTES", 100_000)
+    with pytest.raises(openai.RateLimitError, match="uploaded at once"):
+        await running.client.files.create(file=b"x" * 200_000, purpose="batch")
+    assert (await running.client.files.create(file=b"x" * 50_000, purpose="batch")).bytes == 50_000
+    assert running.server.gateway.uploading_bytes == 0
+
+
+async def test_bad_uploads_name_the_field(running, monkeypatch):
+    monkeypatch.setattr("gateway.routes.files.MAX_FILE_BYTES", 1000)
+    form, file = {"purpose": "batch"}, {"file": ("a", b"x")}
+    hour = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3599"}
+    folder = running.server.gateway.batches.folder / "files"
+    before = [*folder.iterdir()]
+    cases: list[tuple[dict[str, Any], int, str | None]] = [
+        ({"data": {"purpose": "fine-tune"}, "files": file}, 400, "purpose"),
+        ({"data": form, "files": {"other": ("a", b"x")}}, 400, "other"),
+        ({"data": {**form, "file": "text"}, "files": {"x": ("a", b"x")}}, 400, "x"),
+        ({"data": {**form, **hour}, "files": file}, 400, "expires_after.seconds"),
+        ({"data": {**form, "expires_after[seconds]": "4000"}, "files": file}, 400, "expires_after"),
+        ({"data": form, "files": {"file": ("a", b"x" * 1001)}}, 413, "file"),
+        ({"data": form, "files": {"file": ("a", b"x" * 200_000)}}, 413, "file"),
+        ({"json": form}, 415, None),
+        ({"content": b"nothing", "headers": {"content-type": "multipart/form-data; boundary=x"}}, 400, None),
+        ({"content": b"nothing", "headers": {"content-type": "multipart/form-data"}}, 400, None),
+    ]
+    for call, status, param in cases:
+        answer = await running.http.post("/v1/files", **call)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), (call, answer.text)
+    assert [*folder.iterdir()] == before
+
+
+async def test_a_full_store_says_so():
+    async with serving(state_mib=1) as (_, client):
+        kept = await client.files.create(file=b"x" * 700_000, purpose="batch")
+        with pytest.raises(openai.APIStatusError) as refused:
+            await client.files.create(file=b"x" * 700_000, purpose="batch")
+        assert (refused.value.status_code, refused.value.code) == (413, "storage_full")
+        await client.files.delete(kept.id)
+        await client.files.create(file=b"x" * 700_000, purpose="batch")

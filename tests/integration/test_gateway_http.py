@@ -1,64 +1,15 @@
-"""The gateway over HTTP, whole, in front of a fake verifier: everything but streams."""
+"""Routes and answers of a whole gateway over HTTP, in front of a fake verifier; /inference/v1/generate among them."""
 
-import json
 import socket
 
 import pytest
 
 from gateway.cli.preflight import listen
 from tests.support.fake_verifier import eventually
-from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, running_gateway
+from tests.support.running_gateway import CHAT, COMPLETION, MODEL_DIR, events, running_gateway
 
-LONG, GENERATE = "x y z " * 300, "/inference/v1/generate"
-
-ERRORS = [
-    # method, path, body or raw content, headers, status, param, code
-    ("GET", "/nowhere", None, {}, 404, None, "not_found"),
-    ("GET", "/v1/models/nope", None, {}, 404, "model", "model_not_found"),
-    ("GET", "/v1/completions", None, {}, 405, None, "method_not_allowed"),
-    ("POST", "/v1/completions", b"{", {"content-type": "application/json"}, 400, None, "invalid_json"),
-    ("POST", "/v1/completions", b"[]", {"content-type": "application/json"}, 400, None, "invalid_json"),
-    ("POST", "/v1/completions", b'{"temperature": NaN}', {"content-type": "application/json"}, 400, None, "invalid_json"),
-    ("POST", "/v1/completions", b'{"temperature": 1e999}', {"content-type": "application/json"}, 400, None, "invalid_json"),
-    ("POST", "/v1/completions", b'{"prompt": "\xff"}', {"content-type": "application/json"}, 400, None, "invalid_json"),
-    ("POST", "/v1/completions", b"{}", {"content-type": "text/plain"}, 415, None, "unsupported_media_type"),
-    ("POST", "/v1/completions", b"{}", {}, 415, None, "unsupported_media_type"),
-    ("POST", "/v1/completions", b" " * ((20 << 20) + 1), {"content-type": "application/json"}, 413, None, "payload_too_large"),
-    ("POST", "/v1/completions", {**COMPLETION, "model": "nope"}, {}, 404, "model", "model_not_found"),
-    ("POST", "/v1/completions", {**COMPLETION, "prompt": LONG, "stream": True}, {}, 400, None, "context_length_exceeded"),
-    ("POST", "/v1/chat/completions", {**CHAT, "temprature": 1}, {}, 400, "temprature", "unknown_parameter"),
-    ("POST", "/v1/chat/completions", {"model": "demo"}, {}, 400, "messages", None),
-    ("POST", "/v1/chat/completions", {**CHAT, "temperature": -1, "stream": True}, {}, 400, "temperature", None),
-    ("POST", "/v1/chat/completions", {**CHAT, "stream_options": {"include_usage": True}}, {}, 400, "stream_options", None),
-    ("POST", "/v1/chat/completions", {**CHAT, "top_k": 10**30}, {}, 400, None, None),
-    ("POST", "/v1/chat/completions", {**CHAT, "tool_choice": "required"}, {}, 400, "tool_choice", None),
-    ("POST", "/tokenize", {"model": "nope", "prompt": "x"}, {}, 404, "model", "model_not_found"),
-    ("POST", GENERATE, {"model": "nope", "token_ids": [5], "sampling_params": {}}, {}, 404, "model", "model_not_found"),
-]
-
-
-PICTURE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]
-
-
-async def test_errors_have_one_shape_on_every_status():
-    async with running_gateway() as running:
-        for method, path, body, headers, status, param, code in ERRORS:
-            content = {"content": body} if isinstance(body, bytes) else {"json": body}
-            response = await running.http.request(method, path, headers=headers, **content)
-            label = f"{method} {path} {str(body)[:60]}"
-            assert response.status_code == status, f"{label}: {response.text}"
-            assert response.headers["content-type"] == "application/json", label
-            error = response.json()["error"]
-            assert list(error) == ["message", "type", "param", "code"], label
-            assert (error["param"], error["code"]) == (param, code), f"{label}: {error}"
-            assert error["message"], label
-            assert response.headers["x-request-id"], label
-        response = await running.http.post("/v1/chat/completions", json={**CHAT, "messages": PICTURE})
-        assert response.status_code == 400
-        assert MODEL_DIR not in response.text
-        assert running.idle
-        # After all that, it still serves.
-        assert (await running.http.post("/v1/completions", json=COMPLETION)).status_code == 200
+GENERATE = "/inference/v1/generate"
+TOKENS = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
 
 
 async def test_unexpected_exceptions_say_nothing(running, monkeypatch):
@@ -115,10 +66,6 @@ async def test_many_conversations_in_one_request(running):
         (await running.http.post("/v1/chat/completions", json={**CHAT, "messages": each})).json() for each in conversations
     ]
     assert answer["usage"]["prompt_tokens"] == sum(each["usage"]["prompt_tokens"] for each in alone)
-    for wrong in ({"messages": conversations * 300}, {"messages": CHAT["messages"]}, {"n": 2}, {"stream": True}):
-        refused = await running.http.post(path, json={**CHAT, "messages": conversations, **wrong})
-        assert refused.status_code == 400, refused.text
-        assert refused.json()["error"]["param"] == next(iter(wrong)), refused.text
 
 
 @pytest.mark.parametrize(
@@ -126,7 +73,7 @@ async def test_many_conversations_in_one_request(running):
     [
         ("/v1/completions", COMPLETION, "cmpl-"),
         ("/v1/chat/completions", CHAT, "chatcmpl-"),
-        (GENERATE, {"token_ids": [5], "sampling_params": {"max_tokens": 2}}, ""),
+        (GENERATE, TOKENS, ""),
     ],
 )
 async def test_a_body_may_name_its_request(running, path, body, prefix):
@@ -152,18 +99,6 @@ async def test_readiness_follows_the_verifiers():
             assert int(response.headers["retry-after"]) >= 1
 
 
-async def test_nothing_of_a_prompt_is_logged(running, caplog):
-    caplog.set_level("DEBUG")
-    body = {**COMPLETION, "prompt": "tangerine"}
-    answer = (await running.http.post("/v1/completions", json=body)).json()["choices"][0]["text"]
-    await running.http.post("/v1/completions", json={**body, "stream": True})
-    await running.http.post("/v1/completions", json={**body, "temperature": -1})
-    ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore", "asyncio"))]
-    logged = json.dumps([record.getMessage() for record in ours])
-    assert "tangerine" not in logged
-    assert answer not in logged
-
-
 def test_connections_do_not_wait_to_fill_packets():
     listener = listen("127.0.0.1", 0)
     with listener:
@@ -179,3 +114,27 @@ async def test_answers_have_the_limit_of_the_generation_config():
             for limit, tokens in (({}, 7), ({limits: 5}, 5), ({limits: 9}, 7)):
                 usage = (await running.http.post(path, json={"model": "demo", **fields, **limit})).json()["usage"]
                 assert usage.get("completion_tokens", usage.get("output_tokens")) == tokens
+
+
+async def test_token_ids_come_back_whole_and_as_a_stream(running):
+    answer = (await running.http.post(GENERATE, json=TOKENS)).json()
+    (choice,) = answer["choices"]
+    assert (len(choice["token_ids"]), choice["finish_reason"]) == (4, "length")
+    assert (answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]) == (3, 4)
+    assert running.verifier.sequences[-1].request.prompt_token_ids == [5, 6, 7]
+    body = {**TOKENS, "stream": True, "stream_options": {"include_usage": True}}
+    chunks = events((await running.http.post(GENERATE, json=body)).content)
+    assert sum(len(choice["token_ids"]) for chunk in chunks for choice in chunk["choices"]) == 4
+    assert chunks[-1]["usage"]["completion_tokens"] == 4
+
+
+async def test_several_samples_with_an_account_and_arguments_of_which_the_verifiers_own_are_left_out(running):
+    given = {"prl_compact_logprobs": True, "outrider_request_id": "mine", "outrider_noise_seed": 7, "kv_transfer_params": {}}
+    sampling = {"max_tokens": 3, "n": 3, "seed": 1, "extra_args": given}
+    body = {**TOKENS, "sampling_params": sampling, "outrider": {"stats": True}, "cache_salt": "salt"}
+    answer = (await running.http.post(GENERATE, json=body, headers={"X-Session-ID": "episode"})).json()
+    assert [(choice["index"], len(choice["token_ids"])) for choice in answer["choices"]] == [(0, 3), (1, 3), (2, 3)]
+    assert [each["index"] for each in answer["outrider"]["choices"]] == [0, 1, 2]
+    request = running.verifier.sequences[-1].request
+    assert request.cache_salt == "salt"
+    assert request.sampling_params.extra_args == {"prl_compact_logprobs": True, "outrider_request_id": "mine"}

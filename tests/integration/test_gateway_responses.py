@@ -1,15 +1,17 @@
-"""OpenAI's responses and conversations over HTTP, in front of a fake verifier."""
+"""OpenAI's responses and conversations over HTTP, in front of a fake verifier; responses in the background."""
 
 import asyncio
 import json
+import sqlite3
 
 import openai
 import pytest
 
+from gateway.http.errors import Overloaded
 from gateway.requests.limits import MAX_TEXT_PER_TOKEN, MIN_TEXT
 from tests.support.checkable import Paint
-from tests.support.fake_verifier import count_up, eventually, saying, stall
-from tests.support.running_gateway import running_gateway
+from tests.support.fake_verifier import FakeVerifier, Sequence, count_up, eventually, gated, saying, silence, stall
+from tests.support.running_gateway import Keys, running_gateway
 
 
 @pytest.fixture
@@ -101,15 +103,22 @@ async def test_what_came_before_is_part_of_the_prompt(running):
         await responses.create(model="demo", input="four", previous_response_id=third.id)
 
 
-async def test_items_are_shown_whole(running):
+async def test_items_are_shown_whole_and_references_lead_to_outputs_that_are_kept(running):
     responses = running.client.responses
     items = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}, {"role": "user", "content": "three"}]
     made = await responses.create(model="demo", input=items)
     assert "one\ntwo\nthree" in prompt_of(running)
     listed = [item async for item in responses.input_items.list(made.id, limit=2, order="asc")]
-    assert [item.type for item in listed] == ["message"] * 3
-    assert [item.content[0].type for item in listed] == ["input_text", "output_text", "input_text"]
-    assert [item.content[0].text for item in listed] == ["one", "two", "three"]
+    assert [(item.type, item.content[0].type, item.content[0].text) for item in listed] == [
+        ("message", "input_text", "one"),
+        ("message", "output_text", "two"),
+        ("message", "input_text", "three"),
+    ]
+    items[1] = {"type": "item_reference", "id": made.output[0].id}
+    await responses.create(model="demo", input=items)
+    assert "one\ndef f(x):\nthree" in prompt_of(running)
+    with pytest.raises(openai.NotFoundError):
+        await responses.create(model="demo", input=[{"type": "item_reference", "id": "msg_nowhere"}])
 
 
 async def test_a_call_shows_what_was_asked_for(running):
@@ -124,20 +133,6 @@ async def test_a_call_shows_what_was_asked_for(running):
         assert made.text.format.type == "text"
         assert [tool.name for tool in made.tools] == ["paint", "stop"]
         assert made.tool_choice == choice or made.tool_choice.model_dump() == choice
-
-
-async def test_references_lead_to_outputs_that_are_kept(running):
-    responses = running.client.responses
-    first = await responses.create(model="demo", input="one")
-    items = [
-        {"role": "user", "content": "one"},
-        {"type": "item_reference", "id": first.output[0].id},
-        {"role": "user", "content": "2"},
-    ]
-    await responses.create(model="demo", input=items)
-    assert "def f(x):" in prompt_of(running)
-    with pytest.raises(openai.NotFoundError):
-        await responses.create(model="demo", input=[{"type": "item_reference", "id": "msg_nowhere"}])
 
 
 async def test_events_come_in_order_and_end(running):
@@ -237,19 +232,6 @@ async def test_what_came_before_counts(running):
     assert (error["param"], error["code"]) == ("items", "context_length_exceeded")
 
 
-async def test_the_items_of_a_conversation_are_bounded(running):
-    conversation = (await running.http.post("/v1/conversations", json={})).json()["id"]
-    item = {"type": "message", "role": "user", "content": "x"}
-    for _ in range(102):
-        added = await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [item] * 20})
-        assert added.status_code == 200
-    body = {"model": "demo", "conversation": conversation}
-    error = (await running.http.post("/v1/responses", json={**body, "input": [item] * 9})).json()["error"]
-    assert (error["param"], error["message"]) == ("input", "`input` has more than 2048 entries. What came before it counts.")
-    error = (await running.http.post(f"/v1/conversations/{conversation}/items", json={"items": [item] * 9})).json()["error"]
-    assert (error["param"], error["code"]) == ("items", "conversation_full")
-
-
 async def test_truncation_keeps_the_end(running):
     text = "first " + "x y z " * 3000 + "last"
     assert (await running.http.post("/v1/responses", json={"model": "demo", "input": text})).status_code == 400
@@ -268,36 +250,6 @@ async def test_structured_answers_parse(running):
     assert "coats" in running.verifier.sequences[0].request.sampling_params.structured_outputs.json["required"]
 
 
-BAD = [
-    ({"input": [3]}, 400, "input"),
-    ({"input": []}, 400, "input"),
-    ({"input": "x", "tools": [{"type": "web_search"}]}, 400, "tools"),
-    ({"input": [{"type": "web_search_call"}]}, 400, "input"),
-    ({"input": "x", "temprature": 1}, 400, "temprature"),
-    ({"input": "x", "model": "nope"}, 404, "model"),
-    ({"input": "x", "previous_response_id": "resp_no"}, 404, "previous_response_id"),
-    ({"input": "x", "conversation": "conv_no"}, 404, "conversation"),
-    ({"input": "x", "conversation": "conv_no", "previous_response_id": "resp_no"}, 400, "conversation"),
-    ({"input": "x", "background": True, "store": False}, 400, "background"),
-    ({"input": "x", "moderation": {}}, 400, "moderation"),
-    ({"input": "x", "prompt": {"id": "pmpt_1"}}, 400, "prompt"),
-    ({"input": [{"type": "item_reference", "id": ["x"]}]}, 400, "input"),
-    ({"input": [{"role": "user", "content": "x", "id": 5}]}, 400, "input"),
-]
-
-
-@pytest.mark.parametrize(("fields", "status", "param"), BAD)
-async def test_bad_requests_name_the_field(running, fields, status, param):
-    answer = await running.http.post("/v1/responses", json={"model": "demo", **fields})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
-
-
-async def test_wrong_parameters_in_a_url_are_named(running):
-    for url, param in (("/v1/responses/r?stream=7", "stream"), ("/v1/responses/r/input_items?limit=x", "limit")):
-        answer = await running.http.get(url)
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
 async def test_without_a_folder_nothing_is_kept():
     async with running_gateway(state_dir="none") as running:
         running.verifier.behaviour = saying("ok")
@@ -311,13 +263,6 @@ async def test_without_a_folder_nothing_is_kept():
         reference = [{"type": "item_reference", "id": "msg_1"}]
         answer = await running.http.post("/v1/responses", json={"model": "demo", "input": reference})
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_stored")
-
-
-@pytest.mark.parametrize("length", [256, 257])
-async def test_ids_of_items_are_short(running, length):
-    item = {"type": "message", "role": "user", "content": "x", "id": "m" * length}
-    answer = await running.http.post("/v1/conversations", json={"items": [item]})
-    assert answer.status_code == (200 if length == 256 else 400)
 
 
 @pytest.mark.parametrize(
@@ -335,3 +280,95 @@ async def test_what_an_assistant_said_is_all_its_parts(running, content, text):
     assert answer.status_code == 200, answer.text
     assert f"{text}" in prompt_of(running)
     assert (await running.http.post("/v1/responses/input_tokens", json=body)).status_code == 200
+
+
+async def test_in_the_background(running):
+    responses = running.client.responses
+    begun = await responses.create(model="demo", input="hi", background=True)
+    assert begun.status == "queued"
+    made = await ended(responses, begun)
+    assert (made.status, made.output_text, made.background) == ("completed", "def f(x):", True)
+    assert (await responses.cancel(made.id)).status == "completed"
+    waiting = await responses.create(model="demo", input="and then", previous_response_id=made.id, background=True)
+    assert (await ended(responses, waiting)).status == "completed"
+
+
+async def test_a_stream_in_the_background_can_be_taken_up_again(running, monkeypatch, caplog):
+    responses = running.client.responses
+    events = [event async for event in await responses.create(model="demo", input="hi", background=True, stream=True)]
+    before = await running.metric("outrider_client_disconnects_total")
+    again = [event async for event in await responses.retrieve(events[0].response.id, stream=True, starting_after=3)]
+    assert [event.sequence_number for event in again] == [event.sequence_number for event in events[4:]]
+    assert again[-1].response.output_text == "def f(x):"
+    assert await running.metric("outrider_client_disconnects_total") == before, "whose stream has ended has not left"
+
+    async def fail(response_id, after):
+        yield json.dumps({"type": "response.created"})
+        raise sqlite3.OperationalError("secret")
+
+    monkeypatch.setattr(running.server.gateway.responses, "follow", fail)
+    text = (await running.http.get(f"/v1/responses/{events[0].response.id}?stream=true")).text
+    assert "event: error\ndata: " in text
+    assert "secret" not in text
+    assert "OperationalError" in caplog.text
+
+
+async def test_cancelling_aborts_at_the_verifier(running):
+    running.verifier.behaviour = silence
+    responses = running.client.responses
+    begun = await responses.create(model="demo", input="hi", background=True)
+    await eventually(lambda: bool(running.verifier.sequences))
+    before = await running.metric("outrider_client_disconnects_total")
+    async with running.http.stream("GET", f"/v1/responses/{begun.id}?stream=true") as followed:
+        await anext(followed.aiter_raw())
+    while await running.metric("outrider_client_disconnects_total") == before:
+        await asyncio.sleep(0.01)
+    assert (await responses.cancel(begun.id)).status == "cancelled"
+    await asyncio.wait_for(running.verifier.sequences[0].aborted.wait(), 120)
+    assert (await responses.retrieve(begun.id)).status == "cancelled"
+
+
+async def test_any_gateway_of_the_same_folder_cancels(tmp_path):
+    async def endless(verifier: FakeVerifier, sequence: Sequence) -> None:
+        while not sequence.aborted.is_set():
+            sequence.emit([5])
+            await asyncio.sleep(0.01)
+
+    async with running_gateway(state_dir=str(tmp_path)) as first, running_gateway(state_dir=str(tmp_path)) as second:
+        first.verifier.behaviour = endless
+        begun = await first.client.responses.create(model="demo", input="hi", background=True)
+        await eventually(lambda: bool(first.verifier.sequences))
+        assert (await second.client.responses.cancel(begun.id)).status == "cancelled"
+        await asyncio.wait_for(first.verifier.sequences[0].aborted.wait(), 120)
+        assert (await first.client.responses.retrieve(begun.id)).status == "cancelled"
+
+
+async def test_what_is_made_in_the_background_is_charged_from_the_start(tmp_path):
+    keys = Keys(tmp_path)
+    mine = keys.put("mine", tokens_per_minute=300)
+    ask = {"model": "demo", "input": "hi", "background": True, "max_output_tokens": 200}
+    async with running_gateway(keys_file=str(keys.file), state_dir=str(tmp_path)) as running:
+        gate = asyncio.Event()
+        running.verifier.behaviour = gated(gate)
+        assert (await running.http.post("/v1/responses", json=ask, headers=mine)).status_code == 200
+        assert (await running.http.post("/v1/responses", json=ask, headers=mine)).status_code == 429
+        gate.set()
+        await eventually(lambda: not running.core.sequences)
+
+        async def left():
+            return int((await running.http.get("/v1/models", headers=mine)).headers["x-ratelimit-remaining-tokens"])
+
+        while await left() < 200:
+            await asyncio.sleep(0.01)
+
+
+async def test_a_background_stream_that_fails_at_once_says_so(running, monkeypatch):
+    async def fail(*args, **kwargs):
+        raise Overloaded
+
+    monkeypatch.setattr(running.core.gate, "enter", fail)
+    responses = running.client.responses
+    events = [event async for event in await responses.create(model="demo", input="x", background=True, stream=True)]
+    assert [event.type for event in events] == ["response.created", "response.in_progress", "response.failed"]
+    again = await responses.retrieve(events[0].response.id)
+    assert (again.status, again.error.code) == ("failed", "server_error")

@@ -38,21 +38,6 @@ async def test_required_means_one_call_or_several(running):
     assert (grammar["type"], grammar["maxItems"]) == ("array", 16)
 
 
-async def test_tools_with_definitions_of_one_name_are_required(running):
-    def of_kind(name, **kind):
-        schema = {"type": "object", "properties": {"city": {"$ref": "#/$defs/Place"}}, "$defs": {"Place": kind}}
-        return {"type": "function", "name": name, "parameters": schema}
-
-    tools = [of_kind("weather", type="string"), of_kind("route", enum=["Rome", "Oslo"])]
-    running.verifier.behaviour = saying(TWO)
-    nested = [{"type": "function", "function": {key: each[key] for key in ("name", "parameters")}} for each in tools]
-    await running.client.chat.completions.create(**QUESTION | {"tools": nested}, tool_choice="required")
-    answer = await running.client.responses.create(model="demo", input="Rome?", tools=tools, tool_choice="required")
-    for sequence in running.verifier.sequences:
-        assert sequence.request.sampling_params.structured_outputs.json["$defs"].keys() == {"weather", "route"}
-    assert [tool.parameters["properties"]["city"] for tool in answer.tools] == [{"$ref": "#/$defs/Place"}] * 2
-
-
 async def test_auto_is_taken_and_text_stays_text(running):
     running.verifier.behaviour = saying("It rains.")
     async with running.client.chat.completions.stream(**QUESTION) as stream:

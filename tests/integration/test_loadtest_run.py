@@ -1,7 +1,6 @@
 """Whole runs of the load test, Locust included, against a stub gateway; and vLLM's own benchmark client against ours."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,16 +59,6 @@ def test_a_run_leaves_its_reports(tmp_path: Path) -> None:
     assert all(kind in report for kind in ("TTFT", "TPOT", "TGS tok/s"))
 
 
-def test_failures_gate(tmp_path: Path) -> None:
-    stub = StubGateway(stream_of("a", "b", done=False), 0.01)
-    summary = loaded(stub, tmp_path, "--duration", "1", status=1)
-    assert (summary["scenario"], summary["figures"]["requests"]) == ("chat", 0)
-    assert summary["figures"]["failures"] > 0
-    assert f"failures: {summary['figures']['failures']} is above the limit of 0" in summary["missed"]
-    assert "ttft_p95_ms: nothing was measured (limit 5000)" in summary["missed"]
-    assert "no [DONE]" in (tmp_path / "report.html").read_text()
-
-
 def test_what_an_overloaded_server_refuses_is_rejected_and_no_failure(tmp_path: Path) -> None:
     stub = StubGateway([b'{"error": {"message": "secret", "code": "full"}}'], 0.01, status=429)
     summary = loaded(stub, tmp_path, "--duration", "1", "--no-default-slo", "--slo", "failures=0", status=0)
@@ -79,13 +68,17 @@ def test_what_an_overloaded_server_refuses_is_rejected_and_no_failure(tmp_path: 
     assert "secret" not in report
 
 
-def test_what_is_unanswered_at_the_end_is_a_failure(tmp_path: Path) -> None:
+def test_what_is_unanswered_at_the_end_is_a_failure_and_failures_gate(tmp_path: Path) -> None:
     stub = StubGateway(stream_of("a", "b"), 30)
-    limits = ("--no-default-slo", "--slo", "failures=0,acceptance_length=2")
-    summary = loaded(stub, tmp_path, "--users", "3", "--duration", "1", "--stop-timeout", "1", *limits, status=1)
-    failures, acceptance = summary["missed"]
-    assert re.fullmatch(r"failures: [123] is above the limit of 0", failures), failures
-    assert acceptance == "acceptance_length: nothing was measured (limit 2)"
+    more = ("--users", "3", "--duration", "1", "--stop-timeout", "1", "--slo", "acceptance_length=2")
+    summary = loaded(stub, tmp_path, *more, status=1)
+    assert (summary["scenario"], summary["figures"]["requests"]) == ("chat", 0)
+    assert 1 <= summary["figures"]["failures"] <= 3
+    assert {
+        f"failures: {summary['figures']['failures']} is above the limit of 0",
+        "ttft_p95_ms: nothing was measured (limit 5000)",
+        "acceptance_length: nothing was measured (limit 2)",
+    } <= {*summary["missed"]}
 
 
 @pytest.mark.parametrize(

@@ -22,13 +22,14 @@ def lines_by_id(path):
     return {line["custom_id"]: line for line in map(json.loads, path.read_text().splitlines())}
 
 
-async def test_every_line_is_answered(files):
+async def test_every_line_is_answered_once_the_gateway_has_room(files, monkeypatch):
+    monkeypatch.setattr(run_batch, "RETRY_S", (0.01, 0.1))
     source, target = files
     bad = {**CHAT, "temperature": -1}
     texts = (request(f"t{n}", COMPLETION, TEXTS) for n in range(5))
     source.write_bytes(jsonl(*(request(f"c{n}") for n in range(5)), *texts, request("bad", bad), request("no", url="/v1/no")))
     reported: list[str] = []
-    async with running_gateway(api_key="k3y") as running:
+    async with running_gateway(api_key="k3y", max_in_flight=1) as running:
         gateway = GatewayAddress(running.server.url, "k3y")
         assert await carry_out(gateway, source, target, 4, reported.append) == 2
         assert reported == ["12 requests, 2 of them failed"]
@@ -71,14 +72,6 @@ async def test_it_goes_on_where_it_ended(running, files):
     # A third time there is nothing to do.
     assert await carry_out(gateway, source, target, 2, lambda line: None) == 0
     assert len(running.verifier.sequences) == before + 3
-
-
-async def test_it_waits_for_a_gateway_that_has_no_room(files, monkeypatch):
-    monkeypatch.setattr(run_batch, "RETRY_S", (0.01, 0.1))
-    source, target = files
-    source.write_bytes(jsonl(*(request(f"c{n}") for n in range(8))))
-    async with running_gateway(max_in_flight=1) as running:
-        assert await carry_out(GatewayAddress(running.server.url, None), source, target, 8, lambda line: None) == 0
 
 
 async def test_wrong_files_are_told_before_anything_is_sent(files):
