@@ -7,10 +7,11 @@ known, rejections happen, and drafts made from wrong features or at a wrong leng
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -25,7 +26,6 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from backend.config import Settings
 from backend.drafter.eagle import EagleProposer
-from backend.drafter.proposer import DraftRequest, Until
 from backend.engine.build import build_config
 from backend.engine.counting import Counters
 from backend.engine.draft_links import DraftLinks
@@ -37,22 +37,25 @@ from backend.engine.worker.runner import RemoteDrafting
 from backend.fleet import LOOKUP, VerifierStats
 from backend.lab.bench.load import APART
 from backend.speculation.chances import Rule
-from backend.wire.drafting import Draft
+from tests.support.drafter_heads import Session
 from tests.support.processes import demo_models
-from tests.unit.backend.drafter.simulated_link import Network, SimulatedDealer, SimulatedHub, World
+from tests.unit.backend.drafter.simulated_link import SimulatedDealer, World
 
 BLOCK = 32
 FIXED_S, TOKEN_S = 5e-3, 1e-4
 """Seconds of a step: the fixed part, and the part per token."""
 AGREEMENT = 0.8
 K = 4
+CUT = 8
+"""Tokens at the end of a text that are not asked for: the last step may emit them, too."""
 
 
-class Text:
+class Text(NamedTuple):
     """A text of the target: its tokens, the first `prompt` of which are the prompt, and features `[len(tokens), hidden]`."""
 
-    def __init__(self, tokens: list[int], features: torch.Tensor, prompt: int) -> None:
-        self.tokens, self.features, self.prompt = tokens, features, prompt
+    tokens: list[int]
+    features: torch.Tensor
+    prompt: int
 
 
 def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int) -> Text:
@@ -60,22 +63,13 @@ def write_text(proposer: EagleProposer, seed: int, prompt: int, length: int) -> 
 
     So a drafter with a wrong context shows as lost acceptance.
     """
-    generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(length, proposer.hidden, generator=generator)
-    tokens: list[int] = torch.randint(proposer.vocab_size, (prompt,), generator=generator).tolist()
-    key = ("text", seed)
-    proposer.open(key, list(tokens), prompt - 1)
-    rows = prompt - 1
-    while len(tokens) < length:
-        n = len(tokens)
-        (drafted,) = proposer.draft([DraftRequest(key, n, rows, features[n - 1 - rows : n - 1], Until(1))])
-        other = int(torch.randint(proposer.vocab_size, (1,), generator=generator))
-        agrees = float(torch.rand(1, generator=generator)) < AGREEMENT
-        tokens.append(drafted.tokens[0] if agrees else other)
-        proposer.commit(key, n + 1, tokens[-1:], 1)
-        rows = 1
-    proposer.close(key)
-    return Text(tokens, features, prompt)
+    dice, vocab = random.Random(seed), proposer.vocab_size
+    session = Session(proposer, seed, [dice.randrange(vocab) for _ in range(prompt)])
+    while len(session.tokens) < length:
+        (drafted,) = session.draft(1).tokens
+        session.commit([drafted if dice.random() < AGREEMENT else dice.randrange(vocab)])
+    proposer.close(seed)
+    return Text(session.tokens, torch.stack([session.feature(position) for position in range(length)]), prompt)
 
 
 @functools.cache
@@ -107,18 +101,16 @@ class _Executes:
 
 
 class _Runner(RemoteDrafting, _Executes):
-    requests: Any
-
-    def __init__(self) -> None:
-        self.requests: dict[str, Any] = {}
-        """Replaces vLLM's state of each request, which the simulation does not have."""
+    def __init__(self, requests: dict[str, Request]) -> None:
+        self.requests = requests
+        """The scheduler's, in place of vLLM's state of each request."""
         self.cudagraph_dispatcher = SimpleNamespace()
 
 
 class SimulatedCore:
     """Replaces vLLM's `EngineCore`."""
 
-    def __init__(self, world: World, network: Network, mode: str, blocks: int, lookup: bool) -> None:
+    def __init__(self, world: World, mode: str, blocks: int, lookup: bool) -> None:
         config, structured = _vllm(mode, lookup)
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -134,30 +126,15 @@ class SimulatedCore:
         self.batch_queue = None
         init_none_hash(hash)
         self._hasher = get_request_block_hasher(BLOCK, lambda value: hash(value).to_bytes(8, "big", signed=True))
-        self._world, self._network = world, network
+        self._world = world
         self.texts: dict[str, Text] = {}
         self.decided = 0
         """Number of tokens that the target has emitted, before truncation at a stop."""
-        self.fresh_drafts = 0
-        """Number of verifications of fresh drafts, made from the target's features."""
-        self.first_tokens: list[bool] = []
-        """For every fresh draft that arrived, verified or not: whether its first token is right."""
-        arrived = self.scheduler.speculator.arrived
-
-        def noted(drafter_id: str, drafts: Sequence[Draft], draft_s: float, now: float) -> list[tuple[str, float | None]]:
-            for draft in drafts:
-                text = self.texts.get(draft.request_id)
-                if text is not None and draft.tokens:
-                    self.first_tokens.append(draft.tokens[0] == text.tokens[draft.base_len])
-            return arrived(drafter_id, drafts, draft_s, now)
-
-        self.scheduler.speculator.arrived = noted  # type: ignore[method-assign]
-        self.runner = _Runner()
-        self.runner.requests = self.scheduler.requests
+        self.runner = _Runner(self.scheduler.requests)
         self.runner.set_up_drafting(FeatureShipper(lambda head: None), (), True)
 
     def add(self, request_id: str, text: Text) -> None:
-        params = SamplingParams(temperature=0, max_tokens=len(text.tokens) - text.prompt - 8, ignore_eos=True)
+        params = SamplingParams(temperature=0, max_tokens=len(text.tokens) - text.prompt - CUT, ignore_eos=True)
         params.update_from_generation_config({}, 1)
         self.texts[request_id] = text
         prompt = text.tokens[: text.prompt]
@@ -193,20 +170,12 @@ class SimulatedCore:
         return scheduler.update_from_output(scheduled, output), total > 0
 
     def _check_drafts(self, scheduled: Any) -> None:
-        """Asserts that every verified draft was made for this text, by the drafter that it is counted for."""
+        """Asserts that what is verified is the beginning of what the speculator has attached."""
         for request_id, tokens in scheduled.scheduled_spec_decode_tokens.items():
-            if not any(token >= 0 for token in tokens):
-                continue
-            draft = self.scheduler.requests[request_id].outrider.drafting.verified
-            assert draft is not None
-            assert draft.tokens[: len(tokens)] == tokens
-            if draft.source.drafter_id == LOOKUP:
-                continue
-            made = self._network.drafters[f"sim://{draft.source.drafter_id}"].drafted
-            text = list(self.scheduler.requests[request_id].all_token_ids)
-            # The verified draft may be the rest of a draft whose first tokens are already part of the text.
-            whole = ((request_id, at, (*text[at:], *draft.tokens)) for at in range(max(len(text) - 8, 0), len(text) + 1))
-            assert any(each in made for each in whole)
+            if any(token >= 0 for token in tokens):
+                draft = self.scheduler.requests[request_id].outrider.drafting.verified
+                assert draft is not None
+                assert draft.tokens[: len(tokens)] == tokens
 
     def _run(self, scheduled: Any) -> ModelRunnerOutput:
         ids, computed, rows, sampled, counts, hidden = list(scheduled.num_scheduled_tokens), [], [], [], [], []
@@ -223,15 +192,12 @@ class SimulatedCore:
                     if emitted[-1] != drafted:
                         break
             self.decided += len(emitted)
-            draft = request.outrider.drafting.verified
-            if drafts and draft is not None and draft.source.kind == "fresh":
-                self.fresh_drafts += 1
             features = text.features[first : first + n].clone()
             true = n - (len(drafts) - max(len(emitted) - 1, 0)) if emitted else n
             features[true:] = float("nan")  # features of rejected positions must never be sent
             hidden.append(features)
             known = max(length, first + n + 1 - len(drafts))
-            rows.append(np.array(text.tokens[:known] + [-1] * (len(emitted) + 8)))
+            rows.append(np.array(text.tokens[:known] + [-1] * (len(emitted) + CUT)))
             ends.append((known, known + len(emitted)))
             computed.append(first)
             sampled.append(emitted)
@@ -252,19 +218,26 @@ class SimulatedCore:
 class SimulatedVerifier:
     """Runs the real loop until every request is answered; takes the gateways' role, and checks counters on every turn."""
 
-    def __init__(self, world: World, network: Network, mode: str, blocks: int = 200, lookup: bool = True) -> None:
-        self.world, self.network = world, network
-        self.core = SimulatedCore(world, network, mode, blocks, lookup)
+    def __init__(self, world: World, mode: str, blocks: int, lookup: bool) -> None:
+        self.world = world
+        self.core = SimulatedCore(world, mode, blocks, lookup)
         self.stats = VerifierStats("v", 0.0, mode, K)
         self.core.scheduler.counters = Counters(self.stats)
-        hub: Any = SimulatedHub(network)
+        hub: Any = world
         core: Any = self.core
         self.links = DraftLinks(hub, core, "v")
-        self.loop = EngineLoop(core, hub, self, self.links, self)  # type: ignore[arg-type]
+        weights: Any = mock.Mock(is_paused=False)
+        self.loop = EngineLoop(core, hub, self, self.links, weights)  # type: ignore[arg-type]
         self.answers: dict[str, list[int]] = {}
+        """Of all requests so far."""
         self.finished: set[str] = set()
         self.heard: dict[str, float] = {}
         self.longest_silence_s = 0.0
+
+    @property
+    def drafted(self) -> int:
+        """Verifications of drafters' drafts."""
+        return sum(each.drafts for drafter_id, each in self.stats.drafters.items() if drafter_id != LOOKUP)
 
     def generate(self, texts: dict[str, Text], limit_s: float = 60.0) -> None:
         """Runs all requests at once to their ends, and asserts that their tokens are the target's."""
@@ -275,7 +248,7 @@ class SimulatedVerifier:
         self.loop._stopping.clear()
         self.loop.run()
         for request_id, text in texts.items():
-            expected = text.tokens[text.prompt : len(text.tokens) - 8]
+            expected = text.tokens[text.prompt : len(text.tokens) - CUT]
             assert self.answers[request_id] == expected, f"{request_id}: other tokens than the target's"
 
     # The methods that the loop calls on its gateway port.
@@ -305,13 +278,6 @@ class SimulatedVerifier:
     def expire(self, now: float) -> None:
         pass
 
-    # The loop's weight control.
-
-    is_paused = False
-
-    def look(self) -> None:
-        pass
-
     def check(self) -> None:
         """Asserts that the speculator's tables and the counters agree with vLLM's scheduler."""
         scheduler = self.core.scheduler
@@ -329,11 +295,11 @@ class SimulatedVerifier:
 
 
 @contextmanager
-def simulated(world: World, network: Network) -> Iterator[None]:
-    """Makes verifier code use the world's clock and the network's sockets, for a `with` block."""
+def simulated(world: World) -> Iterator[None]:
+    """Makes verifier code use the world's clock and sockets, for a `with` block."""
 
     def connect(wire: Any, address: str, server_key: str, high_water_mark: int) -> SimulatedDealer:
-        return SimulatedDealer(network, address)
+        return SimulatedDealer(world, address)
 
     with ExitStack() as stack:
         for module in ("loop", "draft_links", "scheduler", "feature_link", "counting"):

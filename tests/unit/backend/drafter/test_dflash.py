@@ -5,23 +5,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backend.drafter.dflash import Blocks, DFlashProposer
-from backend.drafter.draws import SHARED
+from backend.drafter.dflash import DFlashProposer
 from backend.drafter.proposer import GREEDY, Drafted, DraftRequest, Premise, Sampling, Until
 from backend.models.check import find_misfits, why_not_learning
 from backend.models.checkpoint import load_drafter, load_fc
 from backend.models.head_config import MASK_EMBEDDING, CheckpointError, OnePassDrafting, load_config
 from tests.support.drafter_heads import Reference, Session, TinyHead, check, tokens_of, write_head, write_target
-from tests.support.reads import nothing_read
 from tests.support.true_noise import true_gumbel
+from tests.unit.backend.drafter.test_independent import decode
 
 MASK, CLOSE_CALL = 3, 1e-3
 SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 5}
@@ -96,30 +93,17 @@ def check_draft(session: Session, reference: BlockReference, drafted: Drafted, k
     assert drafted.signs == pytest.approx(signs, abs=CLOSE_CALL)
 
 
-@pytest.mark.parametrize("as_on_gpu", [False, True], ids=["as on a CPU", "as on a GPU"])
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead, as_on_gpu: bool) -> None:
-    """What a GPU replays has blocks and masks to spare, is used again and again, and reads no result.
-
-    A stretch of the cache has 64 rows, of which two neighbours have 62 each: their blocks take no rows of the other.
-    """
-    proposer, reference, computed = make(tmp_path, head), BlockReference(head), Blocks.compute
-    if as_on_gpu:
-        with torch.inference_mode():
-            proposer._captured[4, 8, SHARED] = Blocks(proposer._head, proposer._block, 4, 8, SHARED)
-
-    def watched(blocks: Blocks) -> None:
-        with nothing_read():
-            computed(blocks)
-
+def test_ragged_batches_draft_by_the_book(tmp_path: Path, head: TinyHead) -> None:
+    """A stretch of the cache has 64 rows, of which two neighbours have 62 each: their blocks take no rows of the other."""
+    proposer, reference = make(tmp_path, head), BlockReference(head)
     hot = Sampling.of(7, 0.8)
     kinds = [(63, 0, GREEDY), (63, 0, GREEDY), (40, 11, GREEDY), (2, 0, hot)]
     sessions = [Session(proposer, i, tokens_of(i, length), skip, each) for i, (length, skip, each) in enumerate(kinds)]
     ks = [4, 1, 6, 8]
     for step in range(4):
         asked = list(zip(sessions, ks, strict=True))[step % 2 :]
-        with mock.patch.object(Blocks, "compute", watched):
-            found = proposer.draft([session.ask(k) for session, k in asked])
+        found = proposer.draft([session.ask(k) for session, k in asked])
         for (session, k), drafted in zip(asked, found, strict=True):
             check_draft(session, reference, drafted, k)
         for i, session in enumerate(sessions):
@@ -147,10 +131,9 @@ def test_independent_tokens_are_drawn_from_the_distributions_that_are_sent(tmp_p
     for _ in range(times):
         own, greedy = proposer.draft([DraftRequest(1, 12, 0, None, Until(k)), DraftRequest(2, 7, 0, None, Until(2))])
         q = (reference.logits(sampled.tokens, sampled.seen, own.tokens) / hot).softmax(-1)
-        ids, bits = np.frombuffer(own.proposal, np.int32).copy().reshape(2, k, -1)
-        sent = torch.zeros_like(q).scatter_(
-            1, torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(bits.view(np.float32)).double()
-        )
+        sent = torch.zeros_like(q)
+        for row, support, chances in zip(sent, *decode(own.tokens, own.proposal), strict=True):
+            row[support] = torch.tensor(chances, dtype=row.dtype)
         torch.testing.assert_close(sent, q, atol=1e-4, rtol=0)
         surplus -= sent.float()
         surplus[range(k), own.tokens] += 1
@@ -162,10 +145,7 @@ def test_independent_tokens_are_drawn_from_the_distributions_that_are_sent(tmp_p
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "DFlash2": (
-        {"architectures": ["DFlash2DraftModel"]},
-        "DFlash2DraftModel: of heads that draft in one pass, only DFlashDraftModel",
-    ),
+    "DFlash2": ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel: of heads that draft in one pass, only DFlash"),
     "no layers": ({"dflash_config": {"mask_token_id": 3}}, "the configuration names no target_layer_ids"),
     "no mask": ({"dflash_config": {"target_layer_ids": [1]}}, "TypeError"),
     "mask": ({"dflash_config": {"mask_token_id": 61, "target_layer_ids": [1, 2, 3]}}, "mask token: 61 is outside"),

@@ -17,7 +17,7 @@ from backend.drafter import eagle
 from backend.drafter.draws import Ends
 from backend.drafter.proposer import GREEDY, MAX_DRAFT, Drafted, DraftRequest, Premise, Sampling, Until
 from backend.speculation.chances import CLIP, chances
-from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer, rows_held, tokens_of
+from tests.support.drafter_heads import Reference, Session, TinyHead, begun, make_proposer, tokens_of
 from tests.support.properties import examples
 
 HEADS = {
@@ -73,7 +73,9 @@ def test_ragged_batches_draft_by_the_book(
     proposer, clear = make_proposer(tmp_path, head, as_on_gpu=as_on_gpu), 0
     kinds = [(9, SEED, 0.0), (2, SEED - 7919, 0.6), (40, 7, 1.0), (5, SEED, 1.4)]
     books = [Reference(head, seed, temperature) for _, seed, temperature in kinds]
-    sessions = [Session(proposer, i, tokens_of(i, n), 0, Sampling.of(seed, t)) for i, (n, seed, t) in enumerate(kinds)]
+    # vLLM takes a temperature of 1e-6 for greedy, too.
+    samplings = [Sampling.of(seed, temperature or 1e-6) for _, seed, temperature in kinds]
+    sessions = [Session(proposer, i, tokens_of(i, kinds[i][0]), 0, sampling) for i, sampling in enumerate(samplings)]
     for step in range(4):
         drafts = proposer.draft([session.ask(4) for session in sessions])
         clear += sum(check(*each, 4) for each in zip(books, sessions, drafts, strict=True))
@@ -95,24 +97,6 @@ def test_ten_million_positions_take_no_table_of_rotations_and_drafts_are_the_sam
         found.append((drafts, proposer.draft_outcomes([Premise("r", 400, Until(4), verifying, 8)])))
     assert found[0] == found[1]
     assert len(found[0][1][0]) == 8
-
-
-@pytest.mark.parametrize("closed", [True, False], ids=["closed", "still open"])
-def test_a_known_prefix_is_reused(tmp_path: Path, closed: bool) -> None:
-    head = TinyHead(layers=2)
-    proposer, reference, shared = make_proposer(tmp_path, head), Reference(head), tokens_of(4, 50)
-    first = Session(proposer, "first", shared + tokens_of(5, 9))
-    first.draft()
-    if closed:
-        proposer.close("first")
-    # The verifier's own prefix cache computed nothing for the first 45 positions.
-    second = Session(proposer, "second", shared + tokens_of(6, 7), skip=45)
-    drafted = second.draft()
-    assert rows_held(proposer, "second") == 56
-    second.seen |= {p: second.feature(p) for p in range(45)}
-    check(reference, second, drafted, 4)
-    if not closed:
-        check(reference, first, first.commit([1, 2]).draft(), 4)
 
 
 def commit_somehow(session: Session, data: st.DataObject) -> None:
@@ -191,33 +175,34 @@ def test_asking_again_without_news_repeats_the_answer(tmp_path: Path) -> None:
     assert proposer.draft([DraftRequest(0, 20, 0, None, Until(4))]) == [drafted]
 
 
-def test_a_temperature_that_vllm_takes_for_greedy_is_greedy(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer = make_proposer(tmp_path, head)
-    cool, greedy = (begun(proposer, 1, 10, Sampling.of(SEED, t)) for t in (1e-6, 0.0))
-    assert cool.draft() == greedy.draft()
-
-
 GREEDY_JUDGE, SAMPLED_JUDGE = [0.5, 0.5, -0.5, 0.2, 0.1], [0.3, 0.4, 0.6]
+KINDS = GREEDY, Sampling.of(SEED, 1.0), Sampling.of(SEED, 1.0, True)
+JUDGES = GREEDY_JUDGE, SAMPLED_JUDGE, [0.0, 0.0, -20.0]
+"""For requests of each kind; an independent draft would never go on by these."""
 
 
 @pytest.mark.parametrize("floor", [0.0, 0.05, 0.3, 0.6, 0.9, 1.0])
-def test_a_draft_ends_before_the_first_token_below_the_floor(tmp_path: Path, floor: float) -> None:
-    head = TinyHead()
-    proposer = make_proposer(tmp_path, head)
-    requests = [begun(proposer, key, 10 + key, Sampling.of(SEED, float(key % 2))) for key in range(8)]
-    whole = proposer.draft([r.ask(6) for r in requests])
-    until = Until(6, floor, [GREEDY_JUDGE, SAMPLED_JUDGE])
-    cut = proposer.draft([r.ask(until) for r in requests])
+def test_drafts_end_before_the_first_token_below_the_floor_but_for_independent_ones(tmp_path: Path, floor: float) -> None:
+    def kept(key: int, k: int, signs: list[float]) -> int:
+        alive = [s >= floor for s in accumulate(chances(JUDGES[key % 3], signs), mul)]
+        return alive.index(False) if False in alive and not KINDS[key % 3].independent else k
+
+    proposer = make_proposer(tmp_path, TinyHead())
+    requests = [begun(proposer, key, 10 + key, KINDS[key % 3]) for key in range(9)]
+    whole, cut = (proposer.draft([r.ask(Until(6, least, JUDGES)) for r in requests]) for least in (0.0, floor))
     for key, (full, short) in enumerate(zip(whole, cut, strict=True)):
-        alive = [s >= floor for s in accumulate(chances(SAMPLED_JUDGE if key % 2 else GREEDY_JUDGE, full.signs), mul)]
-        kept = alive.index(False) if False in alive else 6
-        assert short.tokens == full.tokens[:kept]
-        assert short.signs == pytest.approx(full.signs[: 2 * kept])
-        assert list(short.first) == full.tokens[:1], "also where it is not sent"
-
-
-KINDS = GREEDY, Sampling.of(SEED, 1.0), Sampling.of(SEED, 1.0, True)
+        count = kept(key, 6, full.signs)
+        assert len(short.tokens) == count
+        if not KINDS[key % 3].independent:
+            assert short.tokens == full.tokens[:count]
+            assert short.signs == pytest.approx(full.signs[: 2 * count])
+            assert list(short.first) == full.tokens[:1], "also where it is not sent"
+    premises = [[Premise(r.key, len(r.tokens), Until(5, least, JUDGES), [3, 4], 8) for r in requests] for least in (0.0, floor)]
+    for key, (full_ones, cut_ones) in enumerate(zip(*map(proposer.draft_outcomes, premises), strict=True)):
+        for one, other in zip(full_ones, cut_ones, strict=True):
+            assert (other.accepted, other.token) == (one.accepted, one.token)
+            assert len(other.tokens) == kept(key, 5, one.signs)
+            assert KINDS[key % 3].independent or other.tokens == one.tokens[: len(other.tokens)]
 
 
 @examples(100)

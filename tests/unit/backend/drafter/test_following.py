@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from backend.drafter.following import PATIENCE_S, Following
@@ -33,10 +32,6 @@ class Followed:
 
 def part(of: int, rows: int, first: int = 0, name: TargetTensor = "embed_tokens.weight") -> tuple[Part, list[bytes]]:
     return Part(name, first, rows, of, 2, "float32"), [torch.full((rows, 2), float(first)).numpy().tobytes()]
-
-
-def test_who_shares_nothing_asks_for_nothing() -> None:
-    assert Followed().following.greeted(Session("v", 1), HELLO, 0.0) is None
 
 
 def test_it_asks_once_for_the_same_weights_and_another_verifier_where_one_is_silent() -> None:
@@ -68,15 +63,12 @@ def test_what_came_whole_is_kept_when_sessions_are_dropped() -> None:
     assert following.greeted(again, HELLO, 0.4) == Want("lm_head.weight", 0)
     following.receive(again, *part(2, 2, name="lm_head.weight"), 0.5)
     assert [found.keys() for found in followed.taken] == [followed.names]
-
-
-def test_weights_that_cannot_be_given_are_not_asked_for_again() -> None:
-    followed = Followed("embed_tokens.weight", "lm_head.weight")
-    session = Session("v", 1)
-    assert followed.following.greeted(session, HELLO, 0.0) is not None
-    assert followed.following.receive(session, Part("embed_tokens.weight", 0, 0, 0, 0, "float32"), [b""], 0.1) is None
-    assert followed.following.greeted(session, HELLO, 1.0) is None
-    assert not followed.taken
+    # Weights that cannot be given are not asked for again.
+    newer = hello(weights=2)
+    assert following.greeted(again, newer, 1.0) == Want("embed_tokens.weight", 0)
+    assert following.receive(again, Part("embed_tokens.weight", 0, 0, 0, 0, "float32"), [b""], 1.1) is None
+    assert following.greeted(again, newer, 2.0) is None
+    assert len(followed.taken) == 1
 
 
 @pytest.mark.parametrize(
@@ -97,27 +89,19 @@ def test_parts_that_do_not_fit_are_refused(made: Part, frames: list[bytes]) -> N
     assert not followed.taken
 
 
-class Inner(nn.Module):
-    """A target with an adapter around its embedding, and a norm in its layer."""
-
-    def __init__(self, embedding: torch.Tensor) -> None:
-        super().__init__()
-        wrapped = nn.Module()
-        wrapped.base_layer = nn.Module()
-        wrapped.base_layer.weight = nn.Parameter(embedding, requires_grad=False)
-        self.model = nn.Module()
-        self.model.embed_tokens = wrapped
-        self.model.norm = nn.Module()
-        self.model.norm.weight = nn.Parameter(torch.arange(embedding.shape[1]).float(), requires_grad=False)
-        self.model.layer = nn.Module()
-        self.model.layer.norm = nn.Module()
-        self.model.layer.norm.weight = nn.Parameter(torch.zeros(3), requires_grad=False)
+def module(**parts: nn.Module | torch.Tensor) -> nn.Module:
+    made = nn.Module()
+    for name, part in parts.items():
+        setattr(made, name, nn.Parameter(part) if isinstance(part, torch.Tensor) else part)
+    return made
 
 
 def test_rows_of_a_target() -> None:
     """A vector is the first rank's, a tied output matrix the embedding, what is being exchanged unreadable."""
     embedding = torch.arange(8).float().view(4, 2)
-    tied = Inner(embedding)
+    # An adapter wraps its embedding, and a layer has a norm, too.
+    wrapped, norm, inner = (module(weight=each) for each in (embedding, torch.arange(2.0), torch.zeros(3)))
+    tied = module(model=module(embed_tokens=module(base_layer=wrapped), norm=norm, layer=module(norm=inner)))
     norms = [tensor_transfer.read_rows(tied, "norm.weight", 0, rank, 2) for rank in range(3)]
     assert [len(each[1]) for each in norms if each] == [8, 0, 0]
     assert all(each and each[0] == Part("norm.weight", 0, 1, 1, 2, "float32") for each in norms)
@@ -148,9 +132,6 @@ def test_another_head_gets_what_the_one_before_did_not_share() -> None:
 
 
 def test_a_tied_output_matrix_is_the_newer_embedding(tmp_path: Path) -> None:
-    target = write_target(tmp_path / "target", TinyHead())
-    tensors = load_file(f"{target}/model.safetensors")
-    tied = {name: tensor for name, tensor in tensors.items() if "lm_head" not in name}
-    save_file(tied, f"{target}/model.safetensors")
+    target = write_target(tmp_path / "target", TinyHead(), tied=True)
     newer = torch.ones(2, 2)
     assert borrow(target, "lm_head.weight", {"embed_tokens.weight": newer}) is newer

@@ -1,6 +1,6 @@
 """Steps as a CUDA graph replays them: recorded over padding, then run again and again on tensors changed in place.
 
-What is replayed has no Python: numbers, shapes and addresses are those of the recording.
+What is replayed has no Python: numbers, shapes and addresses are those of the recording, which may read no result.
 """
 
 from collections import Counter
@@ -25,11 +25,13 @@ from backend.drafter.proposer import GREEDY, Drafted, Sampling
 from backend.models.checkpoint import load_drafter
 from backend.noise import cpu as noise
 from tests.support.drafter_heads import TinyHead, begun, make_proposer, tokens_of, write_head, write_target
+from tests.support.reads import nothing_read
 
 KERNELS = (attention, "attend"), (attention, "rms_norm"), (noise, "rank"), (noise, "gumbel"), (noise, "lay_out")
 SAMPLINGS = {
     "greedy": [GREEDY],
     "independent": [Sampling.of(1, 1.0, True)],
+    "restricted": [Sampling.of(1, 1.0, True, 5)],
     "mixed": [GREEDY, Sampling.of(1, 0.8), Sampling.of(2, 0.7, True, 5)],
 }
 REPLAYED = Counter[str]()
@@ -46,6 +48,7 @@ class Recording(TorchDispatchMode):
             for place, name in KERNELS:
                 stack.enter_context(mock.patch.object(place, name, partial(self._note, getattr(place, name))))
             stack.enter_context(self)
+            stack.enter_context(nothing_read())
             step()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,15 +93,18 @@ def assert_same(one: Drafted, other: Drafted) -> None:
 
 
 def assert_replayed_is_eager(proposers: list[EagleProposer], samplings: list[Sampling]) -> None:
-    """Drafts and outcomes of the first proposer, which replays, are those of the second, while requests come and go."""
+    """Drafts and outcomes of the first proposer, which replays, are those of the second, while requests come and go.
+
+    Longer drafts, and more rows, than were captured are among them.
+    """
     sides = [[begun(p, key, 20 + key, samplings[key % len(samplings)]) for key in range(6)] for p in proposers]
-    for turn, count in enumerate((6, 1, 3, 6)):
+    for turn, (count, k, likely) in enumerate(((6, 6, 4), (1, 20, 4), (3, 6, 24), (6, 6, 4))):
         drafts, ahead = [], []
         for proposer, requests in zip(proposers, sides, strict=True):
             asked = requests[:count]
-            drafts.append(proposer.draft([request.ask(6) for request in asked]))
+            drafts.append(proposer.draft([request.ask(k) for request in asked]))
             verifying = [[*drafted.tokens[:2], *tokens_of(turn, 2)] for drafted in drafts[0]]
-            outcomes = proposer.draft_outcomes([r.premise(own, 4) for r, own in zip(asked, verifying, strict=True)])
+            outcomes = proposer.draft_outcomes([r.premise(own, likely) for r, own in zip(asked, verifying, strict=True)])
             ahead.append([(o.accepted, o.token, list(o.tokens)) for of_one in outcomes for o in of_one])
             for key, request in enumerate(asked):
                 request.commit(tokens_of(10 * turn + key, 1 + (key + turn) % 3))
@@ -120,7 +126,8 @@ def test_replayed_steps_draft_what_eager_ones_do(tmp_path: Path, samplings: list
 @pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS.keys())
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
 def test_replayed_passes_draft_what_eager_ones_do(tmp_path: Path, kind: str, samplings: list[Sampling]) -> None:
-    head = TinyHead(kind, layers=2, draft_vocab=40)
+    windows = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+    head = TinyHead(kind, layers=2, draft_vocab=40, dflash=windows)
     weights = load_drafter(write_head(tmp_path / "head", head), write_target(tmp_path / "target", head))
     replaying, eager = (DFlashProposer(weights, 16384) for _ in range(2))
     replaying._capture()

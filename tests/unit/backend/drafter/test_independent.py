@@ -2,9 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from backend import noise
 from backend.drafter.decoding import NUMBERS, Decoder
-from backend.drafter.draws import INDEPENDENT, SHARED, SUPPORT, Draws, Ends, Rules, columns_of
+from backend.drafter.draws import SUPPORT, Ends, Rules, columns_of
 from backend.drafter.proposer import GREEDY, Drafted, Premise, Sampling, Until
 from backend.speculation.chances import CLIP
 from tests.support.drafter_heads import Reference, TinyHead, begun, make_proposer
@@ -65,37 +64,26 @@ def decode(tokens: Sequence[int], proposal: bytes) -> tuple[list[list[int]], lis
     return ids.tolist(), chances.tolist()
 
 
-def surprise(drawn: Sequence[Hashable], outcomes: Sequence[Hashable], chances: Sequence[float]) -> float:
-    """The p-value of what was drawn under probabilities, by the chi-square test; outcomes of probability 0 must not occur."""
-    possible = {outcome: chance for outcome, chance in zip(outcomes, chances, strict=True) if chance}
-    assert possible.keys() >= set(drawn)
-    return chi_square(drawn, possible)
-
-
 @pytest.mark.parametrize(
     "sampling",
     [own(), own(0.6), own(1.7), own(top_k=3), own(top_p=0.7), own(min_p=0.15), own(0.8, 5, 0.9, 0.02)],
     ids=["1", "0.6", "1.7", "top_k", "top_p", "min_p", "all three"],
 )
-def test_tokens_follow_the_distribution_that_is_sent(sampling: Sampling) -> None:
-    ids = torch.arange(8) * 3 + 1
-    drafts = pick([sampling] * DRAWN, LOGITS.expand(DRAWN, -1), ids)
-    (support,), (chances,) = decode(drafts[0].tokens, drafts[0].proposal)
-    assert sorted(support) == ids.tolist()
-    assert all(drafted.proposal == drafts[0].proposal for drafted in drafts)
-    drawn = [drafted.tokens[0] for drafted in drafts]
-    assert surprise(drawn, support, chances) > 1e-6
-
-
-def test_two_drafts_at_one_place_are_independent() -> None:
+def test_tokens_are_independent_samples_of_the_distribution_that_is_sent(sampling: Sampling) -> None:
     """The joint distribution of two tokens of one row, and of the tokens of two rows, is the product."""
-    drafts = pick([own()] * DRAWN, LOGITS.expand(DRAWN, -1), k=2)
-    ids, chances = decode(drafts[0].tokens, drafts[0].proposal)
-    product = [a * b for a, b in itertools.product(*chances)]
+    ids = torch.arange(8) * 3 + 1
+    drafts = pick([sampling] * DRAWN, LOGITS.expand(DRAWN, -1), ids, k=2)
+    assert all(drafted.proposal == drafts[0].proposal for drafted in drafts)
+    supports, chances = decode(drafts[0].tokens, drafts[0].proposal)
+    assert [sorted(support) for support in supports] == [ids.tolist()] * 2
+    assert all(chances[0]) == (sampling in (own(), own(0.6), own(1.7))), "of the others, some tokens are ruled out"
     pairs = [(drafted.tokens[0], drafted.tokens[1]) for drafted in drafts]
     neighbours = [(one.tokens[0], other.tokens[0]) for one, other in zip(drafts[::2], drafts[1::2], strict=True)]
+    joint = zip(itertools.product(*supports), itertools.product(*chances), strict=True)
+    possible = {pair: a * b for pair, (a, b) in joint if a * b}
     for drawn in (pairs, neighbours):
-        assert surprise(drawn, list(itertools.product(*ids)), product) > 1e-6
+        assert possible.keys() >= set(drawn), "nothing of probability 0"
+        assert chi_square(drawn, possible) > 1e-6
 
 
 def test_signs_say_nothing_of_the_token(tmp_path: Path) -> None:
@@ -183,58 +171,14 @@ def test_other_rows_of_a_batch_stay_as_they_were() -> None:
         decode(together[place].tokens, together[place].proposal)
 
 
-def test_independent_rows_alone_compute_no_shared_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("backend.noise.choose", lambda *given: pytest.fail("shared noise"))
+def test_shared_noise_is_not_read_for_independent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may yet draw their later tokens."""
+    choose = mock.Mock(side_effect=noise.choose)
+    monkeypatch.setattr(noise, "choose", choose)
     pick([own()] * 3, LOGITS.expand(3, -1))
-
-
-@pytest.mark.parametrize(
-    ("samplings", "captured"),
-    [
-        ([GREEDY, GREEDY], SHARED),
-        ([own(), own(0.5, top_k=SUPPORT)], INDEPENDENT),
-        ([own(), own(top_k=5)], Rules()),
-        ([own(top_p=0.9)], Rules()),
-        ([own(min_p=0.1)], Rules()),
-        ([own(), GREEDY], Rules()),
-    ],
-)
-def test_a_batch_takes_the_captured_step_that_computes_no_more_than_it_needs(
-    samplings: list[Sampling], captured: Rules
-) -> None:
-    needs = Rules.needed_by(samplings)
-    assert needs.captured() == captured
-    logits, darts = torch.randn(len(samplings), 200), torch.rand(len(samplings), dtype=torch.float64)
-    seeds, columns = torch.tensor([each.seed for each in samplings]), torch.tensor(columns_of(samplings))
-    exact, padded = (Draws(seeds, columns, None, rules).pick(logits, seeds * 0, darts) for rules in (needs, captured))
-    assert exact.tokens.tolist() == padded.tokens.tolist()
-    assert torch.allclose(exact.values, padded.values)
-    assert torch.allclose(exact.leads, padded.leads)
-
-
-def test_noise_that_may_yet_draw_a_token_is_not_read_for_independent_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    scales: list[list[float]] = []
-    choose = noise.choose
-
-    def noted(*given: Any, **more: Any) -> noise.Chosen:
-        scales.append(given[4].tolist())
-        return choose(*given, **more)
-
-    monkeypatch.setattr(noise, "choose", noted)
+    assert not choose.called
     pick([own(), Sampling.of(SEED, 1.0), GREEDY], LOGITS.expand(3, -1))
-    assert scales == [[0.0, 1.0, 0.0]]
-
-
-def test_the_floor_cuts_no_independent_draft(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer = make_proposer(tmp_path, head)
-    requests = [begun(proposer, key, 12, s) for key, s in enumerate([own(), Sampling.of(SEED, 1.0), own(0.5)])]
-    until = Until(5, 0.9, [UNSURE] * 3)
-    drafts = proposer.draft([r.ask(until) for r in requests])
-    assert [len(drafted.tokens) for drafted in drafts] == [5, 0, 5]
-    for drafted in (drafts[0], drafts[2]):
-        assert len(drafted.signs) == 10
-        decode(drafted.tokens, drafted.proposal)
+    assert choose.call_args.args[4].tolist() == [0.0, 1.0, 0.0]
 
 
 def test_outcomes_are_drafted_independently_and_ranked_with_the_noise_behind_their_tokens(tmp_path: Path) -> None:

@@ -19,16 +19,6 @@ def drafts(lookup: NgramProposer, key: str, base_len: int, k: int) -> list[int]:
     return drafted.tokens
 
 
-def opened(tokens: list[int], k: int) -> list[int]:
-    lookup = proposer()
-    lookup.open("r", list(tokens), 0)
-    return drafts(lookup, "r", len(tokens), k)
-
-
-def test_the_longest_suffix_wins_over_a_later_shorter_one() -> None:
-    assert opened([1, 2, 3, 50, 9, 2, 3, 60, 1, 2, 3], 1) == [50]
-
-
 def test_unknown_requests_positions_and_room() -> None:
     lookup = proposer(capacity=8)
     assert not lookup.commit("r", 3, [1], 0)
@@ -38,7 +28,8 @@ def test_unknown_requests_positions_and_room() -> None:
     lookup.open("c", [1, 2, 1, 2], 0)
     assert [lookup.length(name) for name in "abc"] == [None, 4, 4]
     assert lookup.usage().evictions == 1
-    assert opened([1, 2] * 31, 9) == [1, 2], "positions end at 64"
+    lookup.open("long", [1, 2] * 31, 0)
+    assert drafts(lookup, "long", 62, 9) == [1, 2], "positions end at 64"
 
 
 commits = st.lists(st.tuples(st.integers(-4, 2), st.lists(st.integers(0, 1), min_size=1, max_size=5)), max_size=40)

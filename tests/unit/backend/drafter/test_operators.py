@@ -1,4 +1,4 @@
-"""What a draft costs on a GPU: operators started, and waits for results.  Neither may grow with requests."""
+"""What a draft costs on a GPU: the operators started do not grow with requests."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -11,22 +11,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backend.drafter.decoding import DecodeBatch
 from backend.drafter.dflash import DFlashProposer
 from backend.drafter.eagle import EagleProposer, ModelProposer
 from backend.drafter.head import LONG
 from backend.drafter.proposer import GREEDY, Sampling
 from backend.models.checkpoint import load_drafter
 from tests.support.drafter_heads import Session, TinyHead, begun, make_proposer, tokens_of, write_head, write_target
-from tests.support.reads import nothing_read
 from tests.unit.backend.drafter.test_draft_model import save
+from tests.unit.backend.drafter.test_graphs import SAMPLINGS
 
 HEADS = {"head": TinyHead(draft_vocab=40), "two layers": TinyHead(layers=2)}
-SAMPLINGS = {
-    "greedy": [GREEDY],
-    "independent": [Sampling.of(1, 1.0, True)],
-    "mixed": [GREEDY, Sampling.of(1, 0.8), Sampling.of(2, 0.7, True, 5)],
-}
 
 
 class Counting(TorchDispatchMode):
@@ -41,9 +35,9 @@ class Counting(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def operators(run: Callable[[], object]) -> Counter[str]:
+def operators(run: Callable[[Any], object], given: Any) -> Counter[str]:
     with Counting() as counting:
-        run()
+        run(given)
     return counting.seen
 
 
@@ -67,12 +61,9 @@ def test_operators_do_not_grow_with_requests(tmp_path: Path, head: TinyHead, sam
     drafting, enumerating, extending = [], [], []
     for count in (4, 64):
         proposer, requests = opened(tmp_path / str(count), head, count, samplings)
-        asks = [r.ask(4) for r in requests]
-        drafting.append(operators(lambda: proposer.draft(asks)))  # noqa: B023  (called here)
-        premises = [r.premise(tokens_of(count, 3), 4) for r in requests]
-        enumerating.append(operators(lambda: proposer.draft_outcomes(premises)))  # noqa: B023  (called here)
-        rounds = [r.commit(tokens_of(count, 2)).ask(0) for r in requests]
-        extending.append(operators(lambda: proposer.draft(rounds)))  # noqa: B023  (called here)
+        drafting.append(operators(proposer.draft, [r.ask(4) for r in requests]))
+        enumerating.append(operators(proposer.draft_outcomes, [r.premise(tokens_of(count, 3), 4) for r in requests]))
+        extending.append(operators(proposer.draft, [r.commit(tokens_of(count, 2)).ask(0) for r in requests]))
     for few, many in (drafting, enumerating, extending):
         assert launched(few) == launched(many)
     assert drafting[1].total() <= drafting[0].total() + 20
@@ -86,8 +77,7 @@ def test_operators_of_a_pass_with_a_prompt_do_not_grow_with_requests_that_read_t
         proposer = ModelProposer(weights, 16384)
         requests = [begun(proposer, key, 20).commit(tokens_of(key, 2)) for key in range(count)]
         requests.insert(2, Session(proposer, "prompt", tokens_of(count, 2 * LONG)))
-        asks = [r.ask(0) for r in requests]
-        seen.append(operators(lambda: proposer.draft(asks)))  # noqa: B023  (called here)
+        seen.append(operators(proposer.draft, [r.ask(0) for r in requests]))
     assert launched(seen[0]) == launched(seen[1])
 
 
@@ -98,71 +88,32 @@ def test_operators_of_a_pass_with_a_markov_head_do_not_grow_with_requests(tmp_pa
     proposer = DFlashProposer(load_drafter(write_head(tmp_path / "head", head), target), 16384)
     for count in (4, 64):
         requests = [begun(proposer, f"{count}{key:02}", 20, samplings[key % len(samplings)]) for key in range(count)]
-        asks = [r.ask(4) for r in requests]
-        seen.append(operators(lambda: proposer.draft(asks)))  # noqa: B023  (called here)
+        seen.append(operators(proposer.draft, [r.ask(4) for r in requests]))
     assert seen[0] == seen[1]
-
-
-@pytest.mark.parametrize("samplings", SAMPLINGS.values(), ids=SAMPLINGS.keys())
-def test_no_step_waits_for_a_result(tmp_path: Path, samplings: list[Sampling]) -> None:
-    """What is captured as a graph: a step that read a result could not be."""
-    proposer, requests = opened(tmp_path, TinyHead(draft_vocab=40), 6, samplings)
-    run, steps = DecodeBatch.run, Counter[str]()
-
-    def guarded(batch: DecodeBatch, step: Callable[[], None]) -> None:
-        steps[step.__name__] += 1
-        with nothing_read():
-            run(batch, step)
-
-    with mock.patch.object(DecodeBatch, "run", guarded):
-        drafts = proposer.draft([r.ask(4) for r in requests])
-        proposer.draft_outcomes([r.premise(d.tokens, 4) for r, d in zip(requests, drafts, strict=True)])
-    assert steps.keys() == {"pick", "advance_and_pick", "advance_forced"}
-
-
-def test_longer_drafts_and_more_rows_than_were_captured_are_drafted_too(tmp_path: Path) -> None:
-    head = TinyHead()
-    proposer, requests = opened(tmp_path / "one", head, 3, [GREEDY])
-    other, others = opened(tmp_path / "two", head, 3, [GREEDY])
-    other._decoder._captured.clear()
-    for k, outcomes in ((20, 4), (6, 64), (6, 100)):
-        found = []
-        for each, its in ((proposer, requests), (other, others)):
-            drafts = [request.draft(k).tokens for request in its]
-            ahead = each.draft_outcomes([r.premise(draft, outcomes, k) for r, draft in zip(its, drafts, strict=True)])
-            found.append((drafts, [[(o.accepted, o.token, o.tokens) for o in of_one] for of_one in ahead]))
-        assert found[0] == found[1]
-
-
-class Streams:
-    """In place of torch's, on a CPU.  A capture fails at its end, and leaves its stream the current one, as torch's do."""
-
-    def __init__(self) -> None:
-        self.current = mock.Mock()
-
-    @contextmanager
-    def stream(self, stream: mock.Mock) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
-
-    @contextmanager
-    def graph(self, *_: Any, **__: Any) -> Iterator[None]:
-        self.current = mock.Mock()
-        yield
-        raise RuntimeError("operation failed due to a previous error during capture")
 
 
 def test_where_a_capture_fails_all_is_drafted_without_graphs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    streams = Streams()
-    ours = streams.current
+    """On a CPU, with streams in place of torch's.  A capture fails at its end, and leaves its stream the current one."""
+    current = [ours := mock.Mock()]
+
+    @contextmanager
+    def stream(other: mock.Mock) -> Iterator[None]:
+        before, current[0] = current[0], other
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    @contextmanager
+    def graph(*_: Any, **__: Any) -> Iterator[None]:
+        current[0] = mock.Mock()
+        yield
+        raise RuntimeError("operation failed due to a previous error during capture")
+
     fakes: dict[str, Any] = dict.fromkeys(("Stream", "CUDAGraph", "graph_pool_handle"), mock.Mock)
-    fakes |= {"stream": streams.stream, "graph": streams.graph, "current_stream": lambda: streams.current}
-    for name, fake in fakes.items():
+    for name, fake in (fakes | {"stream": stream, "graph": graph, "current_stream": lambda: current[0]}).items():
         monkeypatch.setattr(torch.cuda, name, fake)
     head = TinyHead("dflash", layers=2)
     weights = load_drafter(write_head(tmp_path / "head", head), write_target(tmp_path / "target", head))
@@ -173,7 +124,7 @@ def test_where_a_capture_fails_all_is_drafted_without_graphs(
         expected = session.draft(4).tokens
         with torch.inference_mode():
             capturing._capture()
-        assert streams.current is ours
+        assert current[0] is ours
         assert not capturing._captured
         assert session.draft(4).tokens == expected
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 2

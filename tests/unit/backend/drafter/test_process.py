@@ -166,21 +166,16 @@ def test_a_draft_model_with_other_ids_drafts_the_same_once_loaded_and_one_with_o
     assert drafted() == before
 
 
-def test_what_does_not_fit_into_memory_beside_the_present_model_is_refused(
-    process: DrafterProcess, model: DrafterModel, monkeypatch: pytest.MonkeyPatch
+def test_new_weights_are_tried_again_whatever_has_failed_and_a_new_head_is_refused(
+    process: DrafterProcess, model: DrafterModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("backend.drafter.process.build_proposer", Mock(side_effect=torch.OutOfMemoryError("CUDA")))
-    with pytest.raises(CheckpointError, match="no memory"):
-        process.swap_head(str(model.head_dir))
-
-
-def test_new_weights_are_tried_again_whatever_has_failed(
-    process: DrafterProcess, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    faults = [torch.OutOfMemoryError("CUDA"), RuntimeError("capture\nfailed"), OSError("gone")]
+    no_memory = torch.OutOfMemoryError("CUDA")
+    faults = [no_memory, no_memory, RuntimeError("capture\nfailed"), OSError("gone")]
     build = Mock(side_effect=[*faults, DEFAULT], wraps=build_proposer)
     monkeypatch.setattr("backend.drafter.process.build_proposer", build)
     monkeypatch.setattr("backend.drafter.process.RETRY_S", 0.0)
+    with pytest.raises(CheckpointError, match="no memory for it beside the present model"):
+        process.swap_head(str(model.head_dir))
     before = process._service.proposer
     process._adopt(process._newest)
     assert process._service.proposer is not before
@@ -202,19 +197,12 @@ class Silent(NgramProposer):
     """A kind that the fleet does not know."""
 
 
-@pytest.fixture
-def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_kind_is_resolved_placed_built_and_refused_where_it_is_of_no_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(cast(dict[str, Kind], KINDS), "silent", Kind(f"{__name__}:Silent"))
     monkeypatch.setitem(cast(dict[str, str], WEIGHTLESS), "silent", "silent")
-
-
-def given(**changes: Any) -> Settings:
-    return Settings.model_validate(changes)
-
-
-@pytest.mark.usefixtures("silent")
-def test_a_new_kind_is_resolved_placed_and_built(tmp_path: Path) -> None:
-    settings = given(mode="sync", drafter="silent")
+    settings = Settings.model_validate({"mode": "sync", "drafter": "silent"})
     models = resolve(settings, print)
     assert (models.drafter_kind, models.drafter_dir) == ("silent", None)
     decided = plan(settings, models, Hardware(cores=[0, 1], gpus=1.0, local=True), tmp_path)
@@ -222,16 +210,12 @@ def test_a_new_kind_is_resolved_placed_and_built(tmp_path: Path) -> None:
     own = models.drafter("drafter-0")
     assert not own.takes_features
     assert isinstance(build_proposer(DrafterModel(str(TARGET_DIR), own.directory, kind=own.kind), DraftingSettings()), Silent)
-
-
-@pytest.mark.usefixtures("silent")
-def test_mode_native_and_learning_refuse_a_kind_that_they_cannot_use() -> None:
     for changes, line in (
         ({"mode": "native", "drafter": "silent"}, "native cannot draft with silent"),
         ({"drafter": "silent,ngram", "drafters": 2, "drafting": {"learning": "on"}}, "needs an EAGLE head"),
     ):
         with pytest.raises(ModelError, match=line):
-            resolve(given(**changes), print)
+            resolve(Settings.model_validate(changes), print)
 
 
 def test_look_ups_need_no_sizes_of_the_target(tmp_path: Path) -> None:

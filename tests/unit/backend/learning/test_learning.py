@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
-from unittest.mock import DEFAULT, Mock, patch
+from unittest.mock import Mock, PropertyMock
 
 import msgspec
 import pytest
 import torch
+from msgspec.structs import replace
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
@@ -26,8 +28,8 @@ from backend.drafter.proposer import DraftRequest, Until
 from backend.learning import trainer as trainer_module
 from backend.learning.lesson import acceptance_lengths, collate
 from backend.learning.ring import Replay, ReplayRing, is_held_out
-from backend.learning.rules import FEWEST, KEPT, Watch
-from backend.learning.trainable import load_pupil, save_pupil, trained_tensors
+from backend.learning.rules import FEWEST, Watch
+from backend.learning.trainable import Pupil, load_pupil, save_pupil, trained_tensors
 from backend.learning.trainer import PASSES, Job, News, Trainer, newest_version
 from backend.models.check import why_not_learning
 from backend.models.demo import DRAFTER_DIR, TARGET_DIR
@@ -37,7 +39,6 @@ from backend.models.resolve import resolve
 from backend.models.tensor_files import TensorFiles
 from tests.support.drafter_heads import check
 from tests.support.fleet_process import wait_for
-from tests.unit.backend.learning.test_rules import live
 
 DEVICE = torch.device("cpu")
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "max_position_embeddings": 512}
@@ -53,6 +54,10 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> str:
     directory = tmp_path_factory.mktemp("grow") / "start"
     write_initial_head(str(TARGET_DIR), directory, "demo")
     return str(directory)
+
+
+def job_of(start: str, directory: Path) -> Job:
+    return Job(str(TARGET_DIR), start, str(directory / "own"), str(directory / "ring"))
 
 
 def test_versions_that_were_learned_from_another_head_are_refused(start: str, tmp_path: Path) -> None:
@@ -129,7 +134,7 @@ def test_a_given_head_is_widened_to_learn_and_drafts_the_same(tmp_path: Path) ->
         found.append(drafted.tokens)
     assert found[0] == found[1]
     teach(tmp_path / "ring", 20, 3)
-    trainer = Trainer(Job(str(TARGET_DIR), wide, str(tmp_path / "own"), str(tmp_path / "ring")))
+    trainer = Trainer(job_of(wide, tmp_path))
     assert trainer.step()
     assert trainer.publish()
     assert resolve(settings, print).drafter_dir == wide
@@ -161,7 +166,7 @@ def test_training_publishes_a_better_head_and_goes_on_after_a_restart(
     start: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     teach(tmp_path / "ring", 100)
-    job = Job(str(TARGET_DIR), start, str(tmp_path / "own"), str(tmp_path / "ring"))
+    job = job_of(start, tmp_path)
     trainer = Trainer(job)
     while not trainer.is_due:
         assert trainer.step()
@@ -171,65 +176,53 @@ def test_training_publishes_a_better_head_and_goes_on_after_a_restart(
     assert newest_version(tmp_path / "own" / "versions") == (1, directory)
     assert check(directory, str(TARGET_DIR)) == []
     ring = ReplayRing(tmp_path / "ring", 0)
-    held_out = [replay for number in ring.numbers() if is_held_out(number) and (replay := ring.read(number)) is not None]
+    held_out = collate([replay for n in ring.numbers() if is_held_out(n) and (replay := ring.read(n)) is not None], DEVICE)
     for each, expected in ((start, examined.present), (directory, examined.candidate)):
-        lengths = acceptance_lengths(load_pupil(each, str(TARGET_DIR), DEVICE), collate(held_out, DEVICE), 4)
-        assert sum(length for length in lengths if length is not None) / len(held_out) == pytest.approx(expected)
+        lengths = acceptance_lengths(load_pupil(each, str(TARGET_DIR), DEVICE), held_out, 4)
+        assert fmean(length for length in lengths if length is not None) == pytest.approx(expected)
     moved = Path(shutil.copytree(tmp_path / "own", tmp_path / "elsewhere" / "own"))
-    there = Trainer(Job(job.target_dir, str(moved / "versions" / "000001"), str(moved), job.ring_dir))
+    there = Trainer(replace(job, head_dir=str(moved / "versions" / "000001"), directory=str(moved)))
     assert there.steps == trainer.steps
     caplog.clear()
-    assert Trainer(Job(job.target_dir, start, str(moved), job.ring_dir)).steps == 0
+    assert Trainer(replace(job, directory=str(moved))).steps == 0
     assert "trainer.pt is not used" in caplog.text
-    again = Trainer(Job(job.target_dir, directory, job.directory, job.ring_dir))
+    again = Trainer(replace(job, head_dir=directory))
     assert again.steps == trainer.steps
     # Earlier versions are deleted in time, the one that it began with among them.
     shutil.rmtree(directory)
     assert check(again.publish(), str(TARGET_DIR)) == []
 
 
-def test_a_trainer_sleeps_when_all_has_been_learned(start: str, tmp_path: Path) -> None:
+def test_steps_are_bounded_and_end_when_all_has_been_learned(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     teach(tmp_path / "ring", 12)
-    trainer = Trainer(Job(str(TARGET_DIR), start, str(tmp_path / "own"), str(tmp_path / "ring")))
-    steps = 0
+    monkeypatch.setattr(trainer_module, "ROWS", 250)
+    collated, goals = Mock(side_effect=collate), Mock(side_effect=Pupil.goals)
+    monkeypatch.setattr(trainer_module, "collate", collated)
+    monkeypatch.setattr(Pupil, "goals", lambda *given: goals(*given))
+    trainer = Trainer(job_of(start, tmp_path))
     while trainer.step():
-        steps += 1
-        assert steps <= PASSES * 12 * 48 / 400
-    assert steps
-
-
-def test_a_step_has_no_more_rows_and_scores_than_it_may(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    teach(tmp_path / "ring", 12)
-    monkeypatch.setattr(trainer_module, "ROWS", 100)
-    trainer = Trainer(Job(str(TARGET_DIR), start, str(tmp_path / "own"), str(tmp_path / "ring")))
-    with (
-        patch.object(trainer_module, "collate", side_effect=collate) as collated,
-        patch.object(trainer._pupil, "goals", side_effect=trainer._pupil.goals) as goals,
-    ):
-        assert trainer.step()
-    assert [len(replay.features) for replay in collated.call_args.args[0]] == [48, 48, 4]
-    # Three rows of each whole sequence say only what follows within its prompt.
-    assert goals.call_args.args[0].shape == (45 + 45 + 4, 3 * 256)
+        assert [len(replay.features) for replay in collated.call_args.args[0]] == [48] * 5 + [10]
+        # Three rows of each whole sequence say only what follows within its prompt.
+        assert goals.call_args.args[1].shape == (45 * 5 + 10, 3 * 256)
+    assert 0 < trainer.steps <= PASSES * 12 * 48 / 250
 
 
 def test_a_trainer_keeps_what_it_learned_when_the_target_has_other_weights(start: str, tmp_path: Path) -> None:
     teach(tmp_path / "ring", 12)
-    trainer = Trainer(Job(str(TARGET_DIR), start, str(tmp_path / "own"), str(tmp_path / "ring")))
+    trainer = Trainer(job_of(start, tmp_path))
     assert trainer.step()
-    learned = {name: tensor.clone() for name, tensor in trained_tensors(trainer._pupil.drafter).items()}
-    goals = trainer._pupil.goals(torch.ones(1, trainer._pupil.drafter.fc.in_features))
-    newer = {
-        "embed_tokens.weight": load_embeddings().flip(0),
-        "lm_head.weight": load_embeddings().flip(0),
-        "norm.weight": 2 * trainer._pupil.norm,
-    }
-    save_file({name: tensor.contiguous() for name, tensor in newer.items()}, tmp_path / "target.safetensors")
+    pupil, turned = trainer._pupil, load_embeddings().flip(0).contiguous()
+    learned = {name: tensor.clone() for name, tensor in trained_tensors(pupil.drafter).items()}
+    rows = torch.ones(1, pupil.drafter.fc.in_features)
+    newer = {"embed_tokens.weight": turned, "lm_head.weight": turned.clone(), "norm.weight": 2 * pupil.norm}
+    save_file(newer, tmp_path / "target.safetensors")
     trainer.follow(str(tmp_path / "target.safetensors"))
     assert trainer.steps == 1
     kept = trained_tensors(trainer._pupil.drafter)
     assert all(torch.equal(kept[name], tensor) for name, tensor in learned.items())
-    renewed = trainer._pupil.goals(torch.ones(1, trainer._pupil.drafter.fc.in_features))
-    assert torch.allclose(renewed, 2 * goals.flip(-1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(trainer._pupil.goals(rows), 2 * pupil.goals(rows).flip(-1), rtol=1e-4, atol=1e-4)
     assert trainer.step()
 
 
@@ -255,16 +248,23 @@ def test_a_learners_ring_has_room_for_a_comparison_however_wide_rows_are(
     assert not ring_of(tmp_path / "drafter-0").exists()
 
 
-def in_place_of_trainers(monkeypatch: pytest.MonkeyPatch, *reports: list[News]) -> list[subprocess.Popen[bytes]]:
-    """Processes that say this and end, one after the other; the last ends with its input.  Returns those that were started."""
-    popen, started = subprocess.Popen, list[subprocess.Popen[bytes]]()
+def in_place_of_trainers(monkeypatch: pytest.MonkeyPatch, *reports: list[News] | None) -> list[subprocess.Popen[bytes]]:
+    """Processes that say this and end, one after the other; the last ends with its input.  None: it cannot be started.
+
+    Returns those that were started.
+    """
+    popen, started, told = subprocess.Popen, list[subprocess.Popen[bytes]](), iter(reports)
 
     def start(_: Any, **pipes: Any) -> subprocess.Popen[bytes]:
-        lines = b"".join(msgspec.json.encode(news) + b"\n" for news in reports[len(started)]) if reports else b""
-        script = 'printf %s "$0"' if len(started) + 1 < len(reports) else 'printf %s "$0"; exec cat 3>&1 > /dev/null'
+        report = next(told, ())
+        if report is None:
+            raise BlockingIOError("no process to be had")
+        lines = b"".join(msgspec.json.encode(news) + b"\n" for news in report)
+        script = 'printf %s "$0"' if report and report is not reports[-1] else 'printf %s "$0"; exec cat 3>&1 > /dev/null'
         started.append(popen(["sh", "-c", script, lines], **pipes))
         return started[-1]
 
+    monkeypatch.setattr(learner_module, "RESTART_S", 0.0)
     monkeypatch.setattr("backend.drafter.learner.subprocess.Popen", start)
     return started
 
@@ -287,29 +287,21 @@ def test_a_head_that_cannot_be_loaded_is_put_away(
 
 
 def test_steps_are_counted_from_each_trainers_first_report(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "RESTART_S", 0.0)
-    in_place_of_trainers(monkeypatch, [News(100, 10.0), News(140, 14.0)], [News(90, 9.0), News(120, 12.0)])
+    """One that cannot be started is tried again, and one that ends is started again."""
+    in_place_of_trainers(monkeypatch, None, [News(100, 10.0), News(140, 14.0)], [News(90, 9.0), News(120, 12.0)])
     with learner(start, tmp_path) as own:
         own.start("cpu")
         wait_for(lambda: own.stats().steps == 120)
         assert (own.stats().new_steps, own.stats().new_training_s) == (70, 7)
 
 
-def test_a_trainer_that_cannot_be_started_is_tried_again(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learner_module, "RESTART_S", 0.0)
-    started = in_place_of_trainers(monkeypatch)
-    popen = Mock(side_effect=[BlockingIOError("no process to be had"), DEFAULT], wraps=subprocess.Popen)
-    monkeypatch.setattr("backend.drafter.learner.subprocess.Popen", popen)
-    with learner(start, tmp_path) as own:
-        own.start("cpu")
-        wait_for(lambda: bool(started))
-
-
-def test_a_full_disk_keeps_the_targets_earlier_weights(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_keeps_the_targets_earlier_weights(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(learner_module, "save_file", Mock(side_effect=SafetensorError("No space left on device")))
     with learner(start, tmp_path) as own:
         own.follow({"norm.weight": torch.ones(2)})
-        assert not own._newer
+    assert "taught by the target's earlier weights: No space left" in caplog.text
 
 
 def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,24 +323,15 @@ def test_a_drafter_process_starts_and_ends_its_trainer(start: str, tmp_path: Pat
     assert started[0].poll() is not None
 
 
-@pytest.mark.parametrize(("learning", "trains"), [("on", False), ("always", True), ("off", True)])
+@pytest.mark.parametrize(("learning", "looks"), [("on", 3), ("always", 0), ("off", 0)])
 def test_the_trainer_of_a_given_head_waits_until_it_is_needed(
-    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learning: str, trains: bool
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learning: str, looks: int
 ) -> None:
-    turns = []
-
-    class Observed(Watch):
-        @property
-        def needs_learning(self) -> bool:
-            turns.append(self)
-            return super().needs_learning
-
-    monkeypatch.setattr(learner_module, "Watch", Observed)
+    needs = PropertyMock(side_effect=[False, False, True])
+    monkeypatch.setattr(Watch, "needs_learning", needs)
+    monkeypatch.setattr(learner_module, "LOOK_EVERY_S", 0.01)
     started = in_place_of_trainers(monkeypatch)
     with learner(start, tmp_path, learning=learning) as own:
         own.start("cpu")
-        if not trains:
-            wait_for(lambda: len(turns) > 1, what="a whole turn of the learner's loop")
-            assert not started
-            live(own._watch, 2, KEPT + 1)
         wait_for(lambda: bool(started))
+        assert needs.call_count == looks

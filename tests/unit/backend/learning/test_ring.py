@@ -155,30 +155,20 @@ def test_recomputed_rows_replace_earlier_ones_and_a_gap_ends_the_record() -> Non
     assert len(kept) == 1
 
 
-def test_who_opts_out_is_drafted_for_and_not_recorded() -> None:
+def test_drafts_are_judged_by_their_first_token_also_where_nothing_may_be_recorded() -> None:
     watch = Watch()
     kept, lessons = recording(watch)
     lessons.opened("r", Open("r", 41, [5] * 41, 40, learn=False), feature(0, 40))
-    for at in range(41, 41 + 2 * COMPARED):
-        lessons.drafted("r", at, [7])
-        lessons.committed("r", commit(at + 1, 1), feature(at - 1, 1))
-    lessons.closed("r")
-    assert not kept
-    assert watch.acceptance == 1.0
-
-
-def test_drafts_are_judged_by_their_first_token() -> None:
-    watch = Watch()
-    _, lessons = recording(watch)
-    lessons.opened("r", Open("r", 5, [5] * 5, 0), None)
-    at = 5
+    at = 41
     for _ in range(COMPARED):
         lessons.drafted("r", at, [7])
         lessons.drafted("r", at, [9])
         lessons.drafted("r", at, [])
         lessons.imagined("r", at, [7, 7], [Outcome(1, 3, [7]), Outcome(2, 7, [7, 1])])
-        lessons.committed("r", commit(at + 3, 3), None)
-        lessons.committed("r", commit(at + 4, 1), None)
+        lessons.committed("r", commit(at + 3, 3), feature(at - 1, 3))
+        lessons.committed("r", commit(at + 4, 1), feature(at + 2, 1))
         at += 4
+    lessons.closed("r")
     # Of each two fresh drafts one; the outcome that came; the other one never came.
     assert watch.acceptance == pytest.approx(2 / 3, abs=0.05)
+    assert not kept
