@@ -10,10 +10,7 @@ from tests.unit.backend.engine.noted_core import Core, checkpoint
 
 @pytest.fixture
 def core() -> Core:
-    """No step is under way."""
-    core = Core()
-    core.batch_queue.clear()
-    return core
+    return Core()
 
 
 @pytest.fixture

@@ -13,16 +13,24 @@ from vllm.v1.core.sched.interface import PauseState
 from backend.engine.worker.tensor_transfer import NAME
 
 
+class Executor:
+    """Stands for vLLM's executor."""
+
+    sleeping_tags: frozenset[str] = frozenset()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self.sleeping_tags)
+
+
 class Core:
-    """Stands for vLLM's core, its scheduler and its executor."""
+    """Stands for vLLM's core and its scheduler."""
 
     def __init__(self) -> None:
         self.log: list[Any] = []
-        self.paused = False
         self.scheduler = self
-        self.model_executor = self
-        self.sleeping_tags: set[str] = set()
-        self.batch_queue: list[str] = ["a", "b"]
+        self.model_executor = Executor()
+        self.batch_queue: list[str] = []
         self.broken: set[str] = set()
         self.pause_state = PauseState.UNPAUSED
         self.requests: dict[str, Any] = {}
@@ -33,14 +41,11 @@ class Core:
         self.transferring = False
         self.vllm_config = SimpleNamespace(weight_transfer_config=SimpleNamespace(backend=NAME))
 
-    @property
-    def is_sleeping(self) -> Any:
-        # vLLM's core has a method and its executor a property of this name.
-        return _Callable(bool(self.sleeping_tags) or self.paused, bool(self.sleeping_tags))
+    def is_sleeping(self) -> bool:
+        return self.model_executor.is_sleeping or self.pause_state != PauseState.UNPAUSED
 
     def set_pause_state(self, state: PauseState) -> None:
         self.pause_state = state
-        self.paused = state != PauseState.UNPAUSED
 
     def set_weight_version(self, version: str) -> None:
         self.version = version
@@ -73,11 +78,10 @@ class Core:
 
     def resume_scheduler(self) -> None:
         self.log.append("resume")
-        self.paused = False
         self.pause_state = PauseState.UNPAUSED
 
     def step_fn(self) -> tuple[Any, bool]:
-        assert self.paused
+        assert self.pause_state != PauseState.UNPAUSED
         self.log.append(f"step {self.batch_queue.pop()}")
         return {}, True
 
@@ -90,7 +94,7 @@ class Core:
 
     def wake_up(self, tags: list[str] | None) -> bool:
         self.log.append(("wake", tags))
-        self.paused = False
+        self.pause_state = PauseState.UNPAUSED
         return True
 
     def collective_rpc(self, method: str, kwargs: dict[str, Any] | None = None) -> None:
@@ -116,16 +120,6 @@ class Core:
     def _reset_caches(self, reset_running_requests: bool) -> None:
         assert reset_running_requests
         self.log.append("reset")
-
-
-class _Callable(int):
-    def __new__(cls, whole: bool, deep: bool) -> _Callable:
-        made = super().__new__(cls, deep)
-        made.whole = whole  # type: ignore[attr-defined]
-        return made
-
-    def __call__(self) -> bool:
-        return bool(self.whole)  # type: ignore[attr-defined]
 
 
 def checkpoint(directory: Path, **shapes: tuple[int, ...]) -> str:

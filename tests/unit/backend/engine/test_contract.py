@@ -25,33 +25,35 @@ from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 from vllm.v1.structured_output.request import StructuredOutputRequest
 from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu_input_batch import InputBatch
-from vllm.v1.worker.gpu_model_runner import ExecuteModelState, GPUModelRunner
+from vllm.v1.worker.gpu_model_runner import ExecuteModelState
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
 
 import backend.noise  # noqa: F401
 from backend.config.settings import MAX_NUM_BATCHED_TOKENS
 from backend.engine.build import GRAPH_TOKENS, SUPPORTED_VLLM
 from backend.engine.worker.cpu_worker import count_at_least, expand, shrink
 
+LENGTH = "self.uniform_decode_query_len"
 PARAMETERS = {
-    (GPUModelRunner, "propose_draft_token_ids"): (
+    (Runner, "propose_draft_token_ids"): (
         "scheduler_output sampled_token_ids sampling_metadata hidden_states "
         "sample_hidden_states aux_hidden_states spec_decode_metadata common_attn_metadata slot_mappings"
     ),
-    (GPUModelRunner, "execute_model"): "scheduler_output intermediate_tensors",
-    (GPUModelRunner, "sample_tokens"): "grammar_output",
-    (GPUModelRunner, "_get_prompt_logprobs_dict"): "hidden_states num_scheduled_tokens",
-    (GPUModelRunner, "_set_active_loras"): "prompt_lora_mapping token_lora_mapping lora_requests mapping_type",
-    (GPUModelRunner, "_sample"): "logits spec_decode_metadata",
-    (GPUModelRunner, "_update_states"): "scheduler_output",
-    (GPUModelRunner, "_dummy_sampler_run"): "hidden_states",
+    (Runner, "execute_model"): "scheduler_output intermediate_tensors",
+    (Runner, "sample_tokens"): "grammar_output",
+    (Runner, "_get_prompt_logprobs_dict"): "hidden_states num_scheduled_tokens",
+    (Runner, "_set_active_loras"): "prompt_lora_mapping token_lora_mapping lora_requests mapping_type",
+    (Runner, "_sample"): "logits spec_decode_metadata",
+    (Runner, "_update_states"): "scheduler_output",
+    (Runner, "_dummy_sampler_run"): "hidden_states",
     (InputBatch, "add_request"): "request",
     (Request, "append_output_token_ids"): "token_ids",
     (StructuredOutputManager, "_get_constraint_bounds"): "request spec_tokens spec_tokens_committed",
     (XgrammarGrammar, "accept_tokens"): "request_id tokens",
     (EngineCore, "add_request"): "request request_wave",
-    (GPUModelRunner, "_input_fits_in_drafter"): "common_attn_metadata",
-    (GPUModelRunner, "_get_eagle3_aux_layers_from_config"): "",
-    (GPUModelRunner, "take_draft_token_ids"): "",
+    (Runner, "_input_fits_in_drafter"): "common_attn_metadata",
+    (Runner, "_get_eagle3_aux_layers_from_config"): "",
+    (Runner, "take_draft_token_ids"): "",
     (Scheduler, "schedule"): "throttle_prefills",
     (Scheduler, "update_from_output"): "scheduler_output model_runner_output",
     (Scheduler, "add_request"): "request",
@@ -91,34 +93,58 @@ def test_arguments_of_calls_are_converted_by_a_static_method() -> None:
     assert list(inspect.signature(EngineCoreProc._convert_msgspec_args).parameters) == ["method", "args"]
 
 
-def test_the_scheduler_still_pads_resumed_requests_without_a_table() -> None:
-    assert "self.dynamic_sd_lookup is None" in inspect.getsource(Scheduler.schedule), "what suppresses placeholder drafts"
+SAID: list[tuple[Any, str, str]] = [
+    (Scheduler.schedule, "self.dynamic_sd_lookup is None", "it suppresses placeholder drafts of resumed requests"),
+    (Scheduler.schedule, "num_new_tokens = request.num_tokens - num_computed_tokens", "the prefill covers output tokens"),
+    (Scheduler.schedule, "req._all_token_ids,", "the V2 runner is told of output tokens"),
+    (Scheduler._handle_blocked_waiting_request, "struct_output_req.grammar is None", "a request waits for its grammar"),
+    (Runner._bookkeeping_sync, "gen.set_offset(gen.get_offset() - 4)", "SeededPrefill can go when this has gone"),
+    (Runner._bookkeeping_sync, "discard_request_mask", "fixed responses leave its rows alone"),
+    (Runner.sample_tokens, "._sample(logits, spec_decode_metadata) ... ._bookkeeping_sync(", "fixed responses come in between"),
+    (
+        Runner.execute_model,
+        "_model_forward( ... self.execute_model_state = ExecuteModelState(",
+        "features come first",
+    ),
+    (Runner.__init__, "self.uniform_decode_query_len = 1 + self.num_spec_tokens", "for whole steps, which are captured"),
+    (Runner.__init__, "self.cudagraph_dispatcher = CudagraphDispatcher(", "which knows that length"),
+    (Runner._check_and_update_cudagraph_mode, f"{LENGTH} ... {LENGTH}", "once for the sizes and once for the keys"),
+    (CudagraphDispatcher._create_padded_batch_descriptor, LENGTH, "a step of that length is a whole one"),
+    (Runner._update_states, "output_token_ids=[],", "ResumedOutputs can go when the V1 runner is told of them, too"),
+    (Runner._update_states, "prev_num_draft_len and self.use_async_scheduling", "early steps go over between two steps"),
+    (Runner._prepare_input_ids, "self.input_batch.prev_sampled_token_ids is None:", "likewise"),
+    (Runner._prepare_inputs, "use_spec_decode = self.speculative_config is not None", "else PlainUndraftedSteps can go"),
+    (InputBatch.add_request, "token_ids_cpu[req_index, start_idx:end_idx] = request.output_token_ids", "as of resumed ones"),
+    (InputBatch.add_request, "self._register_add_request(request)", "min_tokens is told of output tokens"),
+    (StructuredOutputManager.grammar_init, "self.executor.submit(self._create_grammar, request)", "`resume` waits behind it"),
+    (StructuredOutputManager.accept_tokens, "if grammar_start > len(new_token_ids):", "what `resume._advanced` does"),
+    (StructuredOutputManager.accept_tokens, "structured_req.reasoning_ended = True", "likewise"),
+    (
+        StructuredOutputManager.accept_tokens,
+        "grammar.accept_tokens(request.request_id, new_token_ids[grammar_start:])",
+        "likewise",
+    ),
+    (StructuredOutputRequest._check_grammar_completion, "self._grammar = e", "one request fails alone"),
+    (AsyncScheduler._update_after_schedule, "] * scheduler_output.num_spec_tokens_to_schedule", "placeholders of early steps"),
+    (rejection_sampler.apply_sampling_constraints, "temperature = expand_batch_to_tokens(", "which we replace"),
+    (sampler.Sampler.gather_logprobs, "batched_count_greater_than(logprobs, token_logprobs)", "which we replace"),
+    (convert_mapping, "x > 0 else -1", "rows without an adapter have the index of none"),
+    (lora_ops.sgmv_shrink, "bgmv_shrink(inputs, lora_a_weights", "which we replace"),
+]
+"""What the source of a function says (` ... `: and then), and why it matters."""
 
 
-def test_the_runner_still_rewinds_generators_by_an_offset() -> None:
-    source = inspect.getsource(GPUModelRunner._bookkeeping_sync)
-    assert "gen.set_offset(gen.get_offset() - 4)" in source, "SeededPrefill can go when this has gone"
+@pytest.mark.parametrize(("function", "texts", "why"), SAID)
+def test_functions_still_say_what_the_hooks_rely_on(function: Any, texts: str, why: str) -> None:
+    rest = inspect.getsource(function)
+    for text in texts.split(" ... "):
+        assert text in rest, why
+        rest = rest.partition(text)[2]
 
 
-def test_the_runner_still_samples_where_fixed_responses_replace_the_outcome() -> None:
-    source = inspect.getsource(GPUModelRunner.sample_tokens)
-    assert source.index("self._sample(logits, spec_decode_metadata)") < source.index("self._bookkeeping_sync(")
-    assert "discard_request_mask" in inspect.getsource(GPUModelRunner._bookkeeping_sync)
-
-
-def test_features_of_a_step_are_there_before_its_tokens_are_sampled() -> None:
+def test_features_of_a_step_and_requests_have_one_place_each() -> None:
     assert {"hidden_states", "aux_hidden_states"} <= {*ExecuteModelState._fields}
-    source = inspect.getsource(GPUModelRunner.execute_model)
-    assert source.index("_model_forward(") < source.index("self.execute_model_state = ExecuteModelState(")
-
-
-def test_whole_steps_are_captured_for_the_query_length_that_the_runner_names() -> None:
-    made = inspect.getsource(GPUModelRunner.__init__)
-    assert "self.uniform_decode_query_len = 1 + self.num_spec_tokens" in made
-    assert "self.cudagraph_dispatcher = CudagraphDispatcher(" in made
-    checked = inspect.getsource(GPUModelRunner._check_and_update_cudagraph_mode)
-    assert checked.count("self.uniform_decode_query_len") == 2, "for the sizes and for the keys"
-    assert "self.uniform_decode_query_len" in inspect.getsource(CudagraphDispatcher._create_padded_batch_descriptor)
+    assert inspect.getsource(Runner._update_states).count("self.input_batch.add_request(") == 1
 
 
 def test_steps_are_captured_up_to_the_size_that_is_named_or_to_vllms_own() -> None:
@@ -135,34 +161,6 @@ def test_steps_are_captured_up_to_the_size_that_is_named_or_to_vllms_own() -> No
         assert config.compilation_config.cudagraph_capture_sizes[-1] == largest
 
 
-def test_a_request_with_output_is_scheduled_and_run_as_resumed() -> None:
-    scheduler = inspect.getsource(Scheduler.schedule)
-    assert "num_new_tokens = request.num_tokens - num_computed_tokens" in scheduler, "the prefill covers output tokens"
-    assert "req._all_token_ids," in scheduler, "the V2 runner is told of output tokens"
-    states = inspect.getsource(GPUModelRunner._update_states)
-    assert "output_token_ids=[]," in states, "ResumedOutputs can go when the V1 runner is told, too"
-    assert states.count("self.input_batch.add_request(") == 1, "the one place where a request enters the batch"
-    batch = inspect.getsource(InputBatch.add_request)
-    assert "self.token_ids_cpu[req_index, start_idx:end_idx] = request.output_token_ids" in batch
-    assert "self._register_add_request(request)" in batch, "min_tokens is told of output tokens"
-
-
-def test_a_grammar_can_be_advanced_before_its_request_is_scheduled() -> None:
-    init = inspect.getsource(StructuredOutputManager.grammar_init)
-    assert "self.executor.submit(self._create_grammar, request)" in init
-    advance = inspect.getsource(StructuredOutputManager.accept_tokens)
-    for line in (
-        "if grammar_start > len(new_token_ids):",
-        "structured_req.reasoning_ended = True",
-        "grammar.accept_tokens(request.request_id, new_token_ids[grammar_start:])",
-    ):
-        assert line in advance, "what `resume._advanced` does"
-    assert "self._grammar = e" in inspect.getsource(StructuredOutputRequest._check_grammar_completion), (
-        "one request fails alone"
-    )
-    assert "struct_output_req.grammar is None" in inspect.getsource(Scheduler._handle_blocked_waiting_request)
-
-
 def test_early_steps_know_all_that_differs_in_asynchronous_scheduling() -> None:
     """`engine/early.py` takes the second half of a step, `worker/early.py` goes over between two steps."""
     step = inspect.getsource(EngineCore.step_with_batch_queue)
@@ -175,10 +173,7 @@ def test_early_steps_know_all_that_differs_in_asynchronous_scheduling() -> None:
     in_common = "request.num_output_placeholders > 0" in inspect.getsource(Scheduler._update_request_with_output)
     overridden = set() if in_common else {"_update_request_with_output"}
     assert own == {"__init__", "_update_after_schedule"} | overridden
-    assert "] * scheduler_output.num_spec_tokens_to_schedule" in inspect.getsource(AsyncScheduler._update_after_schedule)
-    readers = {
-        name for name, f in inspect.getmembers(GPUModelRunner, inspect.isfunction) if "use_async_s" in inspect.getsource(f)
-    }
+    readers = {name for name, f in inspect.getmembers(Runner, inspect.isfunction) if "use_async_s" in inspect.getsource(f)}
     assert readers == {
         "__init__",
         "_update_states",
@@ -189,15 +184,11 @@ def test_early_steps_know_all_that_differs_in_asynchronous_scheduling() -> None:
         "_copy_draft_token_ids_to_cpu",
         "_copy_valid_sampled_token_count",
     }
-    assert "prev_num_draft_len and self.use_async_scheduling" in inspect.getsource(GPUModelRunner._update_states)
-    assert "self.input_batch.prev_sampled_token_ids is None:" in inspect.getsource(GPUModelRunner._prepare_input_ids)
     kept = {name for name in vars(InputBatch) if "async" in name}
     assert kept == {"set_async_sampled_token_ids", "update_async_output_token_ids", "update_async_spec_token_ids"}
 
 
-def test_steps_without_drafts_still_go_through_the_rejection_sampler() -> None:
-    source = inspect.getsource(GPUModelRunner._prepare_inputs)
-    assert "use_spec_decode = self.speculative_config is not None" in source, "PlainUndraftedSteps can go when this has gone"
+def test_vllms_own_sampler_of_drafts_needs_some() -> None:
     with pytest.raises(RuntimeError, match="numel"):
         apply_top_k_only(torch.empty(0, 8), torch.empty(0, dtype=torch.int32))
 
@@ -212,11 +203,9 @@ def test_parameters_are_expanded_by_the_function_we_replace() -> None:
     parameters = ["cu_num_tokens", "num_tokens", "replace_from", "replace_to"]
     for function in (rejection_sampler.expand_batch_to_tokens, expand):
         assert list(inspect.signature(function).parameters)[1:] == parameters
-    assert "temperature = expand_batch_to_tokens(" in inspect.getsource(rejection_sampler.apply_sampling_constraints)
 
 
 def test_counting_without_a_compiler_is_what_vllm_compiles() -> None:
-    assert "batched_count_greater_than(logprobs, token_logprobs)" in inspect.getsource(sampler.Sampler.gather_logprobs)
     rows = torch.randn(5, 100)
     values = rows[:, :1]
     uncompiled = logprobs.batched_count_greater_than._torchdynamo_orig_callable
@@ -229,8 +218,6 @@ def test_rows_without_an_adapter_get_nothing_of_the_adapter_of_others() -> None:
     shrink(rows, weights, output, torch.tensor([-1, 1, 0]), 0.5)
     expected = [torch.zeros(3), weights[1, 0] @ rows[1] * 0.5, weights[0, 0] @ rows[2] * 0.5]
     torch.testing.assert_close(output, torch.stack(expected))
-    assert "x > 0 else -1" in inspect.getsource(convert_mapping)
-    assert "bgmv_shrink(inputs, lora_a_weights" in inspect.getsource(lora_ops.sgmv_shrink)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64])

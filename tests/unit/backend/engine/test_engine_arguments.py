@@ -26,21 +26,11 @@ from tests.support.other_vocabulary import write_permuted
 from tests.support.processes import ROOT, demo_models
 
 
-def arguments(**engine_args: object) -> dict[str, object]:
+def arguments(**engine_args: object) -> dict[str, Any]:
     settings = Settings.model_validate(
         {"mode": "native", "num_speculative_tokens": 3, "verifier": {"engine_args": engine_args}}
     )
     return engine_arguments(settings, demo_models())
-
-
-def test_speculation_is_ours_with_what_is_said_of_it() -> None:
-    ours = arguments()["speculative_config"]
-    assert isinstance(ours, dict)
-    assert (ours["method"], ours["num_speculative_tokens"]) == ("eagle3", 3)
-    assert arguments(speculative_config={"draft_sample_method": "probabilistic"})["speculative_config"] == {
-        **ours,
-        "draft_sample_method": "probabilistic",
-    }
 
 
 def test_vllm_is_told_of_a_draft_model_with_other_ids_or_other_padding(tmp_path: Path) -> None:
@@ -82,25 +72,20 @@ def test_native_refuses_a_dspark_head_where_vllms_v2_runner_does_not_run(
     assert (method, find_misfits(head, str(TARGET_DIR)).kind) == ("dspark", "dflash")
 
 
-def test_of_any_dictionary_only_what_is_said_differs() -> None:
-    ours, theirs = (
-        engine_arguments(Settings.model_validate({"verifier": {"engine_args": each}}), demo_models())["additional_config"]
-        for each in ({}, {"additional_config": {"x": 1, "outrider": {"ahead_outcomes": 3}}})
-    )
-    assert ours["outrider"]["ahead_outcomes"] == AHEAD_OUTCOMES
-    assert theirs == {"x": 1, "outrider": ours["outrider"] | {"ahead_outcomes": 3}}
-
-
-def test_other_arguments_take_the_place_of_ours_and_unknown_ones_are_named() -> None:
-    assert arguments(block_size=32)["block_size"] == 32
-    assert arguments(max_num_seqs=7)["max_num_seqs"] == 7
-    assert arguments()["kv_cache_memory_bytes"] == 256 << 20
-    assert arguments(kv_cache_memory_bytes=1 << 20)["kv_cache_memory_bytes"] == 1 << 20
-    with pytest.raises(EngineSetupError, match="vLLM has no argument block_sise"):
-        arguments(block_sise=32)
+def test_other_arguments_take_the_place_of_ours_of_any_dictionary_only_what_is_said_and_unknown_ones_are_named() -> None:
+    ours, theirs = arguments(), {"block_size": 32, "max_num_seqs": 7, "kv_cache_memory_bytes": 1 << 20}
+    drafting, own = ours["speculative_config"], ours["additional_config"]["outrider"]
+    assert (drafting["method"], drafting["num_speculative_tokens"]) == ("eagle3", 3)
+    assert (ours["kv_cache_memory_bytes"], own["ahead_outcomes"]) == (256 << 20, AHEAD_OUTCOMES)
+    parts = {"speculative_config": {"draft_sample_method": "probabilistic"}}
+    given = arguments(**theirs, **parts, additional_config={"x": 1, "outrider": {"ahead_outcomes": 3}})
+    assert {name: given[name] for name in theirs} == theirs
+    assert given["speculative_config"] == drafting | {"draft_sample_method": "probabilistic"}
+    assert given["additional_config"] == {"x": 1, "outrider": own | {"ahead_outcomes": 3}}
     misspelt = Settings.model_validate({"verifier": {"engine_args": {"block_sise": 32}}})
-    with pytest.raises(EngineSetupError, match="vLLM has no argument block_sise"):
-        build_vllm_config(misspelt, demo_models().target_dir)
+    for make in (lambda: arguments(block_sise=32), lambda: build_vllm_config(misspelt, demo_models().target_dir)):
+        with pytest.raises(EngineSetupError, match="vLLM has no argument block_sise"):
+            make()
 
 
 @pytest.mark.parametrize(
@@ -169,17 +154,14 @@ def test_gateways_and_verifiers_have_one_grammar_backend(model: str, given: dict
         assert (structured.backend, structured.disable_any_whitespace) == found
 
 
-def test_mistrals_own_tokenizers_have_guidance(tmp_path: Path) -> None:
+def test_mistrals_own_tokenizers_have_guidance_and_backends_that_ignore_much_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tekken.json").touch()
     assert common_arguments(Settings(), str(tmp_path))["structured_outputs_config"]["backend"] == "guidance"
-
-
-@pytest.mark.parametrize("given", [{"backend": "outlines"}, {"backend": "lm-format-enforcer"}, "xgrammar"])
-def test_backends_that_ignore_much_are_refused(given: object) -> None:
-    settings = Settings.model_validate({"verifier": {"engine_args": {"structured_outputs_config": given}}})
-    with pytest.raises(EngineSetupError, match="structured_outputs_config"):
-        common_arguments(settings, str(TARGET_DIR))
+    for given in ({"backend": "outlines"}, {"backend": "lm-format-enforcer"}, "xgrammar"):
+        settings = Settings.model_validate({"verifier": {"engine_args": {"structured_outputs_config": given}}})
+        with pytest.raises(EngineSetupError, match="structured_outputs_config"):
+            common_arguments(settings, str(TARGET_DIR))
 
 
 def test_a_gateway_of_the_cuda_build_needs_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

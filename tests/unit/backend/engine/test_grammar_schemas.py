@@ -4,7 +4,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import llguidance
@@ -31,8 +31,12 @@ ROW = re.compile(r"^\| `(\{.*\})`[^|]*\| (.*?) \| (.*?) \|$", re.MULTILINE)
 TEXTS = 25
 LONG = 40
 BYTES = llguidance.LLTokenizer("byte")
+END = BYTES.eos_token
+COMPILER = xgrammar.GrammarCompiler(
+    xgrammar.TokenizerInfo([chr(each) if 31 < each < 127 else f"<{each}>" for each in range(END + 1)], stop_token_ids=[END]),
+    max_threads=1,
+)
 ENDS, USUAL = frozenset('"]},:'), frozenset("abxyz0123")
-CHARACTERS = ["<end>", *map(chr, range(32, 127)), "\n", "\t"]
 
 
 def rows() -> Iterator[Any]:
@@ -84,7 +88,6 @@ def test_guidance_counts_a_name_that_comes_twice_twice(schema: dict[str, Any], i
     assert ("minProperties" not in (refusal("guidance", json={"type": ["object", "array"], **schema}) or "")) == is_kept
 
 
-END = BYTES.eos_token
 STEPS = st.lists(st.tuples(st.lists(st.sampled_from([97, 98, 99, END]), min_size=1, max_size=5), st.booleans()), max_size=6)
 
 
@@ -183,55 +186,30 @@ def test_what_a_regex_would_lose_is_refused(backend: str, pattern: str) -> None:
 
 def texts(backend: str, schema: dict[str, Any]) -> Iterator[str]:
     """What a model could write that draws any allowed character."""
-    start = {"xgrammar": xgrammar_walk, "guidance": guidance_walk}[backend](json.dumps(schema))
-    drawn = random.Random(1)
+    drawn, mask = random.Random(1), llguidance.torch.allocate_token_bitmask(1, END + 1)
     for _ in range(TEXTS):
-        text, (allowed, take) = "", start()
-        while "" not in (choices := allowed()) or (len(choices) > 1 and drawn.random() < 0.5):
+        text, (allow, take) = "", matcher(backend, json.dumps(schema))
+        while len(text) <= 3 * LONG:
+            allow(mask, 0)
+            choices = ["" if token == END else chr(token) for token in set_bits(mask) if token == END or 31 < token < 127]
+            if "" in choices and (len(choices) == 1 or drawn.random() < 0.5):
+                yield text
+                break
             ends = [each for each in choices if each in ENDS] if len(text) > LONG or drawn.random() < 0.5 else []
             usual = [each for each in choices if each in USUAL]
-            choice = drawn.choice(ends or usual or [each for each in choices if each])
-            take(choice)
-            text += choice
-            if len(text) > 3 * LONG:
-                break
-        else:
-            yield text
+            text += drawn.choice(ends or usual or [each for each in choices if each])
+            take(ord(text[-1]))
 
 
-Walk = Callable[[], tuple[Callable[[], list[str]], Callable[[str], Any]]]
-
-
-def xgrammar_walk(schema: str) -> Walk:
-    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo(CHARACTERS, stop_token_ids=[0]), max_threads=1)
-    compiled = compiler.compile_json_schema(schema, any_whitespace=False, separators=(",", ":"))
-
-    def start() -> tuple[Callable[[], list[str]], Callable[[str], Any]]:
-        matcher, mask = xgrammar.GrammarMatcher(compiled), xgrammar.allocate_token_bitmask(1, len(CHARACTERS))
-
-        def allowed() -> list[str]:
-            matcher.fill_next_token_bitmask(mask)
-            return ["" if token == 0 else CHARACTERS[token] for token in set_bits(mask) if token < len(CHARACTERS)]
-
-        return allowed, lambda text: matcher.accept_token(CHARACTERS.index(text))
-
-    return start
-
-
-def guidance_walk(schema: str) -> Walk:
-    grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
-
-    def start() -> tuple[Callable[[], list[str]], Callable[[str], Any]]:
-        matcher, mask = llguidance.LLMatcher(BYTES, grammar), llguidance.torch.allocate_token_bitmask(1, BYTES.vocab_size)
-
-        def allowed() -> list[str]:
-            llguidance.torch.fill_next_token_bitmask(matcher, mask, 0)
-            found = set_bits(mask)
-            return [""] * (BYTES.eos_token in found) + [chr(token) for token in found if 31 < token < 127]
-
-        return allowed, lambda text: matcher.consume_token(ord(text))
-
-    return start
+def matcher(backend: str, schema: str) -> tuple[Callable[[Any, int], Any], Callable[[int], Any]]:
+    """What marks the bytes that may come next, and what takes one of them."""
+    if backend == "guidance":
+        grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_flexible": False})
+        made = llguidance.LLMatcher(BYTES, grammar)
+        return partial(llguidance.torch.fill_next_token_bitmask, made), made.consume_token
+    compiled = COMPILER.compile_json_schema(schema, any_whitespace=False, separators=(",", ":"))
+    by_xgrammar = xgrammar.GrammarMatcher(compiled)
+    return by_xgrammar.fill_next_token_bitmask, by_xgrammar.accept_token
 
 
 def set_bits(mask: Any) -> list[int]:

@@ -88,10 +88,10 @@ def renderer():
     made.shutdown()
 
 
-def tokens(renderer: Any, content: str, **arguments: Any) -> list[int]:
+def tokens(renderer: Any, content: str, template: str | None = None, **arguments: Any) -> list[int]:
     async def render() -> list[int]:
         messages: list[Any] = [{"role": "user", "content": content}]
-        params = ChatParams(chat_template_kwargs={"tokenize": False} | arguments)
+        params = ChatParams(chat_template=template, chat_template_kwargs={"tokenize": False} | arguments)
         _, prompt = await renderer.render_messages_async(messages, params)
         (made,) = await renderer.tokenize_prompts_async([prompt], TokenizeParams(max_total_tokens=None))
         found: list[int] = made["prompt_token_ids"]
@@ -115,10 +115,5 @@ def test_short_prompts_take_no_thread_and_long_ones_do(renderer: Any) -> None:
 
 def test_an_error_of_a_template_reaches_who_awaits_it(renderer: Any) -> None:
     short_prompts_at_once(renderer)
-
-    async def render() -> None:
-        messages: list[Any] = [{"role": "user", "content": "x"}]
-        await renderer.render_messages_async(messages, ChatParams(chat_template="{{ raise_exception('no') }}"))
-
     with pytest.raises(Exception, match="no"):
-        asyncio.run(render())
+        tokens(renderer, "x", "{{ raise_exception('no') }}")

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import FinishReason
 
 from backend.engine.weights import WeightControl
@@ -35,19 +35,19 @@ def test_sleep_needs_an_engine_that_can(core: Core, control: WeightControl) -> N
     able = WeightControl(core, "", can_sleep=True)
     able.sleep(2)
     assert core.log[-1] == "sleep 2"
-    core.sleeping_tags = {"weights", "kv_cache"}
+    core.model_executor.sleeping_tags = frozenset({"weights", "kv_cache"})
     able.wake_up(["weights"])
     assert core.log[-1] == ("wake", ["weights"])
 
 
 def test_weights_that_are_awake_are_updated_while_the_kv_cache_sleeps(core: Core, control: WeightControl) -> None:
     """A trainer on the same GPU has room for both only afterwards."""
-    core.paused = True
-    core.sleeping_tags = {"weights", "kv_cache"}
+    core.pause_state = PauseState.PAUSED_ALL
+    core.model_executor.sleeping_tags = frozenset({"weights", "kv_cache"})
     for call in (control.reload_weights, control.start_weight_update):
         with pytest.raises(ValueError, match="wake the weights up"):
             call()
-    core.sleeping_tags = {"kv_cache"}
+    core.model_executor.sleeping_tags = frozenset({"kv_cache"})
     control.reload_weights()
     control.start_weight_update()
     control.update_weights(tensors(a=(2, 3), b=(4,)))
@@ -153,17 +153,8 @@ def test_a_new_requests_adapter_is_read_when_that_is_possible(core: Core, contro
     core.unreadable = {2}
     with pytest.raises(OSError, match="gone"):
         control.read_adapter(asked("x", 2).lora_request)
-    core.sleeping_tags = {"weights"}
+    core.model_executor.sleeping_tags = frozenset({"weights"})
     control.read_adapter(asked("x", 2).lora_request)
-    core.sleeping_tags, core.loras = set(), {2}
+    core.model_executor.sleeping_tags, core.loras = frozenset(), {2}
     control.read_adapter(asked("x", 2).lora_request)
     assert core.log == ["adapter 2"]
-
-
-def test_an_adapter_in_place_of_one_that_was_used_makes_its_caches_void(core: Core, control: WeightControl) -> None:
-    new = SimpleNamespace(lora_int_id=1, load_inplace=True)
-    control.add_lora(new)
-    assert core.log == ["adapter 1"]
-    control.read_adapter(SimpleNamespace(lora_int_id=1, load_inplace=False))
-    control.add_lora(new)
-    assert core.log == ["adapter 1", "adapter 1", "adapter 1", "discard"]

@@ -34,11 +34,14 @@ from tests.support.rows import run_step, step_of
 
 NAMES = "abc"
 TEXTS = {name: [1000 * i + position for position in range(900)] for i, name in enumerate(NAMES)}
+OTHER = "/other"
+"""Another head, which takes twice the features."""
 
 
-def rows_of(name: str, start: int, count: int, rejected: int = 0) -> torch.Tensor:
-    """Rows that tell request and position; those of rejected tokens are not numbers."""
-    final = torch.tensor([[float(ord(name)), float(position)] for position in range(start, start + count)]).view(count, 2)
+def rows_of(name: str, start: int, count: int, rejected: int = 0, weights: int = 0) -> torch.Tensor:
+    """Rows that tell request, the target's weights and position; those of rejected tokens are not numbers."""
+    positions = range(start, start + count)
+    final = torch.tensor([[256.0 * weights + ord(name), float(position)] for position in positions]).view(count, 2)
     return torch.cat([final, torch.full((rejected, 2), float("nan"))])
 
 
@@ -48,6 +51,9 @@ class Drafter:
     def __init__(self) -> None:
         self.is_full = False
         self.refused = 0
+        self.epoch = self.weights = 0
+        """The greeting's."""
+        self.head = ""
         self.inbox: deque[list[bytes]] = deque()
         self.rounds: list[Round] = []
         self.texts: dict[str, int] = {}
@@ -58,6 +64,7 @@ class Drafter:
     def send(self, header: bytes, frame: bytes = b"") -> bool:
         message = decode_to_drafter(header)
         if isinstance(message, Hello):
+            self.epoch, self.weights = message.epoch, message.weights
             return True
         if self.is_full:
             self.refused += 1
@@ -76,7 +83,7 @@ class Drafter:
 
     def _take(self, item: Open | Commit, rows: list[list[float]]) -> None:
         name, start, before = item.request_id, item.base_len - 1 - item.rows, item.base_len - len(item.tokens)
-        assert rows == rows_of(name, start, item.rows).tolist()
+        assert rows == (rows_of(name, start, item.rows, 0, self.weights) * (2 if self.head else 1)).tolist()
         assert item.tokens == TEXTS[name][before : item.base_len]
         if isinstance(item, Open):
             assert before == 0
@@ -107,7 +114,8 @@ STEPS = st.tuples(
 OTHERS = st.one_of(
     st.tuples(st.just("full"), BOTH, st.booleans()),
     st.tuples(st.just("forgets"), BOTH, st.sampled_from([*NAMES, "all"])),
-    st.tuples(st.just("assign"), st.sets(BOTH), st.booleans()),
+    st.tuples(st.just("assign"), st.dictionaries(BOTH, st.sampled_from(["", "", OTHER])), st.booleans()),
+    st.tuples(st.just("weights"), st.just({"d0": ""}), st.just(0)),
     st.tuples(st.just("preempt"), st.sampled_from(NAMES), st.integers(0, 9)),
     st.tuples(st.just("finish"), st.sampled_from(NAMES), st.just(0)),
 )
@@ -124,16 +132,24 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
     events: list[tuple[str, Any, Any]], capacity: int, bounds: tuple[int, int], most_rows: int
 ) -> None:
     drafters = {"d0": Drafter(), "d1": Drafter()}
-    refs = {name: DrafterRef(name, "i", name, "", 1) for name in drafters}
     ends = dict.fromkeys(NAMES, 0)
-    shipper = FeatureShipper(lambda head: None, handover_bytes=capacity)
-    log = shipper._logs
+    shipper = FeatureShipper({"": None, OTHER: lambda rows: 2 * rows}.__getitem__, handover_bytes=capacity)
+    weights, is_one_head = 0, True
+
+    def assign(heads: dict[str, str], epoch: int) -> None:
+        for name, head in heads.items():
+            drafters[name].head = head
+        refs = {DrafterRef(name, "i", name, "", 1, head=head): epoch for name, head in sorted(heads.items())}
+        shipper.set_drafters(Wire(), "v", refs, weights)
 
     def step(counts: dict[str, int], kind: str) -> None:
         shipper.features_needed, rejected = kind == "needed", int(kind != "early")
-        layer = torch.cat([rows_of(name, ends[name], count, rejected) for name, count in counts.items()])
+        both = torch.cat([rows_of(name, ends[name], count, rejected, weights) for name, count in counts.items()])
         rows = step_of([(name, ends[name], count, TEXTS[name]) for name, count in counts.items()], rejected)
-        run_step(shipper, rows, [layer], kind == "early")
+        run_step(shipper, rows, layers := both.split(1, dim=1), kind == "early")
+        for layer in layers:
+            layer.zero_()  # the runner reuses its memory
+        log = shipper._logs
         assert log.held <= capacity or kind != "needed"
         for name, count in counts.items():
             ends[name] += count
@@ -146,8 +162,8 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
         mock.patch.object(features, "HANDOVER_ROWS", most_rows),
         mock.patch.multiple(row_log, MOST_WAITING=bounds[0], AT_ONCE=bounds[1]),
     ):
-        shipper.set_drafters(Wire(), "v", {refs["d0"]: 0})
-        for number, (kind, what, more) in enumerate(events):
+        assign({"d0": ""}, 0)
+        for number, (kind, what, more) in enumerate(events, 1):
             match kind:
                 case "step":
                     step(what, more)
@@ -159,14 +175,19 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
                 case "forgets":
                     drafters[what].texts.pop(more, None)
                 case "assign":
-                    shipper.set_drafters(Wire(), "v", {refs[name]: number if more else 0 for name in sorted(what)})
+                    assign(what, number if more else 0)
+                    is_one_head &= OTHER not in what.values()
+                case "weights":
+                    weights, is_one_head = number, False
+                    assign(what, number)
                 case "preempt":
                     ends[what] = min(more, ends[what])
                 case "finish":
                     shipper.finish([what])
                     ends[what] = 0
-        shipper.set_drafters(Wire(), "v", {refs["d0"]: 0})
+        assign({"d0": ""}, 0)
         drafters["d0"].is_full = False
+        log = shipper._logs
         # All are computed again as far as they were before.
         step({name: max(log[name].end - end, 0) + 1 if name in log else 1 for name, end in ends.items()}, "needed")
         # What it forgot is known after the first; then one request's turn comes in each.
@@ -174,7 +195,7 @@ def test_each_drafter_gets_all_that_the_logs_have_of_its_requests(
             step(dict.fromkeys(NAMES, 1), "needed")
         for name, end in ends.items():
             assert set(drafters["d0"].rows[name]) >= set(range(log[name].start, end))
-            assert capacity < 1 << 20 or log[name].start == 0
+            assert capacity < 1 << 20 or not is_one_head or log[name].start == 0
             assert drafters["d0"].texts[name] > end
         shipper.finish(NAMES)
         assert log.held == 0
@@ -227,29 +248,6 @@ def test_few_rows_wait_and_fewer_are_projected_at_once(steps: list[tuple[int, st
         assert not is_kept or sum(projected) == before or AT_ONCE <= sum(projected) - before < 3 * AT_ONCE, "seldom"
 
 
-def test_each_head_gets_rows_of_its_own_projection() -> None:
-    log = RowLogs(1 << 20, {"a": lambda rows: rows * 2, "b": None}.__getitem__)
-    for start in (0, 2):
-        add(log, step_of([(name, start, 2, []) for name in "ab"]), [torch.cat([rows_of(name, start, 2) for name in "ab"])])
-    log.settle()
-    assert log.fresh == {"a": 0, "b": 0}
-    assert b"".join(log["a"].part(1, 4)) == (rows_of("a", 1, 3) * 2).numpy().tobytes()
-    assert b"".join(log["b"].part(0, 4)) == rows_of("b", 0, 4).numpy().tobytes()
-
-
-@pytest.mark.parametrize("rejected", [0, 1])
-def test_logged_rows_are_copies_of_all_layers_side_by_side(rejected: int) -> None:
-    layers = [torch.arange(6.0).view(6, 1), torch.arange(6.0).view(6, 1) + 10]
-    log = RowLogs(1 << 20, lambda name: None)
-    add(log, step_of([("a", 0, 2, []), ("b", 5, 1, [])], rejected), layers)
-    for layer in layers:
-        layer.zero_()  # the runner reuses its memory
-    log.settle()
-    last = 2 + rejected
-    assert b"".join(log["a"].part(0, 2)) == torch.tensor([[0.0, 10.0], [1.0, 11.0]]).numpy().tobytes()
-    assert b"".join(log["b"].part(5, 6)) == torch.tensor([[last, 10.0 + last]]).numpy().tobytes()
-
-
 def add(log: RowLogs, step: StepRows, layers: list[torch.Tensor]) -> None:
     """A step's rows, which drafters are in no hurry for."""
     log.begin(step.request_ids, sum(step.computed), layers, False)
@@ -267,11 +265,11 @@ class Bench:
         self.epoch, self.epochs = 0, dict[DrafterRef, int]()
         self.ends = dict.fromkeys(NAMES, 0)
 
-    def assign(self, heads: dict[str, str], weights: int = 0) -> None:
+    def assign(self, heads: dict[str, str]) -> None:
         self.epoch += 1
         refs = [DrafterRef(name, "i", name, "", 1, head=head) for name, head in heads.items()]
         self.epochs = {ref: self.epochs.get(ref, self.epoch) for ref in refs}
-        self.shipper.set_drafters(Wire(), "v", self.epochs, weights)
+        self.shipper.set_drafters(Wire(), "v", self.epochs)
 
     def live(self, steps: int = 2) -> None:
         for n in range(steps):
@@ -313,36 +311,22 @@ def test_hand_overs_are_counted_and_bring_all_that_was_computed_before(monkeypat
     assert given.handover_bytes < given.bytes_sent
 
 
-def test_nothing_is_handed_over_to_another_head_nor_of_other_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    projections = {"": lambda rows: rows.clone(), "/other": lambda rows: rows.clone()}
-    bench = Bench(monkeypatch, projections.__getitem__, 1 << 20)
-
-    def gets_rows(drafter: str, head: str, weights: int = 0) -> bool:
-        bench.assign({drafter: head}, weights)
-        bench.live()
-        return any(counts.handovers for counts in bench.shipper.take_counters().values())
-
-    gets_rows("d0", "")
-    assert not gets_rows("d1", "/other")
-    assert gets_rows("d0", "/other"), "from one head to its like"
-    assert not gets_rows("d1", "")
-    assert not gets_rows("d0", "", weights=1)
-    assert gets_rows("d1", "", weights=1)
-
-
 def test_the_projection_of_the_fleets_own_head_is_read_where_drafters_connect_and_not_in_a_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    read = mock.Mock(side_effect=lambda head: lambda rows: rows.clone())
+    first, newest = (lambda rows: rows.clone()), (lambda rows: rows.clone())
+    read = mock.Mock(side_effect=[first, newest, newest])
     bench = Bench(monkeypatch, read, 1 << 20)
     bench.live()
     bench.assign({"d0": ""})
-    bench.live()
-    newest = bench.shipper._links["d0"].project
-    bench.assign({})
-    bench.live()
-    assert {log.project for log in bench.shipper._logs.values()} == {newest}
+    begun = dict(bench.ends)
+    for heads in ({"d0": ""}, {}):
+        bench.assign(heads)
+        bench.live()
     assert read.call_args_list == 2 * [mock.call("")]
+    bench.assign({"d1": ""})
+    bench.live(1)
+    assert bench.drafters["d1"].rows == {name: [*range(begun[name], end)] for name, end in bench.ends.items()}
 
 
 def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_elses_requests(
@@ -362,17 +346,4 @@ def test_a_drafter_whose_projection_does_not_load_gets_nothing_and_takes_nobody_
     for _ in range(2):
         bench.assign({"d0": "", "d1": "/other"})
     # It loads later: features come at the epoch of its other link.
-    assert {name: link.hello.epoch for name, link in bench.shipper._links.items()} == {"d0": 1, "d1": 1}
-
-
-def test_rows_of_steps_that_began_early_never_reach_a_drafter_with_another_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(row_log, "MOST_WAITING", 10)
-    monkeypatch.setattr(row_log, "AT_ONCE", 8)
-    bench = Bench(monkeypatch, {"": lambda rows: rows + 1, "/other": lambda rows: rows.clone()}.__getitem__, 1 << 20)
-    bench.assign({"d0": ""})
-    for position, count in ((0, 8), (8, 2), (10, 1), (11, 1), (12, 1)):
-        if position == 11:
-            bench.assign({"d1": "/other"})
-        bench.shipper.features_needed = position == 12
-        run_step(bench.shipper, step_of([("a", position, count, TEXTS["a"])]), [rows_of("a", position, count)], position < 11)
-    assert bench.drafters["d1"].rows == {"a": [8, 9, 10, 11, 12]}, "the others were projected for another head"
+    assert {name: each.epoch for name, each in bench.drafters.items()} == {"d0": 1, "d1": 1}

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 import torch
 import vllm  # noqa: F401  (must be the first of vLLM's modules)
+from msgspec.structs import replace
 from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessors, MoveDirectionality
 from vllm.v1.sample.logits_processor.builtin import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
-from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.sample.thinking_budget_state import ThinkingBudgetStateHolder
+from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 
 from backend.engine.worker.runner import PlainUndraftedSteps, RemoteDrafting
 from backend.engine.worker.sampling import SharedNoise
@@ -44,78 +45,29 @@ class Request:
     prompt: list[int]
     output: list[int]
     logits: torch.Tensor
-    bad_words: list[list[int]] = field(default_factory=list)
-    allowed: list[int] | None = None
     draft: list[int] = field(default_factory=list)
 
     def after(self, depth: int) -> Request:
         """As it would be had the first `depth` draft tokens been emitted, and without a draft."""
-        output = [*self.output, *self.draft[:depth]]
-        return Request(self.params, self.prompt, output, self.logits[depth:], self.bad_words, self.allowed)
-
-
-def processors(requests: list[Request]) -> LogitsProcessors:
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=16))
-    made = [
-        kind(config, CPU, False) for kind in (MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor, NoRepeat)
-    ]
-    added = [(i, request.params, request.prompt, request.output) for i, request in enumerate(requests)]
-    for processor in made:
-        processor.update_state(BatchUpdate(len(requests), [], added, []))
-    return LogitsProcessors(made)
-
-
-def metadata_of(requests: list[Request], logprobs: int | None) -> SamplingMetadata:
-    """As vLLM's input batch makes it."""
-    params = [request.params for request in requests]
-
-    def column(values: list[float], kind: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.tensor(values, dtype=kind)
-
-    longest = max(len(request.prompt) for request in requests)
-    prompts = torch.tensor([request.prompt + [VOCAB] * (longest - len(request.prompt)) for request in requests])
-    allowed = None
-    if any(request.allowed is not None for request in requests):
-        allowed = torch.zeros(len(requests), VOCAB, dtype=torch.bool)
-        for i, request in enumerate(requests):
-            if request.allowed is not None:
-                allowed[i] = True
-                allowed[i, request.allowed] = False
-    penalties = [(each.presence_penalty, each.frequency_penalty, each.repetition_penalty) for each in params]
-    return SamplingMetadata(
-        temperature=column([each.temperature for each in params]),
-        all_greedy=all(each.temperature == 0 for each in params),
-        all_random=all(each.temperature > 0 for each in params),
-        top_p=column([each.top_p for each in params]) if any(each.top_p < 1 for each in params) else None,
-        top_k=column([each.top_k or VOCAB for each in params], torch.int32) if any(each.top_k > 0 for each in params) else None,
-        generators={},
-        max_num_logprobs=logprobs,
-        no_penalties=all(each == (0, 0, 1) for each in penalties),
-        prompt_token_ids=prompts,
-        presence_penalties=column([each[0] for each in penalties]),
-        frequency_penalties=column([each[1] for each in penalties]),
-        repetition_penalties=column([each[2] for each in penalties]),
-        output_token_ids=[request.output for request in requests],
-        allowed_token_ids_mask=allowed,
-        bad_words_token_ids={i: request.bad_words for i, request in enumerate(requests) if request.bad_words},
-        logitsprocs=processors(requests),
-        spec_token_ids=[request.draft for request in requests],
-    )
+        return Request(self.params, self.prompt, [*self.output, *self.draft[:depth]], self.logits[depth:])
 
 
 class Runner(SharedNoise):
     """What the mixin finds in vLLM's runner."""
 
     def __init__(self, requests: list[Request], logprobs: int | None, mode: str) -> None:
-        names = [f"r{i}" for i in range(len(requests))]
-        self.requests = {name: SimpleNamespace(sampling_params=each.params) for name, each in zip(names, requests, strict=True)}
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=16))
+        kinds = MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor, NoRepeat
+        processors = LogitsProcessors([kind(config, CPU, False) for kind in kinds])
+        self.requests: dict[str, CachedRequestState] = {}
         self.sampler = Sampler(mode)
-        self.input_batch = SimpleNamespace(
-            update_async_output_token_ids=lambda: None,
-            sampling_metadata=metadata_of(requests, logprobs),
-            req_ids=names,
-            num_tokens_no_spec=np.array([len(each.prompt) + len(each.output) for each in requests]),
-        )
+        self.input_batch = InputBatch(16, 64, 64, CPU, VOCAB, [], [], processors, True, DEEPEST)
+        for i, each in enumerate(requests):
+            state = self.requests[f"r{i}"] = CachedRequestState(f"r{i}", each.prompt, [], each.params, None, (), 0, each.output)
+            self.input_batch.add_request(state)
+            self.input_batch.update_req_spec_token_ids(state, {f"r{i}": each.draft})
+        self.input_batch.refresh_metadata()
+        self.input_batch.sampling_metadata.max_num_logprobs = logprobs
 
 
 def sample(
@@ -164,9 +116,9 @@ def make(dice: random.Random, names: list[str], generator: torch.Generator) -> R
     cut = dice.randrange(1, len(tokens))
     request = Request(params, tokens[:cut], tokens[cut:], 2 * torch.randn(DEEPEST + 1, VOCAB, generator=generator))
     if "bad_words" in names:
-        request.bad_words = [[dice.randrange(VOCAB)], *([a, b] for a in range(VOCAB) for b in range(0, VOCAB, 3))]
+        params._bad_words_token_ids = [[dice.randrange(VOCAB)], *([a, b] for a in range(VOCAB) for b in range(0, VOCAB, 3))]
     if "allowed" in names:
-        request.allowed = dice.sample(range(VOCAB), 6)
+        params.allowed_token_ids = dice.sample(range(VOCAB), 6)
     for depth in range(dice.choice([0, 1, 2, DEEPEST])):
         right = int(sample([request.after(depth)]).sampled_token_ids[0, 0])
         request.draft.append(right if dice.random() < 0.7 else dice.randrange(VOCAB))
@@ -332,7 +284,7 @@ def test_sampling_waits_for_no_result(monkeypatch: pytest.MonkeyPatch, rules: li
     requests, proposals = [make(dice, ALL if i % 2 else [], generator) for i in range(9)], {}
     for i, request in enumerate(requests):
         rule = rules[i % len(rules)]
-        request.params.temperature = 0.0 if rule == "greedy" else 0.8
+        request.params = replace(request.params, temperature=0.0 if rule == "greedy" else 0.8)
         request.params.extra_args[INDEPENDENT] = rule == "unseeded"
         request.draft = request.draft if drafts else []
         if i < 5 and (own := request.draft):

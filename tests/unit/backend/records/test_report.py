@@ -10,7 +10,7 @@ from backend.config import Settings
 from backend.records.kept import RowBatch
 from backend.records.plots import PLOTS, transitions
 from backend.records.reading import Records
-from backend.records.summary import Summary, summarise
+from backend.records.summary import summarise
 from backend.rollout.outcome import RoundResult, WorkerShare
 from backend.rollout.results import write_round
 from gateway.cli import main as cli
@@ -32,19 +32,6 @@ def report(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int,
     """Status and remarks."""
     status = cli.main(["records", *map(str, arguments)])
     return status, capsys.readouterr().err
-
-
-def summary(directory: Path) -> Summary:
-    return summarise(Records(directory).workers())
-
-
-def test_who_ended_last_and_how_long_after_the_others(tmp_path: Path) -> None:
-    for place, (began, ended) in enumerate([(0.0, 2.0), (0.5, 3.5), (0.0, 3.0)]):
-        record(tmp_path, worker(began, ended), f"verifier-{place}")
-    found = summary(tmp_path)
-    assert [each.finished_s for each in found.workers] == pytest.approx([2.0, 3.5, 3.0], abs=1e-5)
-    assert found.straggler.worker == "verifier-1"
-    assert found.straggler.behind_the_others_s == pytest.approx(1.0, abs=1e-5)
 
 
 def test_transitions_are_between_drafted_neighbours_of_one_request(tmp_path: Path) -> None:
@@ -77,7 +64,7 @@ def test_a_round_of_a_rollout_is_read_like_records(tmp_path: Path, capsys: pytes
     finished = RoundResult(0, parts=[WorkerShare(number, rows, requests) for number in range(2)])
     for _ in range(2):  # The second time replaces the first.
         write_round(tmp_path / "round0", finished, {"fixed_responses": True}, "", Settings())
-    found = summary(tmp_path / "round0")
+    found = summarise(Records(tmp_path / "round0").workers())
     assert [each.worker for each in found.workers] == ["verifier-0", "verifier-1"]
     assert (found.requests, found.tokens, found.teacher_forced.drafts) == (2, 10, 2)
     assert report(capsys, tmp_path / "round0", "join", "--output", tmp_path / "joined.csv")[0] == 0

@@ -28,18 +28,8 @@ def verification(step: int) -> VerificationRow:
     return VerificationRow(step, f"request-{step}", 10 + step, 4, 2, 3, "drafter-0", False, False)
 
 
-def settings(directory: Path, **given: Any) -> RecordsSettings:
-    return RecordsSettings(dir=str(directory), **given)
-
-
 def make_store(directory: Path, about: About = ABOUT_V0, **given: Any) -> RecordStore:
-    return RecordStore(about, settings(directory, **given))
-
-
-@pytest.fixture
-def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row is due at once."""
-    monkeypatch.setattr(store_module, "ROTATE_BYTES", 1)
+    return RecordStore(about, RecordsSettings(dir=str(directory), **given))
 
 
 def files(directory: Path, kind: str = "*") -> list[Path]:
@@ -50,26 +40,22 @@ def books(store: RecordStore) -> Books:
     return msgspec.json.decode((store.directory / ABOUT).read_bytes(), type=Books)
 
 
-@pytest.mark.parametrize("row", [STEP, verification(1), REQUEST, DECISION], ids=lambda row: type(row).__name__)
-def test_rows_survive_the_file_which_says_whose_it_is(tmp_path: Path, row: Any) -> None:
+def test_rows_survive_the_file_which_says_whose_it_is(tmp_path: Path) -> None:
+    rows: dict[str, Any] = {"step": STEP, "verification": verification(1), "request": REQUEST, "decision": DECISION}
     store = make_store(tmp_path)
-    kind = next(kind for kind, of in KINDS.items() if isinstance(row, of))
-    store.add([row], 0.0)
+    store.add([*rows.values()], 0.0)
     store.close()
-    (file,) = files(tmp_path)
-    table = pq.read_table(file)
-    assert table.schema.equals(SCHEMAS[kind])
-    (read,) = table.to_pylist()
-    expected = msgspec.to_builtins(row)
-    if kind == "step":
-        expected["idle_ms"] = {"no_work": 0.0, "awaiting_draft": 0.75, "transfer": 0.0, "swap": 0.0}
-    assert read == expected
-    assert file.parent.parent.name == "verifier-0"
-    metadata = pq.read_metadata(file).metadata
-    assert metadata[VERSION_KEY] == b"4"
-    assert msgspec.json.decode(metadata[ABOUT_KEY], type=About) == ABOUT_V0
-    assert (books(store).about, books(store).ended) == (ABOUT_V0, True)
-    assert books(store).written == {**dict.fromkeys(KINDS, 0), kind: 1}
+    every_cause = {"no_work": 0.0, "awaiting_draft": 0.75, "transfer": 0.0, "swap": 0.0}
+    for kind in KINDS:
+        (file,) = files(tmp_path, kind)
+        table = pq.read_table(file)
+        assert table.schema.equals(SCHEMAS[kind])
+        assert table.to_pylist() == [msgspec.to_builtins(rows[kind]) | ({"idle_ms": every_cause} if kind == "step" else {})]
+        assert file.parent.parent.name == "verifier-0"
+        metadata = pq.read_metadata(file).metadata
+        assert metadata[VERSION_KEY] == b"4"
+        assert msgspec.json.decode(metadata[ABOUT_KEY], type=About) == ABOUT_V0
+    assert (books(store).about, books(store).ended, books(store).written) == (ABOUT_V0, True, dict.fromkeys(KINDS, 1))
 
 
 @pytest.mark.parametrize(("rows", "now"), [(1, 30.0), (20_000, 0.0)], ids=["age", "size"])
@@ -87,31 +73,16 @@ def test_files_are_due_by_age_or_size(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(files(tmp_path)) == 2, "nothing new, no new file"
 
 
-def test_readers_never_see_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = make_store(tmp_path)
-    write = pq.write_table
-    seen: list[list[Path]] = []
-
-    def watched(table: pa.Table, where: Path, **options: Any) -> None:
-        write(table, where, **options)
-        seen.append(files(tmp_path))
-
-    monkeypatch.setattr(pq, "write_table", watched)
-    store.add([STEP], 0.0)
-    store.close()
-    assert seen == [[]]
-    assert len(files(tmp_path)) == 1
-
-
-@pytest.mark.usefixtures("row_by_row")
-def test_a_full_disk_costs_records_and_is_said_once(
+def test_a_full_disk_costs_records_is_said_once_and_shows_no_reader_half_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store = make_store(tmp_path)
+    monkeypatch.setattr(store_module, "ROTATE_BYTES", 1)
+    store, seen = make_store(tmp_path), list[Path]()
     caplog.set_level("INFO")
 
     def full(table: pa.Table, where: Path, **options: Any) -> None:
         Path(where).write_bytes(b"PAR1")
+        seen.extend(files(tmp_path))
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
@@ -119,6 +90,7 @@ def test_a_full_disk_costs_records_and_is_said_once(
         for step in range(3):
             store.add([verification(step)], 0.0)
             store.rotate(0.0)
+    assert seen == []
     assert store.dropped()["verification"] == 3
     assert list(store.directory.iterdir()) == [store.directory / ABOUT]
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -139,8 +111,8 @@ def test_a_directory_that_cannot_be_made_costs_records(tmp_path: Path, caplog: p
     assert "cannot be written" in caplog.text
 
 
-@pytest.mark.usefixtures("row_by_row")
-def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path) -> None:
+def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "ROTATE_BYTES", 1)
     old = make_store(tmp_path, About("verifier-0", "aaaaaaaa", 1.0, "off", "demo", 0))
     old.add([verification(step) for step in range(20_000)], 0.0)
     old.close()
@@ -164,36 +136,26 @@ def test_the_oldest_files_go_first_and_only_our_own(tmp_path: Path) -> None:
     assert books(kept).removed["step"] == 1
 
 
-def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "QUEUE_ROWS", 2)
-    recorder = FileRecorder(ABOUT_V0, settings(tmp_path))
-    for step in range(5):
+def test_what_the_queue_takes_is_written_at_the_end_and_the_rest_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "QUEUE_ROWS", 10_000)
+    recorder = FileRecorder(ABOUT_V0, RecordsSettings(dir=str(tmp_path)))
+    for step in range(10_002):
         recorder.put(verification(step))
     recorder.put(REQUEST)
-    assert recorder.counts()[1] == {"step": 0, "verification": 3, "request": 1, "decision": 0}
+    assert recorder.counts()[1] == {"step": 0, "verification": 2, "request": 1, "decision": 0}
     recorder.start()
-    recorder.close()
-    assert recorder.counts()[0]["verification"] == 2
-    (directory,) = tmp_path.glob("*/*")
-    assert msgspec.json.decode((directory / ABOUT).read_bytes(), type=Books).dropped["verification"] == 3
-
-
-def test_what_is_queued_is_written_at_the_end(tmp_path: Path) -> None:
-    recorder = FileRecorder(ABOUT_V0, settings(tmp_path))
-    recorder.start()
-    for step in range(10_000):
-        recorder.put(verification(step))
-    recorder.put(STEP)
-    recorder.put(DECISION)
     recorder.close()
     tables = [pq.read_table(file) for file in files(tmp_path, "verification")]
     assert pa.concat_tables(tables)["step"].to_pylist() == list(range(10_000))
-    assert len(files(tmp_path, "step")) == len(files(tmp_path, "decision")) == 1
+    (about,) = tmp_path.rglob(ABOUT)
+    assert msgspec.json.decode(about.read_bytes(), type=Books).dropped["verification"] == 2
     assert not [thread for thread in threading.enumerate() if thread.name == "records"]
 
 
 def test_a_row_that_is_none_costs_no_thread(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = FileRecorder(ABOUT_V0, settings(tmp_path))
+    recorder = FileRecorder(ABOUT_V0, RecordsSettings(dir=str(tmp_path)))
     recorder.put(VerificationRow("x", *[None] * 8))  # type: ignore[arg-type]
     recorder.put(REQUEST)
     recorder.start()

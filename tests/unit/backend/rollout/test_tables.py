@@ -7,41 +7,11 @@ import pytest
 from msgspec.structs import replace
 
 from backend.records.kept import KeptRows, RowBatch
-from backend.records.rows import RequestRow, StepRow, VerificationRow
 from backend.records.summary import ENOUGH, WORST
 from backend.rollout import tables
 from backend.rollout.outcome import Death, RoundResult, WorkerShare
 from backend.rollout.report import round_report
-
-
-def step(number: int, verified: list[VerificationRow], began_at: float, interval_ms: float) -> StepRow:
-    drafted = [row for row in verified if row.draft_tokens]
-    return StepRow(
-        step=number,
-        began_at=began_at,
-        interval_ms=interval_ms,
-        requests=len(verified),
-        prefill_tokens=0,
-        tokens=sum(row.tokens for row in verified),
-        drafted=len(drafted),
-        drafted_tokens=sum(row.tokens for row in drafted),
-        plan_k=4,
-        plan_outcomes=0,
-        draft_ms=1.25,
-        verify_ms=2.5,
-        busy_ms=4.0,
-        idle_ms={"awaiting_draft": 0.5, "no_work": 0.25},
-    )
-
-
-def ended_row(request_id: str, tokens: int, ended_at: float) -> RequestRow:
-    """As a round makes it; `settle` counts the verifications."""
-    return RequestRow(request_id, 999.0, 1000.0, ended_at, 5, tokens, 0, 0, 0, "length", teacher_forced=True)
-
-
-def perf(steps: list[StepRow]) -> list[str]:
-    """The rows of a worker that made these steps."""
-    return tables.of_worker(WorkerShare(0, RowBatch(steps)))["perf"].splitlines()[1:]
+from tests.support.recorded import request, step, verification
 
 
 def test_columns_are_the_contract() -> None:
@@ -56,15 +26,12 @@ def test_columns_are_the_contract() -> None:
     assert markov == "acc_token_num,draft_token_num,verify_token_num,cur_step,req_id"
 
 
-def test_the_first_step_of_a_verifier_that_came_back_follows_the_last_of_the_one_before() -> None:
-    verified = VerificationRow(0, "0-1-1", 5, 0, 0, 3, "", False, False)
-    steps = [step(0, [verified], 100.0, 0.0), step(1, [verified], 102.0, 0.0)]
-    assert perf(steps)[1].startswith("1.500,3,0.000,1,2.000,2000.000,")
-
-
-def test_a_step_without_requests_or_drafts_is_no_division_by_zero() -> None:
-    (row,) = perf([step(0, [], 5.0, 0.0)])
-    assert row.startswith("0.000,0,0.000,0,")
+def test_a_first_step_follows_the_last_of_the_verifier_before_and_one_without_requests_divides_by_nothing() -> None:
+    steps = [replace(step(n, 2.0 * n, requests=1, tokens=3), interval_ms=0.0) for n in range(2)]
+    steps.append(step(2, 5.0, requests=0, tokens=0))
+    _, _, first, empty = tables.of_worker(WorkerShare(0, RowBatch(steps)))["perf"].splitlines()
+    assert first.startswith("1.500,3,3.000,1,2.000,2000.000,")
+    assert empty.startswith("0.000,0,0.000,0,")
 
 
 ABOUT = {
@@ -82,13 +49,14 @@ ABOUT = {
 
 def part(number: int, *lengths: int) -> WorkerShare:
     """A worker whose step n, a second long, verifies all of request `10 * number + n`."""
-    names = [f"0-{10 * number + n}-1" for n in range(len(lengths))]
-    verified = [
-        VerificationRow(n, name, 5, 4, tokens - 1, tokens, "d", False, True)
-        for n, (name, tokens) in enumerate(zip(names, lengths, strict=True))
-    ]
-    rows = RowBatch([step(n, [row], 1.0 + n, 1000.0) for n, row in enumerate(verified)], verified)
-    return WorkerShare(number, rows, [ended_row(name.split("-")[1], n, 1002.0) for name, n in zip(names, lengths, strict=True)])
+    made = WorkerShare(number)
+    for n, tokens in enumerate(lengths):
+        own = 10 * number + n
+        begun = step(n, 1.0 + n, requests=1, tokens=tokens, awaiting_draft=0.5, no_work=0.25)
+        made.rows.steps.append(replace(begun, interval_ms=1000.0))
+        made.rows.verifications.append(verification(n, f"0-{own}-1", 4, tokens - 1, "d", teacher_forced=True))
+        made.requests.append(request(str(own), 999.0, 1000.0, 1002.0, tokens))
+    return made
 
 
 def settled(*parts: WorkerShare, deaths: Sequence[Death] = ()) -> RoundResult:
@@ -107,8 +75,8 @@ def test_tables_of_a_worker() -> None:
     made.rows.verifications = [*reversed(made.rows.verifications), foreign]
     settled(made)
     assert {name: text.splitlines()[1:] for name, text in tables.of_worker(made).items()} == {
-        "perf": ["1250.000,5,5.000,1,0.000,0.000,4,1.250,2.500,0.000", "3.000,3,3.000,1,1.000,1000.000,4,1.250,2.500,0.750"],
-        "request": ["1,3000.000,1,5,3,0.500000,2,4,3", "0,3000.000,1,5,5,1.000000,4,4,5"],
+        "perf": ["500.000,5,5.000,1,0.000,0.000,4,3.000,8.000,0.000", "3.000,3,3.000,1,1.000,1000.000,4,3.000,8.000,0.750"],
+        "request": ["1,3000.000,1,10,3,0.500000,2,4,3", "0,3000.000,1,10,5,1.000000,4,4,5"],
         "markov": ["5,4,5,0,0", "3,4,5,1,1"],
     }
 
@@ -117,7 +85,7 @@ def test_the_report_names_the_straggler_and_the_dead() -> None:
     report, text = round_report(settled(part(0, 5), part(1, 3, 2), deaths=[Death(1, "was lost", 1.5, 7)]), ABOUT)
     assert [each["worker"] for each in report["workers"]] == [0, 1]
     assert report["workers"][1]["steps"] == 2
-    assert report["straggler"] == {"worker": 1, "finished_s": pytest.approx(1.004), "behind_the_others_s": pytest.approx(1.0)}
+    assert report["straggler"] == {"worker": 1, "finished_s": pytest.approx(1.01), "behind_the_others_s": pytest.approx(1.0)}
     assert report["workers"][1]["idle_s"]["awaiting_draft"] == 0.0005, "not what was before the round's first step"
     assert report["tokens_per_s"] == 2.5
     assert report["died"] == [{"worker": 1, "reason": "was lost", "at_s": 1.5, "requests_resumed": 7}]
@@ -149,7 +117,7 @@ def test_the_report_sums_up_requests_and_steps() -> None:
     assert report["summary"]["response tokens"].items() >= {"count": 3, "mean": 3.0, "min": 2, "max": 4, "sum": 9}.items()
     assert report["summary"]["seconds of a request"].items() >= {"mean": 3.0, "min": 3.0, "max": 3.0, "sum": 9.0}.items()
     assert report["summary"]["requests in a step"].items() >= {"mean": 1.0, "min": 1, "max": 1, "sum": 3}.items()
-    assert report["summary"]["ms of a verification step"]["sum"] == 7.5
+    assert report["summary"]["ms of a verification step"]["sum"] == 24.0
     assert "|  | mean | least | 10 % | median | 90 % | most | sum |" in text
     assert "| response tokens | 3 | 2 | 2.2 | 3 | 3.8 | 4 | 9 |" in text
 
@@ -190,7 +158,7 @@ def test_requests_that_moved_are_summed_over_workers() -> None:
 def test_rows_beyond_the_bound_are_counted() -> None:
     kept = KeptRows(1)
     for number in range(3):
-        kept.put(step(number, [], 0.0, 0.0))
+        kept.put(step(number, 0.0))
     taken = kept.take()
     assert (len(taken), taken.lost) == (1, 2)
     assert (len(kept.take()), kept.take().lost) == (0, 0)

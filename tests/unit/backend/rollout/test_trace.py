@@ -38,24 +38,23 @@ def make_of(tokenizer: Tokenizer, front: OfflineProcessor) -> Callable[..., list
     return made
 
 
-def written(directory: Path, columns: dict[str, Any], name: str = "train.3.parquet") -> Path:
-    file = directory / name
-    pq.write_table(pa.table(columns), file)
-    return file
-
-
 def test_a_trace_is_read_in_order_and_its_name_tells_the_step(tmp_path: Path) -> None:
-    file = written(tmp_path, {"extra": [1, 2], "gen": ["a", "b"], "prompt": ["x", "y"]})
+    file = tmp_path / "train.3.parquet"
+    pq.write_table(pa.table({"extra": [1, 2], "gen": ["a", "b"], "prompt": ["x", "y"]}), file)
     assert read_trace(file) == [Case(0, "x", "a"), Case(1, "y", "b")]
     assert trace_file(str(file), None) == (file, 3)
     assert trace_file(str(file), 8) == (file, 8)
     assert trace_file("t/train.{S}.parquet", 4) == (Path("t/train.4.parquet"), 4)
     assert trace_file("cases.parquet", None)[1] == 0
+    with pytest.raises(TraceError, match="give --step"):
+        trace_file("train.{S}.parquet", None)
 
 
 @pytest.mark.parametrize(
-    ("columns", "complaint"),
+    ("content", "complaint"),
     [
+        (None, "no such file"),
+        (b"not parquet at all", "not a parquet file"),
         ({"prompt": ["x"]}, "no column 'gen'; it has prompt"),
         ({"prompt": ["x"], "gen": [7]}, "column 'gen' holds int64, not strings"),
         ({"prompt": [["x"]], "gen": ["y"]}, "column 'prompt' holds list"),
@@ -63,21 +62,15 @@ def test_a_trace_is_read_in_order_and_its_name_tells_the_step(tmp_path: Path) ->
         ({"prompt": pa.array([], pa.string()), "gen": pa.array([], pa.string())}, "the trace is empty"),
     ],
 )
-def test_what_is_wrong_with_a_trace_is_named(tmp_path: Path, columns: dict[str, Any], complaint: str) -> None:
-    file = written(tmp_path, columns)
+def test_what_is_wrong_with_a_trace_is_named(tmp_path: Path, content: bytes | dict[str, Any] | None, complaint: str) -> None:
+    file = tmp_path / "train.3.parquet"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    elif content is not None:
+        pq.write_table(pa.table(content), file)
     with pytest.raises(TraceError, match=complaint) as caught:
         read_trace(file)
     assert str(file) in str(caught.value)
-
-
-def test_files_that_are_no_traces(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="no such file"):
-        read_trace(tmp_path / "nothing.parquet")
-    (tmp_path / "text.parquet").write_text("not parquet at all")
-    with pytest.raises(TraceError, match="not a parquet file"):
-        read_trace(tmp_path / "text.parquet")
-    with pytest.raises(TraceError, match="give --step"):
-        trace_file("train.{S}.parquet", None)
 
 
 def test_prompts_take_their_responses_from_the_trace(tmp_path: Path) -> None:
@@ -149,34 +142,26 @@ def test_a_prompts_own_sampling_parameters_come_first(make_of: Callable[..., lis
     assert (own.params.max_tokens, own.seed, second.seed) == (4, 6, 7)
 
 
+FIXED = "--fixed-responses"
+
+
 @pytest.mark.parametrize(
-    ("prompt", "gen", "arguments", "complaint"),
+    ("case", "arguments", "complaint"),
     [
-        ("word " * 70, "x", ["--fixed-responses"], "the prompt has"),
-        ("word " * 70, "x", [], "the prompt has"),
-        ("x", "word " * 70, ["--fixed-responses"], "the context has 64"),
-        ("x", "", ["--fixed-responses"], "the response to 'x' is empty"),
-        ("x", "word " * 9, ["--fixed-responses", "--max-tokens", "2"], "more than --max-tokens 2"),
+        (Case(1, "word " * 70, "x"), [FIXED], "the prompt has"),
+        (Case(1, "word " * 70, "x"), [], "the prompt has"),
+        (Case(1, "x", "word " * 70), [FIXED], "the context has 64"),
+        (Case(1, "x", ""), [FIXED], "the response to 'x' is empty"),
+        (Case(1, "x", "word " * 9), [FIXED, "--max-tokens", "2"], "more than --max-tokens 2"),
+        (Case(1, "x", "y", {"top_p": 2}), [], r"sampling_params: top_p must be in \(0, 1\], got 2"),
+        (Case(1, "x", "y", {"top_p": 2}), [FIXED], "--fixed-responses says what is emitted"),
     ],
 )
 def test_a_case_that_cannot_be_run_is_named(
-    make_of: Callable[..., list[RolloutRequest]], prompt: str, gen: str, arguments: list[str], complaint: str
+    make_of: Callable[..., list[RolloutRequest]], case: Case, arguments: list[str], complaint: str
 ) -> None:
-    cases = [Case(0, "fine", "fine"), Case(1, prompt, gen)]
     with pytest.raises(TraceError, match=rf"trace: row 1: .*{complaint}"):
-        make_of(cases, *arguments)
-
-
-def test_a_prompts_sampling_parameters_are_checked(make_of: Callable[..., list[RolloutRequest]]) -> None:
-    cases = [Case(0, "x", "y"), Case(1, "x", "y", {"top_p": 2})]
-    with pytest.raises(TraceError, match=r"trace: row 1: sampling_params: top_p must be in \(0, 1\], got 2"):
-        make_of(cases)
-    with pytest.raises(TraceError, match=r"trace: row 1: --fixed-responses says what is emitted"):
-        make_of(cases, "--fixed-responses")
-
-
-def make(*arguments: str) -> str:
-    return make_trace(trace_options(arguments))
+        make_of([Case(0, "fine", "fine"), case], *arguments)
 
 
 def test_source_code_is_cut_by_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -185,19 +170,20 @@ def test_source_code_is_cut_by_tokens(tmp_path: Path, tokenizer: Tokenizer) -> N
         (tmp_path / f"module_{number}.py").write_text(text)
     (tmp_path / "short.py").write_text("x = 1\n")
     out = tmp_path / "train.0.parquet"
-    arguments = (str(tmp_path), "--out", str(out), "--max-prompt", "20", "--max-gen", "40")
-    line = make(*arguments)
-    cases = read_trace(out)
+
+    def make(*arguments: str, source: Path = tmp_path) -> str:
+        return make_trace(trace_options([str(source), "--out", str(out), "--max-prompt", "20", "--max-gen", "40", *arguments]))
+
+    line, cases, first = make(), read_trace(out), out.read_bytes()
     assert f"{len(cases)} rows" in line
     assert len(cases) > 10
     assert all(16 <= len(tokenizer.encode_response(case.gen)) <= 40 for case in cases)
     texts = [file.read_text() for file in tmp_path.glob("*.py")]
     assert all(any(case.prompt + case.gen in text for text in texts) for case in cases)
-    first = out.read_bytes()
-    make(*arguments)
+    make()
     assert out.read_bytes() == first, "the same seed makes the same trace"
-    make(*arguments, "--limit", "2")
+    make("--limit", "2")
     assert len(read_trace(out)) == 2
     (tmp_path / "empty").mkdir()
     with pytest.raises(TraceError, match="empty: no file gave a pair"):
-        make(str(tmp_path / "empty"), "--out", str(out))
+        make(source=tmp_path / "empty")

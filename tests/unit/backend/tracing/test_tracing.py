@@ -4,7 +4,6 @@ import logging
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,15 +34,9 @@ class Kept:
         self.tracing = Tracing("test", "test-0", self._exporter)
 
     def spans(self) -> list[Any]:
-        self.tracing._provider.force_flush()
+        """All; there can be no more."""
+        self.tracing.close()
         return list(self._exporter.get_finished_spans())
-
-
-@pytest.fixture
-def kept() -> Iterator[Kept]:
-    kept = Kept()
-    yield kept
-    kept.tracing.close()
 
 
 def test_off_is_none_and_imports_nothing() -> None:
@@ -90,8 +83,7 @@ def test_who_began_the_trace_decides_whether_it_is_kept(monkeypatch: pytest.Monk
     assert never.tracing.start("a", {"traceparent": PARENT}) is not None
     assert always.tracing.start("a", {"traceparent": NOT_KEPT}) is None
     assert always.tracing.start("a", {"traceparent": "nonsense"}) is not None
-    never.tracing.close()
-    always.tracing.close()
+    assert always.spans() == never.spans() == [], "none has ended"
 
 
 def test_a_collector_that_is_away_is_one_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -111,30 +103,31 @@ def test_a_collector_that_is_away_is_one_line_in_the_log(caplog: pytest.LogCaptu
     assert "\n" not in line
 
 
-def request(headers: dict[str, str] | None) -> Any:
-    params = SimpleNamespace(extra_args={"own": 1})
-    return SimpleNamespace(
+def ended(headers: dict[str, str] | None, steps: int, reason: str = "stop") -> tuple[Any, dict[str, Any]]:
+    """A request that has ended after so many steps, and its spans."""
+    kept = Kept()
+    traces = EngineSpans(kept.tracing, "verifier-0")
+    request = SimpleNamespace(
         request_id="r",
         trace_headers=headers,
         num_prompt_tokens=7,
         num_output_tokens=2,
-        sampling_params=params,
+        sampling_params=SimpleNamespace(extra_args={"own": 1}),
         outrider=RequestState(RequestOptions(), Rule.GREEDY),
     )
+    traces.began(request)
+    for _ in range(steps):
+        traces.scheduled(request)
+        traces.verified(Verification(request, 9, 0, 0, UNDRAFTED), 1, 0.0)
+    if request.outrider.account is not None:
+        tallies = [Tally("fresh", "drafter-1", 1, 4, 1), Tally("fresh", "drafter-0", 1, 4, 3)]
+        request.outrider.account = Account("r", 8, 3, [0, 1, 0, 1], tallies)
+    traces.ended(request, reason)
+    return request, {span.name: span for span in kept.spans()}
 
 
-def test_a_verifiers_spans_tell_where_the_time_went(kept: Kept) -> None:
-    traces = EngineSpans(kept.tracing, "verifier-0")
-    sent = request({"traceparent": PARENT})
-    traces.began(sent)
-    assert sent.outrider.account is not None, "what it will say of drafts is counted"
-    traces.scheduled(sent)
-    for _ in range(2):
-        traces.verified(Verification(sent, 9, 0, 0, UNDRAFTED), 1, 0.0)
-    tallies = [Tally("fresh", "drafter-1", 1, 4, 1), Tally("fresh", "drafter-0", 1, 4, 3)]
-    sent.outrider.account = Account("r", 8, 3, [0, 1, 0, 1], tallies)
-    traces.ended(sent, "length")
-    spans = {span.name: span for span in kept.spans()}
+def test_a_verifiers_spans_tell_where_the_time_went() -> None:
+    request, spans = ended({"traceparent": PARENT}, 2)
     assert set(spans) == {"verifier", "queue", "prefill", "decode"}
     verifier = spans["verifier"]
     assert f"{verifier.context.trace_id:032x}" == TRACE_ID
@@ -150,32 +143,22 @@ def test_a_verifiers_spans_tell_where_the_time_went(kept: Kept) -> None:
     assert decode["outrider.drafters"] == "drafter-0,drafter-1"
     assert verifier.attributes["gen_ai.usage.completion_tokens"] == 8
     # The drafter's span is to hang below the verifier's.
-    assert sent.sampling_params.extra_args["own"] == 1
-    assert sent.sampling_params.extra_args[TRACE_ARGUMENT].split("-")[2] == f"{verifier.context.span_id:016x}"
+    assert request.sampling_params.extra_args["own"] == 1
+    assert request.sampling_params.extra_args[TRACE_ARGUMENT].split("-")[2] == f"{verifier.context.span_id:016x}"
 
 
 @pytest.mark.parametrize("headers", [None, {}, {"traceparent": NOT_KEPT}])
-def test_an_untraced_request_leaves_nothing_behind(kept: Kept, headers: dict[str, str] | None) -> None:
-    traces = EngineSpans(kept.tracing, "verifier-0")
-    sent = request(headers)
-    traces.began(sent)
-    traces.scheduled(sent)
-    traces.verified(Verification(sent, 9, 0, 0, UNDRAFTED), 1, 0.0)
-    traces.ended(sent, "stop")
-    assert kept.spans() == []
-    assert sent.outrider.account is None
-    assert sent.sampling_params.extra_args == {"own": 1}
+def test_an_untraced_request_leaves_nothing_behind(headers: dict[str, str] | None) -> None:
+    request, spans = ended(headers, 1)
+    assert (spans, request.outrider.account, request.sampling_params.extra_args) == ({}, None, {"own": 1})
 
 
-def test_a_request_that_never_ran_has_only_waited(kept: Kept) -> None:
-    traces = EngineSpans(kept.tracing, "verifier-0")
-    sent = request({"traceparent": PARENT})
-    traces.began(sent)
-    traces.ended(sent, "abort")
-    assert {span.name for span in kept.spans()} == {"verifier", "queue"}
+def test_a_request_that_never_ran_has_only_waited() -> None:
+    assert ended({"traceparent": PARENT}, 0, "abort")[1].keys() == {"verifier", "queue"}
 
 
-def test_a_drafters_span_sums_its_rounds(kept: Kept) -> None:
+def test_a_drafters_span_sums_its_rounds() -> None:
+    kept = Kept()
     traces = DraftSpans(kept.tracing, "drafter-0")
     key = ("verifier-0", 1, "r")
     traces.opened(key, PARENT)

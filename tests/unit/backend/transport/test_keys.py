@@ -2,78 +2,66 @@
 
 import errno
 import socket
-import threading
+import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
 import zmq
 
-from backend.fleet import Member, reached_at
-from backend.transport import Hub, ServerKeys, ServerSocket, Wire, new_server_keys
+from backend.fleet import Member
+from backend.transport import Hub, ServerKeys, Wire, new_server_keys
 from backend.transport.sockets import bind_router
 from tests.support.fleet_process import wait_for
 
 FLEET, SERVER = new_server_keys(), new_server_keys()
-WAIT_MS = 5000
-SILENCE_MS = 500
+WAIT_S = 5.0
+SILENCE_S = 0.5
 """A friend's answer takes a few milliseconds; a stranger gets none in this time."""
 
 
 class Echo:
-    """A server on a thread of its own that answers everything, as verifiers and drafters hold theirs."""
+    """A server that answers everything, at whichever of its addresses."""
 
     def __init__(self, directory: Path) -> None:
         self.heard: list[bytes] = []
-        self.refused = 0
         self.local_address = f"ipc://{directory}/local.sock"
         self._hub = Hub(Wire(FLEET))
         self._router = self._hub.router("tcp://127.0.0.1:0", SERVER, self.local_address)
         self.address = self._router.address
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
+        self.refused, self.close = self._router.connections_refused, self._hub.close
 
-    def _run(self) -> None:
-        while not self._over.is_set():
-            self._hub.poll(0.05)
-            while (message := self._router.receive()) is not None:
-                self.heard += message[1]
-                self._router.send(message[0], b"echo", *message[1])
-            self.refused = self._router.connections_refused()
-        self._hub.close()
-
-    def close(self) -> None:
-        self._over.set()
-        self._thread.join(10)
+    def answer(self) -> None:
+        self._hub.poll(0.01)
+        while (message := self._router.receive()) is not None:
+            self.heard += message[1]
+            self._router.send(message[0], b"echo", *message[1])
 
 
 @pytest.fixture
 def echo(tmp_path: Path) -> Iterator[Echo]:
-    server = Echo(tmp_path)
-    yield server
-    server.close()
+    with closing(Echo(tmp_path)) as server:
+        yield server
 
 
-def says(address: str, word: bytes, wait_ms: int, client: ServerKeys | None = None, server_key: str = "") -> list[bytes] | None:
+def says(
+    echo: Echo, address: str, word: bytes, wait_s: float, client: ServerKeys | None = None, server_key: str = ""
+) -> list[bytes] | None:
     """What a raw peer is answered; None: nothing."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         if client is not None:
             dealer.curve_serverkey = server_key.encode()
             dealer.curve_publickey, dealer.curve_secretkey = client.public.encode(), client.secret.encode()
-        dealer.sndtimeo = wait_ms
+        dealer.sndtimeo = round(1000 * wait_s)
         dealer.connect(address)
-        try:
+        with suppress(zmq.Again):  # turned away before it has said anything: there is no connection to say it on
             dealer.send(word)
-        except zmq.Again:
-            return None  # turned away before it has said anything: there is no connection to say it on
-        return dealer.recv_multipart() if dealer.poll(wait_ms) else None
-
-
-def test_the_fleets_key_is_let_in_over_tcp(echo: Echo) -> None:
-    assert says(echo.address, b"friend", WAIT_MS, FLEET, SERVER.public) == [b"echo", b"friend"]
-    assert echo.refused == 0
+        until = time.monotonic() + wait_s
+        while not dealer.poll(0) and time.monotonic() < until:
+            echo.answer()
+        return dealer.recv_multipart() if dealer.poll(0) else None
 
 
 @pytest.mark.parametrize(
@@ -85,25 +73,24 @@ def test_the_fleets_key_is_let_in_over_tcp(echo: Echo) -> None:
         pytest.param(None, "", id="no key"),
     ],
 )
-def test_anybody_else_gets_nothing_changes_nothing_and_is_counted(
+def test_anybody_but_the_fleet_gets_nothing_changes_nothing_and_is_counted(
     echo: Echo, client: ServerKeys | None, server_key: str
 ) -> None:
-    before = echo.refused
-    assert says(echo.address, b"stranger", SILENCE_MS, client, server_key) is None
-    wait_for(lambda: echo.refused > before, what="the stranger being counted")
-    assert says(echo.address, b"friend", WAIT_MS, FLEET, SERVER.public) == [b"echo", b"friend"]
-    assert echo.heard == [b"friend"]
+    friend = (echo, echo.address, b"friend", WAIT_S, FLEET, SERVER.public)
+    assert says(*friend) == [b"echo", b"friend"]
+    assert echo.refused() == 0
+    assert says(echo, echo.address, b"stranger", SILENCE_S, client, server_key) is None
+    wait_for(lambda: echo.refused() > 0, what="the stranger being counted")
+    assert says(*friend) == [b"echo", b"friend"]
+    assert echo.heard == [b"friend"] * 2
 
 
-def test_within_the_node_the_directory_protects_and_no_key_is_asked_for(echo: Echo) -> None:
-    assert says(echo.local_address, b"neighbour", WAIT_MS) == [b"echo", b"neighbour"]
-
-
-def test_who_talks_to_the_port_like_a_browser_does_no_harm(echo: Echo) -> None:
+def test_within_the_node_no_key_is_asked_for_and_who_talks_like_a_browser_does_no_harm(echo: Echo) -> None:
     host, port = echo.address.removeprefix("tcp://").split(":")
     with socket.create_connection((host, int(port))) as raw:
         raw.sendall(b"GET / HTTP/1.1\r\n\r\n" * 100)
-    assert says(echo.address, b"friend", WAIT_MS, FLEET, SERVER.public) == [b"echo", b"friend"]
+    assert says(echo, echo.local_address, b"neighbour", WAIT_S) == [b"echo", b"neighbour"]
+    assert says(echo, echo.address, b"friend", WAIT_S, FLEET, SERVER.public) == [b"echo", b"friend"]
 
 
 def member(node_id: str, local_address: str) -> Member:
@@ -113,41 +100,27 @@ def member(node_id: str, local_address: str) -> Member:
 def test_only_a_process_of_the_same_node_goes_by_ipc(tmp_path: Path) -> None:
     usable = tmp_path / "d.sock"
     usable.touch()
-    near = member("n2", f"ipc://{usable}")
-    assert reached_at(near, "n2") == f"ipc://{usable}"
-    assert reached_at(near, "n1") == reached_at(member("", ""), "") == "tcp://10.0.0.2:5"
+    near, gone = (member("n2", f"ipc://{path}") for path in (usable, tmp_path / "gone.sock"))
     assert Wire(FLEET, node_id="n2").route(near) == f"ipc://{usable}"
-    assert Wire(FLEET, node_id="n1").route(near) == "tcp://10.0.0.2:5"
-    assert Wire(FLEET, node_id="n2").route(member("n2", f"ipc://{tmp_path}/gone.sock")) == "tcp://10.0.0.2:5"
+    for node_id, other in (("n1", near), ("n2", gone), ("", member("", ""))):
+        assert Wire(FLEET, node_id=node_id).route(other) == "tcp://10.0.0.2:5"
 
 
 def test_ports_come_from_the_range_until_it_is_used_up() -> None:
-    wire = Wire(FLEET)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         first = free.getsockname()[1]
     address = f"tcp://127.0.0.1:{first}-{first + 1}"
-    made = []
-    try:
-        for expected in (first, first + 1):
-            bound, reached = bind_router(wire, address, SERVER)
-            made.append(bound)
-            assert reached == f"tcp://127.0.0.1:{expected}"
+    with closing(Wire(FLEET)) as wire:
+        bound = [bind_router(wire, address, SERVER) for _ in range(2)]
+        assert [reached for _, reached in bound] == [f"tcp://127.0.0.1:{port}" for port in (first, first + 1)]
         with pytest.raises(OSError, match="cannot listen") as refused:
             bind_router(wire, address, SERVER)
         assert isinstance(refused.value.__cause__, zmq.ZMQError)
         assert refused.value.__cause__.errno == errno.EADDRINUSE
-    finally:
-        for each in made:
-            each.close()
-        wire.close()
 
 
-def test_an_interface_stands_for_its_address_and_ipv6_is_an_address() -> None:
-    for wanted, expected in (("tcp://lo:0", "tcp://127.0.0.1:"), ("tcp://[::1]:0", "tcp://[::1]:")):
-        hub = Hub(Wire(FLEET))
-        try:
-            router: ServerSocket = hub.router(wanted, SERVER)
-            assert router.address.startswith(expected)
-        finally:
-            hub.close()
+@pytest.mark.parametrize(("wanted", "expected"), [("lo", "tcp://127.0.0.1:"), ("[::1]", "tcp://[::1]:")])
+def test_an_interface_stands_for_its_address_and_ipv6_is_an_address(wanted: str, expected: str) -> None:
+    with closing(Hub(Wire(FLEET))) as hub:
+        assert hub.router(f"tcp://{wanted}:0", SERVER).address.startswith(expected)

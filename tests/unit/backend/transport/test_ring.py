@@ -58,18 +58,6 @@ def test_unread_data_is_never_overwritten(events: list[int | str]) -> None:
     writer.close()
 
 
-def test_a_segment_outlives_neither_side_and_has_no_name() -> None:
-    writer = RingWriter(4096)
-    position = writer.write(b"abc")
-    assert position is not None
-    reader = RingReader(writer.ref)
-    writer.close()
-    assert reader.read(position, 3) == b"abc", "what was mapped stays"
-    with pytest.raises(OSError, match="No such file"):
-        RingReader(writer.ref)
-    reader.close()
-
-
 def test_only_the_ring_that_was_meant_is_mapped(tmp_path: Path) -> None:
     writer, other = RingWriter(4096), RingWriter(4096)
     forged = msgspec.structs.replace
@@ -148,28 +136,14 @@ def test_rounds_through_the_ring_are_drafted_for_alike(tmp_path: Path) -> None:
     expected, got = (answer.items for answer in answers if isinstance(answer, wire.Drafts))
     assert expected == got
     assert len(got[0].tokens) == 4
-    for bad in (wire.Round("float32", HEAD.hidden, [opening], 4000), wire.Round("float32", HEAD.hidden, [opening], -3)):
-        ((listener, refused),) = handle(ringed, b"f", [wire.encode(bad), b""])
-        assert listener == b"d"
-        assert isinstance(wire.decode_to_verifier(refused), wire.Refused)
+    # Outside the ring, or in a ring that nobody has mapped: then the sender has to hear that it is to greet again.
+    for service, at, listener in ((ringed, 4000, b"d"), (ringed, -3, b"d"), (plain, 0, b"f")):
+        ((told, refused),) = handle(service, b"f", [wire.encode(wire.Round("float32", HEAD.hidden, [opening], at)), b""])
+        answer = wire.decode_to_verifier(refused)
+        assert isinstance(answer, wire.Refused)
+        assert (told, answer == wire.Refused(wire.HELLO_FIRST)) == (listener, service is plain)
     writer.close()
-
-
-def test_a_ring_nobody_mapped_asks_for_a_greeting(tmp_path: Path) -> None:
-    service = drafter(tmp_path)
-    greet(service, None)
-    ((listener, payload),) = handle(
-        service, b"f", [wire.encode(wire.Round("float32", HEAD.hidden, [wire.Close("a", "x")], 0)), b""]
-    )
-    assert listener == b"f", "the sender has to hear it"
-    assert wire.decode_to_verifier(payload) == wire.Refused(wire.HELLO_FIRST)
-
-
-def test_an_unreachable_ring_is_declined(tmp_path: Path) -> None:
-    writer = RingWriter(4096)
-    ref = writer.ref
-    writer.close()
-    assert not greet(drafter(tmp_path), ref).ring
+    assert not greet(drafter(tmp_path / "c"), writer.ref).ring, "it is gone"
 
 
 def test_the_shipper_uses_the_ring_once_it_is_read_and_only_for_large_frames(monkeypatch: pytest.MonkeyPatch) -> None:
