@@ -70,7 +70,7 @@ class Gate:
         if claim.granted:
             return
         if claim.retry_after_s is not None:
-            raise Overloaded.after(claim.retry_after_s)
+            raise Overloaded(claim.retry_after_s)
         waiting = self._waiting.get(claim)
         if waiting is None:
             caller, tokens = claim.caller, claim.expected_tokens or UNKNOWN_TOKENS
@@ -168,7 +168,7 @@ class Gate:
         seconds = min(MAX_RETRY_AFTER_S, max(1, math.ceil(expected_s - within_s)))
         self.shed += 1
         waiting.claim.retry_after_s = seconds
-        return Overloaded.after(seconds)
+        return Overloaded(seconds)
 
     def _release(self, waiting: _Waiting, error: Exception | None = None) -> None:
         """Ends the wait of a claim that has left the queue."""

@@ -58,8 +58,8 @@ _PATH = re.compile(r"(?<![\w/:.])~?/(?:[\w.+@-]+/)+[\w.+@-]*")
 _CONTEXT = re.compile(
     r"maximum context length|longer than the maximum model length|cannot be greater than max_(?:model_len|total_tokens)"
 )
+"""How vLLM says that a request overflows the context: it has no class for that error."""
 _LIMIT = re.compile(r"(?:maximum context length \(|maximum model length of |max_model_len=|max_total_tokens=)(\d+)")
-_OVERLOADED = re.compile(r"The server is overloaded\. Try again in (\d+) s\.")
 _MAX_MESSAGE = 1000
 
 _ANTHROPIC = {
@@ -215,8 +215,8 @@ class Unavailable(
     retry_after_s=1,
     text="The service is busy or starting. Try again.",
 ):
-    def __init__(self) -> None:
-        ApiError.__init__(self, self.text)
+    def __init__(self, message: str | None = None) -> None:
+        ApiError.__init__(self, message or self.text)
         self.http_status = HTTPStatus(self.status)
 
 
@@ -226,14 +226,10 @@ class NoVerifier(Unavailable, code="no_verifier_ready", text="No verifier is rea
 class NotAllReady(Unavailable, code="gateway_starting", text="A gateway process is being started. Try again."): ...
 
 
-class Overloaded(Unavailable, code="overloaded", text="The server is overloaded. Try again in 1 s."):
-    @classmethod
-    def after(cls, seconds: int) -> Overloaded:
-        """An error to be retried in `seconds`.  The message contains them, because vLLM's pipeline passes only the message."""
-        error = cls()
-        error.message, error.retry_after_s = f"The server is overloaded. Try again in {seconds} s.", seconds
-        error.args = (error.message,)
-        return error
+class Overloaded(Unavailable, code="overloaded"):
+    def __init__(self, retry_after_s: int = 1) -> None:
+        super().__init__(f"The server is overloaded. Try again in {retry_after_s} s.")
+        self.retry_after_s = retry_after_s
 
 
 class TooManyConnections(
@@ -291,8 +287,6 @@ def translate(error: BaseException) -> ApiError:
         return from_pydantic(error)
     if isinstance(error, CoordinatorUnavailable):
         return NoCoordinator()
-    if isinstance(error, vllm.StreamFailed):
-        return from_vllm(error.error)
     if isinstance(error, vllm.GracefulHTTPError | vllm.RetryableRequestError):
         return Unavailable()
     if isinstance(error, vllm.VLLMNotFoundError):
@@ -306,27 +300,16 @@ def translate(error: BaseException) -> ApiError:
     return InternalError()
 
 
-def from_vllm(error: dict[str, Any]) -> ApiError:
-    """The `ApiError` for the inner object of one of vLLM's error responses, whose `code` is an HTTP status."""
-    message, status, param = str(error.get("message", "")), error.get("code"), error.get("param")
-    if status == 404:
-        return ModelNotFound(message, param="model")
-    if status in (500, 503):
-        overloaded = _OVERLOADED.fullmatch(message)
-        if overloaded:
-            return Overloaded.after(int(overloaded[1]))
-        known = {each.text: each for each in (NoVerifier, VerifierLost, Poisoned, ShuttingDown)}
-        return known.get(message, Unavailable if status == 503 else InternalError)()
-    if (isinstance(status, int) and 400 <= status < 500) or status == 501:
-        return bad_request(message, param)
-    return InternalError()
-
-
 def checked(answer: Any) -> Any:
     """`answer`, as vLLM's serving classes return it.  Raises `ApiError` if it is an error response."""
-    if isinstance(answer, vllm.ErrorResponse):
-        raise from_vllm(answer.error.model_dump())
-    return answer
+    if not isinstance(answer, vllm.ErrorResponse):
+        return answer
+    error = answer.error
+    if error.code == 404:
+        raise ModelNotFound(error.message, param="model")
+    if 400 <= error.code < 500 or error.code == 501:
+        raise bad_request(error.message, error.param)
+    raise InternalError
 
 
 def bad_request(message: str, param: str | None) -> BadRequest:

@@ -20,7 +20,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from backend.engine.front import ERROR_PREFIX, StreamFailed
 from backend.engine.front.stream import PlainStream
 from gateway.http.errors import ApiError, translate
 
@@ -97,8 +96,6 @@ class Generated:
         async for chunk in self._chunks:
             for change in self._changes:
                 chunk = await change(chunk)
-            if chunk.startswith(ERROR_PREFIX):
-                raise StreamFailed(chunk)
             stream.put(chunk.encode())
         stream.end()
 

@@ -166,6 +166,29 @@ async def test_a_verifier_lost_mid_stream_with_no_other_is_one_error_event(path,
     ]
 
 
+async def fail(verifier, sequence):
+    sequence.emit([300, 301])
+    sequence.emit([], FinishReason.ERROR)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "kind"),
+    [
+        ("/v1/chat/completions", {"n": 2}, "server_error"),
+        ("/v1/completions", {"n": 2}, "server_error"),
+        ("/v1/messages", {}, "api_error"),
+        ("/v1/responses", {}, "server_error"),
+    ],
+)
+async def test_an_engine_that_fails_mid_stream_is_an_error_of_the_server(running, path, fields, kind):
+    running.verifier.behaviour = fail
+    answer = await running.http.post(path, json={**BODIES[path], **fields, "stream": True})
+    last = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")][-1]
+    error = last.get("response", last)["error"]
+    assert error["code" if path == "/v1/responses" else "type"] == kind
+    assert error["message"] == "The server had an error while processing your request."
+
+
 async def test_a_verifier_lost_before_the_first_byte_with_no_other_is_a_503():
     async with running_gateway(queue_wait_s=0) as running:
         running.verifier.behaviour = silence

@@ -38,7 +38,6 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.core_client import EngineCoreClient
 
-from backend.engine.front.messages import ERROR_PREFIX, StreamFailed
 from backend.engine.front.responses import ResponseRequest
 
 VLLM_VERSION: str = vllm.__version__

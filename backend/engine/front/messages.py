@@ -8,25 +8,15 @@ from starlette.requests import Request
 from vllm.entrypoints.anthropic.protocol import AnthropicMessagesResponse
 from vllm.entrypoints.anthropic.serving import AnthropicServingMessages
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest, ChatCompletionResponse
-from vllm.entrypoints.serve.engine.protocol import ErrorResponse
 
 from backend.engine.front.reading import ReadsChats
+from backend.engine.front.stream import RaisesErrors
 
-ERROR_PREFIX = 'data: {"error"'
-"""The event with which a failed stream of vLLM ends begins so."""
 _ARGUMENTS = '"type":"input_json_delta"'
 """Stands in the events with arguments of calls and in no others; in text, its quotes would be escaped."""
 
 
-class StreamFailed(Exception):
-    """A stream from vLLM ended with this event.  Its `error` has `message`, `code`, `param`, ..."""
-
-    def __init__(self, event: str) -> None:
-        self.error: dict[str, Any] = json.loads(event.removeprefix("data: "))["error"]
-        super().__init__(str(self.error.get("message", "")))
-
-
-class Messages(ReadsChats, AnthropicServingMessages):
+class Messages(RaisesErrors, ReadsChats, AnthropicServingMessages):
     """vLLM's class with four repairs; `tests/integration/test_gateway_messages.py` tests them."""
 
     async def create_chat_completion(self, request: ChatCompletionRequest, raw_request: Request | None = None) -> Any:
@@ -37,23 +27,20 @@ class Messages(ReadsChats, AnthropicServingMessages):
         return await super().create_chat_completion(request, raw_request)
 
     async def message_stream_converter(self, generator: AsyncGenerator[Any, None]) -> AsyncGenerator[str, None]:
-        """Raises `StreamFailed` where vLLM's method would write an error event that lacks the kind of error.
-
-        `generator` yields a chat's events; with vLLM 0.33, the objects that are written into them.
+        """Raises what `generator`, a chat's stream, raises; vLLM's method would write an event that lacks the kind of error.
 
         The arguments of a call come as one event, when they are whole.  Clients read them while they come, and fail at what is
         no JSON; arguments that are no object, or that `max_tokens` cut off, are left out, which clients read as `{}`.
         """
-        failed: list[StreamFailed] = []
+        failed: list[Exception] = []
 
-        async def watched() -> AsyncGenerator[str, None]:
+        async def watched() -> AsyncGenerator[Any, None]:
             try:
                 async for chunk in generator:
-                    event = f"data: {chunk.model_dump_json()}" if isinstance(chunk, ErrorResponse) else chunk
-                    if isinstance(event, str) and event.startswith(ERROR_PREFIX):
-                        failed.append(StreamFailed(event))
-                        raise failed[0]
                     yield chunk
+            except Exception as error:
+                failed.append(error)
+                raise
             finally:
                 await generator.aclose()
 

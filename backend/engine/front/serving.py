@@ -38,10 +38,10 @@ from backend.engine.front import any_model  # noqa: F401  (registers itself)
 from backend.engine.front.client import FleetClient, submissions
 from backend.engine.front.deferred import Deferred, deferred
 from backend.engine.front.logprobs import ChatLogprobs, TokensLogprobs, likeliest, repeat_prompt_logprobs
-from backend.engine.front.messages import Messages, StreamFailed
+from backend.engine.front.messages import Messages
 from backend.engine.front.pooling import PoolingServing
 from backend.engine.front.reading import ReadsChats, read_contexts, reading
-from backend.engine.front.stream import Form, PlainStream, streamed
+from backend.engine.front.stream import Form, PlainStream, RaisesErrors, streamed
 from backend.engine.parsers import tool_parser
 
 
@@ -50,7 +50,7 @@ class _NoTracebackForTheExpected(logging.Filter):
 
     def __init__(self, expected: type[Exception]) -> None:
         super().__init__()
-        self._expected = (expected, StreamFailed, VLLMClientError)
+        self._expected = (expected, VLLMClientError)
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not (record.exc_info and isinstance(record.exc_info[1], self._expected))
@@ -113,7 +113,7 @@ class ChatOfMany(ChatLogprobs, ReadsChats, OpenAIServingChatBatch):
         return await deferred(generators, lambda *results: full(request, list(results), *args, **kwargs))
 
 
-class ServingChat(ChatLogprobs, ReadsChats, OpenAIServingChat):
+class ServingChat(RaisesErrors, ChatLogprobs, ReadsChats, OpenAIServingChat):
     """vLLM's chat completions, with a `PlainStream` where one was offered (`client.offer_plain`) and suffices."""
 
     def chat_completion_stream_generator(
@@ -140,7 +140,7 @@ class ServingChat(ChatLogprobs, ReadsChats, OpenAIServingChat):
         return await deferred([result_generator], lambda results: full(request, results, *args, **kwargs))
 
 
-class ServingCompletion(OpenAIServingCompletion):
+class ServingCompletion(RaisesErrors, OpenAIServingCompletion):
     """vLLM's completions, with a `PlainStream` where one was offered and suffices."""
 
     def request_output_to_completion_response(self, outputs: Any, request: Any, *args: Any) -> Any:
@@ -176,7 +176,7 @@ FEW_LOGPROBS = 5_000
 """Log probabilities, tokens times alternatives, that the event loop can make and serialize in some 50 ms."""
 
 
-class ServingTokensWithLogprobs(TokensLogprobs, ServingTokens):
+class ServingTokensWithLogprobs(RaisesErrors, TokensLogprobs, ServingTokens):
     """vLLM's serving class, except that an answer with log probabilities is a `Deferred`."""
 
     async def serve_tokens_full_generator(self, request: Any, result_generator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -187,7 +187,7 @@ class ServingTokensWithLogprobs(TokensLogprobs, ServingTokens):
         return await deferred([result_generator], lambda results: full(request, results, *args, **kwargs))
 
 
-class ServingResponses(OpenAIServingResponses):
+class ServingResponses(RaisesErrors, OpenAIServingResponses):
     """vLLM's serving class with four differences.
 
     An answer that was aborted is `incomplete`, not `completed` or `cancelled`.  A whole answer with more than

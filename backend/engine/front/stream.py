@@ -6,6 +6,7 @@ event as bytes, of structs with the fields of vLLM's chunks in vLLM's order.  Al
 """
 
 import json
+import sys
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -205,6 +206,16 @@ class PlainStream:
 def detailed(usage: dict[str, Any]) -> dict[str, Any]:
     """The usage of an answer as OpenAI's clients know it: details that vLLM leaves out, or never counts, are 0."""
     return usage | {name: dict.fromkeys(all_of_it, 0) | (usage.get(name) or {}) for name, all_of_it in _DETAILS.items()}
+
+
+class RaisesErrors:
+    """Mixin over vLLM's serving classes: raises an exception of which vLLM's answer or event would have the message only."""
+
+    def create_error_response(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's method of the same name, by which it makes all of these."""
+        if isinstance(error := sys.exception(), Exception):
+            raise error
+        return super().create_error_response(*args, **kwargs)  # type: ignore[misc]
 
 
 async def streamed(chunks: AsyncGenerator[str, None]) -> AsyncGenerator[str, None]:

@@ -8,7 +8,7 @@ import textwrap
 import pytest
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
-from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
+from vllm.exceptions import GenerationError
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
@@ -17,8 +17,8 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.structured_output import StructuredOutputManager
 
 from backend.engine.front.client import FleetClient
-from backend.engine.front.messages import Messages, StreamFailed
-from backend.engine.front.serving import ServingChat, ServingCompletion
+from backend.engine.front.messages import Messages
+from backend.engine.front.serving import ServingChat, ServingCompletion, ServingResponses, ServingTokensWithLogprobs
 from backend.engine.front.stream import PlainStream
 from gateway.fleet.core import FleetCore
 
@@ -97,6 +97,24 @@ def test_our_errors_pass_through_generate():
     assert re.search(r"except \(VLLMClientError, GracefulHTTPError(, GenerationError)?\)", inspect.getsource(AsyncLLM.generate))
 
 
+@pytest.mark.parametrize("kind", [ServingChat, ServingCompletion, ServingResponses, ServingTokensWithLogprobs, Messages])
+@pytest.mark.parametrize(
+    "make", ["create_error_response", "create_streaming_error_response", "_convert_generation_error_to_streaming_response"]
+)
+def test_an_error_that_vllm_would_put_into_words_is_raised(kind, make):
+    serving = kind.__new__(kind)
+
+    def fail():
+        try:
+            raise GenerationError("boom")
+        except GenerationError as error:
+            getattr(serving, make)(error)
+
+    with pytest.raises(GenerationError):
+        fail()
+    assert serving.create_error_response("no such model").error.message == "no such model"
+
+
 def test_structured_outputs_are_validated_and_compiled_as_we_expect():
     assert "if structured_outputs_config is None" in inspect.getsource(SamplingParams._validate_structured_outputs)
     assert "structured_outputs_config" in read_of(InputProcessor._validate_params, "self")
@@ -105,15 +123,11 @@ def test_structured_outputs_are_validated_and_compiled_as_we_expect():
         assert read_of(method, "request") <= ours
 
 
-ERROR = ErrorResponse(error=ErrorInfo(message="Too long.", type="BadRequestError", param="input", code=400))
-
-
-@pytest.mark.parametrize("chunk", [f"data: {ERROR.model_dump_json()}\n\n", ERROR], ids=["0.32", "0.33"])
-async def test_a_chat_that_failed_is_known_by_what_vllm_hands_on(chunk):
+async def test_what_a_chat_raises_is_what_its_messages_raise():
     async def chat():
-        yield chunk
+        raise GenerationError("boom")
+        yield
 
-    with pytest.raises(StreamFailed) as raised:
+    with pytest.raises(GenerationError):
         async for _ in Messages.__new__(Messages).message_stream_converter(chat()):
             pass
-    assert raised.value.error == ERROR.model_dump()["error"]
