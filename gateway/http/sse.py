@@ -131,11 +131,11 @@ class EventStream(Response):
         self._ended = False
         self._error: ApiError | None = None
         self._loop = asyncio.get_running_loop()
-        self._waiting: asyncio.Future[None] | None = None
+        self._news = asyncio.Event()
         self._taken_at = self._loop.time()
         self._timer = self._loop.call_later(KEEP_ALIVE_S, self._silent)
         self._leaving = asyncio.ensure_future(_disconnect(request))
-        self._leaving.add_done_callback(lambda _: self._wake())
+        self._leaving.add_done_callback(lambda _: self._news.set())
         # A task, because a request may wait for room: meanwhile comments are written, and its client may leave.
         self._starting = asyncio.create_task(self._start())
 
@@ -146,7 +146,7 @@ class EventStream(Response):
         if not self._ended:
             self._parts.append(events)
             self._last = events
-            self._wake()
+            self._news.set()
 
     def end(self, error: Exception | None = None) -> None:
         """The stream is complete, or has failed with `error`.  Only the first call counts."""
@@ -157,7 +157,7 @@ class EventStream(Response):
             self._error = translate(error)
             if self._error.status == 500:
                 logger.error("a stream failed: %s", type(error).__name__)
-        self._wake()
+        self._news.set()
 
     # The connection's task
 
@@ -211,11 +211,8 @@ class EventStream(Response):
     def take(self) -> bytes:
         """Takes out all buffered events."""
         self._taken_at = self._loop.time()
-        parts = self._parts
-        if len(parts) == 1:
-            return parts.pop()
-        events = b"".join(parts)
-        parts.clear()
+        events = b"".join(self._parts)
+        self._parts.clear()
         return events
 
     def _said_all(self) -> bool:
@@ -224,15 +221,8 @@ class EventStream(Response):
 
     async def _more(self) -> None:
         """Waits for an event, the end, or for the client to leave."""
-        self._waiting = self._loop.create_future()
-        try:
-            await self._waiting
-        finally:
-            self._waiting = None
-
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+        self._news.clear()
+        await self._news.wait()
 
     def _silent(self) -> None:
         """Keeps the connection open if nothing was taken for a whole interval, and sets the timer for the next check."""
@@ -241,6 +231,6 @@ class EventStream(Response):
             # If events wait, the client does not read, and a comment would not help.
             if not self._parts and not self._ended:
                 self._parts.append(self._dialect.silent if self._last else self._dialect.waiting)
-                self._wake()
+                self._news.set()
             due = self._loop.time() + KEEP_ALIVE_S
         self._timer = self._loop.call_at(due, self._silent)
