@@ -91,7 +91,7 @@ class DrafterService:
             if isinstance(message, wire.Round):
                 features = features_of(message, frames[1:], self.proposer, session.ring)
                 self._waiting.append(Waiting(session, message, features, now))
-        except (msgspec.MsgspecError, RecursionError):
+        except msgspec.DecodeError:
             return self._refuse(identity, "not a message of this protocol")
         except Malformed as error:
             return self._refuse(identity, str(error))

@@ -146,7 +146,7 @@ class GatewayPort:
     def _hello(self, identity: bytes, payload: list[bytes], now: float) -> None:
         try:
             hello = msgspec.msgpack.decode(payload[0], type=wire.EngineHello)
-        except (msgspec.DecodeError, IndexError):
+        except (msgspec.DecodeError, UnicodeDecodeError, IndexError):
             self._refuse(identity, "incompatible", "the greeting could not be read")
             return
         ours = vllm.__version__

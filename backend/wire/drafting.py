@@ -28,7 +28,7 @@ and only context is missing, so drafts are accepted less often.
 
 import sys
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -251,7 +251,21 @@ ToDrafter = Hello | Round | Next | Part
 ToVerifier = Welcome | Drafts | Ahead | Refused | Unknown | Want
 
 encode: Callable[[ToDrafter | ToVerifier], bytes] = msgspec.msgpack.Encoder().encode
-decode_to_drafter: Callable[[bytes], ToDrafter] = msgspec.msgpack.Decoder(ToDrafter).decode
+
+
+def _decoder(kinds: Any) -> Callable[[bytes], Any]:
+    decode = msgspec.msgpack.Decoder(kinds).decode
+
+    def decoded(message: bytes) -> Any:
+        try:
+            return decode(message)
+        except (UnicodeDecodeError, RecursionError) as error:
+            raise msgspec.DecodeError(str(error)) from error
+
+    return decoded
+
+
+decode_to_drafter: Callable[[bytes], ToDrafter] = _decoder(ToDrafter)
 """Decodes what a verifier sent; raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
-decode_to_verifier: Callable[[bytes], ToVerifier] = msgspec.msgpack.Decoder(ToVerifier).decode
+decode_to_verifier: Callable[[bytes], ToVerifier] = _decoder(ToVerifier)
 """Decodes what a drafter sent; raises `msgspec.DecodeError` (or its subclass `ValidationError`) on anything else."""
