@@ -23,9 +23,8 @@ from backend.drafter.service import DrafterService
 from backend.drafter.spans import DraftSpans
 from backend.fleet import DrafterStats
 from backend.models.checkpoint import load_drafter
-from backend.models.head_config import CheckpointError, HeadConfig, read_config, same_features, text_config
+from backend.models.head_config import CheckpointError, HeadConfig, load_config, read_config, same_features, text_config
 from backend.models.kinds import KINDS, DrafterKind
-from backend.models.layout import drafter_config
 from backend.tracing import Tracing
 from backend.transport.hub import Hub
 from backend.transport.sockets import ServerKeys, Wire
@@ -111,14 +110,12 @@ class DrafterProcess:
         self._tracing = tracing
         self._on_crash = on_crash
         self._learner: Learner | None = None
-        is_head = model.head_dir is not None and _reads_features(drafter_config(model.head_dir, model.target_dir))
+        is_head = model.head_dir is not None and _reads_features(load_config(model.head_dir, model.target_dir))
         if model.learning_dir is not None and model.head_dir is not None and is_head:
             directory = Path(model.learning_dir) / drafter_id
             self._learner = Learner(directory, model.target_dir, model.head_dir, settings, self._exchange)
             newest = self._learner.head_dir
-            if reason := same_features(
-                drafter_config(newest, model.target_dir), drafter_config(model.head_dir, model.target_dir)
-            ):
+            if reason := same_features(load_config(newest, model.target_dir), load_config(model.head_dir, model.target_dir)):
                 self._learner.stop()
                 raise CheckpointError(
                     f"{newest}: learned from another head, for {reason}; choose another drafting.learning_dir"
@@ -186,11 +183,11 @@ class DrafterProcess:
         if not Path(head_dir).is_dir():
             raise CheckpointError(f"{head_dir}: no such directory")
         target_dir, fleet_head = self._model.target_dir, self._model.fleet_head
-        new = drafter_config(head_dir, target_dir)
+        new = load_config(head_dir, target_dir)
         if _reads_features(new):
             if fleet_head is None:
                 raise CheckpointError(f"{head_dir}: an EAGLE head, and this fleet's verifiers send no features")
-            if reason := same_features(new, drafter_config(fleet_head, target_dir)):
+            if reason := same_features(new, load_config(fleet_head, target_dir)):
                 raise CheckpointError(f"{head_dir}: {reason}")
         with self._exchanging:
             self._put(replace(self._model, head_dir=head_dir))

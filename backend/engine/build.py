@@ -29,7 +29,6 @@ from backend.engine.scheduler import DraftingScheduler
 from backend.engine.worker.tensor_transfer import NAME
 from backend.models.head_config import DRAFT_MODEL, DSPARK, load_config
 from backend.models.kinds import KINDS
-from backend.models.layout import drafter_config
 from backend.models.resolve import ResolvedModels
 from backend.models.vocabulary import shared_tokens
 
@@ -168,7 +167,7 @@ def _speculative_config(settings: Settings, paths: ResolvedModels) -> dict[str, 
         if (native := KINDS[paths.drafter_kind].native) is not None:
             return {"num_speculative_tokens": k, **native}
         assert paths.drafter_dir is not None, "`resolve` finds a model for mode native"
-        config = drafter_config(paths.drafter_dir, paths.target_dir)
+        config = load_config(paths.drafter_dir, paths.target_dir)
         model = {"method": config.kind, "model": paths.drafter_dir, "num_speculative_tokens": k}
         if config.kind != DRAFT_MODEL:
             return model

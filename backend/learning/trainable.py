@@ -12,11 +12,10 @@ from torch.nn import functional
 from transformers import LlamaConfig, Qwen3Config
 
 from backend.learning.head import Drafter
-from backend.models.check import LM_HEAD, final_norm
+from backend.models.check import final_norm
 from backend.models.checkpoint import borrow, load_drafter
 from backend.models.head_config import CheckpointError, read_config, text_config
-from backend.models.layout import canonical_names
-from backend.models.tensor_files import TensorFiles
+from backend.models.tensor_files import LM_HEAD, TensorFiles
 from backend.models.writing import replacing, write_checkpoint
 
 LONGEST = 1024
@@ -95,7 +94,7 @@ def load_pupil(head_dir: str, target_dir: str, device: torch.device, newer_file:
         borrow(target_dir, LM_HEAD, newer)[ids].to(device, frozen),
         own_ids.to(device),
         head_files.read_many(list(head_files.tensors)),
-        canonical_names(head_files),
+        head_files.canonical_names,
         read_config(head_dir),
     )
 

@@ -22,8 +22,8 @@ from backend.models.head_config import (
     text_config,
 )
 from backend.models.kinds import DrafterKind
-from backend.models.layout import MARKOV_IN, MARKOV_OUT, Shape, canonical_names, drafter_config, required_tensors
-from backend.models.tensor_files import EMBEDDING, TensorFiles
+from backend.models.layout import MARKOV_IN, MARKOV_OUT, Shape, required_tensors
+from backend.models.tensor_files import EMBEDDING, LM_HEAD, TensorFiles
 from backend.models.vocabulary import shared_tokens
 
 TEACHING = frozenset(
@@ -46,8 +46,6 @@ TEACHING = frozenset(
 )
 """Targets that can teach a head: their last norm is Llama's, and their scores are its product with the output matrix."""
 
-LM_HEAD = "lm_head.weight"
-
 
 @dataclass
 class Misfits:
@@ -62,82 +60,73 @@ def find_misfits(head_dir: str, target_dir: str) -> Misfits:
     """All misfits, with errors and warnings in separate lists."""
     found = Misfits()
     try:
-        head, files = drafter_config(head_dir, target_dir), TensorFiles(head_dir)
+        head = load_config(head_dir, target_dir)
         target = text_config(read_config(target_dir))
         found.kind = head.drafter_kind
         found.errors.extend(head.unsupported)
-        if head.kind == DRAFT_MODEL:
-            found.errors.extend(misshapen(head, files))
-            _check_tokenizers(head, head_dir, target_dir, found)
-        else:
-            _check_sizes(head, target, found)
-            _check_aux_layers(head, target, found)
-            _check_tensors(head, files, TensorFiles(target_dir), found)
-        _check_positions(head, target, found)
+        found.errors.extend(_errors(head, target) if head.kind != DRAFT_MODEL else ())
+        found.errors.extend(misshapen(head, TensorFiles(head_dir), target_dir))
+        found.warnings.extend(_compared_tokenizers(head, head_dir, target_dir) if head.kind == DRAFT_MODEL else ())
+        found.warnings.extend(_warnings(head, target))
     except CheckpointError as error:
         found.errors.append(str(error))
     return found
 
 
-def _check_tokenizers(model: HeadConfig, own: str, target: str, found: Misfits) -> None:
-    """Compares the tokenizers: a draft is token ids, so both models must give them the same meaning, or ids are mapped."""
+def _compared_tokenizers(model: HeadConfig, own: str, target: str) -> Iterator[str]:
+    """Warnings.  A draft is token ids, so both models must give them the same meaning, or ids are mapped."""
     shared = shared_tokens(model, own, target)
     if not all((Path(directory) / "tokenizer.json").is_file() for directory in (own, target)):
-        found.warnings.append("without a tokenizer.json in both directories nobody knows whether their tokens are the same")
+        yield "without a tokenizer.json in both directories nobody knows whether their tokens are the same"
     elif shared is not None and (shared.differ or len(shared.ids) < shared.target_size):
         mapped = ", under other ids, which are mapped" if shared.differ else ""
-        found.warnings.append(f"it knows {len(shared.ids)} of the target's {shared.target_size} tokens{mapped}")
+        yield f"it knows {len(shared.ids)} of the target's {shared.target_size} tokens{mapped}"
 
 
-def _check_sizes(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:
-    width = target.get("hidden_size")
+def _errors(head: HeadConfig, target: dict[str, Any]) -> Iterator[str]:
+    """What keeps a head from drafting for a target, by their configurations."""
+    width, vocab, layers = (target.get(key) for key in ("hidden_size", "vocab_size", "num_hidden_layers"))
     if width is not None and head.target_hidden_size != width:
-        found.errors.append(f"hidden size: the head was made for a target of {head.target_hidden_size}, this one has {width}")
-    vocab = target.get("vocab_size")
+        yield f"hidden size: the head was made for a target of {head.target_hidden_size}, this one has {width}"
     is_wider = head.kind == DSPARK and head.own_vocab_size > head.vocab_size
     if vocab is not None and head.own_vocab_size and head.own_vocab_size != vocab and not is_wider:
-        found.errors.append(f"vocabulary: the head was made for {head.own_vocab_size} tokens, this target has {vocab}")
+        yield f"vocabulary: the head was made for {head.own_vocab_size} tokens, this target has {vocab}"
     if head.draft_vocab_size > head.vocab_size:
-        found.errors.append(f"draft vocabulary: {head.draft_vocab_size} tokens are more than the target's {head.vocab_size}")
+        yield f"draft vocabulary: {head.draft_vocab_size} tokens are more than the target's {head.vocab_size}"
     tokens = max(head.vocab_size, head.own_vocab_size)
     if head.block is not None and not 0 <= head.block.mask_token < tokens:
-        found.errors.append(f"mask token: {head.block.mask_token} is outside the vocabulary of {tokens}")
+        yield f"mask token: {head.block.mask_token} is outside the vocabulary of {tokens}"
+    if layers is not None:
+        outside = [layer for layer in head.aux_layers if not 0 <= layer <= layers]
+        yield from (f"feature layers: {layer} is outside this target's 0..{layers}" for layer in outside)
+        if head.aux_layers == default_aux_layers(layers) and len(set(head.aux_layers)) < len(head.aux_layers):
+            yield f"feature layers: a target of {layers} layers is too shallow for the default three"
 
 
-def _check_aux_layers(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:
-    layers = target.get("num_hidden_layers")
-    if not head.uses_aux or layers is None:
+def _warnings(head: HeadConfig, target: dict[str, Any]) -> Iterator[str]:
+    """What merely lowers acceptance, by the configurations."""
+    longest, layers, rope = target.get("max_position_embeddings"), target.get("num_hidden_layers"), rope_of(target)
+    is_shorter = longest is not None and head.max_position < longest
+    if head.kind == DRAFT_MODEL:
+        if is_shorter:
+            yield f"it knows {head.max_position} positions, the target {longest}: nothing is drafted beyond"
         return
-    for layer in head.aux_layers:
-        if not 0 <= layer <= layers:
-            found.errors.append(f"feature layers: {layer} is outside this target's 0..{layers}")
-    if head.aux_layers == default_aux_layers(layers) and len(set(head.aux_layers)) < len(head.aux_layers):
-        found.errors.append(f"feature layers: a target of {layers} layers is too shallow for the default three")
-    if head.block is None and tuple(layer + 1 for layer in head.aux_layers) == default_aux_layers(layers):
+    if layers is not None and head.block is None and tuple(each + 1 for each in head.aux_layers) == default_aux_layers(layers):
         # As SpecForge's and ModelOpt's heads name the usual features.  SGLang adds one where the first is 1, except for gpt-oss
         # (sglang#25454, sglang#32334); vLLM never does.
-        found.warnings.append(
+        yield (
             f"feature layers: {', '.join(map(str, head.aux_layers))} are read as the inputs of these layers, as in vLLM; "
             f"if acceptance stays near 1, the trainer meant outputs: add one to each in the head's config.json"
         )
-
-
-def _check_positions(head: HeadConfig, target: dict[str, Any], found: Misfits) -> None:
-    longest = target.get("max_position_embeddings")
-    if head.kind == DRAFT_MODEL:
-        if longest is not None and head.max_position < longest:
-            found.warnings.append(f"it knows {head.max_position} positions, the target {longest}: nothing is drafted beyond")
-        return
-    if longest is not None and head.max_position < longest:
-        found.warnings.append(
+    if is_shorter:
+        yield (
             f"max_position_embeddings: the head says {head.max_position}, the target {longest}; "
             f"beyond {head.max_position} tokens acceptance may drop"
         )
-    rope = rope_of(target)
     if rope.theta != head.rope.theta:
-        found.warnings.append(f"rope_theta: the head says {head.rope.theta:g}, the target {rope.theta:g}")
+        yield f"rope_theta: the head says {head.rope.theta:g}, the target {rope.theta:g}"
     if (own := _scaling(head.rope)) != (wanted := _scaling(rope)):
-        found.warnings.append(f"rope scaling: the head says {own}, the target {wanted}; acceptance may drop")
+        yield f"rope scaling: the head says {own}, the target {wanted}; acceptance may drop"
 
 
 def _scaling(rope: Rope) -> str:
@@ -146,34 +135,33 @@ def _scaling(rope: Rope) -> str:
     return " ".join([rope.kind, *(f"{name}={value:g}" for name, value in sorted(numbers.items()) if rope.kind != "default")])
 
 
-def misshapen(config: HeadConfig, files: TensorFiles) -> Iterator[str]:
-    """A line for each required tensor that is missing from the drafter's files, or has another shape."""
-    names = canonical_names(files)
-    for name, wanted in required_tensors(config).items():
+def misshapen(config: HeadConfig, files: TensorFiles, target_dir: str) -> Iterator[str]:
+    """A line for each tensor, of the drafter's own or taken from its target, that is missing or has another shape."""
+    names, required = files.canonical_names, required_tensors(config)
+    for name, wanted in required.items():
         shape = files.shape(names[name]) if name in names else None
         if shape is None:
             yield f"missing tensor: {name}"
         elif shape != wanted and not (name in (MARKOV_IN, MARKOV_OUT) and shape[0] > wanted[0] and shape[1:] == wanted[1:]):
             yield f"tensor {name}: shape {list(shape)}, expected {list(wanted)}"
-
-
-def _check_tensors(head: HeadConfig, files: TensorFiles, target_files: TensorFiles, found: Misfits) -> None:
-    found.errors.extend(misshapen(head, files))
-    names = canonical_names(files)
-    for name, tokens in ((EMBEDDING, head.vocab_size), (LM_HEAD, head.draft_vocab_size)):
-        if name in required_tensors(head):
+    is_model = config.kind == DRAFT_MODEL
+    for name, rows in ((EMBEDDING, config.vocab_size), (LM_HEAD, config.draft_vocab_size)):
+        if name in required or (is_model and name not in names):
             continue
-        actual = names.get(name)
-        if actual is not None:
-            shape = files.shape(actual)
-        else:
-            # A target with tied embeddings has no `lm_head` of its own.
-            source = target_files.find(name) or target_files.find(EMBEDDING)
-            shape = target_files.shape(source) if source else None
+        shape = files.shape(names[name]) if name in names else _shape_in_target(name, target_dir)
+        expected = [config.own_vocab_size if is_model else rows, config.hidden_size]
         if shape is None:
-            found.errors.append(f"missing tensor: {name}, neither in the head nor in the target")
-        elif shape[-1] != head.hidden_size or shape[0] < tokens:
-            found.errors.append(f"tensor {name}: shape {list(shape)}, expected {[tokens, head.hidden_size]}")
+            yield f"missing tensor: {name}, neither in the head nor in the target"
+        # More rows are allowed: vocabularies may be padded.
+        elif len(shape) != 2 or shape[0] < expected[0] or shape[1] != expected[1]:
+            yield f"tensor {name}: shape {list(shape)}, expected {expected}"
+
+
+def _shape_in_target(name: str, target_dir: str) -> Shape | None:
+    """The shape of the target's embedding or output matrix.  A target with tied embeddings may have no output matrix."""
+    files = TensorFiles(target_dir)
+    found = files.find(name) or files.find(EMBEDDING)
+    return files.shape(found) if found else None
 
 
 def why_not_learning(head_dir: str, target_dir: str) -> str | None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from backend.models.check import LM_HEAD, misshapen
+from backend.models.check import misshapen
 from backend.models.head_config import DRAFT_MODEL, CheckpointError, HeadConfig, load_config, read_config, text_config
-from backend.models.layout import canonical_names, drafter_config, required_tensors
-from backend.models.tensor_files import EMBEDDING, TensorFiles
+from backend.models.layout import required_tensors
+from backend.models.tensor_files import EMBEDDING, LM_HEAD, TensorFiles
 from backend.models.vocabulary import shared_tokens
 from backend.wire.drafting import TargetTensor
 
@@ -53,33 +53,26 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
     `newer`: target tensors that replace those in the target's directory, see `HeadWeights.borrowed`.
     Raises `CheckpointError`, which names the first misfit.
     """
-    config = drafter_config(head_dir, target_dir)
-    files = TensorFiles(head_dir)
-    if misfits := [*config.unsupported, *misshapen(config, files)]:
+    config, files = load_config(head_dir, target_dir), TensorFiles(head_dir)
+    if misfits := [*config.unsupported, *misshapen(config, files, target_dir)]:
         raise CheckpointError(f"{head_dir}: {misfits[0]}")
-    names = canonical_names(files)
-    optional = {n for n in names if n.endswith(".bias")} | ({EMBEDDING, LM_HEAD} & names.keys())
-    keep = required_tensors(config).keys() | optional
+    names = files.canonical_names.keys()
+    keep = required_tensors(config).keys() | {n for n in names if n.endswith(".bias")} | ({EMBEDDING, LM_HEAD} & names)
     if config.kind != "eagle":
         # EAGLE-3's `fc` is applied by the verifier, or read as `projection` below.  EAGLE-1's also reads the embedding.
         keep = {n for n in keep if not n.startswith(("fc.", "fc_norm."))}
-    stored = files.read_many([names[name] for name in sorted(keep)])
-    tensors = {name: stored[names[name]] for name in keep}
+    tensors = files.read_canonical(keep)
     borrowed = BORROWED - tensors.keys()
-    embedding = tensors.pop(EMBEDDING, None)
-    lm_head = tensors.pop(LM_HEAD, None)
-    offsets = tensors.pop("d2t", None)
+    embedding, lm_head, offsets = (tensors.pop(name, None) for name in (EMBEDDING, LM_HEAD, "d2t"))
     mapping = _target_ids(offsets, config) if offsets is not None else None
     longest = int(text_config(read_config(target_dir)).get("max_position_embeddings") or config.max_position)
     if config.kind == DRAFT_MODEL:
-        assert embedding is not None, "`is_draft_model` saw it"
-        _expect(EMBEDDING, embedding, config.own_vocab_size, config.hidden_size)
+        assert embedding is not None, "a language model has one"
         lm_head = embedding if lm_head is None else lm_head
         borrowed = frozenset()
         # The target may have tokens that the draft model has nothing for: their embeddings are zero.
         shared = shared_tokens(config, head_dir, target_dir)
         if shared is not None and shared.differ:
-            _expect(LM_HEAD, lm_head, config.own_vocab_size, config.hidden_size)
             mapping, lm_head = torch.tensor(list(shared.ids)), lm_head[list(shared.ids.values())]
             embedding = functional.pad(embedding, (0, 0, 0, 1))[shared.inputs()]
             config = replace(config, draft_vocab_size=len(mapping))
@@ -88,8 +81,6 @@ def load_drafter(head_dir: str, target_dir: str, raw: bool = False, newer: Mappi
         longest = min(longest, config.max_position)
     embedding = borrow(target_dir, EMBEDDING, newer) if embedding is None else embedding
     lm_head = borrow(target_dir, LM_HEAD, newer) if lm_head is None else lm_head
-    _expect(EMBEDDING, embedding, config.vocab_size, config.hidden_size)
-    _expect(LM_HEAD, lm_head, config.draft_vocab_size, config.hidden_size)
     projection = load_fc(head_dir) if raw and config.uses_aux else None
     return HeadWeights(config, tensors, embedding, lm_head[: config.draft_vocab_size], mapping, longest, borrowed, projection)
 
@@ -108,12 +99,6 @@ def borrow(target_dir: str, name: str, newer: Mapping[str, Tensor]) -> Tensor:
     if source is None:
         raise CheckpointError(f"{target_dir}: missing tensor: {name}")
     return target.read(source)
-
-
-def _expect(name: str, tensor: Tensor, tokens: int, hidden: int) -> None:
-    # More rows are allowed: vocabularies may be padded.
-    if tensor.dim() != 2 or tensor.shape[0] < tokens or tensor.shape[1] != hidden:
-        raise CheckpointError(f"tensor {name}: shape {list(tensor.shape)}, expected {[tokens, hidden]}")
 
 
 def _target_ids(offsets: Tensor, config: HeadConfig) -> Tensor:
@@ -167,18 +152,12 @@ def load_fc(head_dir: str) -> FcProjection:
     if not config.uses_aux:
         raise CheckpointError(f"{head_dir}: this head takes the target's last hidden state; it has no projection")
     files = TensorFiles(head_dir)
-    names = canonical_names(files)
-    wanted = [n for n in names if n.startswith(("fc.", "fc_norm.", "input_norm."))]
-    if "fc.weight" not in wanted:
-        raise CheckpointError(f"{head_dir}: missing tensor: fc.weight")
-    stored = files.read_many([names[n] for n in wanted])
-    tensors = {n: stored[names[n]] for n in wanted}
-    count = tensors["fc.weight"].shape[1] // config.target_hidden_size
+    tensors = files.read_canonical([n for n in files.canonical_names if n.startswith(("fc.", "fc_norm.", "input_norm."))])
     try:
+        weight = tensors["fc.weight"]
+        count = weight.shape[1] // config.target_hidden_size
         feature_norms = tuple(tensors[f"fc_norm.{i}.weight"] for i in range(count)) if config.fc_norm else ()
         input_norm = tensors["input_norm.weight"] if config.norm_before_fc else None
     except KeyError as error:
         raise CheckpointError(f"{head_dir}: missing tensor: {error.args[0]}") from error
-    return FcProjection(
-        tensors["fc.weight"], tensors.get("fc.bias"), input_norm, feature_norms, config.rms_norm_eps, config.aux_layers
-    )
+    return FcProjection(weight, tensors.get("fc.bias"), input_norm, feature_norms, config.rms_norm_eps, config.aux_layers)

@@ -7,8 +7,8 @@ too.
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,6 @@ from backend.models.tensor_files import EMBEDDING, TensorFiles
 from backend.models.tensor_files import CheckpointError as CheckpointError
 
 HeadKind = Literal["eagle", "eagle3", "dflash", "dspark", "draft_model"]
-
 DRAFT_MODEL: Literal["draft_model"] = "draft_model"
 DFLASH: Literal["dflash"] = "dflash"
 DSPARK: Literal["dspark"] = "dspark"
@@ -124,27 +123,19 @@ def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     return (2, num_layers // 2, num_layers - 3)
 
 
-def rope_of(config: dict[str, Any]) -> Rope:
-    """Rotary parameters of a transformers configuration, under its older or newer keys."""
+def rope_of(config: Mapping[str, Any], theta: float = 10000.0) -> Rope:
+    """Rotary parameters of a transformers configuration, under its older or newer keys.  `theta`: the base if it names none."""
     scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
-    return Rope(float(theta), kind, dict(scaling))
+    return Rope(float(scaling.get("rope_theta") or config.get("rope_theta") or theta), kind, dict(scaling))
 
 
-def load_config(head_dir: str, target_dir: str | None = None) -> HeadConfig:
-    """Reads a head's configuration; values that it leaves to the target come from `target_dir`.  Raises `CheckpointError`."""
-    config = _load(_parse, head_dir, target_dir)
-    return replace(config, num_layers=1) if config.num_layers > 1 and _is_midlayer_alone(head_dir) else config
+def load_config(directory: str, target_dir: str | None = None) -> HeadConfig:
+    """Reads the configuration of the head or draft model in `directory`; its weights tell which of the two it is.
 
-
-def load_model_config(model_dir: str, target_dir: str) -> HeadConfig:
-    """Reads a draft model's configuration.  Raises `CheckpointError`."""
-    return _load(_parse_model, model_dir, target_dir)
-
-
-def _load(parse: Callable[[dict[str, Any], dict[str, Any]], HeadConfig], directory: str, target_dir: str | None) -> HeadConfig:
-    own = read_config(directory)
+    Values that it leaves to the target come from `target_dir`.  Raises `CheckpointError`.
+    """
+    own, files = read_config(directory), TensorFiles(directory)
     if (Path(directory) / MODELOPT).is_file():
         own.setdefault("quantization_config", {"quant_method": "modelopt"})
     own["mask_embedding"] = (Path(directory) / MASK_EMBEDDING).is_file()
@@ -152,7 +143,7 @@ def _load(parse: Callable[[dict[str, Any], dict[str, Any]], HeadConfig], directo
     if target_dir and target.get("vocab_size") is None:
         target = target | {"vocab_size": _embedding_rows(target_dir)}
     try:
-        return parse(own, target)
+        return _parse(own, target, files)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{directory}/config.json: {type(error).__name__}: {error}") from error
 
@@ -166,12 +157,6 @@ def _embedding_rows(target_dir: str) -> int:
     return files.tensors[name].shape[0]
 
 
-def _is_midlayer_alone(head_dir: str) -> bool:
-    """Whether the head has SafeAILab's one layer.  Its configuration may repeat the target's number of layers."""
-    parts = {name.removeprefix("model.").partition(".")[0] for name in TensorFiles(head_dir).tensors}
-    return "midlayer" in parts and "layers" not in parts
-
-
 def same_features(new: HeadConfig, old: HeadConfig) -> str | None:
     """Why the head `new` cannot draft from the features that verifiers send for `old`; None: it can."""
     for what in ("kind", "hidden_size", "target_hidden_size", "vocab_size", "aux_layers"):
@@ -180,195 +165,169 @@ def same_features(new: HeadConfig, old: HeadConfig) -> str | None:
     return None
 
 
-def _parse_model(own: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
-    vocab, longest = int(target["vocab_size"]), int(own["max_position_embeddings"])
-    problems = _unsupported(own, own)
-    if own.get("model_type") not in FAMILIES:
-        problems.insert(
-            0, f"draft models of model_type {own.get('model_type')!r} are not supported ({', '.join(FAMILIES)} are)"
-        )
-    # Qwen2 names a window that it does not use; Mistral's counts unless it is null.
-    window = own.get("sliding_window") if own.get("use_sliding_window", own.get("model_type") == "mistral") else None
-    if window is not None and int(window) < longest:
-        problems.append("sliding-window attention is not supported")
-    return HeadConfig(
-        kind=DRAFT_MODEL,
-        target_hidden_size=0,
-        num_layers=int(own["num_hidden_layers"]),
-        vocab_size=vocab,
-        draft_vocab_size=min(int(own["vocab_size"]), vocab),
-        max_position=longest,
-        dtype=str(_dtype(own) or "float32"),
-        unsupported=tuple(dict.fromkeys(problems)),
-        **_layers(own),
-    )
-
-
-def _layers(layer: dict[str, Any]) -> dict[str, Any]:
-    """What the layers of heads and of draft models have in common, as fields of `HeadConfig`."""
-    hidden, heads = int(layer["hidden_size"]), int(layer["num_attention_heads"])
-    return {
-        "model_type": str(layer.get("model_type", "llama")),
-        "hidden_size": hidden,
-        "intermediate_size": int(layer["intermediate_size"]),
-        "num_heads": heads,
-        "num_kv_heads": int(layer.get("num_key_value_heads") or heads),
-        "head_dim": int(layer.get("head_dim") or hidden // heads),
-        "own_vocab_size": int(layer.get("vocab_size") or 0),
-        "rms_norm_eps": float(layer.get("rms_norm_eps", 1e-6)),
-        "rope": rope_of(layer),
-    }
-
-
-def _parse(outer: dict[str, Any], target: dict[str, Any]) -> HeadConfig:
-    speculators = outer.get("speculators_model_type")
-    if speculators not in (None, "eagle3", DFLASH, DSPARK):
-        raise ValueError(f"speculators_model_type {speculators!r} is not supported, only 'eagle3', 'dflash' and 'dspark'")
-    layer = outer["transformer_layer_config"] if speculators else outer
-    own_vocab = int(layer.get("vocab_size") or 0)
-    if isinstance(layer.get("model"), dict):
-        layer = {**layer["model"], **layer}
-    kind = speculators or _kind(outer)
-    is_block = kind in (DFLASH, DSPARK)
-    if is_block:
-        # Its layers are Qwen3's, whatever the target's are.
-        layer = {"rope_theta": 1e6, **layer, "model_type": "qwen3"}
-    vocab = int(target.get("vocab_size") or layer["vocab_size"])
-    draft_vocab = int(outer.get("draft_vocab_size") or vocab) if kind != "eagle" else vocab
-    # An absent key means True in speculators' layout and False in the other (vLLM reads them so).
-    before_residual = bool(outer.get("norm_before_residual", bool(speculators)))
-    eagle = outer.get("eagle_config") or {}
-    before_fc = bool(eagle.get("norm_before_fc", outer.get("norm_before_fc", False)))
+def _parse(config: dict[str, Any], target: Mapping[str, Any], files: TensorFiles) -> HeadConfig:
+    own = _flat(config)
+    kind = _kind(own, files)
+    is_block, eagle = kind in (DFLASH, DSPARK), own.get("eagle_config") or {}
+    hidden, heads = int(own["hidden_size"]), int(own["num_attention_heads"])
+    own_vocab = int(own.get("vocab_size") or 0)
+    vocab = int(target.get("vocab_size") or own["vocab_size"])
+    draft_vocab = int(own.get("draft_vocab_size") or (own_vocab if kind == DRAFT_MODEL else vocab))
+    if kind in (DSPARK, DRAFT_MODEL):
+        # Tokens beyond the target's, such as a DSpark head's mask, are not drafted.
+        draft_vocab = min(draft_vocab, vocab)
+    uses_aux = is_block or (kind == "eagle3" and bool(eagle.get("use_aux_hidden_state", True)))
+    aux_layers = _aux_layers(own, is_block, target) if uses_aux else ()
+    block = _block(own, kind) if is_block else None
     return HeadConfig(
         kind=kind,
-        target_hidden_size=int(outer.get("target_hidden_size") or layer.get("target_hidden_size") or layer["hidden_size"]),
-        num_layers=int(layer.get("num_hidden_layers", 1)),
+        # The layers of heads that draft in one pass are Qwen3's, whatever the target's are.
+        model_type="qwen3" if is_block else str(own.get("model_type", "llama")),
+        hidden_size=hidden,
+        target_hidden_size=int(own.get("target_hidden_size") or hidden),
+        intermediate_size=int(own["intermediate_size"]),
+        # SafeAILab's layout has one layer.  Its configuration may repeat the target's number of layers.
+        num_layers=1 if files.has_midlayer_alone else int(own.get("num_hidden_layers", 1)),
+        num_heads=heads,
+        num_kv_heads=int(own.get("num_key_value_heads") or heads),
+        head_dim=int(own.get("head_dim") or hidden // heads),
         vocab_size=vocab,
-        # The tokens that a DSpark head has beyond the target's, such as its mask, are not drafted.
-        draft_vocab_size=min(draft_vocab, vocab) if kind == DSPARK else draft_vocab,
-        max_position=int(layer.get("max_position_embeddings") or 2048),
-        aux_layers=_aux_layers(outer, kind, target),
-        uses_aux=is_block or (kind == "eagle3" and bool(eagle.get("use_aux_hidden_state", True))),
-        norm_before_residual=before_residual,
-        norm_before_fc=before_fc,
-        fc_norm=bool(outer.get("fc_norm", False)),
-        norm_output=bool(outer.get("norm_output", False)),
-        dtype=str(_dtype(outer) or _dtype(layer) or "float32"),
-        block=_block(outer, layer, kind) if is_block else None,
-        unsupported=tuple(_unsupported_block(outer, layer, kind) if is_block else _unsupported(outer, layer)),
-        **_layers(layer) | {"own_vocab_size": own_vocab},
+        draft_vocab_size=draft_vocab,
+        max_position=int(own.get("max_position_embeddings") or 2048),
+        rms_norm_eps=float(own.get("rms_norm_eps", 1e-6)),
+        rope=rope_of(own, 1e6) if is_block else rope_of(own),
+        dtype=str(_dtype(own) or "float32"),
+        unsupported=_unsupported(own, kind, block, aux_layers),
+        own_vocab_size=own_vocab,
+        aux_layers=aux_layers,
+        uses_aux=uses_aux,
+        norm_before_residual=bool(own.get("norm_before_residual", False)),
+        norm_before_fc=bool(eagle.get("norm_before_fc", own.get("norm_before_fc", False))),
+        fc_norm=bool(own.get("fc_norm", False)),
+        norm_output=bool(own.get("norm_output", False)),
+        block=block,
     )
 
 
-def _block(outer: dict[str, Any], layer: dict[str, Any], kind: HeadKind) -> OnePassDrafting:
+def _flat(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with its layer's keys among the others, as SafeAILab's has them.  Defaults are vLLM's."""
+    speculators = config.get("speculators_model_type")
+    if speculators is None:
+        return {**config["model"], **config} if isinstance(config.get("model"), dict) else config
+    if speculators not in ("eagle3", DFLASH, DSPARK):
+        raise ValueError(f"speculators_model_type {speculators!r} is not supported, only 'eagle3', 'dflash' and 'dspark'")
+    layer: dict[str, Any] = config["transformer_layer_config"]
+    flat = {"norm_before_residual": True, "sample_from_anchor": False} | layer
+    flat |= {key: value for key, value in config.items() if value is not None}
+    if speculators == DFLASH:
+        causal = not config.get("sliding_window_non_causal", True)
+        flat["dflash_config"] = {"sample_from_anchor": flat["sample_from_anchor"], "causal": causal}
+    return flat | {"model_type": layer.get("model_type", "llama"), "torch_dtype": _dtype(config) or _dtype(layer)}
+
+
+def _dtype(config: Mapping[str, Any]) -> Any:
+    """The type of the weights; `dtype` is the key since transformers 4.56."""
+    return config.get("torch_dtype") or config.get("dtype")
+
+
+def _kind(own: Mapping[str, Any], files: TensorFiles) -> HeadKind:
+    if files.is_language_model:
+        return DRAFT_MODEL
+    speculators: HeadKind | None = own.get("speculators_model_type")
+    if speculators is not None:
+        return speculators
+    names = [str(name) for name in own.get("architectures") or []]
+    if any("DSpark" in name for name in names):
+        return DSPARK
+    if "dflash_config" in own or any(part in name for name in names for part in ONE_PASS):
+        return DFLASH
+    eagle3_keys = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")
+    return "eagle3" if any("Eagle3" in name for name in names) or any(key in own for key in eagle3_keys) else "eagle"
+
+
+def _aux_layers(own: Mapping[str, Any], is_block: bool, target: Mapping[str, Any]) -> tuple[int, ...]:
+    inputs, eagle = own.get("eagle_aux_hidden_state_layer_ids"), own.get("eagle_config") or {}
+    if is_block:
+        # `target_layer_ids` are layers whose outputs are meant: the inputs of the next ones.
+        places = _dflash(own).get("target_layer_ids"), own.get("dspark_target_layer_ids"), own.get("target_layer_ids")
+        outputs = next((each for each in places if each), ())
+        inputs = inputs or own.get("aux_hidden_state_layer_ids") or [int(i) + 1 for i in outputs]
+    else:
+        inputs = inputs or eagle.get("eagle_aux_hidden_state_layer_ids")
+        inputs = inputs or (default_aux_layers(int(target["num_hidden_layers"])) if target else ())
+    return tuple(int(i) for i in inputs)
+
+
+def _dflash(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {"mask_token_id": own.get("mask_token_id", own.get("dspark_noise_token_id")), **(own.get("dflash_config") or {})}
+
+
+def _block(own: Mapping[str, Any], kind: HeadKind) -> OnePassDrafting:
     """Reads what vLLM reads, with its order of precedence."""
-    own = _of_dflash(outer, kind)
-    count, window = int(layer["num_hidden_layers"]), own.get("swa_window_size", layer.get("sliding_window"))
-    sliding = [kind == "sliding_attention" for kind in layer.get("layer_types") or [False] * count]
-    is_causal = next((each for each in (layer.get("is_causal"), own.get("causal")) if each is not None), None)
+    dflash = _dflash(own)
+    count, window = int(own["num_hidden_layers"]), dflash.get("swa_window_size", own.get("sliding_window"))
+    sliding = [each == "sliding_attention" for each in own.get("layer_types") or [None] * count]
+    is_causal = next((each for each in (own.get("is_causal"), dflash.get("causal")) if each is not None), None)
     causal = tuple(each if is_causal is None else bool(is_causal) for each in sliding)
-    if own.get("use_swa") and not any(sliding):
+    if dflash.get("use_swa") and not any(sliding):
         sliding = [True] * count
     if len(sliding) != count:
         raise ValueError(f"{len(sliding)} layer_types for {count} layers")
     if any(sliding) and not window:
         raise ValueError("sliding-window attention without a size of the window")
     windows = tuple(int(window or 0) if each else 0 for each in sliding)
-    size, mask = int(outer.get("block_size") or outer.get("dspark_block_size") or 0), int(own["mask_token_id"])
-    if kind == DFLASH:
-        return OnePassDrafting(mask, max(size - 1, 0), causal, windows)
-    anchored = bool(outer.get("sample_from_anchor", not outer.get("speculators_model_type")))
-    longest = size if anchored else max(size - 1, 0)
-    return OnePassDrafting(mask, longest, causal, windows, anchored, int(outer["markov_rank"]))
+    size, mask = int(own.get("block_size") or own.get("dspark_block_size") or 0), int(dflash["mask_token_id"])
+    anchored = kind == DSPARK and bool(own.get("sample_from_anchor", True))
+    rank = int(own["markov_rank"]) if kind == DSPARK else 0
+    return OnePassDrafting(mask, size if anchored else max(size - 1, 0), causal, windows, anchored, rank)
 
 
-def _of_dflash(outer: dict[str, Any], kind: HeadKind) -> dict[str, Any]:
-    """`dflash_config`; speculators' layout has the same under other keys."""
-    mask = outer.get("mask_token_id", outer.get("dspark_noise_token_id"))
-    if not outer.get("speculators_model_type"):
-        return {"mask_token_id": mask, **(outer.get("dflash_config") or {})}
-    if kind == DSPARK:
-        return {"mask_token_id": mask}
-    causal = not outer.get("sliding_window_non_causal", True)
-    return {"mask_token_id": mask, "sample_from_anchor": outer.get("sample_from_anchor"), "causal": causal}
-
-
-def _dtype(config: dict[str, Any]) -> Any:
-    """The type of the weights; `dtype` is the key since transformers 4.56."""
-    return config.get("torch_dtype") or config.get("dtype")
-
-
-def _kind(config: dict[str, Any]) -> HeadKind:
-    names = [str(name) for name in config.get("architectures") or []]
-    if any("DSpark" in name for name in names):
-        return DSPARK
-    if "dflash_config" in config or any(part in name for name in names for part in ONE_PASS):
-        return DFLASH
-    eagle3_keys = ("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids", "target_hidden_size")
-    if any("Eagle3" in name for name in names) or any(key in config for key in eagle3_keys):
-        return "eagle3"
-    return "eagle"
-
-
-def _aux_layers(outer: dict[str, Any], kind: HeadKind, target: dict[str, Any]) -> tuple[int, ...]:
-    eagle = outer.get("eagle_config") or {}
-    if kind in (DFLASH, DSPARK):
-        # `target_layer_ids` are layers whose outputs are meant: the inputs of the next ones.
-        places = (outer.get("dflash_config") or {}).get("target_layer_ids"), outer.get("dspark_target_layer_ids")
-        outputs = next((each for each in (*places, outer.get("target_layer_ids")) if each), ())
-        inputs = outer.get("eagle_aux_hidden_state_layer_ids") or outer.get("aux_hidden_state_layer_ids")
-        return tuple(int(i) for i in inputs) if inputs else tuple(int(i) + 1 for i in outputs)
-    if kind == "eagle" or not eagle.get("use_aux_hidden_state", True):
-        return ()
-    ids = outer.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
-    if ids:
-        return tuple(int(i) for i in ids)
-    return default_aux_layers(int(target["num_hidden_layers"])) if target else ()
-
-
-def _unsupported(outer: dict[str, Any], layer: dict[str, Any]) -> list[str]:
-    problems = []
-    rope = rope_of(layer)
-    if rope.kind not in ("default", "linear", "llama3"):
-        problems.append(f"rope type {rope.kind!r} is not supported (default, linear and llama3 are)")
-    if float(layer.get("partial_rotary_factor") or rope.scaling.get("partial_rotary_factor") or 1.0) != 1.0:
-        problems.append("partial_rotary_factor other than 1 is not supported")
-    if layer.get("hidden_act", "silu") != "silu":
-        problems.append(f"hidden_act {layer['hidden_act']!r} is not supported, only 'silu'")
-    if outer.get("quantization_config"):
-        problems.append("quantised drafters are not supported")
-    if "sliding_attention" in (layer.get("layer_types") or []):
-        problems.append("sliding-window attention is not supported")
-    if outer.get("speculators_model_type") and layer.get("model_type", "llama") not in ("llama", "qwen3"):
-        problems.append(f"model_type {layer['model_type']!r} is not supported, only 'llama' and 'qwen3'")
-    return problems
-
-
-def _unsupported_block(outer: dict[str, Any], layer: dict[str, Any], kind: HeadKind) -> list[str]:
-    problems = _unsupported(outer, {key: value for key, value in layer.items() if key != "layer_types"})
-    names, own = outer.get("architectures") or [], _of_dflash(outer, kind)
-    # What older heads of Qwen3's kind are called is also the name of DeepSeek-V4's.
-    is_known = names in ([DFLASH_ARCHITECTURE], [DSPARK_ARCHITECTURE]) or (
-        names == ["DSparkDraftModel"] and outer.get("model_type") == "qwen3"
-    )
-    if not outer.get("speculators_model_type") and not is_known:
-        supported = f"{DFLASH_ARCHITECTURE} and {DSPARK_ARCHITECTURE} are supported"
-        problems.insert(0, f"{', '.join(names)}: of heads that draft in one pass, only {supported}")
-    flags = {
-        "attention sinks": own.get("attention_sink_bias", layer.get("add_swa_attention_sink_bias")),
-        "attention_value_scale": own.get("attention_value_scale") not in (None, 1),
-        "logit_scale": outer.get("logit_scale") not in (None, 1),
-        "is_neox_style false": not layer.get("is_neox_style", True),
-        "sample_from_anchor": own.get("sample_from_anchor"),
-        "use_aux_hidden_state false": not own.get("use_aux_hidden_state", outer.get("use_aux_hidden_state", True)),
-        "dspark_draft_topk": outer.get("dspark_draft_topk"),
-        f"markov_head_type {outer.get('markov_head_type')!r}": outer.get("markov_head_type") not in (None, "vanilla"),
-        MASK_EMBEDDING: outer["mask_embedding"],
+def _unsupported(
+    own: Mapping[str, Any], kind: HeadKind, block: OnePassDrafting | None, aux_layers: tuple[int, ...]
+) -> tuple[str, ...]:
+    """What our drafter cannot do, one line each."""
+    rope, family = rope_of(own), own.get("model_type", "llama")
+    rotated = float(own.get("partial_rotary_factor") or rope.scaling.get("partial_rotary_factor") or 1.0)
+    is_windowed = block is None and "sliding_attention" in (own.get("layer_types") or [])
+    # Qwen2 names a window that it does not use; Mistral's counts unless it is null.
+    if kind == DRAFT_MODEL and own.get("use_sliding_window", family == "mistral") and own.get("sliding_window") is not None:
+        is_windowed |= int(own["sliding_window"]) < int(own["max_position_embeddings"])
+    is_speculators = own.get("speculators_model_type") is not None
+    found: dict[str, bool] = {
+        f"draft models of model_type {family!r} are not supported ({', '.join(FAMILIES)} are)": kind == DRAFT_MODEL
+        and family not in FAMILIES,
+        f"rope type {rope.kind!r} is not supported (default, linear and llama3 are)": rope.kind
+        not in ("default", "linear", "llama3"),
+        "partial_rotary_factor other than 1 is not supported": rotated != 1.0,
+        f"hidden_act {own.get('hidden_act')!r} is not supported, only 'silu'": own.get("hidden_act", "silu") != "silu",
+        "quantised drafters are not supported": bool(own.get("quantization_config")),
+        "sliding-window attention is not supported": is_windowed,
+        f"model_type {family!r} is not supported, only 'llama' and 'qwen3'": is_speculators
+        and block is None
+        and family not in ("llama", "qwen3"),
     }
-    problems += [f"{name} is not supported" for name, is_set in flags.items() if is_set]
-    if not _aux_layers(outer, kind, {}):
-        problems.append("the configuration names no target_layer_ids")
-    block = _block(outer, layer, kind)
-    if any(window and not causal for window, causal in zip(block.windows, block.causal, strict=True)):
-        problems.append("sliding-window attention that is not causal is not supported")
-    return problems
+    if block is not None:
+        names, dflash = own.get("architectures") or [], _dflash(own)
+        # What older heads of Qwen3's kind are called is also the name of DeepSeek-V4's.
+        is_known = names in ([DFLASH_ARCHITECTURE], [DSPARK_ARCHITECTURE]) or (
+            names == ["DSparkDraftModel"] and family == "qwen3"
+        )
+        only = f"of heads that draft in one pass, only {DFLASH_ARCHITECTURE} and {DSPARK_ARCHITECTURE} are supported"
+        flags = {
+            "attention sinks": dflash.get("attention_sink_bias", own.get("add_swa_attention_sink_bias")),
+            "attention_value_scale": dflash.get("attention_value_scale") not in (None, 1),
+            "logit_scale": own.get("logit_scale") not in (None, 1),
+            "is_neox_style false": not own.get("is_neox_style", True),
+            "sample_from_anchor": dflash.get("sample_from_anchor"),
+            "use_aux_hidden_state false": not dflash.get("use_aux_hidden_state", own.get("use_aux_hidden_state", True)),
+            "dspark_draft_topk": own.get("dspark_draft_topk"),
+            f"markov_head_type {own.get('markov_head_type')!r}": own.get("markov_head_type") not in (None, "vanilla"),
+            MASK_EMBEDDING: own["mask_embedding"],
+        }
+        found = {f"{', '.join(names)}: {only}": not is_speculators and not is_known} | found
+        found |= {f"{name} is not supported": bool(is_set) for name, is_set in flags.items()}
+        found["the configuration names no target_layer_ids"] = not aux_layers
+        found["sliding-window attention that is not causal is not supported"] = any(
+            window and not causal for window, causal in zip(block.windows, block.causal, strict=True)
+        )
+    return tuple(line for line, holds in found.items() if holds)

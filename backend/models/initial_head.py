@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from backend.models.head_config import FAMILIES, MODELOPT, CheckpointError, load_config, read_config, text_config
-from backend.models.layout import canonical_names
 from backend.models.tensor_files import TensorFiles
 from backend.models.writing import replacing, speculators_config, write_checkpoint
 
@@ -36,6 +35,15 @@ KEPT = (
     "rope_parameters",
     "vocab_size",
 )
+COPIED = (
+    "input_layernorm.weight",
+    *(f"self_attn.{name}_proj.weight" for name in "qkvo"),
+    "post_attention_layernorm.weight",
+    *(f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")),
+)
+COPIED_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
+ATTENTION_INPUTS = tuple(f"layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+"""The head's weights that read an embedding in their first half, and a feature in their second."""
 
 
 def feature_layers(layers: int) -> tuple[int, int, int]:
@@ -72,7 +80,7 @@ def write_widened_head(head_dir: str, target_dir: str, directory: Path) -> None:
     # vLLM reads the number from the layer's configuration.
     config.get("transformer_layer_config", config)["num_aux_hidden_states"] = len(layers)
     tensors = files.read_many(list(files.tensors))
-    fc = canonical_names(files)["fc.weight"]
+    fc = files.canonical_names["fc.weight"]
     tensors[fc] = torch.cat((tensors[fc], tensors[fc].new_zeros(head.hidden_size, head.target_hidden_size)), dim=1)
     with replacing(directory) as fresh:
         write_checkpoint(fresh, config, tensors)
@@ -100,28 +108,29 @@ def _config(target: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _tensors(target: Mapping[str, Any], files: TensorFiles, where: str) -> dict[str, Tensor]:
-    import torch
-
-    hidden, last = int(target["hidden_size"]), f"layers.{int(target['num_hidden_layers']) - 1}"
-
     def read(name: str) -> Tensor:
         found = files.find(name)
         if found is None:
             raise CheckpointError(f"{where}: missing tensor: {name}")
         return files.read(found)
 
-    own = "layers.0"
-    norm = read("norm.weight")
-    tensors = {
-        "norm.weight": norm,
-        "fc.weight": torch.cat((norm.new_zeros(hidden, 2 * hidden), torch.eye(hidden, dtype=norm.dtype)), dim=1),
-        f"{own}.hidden_norm.weight": read(f"{last}.input_layernorm.weight"),
-        f"{own}.input_layernorm.weight": torch.ones_like(norm),
-    }
-    same = ["self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
-    same += ["self_attn.q_norm", "self_attn.k_norm"] if target["model_type"] == NORMALISING else []
-    tensors |= {f"{own}.{name}.weight": read(f"{last}.{name}.weight") for name in same}
-    for name in ("q_proj", "k_proj", "v_proj"):
-        weight = read(f"{last}.self_attn.{name}.weight")
-        tensors[f"{own}.self_attn.{name}.weight"] = torch.cat((torch.zeros_like(weight), weight), dim=1)
-    return tensors
+    last = f"layers.{int(target['num_hidden_layers']) - 1}"
+    names = [*COPIED, *(COPIED_NORMS if target["model_type"] == NORMALISING else ())]
+    return repeated_layer({name: read(f"{last}.{name}") for name in names}, read("norm.weight"))
+
+
+def repeated_layer(layer: Mapping[str, Tensor], norm: Tensor) -> dict[str, Tensor]:
+    """The tensors of an EAGLE-3 head that repeats a target's layer: `fc` passes on the last of three features.
+
+    `layer`: the layer's tensors, by their names in it; `norm`: the target's final norm.
+    """
+    import torch
+
+    hidden = len(norm)
+    tensors = {f"layers.0.{name}": tensor for name, tensor in layer.items()}
+    tensors["layers.0.hidden_norm.weight"] = tensors["layers.0.input_layernorm.weight"]
+    tensors["layers.0.input_layernorm.weight"] = torch.ones_like(norm)
+    for name in ATTENTION_INPUTS:
+        tensors[name] = torch.cat((torch.zeros_like(tensors[name]), tensors[name]), dim=1)
+    passed_on = torch.eye(hidden, dtype=norm.dtype, device=norm.device)
+    return tensors | {"norm.weight": norm, "fc.weight": torch.cat((norm.new_zeros(hidden, 2 * hidden), passed_on), dim=1)}

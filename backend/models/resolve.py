@@ -104,7 +104,7 @@ def resolve(settings: Settings, say: Say) -> ResolvedModels:
     if GROW in names or settings.drafting.learning != "off":
         found, learning_dir = _learn(found, target, settings), str(_learning_dir(settings, target))
     first = next((each for each in found if each.takes_features), found[0])
-    _check_features(found, first, target)
+    _check_features(found, target)
     in_turn = tuple(found) if len(found) > 1 else ()
     return ResolvedModels(str(target), first.directory, first.kind, name, in_turn, learning_dir)
 
@@ -115,23 +115,30 @@ def drafter_names(settings: Settings) -> list[str]:
 
 
 def _drafter(name: str, target: Path, settings: Settings, say: Say) -> OwnDrafter:
+    """Refuses a head or draft model that does not fit the target; `say` gets warnings about what merely lowers acceptance."""
     if name in WEIGHTLESS:
         return OwnDrafter(None, WEIGHTLESS[name], name)
     if name in (GROW, DEMO_DFLASH):
         directory = _initial_head(target, settings) if name == GROW else DFLASH_DIR
     else:
         directory = find("--drafter", name, DRAFTER_DIR, say, trusts_code(settings))
-    return OwnDrafter(str(directory), check_drafter(name, directory, target, settings, say), name)
+    if missing := missing_weights(directory):
+        raise ModelError(f"--drafter {directory}: {missing}")
+    found = find_misfits(str(directory), str(target))
+    if found.errors:
+        raise ModelError(f"--drafter {name} does not fit --model {settings.model}: {found.errors[0]}")
+    for warning in found.warnings:
+        say(f"warning: drafter {name}: {warning}")
+    return OwnDrafter(str(directory), found.kind, name)
 
 
-def _check_features(found: Sequence[OwnDrafter], first: OwnDrafter, target: Path) -> None:
+def _check_features(found: Sequence[OwnDrafter], target: Path) -> None:
     """Refuses heads that need other features than the first one."""
-    heads = [each.directory for each in found if each.takes_features and each.directory != first.directory]
-    if heads and first.directory is not None:
-        own = load_config(first.directory, str(target))
-        for head in heads:
-            if head is not None and (reason := same_features(load_config(head, str(target)), own)):
-                raise ModelError(f"--drafter {head}: {reason}")
+    heads = [each.directory for each in found if each.takes_features and each.directory is not None]
+    configs = [load_config(head, str(target)) for head in heads]
+    for head, config in zip(heads, configs, strict=True):
+        if reason := same_features(config, configs[0]):
+            raise ModelError(f"--drafter {head}: {reason}")
 
 
 def check_combination(settings: Settings) -> None:
@@ -189,8 +196,7 @@ def check_target(directory: Path) -> dict[str, Any]:
     config = _read(directory, "--model")
     if not config.get("architectures"):
         raise ModelError(f"--model {directory}: config.json names no architectures: not a language model's directory")
-    missing = missing_weights(directory)
-    if missing:
+    if missing := missing_weights(directory):
         raise ModelError(f"--model {directory}: {missing}")
     if not any((directory / file).is_file() for file in TOKENIZER_FILES):
         raise ModelError(f"--model {directory}: no tokenizer ({', '.join(TOKENIZER_FILES[:2])})")
@@ -213,37 +219,18 @@ def trusts_code(settings: Settings) -> bool:
     return bool(settings.verifier.engine_args.get("trust_remote_code"))
 
 
-def check_drafter(name: str, drafter: Path, target: Path, settings: Settings, say: Say) -> DrafterKind:
-    """Refuses a head or draft model that does not fit the target; `say` gets warnings about what merely lowers acceptance.
-
-    Returns which of the two it is.
-    """
-    _read(drafter, "--drafter")
-    missing = missing_weights(drafter)
-    if missing:
-        raise ModelError(f"--drafter {drafter}: {missing}")
-    found = find_misfits(str(drafter), str(target))
-    if found.errors:
-        raise ModelError(f"--drafter {name} does not fit --model {settings.model}: {found.errors[0]}")
-    for warning in found.warnings:
-        say(f"warning: drafter {name}: {warning}")
-    return found.kind
-
-
 def _learn(found: Sequence[OwnDrafter], target: Path, settings: Settings) -> list[OwnDrafter]:
     """Refuses heads that cannot learn.  Returns the drafters with the heads that learning begins with."""
-    heads = [each.directory for each in found if each.takes_features and each.directory is not None]
-    for head in heads:
-        if reason := why_not_learning(head, str(target)):
-            raise ModelError(f"--drafting-learning: {head}: {reason}")
-    if not heads:
+    learning = []
+    for each in found:
+        if each.takes_features and each.directory is not None:
+            if reason := why_not_learning(each.directory, str(target)):
+                raise ModelError(f"--drafting-learning: {each.directory}: {reason}")
+            each = msgspec.structs.replace(each, directory=str(_wide_head(Path(each.directory), target, settings)))
+        learning.append(each)
+    if not any(each.takes_features for each in found):
         raise ModelError("--drafting-learning: only EAGLE heads learn, and --drafter names none")
-    return [
-        msgspec.structs.replace(each, directory=str(_wide_head(Path(each.directory), target, settings)))
-        if each.directory is not None and each.takes_features
-        else each
-        for each in found
-    ]
+    return learning
 
 
 def _wide_head(head: Path, target: Path, settings: Settings) -> Path:
@@ -289,9 +276,7 @@ def missing_weights(directory: Path) -> str | None:
             continue
         shards = sorted(set(_read(directory, "weights", index).get("weight_map", {}).values()))
         absent = [shard for shard in shards if not (directory / shard).is_file()]
-        if absent:
-            return f"{len(absent)} of {len(shards)} weight files are missing ({absent[0]})"
-        return None
+        return f"{len(absent)} of {len(shards)} weight files are missing ({absent[0]})" if absent else None
     if not any(any(directory.glob(pattern)) for pattern in ("*.safetensors", "*.bin", "*.pt")):
         return "no weights (*.safetensors)"
     return None

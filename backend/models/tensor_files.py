@@ -7,6 +7,7 @@ header) is read, so that checking a checkpoint stays cheap.
 from __future__ import annotations
 
 import pickle
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 if TYPE_CHECKING:
     import torch
 
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 class CheckpointError(Exception):
@@ -62,6 +63,24 @@ class TensorFiles:
         names = [name for name in self.tensors if name == suffix or name.endswith(f".{suffix}")]
         return min(names, key=len, default=None)
 
+    @property
+    def canonical_names(self) -> dict[str, str]:
+        """Canonical name -> name in the files, for every tensor of a drafter (`midlayer.` becomes `layers.0.`)."""
+        return {name.removeprefix("model.").replace("midlayer.", "layers.0."): name for name in self.tensors}
+
+    @property
+    def is_language_model(self) -> bool:
+        """Whether these are weights of a whole language model.  Heads differ: they have an `fc` or a norm for features."""
+        names = self.canonical_names.keys()
+        whole = {EMBEDDING, "norm.weight", "layers.0.input_layernorm.weight"}
+        return whole <= names and not {"fc.weight", "hidden_norm.weight", "layers.0.hidden_norm.weight"} & names
+
+    @property
+    def has_midlayer_alone(self) -> bool:
+        """Whether the head has SafeAILab's one layer, and no others."""
+        parts = {name.removeprefix("model.").partition(".")[0] for name in self.tensors}
+        return "midlayer" in parts and "layers" not in parts
+
     def read(self, name: str) -> torch.Tensor:
         """One tensor's data, on the CPU."""
         return self.read_many([name])[name]
@@ -83,6 +102,12 @@ class TensorFiles:
                 state = _load_bin(path, "cpu")
                 found.update({name: state[name].clone() for name in wanted})
         return found
+
+    def read_canonical(self, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Several tensors' data, by canonical name."""
+        stored = self.canonical_names
+        found = self.read_many([stored[name] for name in names])
+        return {name: found[stored[name]] for name in names}
 
     def _read_safetensors_header(self, path: Path) -> None:
         try:

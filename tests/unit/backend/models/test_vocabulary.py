@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from backend.models.demo import DRAFT_MODEL_DIR, TARGET_DIR
-from backend.models.head_config import CheckpointError, load_model_config
+from backend.models.head_config import CheckpointError, load_config
 from backend.models.vocabulary import LEAST_SHARED, NO_ID, SharedVocabulary, shared_tokens
 from tests.support.other_vocabulary import write_tokenizer
 from tests.support.properties import examples
 
-MODEL = load_model_config(str(DRAFT_MODEL_DIR), str(TARGET_DIR))
+MODEL = load_config(str(DRAFT_MODEL_DIR), str(TARGET_DIR))
 VOCABULARIES = st.lists(st.text("abcĠ", min_size=1, max_size=3), min_size=1, max_size=12, unique=True).map(
     lambda tokens: {token: number for number, token in enumerate(tokens)}
 )
@@ -103,9 +103,11 @@ def test_the_embedding_tells_the_size_of_a_vocabulary_that_the_target_does_not_n
         directory.mkdir()
     (own / "config.json").write_text(json.dumps(sizes | {"vocab_size": 9, "max_position_embeddings": 8, "model_type": "qwen2"}))
     (target / "config.json").write_text(json.dumps({"text_config": {"hidden_size": 4}}))
+    names = ("embed_tokens", "norm", "layers.0.input_layernorm")
+    save_file({f"model.{name}.weight": torch.zeros(4) for name in names}, own / "model.safetensors")
     save_file({"language_model.model.embed_tokens.weight": torch.zeros(12, 4)}, target / "model.safetensors")
-    found = load_model_config(str(own), str(target))
+    found = load_config(str(own), str(target))
     assert (found.vocab_size, found.draft_vocab_size, found.own_vocab_size) == (12, 9, 9)
     save_file({"other.weight": torch.zeros(1)}, target / "model.safetensors")
     with pytest.raises(CheckpointError, match=f"{target}/config.json: no vocab_size"):
-        load_model_config(str(own), str(target))
+        load_config(str(own), str(target))
